@@ -1,0 +1,59 @@
+"""Fast, dependable input pipelines for Keras 3."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from keras_fastdata.callbacks.loader_health import LoaderHealth
+    from keras_fastdata.dataset import FastPyDataset
+    from keras_fastdata.errors import (
+        BatchTimeoutError,
+        DatasetPicklingError,
+        LoaderError,
+        WorkerDiedError,
+    )
+    from keras_fastdata.iterators import (
+        ThreadSafeIterator,
+        threadsafe_generator,
+    )
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BatchTimeoutError",
+    "DatasetPicklingError",
+    "FastPyDataset",
+    "LoaderError",
+    "LoaderHealth",
+    "ThreadSafeIterator",
+    "WorkerDiedError",
+    "threadsafe_generator",
+]
+
+# A name's module is imported when the name is first used: a worker that
+# imports the user's module, and so this package, must not pay for Keras.
+_HOMES = {
+    "BatchTimeoutError": "keras_fastdata.errors",
+    "DatasetPicklingError": "keras_fastdata.errors",
+    "FastPyDataset": "keras_fastdata.dataset",
+    "LoaderError": "keras_fastdata.errors",
+    "LoaderHealth": "keras_fastdata.callbacks.loader_health",
+    "ThreadSafeIterator": "keras_fastdata.iterators",
+    "WorkerDiedError": "keras_fastdata.errors",
+    "threadsafe_generator": "keras_fastdata.iterators",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,136 @@
+"""`LoaderHealth`: does training wait for its data?"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from keras_fastdata.health import waits
+from keras_fastdata.workers import role
+
+if TYPE_CHECKING or role.is_worker():
+    # A worker that imports the user's module must not import Keras for this.
+    _Base = object
+
+    def _registered(cls: type) -> type:
+        return cls
+else:
+    import keras
+
+    _Base = keras.callbacks.Callback
+    _registered = keras.saving.register_keras_serializable(
+        package="keras_fastdata"
+    )
+
+# Below this share of the epoch, free data would hardly be noticed.
+_WORTH_MENTIONING = 0.1
+
+
+@_registered
+class LoaderHealth(_Base):
+    """Reports how long training waited for data.
+
+    Adds `data_wait` to the logs of every epoch: the share of the epoch's wall
+    time, from 0 to 1, that the training steps waited in the iterators of
+    `FastPyDataset`s. Validation does not count. The progress bar, `History`
+    and every callback that is listed after this one have it; so list it first.
+    In a `fit` without a `FastPyDataset` nothing is added and nothing printed.
+
+    Under JAX, and on accelerators, steps run on while the next batch is
+    fetched; `data_wait` is then an upper bound of what faster data can save.
+
+    Args:
+        verbose: 1 prints a line after each epoch that says whether data or
+            compute is the bottleneck; 0 prints nothing. Defaults to 1.
+
+    Raises:
+        ValueError: `verbose` is neither 0 nor 1.
+
+    Example:
+
+    >>> from keras_fastdata import LoaderHealth
+    >>> LoaderHealth(verbose=0).get_config()
+    {'verbose': 0}
+    """
+
+    def __init__(self, verbose: int = 1) -> None:
+        super().__init__()
+        if verbose not in (0, 1):
+            raise ValueError(f"`verbose` must be 0 or 1. Received: {verbose!r}")
+        self.verbose = int(verbose)
+        self._epoch = _Stretch()
+        self._validation = _Stretch()
+        self._line: str | None = None
+
+    def get_config(self) -> dict[str, Any]:
+        """The constructor's arguments, for `keras.saving`."""
+        return {"verbose": self.verbose}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> LoaderHealth:
+        """The callback that `get_config` describes."""
+        return cls(**config)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._print_line()
+        self._epoch = _Stretch()
+        self._epoch.begin()
+        self._validation = _Stretch()
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self._validation.begin()
+
+    def on_test_end(self, logs: Any = None) -> None:
+        self._validation.end()
+
+    def on_epoch_end(
+        self, epoch: int, logs: dict[str, Any] | None = None
+    ) -> None:
+        self._epoch.end()
+        batches = self._epoch.batches - self._validation.batches
+        wall_s = self._epoch.wall_s - self._validation.wall_s
+        wait_s = self._epoch.wait_s - self._validation.wait_s
+        if not batches or wall_s <= 0:
+            return
+        share = min(1.0, max(0.0, wait_s / wall_s))
+        if logs is not None:
+            logs["data_wait"] = share
+        self._line = _describe(epoch, share, wall_s)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self._print_line()
+
+    def _print_line(self) -> None:
+        # One epoch late, when the progress bar has ended its line.
+        line, self._line = self._line, None
+        if line and self.verbose:
+            print(line, flush=True)
+
+
+class _Stretch:
+    """Time and waits summed over a stretch of training, or several."""
+
+    def __init__(self) -> None:
+        self.wall_s = 0.0
+        self.wait_s = 0.0
+        self.batches = 0
+
+    def begin(self) -> None:
+        self._began = time.perf_counter()
+        self._before = waits.of_this_thread()
+
+    def end(self) -> None:
+        now = waits.of_this_thread()
+        self.wall_s += time.perf_counter() - self._began
+        self.wait_s += now.seconds - self._before.seconds
+        self.batches += now.batches - self._before.batches
+
+
+def _describe(epoch: int, share: float, wall_s: float) -> str:
+    waited = (
+        f"LoaderHealth: epoch {epoch + 1} waited {share:.0%} of "
+        f"{wall_s:.1f} s for data; "
+    )
+    if share >= _WORTH_MENTIONING:
+        return waited + "data is the bottleneck."
+    return waited + "compute is the bottleneck."

@@ -1,0 +1,423 @@
+"""`FastPyDataset`: what users subclass in place of `keras.utils.PyDataset`."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from keras_fastdata.engine import build, seeding
+from keras_fastdata.engine.loader import Loader, Pass
+from keras_fastdata.engine.settings import Settings
+from keras_fastdata.memory.arena import aligned_empty
+from keras_fastdata.workers import role
+
+if TYPE_CHECKING or role.is_worker():
+    # A worker needs the user's methods and ours, not Keras's base class.
+    _Base = object
+else:
+    from keras_fastdata import keras_bridge
+
+    _Base = keras_bridge.PyDataset
+
+_T = TypeVar("_T")
+
+
+class _Internals:
+    """All that is ours in a dataset, behind one attribute of it.
+
+    It is pickled and copied as its settings alone.
+    """
+
+    def __init__(self, settings: Settings, owner: FastPyDataset) -> None:
+        self.settings = settings
+        self.owner = weakref.ref(owner)
+        self.loader: Loader | None = None
+        self.outside_rng: np.random.Generator | None = None
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return _ForeignInternals, (self.settings,)
+
+    def __deepcopy__(self, memo: Any) -> _ForeignInternals:
+        return _ForeignInternals(self.settings)
+
+
+@dataclasses.dataclass
+class _ForeignInternals:
+    """The internals of a dataset this one was copied or unpickled from."""
+
+    settings: Settings
+
+
+class _WhileBuilding(Generic[_T]):
+    """A name that yields to an attribute of the user's own.
+
+    `epoch` and `rng` are everyday names in people's datasets. A descriptor
+    without `__set__` is only asked where the instance has no such attribute.
+    """
+
+    def __init__(self, doc: str) -> None:
+        self.__doc__ = doc
+        self._name = ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, dataset: None, owner: type) -> _WhileBuilding[_T]: ...
+
+    @overload
+    def __get__(self, dataset: FastPyDataset, owner: type) -> _T: ...
+
+    def __get__(self, dataset: FastPyDataset | None, owner: type) -> Any:
+        if dataset is None:
+            return self
+        context = build.current_context()
+        if context is not None:
+            return getattr(context, self._name)
+        return getattr(_Outside(dataset), self._name)
+
+
+class FastPyDataset(_Base):
+    """A dataset of batches, built by threads or processes in shared memory.
+
+    Takes the place of `keras.utils.PyDataset` (`keras.utils.Sequence`): keep
+    `__getitem__`, which returns batch `index`, and `__len__`, the number of
+    batches, and pass the dataset to `fit`, `evaluate` or `predict`. Every
+    batch arrives once, in order, with the same bytes for any number of
+    workers.
+
+    Args:
+        workers: Where batches are built. 0: in the caller, when asked for.
+            n >= 1: ahead of time, by n threads, or by n processes (at most
+            1,024) with `use_multiprocessing=True`. Defaults to 1.
+        use_multiprocessing: Whether workers are processes. Threads suit
+            builds that wait (for files, the network) or run in NumPy;
+            processes suit builds that run Python code. Defaults to `False`.
+        max_queue_size: Batches scheduled ahead of the consumer, in all; at
+            least 1. Defaults to 10.
+        max_queue_bytes: The same bound in bytes of shared memory, as far as
+            it can be told from the largest batch so far. One batch is always
+            allowed. `None`: no bound. Used with processes.
+        seed: Base seed, an integer of at least 0. `None` draws one from
+            Python's `random` at first use, so that
+            `keras.utils.set_random_seed` makes runs repeatable.
+        shuffle: `None`: what `fit(shuffle=)` says, and in order elsewhere.
+            `True` or `False` decide it here, everywhere, also in `predict`.
+        start_method: How processes start. `None` or "forkserver": forked
+            from a small clean process, in milliseconds. "spawn": each a fresh
+            interpreter. "fork": copies of the training process, for a dataset
+            that cannot be pickled; it warns of the risk.
+        batch_timeout: Not available yet; `None`.
+        max_worker_restarts: Worker deaths survived in one epoch, at least 0.
+            What a dead worker was building is built again by another. The
+            second worker to die over one batch ends the epoch. Defaults to 3.
+        on_error: "raise": an exception of `__getitem__` reaches the caller.
+        shard: Not available yet; "auto" or `None`.
+        cache: Not available yet; `None`.
+        executor: "local".
+        worker_env: Environment variables for worker processes, over defaults
+            that hide accelerators and give BLAS and OpenMP one thread each.
+
+    Raises:
+        TypeError: An argument is unknown or of the wrong type.
+        ValueError: An argument is out of range.
+        NotImplementedError: A value that is not available yet.
+
+    While a batch is built, `self.rng`, `self.epoch`, `self.worker_index` and
+    `self.empty` answer for that batch.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_fastdata import FastPyDataset
+    >>> class Noise(FastPyDataset):
+    ...     def __len__(self):
+    ...         return 4
+    ...     def __getitem__(self, index):
+    ...         return self.rng.normal(size=(8, 3)), np.full(8, index)
+    >>> with Noise(workers=2, use_multiprocessing=True, seed=1) as dataset:
+    ...     [int(y[0]) for x, y in dataset]
+    [0, 1, 2, 3]
+    """
+
+    _fastdata: _Internals
+
+    def __init__(
+        self,
+        workers: int = 1,
+        use_multiprocessing: bool = False,
+        max_queue_size: int = 10,
+        *,
+        max_queue_bytes: int | None = None,
+        seed: int | None = None,
+        shuffle: bool | None = None,
+        start_method: str | None = None,
+        batch_timeout: float | None = None,
+        max_worker_restarts: int = 3,
+        on_error: str = "raise",
+        shard: tuple[int, int] | str | None = "auto",
+        cache: str | None = None,
+        executor: str = "local",
+        worker_env: Mapping[str, str] | None = None,
+        **unknown: Any,
+    ) -> None:
+        if unknown:
+            allowed = [field.name for field in dataclasses.fields(Settings)]
+            raise TypeError(
+                f"{type(self).__name__} received unknown arguments: "
+                f"{', '.join(sorted(unknown))}. FastPyDataset takes: "
+                f"{', '.join(allowed)}."
+            )
+        settings = Settings(
+            workers=workers,
+            use_multiprocessing=use_multiprocessing,
+            max_queue_size=max_queue_size,
+            max_queue_bytes=max_queue_bytes,
+            seed=seed,
+            shuffle=shuffle,
+            start_method=start_method,
+            batch_timeout=batch_timeout,
+            max_worker_restarts=max_worker_restarts,
+            on_error=on_error,
+            shard=shard,
+            cache=cache,
+            executor=executor,
+            worker_env=worker_env,
+        )
+        vars(self)[seeding.PRIVATE] = _Internals(settings, self)
+
+    # -- what a subclass writes ----------------------------------------------
+
+    def __getitem__(self, index: int) -> Any:
+        """Builds and returns batch `index`, from 0 to `len(self) - 1`.
+
+        A batch is `inputs`, `(inputs,)`, `(inputs, targets)` or
+        `(inputs, targets, sample_weights)`, each an array or a nested
+        structure of arrays, or a dict.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} must define `__getitem__(self, index)`."
+        )
+
+    @property
+    def num_batches(self) -> int | None:
+        """Batches in an epoch; `None` for a dataset without an end.
+
+        Override it where `__len__` will not do. It is read again at the
+        start of every epoch.
+        """
+        if hasattr(self, "__len__"):
+            return len(self)
+        raise NotImplementedError(
+            f"{type(self).__name__} must define `__len__(self)`, the number "
+            "of batches, or the property `num_batches`, which may be None "
+            "for a dataset without an end."
+        )
+
+    def on_epoch_begin(self) -> None:
+        """Called before each epoch, in the training process.
+
+        What it changes reaches every worker before the next batch is built.
+        """
+
+    def on_epoch_end(self) -> None:
+        """Called after each epoch, in the training process; also once before.
+
+        What it changes reaches every worker before the next batch is built.
+        `np.random` and `random` are seeded for the call.
+        """
+
+    def on_worker_start(self) -> None:
+        """Called once in each worker, before its first batch.
+
+        The place to open files and connections. What it sets on `self`
+        belongs to that worker and is not overwritten.
+        """
+
+    def on_worker_stop(self) -> None:
+        """Called once in each worker that ends in peace."""
+
+    def reseed(self, seed_sequence: np.random.SeedSequence) -> None:
+        """Called before each batch, for generators we do not know.
+
+        `np.random`, `random`, torch's default generator, and NumPy and Python
+        generators kept in the dataset are seeded already. Not called in
+        worker threads, which share whatever it would seed.
+
+        Args:
+            seed_sequence: The batch's own, from seed, epoch and index.
+        """
+
+    # -- while a batch is built ----------------------------------------------
+
+    rng: _WhileBuilding[np.random.Generator] = _WhileBuilding(
+        "A `np.random.Generator` for this very batch: its draws depend on "
+        "seed, epoch and index alone."
+    )
+    epoch: _WhileBuilding[int] = _WhileBuilding(
+        "Which walk through the dataset the batch is for, from 0. Each epoch "
+        "of `fit`, each validation, each `for` loop is one."
+    )
+    worker_index: _WhileBuilding[int | None] = _WhileBuilding(
+        "Which worker builds the batch, from 0; `None` outside of workers."
+    )
+    empty: _WhileBuilding[build.Empty] = _WhileBuilding(
+        "`self.empty(shape, dtype='float32')`: an uninitialized array. In a "
+        "worker process it lies in the shared memory that the batch travels "
+        "in, so that returning it copies nothing."
+    )
+
+    # -- outside of fit ------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:
+        """Walks through one epoch, fed by the workers."""
+        if role.is_worker():
+            return self._plain_iterator()
+        return self._loader().open_pass(self, shuffle=False)
+
+    def mark_changed(self) -> None:
+        """Says that the dataset was edited in place.
+
+        Batches that were built ahead are dropped and built from the dataset
+        as it is now. Not needed for attributes that are assigned, nor for
+        what the epoch hooks change: those are noticed.
+        """
+        internals = vars(self).get(seeding.PRIVATE)
+        if isinstance(internals, _Internals) and internals.loader is not None:
+            internals.loader.mark_changed()
+
+    def close(self) -> None:
+        """Ends the workers and waits until they are gone.
+
+        They start again when needed. Also done when the dataset is collected
+        and at the end of a `with` block.
+        """
+        internals = vars(self).get(seeding.PRIVATE)
+        if isinstance(internals, _Internals) and internals.loader is not None:
+            internals.loader.close()
+
+    def __enter__(self) -> FastPyDataset:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- Keras's own three settings ------------------------------------------
+
+    @property
+    def workers(self) -> int:
+        """Number of workers; see the class."""
+        return self._internals().settings.workers
+
+    @workers.setter
+    def workers(self, value: int) -> None:
+        self._replace(workers=value)
+
+    @property
+    def use_multiprocessing(self) -> bool:
+        """Whether workers are processes; see the class."""
+        return self._internals().settings.use_multiprocessing
+
+    @use_multiprocessing.setter
+    def use_multiprocessing(self, value: bool) -> None:
+        self._replace(use_multiprocessing=value)
+
+    @property
+    def max_queue_size(self) -> int:
+        """Batches scheduled ahead of the consumer; see the class."""
+        return self._internals().settings.max_queue_size
+
+    @max_queue_size.setter
+    def max_queue_size(self, value: int) -> None:
+        self._replace(max_queue_size=value)
+
+    # -- ours ----------------------------------------------------------------
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        # A build may keep notes on `self`; only the training process's own
+        # assignments are a new state.
+        if build.current_context() is None:
+            self.mark_changed()
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        if build.current_context() is None:
+            self.mark_changed()
+
+    def _internals(self) -> _Internals:
+        found = vars(self).get(seeding.PRIVATE)
+        if isinstance(found, _Internals) and found.owner() is self:
+            return found
+        if found is None:
+            warnings.warn(
+                f"{type(self).__name__}.__init__ should call "
+                "`super().__init__(**kwargs)`, which takes `workers`, "
+                "`use_multiprocessing`, `max_queue_size` and more. The "
+                "defaults are used.",
+                stacklevel=3,
+            )
+            settings = Settings()
+        else:
+            settings = found.settings
+        found = _Internals(settings, self)
+        vars(self)[seeding.PRIVATE] = found
+        return found
+
+    def _loader(self) -> Loader:
+        internals = self._internals()
+        if internals.loader is None:
+            internals.loader = Loader(self, internals.settings)
+        return internals.loader
+
+    def _replace(self, **changes: Any) -> None:
+        internals = self._internals()
+        internals.settings = dataclasses.replace(internals.settings, **changes)
+        if internals.loader is not None:
+            internals.loader.reconfigure(internals.settings)
+
+    def _plain_iterator(self) -> Iterator[Any]:
+        count = self.num_batches
+        indices = itertools.count() if count is None else range(count)
+        return (self[index] for index in indices)
+
+
+class _Outside:
+    """What `self.rng` and the like answer where no batch is being built.
+
+    So that `dataset[3]`, called by hand, works.
+    """
+
+    worker_index = None
+    empty = staticmethod(aligned_empty)
+
+    def __init__(self, dataset: FastPyDataset) -> None:
+        self._dataset = dataset
+
+    @property
+    def epoch(self) -> int:
+        internals = self._dataset._internals()
+        return internals.loader.epoch if internals.loader else 0
+
+    @property
+    def rng(self) -> np.random.Generator:
+        internals = self._dataset._internals()
+        if internals.outside_rng is None:
+            seed = internals.settings.seed
+            if not role.is_worker():
+                seed = self._dataset._loader().seed
+            internals.outside_rng = seeding.generator(
+                seed or 0, seeding.OUTSIDE
+            )
+        return internals.outside_rng
+
+
+if not TYPE_CHECKING and not role.is_worker():
+    keras_bridge.register(FastPyDataset)

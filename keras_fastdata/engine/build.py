@@ -1,0 +1,269 @@
+"""Building one batch: seeds, context, and the user's `__getitem__`.
+
+The same `Builder` works inline, in a thread, and in a worker process, so that
+a batch has the same bytes wherever it is built.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from keras_fastdata.engine import seeding
+from keras_fastdata.memory.arena import aligned_empty
+
+Empty = Callable[..., npt.NDArray[Any]]
+
+
+class Dataset(Protocol):
+    """What the engine asks of a dataset."""
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+    def reseed(self, seed_sequence: np.random.SeedSequence, /) -> None: ...
+
+    def on_worker_start(self) -> None: ...
+
+    def on_worker_stop(self) -> None: ...
+
+    def on_epoch_begin(self) -> None: ...
+
+    def on_epoch_end(self) -> None: ...
+
+    @property
+    def num_batches(self) -> int | None: ...
+
+
+@dataclasses.dataclass
+class Context:
+    """What `self.rng`, `self.epoch` ... answer while a batch is built."""
+
+    seed: int
+    epoch: int
+    index: int
+    worker_index: int
+    empty: Empty = aligned_empty
+    _rng: np.random.Generator | None = None
+
+    @property
+    def rng(self) -> np.random.Generator:
+        if self._rng is None:
+            self._rng = seeding.generator(
+                self.seed, seeding.BATCH, self.epoch, self.index
+            )
+        return self._rng
+
+
+class _Current(threading.local):
+    """The batch that this thread is building."""
+
+    context: Context | None = None
+
+
+_current = _Current()
+_process_context: Context | None = None
+
+
+def current_context() -> Context | None:
+    """The batch being built around the caller, or `None`.
+
+    A thread that the user's own `__getitem__` started sees the batch that its
+    process is building, where there is just one.
+    """
+    return _current.context or _process_context
+
+
+@contextlib.contextmanager
+def _building(context: Context, *, alone: bool) -> Iterator[None]:
+    global _process_context
+    before = _current.context
+    _current.context = context
+    if alone:
+        _process_context = context
+    try:
+        yield
+    finally:
+        _current.context = before
+        if alone:
+            _process_context = before
+
+
+class Builder:
+    """Builds batches of one dataset.
+
+    Args:
+        dataset: Gives the dataset; weak where the builder must not keep it.
+        seed: Base seed.
+        shared: Whether other threads build at the same time, or draw from the
+            global generators: then those are left alone.
+        private: Whether the process is the worker's own, so that the global
+            generators need not be put back.
+    """
+
+    def __init__(
+        self,
+        dataset: Callable[[], Dataset],
+        seed: int,
+        *,
+        shared: bool = False,
+        private: bool = False,
+    ) -> None:
+        self._dataset = dataset
+        self._seed = seed
+        self._shared = shared
+        self._private = private
+        self._generators: list[Any] = []
+        self._searched: int | None = None
+        self._watch = _GlobalsWatch() if shared else None
+        self._given: set[str] = set()
+        self._own: set[str] = set()
+
+    @property
+    def dataset(self) -> Dataset:
+        return self._dataset()
+
+    def start(self, worker_index: int) -> None:
+        """Runs `on_worker_start`, once for each worker."""
+        dataset = self.dataset
+        given = dict(vars(dataset))
+        with _building(self._outside(worker_index), alone=not self._shared):
+            dataset.on_worker_start()
+        self._given = set(given)
+        self._own = {
+            name
+            for name, value in vars(dataset).items()
+            if name not in given or given[name] is not value
+        }
+
+    def stop(self, worker_index: int) -> None:
+        """Runs `on_worker_stop`, once for each worker."""
+        with _building(self._outside(worker_index), alone=not self._shared):
+            self.dataset.on_worker_stop()
+
+    def build(
+        self,
+        epoch: int,
+        index: int,
+        worker_index: int,
+        empty: Empty = aligned_empty,
+    ) -> Any:
+        """Builds the batch at `index`, as `__getitem__` returns it."""
+        context = Context(self._seed, epoch, index, worker_index, empty)
+        with _building(context, alone=not self._shared):
+            if self._watch is not None:
+                with self._watch.watching(type(self.dataset).__name__):
+                    return self.dataset[index]
+            if self._private:
+                self._reseed(epoch, index)
+                return self.dataset[index]
+            with seeding.preserved_globals():
+                self._reseed(epoch, index)
+                return self.dataset[index]
+
+    def adopt(self, newer: Builder) -> None:
+        """Brings the worker's dataset to the state of a newer one, in place.
+
+        What `on_worker_start` set stays the worker's own, and so does what
+        the worker added and the training process never had.
+        """
+        mine, theirs = vars(self.dataset), vars(newer.dataset)
+        for name in self._given - set(theirs) - self._own:
+            mine.pop(name, None)
+        mine.update(
+            (name, value)
+            for name, value in theirs.items()
+            if name not in self._own
+        )
+        self._given = set(theirs)
+        self._searched = None
+
+    def _reseed(self, epoch: int, index: int) -> None:
+        seed = self._seed
+        dataset = self.dataset
+        seeding.reseed_globals(
+            seeding.sequence(seed, seeding.GLOBALS, epoch, index)
+        )
+        for n, found in enumerate(self._find_generators(dataset)):
+            seeding.reseed_generator(
+                found,
+                seeding.sequence(seed, seeding.ATTRIBUTES, epoch, index, n),
+            )
+        dataset.reseed(seeding.sequence(seed, seeding.USER, epoch, index))
+
+    def _find_generators(self, dataset: Dataset) -> list[Any]:
+        attributes = len(getattr(dataset, "__dict__", ()))
+        if attributes != self._searched:
+            self._generators = seeding.find_generators(dataset)
+            self._searched = attributes
+        return self._generators
+
+    def _outside(self, worker_index: int) -> Context:
+        return Context(self._seed, 0, 0, worker_index)
+
+
+def builder_in_worker(dataset: Dataset, seed: int) -> Builder:
+    """The builder of a worker process, which has the dataset to itself."""
+    return Builder(lambda: dataset, seed, private=True)
+
+
+def run_hook(dataset: Dataset, name: str, seed: int, number: int) -> None:
+    """Runs `on_epoch_begin` or `on_epoch_end`, seeded by its number.
+
+    Shuffling an index in `on_epoch_end` is the commonest way to shuffle, and
+    this makes it repeatable. The caller's global generators are put back.
+    """
+    stream = (seed, seeding.HOOK, number)
+    with seeding.preserved_globals():
+        seeding.reseed_globals(seeding.sequence(*stream, 0))
+        for n, found in enumerate(seeding.find_generators(dataset)):
+            seeding.reseed_generator(found, seeding.sequence(*stream, 1, n))
+        getattr(dataset, name)()
+
+
+class _GlobalsWatch:
+    """Warns once when threads draw from generators that they share."""
+
+    # One moved build may be somebody else's draw in another thread.
+    _TELLING = 2
+    # Looking costs some 30 us a batch; a dataset that draws does so early.
+    _BUILDS_WATCHED = 64
+
+    def __init__(self) -> None:
+        self._moved = 0
+        self._watched = 0
+
+    @contextlib.contextmanager
+    def watching(self, dataset: str) -> Iterator[None]:
+        if (
+            self._moved >= self._TELLING
+            or self._watched >= self._BUILDS_WATCHED
+        ):
+            yield
+            return
+        self._watched += 1
+        before = self._positions()
+        yield
+        if before != self._positions():
+            self._moved += 1
+            if self._moved == self._TELLING:
+                warnings.warn(
+                    f"{dataset}.__getitem__ draws from `np.random` or "
+                    "`random` in worker threads, which share those "
+                    "generators: its batches cannot be repeated. Draw from "
+                    "`self.rng`, which belongs to the batch, or pass "
+                    "`use_multiprocessing=True`.",
+                    stacklevel=2,
+                )
+
+    @staticmethod
+    def _positions() -> tuple[Any, ...]:
+        legacy = np.random.get_state()
+        return legacy[2], int(legacy[1][0]), hash(random.getstate())

@@ -1,0 +1,502 @@
+"""The loader of one dataset: what is built ahead, and in which order it comes.
+
+    Pass.__next__ -> Loader.deliver -> workers.submit / collect
+                                    -> ready batches, by position
+
+Everything happens in the thread that asks for a batch; there is no thread of
+the loader's own. Workers run on by themselves between two calls, as far as the
+lookahead has given them tickets.
+
+Invariant: a pass delivers position 0, 1, 2 ... of its schedule, each once. A
+result belongs to a position through the serial number of its ticket; whatever
+else arrives is discarded.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+import os
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from keras_fastdata.engine import build, pickling
+from keras_fastdata.engine.schedule import Schedule, plan_epoch
+from keras_fastdata.engine.settings import Settings
+from keras_fastdata.workers.base import Done, Ticket, Workers
+from keras_fastdata.workers.inline import InlineWorkers
+from keras_fastdata.workers.process import Plan, ProcessWorkers
+from keras_fastdata.workers.thread import ThreadWorkers
+
+_WAIT_S = 0.5  # between two looks at what else there is to do
+
+
+class Pass(Iterator[Any]):
+    """One walk through a dataset: an epoch, as an iterator of batches.
+
+    Attributes:
+        delivered: Batches delivered so far.
+        wait_s: Seconds spent in `__next__` so far.
+    """
+
+    def __init__(
+        self, loader: Loader, dataset: build.Dataset, shuffle: bool
+    ) -> None:
+        self.delivered = 0
+        self.wait_s = 0.0
+        self._loader = loader
+        # The dataset must not be collected while it is being walked through.
+        self._dataset = dataset
+        self._walk = _Walk(shuffle)
+        loader.enroll(self, self._walk)
+
+    def __next__(self) -> Any:
+        began = time.perf_counter()
+        try:
+            batch = self._loader.deliver(self._walk, self._dataset)
+        finally:
+            self.wait_s += time.perf_counter() - began
+        self.delivered += 1
+        return batch
+
+    def peek(self, indices: list[int]) -> list[Any]:
+        """Builds the batches with these indices ahead of their turn.
+
+        When their turn comes, they are delivered without being built again.
+        """
+        return self._loader.peek(self._walk, self._dataset, indices)
+
+    def remember_first(self) -> None:
+        """Keeps the first batch until the second, so that `rewind` has it."""
+        self._walk.remembers = True
+
+    def rewind(self) -> None:
+        """Starts over, in the same epoch and order, as if never begun."""
+        self.delivered = 0
+        self._loader.rewind(self._walk)
+
+    def close(self) -> None:
+        """Ends the pass; what was built ahead for it is dropped."""
+        self._loader.abandon(self._walk)
+
+
+class _Walk:
+    """The state of one pass; the loader's, behind its lock.
+
+    Attributes:
+        shuffle: Whether the order is drawn.
+        schedule: The order, once the first batch was asked for.
+        epoch: The number of the epoch, from then on.
+        position: Of the next batch to deliver.
+        issued: Positions below this one have been asked for.
+        waiting: The serials of tickets that are out.
+        ready: Batches that have come, by position.
+        peeked: Batches that were opened before their turn, by index.
+        remembers: Whether the first batch is kept for a `rewind`.
+        ended: Whether the last batch was delivered, or an error.
+    """
+
+    def __init__(self, shuffle: bool) -> None:
+        self.shuffle = shuffle
+        self.schedule: Schedule | None = None
+        self.epoch: int | None = None
+        self.position = 0
+        self.issued = 0
+        self.waiting: set[int] = set()
+        self.ready: dict[int, Done] = {}
+        self.peeked: dict[int, Any] = {}
+        self.remembered: dict[int, Any] = {}
+        self.remembers = False
+        self.ended = False
+
+    @property
+    def ahead(self) -> int:
+        """Batches asked for and not delivered."""
+        return len(self.waiting) + len(self.ready)
+
+
+class _PassRef(weakref.ref[Pass]):
+    """A weak reference to a pass that knows its walk."""
+
+    __slots__ = ("walk",)
+    walk: _Walk
+
+
+class Loader:
+    """Feeds the passes over one dataset from one set of workers.
+
+    Args:
+        dataset: Held weakly: the dataset owns the loader.
+        settings: The constructor arguments.
+    """
+
+    def __init__(self, dataset: build.Dataset, settings: Settings) -> None:
+        self.epoch = 0  # the next one to begin
+        self._settings = settings
+        self._name = type(dataset).__name__
+        self._dataset = weakref.ref(dataset)
+        self._drawn_seed = settings.seed
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+        self._workers: Workers | None = None
+        self._finalizer: weakref.finalize[Any, Any] | None = None
+        self._serials = itertools.count(1)
+        self._routes: dict[int, tuple[_Walk, int]] = {}  # by serial
+        self._passes: set[_PassRef] = set()
+        self._dropped: collections.deque[weakref.ref[Pass]] = (
+            collections.deque()
+        )
+        self._hooks_run = 0
+        self._largest = 0  # bytes of the largest batch so far
+        self._changed = False
+        # True while a call is under way, and left so by one that was broken
+        # off (by Ctrl-C, say): then nothing the workers hold is to be relied
+        # on, and the next call starts them anew.
+        self._torn = False
+
+    @property
+    def seed(self) -> int:
+        """The base seed; drawn when first needed, not at construction.
+
+        `keras.utils.set_random_seed` may be called in between.
+        """
+        if self._drawn_seed is None:
+            self._drawn_seed = random.getrandbits(63)
+        return self._drawn_seed
+
+    def open_pass(self, dataset: build.Dataset, shuffle: bool) -> Pass:
+        """A new pass; its epoch begins with its first batch."""
+        if self._settings.shuffle is not None:
+            shuffle = self._settings.shuffle
+        return Pass(self, dataset, shuffle)
+
+    def run_hook(self, dataset: build.Dataset, name: str) -> None:
+        """Runs `on_epoch_begin` or `on_epoch_end`, seeded by its number."""
+        with self._lock:
+            number, self._hooks_run = self._hooks_run, self._hooks_run + 1
+            build.run_hook(dataset, name, self.seed, number)
+            self._changed = True
+
+    def mark_changed(self) -> None:
+        """Has every batch not yet delivered built from the dataset anew."""
+        self._changed = True
+
+    def reconfigure(self, settings: Settings) -> None:
+        """Goes on with other settings, and other workers if need be."""
+        with self._lock:
+            self._settings = settings
+            if settings.seed is not None:
+                self._drawn_seed = settings.seed
+            self._torn = True
+
+    def close(self) -> None:
+        """Ends the workers and returns when they are gone. Idempotent.
+
+        A later pass starts new ones.
+        """
+        with self._lock:
+            if self._pid == os.getpid():
+                self._start_over()
+
+    # -- what a pass calls --------------------------------------------------
+
+    def enroll(self, opened: Pass, walk: _Walk) -> None:
+        # The callback is C code, for the reason given in memory/arena.py.
+        reference = _PassRef(opened, self._dropped.append)
+        reference.walk = walk
+        self._passes.add(reference)
+
+    def deliver(self, walk: _Walk, dataset: build.Dataset) -> Any:
+        with self._lock:
+            if walk.ended:
+                raise StopIteration
+            workers, schedule = self._prepare(walk, dataset)
+            if not schedule.holds(walk.position):
+                self._retire(walk)
+                self._torn = False
+                raise StopIteration
+            index = schedule.index_at(walk.position)
+            self._refill(workers, walk, schedule)
+            if index in walk.peeked:
+                batch = walk.peeked.pop(index)
+            else:
+                done = self._await(workers, walk, walk.position, schedule)
+                batch = self._open(walk, done)
+            if walk.remembers:
+                walk.remembered = {} if walk.position else {index: batch}
+                walk.remembers = not walk.position
+            walk.position += 1
+            self._refill(workers, walk, schedule)
+            self._torn = False
+            return batch
+
+    def peek(
+        self, walk: _Walk, dataset: build.Dataset, indices: list[int]
+    ) -> list[Any]:
+        with self._lock:
+            workers, _ = self._prepare(walk, dataset)
+            ahead = _Walk(shuffle=False)
+            ahead.epoch = walk.epoch
+            missing = [i for i in indices if i not in walk.peeked]
+            for index in missing:
+                self._issue(workers, ahead, index, key=index)
+            for index in missing:
+                done = self._await(workers, ahead, index, None)
+                walk.peeked[index] = self._open(ahead, done)
+            self._torn = False
+            return [walk.peeked[index] for index in indices]
+
+    def rewind(self, walk: _Walk) -> None:
+        with self._lock:
+            if self._torn:
+                self._start_over()
+            if walk.ended or walk.position > len(walk.remembered):
+                self._forget_ahead(walk)
+                walk.issued = 0
+            walk.peeked.update(walk.remembered)
+            walk.remembered = {}
+            walk.position = 0
+            walk.ended = False
+
+    def abandon(self, walk: _Walk) -> None:
+        with self._lock:
+            if self._torn:
+                self._start_over()
+            self._retire(walk)
+
+    # -- the way of a batch -------------------------------------------------
+
+    def _prepare(
+        self, walk: _Walk, dataset: build.Dataset
+    ) -> tuple[Workers, Schedule]:
+        """Makes workers, dataset and walk ready for the next ticket.
+
+        From here until the caller resets it, `_torn` is set.
+        """
+        if self._pid != os.getpid():
+            self._forget_the_parents()
+        if self._torn:
+            self._start_over()
+        self._torn = True
+        while self._dropped:
+            reference = self._dropped.popleft()
+            assert isinstance(reference, _PassRef)
+            self._passes.discard(reference)
+            self._retire(reference.walk)
+        if self._changed:
+            self._change()
+        if self._workers is None:
+            self._workers = self._hire(dataset)
+        if walk.epoch is None:
+            walk.epoch, self.epoch = self.epoch, self.epoch + 1
+            self._workers.begin_epoch()
+        if walk.schedule is None:
+            walk.schedule = plan_epoch(
+                dataset.num_batches,
+                shuffle=walk.shuffle,
+                seed=self.seed,
+                epoch=walk.epoch,
+            )
+        return self._workers, walk.schedule
+
+    def _refill(
+        self, workers: Workers, walk: _Walk, schedule: Schedule
+    ) -> None:
+        """Issues tickets as far ahead as the settings allow."""
+        allowed = self._lookahead()
+        while walk.ahead < allowed and schedule.holds(walk.issued):
+            index = schedule.index_at(walk.issued)
+            if index not in walk.peeked and not self._issue(
+                workers, walk, index, key=walk.issued
+            ):
+                return
+            walk.issued += 1
+
+    def _lookahead(self) -> int:
+        settings = self._settings
+        if settings.kind == "inline":
+            return 1
+        if settings.max_queue_bytes is None:
+            return settings.max_queue_size
+        if not self._largest:
+            return min(settings.max_queue_size, settings.workers)
+        fitting = settings.max_queue_bytes // self._largest
+        return max(1, min(settings.max_queue_size, fitting))
+
+    def _issue(
+        self, workers: Workers, walk: _Walk, index: int, *, key: int
+    ) -> bool:
+        serial = next(self._serials)
+        assert walk.epoch is not None
+        if not workers.submit(Ticket(serial, walk.epoch, index)):
+            return False
+        self._routes[serial] = walk, key
+        walk.waiting.add(serial)
+        return True
+
+    def _await(
+        self,
+        workers: Workers,
+        walk: _Walk,
+        key: int,
+        schedule: Schedule | None,
+    ) -> Done:
+        """Waits until the batch that `key` stands for has come."""
+        while key not in walk.ready:
+            for done in workers.collect(_WAIT_S):
+                self._route(done)
+            if schedule is not None:
+                self._refill(workers, walk, schedule)
+        return walk.ready.pop(key)
+
+    def _route(self, done: Done) -> None:
+        walk, key = self._routes.pop(done.serial)
+        walk.waiting.discard(done.serial)
+        walk.ready[key] = done
+        self._largest = max(self._largest, done.nbytes)
+
+    def _open(self, walk: _Walk, done: Done) -> Any:
+        try:
+            return done.open()
+        except Exception:
+            # The user's own: the pass is over, the workers are as they were.
+            self._retire(walk)
+            self._torn = False
+            raise
+
+    # -- dropping what was built ahead --------------------------------------
+
+    def _retire(self, walk: _Walk) -> None:
+        """Ends a walk and frees all it holds."""
+        self._forget_ahead(walk)
+        walk.remembered = {}
+        walk.ended = True
+
+    def _forget_ahead(self, walk: _Walk) -> None:
+        """Takes back the tickets of a walk and drops what came of others."""
+        if walk.waiting and self._workers is not None:
+            self._workers.cancel(walk.waiting)
+        for serial in walk.waiting:
+            self._routes.pop(serial, None)
+        for done in walk.ready.values():
+            done.discard()
+        walk.waiting.clear()
+        walk.ready.clear()
+        walk.peeked.clear()
+        walk.issued = walk.position
+
+    def _change(self) -> None:
+        """Brings the workers to the dataset's present state."""
+        for walk in self._walks():
+            self._forget_ahead(walk)
+            walk.remembered = {}
+            if not walk.position:
+                walk.schedule = None  # the length may have changed too
+        self._changed = False
+        if self._workers is not None:
+            with pickling.explained(self._dataset):
+                self._workers.change()
+
+    def _walks(self) -> list[_Walk]:
+        return [r.walk for r in self._passes if not r.walk.ended]
+
+    # -- workers ------------------------------------------------------------
+
+    def _hire(self, dataset: build.Dataset) -> Workers:
+        settings, reference = self._settings, self._dataset
+        workers: Workers
+        if settings.kind == "process":
+            plan = Plan(
+                dataset=self._name,
+                count=settings.workers,
+                start_method=settings.start_method or "forkserver",
+                lookahead=settings.max_queue_size,
+                max_restarts=settings.max_worker_restarts,
+                worker_env=(
+                    None
+                    if settings.worker_env is None
+                    else dict(settings.worker_env)
+                ),
+            )
+            with pickling.explained(reference):
+                maker = _BuilderMaker(reference, self.seed)
+                workers = ProcessWorkers(plan, maker)
+        else:
+            threads = settings.kind == "thread"
+            builder = build.Builder(
+                functools.partial(_alive, reference), self.seed, shared=threads
+            )
+            if threads:
+                workers = ThreadWorkers(builder, self._name, settings.workers)
+            else:
+                workers = InlineWorkers(builder, self._name)
+        self._finalizer = weakref.finalize(
+            dataset, _close, workers, os.getpid()
+        )
+        return workers
+
+    def _start_over(self) -> None:
+        """Ends the workers; walks go on where they were, with new ones."""
+        workers, self._workers = self._workers, None
+        if self._finalizer is not None:
+            self._finalizer.detach()
+            self._finalizer = None
+        for walk in self._walks():
+            self._let_go(walk)
+        self._routes.clear()
+        self._torn = False
+        if workers is not None:
+            workers.close()
+
+    def _forget_the_parents(self) -> None:
+        """In a forked child: the workers are the parent's; touch nothing."""
+        self._pid = os.getpid()
+        self._workers = None
+        self._torn = False
+        if self._finalizer is not None:
+            self._finalizer.detach()
+            self._finalizer = None
+        for walk in self._walks():
+            self._let_go(walk)
+        self._routes.clear()
+
+    @staticmethod
+    def _let_go(walk: _Walk) -> None:
+        walk.waiting.clear()
+        walk.ready.clear()
+        walk.issued = walk.position
+
+
+class _BuilderMaker:
+    """Makes a worker's builder; travels with the dataset it refers to."""
+
+    def __init__(
+        self, dataset: weakref.ref[build.Dataset], seed: int
+    ) -> None:
+        self._dataset = dataset
+        self._seed = seed
+
+    def __call__(self) -> build.Builder:
+        return build.builder_in_worker(_alive(self._dataset), self._seed)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        arguments = build.builder_in_worker, _alive(self._dataset), self._seed
+        return functools.partial, arguments
+
+
+def _alive(reference: weakref.ref[build.Dataset]) -> build.Dataset:
+    dataset = reference()
+    if dataset is None:
+        raise ReferenceError("the dataset has been collected")
+    return dataset
+
+
+def _close(workers: Workers, pid: int) -> None:
+    """Ends workers that are this process's own."""
+    if pid == os.getpid():
+        workers.close()

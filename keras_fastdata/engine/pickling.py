@@ -1,0 +1,80 @@
+"""Telling a user which part of the dataset cannot travel, and what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import cloudpickle
+
+from keras_fastdata.engine.seeding import PRIVATE
+from keras_fastdata.errors import DatasetPicklingError, LoaderError
+
+_MAX_DEPTH = 6  # of attributes of attributes
+_MAX_ITEMS = 100  # of a container that is searched
+
+
+@contextlib.contextmanager
+def explained(dataset: weakref.ref[Any]) -> Iterator[None]:
+    """Turns a failure to pickle `dataset` into an error that names the part.
+
+    Raises:
+        DatasetPicklingError: Something in the dataset cannot be pickled.
+    """
+    try:
+        yield
+    except (LoaderError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        # Pickling runs the user's `__reduce__` and `__getstate__`: anything.
+        owner = dataset()
+        found = _culprit("dataset", owner, _MAX_DEPTH)
+        if found is None:
+            raise
+        path, value = found
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        raise DatasetPicklingError(
+            f"{type(owner).__name__} cannot be sent to a worker process: "
+            f"`{path}` is a {kind}, which cannot be pickled ({error}). "
+            "Three ways out: make it in `on_worker_start`, which runs in "
+            "each worker; leave it out in `__getstate__`; or pass "
+            "`start_method='fork'`, which needs no pickling.",
+            path=path,
+            type_name=kind,
+        ) from error
+
+
+def _culprit(path: str, value: Any, depth: int) -> tuple[str, Any] | None:
+    """The innermost part of `value` that cannot be pickled, with its path."""
+    if _can_be_pickled(value):
+        return None
+    if depth:
+        for name, part in _named_parts(value):
+            found = _culprit(f"{path}{name}", part, depth - 1)
+            if found is not None:
+                return found
+    return path, value
+
+
+def _named_parts(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, part in list(value.items())[:_MAX_ITEMS]:
+            yield f"[{key!r}]", part
+    elif isinstance(value, (list, tuple)):
+        for number, part in enumerate(value[:_MAX_ITEMS]):
+            yield f"[{number}]", part
+    else:
+        for name, part in getattr(value, "__dict__", {}).items():
+            if name != PRIVATE:
+                yield f".{name}", part
+
+
+def _can_be_pickled(value: Any) -> bool:
+    try:
+        cloudpickle.dumps(value, protocol=5, buffer_callback=lambda _: None)
+    except Exception:
+        # As above: whatever the user's own pickling raises.
+        return False
+    return True

@@ -1,0 +1,166 @@
+"""What a user may configure, checked once, in the constructor's words."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import os
+from collections.abc import Mapping
+from typing import Any, Literal
+
+START_METHODS = ("forkserver", "spawn", "fork")
+
+Kind = Literal["inline", "thread", "process"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The constructor arguments of `FastPyDataset`, validated.
+
+    For what each one means, see `FastPyDataset`.
+
+    Raises:
+        TypeError: An argument is of the wrong type.
+        ValueError: An argument is out of range.
+        NotImplementedError: A value that a later version will accept.
+    """
+
+    workers: int = 1
+    use_multiprocessing: bool = False
+    max_queue_size: int = 10
+    max_queue_bytes: int | None = None
+    seed: int | None = None
+    shuffle: bool | None = None
+    start_method: str | None = None
+    batch_timeout: float | None = None
+    max_worker_restarts: int = 3
+    on_error: str = "raise"
+    shard: Any = "auto"
+    cache: Any = None
+    executor: str = "local"
+    worker_env: Mapping[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        self._refuse_what_is_not_built_yet()
+        check = self._set_checked
+        check("workers", _integer("workers", self.workers, least=0))
+        check(
+            "use_multiprocessing",
+            _boolean("use_multiprocessing", self.use_multiprocessing),
+        )
+        check(
+            "max_queue_size",
+            _integer("max_queue_size", self.max_queue_size, least=1),
+        )
+        if self.max_queue_bytes is not None:
+            check(
+                "max_queue_bytes",
+                _integer("max_queue_bytes", self.max_queue_bytes, least=1),
+            )
+        if self.seed is not None:
+            check("seed", _integer("seed", self.seed, least=0))
+        if self.shuffle is not None:
+            check("shuffle", _boolean("shuffle", self.shuffle))
+        if self.start_method is not None:
+            _one_of("start_method", self.start_method, START_METHODS)
+            _require_posix("start_method", self.start_method)
+        check(
+            "max_worker_restarts",
+            _integer("max_worker_restarts", self.max_worker_restarts, least=0),
+        )
+        _one_of("on_error", self.on_error, ("raise", "skip"))
+        _one_of("executor", self.executor, ("local", "ray"))
+        check("worker_env", _environment(self.worker_env))
+
+    @property
+    def kind(self) -> Kind:
+        """Where batches are built."""
+        if not self.workers:
+            return "inline"
+        return "process" if self.use_multiprocessing else "thread"
+
+    def _refuse_what_is_not_built_yet(self) -> None:
+        default = {
+            field.name: field.default for field in dataclasses.fields(self)
+        }
+        if self.workers == "auto":  # type: ignore[comparison-overlap]
+            raise NotImplementedError(
+                "`workers='auto'` is not available yet. Pass a number: 0 "
+                "builds batches in the caller, n >= 1 in n workers."
+            )
+        later = ("batch_timeout", "cache")
+        choices = {"executor": "ray", "on_error": "skip"}
+        for name in later:
+            value = getattr(self, name)
+            if value is not None:
+                raise _not_yet(name, value, default[name])
+        for name, choice in choices.items():
+            if getattr(self, name) == choice:
+                raise _not_yet(name, choice, default[name])
+        if self.shard not in ("auto", None):
+            raise _not_yet("shard", self.shard, default["shard"])
+
+    def _set_checked(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+
+def _not_yet(name: str, value: Any, default: Any) -> NotImplementedError:
+    return NotImplementedError(
+        f"`{name}={value!r}` is not available yet; leave `{name}` at its "
+        f"default, {default!r}."
+    )
+
+
+def _integer(name: str, value: Any, *, least: int) -> int:
+    if isinstance(value, bool):
+        raise TypeError(f"`{name}` must be an integer. Received: {value!r}")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"`{name}` must be an integer of at least {least}. "
+            f"Received: {value!r} (of type {type(value).__name__})"
+        ) from None
+    if number < least:
+        raise ValueError(
+            f"`{name}` must be an integer of at least {least}. "
+            f"Received: {number}"
+        )
+    return number
+
+
+def _boolean(name: str, value: Any) -> bool:
+    # NumPy's bool and 0 / 1 come out of configuration files.
+    if value in (True, False):
+        return bool(value)
+    raise TypeError(
+        f"`{name}` must be True or False. "
+        f"Received: {value!r} (of type {type(value).__name__})"
+    )
+
+
+def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        names = ", ".join(repr(choice) for choice in allowed)
+        raise ValueError(f"`{name}` must be one of {names}. Received: {value!r}")
+
+
+def _require_posix(name: str, value: str) -> None:
+    if value != "spawn" and not hasattr(os, "fork"):
+        raise ValueError(
+            f"`{name}={value!r}` needs fork, which this platform lacks. "
+            "Use 'spawn'."
+        )
+
+
+def _environment(value: Any) -> dict[str, str] | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping) or not all(
+        isinstance(item, str) for pair in value.items() for item in pair
+    ):
+        raise TypeError(
+            "`worker_env` must be a dict of strings to strings, such as "
+            f"{{'OMP_NUM_THREADS': '2'}}. Received: {value!r}"
+        )
+    return dict(value)

@@ -1,0 +1,75 @@
+"""Every error this package raises on its own account.
+
+    RuntimeError
+    └── LoaderError                  something of the loader's failed
+        ├── WorkerDiedError          a worker process ended without being asked
+        ├── BatchTimeoutError        a batch took longer than `batch_timeout`
+        └── DatasetPicklingError     the dataset cannot travel to a process
+
+An exception raised by a user's `__getitem__` is not wrapped in any of these:
+it arrives as itself. Only one that cannot be rebuilt in the training process
+becomes a `LoaderError`, which then carries its full text.
+"""
+
+from __future__ import annotations
+
+
+class LoaderError(RuntimeError):
+    """Something of the loader's failed; the message says what to do."""
+
+
+class WorkerDiedError(LoaderError):
+    """A worker process ended without being asked to.
+
+    Attributes:
+        dataset: Class name of the dataset the worker was serving.
+        worker: Index of the worker, from 0; `None` if none was left to name.
+        pid: Process id of the worker, or `None`.
+        exit_code: Exit status as in `subprocess.Popen.returncode`: negative
+            for a signal, `None` if it could not be learned.
+        epoch: Epoch of the batch it was building, or `None` if it held none.
+        batch_index: Index of that batch, or `None`.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        dataset: str | None = None,
+        worker: int | None = None,
+        pid: int | None = None,
+        exit_code: int | None = None,
+        epoch: int | None = None,
+        batch_index: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.dataset = dataset
+        self.worker = worker
+        self.pid = pid
+        self.exit_code = exit_code
+        self.epoch = epoch
+        self.batch_index = batch_index
+
+
+class BatchTimeoutError(LoaderError):
+    """A batch took longer to build than `batch_timeout` seconds."""
+
+
+class DatasetPicklingError(LoaderError):
+    """The dataset, or something it holds, cannot be sent to a process.
+
+    Attributes:
+        path: Where the culprit was found, such as `"dataset.reader.handle"`.
+        type_name: Qualified name of its type.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str | None = None,
+        type_name: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.path = path
+        self.type_name = type_name

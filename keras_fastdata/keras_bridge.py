@@ -1,0 +1,283 @@
+"""How `fit`, `evaluate` and `predict` consume a `FastPyDataset`.
+
+Keras wraps a PyDataset in a `PyDatasetAdapter`, and asks that for iterators.
+`register` gives `PyDatasetAdapter` a `__new__` that makes our adapter for our
+datasets, wherever Keras imported the name, and is Keras's own for all others.
+This is the one thing of Keras's that we touch, and the one file that imports
+from `keras.src`.
+
+What an adapter sees (Keras 3.15, inline):
+
+    TensorFlow   get_tf_dataset; end; [begin, iterator ..., end] per epoch
+    JAX, torch   [begin, iterator, 1 batch;] end; [begin, iterator ..., end]
+
+The first bracket on JAX and PyTorch is a probe that builds the model. It takes
+a batch of the first epoch and must not cost the epoch that batch.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+from keras.src.trainers.data_adapters import data_adapter_utils
+from keras.src.trainers.data_adapters.py_dataset_adapter import (
+    PyDatasetAdapter,
+)
+
+from keras_fastdata.engine.loader import Pass
+from keras_fastdata.health import waits
+
+PyDataset = keras.utils.PyDataset
+
+
+def register(dataset_class: type) -> None:
+    """Has Keras wrap instances of `dataset_class` in our adapter."""
+
+    def new(cls: type, x: Any = None, *_: Any, **__: Any) -> Any:
+        ours = cls is PyDatasetAdapter and isinstance(x, dataset_class)
+        return object.__new__(FastPyDatasetAdapter if ours else cls)
+
+    PyDatasetAdapter.__new__ = new
+
+
+def unregister() -> None:
+    """Leaves Keras as it was; a FastPyDataset is then a plain PyDataset."""
+    if "__new__" in vars(PyDatasetAdapter):
+        del PyDatasetAdapter.__new__
+
+
+class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
+    """Gives Keras the batches of our loader.
+
+    `_standardize_batch`, and with it `class_weight`, is Keras's own.
+    """
+
+    def __init__(
+        self,
+        x: Any,
+        class_weight: dict[int, float] | None = None,
+        shuffle: bool = False,
+    ) -> None:
+        # Not super().__init__, which would start Keras's own workers.
+        self.py_dataset = x
+        self.class_weight = class_weight
+        self.enqueuer = None
+        self.shuffle = shuffle
+        self._output_signature: Any = None
+        self._within_epoch = False
+        self._begun: Pass | None = None  # a pass for the next iterator to use
+        self._latest: _Batches | None = None
+        self._trains = False  # whether the probe, if there is one, is over
+        self._failure = _Failure()
+        self._fit_thread = threading.get_ident()
+
+    def get_numpy_iterator(self) -> Iterator[Any]:
+        return self._as_iterator(data_adapter_utils.get_numpy_iterator)
+
+    def get_jax_iterator(self) -> Iterator[Any]:
+        return self._as_iterator(data_adapter_utils.get_jax_iterator)
+
+    def get_torch_dataloader(self) -> Any:
+        return data_adapter_utils.get_torch_dataloader(_Batches(self))
+
+    def get_tf_dataset(self) -> Any:
+        import tensorflow as tf
+
+        if self._output_signature is None:
+            self._output_signature = self._sign()
+        dataset = tf.data.Dataset.from_generator(
+            lambda: _ForTensorFlow(_Batches(self), self._failure),
+            output_signature=self._output_signature,
+        )
+        # The workers prefetch; tf.data is to ask for a batch when it is due.
+        options = tf.data.Options()
+        options.autotune.enabled = False
+        options.threading.private_threadpool_size = 1
+        return dataset.with_options(options)
+
+    def on_epoch_begin(self) -> None:
+        if self._within_epoch:
+            raise ValueError(
+                "`on_epoch_begin` was called twice without `on_epoch_end` "
+                "having been called."
+            )
+        self._within_epoch = True
+        self._run_hook("on_epoch_begin")
+
+    def on_epoch_end(self) -> None:
+        self._failure.raise_if_any()
+        if not self._trains:
+            # `fit` and `evaluate` call this once before they begin, after
+            # the probe. In `predict` it is the end, and nothing follows.
+            self._trains = True
+            self._take_back()
+        self._run_hook("on_epoch_end")
+        self._within_epoch = False
+
+    def take_pass(self, batches: _Batches) -> Pass:
+        """The pass for an iterator that is asked for its first batch."""
+        self._latest = batches
+        found, self._begun = self._begun, None
+        if found is None:
+            dataset = self.py_dataset
+            found = dataset._loader().open_pass(dataset, self.shuffle)
+        if not self._trains:
+            found.remember_first()
+        return found
+
+    def standardize(self, batch: Any) -> Any:
+        """Checks and completes a batch as Keras does, and a little more."""
+        if batch is None:
+            raise ValueError(
+                f"{type(self.py_dataset).__name__}.__getitem__() returned "
+                "None. Is a `return` missing? It must return inputs, "
+                "(inputs, targets) or (inputs, targets, sample_weights)."
+            )
+        return self._standardize_batch(batch)
+
+    def book_wait(self, seconds: float) -> None:
+        """Accounts for the wait for one batch."""
+        waits.book(self._fit_thread, seconds)
+
+    def _as_iterator(self, convert: Any) -> Iterator[Any]:
+        iterator: Iterator[Any] = convert(_Batches(self))
+        return iterator
+
+    def _take_back(self) -> None:
+        """Makes as if the batches taken so far had not been taken."""
+        latest, self._latest = self._latest, None
+        if latest is not None and (taken := latest.give_up()) is not None:
+            taken.rewind()
+            self._begun = taken
+
+    def _run_hook(self, name: str) -> None:
+        dataset = self.py_dataset
+        method = getattr(type(dataset), name)
+        if name in vars(dataset) or method.__module__ != _DATASET_MODULE:
+            dataset._loader().run_hook(dataset, name)
+
+    def _sign(self) -> Any:
+        """The signature TensorFlow wants, from batches 0 and 1 as in Keras.
+
+        They are built by the workers, and delivered when their turn comes.
+        """
+        count = self.num_batches
+        wanted = data_adapter_utils.NUM_BATCHES_FOR_TENSOR_SPEC
+        if count is not None:
+            wanted = min(wanted, count)
+        if not wanted:
+            raise ValueError("The PyDataset has length 0")
+        self._begun = self.take_pass(_Batches(self))
+        try:
+            peeked = self._begun.peek(list(range(wanted)))
+        except Exception as error:
+            _spell_out_cause(error)
+            raise
+        return data_adapter_utils.get_tensor_spec(
+            [self.standardize(batch) for batch in peeked]
+        )
+
+
+_DATASET_MODULE = "keras_fastdata.dataset"
+
+
+class _Batches(Iterator[Any]):
+    """The batches of one pass, which begins when the first is asked for."""
+
+    def __init__(self, adapter: FastPyDatasetAdapter) -> None:
+        self._adapter = adapter
+        self._pass: Pass | None = None
+        self._over = False
+
+    def __next__(self) -> Any:
+        if self._over:
+            raise StopIteration
+        began = time.perf_counter()
+        if self._pass is None:
+            self._pass = self._adapter.take_pass(self)
+        try:
+            batch = next(self._pass)
+        except Exception as error:
+            if not isinstance(error, StopIteration):
+                _spell_out_cause(error)
+            self._over = True
+            raise
+        self._adapter.book_wait(time.perf_counter() - began)
+        return self._adapter.standardize(batch)
+
+    def give_up(self) -> Pass | None:
+        """Ends this iterator and hands over its pass."""
+        self._over = True
+        taken, self._pass = self._pass, None
+        return taken
+
+
+class _ForTensorFlow(Iterator[Any]):
+    """What `from_generator` iterates over, in a thread of TensorFlow's.
+
+    An exception that passes through TensorFlow comes out as a wall of text.
+    So it is put aside, the data ends early, and the adapter raises it where
+    Keras reports the end of the epoch.
+    """
+
+    def __init__(self, batches: _Batches, failure: _Failure) -> None:
+        self._batches = batches
+        self._failure = failure
+
+    def __next__(self) -> Any:
+        try:
+            return keras.tree.map_structure(_for_tensorflow, next(self._batches))
+        except StopIteration:
+            raise
+        except BaseException as error:
+            self._failure.put_aside(error)
+            raise StopIteration from None
+
+
+class _Failure:
+    """An exception on its way around TensorFlow."""
+
+    def __init__(self) -> None:
+        self._error: BaseException | None = None
+        self._quiet = warnings.catch_warnings()
+
+    def put_aside(self, error: BaseException) -> None:
+        self._error = error
+        # Keras will warn that the data ran out, before the error is raised.
+        self._quiet = warnings.catch_warnings()
+        self._quiet.__enter__()
+        warnings.filterwarnings("ignore", "Your input ran out of data")
+
+    def raise_if_any(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            self._quiet.__exit__(None, None, None)
+            raise error
+
+
+def _for_tensorflow(leaf: Any) -> Any:
+    """What `from_generator` takes in place of a leaf it does not know."""
+    if leaf is None:
+        import tensorflow as tf
+
+        return tf.experimental.Optional.empty(None)
+    if data_adapter_utils.is_scipy_sparse(leaf):
+        return data_adapter_utils.scipy_sparse_to_tf_sparse(leaf)
+    return leaf
+
+
+def _spell_out_cause(error: Exception) -> None:
+    """Adds the cause to the notes: Keras's traceback filter drops it.
+
+    (`raise ... from None` in `keras.src.utils.traceback_utils`; it stays
+    reachable as `__context__`.)
+    """
+    if error.__cause__ is not None:
+        lines = traceback.format_exception(error.__cause__)
+        error.add_note("Caused by:\n" + "".join(lines).rstrip())

@@ -1,0 +1,201 @@
+"""One anonymous segment per loader, cut into slots that batches are built in.
+
+The segment is a sparse `memfd`: it has no name, does not count against
+`/dev/shm`, and is freed by the kernel with the last process that maps it. Slot
+k begins at k times a fixed stride. Address space is reserved for every slot at
+once and costs nothing until touched, so a slot never moves, grows, or needs a
+descriptor of its own. The first page, the board, holds what each worker says
+it is building.
+
+Invariant: the training process alone decides which slot is free, and a slot is
+free only once the last array over it has died. It learns of that death from a
+weak reference to the array at the root of the batch. The reference's callback
+is `deque.append`, which is C code: it runs in whatever thread drops the array,
+takes no lock, and leaves no Python frame in which a KeyboardInterrupt could be
+swallowed.
+"""
+
+from __future__ import annotations
+
+import collections
+import mmap
+import os
+import weakref
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from keras_fastdata.errors import LoaderError
+
+ALIGNMENT = 64  # bytes; what TensorFlow and JAX need to take an array as it is
+BOARD_BYTES = 1 << 16  # one 64-byte line for each of up to 1,024 workers
+LINE_BYTES = 64
+
+_LEAST_SLOTS = 1024
+_ADDRESS_SPACE = 1 << 44  # 16 TiB of the 128 TiB a process has on x86-64
+_LEAST_STRIDE = 1 << 24  # 16 MiB: a limit on address space below this is hopeless
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class _Lease(weakref.ref[Any]):
+    """A weak reference to a batch's root array that knows its slot."""
+
+    __slots__ = ("slot",)
+    slot: int
+
+
+class Segment:
+    """The mapping itself, as the trainer and every worker see it.
+
+    Args:
+        fd: A `memfd` this object takes over and closes after mapping.
+        stride: Bytes from one slot to the next.
+    """
+
+    def __init__(self, fd: int, stride: int) -> None:
+        self.fd = fd
+        self.stride = stride
+        size = os.fstat(fd).st_size
+        self._mmap = mmap.mmap(fd, size)
+
+    def root(self, slot: int, start: int, nbytes: int) -> Bytes:
+        """A fresh array over part of a slot, with nothing cached beneath it.
+
+        NumPy makes the base of a view the array that owns the memory, so a
+        slice of one long-lived array would never be seen to die.
+        """
+        offset = self._slot_offset(slot) + start
+        return np.frombuffer(self._mmap, np.uint8, nbytes, offset)
+
+    def note(self, worker: int, serial: int) -> None:
+        """Writes on the board that `worker` is building ticket `serial`."""
+        line = worker * LINE_BYTES
+        self._mmap[line : line + 8] = serial.to_bytes(8, "little")
+
+    def noted(self, worker: int) -> int:
+        """Reads the ticket that `worker` is building; 0 for none."""
+        line = worker * LINE_BYTES
+        return int.from_bytes(self._mmap[line : line + 8], "little")
+
+    def give_back(self, slot: int) -> None:
+        """Returns a slot's pages to the kernel; its content is lost."""
+        remove = getattr(mmap, "MADV_REMOVE", None)
+        if remove is not None:
+            start = self._slot_offset(slot)
+            self._mmap.madvise(remove, start, self.stride)
+
+    def _slot_offset(self, slot: int) -> int:
+        return BOARD_BYTES + slot * self.stride
+
+
+class Arena:
+    """The trainer's side: which slots are free, lent out, or kept.
+
+    Args:
+        warm_slots: How many free slots keep their pages. Further ones are
+            handed back to the kernel when they come free.
+        hold_limit: How many slots may be lent to arrays that the consumer
+            holds; beyond it `crowded` says to hand out private copies.
+    """
+
+    def __init__(self, warm_slots: int, hold_limit: int) -> None:
+        slots = max(_LEAST_SLOTS, 4 * (warm_slots + hold_limit))
+        self.segment = _reserve_segment(slots)
+        self._warm_slots = warm_slots
+        self._hold_limit = hold_limit
+        # Last in, first out: the slot used last is the warmest in the caches
+        # and has its pages already.
+        self._warm: collections.deque[int] = collections.deque()
+        self._cold = list(reversed(range(slots)))
+        self._lent: dict[int, _Lease] = {}
+        self._returned: collections.deque[_Lease] = collections.deque()
+
+    @property
+    def crowded(self) -> bool:
+        """Whether the consumer holds as many slots as it may."""
+        self._collect()
+        return len(self._lent) >= self._hold_limit
+
+    def take(self) -> int | None:
+        """Takes a free slot, or `None` if every slot there is is in use."""
+        self._collect()
+        if self._warm:
+            return self._warm.pop()
+        return self._cold.pop() if self._cold else None
+
+    def put(self, slot: int) -> None:
+        """Takes back a slot over which no array was handed out."""
+        self._warm.append(slot)
+        if len(self._warm) > self._warm_slots:
+            coldest = self._warm.popleft()
+            self.segment.give_back(coldest)
+            self._cold.append(coldest)
+
+    def lend(self, slot: int, nbytes: int) -> Bytes:
+        """Lends the first `nbytes` of a slot until the array has died."""
+        root = self.segment.root(slot, 0, nbytes)
+        lease = _Lease(root, self._returned.append)
+        lease.slot = slot
+        self._lent[slot] = lease
+        return root
+
+    def _collect(self) -> None:
+        while self._returned:
+            slot = self._returned.popleft().slot
+            del self._lent[slot]
+            self.put(slot)
+
+
+def address_of(array: npt.NDArray[Any]) -> int:
+    """The address of an array's first byte."""
+    return int(array.__array_interface__["data"][0])
+
+
+def aligned_empty(
+    shape: int | tuple[int, ...], dtype: npt.DTypeLike
+) -> npt.NDArray[Any]:
+    """An uninitialized private array on a 64-byte boundary."""
+    kind = np.dtype(dtype)
+    nbytes = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
+    if kind.hasobject or not nbytes:
+        return np.empty(shape, kind)
+    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+    start = -address_of(raw) % ALIGNMENT
+    return raw[start : start + nbytes].view(kind).reshape(shape)
+
+
+def memfd(name: str) -> int:
+    """Makes an anonymous file that only its descriptor can reach.
+
+    Raises:
+        LoaderError: The platform has no `memfd_create` (it is Linux's).
+    """
+    if not hasattr(os, "memfd_create"):
+        raise LoaderError(
+            "Worker processes need Linux: their batches travel through "
+            "anonymous shared memory (memfd_create), which this platform "
+            "lacks. Use `use_multiprocessing=False` for threads."
+        )
+    return os.memfd_create(name, os.MFD_CLOEXEC)
+
+
+def _reserve_segment(slots: int) -> Segment:
+    """Maps as much address space as the process may have."""
+    stride = _ADDRESS_SPACE // slots
+    while True:
+        stride -= stride % mmap.PAGESIZE
+        fd = memfd("keras_fastdata-batches")
+        try:
+            os.ftruncate(fd, BOARD_BYTES + slots * stride)
+            return Segment(fd, stride)
+        except (OSError, ValueError) as error:
+            os.close(fd)
+            if stride <= _LEAST_STRIDE:
+                raise LoaderError(
+                    f"Could not map {slots} slots of {stride} bytes of "
+                    f"shared memory ({error}). Raise the limit on address "
+                    "space (`ulimit -v unlimited`), or use threads."
+                ) from error
+            stride //= 4

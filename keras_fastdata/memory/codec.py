@@ -1,0 +1,390 @@
+"""A nested batch, written into a slot and read back as views of it.
+
+Pickle, protocol 5, describes the structure; the arrays' bytes travel beside it
+in the slot, each on a 64-byte boundary. An array that is not contiguous is
+copied straight into the slot. One that `self.empty` placed in the slot is not
+copied at all. Tensors become NumPy arrays, because a worker has no business
+with a device; sparse and ragged ones are taken apart and put together again.
+
+`encode` runs in a worker, `decode` in the training process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import pickle
+import struct
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import numpy.typing as npt
+
+from keras_fastdata.errors import LoaderError
+from keras_fastdata.memory import classes
+from keras_fastdata.memory.arena import (
+    ALIGNMENT,
+    Arena,
+    Bytes,
+    Segment,
+    address_of,
+    aligned_empty,
+)
+
+# Smaller arrays are copied out on delivery, so that keeping a label does not
+# keep a batch of images. A copy of this size costs about 2 us.
+SMALL_BYTES = 32 * 1024
+
+_EXTENT = struct.Struct("<QQ")  # start in the slot, number of bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoded:
+    """What is needed to read a batch back from its slot.
+
+    Attributes:
+        structure: Pickle of the nested structure, without the arrays' bytes.
+        extents: Where each array's bytes are: packed (start, nbytes) pairs.
+        used: Bytes of the slot in use.
+        kept: Whether the dataset still holds an array that `self.empty` made
+            in this slot, so that it must not be used again.
+    """
+
+    structure: bytes
+    extents: bytes
+    used: int
+    kept: bool
+
+
+class SlotWriter:
+    """The worker's hand in one slot while one batch is built.
+
+    Args:
+        segment: The worker's mapping of the arena.
+        slot: The slot that came with the ticket.
+        in_place: Whether `empty` may hand out the slot's own memory.
+    """
+
+    def __init__(self, segment: Segment, slot: int, in_place: bool) -> None:
+        self._segment = segment
+        self._slot = slot
+        self._in_place = in_place
+        self._used = 0
+        # What `empty` made: (whether it is alive, start, nbytes).
+        self._made: list[tuple[weakref.ref[Any], int, int]] = []
+        # Address of the slot, once there are arrays outside that lie in it.
+        self._address = 0
+
+    def empty(
+        self, shape: int | tuple[int, ...], dtype: npt.DTypeLike = "float32"
+    ) -> npt.NDArray[Any]:
+        """An uninitialized array that lies in the slot, where it can."""
+        kind = np.dtype(dtype)
+        nbytes = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
+        if not self._in_place or kind.hasobject or nbytes < SMALL_BYTES:
+            return aligned_empty(shape, kind)
+        root, start = self._allocate(nbytes)
+        self._address = address_of(root) - start
+        self._made.append((weakref.ref(root), start, nbytes))
+        return root.view(kind).reshape(shape)
+
+    def write(self, source: Bytes) -> tuple[int, int]:
+        """Copies bytes into the slot, unless that is where they are."""
+        nbytes = source.nbytes
+        if self._address:
+            start = address_of(source) - self._address
+            if 0 <= start and start + nbytes <= self._used:
+                return start, nbytes
+        target, start = self._allocate(nbytes)
+        target[:] = source
+        return start, nbytes
+
+    def place(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """A contiguous copy of `array`, made in the slot."""
+        target, start = self._allocate(array.nbytes)
+        self._address = address_of(target) - start
+        copy = target.view(array.dtype).reshape(array.shape)
+        np.copyto(copy, array)
+        return copy
+
+    def seal(self, extents: list[tuple[int, int]]) -> bool:
+        """Moves what the dataset kept to where it can no longer write.
+
+        Called once the batch itself is gone. An array of `empty` that is
+        alive now is one the dataset holds on to: the bytes sent become a copy
+        of it, so that what it writes later is never seen by the consumer.
+
+        Returns:
+            Whether there was such an array.
+        """
+        kept = False
+        for reference, start, nbytes in self._made:
+            if reference() is None:
+                continue
+            kept = True
+            target, moved = self._allocate(nbytes)
+            target[:] = self._segment.root(self._slot, start, nbytes)
+            for number, (offset, size) in enumerate(extents):
+                if start <= offset and offset + size <= start + nbytes:
+                    extents[number] = (moved + offset - start, size)
+        return kept
+
+    def append(self, body: bytes) -> None:
+        """Writes a message's body behind the arrays; see `read_appended`."""
+        target, _ = self._allocate(len(body))
+        target[:] = np.frombuffer(body, np.uint8)
+
+    @property
+    def used(self) -> int:
+        """Bytes of the slot in use so far."""
+        return self._used
+
+    def _allocate(self, nbytes: int) -> tuple[Bytes, int]:
+        start = _aligned(self._used)
+        if start + nbytes > self._segment.stride:
+            raise LoaderError(
+                f"A batch of more than {start + nbytes:,} bytes does not fit "
+                f"a slot of shared memory ({self._segment.stride:,} bytes). "
+                "Make smaller batches."
+            )
+        self._used = start + nbytes
+        return self._segment.root(self._slot, start, nbytes), start
+
+
+def encode(batch: list[Any], writer: SlotWriter) -> Encoded:
+    """Writes a batch into its slot.
+
+    Args:
+        batch: A list that holds the batch and nothing else. It is emptied, so
+            that whoever still holds a part of the batch can be found.
+        writer: The slot to write to.
+
+    Raises:
+        Exception: Whatever pickling the batch raises.
+    """
+    extents: list[tuple[int, int]] = []
+
+    def keep(buffer: pickle.PickleBuffer) -> None:
+        raw = buffer.raw()
+        source = np.frombuffer(raw, np.uint8) if raw.nbytes else None
+        extents.append((0, 0) if source is None else writer.write(source))
+
+    structure = io.BytesIO()
+    try:
+        _BatchPickler(structure, writer, keep).dump(batch[0])
+    except (pickle.PicklingError, TypeError, AttributeError):
+        # A lambda, or a class of `__main__`: rare in a batch, so the slower
+        # pickler that takes them by value is tried only now.
+        structure = io.BytesIO()
+        extents.clear()
+        _BatchCloudPickler(structure, writer, keep).dump(batch[0])
+    batch.clear()
+    kept = writer.seal(extents)
+    packed = b"".join(_EXTENT.pack(*extent) for extent in extents)
+    return Encoded(structure.getvalue(), packed, writer.used, kept)
+
+
+def decode(encoded: Encoded, arena: Arena, slot: int) -> Any:
+    """Reads a batch back; its large arrays are views of the slot.
+
+    The slot is lent until the last of those views has died. Without any, or
+    when the consumer holds too many slots already, everything is copied and
+    the slot is free at once.
+    """
+    extents = [*_EXTENT.iter_unpack(encoded.extents)]
+    largest = max((nbytes for _, nbytes in extents), default=0)
+    lend = largest >= SMALL_BYTES and not encoded.kept and not arena.crowded
+    buffers: list[Bytes] = []
+    if lend:
+        root = arena.lend(slot, encoded.used)
+    elif encoded.used:
+        root = arena.segment.root(slot, 0, encoded.used)
+    for start, nbytes in extents:
+        if lend and nbytes >= SMALL_BYTES:
+            buffers.append(root[start : start + nbytes])
+        else:
+            private = aligned_empty(nbytes, np.uint8)
+            if nbytes:
+                private[:] = root[start : start + nbytes]
+            buffers.append(private)
+    batch = pickle.loads(encoded.structure, buffers=buffers)
+    if not lend and not encoded.kept:
+        arena.put(slot)
+    return batch
+
+
+def read_appended(segment: Segment, slot: int, used: int, nbytes: int) -> bytes:
+    """What `SlotWriter.append` wrote behind the first `used` bytes."""
+    return segment.root(slot, _aligned(used), nbytes).tobytes()
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def rebuild_array(
+    buffer: Any, dtype: Any, shape: tuple[int, ...], order: str
+) -> npt.NDArray[Any]:
+    """The array over `buffer`; pickles name this function."""
+    if 0 in shape:
+        return np.empty(shape, dtype)
+    return np.ndarray(shape, dtype, buffer, 0, None, order)  # type: ignore[call-overload,no-any-return]
+
+
+def rebuild_ragged(parts: Sequence[Any]) -> Any:
+    """A `tf.RaggedTensor` of flat values and nested row splits."""
+    import tensorflow as tf
+
+    return tf.RaggedTensor.from_nested_row_splits(
+        parts[0], parts[1], validate=False
+    )
+
+
+def rebuild_tf_sparse(indices: Any, values: Any, shape: Any) -> Any:
+    """A `tf.SparseTensor`."""
+    import tensorflow as tf
+
+    return tf.SparseTensor(indices, values, shape)
+
+
+def rebuild_jax_sparse(data: Any, indices: Any, shape: Any) -> Any:
+    """A `jax.experimental.sparse.BCOO`."""
+    from jax.experimental import sparse
+
+    return sparse.BCOO((data, indices), shape=shape)
+
+
+class _ArraysInTheSlot:
+    """The reductions that both picklers share."""
+
+    writer: SlotWriter
+
+    def reduce_array(self, array: npt.NDArray[Any]) -> Any:
+        dtype = array.dtype
+        if dtype.hasobject or dtype.itemsize == 0 or dtype.char == "T":
+            return NotImplemented
+        kind: Any = dtype if dtype.kind == "V" else dtype.str
+        if not array.size:
+            return rebuild_array, (None, kind, array.shape, "C")
+        if array.flags.c_contiguous:
+            order, flat = "C", array.reshape(-1)
+        elif array.flags.f_contiguous:
+            order, flat = "F", array.reshape(-1, order="F")
+        else:
+            order, flat = "C", self.writer.place(array).reshape(-1)
+        # Viewed as bytes: the buffer protocol knows no datetime or bfloat16.
+        buffer = pickle.PickleBuffer(flat.view(np.uint8))
+        return rebuild_array, (buffer, kind, array.shape, order)
+
+    def reduce(self, obj: Any) -> Any:
+        kind = type(obj)
+        if kind is np.ndarray:
+            return self.reduce_array(obj)
+        convert = _converter(kind)
+        return NotImplemented if convert is None else convert(obj)
+
+
+class _BatchPickler(_ArraysInTheSlot, pickle.Pickler):
+    def __init__(
+        self,
+        file: io.BytesIO,
+        writer: SlotWriter,
+        keep: Callable[[pickle.PickleBuffer], None],
+    ) -> None:
+        super().__init__(file, protocol=5, buffer_callback=keep)
+        self.writer = writer
+
+    def reducer_override(self, obj: Any) -> Any:
+        return self.reduce(obj)
+
+
+class _BatchCloudPickler(_ArraysInTheSlot, cloudpickle.Pickler):  # type: ignore[misc]
+    def __init__(
+        self,
+        file: io.BytesIO,
+        writer: SlotWriter,
+        keep: Callable[[pickle.PickleBuffer], None],
+    ) -> None:
+        super().__init__(file, protocol=5, buffer_callback=keep)
+        self.writer = writer
+
+    def reducer_override(self, obj: Any) -> Any:
+        reduced = self.reduce(obj)
+        if reduced is NotImplemented and isinstance(obj, type):
+            reduced = classes.reduce_class(obj)
+        if reduced is NotImplemented:
+            return super().reducer_override(obj)
+        return reduced
+
+
+def _converter(kind: type) -> Callable[[Any], Any] | None:
+    """How to take a tensor of this type apart, or `None` if it is none."""
+    package = kind.__module__.partition(".")[0]
+    if package == "tensorflow":
+        return _TENSORFLOW.get(kind.__name__)
+    if package in ("jax", "jaxlib"):
+        return _reduce_jax
+    if package == "torch" or "torch" in sys.modules:
+        torch = sys.modules.get("torch")
+        if torch is not None and issubclass(kind, torch.Tensor):
+            return _reduce_torch
+    return None
+
+
+def _reduce_tf_dense(tensor: Any) -> Any:
+    return _identity, (tensor.numpy(),)
+
+
+def _reduce_tf_ragged(tensor: Any) -> Any:
+    splits = [split.numpy() for split in tensor.nested_row_splits]
+    return rebuild_ragged, ((tensor.flat_values.numpy(), splits),)
+
+
+def _reduce_tf_sparse(tensor: Any) -> Any:
+    return rebuild_tf_sparse, (
+        tensor.indices.numpy(),
+        tensor.values.numpy(),
+        tensor.dense_shape.numpy(),
+    )
+
+
+def _reduce_jax(tensor: Any) -> Any:
+    if type(tensor).__name__ == "BCOO":
+        return rebuild_jax_sparse, (
+            np.asarray(tensor.data),
+            np.asarray(tensor.indices),
+            tuple(tensor.shape),
+        )
+    if hasattr(tensor, "__array__"):
+        return _identity, (np.asarray(tensor),)
+    return NotImplemented
+
+
+def _reduce_torch(tensor: Any) -> Any:
+    import torch
+
+    if tensor.layout is not torch.strided:
+        return NotImplemented
+    tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
+    if tensor.dtype is torch.bfloat16:
+        import ml_dtypes
+
+        bits = tensor.view(torch.int16).numpy()
+        return _identity, (bits.view(ml_dtypes.bfloat16),)
+    return _identity, (tensor.numpy(),)
+
+
+def _identity(value: Any) -> Any:
+    return value
+
+
+_TENSORFLOW: dict[str, Callable[[Any], Any]] = {
+    "EagerTensor": _reduce_tf_dense,
+    "ResourceVariable": _reduce_tf_dense,
+    "RaggedTensor": _reduce_tf_ragged,
+    "SparseTensor": _reduce_tf_sparse,
+}

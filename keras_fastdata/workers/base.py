@@ -1,0 +1,137 @@
+"""What the engine asks of workers, wherever they are.
+
+The engine submits tickets and collects what became of them. It never learns
+what a worker is; a worker never learns what an epoch's order is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+
+@dataclasses.dataclass(frozen=True)
+class Ticket:
+    """An order to build one batch.
+
+    Attributes:
+        serial: Unique among the tickets of one set of workers, from 1.
+        epoch: The epoch the batch is for.
+        index: The batch's index in the dataset.
+    """
+
+    serial: int
+    epoch: int
+    index: int
+
+
+class Done(Protocol):
+    """What became of one ticket.
+
+    Attributes:
+        serial: The ticket's.
+        worker: Index of the worker that built the batch, from 0.
+        nbytes: Bytes that the batch takes while it waits to be delivered.
+    """
+
+    serial: int
+    worker: int
+    nbytes: int
+
+    def open(self) -> Any:
+        """Returns the batch, or raises what building it raised. Once only."""
+        ...
+
+    def discard(self) -> None:
+        """Gives up the batch, and with it the memory it is in."""
+        ...
+
+
+class Builds(Protocol):
+    """What workers run; `engine.build.Builder` is the one there is."""
+
+    def start(self, worker_index: int) -> None: ...
+
+    def stop(self, worker_index: int) -> None: ...
+
+    def build(
+        self,
+        epoch: int,
+        index: int,
+        worker_index: int,
+        empty: Callable[..., Any] = ...,
+    ) -> Any: ...
+
+    def adopt(self, newer: Any) -> None:
+        """Takes over the dataset's state from a builder made of a newer one."""
+        ...
+
+
+class Workers(Protocol):
+    """A set of workers that serves one dataset.
+
+    All methods are called by one thread at a time, in the process that made
+    the workers. None of them waits without also watching the workers.
+    """
+
+    def submit(self, ticket: Ticket) -> bool:
+        """Takes a ticket, or returns False when there is no room for it."""
+        ...
+
+    def collect(self, timeout_s: float) -> Iterable[Done]:
+        """Returns what is done, after waiting up to `timeout_s` for some."""
+        ...
+
+    def cancel(self, serials: Iterable[int]) -> None:
+        """Takes tickets back; nothing more is heard of them."""
+        ...
+
+    def change(self) -> None:
+        """Has every later ticket built from the dataset as it is now."""
+        ...
+
+    def begin_epoch(self) -> None:
+        """Allows the worker restarts of a new epoch."""
+        ...
+
+    def close(self) -> None:
+        """Ends the workers and returns when they are gone. Idempotent."""
+        ...
+
+
+@dataclasses.dataclass
+class Built:
+    """A batch that was built in this process.
+
+    Attributes:
+        serial: The ticket's.
+        worker: Index of the worker.
+        batch: The batch, if building it went well.
+        error: What it raised, if not.
+        nbytes: Not measured: such a batch takes no shared memory.
+    """
+
+    serial: int
+    worker: int
+    batch: Any = None
+    error: BaseException | None = None
+    nbytes: int = 0
+
+    def open(self) -> Any:
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        batch, self.batch = self.batch, None
+        return batch
+
+    def discard(self) -> None:
+        self.batch = self.error = None
+
+
+def where(dataset: str, ticket: Ticket, worker: str) -> str:
+    """Names a batch in the words that every error uses."""
+    return (
+        f"While building batch {ticket.index} of epoch {ticket.epoch} of "
+        f"{dataset}, in {worker}."
+    )

@@ -1,0 +1,340 @@
+"""The worker's side: take a ticket, build the batch, say where it lies.
+
+Runs in a worker process, on its main thread. The dataset's state is the
+training process's; a ticket names the version it is for, and a worker that is
+behind first reads the newer ones from its control socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from keras_fastdata.memory import codec, payload
+from keras_fastdata.memory.arena import Segment
+from keras_fastdata.workers import failures, messages, relay, role
+from keras_fastdata.workers.base import Builds, Ticket, where
+from keras_fastdata.workers.messages import Flag, Kind, Result, Task
+
+_OOM_SCORE = 500  # of 1000: the kernel picks a worker before the trainer
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """What a worker is told before it loads the dataset.
+
+    Attributes:
+        worker: Index of the worker.
+        dataset: The dataset's class name, for messages.
+        version: Version of the dataset's state in the payload.
+        stride: Bytes from slot to slot.
+        environ: Environment variables, complete.
+        cwd: Working directory.
+        path: `sys.path`.
+        argv: `sys.argv`.
+        umask: File mode creation mask.
+        habits: How to log and warn.
+    """
+
+    worker: int
+    dataset: str
+    version: int
+    stride: int
+    environ: dict[str, str]
+    cwd: str | None
+    path: list[str]
+    argv: list[str]
+    umask: int
+    habits: relay.Habits
+
+
+@dataclasses.dataclass(frozen=True)
+class Files:
+    """The descriptors a worker is born with.
+
+    Attributes:
+        start: An anonymous file with the `Start`.
+        dataset: An anonymous file with the pickled maker of the builder.
+        arena: The segment that batches are built in.
+        tasks: The receiving end of the task socket.
+        results: The sending end of the result socket.
+        control: The worker's end of its control socket.
+    """
+
+    start: int
+    dataset: int
+    arena: int
+    tasks: int
+    results: int
+    control: int
+
+    def all(self) -> list[int]:
+        return list(dataclasses.astuple(self))
+
+
+def main(files: Files, make_builder: Callable[[], Builds] | None = None) -> int:
+    """Runs a worker until the training process has no more for it.
+
+    Args:
+        files: Descriptors; this function takes them over.
+        make_builder: Makes the builder where the process was forked from the
+            trainer; else the maker is read from `files.dataset`.
+
+    Returns:
+        The exit status for the process.
+    """
+    role.become_worker()
+    start: Start = payload.read_payload(files.start)
+    os.close(files.start)
+    _settle_in(start)
+    worker = _Worker(files, start)
+    relay.install(worker.tell)
+    if not worker.load(make_builder):
+        return 1
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        worker.serve()
+    worker.stop()
+    return 0
+
+
+def spawned(trainer_pidfd: int, fds: list[int]) -> NoReturn:
+    """Runs a worker that was started as an interpreter of its own."""
+    for fd in (trainer_pidfd, *fds):
+        os.set_inheritable(fd, False)
+    die_with(trainer_pidfd)
+    run_and_leave(lambda: main(Files(*fds)))
+
+
+def forked(
+    trainer_pidfd: int, files: Files, make_builder: Callable[[], Builds]
+) -> int:
+    """Runs a worker that is a fork of the trainer."""
+    with contextlib.suppress(OSError):
+        os.setpgid(0, 0)
+    die_with(os.dup(trainer_pidfd))
+    return main(Files(*map(os.dup, files.all())), make_builder)
+
+
+def leave(status: int) -> NoReturn:
+    """Ends the process, without the exit handlers it was forked with."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(status)
+
+
+def run_and_leave(run: Callable[[], int]) -> NoReturn:
+    """Runs `run` and ends the process with its status, whatever happens."""
+    status = 1
+    try:
+        status = run()
+    except SystemExit as request:
+        status = _status_of(request)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        leave(status)
+
+
+def die_with(trainer_pidfd: int) -> None:
+    """Kills this process's group when the trainer has ended.
+
+    For workers that no nursery watches over. The signal of
+    PR_SET_PDEATHSIG would come when the trainer's *thread* ends.
+    """
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(trainer_pidfd, select.POLLIN)
+        poll.poll()
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, name="trainer-watch", daemon=True).start()
+
+
+class _Worker:
+    def __init__(self, files: Files, start: Start) -> None:
+        self._start = start
+        self._version = start.version
+        self._dataset_fd = files.dataset
+        self._segment = Segment(files.arena, start.stride)
+        self._tasks = socket.socket(fileno=files.tasks)
+        self._results = socket.socket(fileno=files.results)
+        self._control = socket.socket(fileno=files.control)
+        self._in_place = True
+        self._name = f"worker {start.worker} (pid {os.getpid()})"
+
+    def tell(self, kind: Kind, body: bytes) -> None:
+        """Sends a message that is about no ticket."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._results.send(Result(kind, self._start.worker, body=body).pack())
+
+    def load(self, make_builder: Callable[[], Builds] | None) -> bool:
+        """Loads the dataset; tells what went wrong where that failed."""
+        try:
+            if make_builder is None:
+                make_builder = payload.read_payload(self._dataset_fd)
+            os.close(self._dataset_fd)
+            self._builder: Builds = make_builder()
+            self._builder.start(self._start.worker)
+        except SystemExit:
+            raise
+        except BaseException as error:
+            error.add_note(
+                f"While {self._start.dataset} was loaded or its "
+                f"`on_worker_start` ran, in {self._name}."
+            )
+            body = failures.take_apart(error)
+            if len(body) > messages.MAX_DATAGRAM_BYTES:
+                brief = failures.LoaderError(str(error)[:10_000])
+                body = failures.take_apart(brief)
+            self.tell(Kind.START_FAILED, body)
+            return False
+        self.tell(Kind.READY, b"")
+        return True
+
+    def serve(self) -> None:
+        """Builds what the tickets ask for until the task socket is shut."""
+        receive, note = self._tasks.recv, self._segment.note
+        worker = self._start.worker
+        while datagram := receive(messages.TASK_BYTES):
+            task = Task.unpack(datagram)
+            note(worker, task.serial)
+            while self._version < task.version:
+                self._update()
+            if self._version > task.version:
+                self._send(Result(Kind.STALE, worker, task.serial))
+            else:
+                self._send(self._build(task))
+            note(worker, 0)
+
+    def stop(self) -> None:
+        try:
+            self._builder.stop(self._start.worker)
+        except Exception:
+            logging.getLogger("keras_fastdata").exception(
+                "%s.on_worker_stop raised in %s",
+                self._start.dataset,
+                self._name,
+            )
+
+    def _build(self, task: Task) -> Result:
+        writer = codec.SlotWriter(self._segment, task.slot, self._in_place)
+        batch: list[Any] = []
+        try:
+            batch.append(
+                self._builder.build(
+                    task.epoch, task.index, self._start.worker, writer.empty
+                )
+            )
+            encoded = codec.encode(batch, writer)
+        except SystemExit:
+            raise
+        except BaseException as error:
+            batch.clear()
+            ticket = Ticket(task.serial, task.epoch, task.index)
+            error.add_note(where(self._start.dataset, ticket, self._name))
+            body = failures.take_apart(error)
+            kind, extents = Kind.FAILURE, b""
+        else:
+            kind, extents, body = Kind.BATCH, encoded.extents, encoded.structure
+        if kind is Kind.FAILURE:
+            # The exception is gone by now, and with it the frames it held.
+            kept = writer.seal([])
+        else:
+            kept = encoded.kept
+        if kept:
+            self._in_place = False
+        return self._result(kind, task, writer, extents, body, kept)
+
+    def _result(
+        self,
+        kind: Kind,
+        task: Task,
+        writer: codec.SlotWriter,
+        extents: bytes,
+        body: bytes,
+        kept: bool,
+    ) -> Result:
+        flags = Flag.KEPT if kept else Flag.NONE
+        used = writer.used
+        sizes = len(extents), len(body)
+        if sum(sizes) > messages.MAX_INLINE_BYTES:
+            writer.append(extents + body)
+            extents = body = b""
+            flags |= Flag.SPILLED
+        return Result(
+            kind,
+            self._start.worker,
+            task.serial,
+            flags,
+            used,
+            extents,
+            body,
+            *sizes,
+        )
+
+    def _send(self, result: Result) -> None:
+        self._results.send(result.pack())
+
+    def _update(self) -> None:
+        """Reads the next version of the dataset's state and takes it over."""
+        datagram, fds, flags, _ = socket.recv_fds(
+            self._control, 64, 1, socket.MSG_CMSG_CLOEXEC
+        )
+        if not datagram:
+            raise BrokenPipeError("the training process closed")
+        if flags & socket.MSG_CTRUNC or len(fds) != 1:
+            raise failures.LoaderError(
+                f"A new state of {self._start.dataset} did not reach "
+                f"{self._name}: it has no file descriptor left. Raise the "
+                "limit on open files (`ulimit -n`)."
+            )
+        make_builder = payload.read_payload(fds[0])
+        os.close(fds[0])
+        self._builder.adopt(make_builder())
+        self._version = int.from_bytes(datagram, "little")
+
+
+def _settle_in(start: Start) -> None:
+    """Makes the process a worker of this trainer: its place and its manners."""
+    os.environ.clear()
+    os.environ.update(start.environ)
+    if start.cwd is not None:
+        with contextlib.suppress(OSError):
+            os.chdir(start.cwd)
+    sys.path[:] = start.path
+    sys.argv[:] = start.argv
+    os.umask(start.umask)
+    start.habits.apply()
+    # A handler that does nothing, rather than SIG_IGN: a program that the
+    # worker starts gets the default action back, as exec resets handlers.
+    signal.signal(signal.SIGINT, lambda *_: None)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as f:
+        f.write(str(_OOM_SCORE))
+    sys.breakpointhook = _no_breakpoint
+    gc.freeze()
+
+
+def _no_breakpoint(*_: Any, **__: Any) -> None:
+    raise failures.no_debugger()
+
+
+def _status_of(request: SystemExit) -> int:
+    if request.code is None:
+        return 0
+    return request.code & 0xFF if isinstance(request.code, int) else 1

@@ -1,0 +1,59 @@
+"""`workers=0`: batches are built in the caller, when they are asked for."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable
+
+from keras_fastdata.workers.base import Builds, Built, Ticket, where
+
+
+class InlineWorkers:
+    """Builds in the calling thread.
+
+    Args:
+        builder: What builds a batch.
+        dataset: The dataset's class name, for messages.
+    """
+
+    def __init__(self, builder: Builds, dataset: str) -> None:
+        self._builder = builder
+        self._dataset = dataset
+        self._tickets: collections.deque[Ticket] = collections.deque()
+        self._started = False
+
+    def submit(self, ticket: Ticket) -> bool:
+        self._tickets.append(ticket)
+        return True
+
+    def collect(self, timeout_s: float) -> Iterable[Built]:
+        del timeout_s  # Building does not wait; it takes what it takes.
+        if not self._tickets:
+            return []
+        ticket = self._tickets.popleft()
+        if not self._started:
+            self._builder.start(0)
+            self._started = True
+        try:
+            batch = self._builder.build(ticket.epoch, ticket.index, 0)
+            return [Built(ticket.serial, 0, batch)]
+        except Exception as error:
+            error.add_note(where(self._dataset, ticket, "the calling thread"))
+            return [Built(ticket.serial, 0, error=error)]
+
+    def cancel(self, serials: Iterable[int]) -> None:
+        gone = set(serials)
+        kept = (t for t in self._tickets if t.serial not in gone)
+        self._tickets = collections.deque(kept)
+
+    def change(self) -> None:
+        """Nothing to do: the next batch is built from the dataset itself."""
+
+    def begin_epoch(self) -> None:
+        """Nothing to do: there is no worker to restart."""
+
+    def close(self) -> None:
+        self._tickets.clear()
+        if self._started:
+            self._started = False
+            self._builder.stop(0)

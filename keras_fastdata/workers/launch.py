@@ -1,0 +1,418 @@
+"""Starting worker processes, three ways, and learning how they ended.
+
+    forkserver   one nursery per trainer process (and `worker_env`) forks them
+    spawn        each is a fresh interpreter, started by the trainer
+    fork         each is a copy of the trainer itself
+
+Runs in the training process. `multiprocessing` is not used: its workers
+import `__main__` again, and outlive what ours must not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing.spawn
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
+
+from keras_fastdata.errors import LoaderError
+from keras_fastdata.workers import child, nursery
+from keras_fastdata.workers.base import Builds
+
+_START_TIMEOUT_S = 60.0  # for an interpreter to start on a loaded machine
+_END_TIMEOUT_S = 5.0  # for the kernel to deliver SIGKILL
+
+# A worker sees no accelerator, and does not multiply the cores by the threads
+# of BLAS and OpenMP. `worker_env` overrides.
+CLEAN_ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "HIP_VISIBLE_DEVICES": "",
+    "JAX_PLATFORMS": "cpu",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "BLIS_NUM_THREADS": "1",
+    "NUMEXPR_NUM_THREADS": "1",
+    "VECLIB_MAXIMUM_THREADS": "1",
+}
+
+_BOOTSTRAP = (
+    "import sys; sys.path.extend(p for p in {path!r} if p not in sys.path); "
+    "from keras_fastdata.workers import role; role.become_worker(); "
+    "import keras_fastdata.dataset; "
+    "from keras_fastdata.workers import {module} as m; m.{call}"
+)
+
+
+class Child(Protocol):
+    """A started worker process.
+
+    Attributes:
+        pid: Its process id, which is also its process group's.
+        pidfd: Becomes readable when it has ended; owned by this object.
+    """
+
+    pid: int
+    pidfd: int
+
+    def exit_code(self, timeout_s: float) -> int | None:
+        """How it ended, as in `Popen.returncode`; `None` if unknown.
+
+        To be called once `pidfd` is readable. Kills what it left running.
+        """
+        ...
+
+
+class Launcher(Protocol):
+    """A way to start worker processes."""
+
+    def start(self, files: child.Files) -> Child:
+        """Starts one with these descriptors, which stay the caller's."""
+        ...
+
+    def close(self) -> None:
+        """Releases what the launcher holds. Idempotent."""
+        ...
+
+
+def environment(worker_env: Mapping[str, str] | None) -> dict[str, str]:
+    """The environment variables of a worker that is started now."""
+    return {**os.environ, **CLEAN_ENVIRONMENT, **(worker_env or {})}
+
+
+def kill(worker: Child) -> None:
+    """Kills a worker, if it still runs."""
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(worker.pidfd, signal.SIGKILL)
+
+
+def has_ended(worker: Child, timeout_s: float) -> bool:
+    """Waits for a worker's end; returns whether it came."""
+    return _readable(worker.pidfd, timeout_s)
+
+
+def make_launcher(
+    start_method: str,
+    worker_env: Mapping[str, str] | None,
+    make_builder: Callable[[], Builds],
+) -> Launcher:
+    """The launcher for a start method.
+
+    Args:
+        start_method: "forkserver", "spawn" or "fork".
+        worker_env: Environment variables over the clean defaults.
+        make_builder: Used by "fork" alone, whose workers need no pickle.
+    """
+    if start_method == "fork":
+        return ForkLauncher(make_builder)
+    if start_method == "spawn":
+        return SpawnLauncher(worker_env)
+    return NurseryLauncher(worker_env)
+
+
+# -- forkserver ----------------------------------------------------------------
+
+
+class NurseryLauncher:
+    """Has the nursery fork workers; starts it, and starts it again.
+
+    The nursery is shared by all loaders of the process with the same
+    `worker_env`, and ends with the last of them.
+    """
+
+    def __init__(self, worker_env: Mapping[str, str] | None) -> None:
+        self._worker_env = dict(worker_env or {})
+        self._nursery: _Nursery | None = _acquire(self._worker_env)
+
+    def start(self, files: child.Files) -> Child:
+        if self._nursery is None:
+            raise LoaderError("The launcher is closed.")
+        try:
+            return self._nursery.fork(files)
+        except _NurseryGone:
+            _release(self._nursery)
+            self._nursery = _acquire(self._worker_env)
+            return self._nursery.fork(files)
+
+    def close(self) -> None:
+        held, self._nursery = self._nursery, None
+        if held is not None:
+            _release(held)
+
+
+class _NurseryGone(LoaderError):
+    """The nursery ended, or does not answer."""
+
+
+class _Nursery:
+    """The trainer's end of one nursery process."""
+
+    def __init__(self, worker_env: dict[str, str]) -> None:
+        self.worker_env = worker_env
+        self.users = 0
+        self.gone = False
+        self._lock = threading.RLock()
+        self._exit_codes: dict[int, int] = {}
+        self._socket, theirs = socket.socketpair(
+            socket.AF_UNIX, socket.SOCK_SEQPACKET
+        )
+        with theirs, _own_pidfd() as trainer:
+            self._process = _python(
+                "nursery",
+                f"main({theirs.fileno()}, {trainer})",
+                environment(worker_env),
+                (theirs.fileno(), trainer),
+            )
+        self._pidfd = os.pidfd_open(self._process.pid)
+
+    def fork(self, files: child.Files) -> _NurseryChild:
+        with self._lock:
+            try:
+                socket.send_fds(self._socket, [nursery.FORK], files.all())
+            except OSError as error:
+                raise self._is_gone() from error
+            deadline = time.monotonic() + _START_TIMEOUT_S
+            while True:
+                datagram, fds = self._receive(deadline)
+                kind, pid, number = nursery.unpack_notice(datagram)
+                if kind == nursery.ENDED:
+                    self._exit_codes[pid] = number
+                elif kind == nursery.FORKED:
+                    return _NurseryChild(self, pid, fds[0])
+                else:
+                    raise LoaderError(
+                        "A worker process could not be forked: "
+                        f"{os.strerror(number)}. Look at the limits on "
+                        "processes (`ulimit -u`), open files (`ulimit -n`) "
+                        "and memory, or lower `workers`."
+                    )
+
+    def exit_code(self, pid: int, timeout_s: float) -> int | None:
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            while pid not in self._exit_codes:
+                try:
+                    datagram, _ = self._receive(deadline)
+                except _NurseryGone:
+                    return None
+                _, ended, code = nursery.unpack_notice(datagram)
+                self._exit_codes[ended] = code
+            return self._exit_codes.pop(pid)
+
+    def close(self) -> None:
+        """Ends the nursery, and with it every worker it still has."""
+        self._socket.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_TIMEOUT_S)
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait(_END_TIMEOUT_S)
+        os.close(self._pidfd)
+
+    def _receive(self, deadline: float) -> tuple[bytes, list[int]]:
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        poll.register(self._pidfd, select.POLLIN)
+        while not (ready := poll.poll(1000)):
+            if time.monotonic() > deadline:
+                raise self._is_gone()
+        if self._socket.fileno() in (fd for fd, _ in ready):
+            datagram, fds, flags, _ = socket.recv_fds(
+                self._socket,
+                nursery.NOTICE_BYTES,
+                1,
+                socket.MSG_CMSG_CLOEXEC,
+            )
+            if flags & socket.MSG_CTRUNC:
+                raise LoaderError(
+                    "This process has no file descriptor left for a worker. "
+                    "Raise the limit on open files (`ulimit -n`)."
+                )
+            if datagram:
+                return datagram, fds
+        raise self._is_gone()
+
+    def _is_gone(self) -> _NurseryGone:
+        self.gone = True
+        return _NurseryGone(
+            f"The process that forks workers (pid {self._process.pid}) has "
+            f"ended or does not answer; exit code {self._process.poll()}."
+        )
+
+
+class _NurseryChild:
+    def __init__(self, owner: _Nursery, pid: int, pidfd: int) -> None:
+        self._owner = owner
+        self.pid = pid
+        self.pidfd = pidfd
+
+    def exit_code(self, timeout_s: float) -> int | None:
+        return self._owner.exit_code(self.pid, timeout_s)
+
+
+# The nurseries of this process, by `worker_env`. Reentrant, because a dataset
+# may be collected, and so closed, while the lock is held.
+_nurseries: dict[tuple[tuple[str, str], ...], _Nursery] = {}
+_nurseries_lock = threading.RLock()
+_nurseries_pid = os.getpid()
+
+
+def _acquire(worker_env: dict[str, str]) -> _Nursery:
+    global _nurseries_pid
+    key = tuple(sorted(worker_env.items()))
+    with _nurseries_lock:
+        if _nurseries_pid != os.getpid():
+            _nurseries.clear()  # they are the parent's
+            _nurseries_pid = os.getpid()
+        found = _nurseries.get(key)
+        if found is None or found.gone:
+            found = _nurseries[key] = _Nursery(worker_env)
+        found.users += 1
+        return found
+
+
+def _release(held: _Nursery) -> None:
+    with _nurseries_lock:
+        held.users -= 1
+        if held.users:
+            return
+        key = tuple(sorted(held.worker_env.items()))
+        if _nurseries.get(key) is held:
+            del _nurseries[key]
+    held.close()
+
+
+# -- spawn ---------------------------------------------------------------------
+
+
+class SpawnLauncher:
+    """Starts each worker as a fresh interpreter."""
+
+    def __init__(self, worker_env: Mapping[str, str] | None) -> None:
+        self._worker_env = worker_env
+
+    def start(self, files: child.Files) -> Child:
+        fds = files.all()
+        with _own_pidfd() as trainer:
+            process = _python(
+                "child",
+                f"spawned({trainer}, {fds})",
+                environment(self._worker_env),
+                (trainer, *fds),
+            )
+        return _DirectChild(process.pid, process)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+# -- fork ----------------------------------------------------------------------
+
+
+class ForkLauncher:
+    """Forks the training process itself, for what cannot be pickled."""
+
+    def __init__(self, make_builder: Callable[[], Builds]) -> None:
+        self._make_builder = make_builder
+        warnings.warn(
+            "`start_method='fork'` copies a process in which TensorFlow, JAX "
+            "or PyTorch may run threads; a worker that touches one of them "
+            "can deadlock. Prefer the default, unless the dataset cannot be "
+            "pickled.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    def start(self, files: child.Files) -> Child:
+        with _own_pidfd() as trainer, warnings.catch_warnings():
+            # Python 3.12 warns of what the warning above has said.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+            if not pid:
+                child.run_and_leave(
+                    lambda: child.forked(trainer, files, self._make_builder)
+                )
+        with contextlib.suppress(OSError):
+            os.setpgid(pid, pid)
+        return _DirectChild(pid, None)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class _DirectChild:
+    """A worker whose parent is the trainer, which must reap it."""
+
+    def __init__(
+        self, pid: int, process: subprocess.Popen[bytes] | None
+    ) -> None:
+        self.pid = pid
+        self.pidfd = os.pidfd_open(pid)
+        self._process = process
+
+    def exit_code(self, timeout_s: float) -> int | None:
+        if not _readable(self.pidfd, timeout_s):
+            return None
+        # The group first: once reaped, its number may be another's.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        if self._process is not None:
+            return self._process.wait()
+        try:
+            return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        except ChildProcessError:
+            return None  # somebody's os.wait() has taken it
+
+
+# -- shared --------------------------------------------------------------------
+
+
+def _python(
+    module: str, call: str, env: dict[str, str], fds: tuple[int, ...]
+) -> subprocess.Popen[bytes]:
+    """Starts a clean interpreter that runs `call` of one of our modules."""
+    executable = os.fsdecode(multiprocessing.spawn.get_executable() or "")
+    if not executable:
+        raise LoaderError(
+            "No Python interpreter is known to start workers with. Name one "
+            "with `multiprocessing.set_executable(path)`."
+        )
+    package_parent = os.path.dirname(
+        os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    )
+    code = _BOOTSTRAP.format(
+        path=[package_parent, *sys.path], module=module, call=call
+    )
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return subprocess.Popen(
+        [executable, *flags, "-P", "-c", code],
+        env=env,
+        stdin=subprocess.DEVNULL,
+        pass_fds=fds,
+        process_group=0,  # Ctrl-C in the terminal is for the trainer
+    )
+
+
+@contextlib.contextmanager
+def _own_pidfd() -> Iterator[int]:
+    """A descriptor that becomes readable when this process has ended."""
+    pidfd = os.pidfd_open(os.getpid())
+    try:
+        yield pidfd
+    finally:
+        os.close(pidfd)
+
+
+def _readable(fd: int, timeout_s: float) -> bool:
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))

@@ -1,0 +1,132 @@
+"""What crosses the sockets between the training process and its workers.
+
+Two socket pairs of type SOCK_SEQPACKET are shared by all workers of a loader.
+A datagram is received whole, by exactly one reader. The task socket is
+therefore a work queue that needs no lock and no feeder thread, and a killed
+worker can take nothing with it but the ticket in its hand.
+
+    trainer --Task--> task socket --> whichever worker is free
+    trainer <--Result, Notice-- result socket <-- every worker
+    trainer --version + descriptor--> control socket of one worker
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import struct
+
+# One datagram holds at most about 200 KB; what is larger lies in the slot.
+MAX_INLINE_BYTES = 32 * 1024
+MAX_DATAGRAM_BYTES = 160 * 1024
+RECEIVE_BYTES = 192 * 1024
+
+
+class Kind(enum.IntEnum):
+    """What a message of a worker tells."""
+
+    BATCH = 1  # the ticket's batch lies in its slot
+    FAILURE = 2  # building it raised
+    STALE = 3  # the ticket was for a state of the dataset that has passed
+    READY = 4  # the dataset is loaded and `on_worker_start` has run
+    START_FAILED = 5  # it could not be loaded, or `on_worker_start` raised
+    LOG = 6  # a log record
+    WARNING = 7  # a warning
+
+
+class Flag(enum.IntFlag):
+    """Facts about a message."""
+
+    NONE = 0
+    KEPT = 1  # the dataset holds on to memory of the slot
+    SPILLED = 2  # the body lies in the slot, behind the batch's arrays
+
+
+_TASK = struct.Struct("<QQqII")
+_RESULT = struct.Struct("<BBHQQII")
+TASK_BYTES = _TASK.size
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One batch to build, as sent to whichever worker is free.
+
+    Attributes:
+        serial: The ticket's serial number.
+        epoch: Epoch of the batch.
+        index: Index of the batch.
+        version: The dataset's state that it is to be built from.
+        slot: The slot to build it in.
+    """
+
+    serial: int
+    epoch: int
+    index: int
+    version: int
+    slot: int
+
+    def pack(self) -> bytes:
+        return _TASK.pack(
+            self.serial, self.epoch, self.index, self.version, self.slot
+        )
+
+    @staticmethod
+    def unpack(datagram: bytes) -> Task:
+        return Task(*_TASK.unpack(datagram))
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a worker tells about one ticket, or about itself.
+
+    Attributes:
+        kind: What it tells.
+        worker: Index of the worker.
+        serial: The ticket's serial number; 0 if it is about no ticket.
+        flags: Facts about the message.
+        used: Bytes of the slot that the batch's arrays take.
+        extents: Where those arrays lie, packed; empty if spilled.
+        body: A batch's structure, a failure, a record; empty if spilled.
+        extents_nbytes: Size of `extents`, wherever they are.
+        body_nbytes: Size of `body`, wherever it is.
+    """
+
+    kind: Kind
+    worker: int
+    serial: int = 0
+    flags: Flag = Flag.NONE
+    used: int = 0
+    extents: bytes = b""
+    body: bytes = b""
+    extents_nbytes: int = 0
+    body_nbytes: int = 0
+
+    def pack(self) -> bytes:
+        head = _RESULT.pack(
+            self.kind,
+            self.flags,
+            self.worker,
+            self.serial,
+            self.used,
+            self.extents_nbytes or len(self.extents),
+            self.body_nbytes or len(self.body),
+        )
+        return head + self.extents + self.body
+
+    @staticmethod
+    def unpack(datagram: bytes) -> Result:
+        kind, flags, worker, serial, used, extents, body = _RESULT.unpack_from(
+            datagram
+        )
+        split = _RESULT.size + extents
+        return Result(
+            Kind(kind),
+            worker,
+            serial,
+            Flag(flags),
+            used,
+            datagram[_RESULT.size : split],
+            datagram[split : split + body],
+            extents,
+            body,
+        )

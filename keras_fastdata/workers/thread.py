@@ -1,0 +1,141 @@
+"""Worker threads: they share the dataset itself, and the GIL.
+
+    submit -> tickets (SimpleQueue) -> thread: build -> results -> collect
+
+The threads are daemons, so that a batch which never ends cannot keep the
+interpreter alive, and hold no reference to the dataset between tickets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Iterable
+
+from keras_fastdata.workers.base import Builds, Built, Ticket, where
+
+_CLOSE_TIMEOUT_S = 5.0  # what a batch being built gets to end
+
+
+class ThreadWorkers:
+    """Builds in `count` threads of this process.
+
+    Args:
+        builder: What builds a batch; it is called from several threads.
+        dataset: The dataset's class name, for messages.
+        count: Number of threads, at least 1.
+    """
+
+    def __init__(self, builder: Builds, dataset: str, count: int) -> None:
+        self._tickets: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[Built] = queue.SimpleQueue()
+        self._cancelled: set[int] = set()
+        self._threads = [
+            threading.Thread(
+                target=_serve,
+                name=f"keras_fastdata-{dataset}-{worker}",
+                args=(
+                    builder,
+                    dataset,
+                    worker,
+                    self._tickets,
+                    self._results,
+                    self._cancelled,
+                ),
+                daemon=True,
+            )
+            for worker in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, ticket: Ticket) -> bool:
+        self._tickets.put(ticket)
+        return True
+
+    def collect(self, timeout_s: float) -> Iterable[Built]:
+        done: list[Built] = []
+        try:
+            done.append(self._results.get(timeout=timeout_s))
+            while True:
+                done.append(self._results.get_nowait())
+        except queue.Empty:
+            pass
+        kept = []
+        for built in done:
+            if built.serial == _START_FAILED:
+                raise built.error or RuntimeError("on_worker_start failed")
+            if built.serial in self._cancelled:
+                self._cancelled.discard(built.serial)
+            else:
+                kept.append(built)
+        return kept
+
+    def cancel(self, serials: Iterable[int]) -> None:
+        self._cancelled.update(serials)
+
+    def change(self) -> None:
+        """Nothing to do: the threads build from the dataset itself."""
+
+    def begin_epoch(self) -> None:
+        """Nothing to do: a thread does not die."""
+
+    def close(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._tickets.get_nowait()
+        for _ in self._threads:
+            self._tickets.put(None)
+        deadline = time.monotonic() + _CLOSE_TIMEOUT_S
+        for thread in self._threads:
+            # The last reference to a dataset may die in one of its threads.
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+        self._threads = []
+
+
+_START_FAILED = 0  # the serial of a failure that belongs to no ticket
+
+
+def _serve(
+    builder: Builds,
+    dataset: str,
+    worker: int,
+    tickets: queue.SimpleQueue[Ticket | None],
+    results: queue.SimpleQueue[Built],
+    cancelled: set[int],
+) -> None:
+    try:
+        started = False
+        while (ticket := tickets.get()) is not None:
+            if not started:
+                started = True
+                builder.start(worker)
+            results.put(_build(builder, dataset, worker, ticket, cancelled))
+        if started:
+            builder.stop(worker)
+    except ReferenceError:
+        # The dataset was collected; nobody is waiting.
+        return
+    except BaseException as error:
+        error.add_note(f"In worker thread {worker} of {dataset}.")
+        results.put(Built(_START_FAILED, worker, error=error))
+
+
+def _build(
+    builder: Builds,
+    dataset: str,
+    worker: int,
+    ticket: Ticket,
+    cancelled: set[int],
+) -> Built:
+    if ticket.serial in cancelled:
+        return Built(ticket.serial, worker)
+    try:
+        batch = builder.build(ticket.epoch, ticket.index, worker)
+        return Built(ticket.serial, worker, batch)
+    except BaseException as error:
+        error.add_note(where(dataset, ticket, f"worker thread {worker}"))
+        return Built(ticket.serial, worker, error=error)
