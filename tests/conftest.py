@@ -1,0 +1,82 @@
+"""Fixtures of every test: nothing may be left behind.
+
+Each test runs under a check that it leaves no child process, thread, file
+descriptor, or entry in /dev/shm. What the backend itself starts on first use
+(thread pools, compilers) is started once, before the first test.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+
+import keras
+import numpy as np
+import psutil
+import pytest
+
+_SETTLE_S = 5.0  # for what was asked to end to be gone
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _backend_is_warm():
+    """Has the backend start what it keeps: a training step and a predict."""
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x = np.zeros((4, 2), "float32")
+    model.fit(x, x[:, :1], epochs=1, verbose=0)
+    model.evaluate(x, x[:, :1], verbose=0)
+    model.predict(x, verbose=0)
+
+
+def _children() -> set[int]:
+    return {
+        child.pid for child in psutil.Process().children(recursive=True)
+    }
+
+
+def _threads() -> set[threading.Thread]:
+    return {t for t in threading.enumerate() if "keras_fastdata" in t.name}
+
+
+def _descriptors() -> dict[str, str]:
+    found = {}
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            found[fd] = os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:
+            continue
+    return {
+        fd: target
+        for fd, target in found.items()
+        if target.startswith(("socket:", "/memfd:keras_fastdata", "anon_inode:[pidfd]"))
+    }
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind():
+    """Fails the test that leaves a child, thread, descriptor or segment."""
+    gc.collect()
+    children, threads = _children(), _threads()
+    descriptors, segments = set(_descriptors()), set(os.listdir("/dev/shm"))
+    yield
+    deadline = time.monotonic() + _SETTLE_S
+    while True:
+        gc.collect()
+        left = {
+            "children": _children() - children,
+            "threads": _threads() - threads,
+            "descriptors": {
+                fd: target
+                for fd, target in _descriptors().items()
+                if fd not in descriptors
+            },
+            "segments": set(os.listdir("/dev/shm")) - segments,
+        }
+        if not any(left.values()):
+            return
+        if time.monotonic() > deadline:
+            pytest.fail(f"left behind: {left}")
+        time.sleep(0.05)
