@@ -10,10 +10,9 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 import numpy as np
-import numpy.typing as npt
 
 from keras_fastdata.engine import build, seeding
-from keras_fastdata.engine.loader import Loader, Pass
+from keras_fastdata.engine.loader import Loader
 from keras_fastdata.engine.settings import Settings
 from keras_fastdata.memory.arena import aligned_empty
 from keras_fastdata.workers import role

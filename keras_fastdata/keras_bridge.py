@@ -232,7 +232,9 @@ class _ForTensorFlow(Iterator[Any]):
 
     def __next__(self) -> Any:
         try:
-            return keras.tree.map_structure(_for_tensorflow, next(self._batches))
+            return keras.tree.map_structure(
+                _for_tensorflow, next(self._batches)
+            )
         except StopIteration:
             raise
         except BaseException as error:

@@ -32,9 +32,7 @@ def _backend_is_warm():
 
 
 def _children() -> set[int]:
-    return {
-        child.pid for child in psutil.Process().children(recursive=True)
-    }
+    return {child.pid for child in psutil.Process().children(recursive=True)}
 
 
 def _threads() -> set[threading.Thread]:
@@ -51,7 +49,9 @@ def _descriptors() -> dict[str, str]:
     return {
         fd: target
         for fd, target in found.items()
-        if target.startswith(("socket:", "/memfd:keras_fastdata", "anon_inode:[pidfd]"))
+        if target.startswith(
+            ("socket:", "/memfd:keras_fastdata", "anon_inode:[pidfd]")
+        )
     }
 
 

@@ -265,5 +265,5 @@ class _GlobalsWatch:
 
     @staticmethod
     def _positions() -> tuple[Any, ...]:
-        legacy = np.random.get_state()
+        legacy: Any = np.random.get_state()
         return legacy[2], int(legacy[1][0]), hash(random.getstate())

@@ -475,9 +475,7 @@ class Loader:
 class _BuilderMaker:
     """Makes a worker's builder; travels with the dataset it refers to."""
 
-    def __init__(
-        self, dataset: weakref.ref[build.Dataset], seed: int
-    ) -> None:
+    def __init__(self, dataset: weakref.ref[build.Dataset], seed: int) -> None:
         self._dataset = dataset
         self._seed = seed
 

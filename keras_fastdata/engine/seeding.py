@@ -44,7 +44,7 @@ def generator(seed: int, *key: int) -> np.random.Generator:
 
 
 def reseed_globals(stream: np.random.SeedSequence) -> None:
-    """Seeds `np.random`, `random` and, where it is loaded, torch's generator."""
+    """Seeds `np.random`, `random` and, where loaded, torch's generator."""
     words = stream.generate_state(8)
     np.random.seed(words[:4])
     random.seed(int.from_bytes(words[4:].tobytes(), "little"))
@@ -73,7 +73,7 @@ def reseed_generator(found: Any, stream: np.random.SeedSequence) -> None:
     """Puts a NumPy or Python generator at the start of a stream, in place."""
     if isinstance(found, np.random.Generator):
         bits = found.bit_generator
-        bits.state = type(bits)(stream).state  # type: ignore[call-arg]
+        bits.state = type(bits)(stream).state
     elif isinstance(found, np.random.RandomState):
         found.seed(stream.generate_state(4))
     else:

@@ -142,7 +142,9 @@ def _boolean(name: str, value: Any) -> bool:
 def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         names = ", ".join(repr(choice) for choice in allowed)
-        raise ValueError(f"`{name}` must be one of {names}. Received: {value!r}")
+        raise ValueError(
+            f"`{name}` must be one of {names}. Received: {value!r}"
+        )
 
 
 def _require_posix(name: str, value: str) -> None:

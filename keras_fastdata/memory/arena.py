@@ -34,7 +34,9 @@ LINE_BYTES = 64
 
 _LEAST_SLOTS = 1024
 _ADDRESS_SPACE = 1 << 44  # 16 TiB of the 128 TiB a process has on x86-64
-_LEAST_STRIDE = 1 << 24  # 16 MiB: a limit on address space below this is hopeless
+_LEAST_STRIDE = (
+    1 << 24
+)  # 16 MiB: a limit on address space below this is hopeless
 
 Bytes = npt.NDArray[np.uint8]
 

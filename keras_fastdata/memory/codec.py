@@ -18,7 +18,7 @@ import struct
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import cloudpickle
 import numpy as np
@@ -97,7 +97,7 @@ class SlotWriter:
         nbytes = source.nbytes
         if self._address:
             start = address_of(source) - self._address
-            if 0 <= start and start + nbytes <= self._used:
+            if start >= 0 and start + nbytes <= self._used:
                 return start, nbytes
         target, start = self._allocate(nbytes)
         target[:] = source
@@ -227,12 +227,12 @@ def _aligned(nbytes: int) -> int:
 
 
 def rebuild_array(
-    buffer: Any, dtype: Any, shape: tuple[int, ...], order: str
+    buffer: Any, dtype: Any, shape: tuple[int, ...], order: Literal["C", "F"]
 ) -> npt.NDArray[Any]:
     """The array over `buffer`; pickles name this function."""
     if 0 in shape:
         return np.empty(shape, dtype)
-    return np.ndarray(shape, dtype, buffer, 0, None, order)  # type: ignore[call-overload,no-any-return]
+    return np.ndarray(shape, dtype, buffer, 0, None, order)
 
 
 def rebuild_ragged(parts: Sequence[Any]) -> Any:
@@ -277,7 +277,8 @@ class _ArraysInTheSlot:
         else:
             order, flat = "C", self.writer.place(array).reshape(-1)
         # Viewed as bytes: the buffer protocol knows no datetime or bfloat16.
-        buffer = pickle.PickleBuffer(flat.view(np.uint8))
+        octets: Any = flat.view(np.uint8)
+        buffer = pickle.PickleBuffer(octets)
         return rebuild_array, (buffer, kind, array.shape, order)
 
     def reduce(self, obj: Any) -> Any:

@@ -20,6 +20,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from keras_fastdata.errors import LoaderError
 from keras_fastdata.memory import codec, payload
 from keras_fastdata.memory.arena import Segment
 from keras_fastdata.workers import failures, messages, relay, role
@@ -177,7 +178,9 @@ class _Worker:
     def tell(self, kind: Kind, body: bytes) -> None:
         """Sends a message that is about no ticket."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self._results.send(Result(kind, self._start.worker, body=body).pack())
+            self._results.send(
+                Result(kind, self._start.worker, body=body).pack()
+            )
 
     def load(self, make_builder: Callable[[], Builds] | None) -> bool:
         """Loads the dataset; tells what went wrong where that failed."""
@@ -196,7 +199,7 @@ class _Worker:
             )
             body = failures.take_apart(error)
             if len(body) > messages.MAX_DATAGRAM_BYTES:
-                brief = failures.LoaderError(str(error)[:10_000])
+                brief = LoaderError(str(error)[:10_000])
                 body = failures.take_apart(brief)
             self.tell(Kind.START_FAILED, body)
             return False
@@ -248,11 +251,10 @@ class _Worker:
             kind, extents = Kind.FAILURE, b""
         else:
             kind, extents, body = Kind.BATCH, encoded.extents, encoded.structure
+            kept = encoded.kept
         if kind is Kind.FAILURE:
             # The exception is gone by now, and with it the frames it held.
             kept = writer.seal([])
-        else:
-            kept = encoded.kept
         if kept:
             self._in_place = False
         return self._result(kind, task, writer, extents, body, kept)
@@ -295,7 +297,7 @@ class _Worker:
         if not datagram:
             raise BrokenPipeError("the training process closed")
         if flags & socket.MSG_CTRUNC or len(fds) != 1:
-            raise failures.LoaderError(
+            raise LoaderError(
                 f"A new state of {self._start.dataset} did not reach "
                 f"{self._name}: it has no file descriptor left. Raise the "
                 "limit on open files (`ulimit -n`)."
@@ -324,7 +326,10 @@ def _settle_in(start: Start) -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError, ValueError):
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as f:
+    with (
+        contextlib.suppress(OSError),
+        open("/proc/self/oom_score_adj", "w") as f,
+    ):
         f.write(str(_OOM_SCORE))
     sys.breakpointhook = _no_breakpoint
     gc.freeze()

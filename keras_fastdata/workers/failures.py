@@ -11,6 +11,7 @@ full text.
 from __future__ import annotations
 
 import bdb
+import contextlib
 import dataclasses
 import io
 import os
@@ -239,11 +240,11 @@ def _bare(cls: type[BaseException], args: tuple[Any, ...]) -> BaseException:
     """An instance on which only the built-in part of `__init__` has run."""
     error = cls.__new__(cls, *args)
     builtin = next(b for b in cls.__mro__ if b.__module__ == "builtins")
-    try:
-        builtin.__init__(error, *args)
-    except TypeError:
-        # A subclass of, say, UnicodeDecodeError with arguments of its own.
-        pass
+    initialize: Any = vars(builtin).get("__init__", BaseException.__init__)
+    with contextlib.suppress(TypeError):
+        # Raised for a subclass of, say, UnicodeDecodeError with arguments
+        # of its own.
+        initialize(error, *args)
     error.args = args
     return error
 

@@ -200,6 +200,8 @@ class _Nursery:
         deadline = time.monotonic() + timeout_s
         with self._lock:
             while pid not in self._exit_codes:
+                if self.gone:
+                    return None
                 try:
                     datagram, _ = self._receive(deadline)
                 except _NurseryGone:
@@ -210,6 +212,7 @@ class _Nursery:
 
     def close(self) -> None:
         """Ends the nursery, and with it every worker it still has."""
+        self.gone = True
         self._socket.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_TIMEOUT_S)
@@ -334,8 +337,9 @@ class ForkLauncher:
 
     def start(self, files: child.Files) -> Child:
         with _own_pidfd() as trainer, warnings.catch_warnings():
-            # Python 3.12 warns of what the warning above has said.
+            # Python 3.12 and JAX warn of what the warning above has said.
             warnings.simplefilter("ignore", DeprecationWarning)
+            warnings.simplefilter("ignore", RuntimeWarning)
             pid = os.fork()
             if not pid:
                 child.run_and_leave(

@@ -113,11 +113,16 @@ class _Nursery:
     def _fork(self, fds: list[int]) -> tuple[int, int]:
         nursery = os.getpid()
         pid = os.fork()
-        if pid:
-            with contextlib.suppress(OSError):
-                os.setpgid(pid, pid)  # whoever of the two comes first
+        if not pid:
+            child.run_and_leave(lambda: self._become_worker(fds, nursery))
+        with contextlib.suppress(OSError):
+            os.setpgid(pid, pid)  # whoever of the two comes first
+        try:
             return pid, os.pidfd_open(pid)
-        child.run_and_leave(lambda: self._become_worker(fds, nursery))
+        except OSError:
+            os.kill(pid, signal.SIGKILL)  # nobody would ever hear of it
+            os.waitpid(pid, 0)
+            raise
 
     def _become_worker(self, fds: list[int], nursery: int) -> int:
         with contextlib.suppress(OSError):

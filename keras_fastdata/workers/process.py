@@ -145,6 +145,7 @@ class ProcessWorkers:
         self._backlog: collections.deque[int] = collections.deque()
         self._workers: dict[int, _Worker] = {}
         self._restarts = 0
+        self._nursery_fell = False
         self._receiver = relay.Receiver()
         self._relayed: collections.deque[Result] = collections.deque()
         self._buffer = memoryview(bytearray(messages.RECEIVE_BYTES))
@@ -415,6 +416,7 @@ class ProcessWorkers:
         finally:
             os.close(start_fd)
             theirs.close()
+        self._nursery_fell = False
         self._workers[index] = _Worker(index, process, control, self._version)
         self._poll.register(process.pidfd, select.POLLIN)
 
@@ -451,7 +453,11 @@ class ProcessWorkers:
         """
         exit_code = worker.process.exit_code(_EXIT_CODE_TIMEOUT_S)
         self._dismiss(worker)
-        self._restarts += 1
+        # All at once, and nobody to say how: their nursery died. That is one
+        # death, however many workers it had.
+        nursery_fell = exit_code is None and self._nursery_fell
+        self._restarts += not nursery_fell
+        self._nursery_fell = exit_code is None
         queued = self._unqueue()
         segment = self._arena.segment
         living = {i: segment.noted(i) for i in self._workers}
@@ -477,7 +483,6 @@ class ProcessWorkers:
             done += self._judge(losses.suspect, worker, exit_code)
         if not self._workers and self._restarts > self._plan.max_restarts:
             done += self._fail_all(worker, exit_code)
-        self._hire()
         return done
 
     def _judge(
@@ -521,7 +526,9 @@ class ProcessWorkers:
         ticket = sent.ticket if sent else None
         doing = ""
         if sent and ticket:
-            doing = f" while building batch {ticket.index} of epoch {ticket.epoch}"
+            doing = (
+                f" while building batch {ticket.index} of epoch {ticket.epoch}"
+            )
             if sent.strikes >= _STRIKES:
                 doing += ", for the second time"
         allowed = (
@@ -619,7 +626,9 @@ def _how(exit_code: int | None) -> str:
 
 
 def _remedy(exit_code: int | None, index: int | None) -> str:
-    look = "" if index is None else f" Look at that batch with `dataset[{index}]`."
+    look = (
+        "" if index is None else f" Look at that batch with `dataset[{index}]`."
+    )
     if exit_code == -signal.SIGKILL:
         return (
             "The kernel kills processes when memory runs out: lower `workers` "

@@ -1,0 +1,188 @@
+"""Datasets that several test files share.
+
+This module does not import Keras, so that a worker which imports it does not.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+
+import numpy as np
+
+from keras_fastdata import FastPyDataset
+
+
+class Numbered(FastPyDataset):
+    """Batch i is full of i."""
+
+    def __init__(self, length=10, shape=(4, 3), **kwargs):
+        super().__init__(**kwargs)
+        self.length = length
+        self.shape = shape
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        x = np.full(self.shape, index, "float32")
+        return x, np.full((self.shape[0], 1), index, "float32")
+
+
+class Random(FastPyDataset):
+    """Draws from every generator that is to be seeded per batch."""
+
+    def __init__(self, length=8, **kwargs):
+        super().__init__(**kwargs)
+        self.length = length
+        self.g = np.random.default_rng(0)
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return (
+            np.array([index]),
+            self.rng.integers(2**60, size=2),
+            np.random.randint(2**60, size=2),
+            np.array([random.getrandbits(60)]),
+            self.g.integers(2**60, size=2),
+        )
+
+
+class OwnRng(FastPyDataset):
+    """Draws from `self.rng` alone, as threads must."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return np.array([index]), self.rng.integers(2**60, size=4)
+
+
+class Deadly(Numbered):
+    """Ends its process in `how` while building batch `at`, `times` times.
+
+    The times are counted in a file, which outlives the process.
+    """
+
+    def __init__(self, counter, how="sigkill", at=3, times=1, **kwargs):
+        super().__init__(**kwargs)
+        self.counter = str(counter)
+        self.how = how
+        self.at = at
+        self.times = times
+
+    def __getitem__(self, index):
+        if index == self.at and self.strike():
+            self.die()
+        return super().__getitem__(index)
+
+    def strike(self):
+        with open(self.counter, "a+") as file:
+            file.write("x")
+            file.flush()
+            return file.tell() <= self.times
+
+    def die(self):
+        match self.how:
+            case "sigkill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "sigsegv":
+                os.kill(os.getpid(), signal.SIGSEGV)
+            case "sigabrt":
+                os.abort()
+            case "sigterm":
+                os.kill(os.getpid(), signal.SIGTERM)
+            case "exit0":
+                os._exit(0)
+            case "exit3":
+                os._exit(3)
+            case "sysexit":
+                sys.exit(5)
+        time.sleep(60)
+
+
+class Nested(FastPyDataset):
+    """Keeps its generators deep inside, as augmentation libraries do."""
+
+    class Augmenter:
+        def __init__(self):
+            self.tools = {"flip": [np.random.RandomState(1)]}
+            self.rng = random.Random(2)
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.augmenter = self.Augmenter()
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        flip = self.augmenter.tools["flip"][0]
+        return np.array(
+            [flip.randint(2**60), self.augmenter.rng.randrange(9**9)]
+        )
+
+
+class Lazy(FastPyDataset):
+    """Makes its generator in the worker, when it first needs it."""
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        if not hasattr(self, "g"):
+            self.g = np.random.default_rng(0)
+            self.g.integers(9)
+        return self.g.integers(2**60, size=2)
+
+
+class Foreign(FastPyDataset):
+    """Has a generator of its own kind, seeded through `reseed`."""
+
+    def __len__(self):
+        return 6
+
+    def reseed(self, seed_sequence):
+        self.state = int(seed_sequence.generate_state(1)[0])
+
+    def __getitem__(self, index):
+        self.state = (self.state * 1103515245 + 12345) % 2**31
+        return np.array([self.state])
+
+
+class Shuffles(FastPyDataset):
+    """Reshuffles its own index, by the commonest idiom there is."""
+
+    def __init__(self, modern=False, **kwargs):
+        super().__init__(**kwargs)
+        self.order = np.arange(6)
+        self.g = np.random.default_rng(5) if modern else None
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        if self.g is not None:
+            self.g.integers(9)
+        return np.array([[self.order[index]]], "float32")
+
+    def on_epoch_end(self):
+        (self.g or np.random).shuffle(self.order)
+
+
+def numbers(batches):
+    """The index that each batch of `Numbered` was built for."""
+    return [int(y.flat[0]) for _, y in batches]
+
+
+def equal(one, other):
+    """Whether two nested batches have the same bytes."""
+    if isinstance(one, (tuple, list)):
+        return len(one) == len(other) and all(map(equal, one, other))
+    one, other = np.asarray(one), np.asarray(other)
+    return one.dtype == other.dtype and np.array_equal(one, other)

@@ -1,0 +1,152 @@
+"""A batch is a function of dataset, seed, epoch and index alone."""
+
+from __future__ import annotations
+
+import random
+import warnings
+
+import keras
+import numpy as np
+import pytest
+from samples import (
+    Foreign,
+    Lazy,
+    Nested,
+    OwnRng,
+    Random,
+    Shuffles,
+    equal,
+)
+
+PLACES = [
+    {"workers": 0},
+    *(
+        {"workers": n, "use_multiprocessing": True, "start_method": method}
+        for method in ("forkserver", "spawn", "fork")
+        for n in (1, 2, 4)
+    ),
+]
+
+
+def _epochs(dataset, count=3):
+    with dataset, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`start_method='fork'`")
+        return [list(dataset) for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return _epochs(Random(seed=3, workers=0))
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_bytes_are_the_same_wherever_batches_are_built(place, reference):
+    assert equal(_epochs(Random(seed=3, **place)), reference)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2, 4])
+def test_self_rng_gives_the_same_bytes_in_threads(workers):
+    inline = _epochs(OwnRng(seed=3, workers=0))
+    assert equal(_epochs(OwnRng(seed=3, workers=workers)), inline)
+
+
+def test_every_draw_of_every_batch_and_epoch_is_different(reference):
+    for source in range(1, 5):
+        draws = {
+            int(batch[source][0]) for epoch in reference for batch in epoch
+        }
+        assert len(draws) == 24
+
+
+def test_the_generators_of_one_batch_do_not_share_a_stream(reference):
+    for epoch in reference:
+        for batch in epoch:
+            assert len({int(part[0]) for part in batch[1:]}) == 4
+
+
+def test_another_seed_gives_other_bytes(reference):
+    other = _epochs(Random(seed=4, workers=0))
+    assert not equal(other[0][0][1], reference[0][0][1])
+
+
+def test_inline_leaves_the_global_generators_as_they_were():
+    np.random.seed(1)
+    random.seed(1)
+    before = np.random.get_state(), random.getstate()
+    with Random(seed=3, workers=0) as dataset:
+        list(dataset)
+    after = np.random.get_state(), random.getstate()
+    assert before[1] == after[1]
+    assert all(map(np.array_equal, before[0], after[0]))
+
+
+def test_set_random_seed_makes_a_run_repeatable():
+    runs = []
+    for _ in range(2):
+        keras.utils.set_random_seed(7)
+        runs.append(
+            _epochs(Random(workers=2, use_multiprocessing=True), count=2)
+        )
+    assert equal(runs[0], runs[1])
+
+
+def test_the_seed_is_drawn_at_first_use_and_not_at_construction():
+    dataset = Random(workers=0)
+    keras.utils.set_random_seed(7)
+    first = _epochs(dataset, count=1)
+    keras.utils.set_random_seed(7)
+    assert equal(_epochs(Random(workers=0), count=1), first)
+
+
+def test_generators_deep_in_the_dataset_are_seeded_too():
+    inline = _epochs(Nested(seed=1, workers=0), count=2)
+    processes = Nested(seed=1, workers=2, use_multiprocessing=True)
+    assert equal(_epochs(processes, count=2), inline)
+    assert len({batch.tobytes() for epoch in inline for batch in epoch}) == 8
+
+
+def test_a_generator_made_in_the_worker_is_seeded_from_its_next_batch_on():
+    dataset = Lazy(seed=1, workers=1, use_multiprocessing=True)
+    first, second = _epochs(dataset, count=2)
+    assert len({batch.tobytes() for batch in first[1:] + second}) == 11
+
+
+def test_reseed_is_called_for_every_batch():
+    inline = _epochs(Foreign(seed=1, workers=0), count=2)
+    processes = Foreign(seed=1, workers=3, use_multiprocessing=True)
+    assert equal(_epochs(processes, count=2), inline)
+    assert len({int(b[0]) for epoch in inline for b in epoch}) == 12
+
+
+def test_threads_that_draw_from_shared_generators_are_warned_once():
+    with (
+        Random(seed=1, workers=2) as dataset,
+        pytest.warns(UserWarning, match=r"self\.rng") as caught,
+    ):
+        list(dataset)
+        list(dataset)
+    assert len([w for w in caught if "self.rng" in str(w.message)]) == 1
+
+
+def test_threads_that_use_self_rng_are_not_warned():
+    with OwnRng(seed=1, workers=2) as dataset, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        list(dataset)
+
+
+@pytest.mark.parametrize("modern", [False, True])
+def test_what_a_hook_draws_does_not_depend_on_the_workers(modern):
+    def orders(**place):
+        with Shuffles(modern=modern, seed=2, **place) as dataset:
+            model = keras.Sequential([keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+            found = []
+            for _ in range(3):
+                model.predict(dataset, verbose=0)
+                found.append([int(b[0, 0]) for b in dataset])
+            return found
+
+    inline = orders(workers=0)
+    assert orders(workers=2, use_multiprocessing=True) == inline
+    assert len(set(map(tuple, inline))) > 1
+    assert all(sorted(order) == list(range(6)) for order in inline)

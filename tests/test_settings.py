@@ -1,0 +1,760 @@
+"""What the constructor of `FastPyDataset` takes, refuses, and lets change.
+
+This module does not import Keras, so that a worker which imports it does not.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import os
+import pathlib
+import pickle
+import threading
+import time
+import types
+import warnings
+
+import numpy as np
+import pytest
+from samples import Numbered, equal, numbers
+
+from keras_fastdata import FastPyDataset
+from keras_fastdata.engine.settings import Settings
+
+_PATIENCE_S = 30.0
+
+
+def _settings_of(**arguments):
+    """The settings of a dataset that was constructed with `arguments`."""
+    return Numbered(**arguments)._internals().settings
+
+
+# -- what is accepted --------------------------------------------------------
+
+_DEFAULTS = {
+    "workers": 1,
+    "use_multiprocessing": False,
+    "max_queue_size": 10,
+    "max_queue_bytes": None,
+    "seed": None,
+    "shuffle": None,
+    "start_method": None,
+    "batch_timeout": None,
+    "max_worker_restarts": 3,
+    "on_error": "raise",
+    "shard": "auto",
+    "cache": None,
+    "executor": "local",
+    "worker_env": None,
+}
+
+# Argument: values, each with what it becomes where that is something else.
+_ACCEPTED = {
+    "workers": [0, 1, 2, 500, (np.int64(3), 3), (np.uint8(0), 0)],
+    "use_multiprocessing": [True, False, (np.True_, True), (1, True)],
+    "max_queue_size": [1, 10, 100_000, (np.int32(7), 7)],
+    "max_queue_bytes": [None, 1, 1 << 40, (np.uint64(9), 9)],
+    "seed": [None, 0, 5, 2**63 - 1, 2**200, (np.int16(3), 3)],
+    "shuffle": [None, True, False, (np.False_, False), (0, False)],
+    "start_method": [None, "forkserver", "spawn", "fork"],
+    "batch_timeout": [None],
+    "max_worker_restarts": [0, 3, 1_000, (np.int64(2), 2)],
+    "on_error": ["raise"],
+    "shard": ["auto", None],
+    "cache": [None],
+    "executor": ["local"],
+    "worker_env": [
+        None,
+        {},
+        {"OMP_NUM_THREADS": "2", "EMPTY": ""},
+        (types.MappingProxyType({"A": "1"}), {"A": "1"}),
+    ],
+}
+
+
+def _accepted():
+    cases = []
+    for name, values in _ACCEPTED.items():
+        for value in values:
+            given, kept = value if isinstance(value, tuple) else (value, value)
+            cases.append(
+                pytest.param(name, given, kept, id=f"{name}={given!r}")
+            )
+    return cases
+
+
+def test_the_tables_of_this_file_name_every_argument():
+    fields = [field.name for field in dataclasses.fields(Settings)]
+    parameters = inspect.signature(FastPyDataset).parameters
+    assert list(_DEFAULTS) == fields
+    assert [*_ACCEPTED] == fields
+    assert [*parameters] == [*fields, "unknown"]
+
+
+def test_the_defaults_are_those_of_the_signature_and_of_the_settings():
+    assert dataclasses.asdict(_settings_of()) == _DEFAULTS
+    assert dataclasses.asdict(Settings()) == _DEFAULTS
+    parameters = inspect.signature(FastPyDataset).parameters
+    assert {n: parameters[n].default for n in _DEFAULTS} == _DEFAULTS
+
+
+@pytest.mark.parametrize(("name", "given", "kept"), _accepted())
+def test_a_value_that_is_allowed_is_kept(name, given, kept):
+    found = getattr(_settings_of(**{name: given}), name)
+    assert found == kept
+    assert type(found) is type(kept)
+
+
+def test_the_first_three_arguments_may_be_positional_as_in_keras():
+    dataset = FastPyDataset(3, True, 20)
+    assert dataset.workers == 3
+    assert dataset.use_multiprocessing is True
+    assert dataset.max_queue_size == 20
+    with pytest.raises(TypeError, match="positional"):
+        FastPyDataset(3, True, 20, 1000)
+
+
+def test_every_constructor_argument_is_described():
+    for name in _DEFAULTS:
+        assert f"\n        {name}: " in FastPyDataset.__doc__
+
+
+# -- what is refused ---------------------------------------------------------
+
+_WRONG_TYPE = {
+    "workers": [1.0, "2", None, True, np.True_, [1], np.float32(1)],
+    "use_multiprocessing": ["yes", None, 2, [], "True"],
+    "max_queue_size": [10.0, "10", None, False],
+    "max_queue_bytes": [1e9, "1GB", True],
+    "seed": [1.5, "0", False, (1, 2), np.random.SeedSequence(0)],
+    "shuffle": ["batch", 2, "False"],
+    "max_worker_restarts": [None, 3.0, "3", True],
+    "worker_env": [
+        "A=1",
+        [("A", "1")],
+        {"A": 1},
+        {1: "A"},
+        {"A": None},
+        {"A": b"1"},
+    ],
+}
+_WRONG_VALUE = {
+    "workers": [-1, np.int64(-2)],
+    "max_queue_size": [0, -1, np.int8(0)],
+    "max_queue_bytes": [0, -1],
+    "seed": [-1, np.int64(-1)],
+    "start_method": ["thread", "", "Fork", 5],
+    "max_worker_restarts": [-1],
+    "on_error": ["ignore", None, 0],
+    "executor": ["threads", None, ""],
+}
+_ALLOWED = {
+    "workers": "integer",
+    "use_multiprocessing": "True or False",
+    "max_queue_size": "integer",
+    "max_queue_bytes": "integer",
+    "seed": "integer",
+    "shuffle": "True or False",
+    "start_method": "'forkserver', 'spawn', 'fork'",
+    "max_worker_restarts": "integer",
+    "on_error": "'raise'",
+    "executor": "'local'",
+    "worker_env": "dict of strings to strings",
+}
+_LEAST = {
+    "workers": 0,
+    "max_queue_size": 1,
+    "max_queue_bytes": 1,
+    "seed": 0,
+    "max_worker_restarts": 0,
+}
+
+
+def _pairs(table):
+    return [
+        pytest.param(name, value, id=f"{name}={value!r}")
+        for name, values in table.items()
+        for value in values
+    ]
+
+
+@pytest.mark.parametrize(("name", "value"), _pairs(_WRONG_TYPE))
+def test_a_value_of_the_wrong_type_is_a_type_error_that_says_so(name, value):
+    with pytest.raises(TypeError) as caught:
+        Numbered(**{name: value})
+    message = str(caught.value)
+    assert f"`{name}`" in message
+    assert f"Received: {value!r}" in message
+    assert _ALLOWED[name] in message
+
+
+@pytest.mark.parametrize(("name", "value"), _pairs(_WRONG_VALUE))
+def test_a_value_out_of_range_is_a_value_error_that_says_so(name, value):
+    with pytest.raises(ValueError, match="Received: ") as caught:
+        Numbered(**{name: value})
+    message = str(caught.value)
+    received = str(value) if name in _LEAST else repr(value)
+    assert f"`{name}`" in message
+    assert message.endswith(f"Received: {received}")
+    assert _ALLOWED[name] in message
+    if name in _LEAST:
+        assert f"at least {_LEAST[name]}" in message
+
+
+def test_no_more_processes_are_taken_than_the_board_has_lines_for():
+    assert _settings_of(workers=1_024, use_multiprocessing=True).workers
+    assert _settings_of(workers=1_025).workers == 1_025  # threads
+    with pytest.raises(ValueError, match=r"1,?024.*1,?025"):
+        Numbered(workers=1_025, use_multiprocessing=True)
+    dataset = Numbered(workers=1_025)
+    with pytest.raises(ValueError, match=r"1,?024.*1,?025"):
+        dataset.use_multiprocessing = True
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("cache", "memory"),
+        ("cache", 1024),
+        ("executor", "ray"),
+        ("workers", "auto"),
+        ("batch_timeout", 5),
+        ("batch_timeout", 0.0),
+        ("on_error", "skip"),
+        ("shard", (0, 2)),
+        ("shard", (0, 1)),
+    ],
+    ids=str,
+)
+def test_what_is_not_available_yet_says_so_and_what_to_do(name, value):
+    with pytest.raises(NotImplementedError) as caught:
+        Numbered(**{name: value})
+    message = str(caught.value)
+    assert message.startswith(f"`{name}={value!r}` is not available yet")
+    if name == "workers":
+        assert "Pass a number" in message
+    else:
+        default = _DEFAULTS[name]
+        assert f"leave `{name}` at its default, {default!r}." in message
+
+
+def test_unknown_arguments_are_all_named_beside_those_there_are():
+    with pytest.raises(TypeError) as caught:
+        Numbered(worker=2, max_queue=3)
+    message = str(caught.value)
+    assert message.startswith(
+        "Numbered received unknown arguments: max_queue, worker. "
+    )
+    for name in _DEFAULTS:
+        assert name in message
+
+
+# -- what does not change ----------------------------------------------------
+
+
+def test_settings_are_frozen():
+    settings = _settings_of(workers=2)
+    for name, value in _DEFAULTS.items():
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(settings, name, value)
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            delattr(settings, name)
+    assert settings.workers == 2
+
+
+def test_settings_do_not_follow_the_dictionary_they_were_made_from():
+    environment = {"A": "1"}
+    settings = _settings_of(worker_env=environment)
+    environment["A"] = "2"
+    assert settings.worker_env == {"A": "1"}
+
+
+def test_construction_starts_no_thread_and_draws_no_random_number():
+    threads = threading.active_count()
+    state = np.random.get_state()
+    datasets = [Numbered(workers=4) for _ in range(3)]
+    assert threading.active_count() == threads
+    assert equal(np.random.get_state()[1], state[1])
+    del datasets
+
+
+# -- Keras's three settings --------------------------------------------------
+
+
+def test_keras_settings_are_properties_that_can_be_set():
+    dataset = Numbered()
+    for name, values in {
+        "workers": [0, 5, np.int64(2)],
+        "use_multiprocessing": [True, False],
+        "max_queue_size": [1, 50, np.int64(3)],
+    }.items():
+        assert isinstance(getattr(type(dataset), name), property)
+        assert getattr(type(dataset), name).__doc__
+        assert name not in vars(dataset)
+        for value in values:
+            setattr(dataset, name, value)
+            assert getattr(dataset, name) == value
+            assert getattr(dataset._internals().settings, name) == value
+
+
+def test_a_wrong_value_is_refused_by_the_setters_and_changes_nothing():
+    dataset = Numbered(workers=2, max_queue_size=4)
+    with pytest.raises(ValueError, match=r"`workers`.*at least 0.*-1"):
+        dataset.workers = -1
+    with pytest.raises(TypeError, match=r"`workers`.*'2'"):
+        dataset.workers = "2"
+    with pytest.raises(NotImplementedError, match="workers='auto'"):
+        dataset.workers = "auto"
+    with pytest.raises(TypeError, match=r"`use_multiprocessing`.*'no'"):
+        dataset.use_multiprocessing = "no"
+    with pytest.raises(ValueError, match=r"`max_queue_size`.*at least 1.*0"):
+        dataset.max_queue_size = 0
+    assert dataset.workers == 2
+    assert dataset.use_multiprocessing is False
+    assert dataset.max_queue_size == 4
+
+
+def test_setting_one_leaves_the_others_as_they_were():
+    dataset = Numbered(workers=2, seed=5, shuffle=True, worker_env={"A": "1"})
+    dataset.max_queue_size = 3
+    assert dataclasses.asdict(dataset._internals().settings) == {
+        **_DEFAULTS,
+        "workers": 2,
+        "seed": 5,
+        "shuffle": True,
+        "worker_env": {"A": "1"},
+        "max_queue_size": 3,
+    }
+
+
+def _threads_of(dataset):
+    prefix = f"keras_fastdata-{type(dataset).__name__}-"
+    return {t for t in threading.enumerate() if t.name.startswith(prefix)}
+
+
+class Meeting(FastPyDataset):
+    """As many batches as workers; each waits until all are being built.
+
+    So an epoch shows by its end that there are that many workers, in as many
+    threads or processes. A batch is (process, thread).
+    """
+
+    def __init__(self, folder, **kwargs):
+        super().__init__(**kwargs)
+        self.folder = str(folder)
+        self.participants = max(1, self.workers)
+
+    def __len__(self):
+        return self.participants
+
+    def __getitem__(self, index):
+        folder = pathlib.Path(self.folder)
+        me = f"{os.getpid()}-{threading.get_ident()}"
+        (folder / f"{self.epoch}-{me}").touch()
+        deadline = time.monotonic() + _PATIENCE_S
+        while len(list(folder.glob(f"{self.epoch}-*"))) < self.participants:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{me} has waited for the others")
+            time.sleep(0.005)
+        return np.array([os.getpid(), threading.get_ident()])
+
+
+def _builders(dataset):
+    """Who built the batches of one epoch: (process, thread) each."""
+    return {tuple(batch.tolist()) for batch in dataset}
+
+
+def test_other_workers_build_after_workers_was_set(tmp_path):
+    here = os.getpid()
+    with Meeting(tmp_path, workers=1) as dataset:
+        (one,) = _builders(dataset)
+        assert one[0] == here
+        assert one[1] != threading.get_ident()
+
+        dataset.workers = dataset.participants = 3
+        three = _builders(dataset)
+        assert len(three) == len(_threads_of(dataset)) == 3
+
+        dataset.workers = 0
+        dataset.participants = 1
+        assert _builders(dataset) == {(here, threading.get_ident())}
+        assert not _threads_of(dataset)
+
+        dataset.workers = dataset.participants = 2
+        dataset.use_multiprocessing = True
+        two = {pid for pid, _ in _builders(dataset)}
+        assert len(two) == 2
+        assert here not in two
+
+        dataset.workers = dataset.participants = 3
+        pids = {pid for pid, _ in _builders(dataset)}
+        assert len(pids) == 3
+        assert here not in pids
+
+        dataset.use_multiprocessing = False
+        assert {pid for pid, _ in _builders(dataset)} == {here}
+
+
+def test_workers_set_between_epochs_of_fit_build_the_next_epoch():
+    import keras
+
+    seen = []
+
+    class Grow(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch == 2:
+                seen.append(len(_threads_of(dataset)))
+
+        def on_epoch_end(self, epoch, logs=None):
+            dataset.workers += 2
+
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with Numbered(workers=1) as dataset:
+        model.fit(dataset, epochs=3, callbacks=[Grow()], verbose=0)
+        assert seen == [1, 3, 5]
+
+
+def test_setting_workers_within_an_epoch_loses_and_repeats_nothing():
+    with Numbered(length=40, workers=2) as dataset:
+        batches = iter(dataset)
+        seen = numbers(next(batches) for _ in range(5))
+        for workers, processes in [
+            (3, False),
+            (0, False),
+            (2, True),
+            (1, True),
+        ]:
+            dataset.workers = workers
+            dataset.use_multiprocessing = processes
+            seen += numbers(next(batches) for _ in range(5))
+        assert seen + numbers(batches) == list(range(40))
+
+
+class Counting(Numbered):
+    """Counts the batches that were built in this process."""
+
+    built = 0
+
+    def __getitem__(self, index):
+        batch = super().__getitem__(index)
+        type(self).built += 1
+        return batch
+
+
+def _wait_until_built(count):
+    deadline = time.monotonic() + _PATIENCE_S
+    while Counting.built < count and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_max_queue_size_bounds_what_is_built_ahead(size, monkeypatch):
+    monkeypatch.setattr(Counting, "built", 0)
+    with Counting(length=50, workers=1, max_queue_size=9) as dataset:
+        dataset.max_queue_size = size
+        batches = iter(dataset)
+        next(batches)
+        _wait_until_built(1 + size)
+        dataset.close()
+        assert Counting.built == 1 + size
+
+
+# -- names that are the user's -----------------------------------------------
+
+_EVERYDAY_NAMES = ("epoch", "rng", "seed", "shuffle", "cache", "empty")
+
+
+class Everyday(Numbered):
+    """Has attributes by names that this package uses too."""
+
+    def __init__(self, **kwargs):
+        for name in _EVERYDAY_NAMES:
+            setattr(self, name, f"own {name}")
+        super().__init__(length=3, **kwargs)
+
+    def own(self):
+        return [getattr(self, name) for name in _EVERYDAY_NAMES]
+
+    def __getitem__(self, index):
+        return np.array(self.own())
+
+
+class EverydayClass(Everyday):
+    """The same names, as attributes of the class and as a property."""
+
+    epoch = "own epoch"
+    rng = "own rng"
+    seed = "own seed"
+    shuffle = "own shuffle"
+    cache = "own cache"
+
+    @property
+    def empty(self):
+        return "own empty"
+
+    def __init__(self, **kwargs):
+        Numbered.__init__(self, length=3, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        {"workers": 0},
+        {"workers": 2},
+        {"workers": 2, "use_multiprocessing": True},
+    ],
+    ids=["inline", "threads", "processes"],
+)
+@pytest.mark.parametrize("kind", [Everyday, EverydayClass])
+def test_attributes_of_the_users_own_win(kind, where):
+    expected = [f"own {name}" for name in _EVERYDAY_NAMES]
+    with kind(seed=3, shuffle=True, **where) as dataset:
+        assert dataset.own() == expected
+        assert [b.tolist() for b in dataset] == [expected] * 3
+        settings = dataset._internals().settings
+        assert (settings.seed, settings.shuffle) == (3, True)
+
+
+def test_an_attribute_of_the_users_own_can_be_changed_and_deleted():
+    with Numbered(seed=1) as dataset:
+        dataset.epoch = 7
+        assert dataset.epoch == 7
+        list(dataset)
+        assert dataset.epoch == 7
+        del dataset.epoch
+        assert dataset.epoch == 1  # one walk has begun
+
+
+# -- copies ------------------------------------------------------------------
+
+
+class Stamped(Numbered):
+    """Batches carry the process they were built in."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.table = {"offset": np.arange(100)}
+
+    def __getitem__(self, index):
+        return np.array([os.getpid()]), self.table["offset"][[index]]
+
+
+_DUPLICATORS = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda dataset: pickle.loads(pickle.dumps(dataset)),
+}
+_PROCESSES = {"workers": 1, "use_multiprocessing": True}
+
+
+def _pids(batches):
+    return {int(pid[0]) for pid, _ in batches}
+
+
+@pytest.fixture(params=_DUPLICATORS)
+def duplicate(request):
+    return _DUPLICATORS[request.param]
+
+
+def test_a_copy_has_the_settings_and_the_batches_of_its_original(duplicate):
+    original = Stamped(
+        length=7, seed=11, shuffle=True, workers=2, max_queue_size=3
+    )
+    with original, duplicate(original) as other:
+        assert type(other) is Stamped
+        assert other._internals().settings == original._internals().settings
+        orders = [
+            [int(offset[0]) for _, offset in dataset]
+            for dataset in (original, other)
+        ]
+        assert orders[0] == orders[1]
+        assert sorted(orders[0]) == list(range(7))
+
+
+def test_a_copy_has_workers_of_its_own(duplicate):
+    original = Stamped(**_PROCESSES)
+    with original:
+        pids = _pids(original)
+        with duplicate(original) as other:
+            its_pids = _pids(other)
+            assert len(its_pids) == 1
+            assert not its_pids & pids
+            assert os.getpid() not in its_pids | pids
+            assert _pids(original) == pids
+            assert _pids(other) == its_pids
+
+
+def test_a_copy_made_within_an_epoch_leaves_the_epoch_alone(duplicate):
+    with Stamped(length=12, workers=2) as original:
+        batches = iter(original)
+        seen = [next(batches) for _ in range(4)]
+        with duplicate(original) as other:
+            assert [int(o[0]) for _, o in other] == list(range(12))
+        seen += batches
+        assert [int(o[0]) for _, o in seen] == list(range(12))
+
+
+def test_closing_a_copy_does_not_end_the_workers_of_its_original(duplicate):
+    with Stamped(**_PROCESSES) as original:
+        pids = _pids(original)
+        duplicate(original).close()
+        with duplicate(original):
+            pass
+        assert _pids(original) == pids
+
+
+def test_dropping_a_copy_does_not_end_the_workers_of_its_original(duplicate):
+    with Stamped(**_PROCESSES) as original:
+        pids = _pids(original)
+        other = duplicate(original)
+        del other
+        assert _pids(original) == pids
+
+
+def test_changing_a_copy_does_not_have_its_original_build_again(
+    duplicate, monkeypatch
+):
+    monkeypatch.setattr(Counting, "built", 0)
+    with Counting(length=9, workers=1, max_queue_size=8) as original:
+        batches = iter(original)
+        assert numbers([next(batches)]) == [0]
+        _wait_until_built(9)
+        other = duplicate(original)
+        other.length = 4
+        other.workers = 3
+        assert numbers(batches) == list(range(1, 9))
+        assert Counting.built == 9
+        with other:
+            assert numbers(other) == [0, 1, 2, 3]
+
+
+def test_settings_of_a_copy_are_its_own(duplicate):
+    original = Numbered(workers=2)
+    other = duplicate(original)
+    other.workers = 4
+    assert (original.workers, other.workers) == (2, 4)
+    original.max_queue_size = 3
+    assert (original.max_queue_size, other.max_queue_size) == (3, 10)
+    again = duplicate(other)
+    assert again.workers == 4
+
+
+def test_a_copy_outlives_its_original(duplicate):
+    original = Numbered(length=3, workers=2, seed=4)
+    list(original)
+    other = duplicate(original)
+    original.close()
+    del original
+    with other:
+        assert numbers(other) == [0, 1, 2]
+        assert other.workers == 2
+
+
+def test_a_deep_copy_shares_no_data_and_a_shallow_one_does():
+    original = Stamped()
+    assert copy.copy(original).table is original.table
+    deep = copy.deepcopy(original)
+    assert deep.table is not original.table
+    deep.table["offset"] += 1
+    assert original.table["offset"][0] == 0
+
+
+def test_a_pickle_holds_no_loader_and_no_workers(duplicate):
+    with Stamped(workers=2) as original:
+        empty = len(pickle.dumps(original))
+        list(original)
+        assert len(pickle.dumps(original)) == empty
+        assert not _threads_of(duplicate(original)) - _threads_of(original)
+
+
+# -- what a subclass must write ----------------------------------------------
+
+_EVERYWHERE = pytest.mark.parametrize(
+    "where",
+    [{"workers": 0}, {"workers": 1}, _PROCESSES],
+    ids=["inline", "threads", "processes"],
+)
+
+
+@_EVERYWHERE
+def test_a_dataset_without_getitem_says_what_it_must_define(where):
+    class Unfinished(FastPyDataset):
+        def __len__(self):
+            return 2
+
+    message = r"^Unfinished must define `__getitem__\(self, index\)`\."
+    with Unfinished(**where) as dataset:
+        with pytest.raises(NotImplementedError, match=message):
+            dataset[0]
+        with pytest.raises(NotImplementedError, match=message):
+            next(iter(dataset))
+
+
+@_EVERYWHERE
+def test_a_dataset_without_a_length_says_what_it_must_define(where):
+    class Endless(FastPyDataset):
+        def __getitem__(self, index):
+            return np.zeros((2, 3))
+
+    message = r"^Endless must define `__len__\(self\)`.*`num_batches`"
+    with Endless(**where) as dataset:
+        with pytest.raises(NotImplementedError, match=message):
+            _ = dataset.num_batches
+        with pytest.raises(NotImplementedError, match=message):
+            next(iter(dataset))
+        with pytest.raises(TypeError, match=r"Endless.*has no len"):
+            len(dataset)
+
+
+def test_fit_says_what_a_dataset_must_define():
+    import keras
+
+    class NoLength(FastPyDataset):
+        def __getitem__(self, index):
+            return np.zeros((2, 3)), np.zeros((2, 1))
+
+    class NoItems(FastPyDataset):
+        def __len__(self):
+            return 2
+
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    for kind in (NoLength, NoItems):
+        message = f"^{kind.__name__} must define "
+        with kind() as data, pytest.raises(NotImplementedError, match=message):
+            model.fit(data, verbose=0)
+
+
+def test_num_batches_may_take_the_place_of_a_length():
+    class Counted(FastPyDataset):
+        num_batches = 3
+
+        def __getitem__(self, index):
+            return np.array([index])
+
+    with Counted(workers=2) as dataset:
+        assert [int(batch[0]) for batch in dataset] == [0, 1, 2]
+
+
+def test_a_subclass_that_does_not_call_our_init_is_warned_once():
+    class Forgetful(FastPyDataset):
+        def __init__(self):
+            self.n = 3
+
+        def __len__(self):
+            return self.n
+
+        def __getitem__(self, index):
+            return np.array([index])
+
+    dataset = Forgetful()
+    message = r"Forgetful\.__init__ should call `super\(\)\.__init__"
+    with dataset, pytest.warns(UserWarning, match=message):
+        assert [int(batch[0]) for batch in dataset] == [0, 1, 2]
+    with dataset, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [int(batch[0]) for batch in dataset] == [0, 1, 2]
+        assert dataset.workers == 1

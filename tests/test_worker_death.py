@@ -1,0 +1,274 @@
+"""A worker that dies costs time, never a batch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+from samples import Deadly, Numbered, numbers
+
+from keras_fastdata import WorkerDiedError
+from keras_fastdata.workers.recovery import losses_of
+
+PROCESSES = {"workers": 2, "use_multiprocessing": True}
+CAUSES = {
+    "sigkill": -signal.SIGKILL,
+    "sigsegv": -signal.SIGSEGV,
+    "sigabrt": -signal.SIGABRT,
+    "sigterm": -signal.SIGTERM,
+    "exit0": 0,
+    "exit3": 3,
+    "sysexit": 5,
+}
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn", "fork"])
+@pytest.mark.parametrize("how", CAUSES)
+@pytest.mark.filterwarnings("ignore:`start_method='fork'`")
+def test_a_batch_whose_worker_died_is_built_again(how, start_method, tmp_path):
+    dataset = Deadly(
+        tmp_path / "deaths", how=how, start_method=start_method, **PROCESSES
+    )
+    with dataset:
+        assert numbers(dataset) == list(range(10))
+        assert numbers(dataset) == list(range(10))
+
+
+@pytest.mark.parametrize("how", CAUSES)
+def test_a_batch_that_kills_two_workers_is_named(how, tmp_path):
+    dataset = Deadly(tmp_path / "deaths", how=how, times=99, **PROCESSES)
+    with dataset:
+        batches = iter(dataset)
+        assert numbers(next(batches) for _ in range(3)) == [0, 1, 2]
+        with pytest.raises(WorkerDiedError, match="second time") as caught:
+            next(batches)
+        error = caught.value
+        assert error.dataset == "Deadly"
+        assert (error.epoch, error.batch_index) == (0, 3)
+        assert error.exit_code == CAUSES[how]
+        assert error.worker in (0, 1)
+        assert "dataset[3]" in str(error)
+
+
+def test_without_restarts_the_first_death_ends_the_epoch(tmp_path):
+    dataset = Deadly(tmp_path / "deaths", max_worker_restarts=0, **PROCESSES)
+    with dataset:
+        batches = iter(dataset)
+        assert numbers(next(batches) for _ in range(3)) == [0, 1, 2]
+        with pytest.raises(WorkerDiedError, match="max_worker_restarts=0"):
+            next(batches)
+        with pytest.raises(StopIteration):
+            next(batches)
+        # The next epoch has its workers again.
+        assert numbers(dataset) == list(range(10))
+
+
+def test_a_dataset_that_dies_while_it_is_loaded_is_an_error_not_a_loop(
+    tmp_path,
+):
+    class DiesOnStart(Deadly):
+        def on_worker_start(self):
+            self.die()
+
+    dataset = DiesOnStart(tmp_path / "deaths", **PROCESSES)
+    with dataset, pytest.raises(WorkerDiedError, match="SIGKILL"):
+        next(iter(dataset))
+
+
+def test_a_worker_killed_while_idle_is_replaced():
+    with Numbered(**PROCESSES) as dataset:
+        assert numbers(dataset) == list(range(10))
+        for worker in _workers():
+            worker.kill()
+        assert numbers(dataset) == list(range(10))
+
+
+def test_when_the_nursery_is_killed_another_takes_its_place():
+    with Numbered(length=30, **PROCESSES) as dataset:
+        batches = iter(dataset)
+        assert numbers([next(batches)]) == [0]
+        nursery = psutil.Process().children()[0]
+        nursery.kill()
+        assert numbers(batches) == list(range(1, 30))
+
+
+@pytest.mark.timeout(300)
+def test_300_random_kills_lose_and_repeat_nothing():
+    kills = raised = 0
+    seed = 0
+    while kills < 300:
+        seed += 1
+        with (
+            Numbered(
+                length=2000, max_worker_restarts=0, **PROCESSES
+            ) as dataset,
+            _Killer(seed, pause_s=0.02) as killer,
+        ):
+            for _ in range(10):
+                seen = []
+                try:
+                    seen.extend(dataset)
+                    assert numbers(seen) == list(range(2000))
+                except WorkerDiedError:
+                    raised += 1
+                    assert numbers(seen) == list(range(len(seen)))
+        kills += killer.kills
+    assert raised  # else no kill has met a worker at work
+
+
+def test_random_kills_with_restarts_change_no_byte():
+    with (
+        Numbered(length=9000, max_worker_restarts=9999, **PROCESSES) as dataset,
+        _Killer(0, pause_s=0.15) as killer,
+    ):
+        for _ in range(4):
+            seen = list(dataset)
+            assert numbers(seen) == list(range(9000))
+            assert all((x == y[0]).all() for x, y in seen)
+    assert killer.kills
+
+
+class _Killer(threading.Thread):
+    """Kills a random worker of this process again and again."""
+
+    def __init__(self, seed, pause_s):
+        super().__init__()
+        self.rng = random.Random(seed)
+        self.pause_s = pause_s
+        self.kills = 0
+        self.over = threading.Event()
+
+    def run(self):
+        while not self.over.wait(self.rng.uniform(0, 2 * self.pause_s)):
+            workers = [w for n in _children(os.getpid()) for w in _children(n)]
+            if workers:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.rng.choice(workers), signal.SIGKILL)
+                    self.kills += 1
+
+    def __enter__(self):
+        self.start()
+        return self
+
+    def __exit__(self, *_):
+        self.over.set()
+        self.join()
+
+
+def _children(pid):
+    try:
+        with open(f"/proc/{pid}/task/{pid}/children") as file:
+            return [int(child) for child in file.read().split()]
+    except OSError:
+        return []
+
+
+def test_a_long_queue_does_not_deadlock():
+    with Numbered(length=3000, max_queue_size=1000, **PROCESSES) as dataset:
+        assert numbers(dataset) == list(range(3000))
+
+
+class WithChild(Numbered):
+    """Has a process of its own, as one that decodes video would."""
+
+    def on_worker_start(self):
+        self.child = subprocess.Popen(["sleep", "600"])
+
+
+def test_what_a_worker_started_ends_with_it():
+    with WithChild(**PROCESSES) as dataset:
+        sleeps = []
+        while len(sleeps) < 2:
+            list(dataset)
+            sleeps = [p for p in psutil.process_iter(["name"]) if _sleeps(p)]
+        for worker in _workers():
+            if worker.name() != "sleep":
+                worker.kill()
+        list(dataset)
+        _, alive = psutil.wait_procs(sleeps, timeout=5)
+        assert not alive
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn", "fork"])
+def test_workers_end_with_a_trainer_that_is_killed(
+    signum, start_method, tmp_path
+):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, time, numpy as np\n"
+        "from keras_fastdata import FastPyDataset\n"
+        "class D(FastPyDataset):\n"
+        "    def __len__(self): return 100\n"
+        "    def __getitem__(self, i):\n"
+        "        if i > 4: time.sleep(60)\n"
+        "        return np.zeros(3)\n"
+        "d = D(workers=2, use_multiprocessing=True,\n"
+        f"      start_method={start_method!r})\n"
+        "it = iter(d)\n"
+        "next(it), next(it)\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    trainer = subprocess.Popen(
+        [sys.executable, script],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    with trainer:
+        assert trainer.stdout.readline() == b"ready\n"
+        family = psutil.Process(trainer.pid).children(recursive=True)
+        assert len(family) >= 2
+        trainer.send_signal(signum)
+        trainer.wait(10)
+        _, alive = psutil.wait_procs(family, timeout=2)
+        assert not alive
+
+
+# -- the pure part -----------------------------------------------------------
+
+
+def test_a_ticket_noted_by_the_dead_is_the_suspect():
+    losses = losses_of({1, 2, 3}, {3}, 1, {0: 2})
+    assert (losses.suspect, losses.unclaimed) == (1, ())
+
+
+def test_a_ticket_that_nobody_admits_to_is_unclaimed():
+    losses = losses_of({1, 2, 3}, {3}, 0, {0: 2})
+    assert (losses.suspect, losses.unclaimed) == (None, (1,))
+
+
+def test_a_note_about_a_ticket_with_a_result_accuses_nobody():
+    losses = losses_of({2, 3}, {3}, 1, {0: 2})
+    assert (losses.suspect, losses.unclaimed) == (None, ())
+
+
+def _workers():
+    """The processes that build: children of the nursery."""
+    nurseries = psutil.Process().children()
+    return [w for n in nurseries for w in n.children() if w.is_running()]
+
+
+def _sleeps(process):
+    return process.info["name"] == "sleep"
+
+
+def test_a_death_is_noticed_within_a_second_of_a_wait(tmp_path):
+    dataset = Deadly(
+        tmp_path / "deaths", at=0, max_worker_restarts=0, **PROCESSES
+    )
+    with dataset:
+        batches = iter(dataset)
+        began = time.monotonic()
+        with pytest.raises(WorkerDiedError):
+            next(batches)
+        # Not a measure of speed: without the watch it would wait for ever.
+        assert time.monotonic() - began < 30
