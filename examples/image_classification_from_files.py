@@ -209,4 +209,6 @@ validation_data.close()
 folder.cleanup()
 
 if accuracy < 0.97:
-    sys.exit(f"Validation accuracy is {accuracy:.2%}; it should be 97% or more.")
+    sys.exit(
+        f"Validation accuracy is {accuracy:.2%}; it should be 97% or more."
+    )

@@ -186,3 +186,39 @@ def equal(one, other):
         return len(one) == len(other) and all(map(equal, one, other))
     one, other = np.asarray(one), np.asarray(other)
     return one.dtype == other.dtype and np.array_equal(one, other)
+
+
+class KeepsItsBuffer(FastPyDataset):
+    """Builds in an array that it keeps, and may use for the next batch too."""
+
+    def __init__(self, length, reuse, **kwargs):
+        super().__init__(**kwargs)
+        self.length = length
+        self.reuse = reuse
+        self.buffer = None
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        if self.buffer is None or not self.reuse:
+            self.buffer = self.empty((64, 1024), "float32")
+        self.buffer[:] = index
+        return self.buffer
+
+
+class Sized(FastPyDataset):
+    """Batch i has sizes[i] bytes; the first is 7 and the last is 9."""
+
+    def __init__(self, sizes, **kwargs):
+        super().__init__(**kwargs)
+        self.sizes = sizes
+
+    def __len__(self):
+        return len(self.sizes)
+
+    def __getitem__(self, index):
+        batch = np.zeros(self.sizes[index], np.uint8)
+        batch[-1:] = 9
+        batch[:1] = 7
+        return batch

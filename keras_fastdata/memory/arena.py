@@ -52,7 +52,7 @@ class Segment:
     """The mapping itself, as the trainer and every worker see it.
 
     Args:
-        fd: A `memfd` this object takes over and closes after mapping.
+        fd: A `memfd` that this object takes over.
         stride: Bytes from one slot to the next.
     """
 
@@ -142,6 +142,12 @@ class Arena:
         lease.slot = slot
         self._lent[slot] = lease
         return root
+
+    def close(self) -> None:
+        """Closes the descriptor; the mapping lives as long as its arrays."""
+        fd, self.segment.fd = self.segment.fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def _collect(self) -> None:
         while self._returned:

@@ -79,8 +79,15 @@ class Workers(Protocol):
         """Takes a ticket, or returns False when there is no room for it."""
         ...
 
-    def collect(self, timeout_s: float) -> Iterable[Done]:
-        """Returns what is done, after waiting up to `timeout_s` for some."""
+    def collect(self) -> Iterable[Done]:
+        """Returns what is done, without waiting."""
+        ...
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits until `collect` has something to do, or for `timeout_s`.
+
+        May be interrupted at any point, and nothing is lost.
+        """
         ...
 
     def cancel(self, serials: Iterable[int]) -> None:

@@ -26,8 +26,10 @@ class InlineWorkers:
         self._tickets.append(ticket)
         return True
 
-    def collect(self, timeout_s: float) -> Iterable[Built]:
-        del timeout_s  # Building does not wait; it takes what it takes.
+    def wait(self, timeout_s: float) -> None:
+        """Nothing to wait for: `collect` builds."""
+
+    def collect(self) -> Iterable[Built]:
         if not self._tickets:
             return []
         ticket = self._tickets.popleft()

@@ -107,7 +107,10 @@ class _Nursery:
         self._workers[pidfd] = pid
         self._poll.register(pidfd, select.POLLIN)
         notice = pack_notice(FORKED, pid, 0)
-        socket.send_fds(self._requests, [notice], [pidfd])
+        try:
+            socket.send_fds(self._requests, [notice], [pidfd])
+        except BrokenPipeError:
+            return False
         return True
 
     def _fork(self, fds: list[int]) -> tuple[int, int]:

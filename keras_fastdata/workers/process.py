@@ -28,6 +28,7 @@ from keras_fastdata.memory import codec, payload
 from keras_fastdata.memory.arena import Arena
 from keras_fastdata.workers import child, failures, launch, messages, relay
 from keras_fastdata.workers.base import Builds, Built, Done, Ticket
+from keras_fastdata.workers.interrupts import Uninterrupted
 from keras_fastdata.workers.messages import Flag, Kind, Result, Task
 from keras_fastdata.workers.recovery import losses_of
 
@@ -162,12 +163,14 @@ class ProcessWorkers:
         self._flush()
         return True
 
-    def collect(self, timeout_s: float) -> Iterable[Done]:
+    def wait(self, timeout_s: float) -> None:
+        self._poll.poll(timeout_s * 1000)
+
+    def collect(self) -> Iterable[Done]:
         self._hire()
-        self._flush()
         done = self._receive()
         if not done:
-            ended = self._wait(timeout_s)
+            ended = self._ended(0)
             done = self._receive()
             for worker in ended:
                 done += self._bury(worker)
@@ -206,13 +209,13 @@ class ProcessWorkers:
     def close(self) -> None:
         if self._closed:
             return
-        self._closed = True
-        self._end_workers()
-        self._launcher.close()
-        if self._payload is not None:
-            os.close(self._payload)
-        with contextlib.suppress(OSError):
-            os.close(self._arena.segment.fd)
+        with Uninterrupted():
+            self._closed = True
+            self._end_workers()
+            self._launcher.close()
+            if self._payload is not None:
+                os.close(self._payload)
+            self._arena.close()
         self._hand_on()
 
     # -- sending ------------------------------------------------------------
@@ -279,8 +282,8 @@ class ProcessWorkers:
 
     # -- receiving ----------------------------------------------------------
 
-    def _wait(self, timeout_s: float) -> list[_Worker]:
-        """Waits for a message or a death; returns the workers that ended."""
+    def _ended(self, timeout_s: float) -> list[_Worker]:
+        """The workers that ended, after waiting for that or a message."""
         ready = {fd for fd, _ in self._poll.poll(timeout_s * 1000)}
         return [w for w in self._workers.values() if w.process.pidfd in ready]
 
@@ -391,7 +394,8 @@ class ProcessWorkers:
             if index not in self._workers and (
                 self._restarts <= self._plan.max_restarts
             ):
-                self._start(index)
+                with Uninterrupted():
+                    self._start(index)
 
     def _start(self, index: int) -> None:
         control, theirs = socket.socketpair(
@@ -579,7 +583,7 @@ class ProcessWorkers:
                 worker.control.shutdown(socket.SHUT_RDWR)
         deadline = time.monotonic() + _GRACE_S
         while self._workers and time.monotonic() < deadline:
-            ended = self._wait(0.1)
+            ended = self._ended(0.1)
             self._drop_results()
             for worker in ended:
                 worker.process.exit_code(_EXIT_CODE_TIMEOUT_S)

@@ -1,6 +1,6 @@
 """Worker threads: they share the dataset itself, and the GIL.
 
-    submit -> tickets (SimpleQueue) -> thread: build -> results -> collect
+    submit -> tickets (queue) -> thread: build -> results (deque) -> collect
 
 The threads are daemons, so that a batch which never ends cannot keep the
 interpreter alive, and hold no reference to the dataset between tickets.
@@ -8,6 +8,7 @@ interpreter alive, and hold no reference to the dataset between tickets.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import queue
 import threading
@@ -15,6 +16,7 @@ import time
 from collections.abc import Iterable
 
 from keras_fastdata.workers.base import Builds, Built, Ticket, where
+from keras_fastdata.workers.interrupts import Uninterrupted
 
 _CLOSE_TIMEOUT_S = 5.0  # what a batch being built gets to end
 
@@ -30,7 +32,7 @@ class ThreadWorkers:
 
     def __init__(self, builder: Builds, dataset: str, count: int) -> None:
         self._tickets: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[Built] = queue.SimpleQueue()
+        self._results = _Results()
         self._cancelled: set[int] = set()
         self._threads = [
             threading.Thread(
@@ -48,23 +50,20 @@ class ThreadWorkers:
             )
             for worker in range(count)
         ]
-        for thread in self._threads:
-            thread.start()
+        with Uninterrupted():
+            for thread in self._threads:
+                thread.start()
 
     def submit(self, ticket: Ticket) -> bool:
         self._tickets.put(ticket)
         return True
 
-    def collect(self, timeout_s: float) -> Iterable[Built]:
-        done: list[Built] = []
-        try:
-            done.append(self._results.get(timeout=timeout_s))
-            while True:
-                done.append(self._results.get_nowait())
-        except queue.Empty:
-            pass
+    def wait(self, timeout_s: float) -> None:
+        self._results.arrived.wait(timeout_s)
+
+    def collect(self) -> Iterable[Built]:
         kept = []
-        for built in done:
+        for built in self._results.take():
             if built.serial == _START_FAILED:
                 raise built.error or RuntimeError("on_worker_start failed")
             if built.serial in self._cancelled:
@@ -83,6 +82,10 @@ class ThreadWorkers:
         """Nothing to do: a thread does not die."""
 
     def close(self) -> None:
+        with Uninterrupted():
+            self._end_threads()
+
+    def _end_threads(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
                 self._tickets.get_nowait()
@@ -96,6 +99,25 @@ class ThreadWorkers:
         self._threads = []
 
 
+class _Results:
+    """What the threads have built, and an event that says there is some."""
+
+    def __init__(self) -> None:
+        self.arrived = threading.Event()
+        self._built: collections.deque[Built] = collections.deque()
+
+    def put(self, built: Built) -> None:
+        self._built.append(built)
+        self.arrived.set()
+
+    def take(self) -> list[Built]:
+        self.arrived.clear()
+        taken = []
+        while self._built:
+            taken.append(self._built.popleft())
+        return taken
+
+
 _START_FAILED = 0  # the serial of a failure that belongs to no ticket
 
 
@@ -104,7 +126,7 @@ def _serve(
     dataset: str,
     worker: int,
     tickets: queue.SimpleQueue[Ticket | None],
-    results: queue.SimpleQueue[Built],
+    results: _Results,
     cancelled: set[int],
 ) -> None:
     try:

@@ -1,0 +1,479 @@
+"""`LoaderHealth`: does training wait for its data?
+
+What is slow here sleeps for many times as long as the rest takes, so that a
+share is far from the 0.5 it is compared with, on slow machines too. All tests
+train one model, because its first epoch takes its time to compile the step.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import json
+import re
+import threading
+import time
+
+import keras
+import numpy as np
+import pytest
+from samples import Numbered
+
+from keras_fastdata import LoaderHealth
+
+_SLOW_S = 0.04  # a step or a test that is slow
+_WAIT_S = 2 * _SLOW_S  # a batch that is slow to come
+_LINE = re.compile(
+    r"LoaderHealth: epoch (\d+) waited (\d+)% of \d+\.\d s for data; "
+    r"(data|compute) is the bottleneck\."
+)
+
+
+class SlowData(Numbered):
+    """Takes its time over every batch."""
+
+    def __init__(self, seconds=_WAIT_S, length=8, **kwargs):
+        super().__init__(length=length, **kwargs)
+        self.seconds = seconds
+
+    def __getitem__(self, index):
+        time.sleep(self.seconds)
+        return super().__getitem__(index)
+
+
+class FreeData(Numbered):
+    """Has its batches at hand."""
+
+    def __init__(self, length=8, **kwargs):
+        super().__init__(length=length, **kwargs)
+
+
+class SlowSteps(keras.callbacks.Callback):
+    """Stands for a model that takes its time over every step."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        time.sleep(_SLOW_S)
+
+
+class SlowTests(keras.callbacks.Callback):
+    """Stands for a validation that takes its time over every step."""
+
+    def on_test_batch_end(self, batch, logs=None):
+        time.sleep(2.5 * _SLOW_S)
+
+
+class PlainData(keras.utils.PyDataset):
+    """Keras's own kind of dataset, slow as well."""
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        time.sleep(0.01)
+        return np.zeros((4, 3), "float32"), np.zeros((4, 1), "float32")
+
+
+def _arrays(batches=2):
+    return np.zeros((4 * batches, 3)), np.zeros((4 * batches, 1))
+
+
+@functools.cache
+def _model(name="a"):
+    """A model whose training and test steps are compiled already."""
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with FreeData() as data, FreeData() as validation:
+        model.fit(data, validation_data=validation, verbose=0)
+    return model
+
+
+def _fit(dataset, *callbacks, epochs=1, verbose=0, **kwargs):
+    """Fits the model; returns the history of its logs."""
+    model = _model()
+    with dataset:
+        history = model.fit(
+            dataset,
+            epochs=epochs,
+            callbacks=list(callbacks),
+            verbose=verbose,
+            **kwargs,
+        )
+    return history.history
+
+
+_EVERYWHERE = pytest.mark.parametrize(
+    "where", [{"workers": 0}, {"workers": 1}], ids=["inline", "thread"]
+)
+
+
+# -- the share ---------------------------------------------------------------
+
+
+@_EVERYWHERE
+def test_slow_data_is_waited_for_most_of_the_time(where):
+    logs = _fit(SlowData(**where), LoaderHealth(0), epochs=2)
+    assert len(logs["data_wait"]) == 2
+    assert all(0.5 < share <= 1 for share in logs["data_wait"])
+
+
+@_EVERYWHERE
+def test_free_data_is_hardly_waited_for(where):
+    logs = _fit(FreeData(**where), LoaderHealth(0), SlowSteps(), epochs=2)
+    assert len(logs["data_wait"]) == 2
+    assert all(0 <= share < 0.5 for share in logs["data_wait"])
+
+
+def test_waits_for_worker_processes_are_seen():
+    class Slow(Numbered):
+        """Made here, so that its worker need not import this module."""
+
+        def __getitem__(self, index):
+            time.sleep(0.1)
+            return super().__getitem__(index)
+
+    logs = _fit(
+        Slow(length=8, workers=1, use_multiprocessing=True), LoaderHealth(0)
+    )
+    assert logs["data_wait"][0] > 0.5
+
+
+def test_workers_that_build_ahead_lower_the_share():
+    data = {"seconds": _SLOW_S / 2, "length": 12}
+    alone = _fit(SlowData(workers=0, **data), LoaderHealth(0), SlowSteps())
+    ahead = _fit(SlowData(workers=2, **data), LoaderHealth(0), SlowSteps())
+    assert ahead["data_wait"][-1] < alone["data_wait"][-1]
+
+
+def test_the_share_is_a_plain_number_in_the_logs():
+    logs = _fit(FreeData(), LoaderHealth(0))
+    assert all(type(share) is float for share in logs["data_wait"])
+    json.dumps(logs["data_wait"])
+
+
+def test_epochs_are_measured_one_by_one():
+    class SlowsDown(FreeData):
+        epochs_begun = 0
+
+        def on_epoch_begin(self):
+            self.epochs_begun += 1
+
+        def __getitem__(self, index):
+            if self.epochs_begun == 2:
+                time.sleep(_WAIT_S)
+            return super().__getitem__(index)
+
+    class ShortSteps(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            time.sleep(_SLOW_S / 4)
+
+    first, second, third = _fit(
+        SlowsDown(workers=0), LoaderHealth(0), ShortSteps(), epochs=3
+    )["data_wait"]
+    assert first < 0.5
+    assert second > 0.5
+    assert third < 0.5
+
+
+def test_a_fit_is_measured_whatever_was_trained_before():
+    health = LoaderHealth(0)
+    assert _fit(SlowData(), health)["data_wait"][-1] > 0.5
+    assert _fit(FreeData(), health, SlowSteps())["data_wait"][-1] < 0.5
+    assert _fit(SlowData(), health)["data_wait"][-1] > 0.5
+
+
+def test_steps_per_epoch_cut_what_is_measured():
+    logs = _fit(
+        SlowData(length=24), LoaderHealth(0), steps_per_epoch=8, epochs=3
+    )
+    assert len(logs["data_wait"]) == 3
+    assert all(0.5 < share <= 1 for share in logs["data_wait"])
+
+
+# -- validation --------------------------------------------------------------
+
+
+def test_a_slow_validation_dataset_does_not_raise_the_share_of_training():
+    with SlowData() as validation:
+        logs = _fit(
+            FreeData(),
+            LoaderHealth(0),
+            SlowSteps(),
+            epochs=2,
+            validation_data=validation,
+        )
+    assert all(share < 0.5 for share in logs["data_wait"])
+
+
+@pytest.mark.parametrize("kind", ["dataset", "arrays"])
+def test_slow_validation_steps_do_not_lower_the_share_of_training(kind):
+    with FreeData() as dataset:
+        logs = _fit(
+            SlowData(),
+            LoaderHealth(0),
+            SlowTests(),
+            epochs=2,
+            validation_data=dataset if kind == "dataset" else _arrays(8),
+            validation_batch_size=None if kind == "dataset" else 4,
+        )
+    assert logs["data_wait"][-1] > 0.5
+
+
+def test_a_validation_dataset_that_starts_slowly_does_not_count():
+    """On TensorFlow its first batches are built before validation begins."""
+    with SlowData(8 * _WAIT_S, length=2) as validation:
+        logs = _fit(SlowData(), LoaderHealth(0), validation_data=validation)
+    assert logs["data_wait"][0] > 0.5
+
+
+def test_validation_every_second_epoch_is_left_out_where_it_happens():
+    with SlowData() as validation:
+        logs = _fit(
+            FreeData(),
+            LoaderHealth(0),
+            SlowSteps(),
+            epochs=4,
+            validation_data=validation,
+            validation_freq=2,
+        )
+    assert len(logs["data_wait"]) == 4
+    assert len(logs["val_loss"]) == 2
+    assert all(share < 0.5 for share in logs["data_wait"])
+
+
+# -- who gets it -------------------------------------------------------------
+
+
+def test_callbacks_listed_after_it_have_the_share(tmp_path):
+    class Note(keras.callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.seen.append(logs.get("data_wait"))
+
+    before, after = Note(), Note()
+    table = tmp_path / "log.csv"
+    logs = _fit(
+        FreeData(),
+        before,
+        LoaderHealth(0),
+        after,
+        keras.callbacks.CSVLogger(str(table)),
+        epochs=2,
+    )
+    assert before.seen == [None, None]
+    assert after.seen == logs["data_wait"]
+    with table.open() as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["data_wait"]) for row in rows] == pytest.approx(
+        logs["data_wait"]
+    )
+
+
+def test_other_logs_are_left_as_they_are():
+    with FreeData() as validation:
+        logs = _fit(FreeData(), LoaderHealth(0), validation_data=validation)
+        without = _fit(FreeData(), validation_data=validation)
+    assert set(logs) == {"data_wait", "loss", "val_loss"}
+    assert set(without) == {"loss", "val_loss"}
+
+
+@pytest.mark.skipif(
+    keras.backend.backend() != "tensorflow",
+    reason="event files are read and written with TensorFlow",
+)
+def test_tensorboard_draws_the_share(tmp_path):
+    pytest.importorskip("tensorboard")
+    import tensorflow as tf
+
+    board = keras.callbacks.TensorBoard(str(tmp_path), write_graph=False)
+    logs = _fit(FreeData(), LoaderHealth(0), board, epochs=2)
+    shares = {}
+    for path in (tmp_path / "train").iterdir():
+        for event in tf.compat.v1.train.summary_iterator(str(path)):
+            for value in event.summary.value:
+                if value.tag == "epoch_data_wait":
+                    share = tf.make_ndarray(value.tensor)
+                    shares[event.step] = float(share)
+    assert shares == pytest.approx(dict(enumerate(logs["data_wait"])))
+
+
+def test_a_fit_without_our_datasets_gets_and_prints_nothing(capsys):
+    model = _model()
+    x, y = _arrays()
+    for data in ((x, y), (PlainData(),)):
+        history = model.fit(
+            *data, epochs=2, callbacks=[LoaderHealth()], verbose=0
+        )
+        assert "data_wait" not in history.history
+    assert capsys.readouterr().out == ""
+
+
+def test_one_of_our_datasets_for_validation_alone_adds_nothing(capsys):
+    x, y = _arrays()
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse", metrics=["mae"])
+    with SlowData(_SLOW_S / 8) as validation:
+        history = model.fit(
+            x,
+            y,
+            epochs=2,
+            validation_data=validation,
+            callbacks=[LoaderHealth()],
+            verbose=0,
+        )
+    assert "data_wait" not in history.history
+    assert capsys.readouterr().out == ""
+
+
+def test_evaluate_and_predict_take_it_and_print_nothing(capsys):
+    model = _model()
+    with FreeData() as dataset:
+        model.evaluate(dataset, callbacks=[LoaderHealth()], verbose=0)
+        model.predict(np.zeros((4, 3)), callbacks=[LoaderHealth()], verbose=0)
+    assert capsys.readouterr().out == ""
+
+
+# -- what is printed ---------------------------------------------------------
+
+
+def test_a_line_after_each_epoch_names_the_bottleneck(capsys):
+    logs = _fit(SlowData(), LoaderHealth(), epochs=3)
+    lines = capsys.readouterr().out.splitlines()
+    found = [_LINE.fullmatch(line) for line in lines]
+    assert [match[1] for match in found] == ["1", "2", "3"]
+    assert [match[2] for match in found] == [
+        f"{100 * share:.0f}" for share in logs["data_wait"]
+    ]
+    assert {match[3] for match in found} == {"data"}
+
+
+def test_compute_is_named_where_data_is_free(capsys):
+    _fit(FreeData(workers=1), LoaderHealth(), SlowSteps(), epochs=3)
+    lines = capsys.readouterr().out.splitlines()
+    found = [_LINE.fullmatch(line) for line in lines]
+    assert len(found) == 3
+    # The first epoch also starts the worker.
+    assert [match[3] for match in found[1:]] == ["compute", "compute"]
+
+
+@pytest.mark.parametrize("verbose", [1, 2])
+def test_a_line_comes_on_its_own_after_the_progress_bars(verbose, capsys):
+    _fit(FreeData(), LoaderHealth(), epochs=3, verbose=verbose)
+    lines = [line for line in capsys.readouterr().out.split("\n") if line]
+    places = [n for n, line in enumerate(lines) if "LoaderHealth" in line]
+    assert len(places) == 3
+    for number, place in enumerate(places, 1):
+        assert _LINE.fullmatch(lines[place])[1] == str(number)
+        assert "data_wait" in lines[place - 1]
+        assert "loss" in lines[place - 1]
+    assert [lines[place + 1] for place in places[:-1]] == [
+        "Epoch 2/3",
+        "Epoch 3/3",
+    ]
+    assert places[-1] == len(lines) - 1
+
+
+def test_verbose_0_prints_nothing(capsys):
+    logs = _fit(FreeData(), LoaderHealth(verbose=0), epochs=2)
+    assert len(logs["data_wait"]) == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_a_fit_that_was_broken_off_leaves_no_line_to_the_next(capsys):
+    class Fails(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            raise RuntimeError("after the epoch")
+
+    health = LoaderHealth()
+    with pytest.raises(RuntimeError, match="after the epoch"):
+        _fit(FreeData(), health, Fails())
+    capsys.readouterr()
+    x, y = _arrays()
+    _model().fit(x, y, callbacks=[health], verbose=0)
+    assert capsys.readouterr().out == ""
+
+
+def test_another_verbose_is_a_value_error_that_says_so():
+    for verbose in (2, -1, "auto", "1", None, 0.5):
+        message = f"`verbose` must be 0 or 1. Received: {verbose!r}"
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            LoaderHealth(verbose)
+
+
+# -- saving ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verbose", [0, 1])
+def test_it_is_saved_and_loaded_by_keras(verbose):
+    config = keras.saving.serialize_keras_object(LoaderHealth(verbose))
+    assert config["registered_name"] == "keras_fastdata>LoaderHealth"
+    config = json.loads(json.dumps(config))
+    loaded = keras.saving.deserialize_keras_object(config)
+    assert type(loaded) is LoaderHealth
+    assert loaded.verbose == verbose
+    assert loaded.get_config() == {"verbose": verbose}
+
+
+def test_its_config_makes_it_again():
+    config = LoaderHealth(verbose=True).get_config()
+    assert config == {"verbose": 1}
+    assert json.dumps(config) == '{"verbose": 1}'
+    assert LoaderHealth.from_config(config).get_config() == config
+    assert LoaderHealth().get_config() == {"verbose": 1}
+
+
+def test_it_is_a_keras_callback():
+    assert issubclass(LoaderHealth, keras.callbacks.Callback)
+
+
+# -- threads -----------------------------------------------------------------
+
+
+def test_two_fits_in_two_threads_are_measured_apart():
+    jobs = {
+        "slow data": (SlowData(), []),
+        "slow steps": (FreeData(), [SlowSteps()]),
+    }
+    models = {name: _model(name) for name in jobs}
+    histories, errors = {}, []
+    together = threading.Barrier(len(jobs))
+
+    def fit(name):
+        dataset, callbacks = jobs[name]
+        try:
+            together.wait(30)
+            with dataset:
+                histories[name] = models[name].fit(
+                    dataset,
+                    epochs=2,
+                    callbacks=[LoaderHealth(0), *callbacks],
+                    verbose=0,
+                )
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=fit, args=(name,)) for name in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    slow = histories["slow data"].history["data_wait"]
+    free = histories["slow steps"].history["data_wait"]
+    assert all(share > 0.5 for share in slow)
+    assert all(share < 0.5 for share in free)
+
+
+def test_two_fits_in_turn_on_two_threads_do_not_mix():
+    _fit(SlowData(), LoaderHealth(0))
+    logs = {}
+
+    def fit():
+        logs.update(_fit(FreeData(), LoaderHealth(0), SlowSteps()))
+
+    thread = threading.Thread(target=fit)
+    thread.start()
+    thread.join()
+    assert all(share < 0.5 for share in logs["data_wait"])

@@ -1,0 +1,431 @@
+"""How the package is put together: who may import whom, and what it costs."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import graphlib
+import importlib
+import inspect
+import json
+import os
+import pathlib
+import pkgutil
+import subprocess
+import sys
+import tomllib
+import types
+
+import pytest
+
+import keras_fastdata
+
+_PACKAGE = "keras_fastdata"
+_ROOT = pathlib.Path(keras_fastdata.__file__).parent
+
+# From top to bottom: a module imports from its own room and those below.
+_ROOMS = [
+    "__init__",
+    "dataset",
+    "callbacks",
+    "iterators",
+    "keras_bridge",
+    "engine",
+    "workers",
+    "memory",
+    "health",
+    "errors",
+]
+_HEAVY = {"tensorflow", "jax", "torch", "matplotlib", "PIL", "ray"}
+_PUBLIC = [
+    "BatchTimeoutError",
+    "DatasetPicklingError",
+    "FastPyDataset",
+    "LoaderError",
+    "LoaderHealth",
+    "ThreadSafeIterator",
+    "WorkerDiedError",
+    "threadsafe_generator",
+]
+
+
+# -- reading the source ------------------------------------------------------
+
+
+def _modules():
+    """The source of every module, by its dotted name."""
+    found = {}
+    for path in sorted(_ROOT.rglob("*.py")):
+        parts = path.relative_to(_ROOT.parent).with_suffix("").parts
+        if parts[-1] == "__init__" and len(parts) > 2:
+            parts = parts[:-1]
+        found[".".join(parts)] = ast.parse(path.read_text("utf-8"))
+    return found
+
+
+_TREES = _modules()
+
+
+def _imported(nodes):
+    """The dotted names that import statements among `nodes` may load."""
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "imports are absolute"
+            for alias in node.names:
+                yield f"{node.module}.{alias.name}"
+
+
+def _at_top_level(tree):
+    """Every node that runs when the module is imported."""
+    waiting = list(tree.body)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if not isinstance(
+            node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+        ):
+            waiting.extend(ast.iter_child_nodes(node))
+
+
+def _module_of(name):
+    """The module of ours that a dotted name is, or is in; else `None`."""
+    while name and name not in _TREES:
+        name = name.rpartition(".")[0]
+    if name:
+        return name
+    return None
+
+
+def _our_imports(nodes):
+    for name in _imported(nodes):
+        if name.split(".")[0] == _PACKAGE:
+            yield _module_of(name) or f"{_PACKAGE}.__init__"
+
+
+def _room_of(module):
+    return module.split(".")[1]
+
+
+def _height(module):
+    return -_ROOMS.index(_room_of(module))
+
+
+# -- who imports whom --------------------------------------------------------
+
+
+def test_every_module_is_in_a_room_that_has_its_place():
+    assert {_room_of(module) for module in _TREES} == set(_ROOMS)
+
+
+def test_a_module_imports_only_from_its_room_and_those_below():
+    upwards = [
+        f"{module} imports {name}"
+        for module, tree in _TREES.items()
+        for name in _our_imports(ast.walk(tree))
+        if _height(name) > _height(module)
+    ]
+    assert upwards == []
+
+
+def test_the_check_of_import_directions_sees_what_it_is_to_forbid():
+    source = "def f():\n    from keras_fastdata.engine import loader\n"
+    found = list(_our_imports(ast.walk(ast.parse(source))))
+    assert found == ["keras_fastdata.engine.loader"]
+    assert _height(found[0]) > _height("keras_fastdata.memory.arena")
+    source = "from keras_fastdata import FastPyDataset\n"
+    found = list(_our_imports(ast.walk(ast.parse(source))))
+    assert found == ["keras_fastdata.__init__"]
+
+
+def test_modules_do_not_import_each_other_in_a_circle():
+    graph = {
+        module: set(_our_imports(_at_top_level(tree))) - {module}
+        for module, tree in _TREES.items()
+        if module != f"{_PACKAGE}.__init__"
+    }
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_only_the_bridge_imports_from_keras_src():
+    importers = {
+        module
+        for module, tree in _TREES.items()
+        if any(n.startswith("keras.src") for n in _imported(ast.walk(tree)))
+    }
+    assert importers == {f"{_PACKAGE}.keras_bridge"}
+
+
+def test_no_module_reaches_keras_src_through_keras():
+    reached = {
+        module
+        for module, tree in _TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "keras.src"
+    }
+    assert reached == set()
+
+
+def test_no_module_imports_a_framework_when_it_is_imported():
+    found = [
+        f"{module} imports {name}"
+        for module, tree in _TREES.items()
+        for name in _imported(_at_top_level(tree))
+        if name.split(".")[0] in _HEAVY
+    ]
+    assert found == []
+
+
+def test_keras_is_imported_by_the_bridge_and_the_callbacks_alone():
+    rooms = {
+        _room_of(module)
+        for module, tree in _TREES.items()
+        for name in _imported(ast.walk(tree))
+        if name.split(".")[0] == "keras"
+    }
+    assert rooms == {"keras_bridge", "callbacks"}
+
+
+def test_every_module_that_has_code_says_what_it_is_for():
+    silent = [
+        module
+        for module, tree in _TREES.items()
+        if tree.body and not ast.get_docstring(tree)
+    ]
+    assert silent == []
+
+
+# -- what is public ----------------------------------------------------------
+
+
+def test_the_public_names_are_these():
+    assert keras_fastdata.__all__ == _PUBLIC
+
+
+def test_every_public_name_resolves_and_has_a_docstring():
+    for name in _PUBLIC:
+        value = getattr(keras_fastdata, name)
+        assert value.__name__ == name
+        assert value.__module__.startswith(f"{_PACKAGE}.")
+        assert vars(value).get("__doc__") or value.__doc__, name
+        assert getattr(keras_fastdata, name) is value
+
+
+def test_public_methods_and_properties_have_docstrings():
+    silent = []
+    kinds = types.FunctionType, classmethod, property
+    for name in _PUBLIC:
+        value = getattr(keras_fastdata, name)
+        members = vars(value) if isinstance(value, type) else {}
+        for attribute, member in members.items():
+            if attribute.startswith("_") or not isinstance(member, kinds):
+                continue
+            if not inspect.getdoc(getattr(value, attribute)):
+                silent.append(f"{name}.{attribute}")
+    assert silent == []
+
+
+def test_names_that_do_not_exist_are_attribute_errors():
+    with pytest.raises(AttributeError, match="has no attribute 'Fast'"):
+        _ = keras_fastdata.Fast
+    assert not hasattr(keras_fastdata, "Sequence")
+    with pytest.raises(ImportError, match="Fast"):
+        from keras_fastdata import Fast  # noqa: F401
+
+
+def test_dir_lists_the_public_names():
+    assert set(_PUBLIC) <= set(dir(keras_fastdata))
+    assert "__version__" in dir(keras_fastdata)
+
+
+def test_a_star_import_brings_the_public_names():
+    namespace = {}
+    exec("from keras_fastdata import *", namespace)
+    assert set(namespace) - {"__builtins__"} == set(_PUBLIC)
+
+
+def test_errors_are_runtime_errors_of_one_family():
+    from keras_fastdata import LoaderError
+
+    assert issubclass(LoaderError, RuntimeError)
+    for name in _PUBLIC:
+        if name.endswith("Error"):
+            assert issubclass(getattr(keras_fastdata, name), LoaderError)
+
+
+def test_every_module_can_be_imported():
+    found = [
+        info.name
+        for info in pkgutil.walk_packages([str(_ROOT)], f"{_PACKAGE}.")
+    ]
+    assert {*found, f"{_PACKAGE}.__init__"} == set(_TREES)
+    for name in found:
+        importlib.import_module(name)
+
+
+def test_the_package_says_that_it_is_typed():
+    assert (_ROOT / "py.typed").exists()
+
+
+def test_the_version_is_the_one_that_is_built():
+    assert [int(part) for part in keras_fastdata.__version__.split(".")]
+    project = _ROOT.parent / "pyproject.toml"
+    if not project.exists():
+        pytest.skip("the package is installed; its project file is not here")
+    config = tomllib.loads(project.read_text("utf-8"))
+    version = config["tool"]["setuptools"]["dynamic"]["version"]
+    assert version == {"attr": "keras_fastdata.__version__"}
+
+
+# -- what an import costs ----------------------------------------------------
+
+_PRELUDE = """
+import copyreg, json, os, sys, threading
+def loaded(*names):
+    return [name for name in names if name in sys.modules]
+def children():
+    tasks = f"/proc/{os.getpid()}/task"
+    return [
+        pid
+        for task in os.listdir(tasks)
+        for pid in open(f"{tasks}/{task}/children").read().split()
+    ]
+"""
+
+
+def _in_a_fresh_process(script, tmp_path, **environment):
+    """Runs a script in a new interpreter; returns the JSON it prints."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", _PRELUDE + script],
+        env={**env, **environment},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_importing_the_package_starts_nothing_and_imports_no_keras(tmp_path):
+    script = """
+import keras_fastdata
+light = [n for n in keras_fastdata.__all__ if n.endswith("Error")]
+light += ["ThreadSafeIterator", "threadsafe_generator", "__version__"]
+for name in light:
+    getattr(keras_fastdata, name)
+dir(keras_fastdata)
+print(json.dumps([
+    len(light),
+    threading.active_count(),
+    len(os.listdir("/proc/self/task")),
+    children(),
+    loaded("keras", "tensorflow", "jax", "torch", "numpy", "cloudpickle"),
+]))
+"""
+    assert _in_a_fresh_process(script, tmp_path) == [7, 1, 1, [], []]
+
+
+@pytest.mark.parametrize("name", ["FastPyDataset", "LoaderHealth"])
+def test_keras_is_imported_when_it_is_needed_and_with_its_backend_alone(
+    name, tmp_path
+):
+    script = f"""
+import keras_fastdata
+before = loaded("keras")
+keras_fastdata.{name}
+print(json.dumps([
+    before,
+    loaded("keras", "tensorflow", "torch"),
+    [t.name for t in threading.enumerate()],
+    children(),
+]))
+"""
+    found = _in_a_fresh_process(script, tmp_path, KERAS_BACKEND="jax")
+    assert found == [[], ["keras"], ["MainThread"], []]
+
+
+def test_importing_the_package_changes_nothing_that_others_use(tmp_path):
+    script = """
+import logging, pickle, random, signal, warnings
+import cloudpickle, keras, numpy, tblib
+def state():
+    return {
+        "copyreg": {str(k): str(v) for k, v in copyreg.dispatch_table.items()},
+        "environ": dict(os.environ),
+        "excepthook": repr(sys.excepthook),
+        "filters": repr(warnings.filters),
+        "handlers": repr(logging.root.handlers),
+        "numpy": numpy.random.get_state()[1].tolist(),
+        "random": hash(random.getstate()),
+        "showwarning": repr(warnings.showwarning),
+        "signals": [repr(signal.getsignal(s)) for s in signal.valid_signals()],
+        "path": list(sys.path),
+        "threads": [t.name for t in threading.enumerate()],
+        "children": children(),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+    }
+before = state()
+import keras_fastdata
+for name in keras_fastdata.__all__:
+    getattr(keras_fastdata, name)
+after = state()
+print(json.dumps([name for name in before if before[name] != after[name]]))
+"""
+    assert _in_a_fresh_process(script, tmp_path) == []
+
+
+def test_a_worker_imports_every_public_name_without_keras(tmp_path):
+    script = """
+from keras_fastdata.workers import role
+role.become_worker()
+import keras_fastdata
+class Squares(keras_fastdata.FastPyDataset):
+    def __len__(self):
+        return 3
+    def __getitem__(self, index):
+        return index * index
+keras_fastdata.LoaderHealth(verbose=0)
+print(json.dumps([
+    [getattr(keras_fastdata, n).__name__ for n in keras_fastdata.__all__],
+    list(Squares()),
+    loaded("keras", "tensorflow", "jax", "torch"),
+    loaded("keras_fastdata.keras_bridge"),
+]))
+"""
+    assert _in_a_fresh_process(script, tmp_path) == [
+        _PUBLIC,
+        [0, 1, 4],
+        [],
+        [],
+    ]
+
+
+# -- examples ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("module", "least"),
+    [
+        ("keras_fastdata", 0),
+        ("keras_fastdata.callbacks.loader_health", 2),
+        ("keras_fastdata.dataset", 4),
+        ("keras_fastdata.errors", 0),
+        ("keras_fastdata.iterators", 4),
+    ],
+)
+def test_the_examples_in_docstrings_do_what_they_show(module, least, capsys):
+    found = doctest.testmod(importlib.import_module(module))
+    assert found.failed == 0, capsys.readouterr().out
+    assert found.attempted >= least
+
+
+def test_every_class_and_function_for_users_shows_an_example():
+    for name in _PUBLIC:
+        if not name.endswith("Error"):
+            doc = getattr(keras_fastdata, name).__doc__
+            assert "Example:" in doc
+            assert ">>> " in doc
