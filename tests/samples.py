@@ -222,3 +222,55 @@ class Sized(FastPyDataset):
         batch[-1:] = 9
         batch[:1] = 7
         return batch
+
+
+class Leveled(FastPyDataset):
+    """Batches that show the dataset's state at the time they were built."""
+
+    def __init__(self, length=10, **kwargs):
+        super().__init__(**kwargs)
+        self.length = length
+        self.level = 0
+        self.table = {"level": 0}
+        self.array = np.zeros(1)
+        self.built = 0
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        self.built += 1
+        level = getattr(self, "level", -1)
+        state = [level, self.table["level"], self.array[-1]]
+        return np.array(state), np.array([index])
+
+
+class OpensFiles(FastPyDataset):
+    """Reads from a file that each worker opens for itself."""
+
+    def __init__(self, path, log=None, **kwargs):
+        super().__init__(**kwargs)
+        self.path = str(path)
+        self.log = log and str(log)
+        self.separator = " "
+        self.file = None
+
+    def __len__(self):
+        return 4
+
+    def note(self, event):
+        if self.log:
+            with open(self.log, "a") as log:
+                log.write(event + "\n")
+
+    def on_worker_start(self):
+        self.file = open(self.path)  # noqa: SIM115 - closed on_worker_stop
+        self.note("start")
+
+    def on_worker_stop(self):
+        self.file.close()
+        self.note("stop")
+
+    def __getitem__(self, index):
+        self.file.seek(0)
+        return self.separator.join(self.file.read().split())

@@ -1,0 +1,247 @@
+"""Training starts from wherever Python runs, without a main guard."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from samples import Numbered, numbers
+
+from keras_fastdata import FastPyDataset
+
+pytestmark = pytest.mark.backend
+
+PROCESSES = {"workers": 2, "use_multiprocessing": True}
+
+SCRIPT = """
+import keras
+import numpy as np
+from keras_fastdata import FastPyDataset, LoaderHealth
+
+scale = lambda x: x / 2
+print("main runs")
+
+class Mine(FastPyDataset):
+    def __init__(self, transform, **kwargs):
+        super().__init__(**kwargs)
+        self.transform = transform
+    def __len__(self):
+        return 6
+    def __getitem__(self, index):
+        x = np.full((4, 2), index, "float32")
+        return self.transform(x), scale(x[:, :1])
+
+data = Mine(lambda x: x + 1, workers=2, use_multiprocessing=True,
+            start_method=METHOD)
+model = keras.Sequential([keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+history = model.fit(data, epochs=2, verbose=0, callbacks=[LoaderHealth(0)])
+print("trained", len(history.history["loss"]))
+"""
+
+
+NOTEBOOK = """
+import sys
+import nbclient
+import nbformat
+
+cells = sys.stdin.read().split("\\n\\n")
+notebook = nbformat.v4.new_notebook(
+    cells=[nbformat.v4.new_code_cell(cell) for cell in cells]
+)
+nbclient.NotebookClient(notebook, timeout=90, kernel_name="python3").execute()
+for cell in notebook.cells:
+    for output in cell["outputs"]:
+        print(output.get("text", ""))
+"""
+
+
+def _run(arguments, **kwargs):
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    # The repository itself, where the package is not installed.
+    environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=environment,
+        **kwargs,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_a_script_without_a_main_guard_trains(method, tmp_path):
+    script = tmp_path / "with space and ä.py"
+    script.write_text(SCRIPT.replace("METHOD", repr(method)))
+    assert _run([str(script)]) == "main runs\ntrained 2\n"
+
+
+def test_standard_input_trains():
+    script = SCRIPT.replace("METHOD", "None")
+    assert _run(["-"], input=script) == "main runs\ntrained 2\n"
+
+
+def test_python_c_trains():
+    script = SCRIPT.replace("METHOD", "None")
+    assert _run(["-c", script]) == "main runs\ntrained 2\n"
+
+
+def test_python_m_trains(tmp_path):
+    package = tmp_path / "mine"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "tools.py").write_text("def half(x): return x / 2\n")
+    script = SCRIPT.replace("METHOD", "None").replace(
+        "scale = lambda x: x / 2", "from .tools import half as scale"
+    )
+    (package / "train.py").write_text(script)
+    out = _run(["-m", "mine.train"], cwd=tmp_path)
+    assert out == "main runs\ntrained 2\n"
+
+
+def test_ipython_trains(tmp_path):
+    script = tmp_path / "session.ipy"
+    script.write_text(SCRIPT.replace("METHOD", "None"))
+    assert "trained 2" in _run(["-m", "IPython", str(script)])
+
+
+def test_a_class_defined_in_a_notebook_cell_trains():
+    script = SCRIPT.replace("METHOD", "None")
+    assert "trained 2" in _run(["-c", NOTEBOOK], input=script)
+
+
+def test_a_worker_whose_dataset_does_not_import_keras_does_not_either():
+    class Loaded(FastPyDataset):
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, index):
+            import sys
+
+            heavy = ("keras", "tensorflow", "jax", "torch")
+            return sorted(set(heavy) & set(sys.modules)), 0
+
+    with Loaded(**PROCESSES) as dataset:
+        assert [found for found, _ in dataset] == [[], []]
+
+
+def test_a_worker_holds_at_most_60_mb_of_its_own():
+    with Numbered(length=100, **PROCESSES) as dataset:
+        list(dataset)
+        (nursery,) = psutil.Process().children()
+        workers = nursery.children()
+        assert len(workers) == 2
+        for process in (nursery, *workers):
+            assert process.memory_full_info().uss < 60e6
+
+
+def test_a_worker_is_clean():
+    class Inspect(FastPyDataset):
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, index):
+            import os
+            import signal
+
+            names = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MINE")
+            with open("/proc/self/oom_score_adj") as score:
+                return (
+                    [os.environ.get(name) for name in names],
+                    os.getpgid(0) == os.getpid(),
+                    int(score.read()),
+                    subprocess.run(
+                        ["sh", "-c", "kill -INT $$; echo survived"],
+                        capture_output=True,
+                        text=True,
+                    ).stdout,
+                    signal.getsignal(signal.SIGINT) is not signal.SIG_IGN,
+                )
+
+    place = {**PROCESSES, "worker_env": {"MINE": "1", "OMP_NUM_THREADS": "2"}}
+    with Inspect(**place) as dataset:
+        ((environment, leads_group, score, stopped, python_handler),) = dataset
+    assert environment == ["", "2", "1"]
+    assert leads_group
+    assert score == 500
+    assert stopped == ""  # what a worker starts can be interrupted
+    assert python_handler
+
+
+def test_a_worker_sees_the_trainers_place(tmp_path, monkeypatch):
+    class Where(FastPyDataset):
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, index):
+            return os.getcwd(), os.environ.get("SET_LATE"), sys.argv
+
+    with Numbered(**PROCESSES) as other:
+        list(other)  # the nursery runs before what follows
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("SET_LATE", "yes")
+        with Where(**PROCESSES) as dataset:
+            ((cwd, late, argv),) = dataset
+    assert cwd == str(tmp_path)
+    assert late == "yes"
+    assert argv == sys.argv
+
+
+def test_the_first_batch_comes_soon():
+    # The figure is the benchmark's; this holds the order of magnitude.
+    with Numbered(**PROCESSES) as dataset:
+        began = time.perf_counter()
+        next(iter(dataset))
+        assert time.perf_counter() - began < 20
+
+
+def test_two_loaders_share_a_nursery_and_the_last_ends_it():
+    one, other = Numbered(**PROCESSES), Numbered(**PROCESSES)
+    list(one), list(other)
+    assert len(psutil.Process().children()) == 1
+    one.close()
+    assert len(psutil.Process().children()) == 1
+    assert numbers(other) == list(range(10))
+    other.close()
+    assert not psutil.Process().children()
+
+
+def test_a_forked_copy_of_the_trainer_disturbs_nobody():
+    with Numbered(**PROCESSES) as dataset:
+        batches = iter(dataset)
+        next(batches)
+        pid = os.fork()
+        if not pid:
+            try:
+                alone = numbers(dataset) == list(range(10))
+                dataset.close()
+                os._exit(0 if alone else 1)
+            finally:
+                os._exit(2)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert numbers(batches) == list(range(1, 10))
+
+
+def test_a_dataset_that_cannot_be_pickled_runs_under_fork():
+    import threading
+
+    class Locked(Numbered):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            self.lock = threading.Lock()
+
+        def __getitem__(self, index):
+            with self.lock:
+                return super().__getitem__(index)
+
+    with Locked(start_method="fork", **PROCESSES) as dataset:
+        with pytest.warns(RuntimeWarning, match="start_method='fork'"):
+            batches = list(dataset)
+        assert numbers(batches) == list(range(10))

@@ -1,0 +1,109 @@
+"""What the training process changes reaches the workers before a batch."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+from samples import Leveled, OpensFiles, numbers
+
+PLACES = {
+    "inline": {"workers": 0},
+    "thread": {"workers": 2},
+    "forkserver": {"workers": 2, "use_multiprocessing": True},
+    "spawn": {
+        "workers": 2,
+        "use_multiprocessing": True,
+        "start_method": "spawn",
+    },
+    "fork": {
+        "workers": 2,
+        "use_multiprocessing": True,
+        "start_method": "fork",
+    },
+}
+
+
+@pytest.fixture(params=PLACES)
+def place(request):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`start_method='fork'`")
+        yield PLACES[request.param]
+
+
+def _levels(batches):
+    return [int(x[0]) for x, _ in batches]
+
+
+def test_an_assigned_attribute_shows_in_the_very_next_batch(place):
+    with Leveled(**place) as dataset:
+        batches = iter(dataset)
+        assert _levels([next(batches)]) == [0]
+        dataset.level = 5
+        assert _levels(batches) == [5] * 9
+
+
+def test_a_deleted_attribute_is_gone_in_the_workers(place):
+    with Leveled(**place) as dataset:
+        batches = iter(dataset)
+        next(batches)
+        del dataset.level
+        assert _levels(batches) == [-1] * 9
+
+
+def test_an_edit_in_place_shows_after_mark_changed(place):
+    with Leveled(**place) as dataset:
+        batches = iter(dataset)
+        next(batches)
+        dataset.table["level"] = 7
+        dataset.mark_changed()
+        assert [int(x[1]) for x, _ in batches] == [7] * 9
+
+
+def test_a_change_loses_and_repeats_no_batch(place):
+    with Leveled(length=60, **place) as dataset:
+        seen = []
+        for number, batch in enumerate(dataset):
+            seen.append(batch)
+            if number % 7 == 0:
+                dataset.level = number
+        assert numbers(seen) == list(range(60))
+        assert _levels(seen)[1:] == [n // 7 * 7 for n in range(59)]
+
+
+def test_large_arrays_change_with_the_rest(place):
+    with Leveled(**place) as dataset:
+        dataset.array = np.arange(100_000)
+        assert all(int(x[2]) == 99_999 for x, _ in dataset)
+        dataset.array = np.arange(200_000)
+        assert all(int(x[2]) == 199_999 for x, _ in dataset)
+
+
+def test_what_on_worker_start_opened_is_not_overwritten(tmp_path):
+    path = tmp_path / "lines"
+    path.write_text("one\ntwo\n")
+    with OpensFiles(path, **PLACES["forkserver"]) as dataset:
+        assert list(dataset) == ["one two"] * 4
+        dataset.separator = "-"
+        assert list(dataset) == ["one-two"] * 4
+        assert dataset.file is None
+
+
+def test_worker_hooks_run_once_in_each_worker(tmp_path):
+    path = tmp_path / "lines"
+    path.write_text("one\ntwo\n")
+    log = tmp_path / "log"
+    with OpensFiles(path, log=log, **PLACES["forkserver"]) as dataset:
+        for _ in range(20):
+            list(dataset)
+    events = sorted(log.read_text().split())
+    assert events in (["start", "stop"], ["start", "start", "stop", "stop"])
+
+
+def test_notes_that_a_build_keeps_are_not_a_change():
+    with Leveled(workers=0) as dataset:
+        batches = iter(dataset)
+        next(batches)
+        assert dataset.built == 1
+        assert not dataset._fastdata.loader._changed
