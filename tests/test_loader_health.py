@@ -21,7 +21,7 @@ from samples import Numbered
 
 from keras_fastdata import LoaderHealth
 
-_SLOW_S = 0.04  # a step or a test that is slow
+_SLOW_S = 0.025  # a step or a test that is slow
 _WAIT_S = 2 * _SLOW_S  # a batch that is slow to come
 _LINE = re.compile(
     r"LoaderHealth: epoch (\d+) waited (\d+)% of \d+\.\d s for data; "

@@ -127,9 +127,10 @@ class _Stretch:
 
 
 def _describe(epoch: int, share: float, wall_s: float) -> str:
+    wall = f"{wall_s:.1f} s" if wall_s >= 1 else f"{wall_s * 1000:.0f} ms"
     waited = (
-        f"LoaderHealth: epoch {epoch + 1} waited {share:.0%} of "
-        f"{wall_s:.1f} s for data; "
+        f"LoaderHealth: epoch {epoch + 1} waited {share:.0%} of {wall} for "
+        "data; "
     )
     if share >= _WORTH_MENTIONING:
         return waited + "data is the bottleneck."

@@ -1,0 +1,1 @@
+"""Benchmarks of keras_fastdata against what a user could pick instead."""
