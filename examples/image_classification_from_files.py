@@ -115,13 +115,13 @@ class DigitFiles(FastPyDataset):
 
 train_data = DigitFiles(
     train_paths,
-    batch_size=64,
+    batch_size=96,
     augment=True,
     workers=2,
     use_multiprocessing=True,
 )
 validation_data = DigitFiles(
-    validation_paths, batch_size=120, workers=2, use_multiprocessing=True
+    validation_paths, batch_size=180, workers=2, use_multiprocessing=True
 )
 
 """
@@ -145,7 +145,7 @@ model = keras.Sequential(
 )
 model.compile(
     optimizer=keras.optimizers.Adam(
-        keras.optimizers.schedules.CosineDecay(2e-3, EPOCHS * len(train_data))
+        keras.optimizers.schedules.CosineDecay(3e-3, EPOCHS * len(train_data))
     ),
     loss="sparse_categorical_crossentropy",
     metrics=["accuracy"],

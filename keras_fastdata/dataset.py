@@ -94,8 +94,8 @@ class FastPyDataset(_Base):
 
     Args:
         workers: Where batches are built. 0: in the caller, when asked for.
-            n >= 1: ahead of time, by n threads, or by n processes (at most
-            1,024) with `use_multiprocessing=True`. Defaults to 1.
+            n >= 1: ahead of time, by n threads, or by n processes with
+            `use_multiprocessing=True`; at most 1,024. Defaults to 1.
         use_multiprocessing: Whether workers are processes. Threads suit
             builds that wait (for files, the network) or run in NumPy;
             processes suit builds that run Python code. Defaults to `False`.
@@ -241,7 +241,11 @@ class FastPyDataset(_Base):
         """
 
     def on_worker_stop(self) -> None:
-        """Called once in each worker that ends in peace."""
+        """Called once in each worker that ends in peace.
+
+        In threads and in the caller that is at `close`: a dataset that was
+        collected is not there to be called.
+        """
 
     def reseed(self, seed_sequence: np.random.SeedSequence) -> None:
         """Called before each batch, for generators we do not know.

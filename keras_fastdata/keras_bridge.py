@@ -21,10 +21,12 @@ import threading
 import time
 import traceback
 import warnings
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import keras
+import numpy as np
 from keras.src.trainers.data_adapters import data_adapter_utils
 from keras.src.trainers.data_adapters.py_dataset_adapter import (
     PyDatasetAdapter,
@@ -74,7 +76,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         self._begun: Pass | None = None  # a pass for the next iterator to use
         self._latest: _Batches | None = None
         self._trains = False  # whether the probe, if there is one, is over
-        self._failure = _Failure()
+        self.failure = _Failure()
         self._fit_thread = threading.get_ident()
 
     def get_numpy_iterator(self) -> Iterator[Any]:
@@ -91,8 +93,12 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
 
         if self._output_signature is None:
             self._output_signature = self._sign()
+        # TensorFlow keeps this function for ever (in its default graph); it
+        # must not keep the dataset, and with it the workers. The caller's
+        # EpochIterator keeps the adapter while it trains.
+        adapter = weakref.ref(self)
         dataset = tf.data.Dataset.from_generator(
-            lambda: _ForTensorFlow(_Batches(self), self._failure),
+            lambda: _ForTensorFlow(_alive(adapter)),
             output_signature=self._output_signature,
         )
         # The workers prefetch; tf.data is to ask for a batch when it is due.
@@ -111,7 +117,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         self._run_hook("on_epoch_begin")
 
     def on_epoch_end(self) -> None:
-        self._failure.raise_if_any()
+        self.failure.raise_if_any()
         if not self._trains:
             # `fit` and `evaluate` call this once before they begin, after
             # the probe. In `predict` it is the end, and nothing follows.
@@ -180,7 +186,12 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
             _spell_out_cause(error)
             raise
         return data_adapter_utils.get_tensor_spec(
-            [self.standardize(batch) for batch in peeked]
+            [
+                keras.tree.map_structure(
+                    _strings_as_tensors, self.standardize(batch)
+                )
+                for batch in peeked
+            ]
         )
 
 
@@ -226,9 +237,9 @@ class _ForTensorFlow(Iterator[Any]):
     Keras reports the end of the epoch.
     """
 
-    def __init__(self, batches: _Batches, failure: _Failure) -> None:
-        self._batches = batches
-        self._failure = failure
+    def __init__(self, adapter: FastPyDatasetAdapter) -> None:
+        self._batches = _Batches(adapter)
+        self._failure = adapter.failure
 
     def __next__(self) -> Any:
         try:
@@ -240,6 +251,15 @@ class _ForTensorFlow(Iterator[Any]):
         except BaseException as error:
             self._failure.put_aside(error)
             raise StopIteration from None
+
+
+def _alive(
+    reference: weakref.ref[FastPyDatasetAdapter],
+) -> FastPyDatasetAdapter:
+    adapter = reference()
+    if adapter is None:
+        raise ReferenceError("the Keras data adapter has been collected")
+    return adapter
 
 
 class _Failure:
@@ -271,6 +291,15 @@ def _for_tensorflow(leaf: Any) -> Any:
         return tf.experimental.Optional.empty(None)
     if data_adapter_utils.is_scipy_sparse(leaf):
         return data_adapter_utils.scipy_sparse_to_tf_sparse(leaf)
+    return _strings_as_tensors(leaf)
+
+
+def _strings_as_tensors(leaf: Any) -> Any:
+    """A string tensor for an array of strings, which Keras cannot name."""
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OSTU":
+        import tensorflow as tf
+
+        return tf.constant(leaf.tolist(), shape=leaf.shape, dtype=tf.string)
     return leaf
 
 

@@ -8,6 +8,7 @@ import errno
 import functools
 import gc
 import json
+import linecache
 import os
 import re
 import subprocess
@@ -34,6 +35,9 @@ WHERE = {
     "thread": r"worker thread \d",
     "inline": "the calling thread",
 }
+# Workers write to the stderr of the nursery that forks them; this one is
+# started within the test, and so writes to where the test looks.
+FRESH = {"worker_env": {"NURSERY": "fresh"}}
 BROKEN = 2  # the batch that cannot be built
 
 pytestmark = pytest.mark.timeout(60)
@@ -557,7 +561,7 @@ def without_addresses(convert, value):
 
 
 def frames(error, since=None):
-    """The frames in this file, below the last one named `since`."""
+    """The frames in this file, below the first one named `since`."""
     found = [
         (frame.filename, frame.name, frame.lineno, frame.line)
         for frame in traceback.extract_tb(error.__traceback__)
@@ -639,7 +643,9 @@ def assert_arrives_through_fit(raising, kind, model, name):
     assert facts(here, chain=False) == facts(there, chain=False)
     assert_is_from_where_it_was_raised(here, there, kind)
     cause = there.__cause__
-    if cause is not None:
+    if cause is None:
+        assert facts(here.__context__) == facts(there.__context__)
+    else:
         # Keras raises `from None`; the note has what was lost.
         assert here.__cause__ is None
         assert facts(here.__context__) == facts(cause)
@@ -656,6 +662,22 @@ def test_the_frames_of_a_cause_are_the_users(raising):
     raising.tell("a_cause")
     here, there = caught(walk, raising), caught(a_cause)
     assert frames(here.__cause__) == frames(there.__cause__)
+
+
+def test_the_carets_of_a_traceback_point_to_the_right_place(raising):
+    """Or nowhere; but not to another place."""
+    raising.tell("a_cause")
+    here, there = caught(walk, raising), caught(a_cause)
+    ours, theirs = (
+        [(f.colno, f.end_colno) for f in traceback.extract_tb(tb)]
+        for tb in (here.__cause__.__traceback__, there.__cause__.__traceback__)
+    )
+    assert ours in (theirs, [(None, None)])
+    extracted = traceback.extract_tb(here.__traceback__)
+    frame = next(f for f in extracted if f.name == "__getitem__")
+    if frame.colno is not None:
+        line = linecache.getline(frame.filename, frame.lineno)
+        assert line[frame.colno :].startswith("RAISERS[name]()")
 
 
 def test_the_frames_and_notes_inside_a_group_are_the_users(raising):
@@ -778,7 +800,7 @@ def _raise_it(cls):
 
 
 def test_what_sys_exit_says_is_not_lost(kind, run, capfd):
-    with Broken(_exit, **KINDS[kind]) as dataset:
+    with Broken(_exit, **KINDS[kind], **FRESH) as dataset:
         error = caught(run, dataset)
     if kind == "process":
         # It ends the worker, as it would end any process.
@@ -931,7 +953,7 @@ def test_an_exception_of_a_hook_arrives_as_itself(kind, hook, model):
 
 
 def test_a_dataset_that_is_dropped_after_a_failure_leaves_no_noise(kind, capfd):
-    dataset = Broken(two_arguments, **KINDS[kind])
+    dataset = Broken(two_arguments, **KINDS[kind], **FRESH)
     error = caught(walk, dataset)
     assert type(error) is TwoArguments
     del dataset, error

@@ -1,7 +1,7 @@
 """`ThreadSafeIterator` and `threadsafe_generator`: one iterator, many threads.
 
 Nothing here waits for time to pass: threads meet at barriers and events. A
-timeout is only how long a broken implementation may take to be found out.
+timeout is how long a broken implementation may take to be found out.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import collections
 import gc
 import inspect
 import itertools
+import sys
 import threading
+import time
 import weakref
 
 import keras
@@ -22,6 +24,15 @@ from keras_fastdata import ThreadSafeIterator, threadsafe_generator
 _THREADS = 8
 _ITEMS_PER_THREAD = 10_000
 _PATIENCE_S = 30.0
+
+
+@pytest.fixture(autouse=True)
+def _threads_take_turns_all_the_time():
+    """So that what one thread may do to another does happen."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
 
 
 class _Crew:
@@ -140,8 +151,7 @@ def test_only_one_thread_at_a_time_is_inside_the_iterator():
     most = 0
 
     class Counting:
-        def __init__(self):
-            self.left = 5_000
+        left = 1_000
 
         def __iter__(self):
             return self
@@ -149,17 +159,17 @@ def test_only_one_thread_at_a_time_is_inside_the_iterator():
         def __next__(self):
             nonlocal inside, most
             inside += 1
+            time.sleep(0)  # lets another thread go on
             most = max(most, inside)
-            self.left -= 1
-            if self.left < 0:
-                inside -= 1
-                raise StopIteration
             inside -= 1
+            if not self.left:
+                raise StopIteration
+            self.left -= 1
             return self.left
 
     shared = ThreadSafeIterator(Counting())
     shares = _Crew(lambda _: _drain(shared)).join()
-    assert sum(map(len, shares)) == 5_000
+    assert sum(map(len, shares)) == 1_000
     assert most == 1
 
 

@@ -24,8 +24,8 @@ from keras_fastdata import LoaderHealth
 _SLOW_S = 0.025  # a step or a test that is slow
 _WAIT_S = 2 * _SLOW_S  # a batch that is slow to come
 _LINE = re.compile(
-    r"LoaderHealth: epoch (\d+) waited (\d+)% of \d+\.\d s for data; "
-    r"(data|compute) is the bottleneck\."
+    r"LoaderHealth: epoch (\d+) waited (\d+)% of (?:\d+\.\d s|\d+ ms) for "
+    r"data; (data|compute) is the bottleneck\."
 )
 
 

@@ -198,6 +198,16 @@ def test_no_more_processes_are_taken_than_the_board_has_lines_for():
         dataset.use_multiprocessing = True
 
 
+def test_an_environment_variable_that_cannot_be_is_refused_by_its_name():
+    for name in ("", "A=B", "A\0"):
+        with pytest.raises(ValueError, match="`worker_env`") as caught:
+            Numbered(worker_env={"FINE": "1", name: "1"})
+        assert repr(name) in str(caught.value)
+    with pytest.raises(ValueError, match="`worker_env`") as caught:
+        Numbered(worker_env={"A": "1\0"})
+    assert repr("1\0") in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
+MAX_WORKERS = 1024  # as many lines as the arena's board has
 START_METHODS = ("forkserver", "spawn", "fork")
 
 Kind = Literal["inline", "thread", "process"]
@@ -44,6 +45,11 @@ class Settings:
         self._refuse_what_is_not_built_yet()
         check = self._set_checked
         check("workers", _integer("workers", self.workers, least=0))
+        if self.workers > MAX_WORKERS:
+            raise ValueError(
+                f"`workers` must be at most {MAX_WORKERS}. "
+                f"Received: {self.workers}"
+            )
         check(
             "use_multiprocessing",
             _boolean("use_multiprocessing", self.use_multiprocessing),

@@ -189,6 +189,8 @@ class _Worker:
                 make_builder = payload.read_payload(self._dataset_fd)
             os.close(self._dataset_fd)
             self._builder: Builds = make_builder()
+            # Once more, now that the user's modules are imported.
+            self._start.habits.apply()
             self._builder.start(self._start.worker)
         except SystemExit:
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 from collections.abc import Iterable
 
 from keras_fastdata.workers.base import Builds, Built, Ticket, where
@@ -58,4 +59,6 @@ class InlineWorkers:
         self._tickets.clear()
         if self._started:
             self._started = False
-            self._builder.stop(0)
+            # A dataset that has been collected has nothing left to stop.
+            with contextlib.suppress(ReferenceError):
+                self._builder.stop(0)

@@ -87,9 +87,12 @@ class _Nursery:
 
     def _answer(self) -> bool:
         """Serves one request; returns False once the trainer has closed."""
-        datagram, fds, flags, _ = socket.recv_fds(
-            self._requests, 16, 8, socket.MSG_CMSG_CLOEXEC
-        )
+        try:
+            datagram, fds, flags, _ = socket.recv_fds(
+                self._requests, 16, 8, socket.MSG_CMSG_CLOEXEC
+            )
+        except ConnectionResetError:
+            return False
         if not datagram:
             return False
         try:
@@ -109,7 +112,7 @@ class _Nursery:
         notice = pack_notice(FORKED, pid, 0)
         try:
             socket.send_fds(self._requests, [notice], [pidfd])
-        except BrokenPipeError:
+        except (BrokenPipeError, ConnectionResetError):
             return False
         return True
 

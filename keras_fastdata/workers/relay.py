@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import logging
 import pickle
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -30,12 +31,13 @@ class Habits:
     Attributes:
         levels: Level of each logger that has one of its own; "" is the root.
         disabled: The argument of `logging.disable`.
-        filters: `warnings.filters`.
+        filters: `warnings.filters`, each category as (module, name): a
+            filter for a warning of some library must not import it.
     """
 
     levels: dict[str, int]
     disabled: int
-    filters: list[Any]
+    filters: list[tuple[Any, Any, tuple[str, str], Any, int]]
 
     @staticmethod
     def of_this_process() -> Habits:
@@ -46,16 +48,25 @@ class Habits:
             if isinstance(logger, logging.Logger) and logger.level
         }
         levels[""] = logging.root.level
-        return Habits(
-            levels, logging.root.manager.disable, list(warnings.filters)
-        )
+        filters = [
+            (action, text, (kind.__module__, kind.__qualname__), module, line)
+            for action, text, kind, module, line in warnings.filters
+            if isinstance(kind, type)
+        ]
+        return Habits(levels, logging.root.manager.disable, filters)
 
     def apply(self) -> None:
+        """Takes them on, as far as the modules they name are imported."""
         for name, level in self.levels.items():
             logging.getLogger(name or None).setLevel(level)
         logging.disable(self.disabled)
-        warnings.filters[:] = self.filters  # type: ignore[index]
-        # Public calls that make the module notice the new list.
+        found = []
+        for action, text, (home, name), module, line in self.filters:
+            kind = getattr(sys.modules.get(home), name, None)
+            if isinstance(kind, type):
+                found.append((action, text, kind, module, line))
+        warnings.filters[:] = found  # type: ignore[index]
+        # A public call that makes the module notice the new list.
         warnings.simplefilter("default", _Never)
 
 

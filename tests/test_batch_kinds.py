@@ -1,0 +1,289 @@
+"""Every kind of batch that Keras accepts reaches the model, from processes."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import scipy.sparse
+
+from keras_fastdata import FastPyDataset
+
+pytestmark = pytest.mark.backend
+
+BACKEND = keras.backend.backend()
+PLACES = {
+    "inline": {"workers": 0},
+    "thread": {"workers": 2},
+    "process": {"workers": 2, "use_multiprocessing": True},
+}
+
+
+@pytest.fixture(params=PLACES)
+def place(request):
+    return PLACES[request.param]
+
+
+def _dataset(make, place, length=4):
+    """A dataset whose batch i is `make(i)`."""
+
+    class Made(FastPyDataset):
+        def __len__(self):
+            return length
+
+        def __getitem__(self, index):
+            return make(index)
+
+    return Made(**place)
+
+
+def _linear(**inputs):
+    """Adds up its inputs' means, and has one weight to train."""
+    tensors = {
+        name: keras.Input(shape, name=name) for name, shape in inputs.items()
+    }
+    parts = [keras.layers.Flatten()(t) for t in tensors.values()]
+    joined = keras.layers.Concatenate()(parts) if parts[1:] else parts[0]
+    model = keras.Model(tensors, keras.layers.Dense(1)(joined))
+    model.compile("sgd", "mse")
+    return model
+
+
+X = np.arange(12, dtype="float32").reshape(4, 3) / 12
+Y = np.ones((4, 1), "float32")
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        (X, Y),
+        [X, Y],
+        (X, Y, np.ones(4, "float32")),
+        (X.astype("float64"), Y.astype("int64")),
+        (X.astype("uint8"), Y.astype("bool")),
+        (X.tolist() and np.asfortranarray(X), Y[::-1]),
+        (X, Y, None),
+    ],
+    ids=[
+        "tuple",
+        "list",
+        "weights",
+        "doubles",
+        "small integers",
+        "layouts",
+        "None for weights",
+    ],
+)
+def test_arrays_train(batch, place):
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with _dataset(lambda i: batch, place) as dataset:
+        history = model.fit(dataset, epochs=2, verbose=0)
+        assert np.isfinite(history.history["loss"]).all()
+        assert np.isfinite(model.evaluate(dataset, verbose=0))
+
+
+def test_nested_dicts_train(place):
+    model = _linear(a=(3,), b=(2, 2))
+    with _dataset(
+        lambda i: ({"a": X, "b": np.ones((4, 2, 2), "float32")}, Y), place
+    ) as dataset:
+        assert np.isfinite(model.fit(dataset, verbose=0).history["loss"][0])
+
+
+@pytest.mark.parametrize("form", ["array", "tuple of one"])
+def test_inputs_alone_are_predicted(form, place):
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    make = {"array": lambda i: X + i, "tuple of one": lambda i: (X + i,)}
+    with _dataset(make[form], place) as dataset:
+        found = model.predict(dataset, verbose=0)
+    expected = model.predict(
+        np.concatenate([X + i for i in range(4)]), verbose=0
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_an_optional_input_may_be_none(place):
+    a = keras.Input((3,), name="a")
+    b = keras.Input((3,), name="b", optional=True)
+    model = keras.Model({"a": a, "b": b}, keras.layers.Dense(1)(a))
+    model.compile("sgd", "mse")
+    with _dataset(lambda i: ({"a": X, "b": None}, Y), place) as dataset:
+        assert np.isfinite(model.fit(dataset, verbose=0).history["loss"][0])
+
+
+def test_batches_of_different_lengths_train(place):
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with _dataset(lambda i: (X[: i + 1], Y[: i + 1]), place) as dataset:
+        model.fit(dataset, verbose=0)
+        assert len(model.predict(dataset, verbose=0)) == 10
+
+
+def test_scalars_and_strings_arrive_in_a_plain_loop(place):
+    batch = {
+        "text": np.array(["a", "bc"]),
+        "objects": np.array([None, "x", 3], object),
+        "scalar": 2.5,
+        "word": "hello",
+        "none": None,
+    }
+    with _dataset(lambda i: batch, place) as dataset:
+        for found in dataset:
+            assert found["text"].tolist() == ["a", "bc"]
+            assert found["objects"].tolist() == [None, "x", 3]
+            assert (found["scalar"], found["word"]) == (2.5, "hello")
+            assert found["none"] is None
+
+
+@pytest.mark.skipif(BACKEND == "torch", reason="Keras on torch has no sparse")
+def test_scipy_sparse_inputs_train(place):
+    model = keras.Sequential(
+        [keras.Input((3,), sparse=True), keras.layers.Dense(1)]
+    )
+    model.compile("sgd", "mse")
+    matrix = scipy.sparse.csr_matrix(X)
+    with _dataset(lambda i: (matrix, Y), place) as dataset:
+        assert np.isfinite(model.fit(dataset, verbose=0).history["loss"][0])
+
+
+def test_a_batch_that_is_none_is_a_clear_error(place):
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with (
+        _dataset(lambda i: None, place) as dataset,
+        pytest.raises(ValueError, match="returned None"),
+    ):
+        model.fit(dataset, verbose=0)
+
+
+if BACKEND == "tensorflow":
+    import tensorflow as tf
+
+    def test_tensors_arrive_as_arrays_from_processes():
+        def make(index):
+            import tensorflow as tf
+
+            return tf.fill((2, 2), float(index)), tf.constant([index])
+
+        with _dataset(make, PLACES["process"]) as dataset:
+            for number, (x, y) in enumerate(dataset):
+                assert isinstance(x, np.ndarray)
+                assert (x == number).all()
+                assert y.tolist() == [number]
+
+    def test_strings_train(place):
+        model = keras.Sequential(
+            [
+                keras.Input((1,), dtype="string"),
+                keras.layers.StringLookup(
+                    vocabulary=["a", "b"], output_mode="one_hot"
+                ),
+                keras.layers.Dense(1),
+            ]
+        )
+        model.compile("sgd", "mse")
+        words = np.array([["a"], ["b"], ["a"], ["c"]], object)
+        with _dataset(lambda i: (words, Y), place) as dataset:
+            loss = model.fit(dataset, verbose=0).history["loss"]
+        assert np.isfinite(loss[0])
+
+    def test_tf_sparse_and_ragged_arrive(place):
+        def make(index):
+            import tensorflow as tf
+
+            ragged = tf.ragged.constant([[1.0], [2.0, 3.0]])
+            return {"sparse": tf.sparse.eye(3), "ragged": ragged}
+
+        with _dataset(make, place) as dataset:
+            for found in dataset:
+                assert isinstance(found["sparse"], tf.SparseTensor)
+                assert (
+                    (tf.sparse.to_dense(found["sparse"]) == tf.eye(3))
+                    .numpy()
+                    .all()
+                )
+                assert isinstance(found["ragged"], tf.RaggedTensor)
+                assert found["ragged"].to_list() == [[1.0], [2.0, 3.0]]
+
+    def test_tf_sparse_inputs_train(place):
+        def make(index):
+            import tensorflow as tf
+
+            return tf.sparse.eye(4, 3), Y
+
+        model = keras.Sequential(
+            [keras.Input((3,), sparse=True), keras.layers.Dense(1)]
+        )
+        model.compile("sgd", "mse")
+        with _dataset(make, place) as dataset:
+            assert np.isfinite(model.fit(dataset, verbose=0).history["loss"][0])
+
+    def test_mirrored_replicas_train(place):
+        strategy = tf.distribute.MirroredStrategy(["CPU:0"])
+        with strategy.scope():
+            model = keras.Sequential([keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        with _dataset(lambda i: (X, Y), place) as dataset:
+            assert np.isfinite(model.fit(dataset, verbose=0).history["loss"][0])
+
+    def test_the_train_step_is_traced_once(place):
+        class Counted(keras.Sequential):
+            traces = 0
+
+            def call(self, *args, **kwargs):
+                type(self).traces += 1
+                return super().call(*args, **kwargs)
+
+        model = Counted([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        before = Counted.traces
+        with _dataset(lambda i: (X[: 4 - i // 3], Y[: 4 - i // 3]), place) as d:
+            model.fit(d, epochs=2, verbose=0)
+        assert Counted.traces == before + 1
+
+
+if BACKEND == "jax":
+
+    def test_tensors_arrive_as_arrays_from_processes():
+        def make(index):
+            import jax.numpy as jnp
+
+            return jnp.full((2, 2), index), jnp.array([index])
+
+        with _dataset(make, PLACES["process"]) as dataset:
+            for number, (x, _) in enumerate(dataset):
+                assert isinstance(x, np.ndarray)
+                assert (x == number).all()
+
+    @pytest.mark.parametrize("run", range(20))
+    def test_asynchronous_dispatch_holds_batches_and_nothing_hangs(run):
+        big = np.ones((64, 64, 64), "float32")
+        model = keras.Sequential(
+            [
+                keras.layers.Flatten(),
+                keras.layers.Dense(64),
+                keras.layers.Dense(1),
+            ]
+        )
+        model.compile("sgd", "mse")
+        place = {**PLACES["process"], "max_queue_size": 2}
+        label = np.ones((64, 1), "float32")
+        with _dataset(lambda i: (big * i, label), place, 40) as dataset:
+            model.fit(dataset, verbose=0, shuffle=False)
+
+
+if BACKEND == "torch":
+
+    def test_tensors_arrive_as_arrays_from_processes():
+        def make(index):
+            import torch
+
+            half = torch.full((2, 2), index, dtype=torch.bfloat16)
+            return torch.full((2, 2), index, requires_grad=False), half
+
+        with _dataset(make, PLACES["process"]) as dataset:
+            for number, (x, half) in enumerate(dataset):
+                assert isinstance(x, np.ndarray)
+                assert (x == number).all()
+                assert str(half.dtype) == "bfloat16"

@@ -1,0 +1,82 @@
+"""After `fit`, a dataset that is dropped takes its workers along."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+
+import keras
+import psutil
+import pytest
+from samples import Numbered
+
+pytestmark = pytest.mark.backend
+
+PLACES = {
+    "thread": {"workers": 2},
+    "process": {"workers": 2, "use_multiprocessing": True},
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_dataset_dropped_after_fit_leaves_no_process_and_no_thread(place):
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    dataset, validation = Numbered(**PLACES[place]), Numbered(**PLACES[place])
+    model.fit(dataset, validation_data=validation, epochs=2, verbose=0)
+    model.predict(dataset, verbose=0)
+    assert psutil.Process().children() or place == "thread"
+    del dataset, validation
+    gc.collect()
+    assert not psutil.Process().children()
+    assert not [t for t in threading.enumerate() if "keras_fastdata" in t.name]
+
+
+ENDS = {
+    "falls off its end": "pass",
+    "is half through an epoch": "it = iter(data); next(it)",
+    "calls sys.exit": "sys.exit(0)",
+    "calls os._exit": "os._exit(0)",
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("end", ENDS)
+def test_a_script_ends_cleanly_when_it(end, place, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, sys, keras, numpy as np\n"
+        "from keras_fastdata import FastPyDataset\n"
+        "class D(FastPyDataset):\n"
+        "    def __len__(self): return 8\n"
+        "    def __getitem__(self, i):\n"
+        "        x = np.ones((64, 1024), 'float32')\n"
+        "        return x, x[:, :1]\n"
+        f"data = D(**{PLACES[place]!r})\n"
+        "model = keras.Sequential([keras.layers.Dense(1)])\n"
+        "model.compile('sgd', 'mse')\n"
+        "model.fit(data, verbose=0)\n"
+        "print('trained', flush=True)\n"
+        f"{ENDS[end]}\n"
+    )
+    env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", script],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=env,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "trained\n"
+    noise = [
+        line
+        for line in done.stderr.splitlines()
+        if "keras_fastdata" in line or "Exception" in line or "Error" in line
+    ]
+    # TensorFlow reports that it found no GPU, at level E.
+    assert [line for line in noise if "cuda" not in line.lower()] == []
