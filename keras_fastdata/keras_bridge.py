@@ -50,8 +50,13 @@ def register(dataset_class: type) -> None:
 
 def unregister() -> None:
     """Leaves Keras as it was; a FastPyDataset is then a plain PyDataset."""
-    if "__new__" in vars(PyDatasetAdapter):
-        del PyDatasetAdapter.__new__
+
+    def new(cls: type, *_: Any, **__: Any) -> Any:
+        # Not `del`: a class that has had a `__new__` would then refuse the
+        # arguments of its `__init__` (CPython's object.__new__).
+        return object.__new__(cls)
+
+    PyDatasetAdapter.__new__ = new
 
 
 class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]

@@ -345,7 +345,7 @@ def test_no_epochs_means_no_batches(agree):
 
 
 @with_steps_per_execution
-@pytest.mark.parametrize("steps", [2, 3, 10, 16])
+@pytest.mark.parametrize("steps", [3, 16])
 def test_steps_per_execution_leaves_the_batches_as_they_are(agree, steps):
     def case(model, make):
         set_up(model, steps_per_execution=steps)
@@ -730,8 +730,11 @@ def test_an_exception_in_a_callback_leaves_the_dataset_usable(agree):
     agree(case, "train 0 1 | train 0 1 2 3 4 5")
 
 
-@pytest.mark.parametrize("hook", ["on_epoch_begin", "on_epoch_end"])
-def test_an_exception_in_a_hook_leaves_the_dataset_usable(agree, hook):
+@pytest.mark.parametrize(
+    ("hook", "before"),
+    [("on_epoch_end", ""), ("on_epoch_begin", "train | ")],
+)
+def test_an_exception_in_a_hook_leaves_the_dataset_usable(agree, hook, before):
     def case(model, make):
         dataset = make("Sized", size=3)
 
@@ -744,7 +747,7 @@ def test_an_exception_in_a_hook_leaves_the_dataset_usable(agree, hook):
         del vars(dataset)[hook]
         fit(Recorder(), dataset)
 
-    agree(case, "train 0 1 2", built=BUILT[:1])
+    agree(case, f"{before}train 0 1 2", built=(True,))
 
 
 # -- datasets that change ----------------------------------------------------
@@ -1033,7 +1036,7 @@ def test_data_that_changes_is_shuffled_without_loss(make):
 
 
 def _fit(model, make):
-    fit(model, make("Told", size=3), epochs=3)
+    fit(model, make("Told", size=3), epochs=2)
 
 
 def _fit_few_steps(model, make):
@@ -1049,7 +1052,7 @@ def _fit_all_steps(model, make):
 
 
 def _fit_endless(model, make):
-    fit(model, make("EndlessTold"), epochs=3, steps_per_epoch=2)
+    fit(model, make("EndlessTold"), epochs=2, steps_per_epoch=2)
 
 
 def _fit_twice(model, make):
@@ -1108,18 +1111,14 @@ def _evaluate(model, make):
     dataset = make("Told", size=3)
     evaluate(model, dataset)
     evaluate(model, dataset, steps=2)
+    evaluate(model, make("EndlessTold"), steps=2)
 
 
 def _predict(model, make):
     dataset = make("Told", size=3)
     predict(model, dataset)
     predict(model, dataset, steps=2)
-
-
-def _predict_endless(model, make):
-    dataset = make("EndlessTold")
-    predict(model, dataset, steps=2)
-    evaluate(model, dataset, steps=2)
+    predict(model, make("EndlessTold"), steps=2)
 
 
 @functools.cache
@@ -1142,7 +1141,6 @@ def _play_stock(case, built):
         _fit_while_shrinking,
         _evaluate,
         _predict,
-        _predict_endless,
     ],
 )
 def test_hooks_are_called_when_stock_keras_calls_them(make, case):
@@ -1153,8 +1151,7 @@ def test_hooks_are_called_when_stock_keras_calls_them(make, case):
 def test_hooks_are_called_around_every_epoch_and_end_once_before(agree):
     agree(
         _fit,
-        "end | train begin 0 1 2 end | train begin 0 1 2 end | "
-        "train begin 0 1 2 end",
+        "end | train begin 0 1 2 end | train begin 0 1 2 end",
         built=(True,),
     )
     agree(
@@ -1167,7 +1164,8 @@ def test_hooks_are_called_around_every_epoch_and_end_once_before(agree):
     )
     agree(
         _predict,
-        "predict begin 0 1 2 end | predict begin 0 1 end",
+        "predict begin 0 1 2 end | predict begin 0 1 end | "
+        "predict begin 0 1 end",
         built=(True,),
     )
 
@@ -1191,13 +1189,18 @@ def test_hooks_run_in_the_training_process_and_in_the_thread_of_fit(make):
 # -- what a batch is ---------------------------------------------------------
 
 
-def _contents(make, form, *hows, **arguments):
+def contents(make, form, *hows, **arguments):
     EVENTS.clear()
     model = Recorder()
     dataset = make("Sized", size=3, form=form)
     for how in hows:
         how(model, dataset, **arguments)
     return model.batches
+
+
+@functools.cache
+def _stock_contents(form, *hows):
+    return contents(make_stock, form, *hows)
 
 
 @pytest.mark.parametrize(
@@ -1214,35 +1217,35 @@ def _contents(make, form, *hows, **arguments):
 )
 def test_a_step_gets_the_batch_that_stock_keras_gives_it(make, form):
     hows = fit, evaluate, predict
-    found = _contents(make, form, *hows)
+    found = contents(make, form, *hows)
     assert len(found) == 9
-    assert found == _contents(make_stock, form, *hows)
+    assert found == _stock_contents(form, *hows)
 
 
 def test_a_part_of_a_batch_may_be_none(make):
     # Stock Keras takes it on JAX and PyTorch alone.
-    found = _contents(make, samples.pair_and_none, fit, evaluate, predict)
-    assert [batch[1:] for batch in found] == 3 * [
-        ("float32 [[0.0], [0.0]]", None),
-        ("float32 [[1.0], [1.0]]", None),
-        ("float32 [[2.0], [2.0]]", None),
+    found = contents(make, samples.pair_and_none, fit, evaluate, predict)
+    assert [[*batch[1:]] for batch in found] == 3 * [
+        ["float32 [[0.0], [0.0]]", None],
+        ["float32 [[1.0], [1.0]]", None],
+        ["float32 [[2.0], [2.0]]", None],
     ]
 
 
 @pytest.mark.parametrize("form", [samples.pair, samples.as_list])
 def test_class_weight_becomes_the_weights_of_the_samples(make, form):
     weights = {0: 1.0, 1: 5.0, 2: 0.25}
-    found = _contents(make, form, fit, class_weight=weights)
+    found = contents(make, form, fit, class_weight=weights)
     assert [batch[2] for batch in found] == [
         "float32 [1.0, 1.0]",
         "float32 [5.0, 5.0]",
         "float32 [0.25, 0.25]",
     ]
-    assert found == _contents(make_stock, form, fit, class_weight=weights)
+    assert found == contents(make_stock, form, fit, class_weight=weights)
 
 
 def test_sample_weights_reach_the_step(make):
-    found = _contents(make, samples.triple, fit)
+    found = contents(make, samples.triple, fit)
     assert [batch[2] for batch in found] == [
         "float32 [0.5, 1.5]",
         "float32 [1.5, 2.5]",

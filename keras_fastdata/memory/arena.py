@@ -18,6 +18,7 @@ swallowed.
 from __future__ import annotations
 
 import collections
+import math
 import mmap
 import os
 import weakref
@@ -166,12 +167,17 @@ def aligned_empty(
 ) -> npt.NDArray[Any]:
     """An uninitialized private array on a 64-byte boundary."""
     kind = np.dtype(dtype)
-    nbytes = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
+    nbytes = count_of(shape) * kind.itemsize
     if kind.hasobject or not nbytes:
         return np.empty(shape, kind)
     raw = np.empty(nbytes + ALIGNMENT, np.uint8)
     start = -address_of(raw) % ALIGNMENT
     return raw[start : start + nbytes].view(kind).reshape(shape)
+
+
+def count_of(shape: int | tuple[int, ...]) -> int:
+    """The number of elements of an array of that shape."""
+    return shape if isinstance(shape, int) else math.prod(shape)
 
 
 def memfd(name: str) -> int:

@@ -33,6 +33,7 @@ from keras_fastdata.memory.arena import (
     Segment,
     address_of,
     aligned_empty,
+    count_of,
 )
 
 # Smaller arrays are copied out on delivery, so that keeping a label does not
@@ -84,7 +85,7 @@ class SlotWriter:
     ) -> npt.NDArray[Any]:
         """An uninitialized array that lies in the slot, where it can."""
         kind = np.dtype(dtype)
-        nbytes = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
+        nbytes = count_of(shape) * kind.itemsize
         if not self._in_place or kind.hasobject or nbytes < SMALL_BYTES:
             return aligned_empty(shape, kind)
         root, start = self._allocate(nbytes)
@@ -206,11 +207,12 @@ def decode(encoded: Encoded, arena: Arena, slot: int) -> Any:
     for start, nbytes in extents:
         if lend and nbytes >= SMALL_BYTES:
             buffers.append(root[start : start + nbytes])
-        else:
+        elif nbytes:
             private = aligned_empty(nbytes, np.uint8)
-            if nbytes:
-                private[:] = root[start : start + nbytes]
+            private[:] = root[start : start + nbytes]
             buffers.append(private)
+        else:
+            buffers.append(np.empty(0, np.uint8))
     batch = pickle.loads(encoded.structure, buffers=buffers)
     if not lend and not encoded.kept:
         arena.put(slot)
