@@ -292,8 +292,8 @@ class FastPyDataset(_Base):
         as it is now. Not needed for attributes that are assigned, nor for
         what the epoch hooks change: those are noticed.
         """
-        internals = vars(self).get(seeding.PRIVATE)
-        if isinstance(internals, _Internals) and internals.loader is not None:
+        internals = self._own_internals()
+        if internals is not None and internals.loader is not None:
             internals.loader.mark_changed()
 
     def close(self) -> None:
@@ -302,8 +302,8 @@ class FastPyDataset(_Base):
         They start again when needed. Also done when the dataset is collected
         and at the end of a `with` block.
         """
-        internals = vars(self).get(seeding.PRIVATE)
-        if isinstance(internals, _Internals) and internals.loader is not None:
+        internals = self._own_internals()
+        if internals is not None and internals.loader is not None:
             internals.loader.close()
 
     def __enter__(self) -> FastPyDataset:
@@ -355,10 +355,18 @@ class FastPyDataset(_Base):
         if build.current_context() is None:
             self.mark_changed()
 
-    def _internals(self) -> _Internals:
+    def _own_internals(self) -> _Internals | None:
+        """What is ours in this dataset, if it is not a copy's original's."""
         found = vars(self).get(seeding.PRIVATE)
         if isinstance(found, _Internals) and found.owner() is self:
             return found
+        return None
+
+    def _internals(self) -> _Internals:
+        own = self._own_internals()
+        if own is not None:
+            return own
+        found = vars(self).get(seeding.PRIVATE)
         if found is None:
             warnings.warn(
                 f"{type(self).__name__}.__init__ should call "

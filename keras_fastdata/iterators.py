@@ -23,6 +23,7 @@ class ThreadSafeIterator(Iterator[_T], Generic[_T]):
 
     Raises:
         TypeError: `iterable` cannot be iterated over.
+        ValueError: From `next`, when the iterator calls `next` on itself.
 
     Example:
 
@@ -35,20 +36,30 @@ class ThreadSafeIterator(Iterator[_T], Generic[_T]):
         self._iterator: Iterator[_T] | None = iter(iterable)
         self._lock = threading.Lock()
         self._closing = False
+        self._running_in = 0  # the thread that is inside `next`, if any
 
     def __next__(self) -> _T:
-        with self._lock:
-            if self._iterator is None:
-                raise StopIteration
-            try:
-                item = next(self._iterator)
-            except BaseException:
-                self._iterator = None
-                raise
+        if self._running_in == threading.get_ident():
+            # Waiting for the lock would be waiting for oneself.
+            raise ValueError("ThreadSafeIterator: next() called from within")
+        try:
+            with self._lock:
+                self._running_in = threading.get_ident()
+                if self._closing:
+                    self._end()
+                if self._iterator is None:
+                    raise StopIteration
+                try:
+                    return next(self._iterator)
+                except BaseException:
+                    self._iterator = None
+                    raise
+                finally:
+                    self._running_in = 0
+        finally:
             if self._closing:
-                # `close` found the iterator running and left it to us.
-                self._end()
-            return item
+                # `close` may have found the lock taken, and left it to us.
+                self._end_if_idle()
 
     def close(self) -> None:
         """Ends the iterator, and runs a generator's `finally` blocks.
@@ -57,6 +68,11 @@ class ThreadSafeIterator(Iterator[_T], Generic[_T]):
         the iterator when its item has come. Idempotent.
         """
         self._closing = True
+        self._end_if_idle()
+
+    def _end_if_idle(self) -> None:
+        # Who finds the lock taken may leave: its holder looks at `_closing`
+        # again once the lock is free.
         if self._lock.acquire(blocking=False):
             try:
                 self._end()

@@ -97,7 +97,9 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         import tensorflow as tf
 
         if self._output_signature is None:
+            began = time.perf_counter()
             self._output_signature = self._sign()
+            waits.set_aside(self._fit_thread, time.perf_counter() - began)
         # TensorFlow keeps this function for ever (in its default graph); it
         # must not keep the dataset, and with it the workers. The caller's
         # EpochIterator keeps the adapter while it trains.

@@ -29,6 +29,10 @@ def _backend_is_warm():
     model.fit(x, x[:, :1], epochs=1, verbose=0)
     model.evaluate(x, x[:, :1], verbose=0)
     model.predict(x, verbose=0)
+    # The checks below collect garbage all the time; what the backend has
+    # imported need not be looked at again.
+    gc.collect()
+    gc.freeze()
 
 
 def _children() -> set[int]:

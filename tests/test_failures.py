@@ -1054,7 +1054,12 @@ def test_a_script_ends_with_the_exception_and_nothing_else(tmp_path):
     head, _, tail = ended.stderr.partition("Traceback")
     for noise in ("Exception ignored", "Error", "ran out of data", "leaked"):
         assert noise not in head
-    last = [line for line in tail.splitlines() if not line.startswith("  ")]
+    # Keras's filter misplaces some carets of frames that are not the user's.
+    last = [
+        line
+        for line in tail.splitlines()
+        if not line.startswith("  ") and line.strip("^~")
+    ]
     assert last[:2] == [
         " (most recent call last):",
         "BrokenSample: a.png has code 3",
@@ -1071,6 +1076,4 @@ def test_a_script_ends_with_the_exception_and_nothing_else(tmp_path):
         for n, text in enumerate(script.read_text().splitlines(), 1)
         if text.strip() == line
     ]
-    assert f'File "{script}", line {number[0]}, in fail\n    {line}' in (
-        textwrap.dedent(tail).replace("\n  ", "\n")
-    )
+    assert f'  File "{script}", line {number[0]}, in fail\n    {line}\n' in tail

@@ -229,6 +229,37 @@ def test_sys_exit_in_on_worker_start_is_an_error(kind):
         assert error.code == 7
 
 
+@pytest.mark.parametrize("cls", [StopIteration, ReferenceError])
+def test_no_error_of_on_worker_start_is_taken_for_something_else(kind, cls):
+    """These two have a meaning where batches are asked for."""
+    with starting(RaisesIt(cls), kind) as dataset:
+        error = caught(walk, dataset)
+    assert isinstance(error, RuntimeError if cls is StopIteration else cls)
+    assert f"{cls.__name__}: a.png" in shown(error)
+
+
+class RaisesIt:
+    def __init__(self, cls):
+        self.cls = cls
+
+    def __call__(self):
+        raise self.cls("a.png")
+
+
+class Lengthless(Plain):
+    def __len__(self):
+        return next(iter([]))
+
+
+def test_a_length_that_cannot_be_told_is_not_an_empty_epoch(kind):
+    with (
+        Lengthless(**KINDS[kind]) as dataset,
+        pytest.raises(RuntimeError) as found,
+    ):
+        walk(dataset)
+    assert "StopIteration" in shown(found.value)
+
+
 class Stopping(Plain):
     def on_worker_stop(self):
         raise TwoArguments("a.png", 3)

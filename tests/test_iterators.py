@@ -615,3 +615,14 @@ def test_fit_is_fed_by_a_generator_over_a_shared_iterator():
     assert spare[0][0, 0] == 0
     assert len(history.history["loss"]) == 1
     assert _drain(shared) == []
+
+
+def test_a_generator_that_asks_itself_for_an_item_is_told_so():
+    def circular():
+        yield next(shared)
+
+    shared = ThreadSafeIterator(circular())
+    with pytest.raises(ValueError, match="from within"):
+        next(shared)
+    with pytest.raises(StopIteration):
+        next(shared)

@@ -571,6 +571,23 @@ def test_a_category_made_in_a_function_arrives_as_itself(kind):
     assert [warning.category for warning in shown] == [LocalWarning]
 
 
+class WarningOfTwo(UserWarning):
+    def __init__(self, path, code):
+        super().__init__(f"{path} has code {code}")
+        self.code = code
+
+
+def test_a_warning_with_two_arguments_arrives_as_itself(kind):
+    (warning,) = warned(warn_of_two, {"action": "default"}, kind=kind)
+    assert warning.category is WarningOfTwo
+    assert str(warning.message) == "a.png has code 3"
+    assert warning.message.code == 3
+
+
+def warn_of_two(index):
+    warnings.warn(WarningOfTwo("a.png", 3), stacklevel=1)
+
+
 @pytest.mark.parametrize("character", ["x", "\N{GRINNING FACE}"])
 def test_a_long_warning_arrives_shortened(character, capfd):
     default = {"action": "default"}

@@ -119,12 +119,13 @@ def test_reseed_is_called_for_every_batch():
 
 
 def test_threads_that_draw_from_shared_generators_are_warned_once():
-    with (
-        Random(seed=1, workers=2) as dataset,
-        pytest.warns(UserWarning, match=r"self\.rng") as caught,
-    ):
-        list(dataset)
-        list(dataset)
+    with Random(seed=1, workers=2) as dataset:
+        with pytest.warns(UserWarning, match=r"self\.rng") as caught:
+            first = list(dataset)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            list(dataset)
+    assert len(first) == 8
     assert len([w for w in caught if "self.rng" in str(w.message)]) == 1
 
 

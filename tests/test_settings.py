@@ -188,14 +188,17 @@ def test_a_value_out_of_range_is_a_value_error_that_says_so(name):
             assert f"at least {_LEAST[name]}" in message
 
 
-def test_no_more_processes_are_taken_than_the_board_has_lines_for():
-    assert _settings_of(workers=1_024, use_multiprocessing=True).workers
-    assert _settings_of(workers=1_025).workers == 1_025  # threads
-    with pytest.raises(ValueError, match=r"1,?024.*1,?025"):
-        Numbered(workers=1_025, use_multiprocessing=True)
-    dataset = Numbered(workers=1_025)
-    with pytest.raises(ValueError, match=r"1,?024.*1,?025"):
-        dataset.use_multiprocessing = True
+def test_no_more_workers_are_taken_than_the_board_has_lines_for():
+    message = r"`workers` must be at most 1,?024\. Received: 1,?025"
+    for processes in (False, True):
+        settings = _settings_of(workers=1_024, use_multiprocessing=processes)
+        assert settings.workers == 1_024
+        with pytest.raises(ValueError, match=message):
+            Numbered(workers=1_025, use_multiprocessing=processes)
+    dataset = Numbered(workers=2)
+    with pytest.raises(ValueError, match=message):
+        dataset.workers = 1_025
+    assert dataset.workers == 2
 
 
 def test_an_environment_variable_that_cannot_be_is_refused_by_its_name():

@@ -71,6 +71,9 @@ class LoaderHealth(_Base):
         """The callback that `get_config` describes."""
         return cls(**config)
 
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._line = None  # of a fit that was broken off
+
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._print_line()
         self._epoch = _Stretch()
@@ -122,6 +125,7 @@ class _Stretch:
     def end(self) -> None:
         now = waits.of_this_thread()
         self.wall_s += time.perf_counter() - self._began
+        self.wall_s -= now.aside_s - self._before.aside_s
         self.wait_s += now.seconds - self._before.seconds
         self.batches += now.batches - self._before.batches
 

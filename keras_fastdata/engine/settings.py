@@ -171,4 +171,11 @@ def _environment(value: Any) -> dict[str, str] | None:
             "`worker_env` must be a dict of strings to strings, such as "
             f"{{'OMP_NUM_THREADS': '2'}}. Received: {value!r}"
         )
+    for name, text in value.items():
+        if not name or "=" in name or "\0" in name + text:
+            raise ValueError(
+                "`worker_env` must name variables that a process can have: "
+                "no empty name, no '=' in a name, no NUL anywhere. "
+                f"Received: {name!r}: {text!r}"
+            )
     return dict(value)

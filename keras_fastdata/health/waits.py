@@ -18,10 +18,12 @@ class Waits:
     Attributes:
         seconds: Time spent in our iterators.
         batches: Batches they delivered.
+        aside_s: Time of theirs that belongs to no epoch.
     """
 
     seconds: float = 0.0
     batches: int = 0
+    aside_s: float = 0.0
 
 
 _totals: dict[int, Waits] = {}
@@ -35,7 +37,17 @@ def book(thread: int, seconds: float) -> None:
         seconds: How long it waited.
     """
     before = _totals.get(thread, Waits())
-    _totals[thread] = Waits(before.seconds + seconds, before.batches + 1)
+    _totals[thread] = dataclasses.replace(
+        before, seconds=before.seconds + seconds, batches=before.batches + 1
+    )
+
+
+def set_aside(thread: int, seconds: float) -> None:
+    """Has time that belongs to no epoch not counted."""
+    before = _totals.get(thread, Waits())
+    _totals[thread] = dataclasses.replace(
+        before, aside_s=before.aside_s + seconds
+    )
 
 
 def of_this_thread() -> Waits:

@@ -136,11 +136,13 @@ def _own_recipe_of(error: BaseException) -> bytes | None:
 
 def _recipe_of(error: BaseException) -> bytes | None:
     cls = type(error)
-    if isinstance(cls.__init__, types.FunctionType):
-        return _dumps((_bare, (cls, _picklable_args(error.args))))
     reduced = error.__reduce_ex__(4)
     if not isinstance(reduced, tuple):
         return None
+    if isinstance(cls.__init__, types.FunctionType):
+        # What the built-in base was given: OSError's `args` lack the path.
+        given = _picklable_args(reduced[1])
+        return _dumps((_bare, (cls, given, _picklable_args(error.args))))
     return _dumps((_called, (reduced[0], _picklable_args(reduced[1]))))
 
 
@@ -236,15 +238,17 @@ def _called(make: Any, args: tuple[Any, ...]) -> Any:
     return make(*args)
 
 
-def _bare(cls: type[BaseException], args: tuple[Any, ...]) -> BaseException:
+def _bare(
+    cls: type[BaseException], given: tuple[Any, ...], args: tuple[Any, ...]
+) -> BaseException:
     """An instance on which only the built-in part of `__init__` has run."""
-    error = cls.__new__(cls, *args)
+    error = cls.__new__(cls, *given)
     builtin = next(b for b in cls.__mro__ if b.__module__ == "builtins")
     initialize: Any = vars(builtin).get("__init__", BaseException.__init__)
     with contextlib.suppress(TypeError):
         # Raised for a subclass of, say, UnicodeDecodeError with arguments
         # of its own.
-        initialize(error, *args)
+        initialize(error, *given)
     error.args = args
     return error
 
