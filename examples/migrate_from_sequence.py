@@ -132,6 +132,9 @@ for line in difflib.unified_diff(
 The model is small, so that most of the work is in the dataset. A `fit` on two
 batches comes first, to compile the model; the clock runs around the whole of
 the second `fit`, with all that it starts.
+
+Keras's own `use_multiprocessing` forks the training process. Where Python or
+JAX warns about that, it is the run of the `Sequence` that it warns about.
 """
 
 

@@ -34,6 +34,7 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import (
 
 from keras_fastdata.engine.loader import Pass
 from keras_fastdata.health import waits
+from keras_fastdata.workers import failures
 
 PyDataset = keras.utils.PyDataset
 
@@ -287,7 +288,12 @@ class _Failure:
         error, self._error = self._error, None
         if error is not None:
             self._quiet.__exit__(None, None, None)
-            raise error
+            context = error.__context__
+            try:
+                raise error
+            finally:
+                # Not TensorFlow's end of data, which is being handled here.
+                BaseException.__setattr__(error, "__context__", context)
 
 
 def _for_tensorflow(leaf: Any) -> Any:
@@ -318,4 +324,6 @@ def _spell_out_cause(error: Exception) -> None:
     """
     if error.__cause__ is not None:
         lines = traceback.format_exception(error.__cause__)
-        error.add_note("Caused by:\n" + "".join(lines).rstrip())
+        failures.note(error, "Caused by:\n" + "".join(lines).rstrip())
+        if error.__context__ is None:
+            BaseException.__setattr__(error, "__context__", error.__cause__)

@@ -6,12 +6,12 @@ a batch has the same bytes wherever it is built.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import logging
 import random
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -81,19 +81,29 @@ def current_context() -> Context | None:
     return _current.context or _process_context
 
 
-@contextlib.contextmanager
-def _building(context: Context, *, alone: bool) -> Iterator[None]:
-    global _process_context
-    before = _current.context
-    _current.context = context
-    if alone:
-        _process_context = context
-    try:
-        yield
-    finally:
-        _current.context = before
-        if alone:
-            _process_context = before
+class _building:
+    """Makes a context the current one.
+
+    A class, because `contextlib.contextmanager` sets attributes of an
+    exception that passes, which not all allow.
+    """
+
+    def __init__(self, context: Context, *, alone: bool) -> None:
+        self._context = context
+        self._alone = alone
+
+    def __enter__(self) -> None:
+        global _process_context
+        self._before = _current.context
+        _current.context = self._context
+        if self._alone:
+            _process_context = self._context
+
+    def __exit__(self, *_: object) -> None:
+        global _process_context
+        _current.context = self._before
+        if self._alone:
+            _process_context = self._before
 
 
 class Builder:
@@ -145,8 +155,17 @@ class Builder:
 
     def stop(self, worker_index: int) -> None:
         """Runs `on_worker_stop`, once for each worker."""
+        dataset = self.dataset
         with _building(self._outside(worker_index), alone=not self._shared):
-            self.dataset.on_worker_stop()
+            try:
+                dataset.on_worker_stop()
+            except Exception:
+                # Nobody waits for anything any more.
+                logging.getLogger("keras_fastdata").exception(
+                    "%s.on_worker_stop raised in worker %d",
+                    type(dataset).__name__,
+                    worker_index,
+                )
 
     def build(
         self,
@@ -159,8 +178,10 @@ class Builder:
         context = Context(self._seed, epoch, index, worker_index, empty)
         with _building(context, alone=not self._shared):
             if self._watch is not None:
-                with self._watch.watching(type(self.dataset).__name__):
-                    return self.dataset[index]
+                self._watch.begin()
+                batch = self.dataset[index]
+                self._watch.end(type(self.dataset).__name__)
+                return batch
             if self._private:
                 self._reseed(epoch, index)
                 return self.dataset[index]
@@ -240,18 +261,19 @@ class _GlobalsWatch:
         self._moved = 0
         self._watched = 0
 
-    @contextlib.contextmanager
-    def watching(self, dataset: str) -> Iterator[None]:
-        if (
-            self._moved >= self._TELLING
-            or self._watched >= self._BUILDS_WATCHED
-        ):
-            yield
-            return
-        self._watched += 1
-        before = self._positions()
-        yield
-        if before != self._positions():
+        self._local = threading.local()
+
+    def begin(self) -> None:
+        """Called before a build, by the thread that builds."""
+        self._local.before = None
+        if self._moved < self._TELLING and self._watched < self._BUILDS_WATCHED:
+            self._watched += 1
+            self._local.before = self._positions()
+
+    def end(self, dataset: str) -> None:
+        """Called after it, unless it raised."""
+        before = self._local.before
+        if before is not None and before != self._positions():
             self._moved += 1
             if self._moved == self._TELLING:
                 warnings.warn(

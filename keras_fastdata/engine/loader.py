@@ -37,6 +37,19 @@ from keras_fastdata.workers.thread import ThreadWorkers
 _WAIT_S = 0.5  # between two looks at what else there is to do
 
 
+_END = object()  # what `Loader.deliver` returns after the last batch
+
+
+def _not_the_end(error: StopIteration) -> RuntimeError:
+    """What a StopIteration of the user's becomes, as in a generator.
+
+    It would end the epoch early, and nobody would notice.
+    """
+    return RuntimeError(
+        f"The dataset raised StopIteration{error.args}; its epoch is not over."
+    )
+
+
 class Pass(Iterator[Any]):
     """One walk through a dataset: an epoch, as an iterator of batches.
 
@@ -60,8 +73,12 @@ class Pass(Iterator[Any]):
         began = time.perf_counter()
         try:
             batch = self._loader.deliver(self._walk, self._dataset)
+        except StopIteration as error:
+            raise _not_the_end(error) from error
         finally:
             self.wait_s += time.perf_counter() - began
+        if batch is _END:
+            raise StopIteration
         self.delivered += 1
         return batch
 
@@ -70,7 +87,10 @@ class Pass(Iterator[Any]):
 
         When their turn comes, they are delivered without being built again.
         """
-        return self._loader.peek(self._walk, self._dataset, indices)
+        try:
+            return self._loader.peek(self._walk, self._dataset, indices)
+        except StopIteration as error:
+            raise _not_the_end(error) from error
 
     def remember_first(self) -> None:
         """Keeps the first batch until the second, so that `rewind` has it."""
@@ -215,12 +235,12 @@ class Loader:
     def deliver(self, walk: _Walk, dataset: build.Dataset) -> Any:
         with self._lock:
             if walk.ended:
-                raise StopIteration
+                return _END
             workers, schedule = self._prepare(walk, dataset)
             if not schedule.holds(walk.position):
                 self._retire(walk)
                 self._torn = False
-                raise StopIteration
+                return _END
             index = schedule.index_at(walk.position)
             self._refill(workers, walk, schedule)
             if index in walk.peeked:

@@ -30,10 +30,12 @@ def explained(dataset: weakref.ref[Any]) -> Iterator[None]:
     except Exception as error:
         # Pickling runs the user's `__reduce__` and `__getstate__`: anything.
         owner = dataset()
-        found = _culprit("dataset", owner, _MAX_DEPTH)
-        if found is None:
+        if _can_be_pickled(owner):
             raise
-        path, value = found
+        path, value = _culprit("dataset", owner, _MAX_DEPTH, []) or (
+            "dataset",
+            owner,
+        )
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         raise DatasetPicklingError(
             f"{type(owner).__name__} cannot be sent to a worker process: "
@@ -46,16 +48,27 @@ def explained(dataset: weakref.ref[Any]) -> Iterator[None]:
         ) from error
 
 
-def _culprit(path: str, value: Any, depth: int) -> tuple[str, Any] | None:
-    """The innermost part of `value` that cannot be pickled, with its path."""
+def _culprit(
+    path: str, value: Any, depth: int, above: list[Any]
+) -> tuple[str, Any] | None:
+    """The innermost part of `value` that cannot be pickled, with its path.
+
+    What is `above`, on the way here, is not searched again; an object that
+    cannot be pickled because it refers to those is not the culprit.
+    """
     if _can_be_pickled(value):
         return None
+    circular = False
     if depth:
+        above = [*above, value]
         for name, part in _named_parts(value):
-            found = _culprit(f"{path}{name}", part, depth - 1)
+            if any(part is one for one in above):
+                circular = True
+                continue
+            found = _culprit(f"{path}{name}", part, depth - 1, above)
             if found is not None:
                 return found
-    return path, value
+    return None if circular else (path, value)
 
 
 def _named_parts(value: Any) -> Iterator[tuple[str, Any]]:

@@ -8,11 +8,9 @@ to another.
 
 from __future__ import annotations
 
-import contextlib
 import random
 import sys
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -53,20 +51,22 @@ def reseed_globals(stream: np.random.SeedSequence) -> None:
         torch.default_generator.manual_seed(int(words[0]) << 32 | int(words[1]))
 
 
-@contextlib.contextmanager
-def preserved_globals() -> Iterator[None]:
+class preserved_globals:
     """Leaves the global generators as it found them."""
-    numpy_state = np.random.get_state()
-    python_state = random.getstate()
-    torch = _loaded_torch()
-    torch_state = None if torch is None else torch.get_rng_state()
-    try:
-        yield
-    finally:
-        np.random.set_state(numpy_state)
-        random.setstate(python_state)
-        if torch is not None and torch_state is not None:
-            torch.set_rng_state(torch_state)
+
+    def __enter__(self) -> None:
+        self._numpy_state = np.random.get_state()
+        self._python_state = random.getstate()
+        self._torch = _loaded_torch()
+        self._torch_state = (
+            None if self._torch is None else self._torch.get_rng_state()
+        )
+
+    def __exit__(self, *_: object) -> None:
+        np.random.set_state(self._numpy_state)
+        random.setstate(self._python_state)
+        if self._torch is not None and self._torch_state is not None:
+            self._torch.set_rng_state(self._torch_state)
 
 
 def reseed_generator(found: Any, stream: np.random.SeedSequence) -> None:

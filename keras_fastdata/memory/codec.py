@@ -213,10 +213,11 @@ def decode(encoded: Encoded, arena: Arena, slot: int) -> Any:
             buffers.append(private)
         else:
             buffers.append(np.empty(0, np.uint8))
-    batch = pickle.loads(encoded.structure, buffers=buffers)
-    if not lend and not encoded.kept:
-        arena.put(slot)
-    return batch
+    try:
+        return pickle.loads(encoded.structure, buffers=buffers)
+    finally:
+        if not lend and not encoded.kept:
+            arena.put(slot)
 
 
 def read_appended(segment: Segment, slot: int, used: int, nbytes: int) -> bytes:

@@ -191,22 +191,37 @@ class _Worker:
             self._builder: Builds = make_builder()
             # Once more, now that the user's modules are imported.
             self._start.habits.apply()
+            relay.take_over()
             self._builder.start(self._start.worker)
         except SystemExit:
             raise
         except BaseException as error:
-            error.add_note(
-                f"While {self._start.dataset} was loaded or its "
-                f"`on_worker_start` ran, in {self._name}."
-            )
-            body = failures.take_apart(error)
-            if len(body) > messages.MAX_DATAGRAM_BYTES:
-                brief = LoaderError(str(error)[:10_000])
-                body = failures.take_apart(brief)
-            self.tell(Kind.START_FAILED, body)
+            self._give_up(error)
             return False
         self.tell(Kind.READY, b"")
         return True
+
+    def _give_up(self, error: BaseException) -> None:
+        """Tells why this worker ends, in as many messages as it takes."""
+        failures.note(
+            error,
+            f"While {self._start.dataset} was loaded or its "
+            f"`on_worker_start` ran, in {self._name}.",
+        )
+        body = failures.take_apart(error)
+        size = messages.MAX_DATAGRAM_BYTES
+        parts = [body[i : i + size] for i in range(0, len(body), size)]
+        for follow in reversed(range(len(parts))):
+            part = parts[len(parts) - 1 - follow]
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                self._results.send(
+                    Result(
+                        Kind.START_FAILED,
+                        self._start.worker,
+                        follow,
+                        body=part,
+                    ).pack()
+                )
 
     def serve(self) -> None:
         """Builds what the tickets ask for until the task socket is shut."""
@@ -216,7 +231,13 @@ class _Worker:
             task = Task.unpack(datagram)
             note(worker, task.serial)
             while self._version < task.version:
-                self._update()
+                try:
+                    self._update()
+                except (BrokenPipeError, ConnectionResetError):
+                    raise
+                except Exception as error:
+                    self._give_up(error)
+                    raise SystemExit(1) from None
             if self._version > task.version:
                 self._send(Result(Kind.STALE, worker, task.serial))
             else:
@@ -248,7 +269,7 @@ class _Worker:
         except BaseException as error:
             batch.clear()
             ticket = Ticket(task.serial, task.epoch, task.index)
-            error.add_note(where(self._start.dataset, ticket, self._name))
+            failures.note(error, where(self._start.dataset, ticket, self._name))
             body = failures.take_apart(error)
             kind, extents = Kind.FAILURE, b""
         else:
@@ -334,14 +355,22 @@ def _settle_in(start: Start) -> None:
     ):
         f.write(str(_OOM_SCORE))
     sys.breakpointhook = _no_breakpoint
+    # A fork has the trainer's; nobody could tell whom a line is for.
+    with contextlib.suppress(OSError):
+        sys.stdin = open(os.devnull)  # noqa: SIM115
+        os.dup2(sys.stdin.fileno(), 0)
     gc.freeze()
 
 
 def _no_breakpoint(*_: Any, **__: Any) -> None:
+    if os.environ.get("PYTHONBREAKPOINT") == "0":
+        return
     raise failures.no_debugger()
 
 
 def _status_of(request: SystemExit) -> int:
     if request.code is None:
         return 0
+    if not isinstance(request.code, int):
+        print(request.code, file=sys.stderr)
     return request.code & 0xFF if isinstance(request.code, int) else 1

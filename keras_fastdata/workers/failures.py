@@ -18,6 +18,7 @@ import os
 import pickle
 import traceback
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import cloudpickle
@@ -28,7 +29,22 @@ from keras_fastdata.memory import classes
 
 _MAX_CHAIN = 16  # causes of causes
 _MAX_TEXT = 64 * 1024  # characters
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_PACKAGE = os.path.join(
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))), ""
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One argument or attribute.
+
+    Attributes:
+        pickled: The value, or `None` where it cannot be pickled.
+        text: What it looks like.
+    """
+
+    pickled: bytes | None
+    text: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,10 +53,10 @@ class Failure:
 
     Attributes:
         text: The formatted traceback, should nothing else be of use.
-        recipe: Pickled (class, builder, arguments), or `None`.
-        state: Attribute names and their pickled values.
-        left_out: Attributes that could not be pickled.
-        frames: The traceback as tblib's dictionary, or `None`.
+        make: Pickled function and class that rebuild it, or `None`.
+        args: What they are called with.
+        state: Attributes, by name.
+        frames: The traceback, frame by frame, as tblib describes it.
         notes: What `add_note` added.
         cause: `__cause__`, taken apart.
         context: `__context__`, taken apart.
@@ -48,14 +64,14 @@ class Failure:
     """
 
     text: str
-    recipe: bytes | None
-    state: dict[str, bytes]
-    left_out: tuple[str, ...]
-    frames: dict[str, Any] | None
-    notes: tuple[str, ...]
-    cause: Failure | None
-    context: Failure | None
-    suppress_context: bool
+    make: bytes | None = None
+    args: tuple[Part, ...] = ()
+    state: dict[str, Part] = dataclasses.field(default_factory=dict)
+    frames: tuple[dict[str, Any], ...] = ()
+    notes: tuple[str, ...] = ()
+    cause: Failure | None = None
+    context: Failure | None = None
+    suppress_context: bool = False
 
 
 class Unpicklable:
@@ -71,13 +87,31 @@ class Unpicklable:
 def take_apart(error: BaseException) -> bytes:
     """Describes an exception so that `put_together` can rebuild it."""
     if isinstance(error, bdb.BdbQuit):
-        error = no_debugger().with_traceback(error.__traceback__)
-    return pickle.dumps(_describe(error, _MAX_CHAIN), protocol=5)
+        debugger = no_debugger().with_traceback(error.__traceback__)
+        for text in getattr(error, "__notes__", ()):
+            note(debugger, text)
+        error = debugger
+    try:
+        return pickle.dumps(_describe(error, _MAX_CHAIN), protocol=5)
+    except Exception:
+        # An exception made to be difficult, or too deep for pickle.
+        return pickle.dumps(Failure(_text_of(error)[-_MAX_TEXT:]), protocol=5)
 
 
 def put_together(described: bytes) -> BaseException:
     """Rebuilds the exception, or a `LoaderError` with its text."""
     return _rebuild(pickle.loads(described))
+
+
+def note(error: BaseException, text: str) -> None:
+    """`error.add_note(text)`, also for one that lets nobody set attributes."""
+    notes = [*getattr(error, "__notes__", ()), text]
+    BaseException.__setattr__(error, "__notes__", notes)
+
+
+def look_of(value: Any) -> str:
+    """`repr(value)`, whatever that does."""
+    return _safely(repr, value)
 
 
 def no_debugger() -> LoaderError:
@@ -89,27 +123,36 @@ def no_debugger() -> LoaderError:
     )
 
 
+# -- in the worker -------------------------------------------------------------
+
+
 def _describe(error: BaseException, depth: int) -> Failure:
-    text = _text_of(error)
-    recipe = _own_recipe_of(error)
-    state, left_out = ({}, []) if recipe else _state_of(error)
+    make, args, state = _recipe_of(error)
     cause, context = error.__cause__, error.__context__
-    frames = _outside_the_package(error.__traceback__)
+    if context is cause:
+        context = None
     return Failure(
-        text=text[-_MAX_TEXT:],
-        recipe=recipe or _recipe_of(error),
+        text=_text_of(error)[-_MAX_TEXT:],
+        make=make,
+        args=args,
         state=state,
-        left_out=tuple(left_out),
-        frames=tblib.Traceback(frames).to_dict() if frames else None,
-        notes=tuple(str(n) for n in getattr(error, "__notes__", ())),
-        cause=_describe(cause, depth - 1) if cause and depth else None,
+        frames=tuple(_frames_of(_outside_the_package(error.__traceback__))),
+        notes=tuple(_safely(str, n) for n in _notes_of(error)),
+        cause=(
+            _describe(cause, depth - 1) if cause is not None and depth else None
+        ),
         context=(
             _describe(context, depth - 1)
-            if context and context is not cause and depth
+            if context is not None and depth
             else None
         ),
         suppress_context=error.__suppress_context__,
     )
+
+
+def _notes_of(error: BaseException) -> list[Any]:
+    found = getattr(error, "__notes__", None)
+    return list(found) if isinstance(found, (list, tuple)) else []
 
 
 def _text_of(error: BaseException) -> str:
@@ -120,30 +163,35 @@ def _text_of(error: BaseException) -> str:
         return f"{type(error).__name__} (its text cannot be had: {broken!r})"
 
 
-def _own_recipe_of(error: BaseException) -> bytes | None:
-    """The recipe of a class that says how to pickle it, if it works."""
-    cls = type(error)
-    if not _says_how_to_pickle(cls):
-        return None
-    recipe = _dumps((_given, (error,)))
+def _safely(convert: Any, value: Any) -> str:
     try:
-        works = recipe and type(pickle.loads(recipe)[1][0]) is cls
+        return str(convert(value))
     except Exception:
-        # The class's own recipe raises; rebuild the exception without it.
-        works = False
-    return recipe if works else None
+        # As above, of the user's `__str__` and `__repr__`.
+        return f"<{type(value).__name__} without a text>"
 
 
-def _recipe_of(error: BaseException) -> bytes | None:
+def _recipe_of(
+    error: BaseException,
+) -> tuple[bytes | None, tuple[Part, ...], dict[str, Part]]:
+    """How to make it, with which arguments, and what to set on it then."""
     cls = type(error)
-    reduced = error.__reduce_ex__(4)
-    if not isinstance(reduced, tuple):
-        return None
-    if isinstance(cls.__init__, types.FunctionType):
-        # What the built-in base was given: OSError's `args` lack the path.
-        given = _picklable_args(reduced[1])
-        return _dumps((_bare, (cls, given, _picklable_args(error.args))))
-    return _dumps((_called, (reduced[0], _picklable_args(reduced[1]))))
+    if _says_how_to_pickle(cls):
+        own = _dumps(error, whole=error)
+        if _loads_as(own, cls):
+            return _dumps(_given), (Part(own, ""),), {}
+    elif not isinstance(cls.__init__, types.FunctionType):
+        with contextlib.suppress(Exception):
+            # An exception written in C knows best.
+            reduced: Any = error.__reduce_ex__(4)
+            make, args, *more = reduced
+            extra = more[0] if more and isinstance(more[0], dict) else {}
+            state = {**_attributes_of(error), **extra}
+            return _dumps(make), _parts(args), _state(state)
+    _, args, *more = _builtin_base(cls).__reduce__(error)
+    extra = more[0] if more and isinstance(more[0], dict) else {}
+    state = {**_attributes_of(error), **extra}
+    return _dumps(_Bare(cls)), _parts(args), _state(state)
 
 
 def _says_how_to_pickle(cls: type) -> bool:
@@ -155,30 +203,44 @@ def _says_how_to_pickle(cls: type) -> bool:
     )
 
 
-def _picklable_args(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    if _dumps(args) is not None:
-        return args
-    return tuple(
-        arg if _dumps(arg) is not None else Unpicklable(repr(arg))
-        for arg in args
-    )
+def _loads_as(pickled: bytes | None, cls: type) -> bool:
+    try:
+        return pickled is not None and type(pickle.loads(pickled)) is cls
+    except Exception:
+        # The class's own recipe raises; the exception is rebuilt without it.
+        return False
 
 
-def _state_of(error: BaseException) -> tuple[dict[str, bytes], list[str]]:
-    state: dict[str, bytes] = {}
-    left_out = []
-    reduced = error.__reduce_ex__(4)
-    attributes = dict(getattr(error, "__dict__", {}))
-    if isinstance(reduced, tuple) and len(reduced) > 2:
-        extra = reduced[2]
-        attributes.update(extra if isinstance(extra, dict) else {})
-    for name, value in attributes.items():
-        pickled = None if name == "__notes__" else _dumps(value)
-        if pickled is not None:
-            state[name] = pickled
-        elif name != "__notes__":
-            left_out.append(f"{name} ({type(value).__name__})")
-    return state, left_out
+def _builtin_base(cls: type) -> Any:
+    return next(b for b in cls.__mro__ if b.__module__ == "builtins")
+
+
+def _attributes_of(error: BaseException) -> dict[str, Any]:
+    found = dict(getattr(error, "__dict__", {}))
+    for base in type(error).__mro__:
+        slots = vars(base).get("__slots__", ())
+        for name in [slots] if isinstance(slots, str) else slots:
+            if name.startswith("__") and not name.endswith("__"):
+                name = f"_{base.__name__.lstrip('_')}{name}"
+            with contextlib.suppress(AttributeError):
+                found[name] = BaseException.__getattribute__(error, name)
+    return found
+
+
+def _parts(values: Any) -> tuple[Part, ...]:
+    return tuple(_part(value) for value in values)
+
+
+def _state(attributes: dict[str, Any]) -> dict[str, Part]:
+    attributes.pop("__notes__", None)
+    return {name: _part(value) for name, value in attributes.items()}
+
+
+def _part(value: Any) -> Part:
+    pickled = _dumps(value)
+    if pickled is not None and isinstance(value, (str, bytes, int, float)):
+        return Part(pickled, type(value).__name__)
+    return Part(pickled, _safely(repr, value)[:1000])
 
 
 def _outside_the_package(
@@ -191,72 +253,132 @@ def _outside_the_package(
     return tb or first
 
 
+def _frames_of(tb: types.TracebackType | None) -> Iterator[dict[str, Any]]:
+    """tblib's description of each frame, one by one: nested ones nest deep."""
+    while tb is not None:
+        alone = types.TracebackType(
+            None, tb.tb_frame, tb.tb_lasti, tb.tb_lineno
+        )
+        yield tblib.Traceback(alone).as_dict()
+        tb = tb.tb_next
+
+
+# -- in the training process ---------------------------------------------------
+
+
 def _rebuild(failure: Failure) -> BaseException:
-    error = _rebuild_alone(failure)
+    error, left_out = _rebuild_alone(failure)
     if error is None:
         return LoaderError(
             "A worker raised an exception that cannot be rebuilt in this "
             f"process. Its text:\n\n{failure.text}"
         )
-    if failure.frames is not None:
-        frames = tblib.Traceback.from_dict(failure.frames).as_traceback()
-        error = error.with_traceback(frames)
-    if failure.notes:
-        error.__notes__ = list(failure.notes)
-    if failure.left_out:
-        names = ", ".join(failure.left_out)
-        error.add_note(f"Left behind in the worker, unpicklable: {names}.")
+    if failure.frames:
+        error = error.with_traceback(_traceback_of(failure.frames))
+    for text in failure.notes:
+        note(error, text)
+    if left_out:
+        names = ", ".join(left_out)
+        note(error, f"Left behind in the worker: {names}.")
+    put = BaseException.__setattr__
     if failure.context is not None:
-        error.__context__ = _rebuild(failure.context)
+        put(error, "__context__", _rebuild(failure.context))
     if failure.cause is not None:
-        error.__cause__ = _rebuild(failure.cause)
+        put(error, "__cause__", _rebuild(failure.cause))
         if failure.context is None:
-            error.__context__ = error.__cause__
-    error.__suppress_context__ = failure.suppress_context
+            put(error, "__context__", error.__cause__)
+    put(error, "__suppress_context__", failure.suppress_context)
     return error
 
 
-def _rebuild_alone(failure: Failure) -> BaseException | None:
-    if failure.recipe is None:
-        return None
+def _rebuild_alone(
+    failure: Failure,
+) -> tuple[BaseException | None, list[str]]:
+    """The exception, and the attributes that it lacks."""
+    if failure.make is None:
+        return None, []
+    left_out = []
     try:
-        make, args = pickle.loads(failure.recipe)
-        error = make(*args)
-        for name, pickled in failure.state.items():
-            setattr(error, name, pickle.loads(pickled))
+        error = pickle.loads(failure.make)(*map(_load, failure.args))
+        if not isinstance(error, BaseException):
+            return None, []
+        for name, part in failure.state.items():
+            value = _load(part)
+            if isinstance(value, Unpicklable):
+                left_out.append(f"{name} ({part.text})")
+            else:
+                BaseException.__setattr__(error, name, value)
     except Exception:
-        # Other people's constructors, setters and imports; the text remains.
-        return None
-    return error if isinstance(error, BaseException) else None
+        # Other people's constructors and imports; the text remains.
+        return None, []
+    return error, left_out
 
 
-def _given(error: BaseException) -> BaseException:
+def _load(part: Part) -> Any:
+    if part.pickled is not None:
+        with contextlib.suppress(Exception):
+            # Loading runs other people's code.
+            return pickle.loads(part.pickled)
+    return Unpicklable(part.text)
+
+
+def _given(error: Any) -> Any:
     return error
 
 
-def _called(make: Any, args: tuple[Any, ...]) -> Any:
-    return make(*args)
+@dataclasses.dataclass(frozen=True)
+class _Bare:
+    """Makes an instance on which only the built-in `__init__` has run."""
+
+    cls: type[BaseException]
+
+    def __call__(self, *args: Any) -> BaseException:
+        builtin = _builtin_base(self.cls)
+        try:
+            error: BaseException = builtin.__new__(self.cls, *args)
+        except TypeError:
+            # A base class in C wants its own `__new__`.
+            error = self.cls.__new__(self.cls, *args)
+        initialize: Any = vars(builtin).get("__init__", BaseException.__init__)
+        try:
+            initialize(error, *args)
+        except TypeError:
+            # A subclass of, say, UnicodeDecodeError with arguments of its own.
+            BaseException.__setattr__(error, "args", args)
+        return error
 
 
-def _bare(
-    cls: type[BaseException], given: tuple[Any, ...], args: tuple[Any, ...]
-) -> BaseException:
-    """An instance on which only the built-in part of `__init__` has run."""
-    error = cls.__new__(cls, *given)
-    builtin = next(b for b in cls.__mro__ if b.__module__ == "builtins")
-    initialize: Any = vars(builtin).get("__init__", BaseException.__init__)
-    with contextlib.suppress(TypeError):
-        # Raised for a subclass of, say, UnicodeDecodeError with arguments
-        # of its own.
-        initialize(error, *given)
-    error.args = args
-    return error
+def _traceback_of(
+    frames: tuple[dict[str, Any], ...],
+) -> types.TracebackType | None:
+    """A traceback of frames that were elsewhere."""
+    chain = None
+    for frame in reversed(frames):
+        one = tblib.Traceback.from_dict(frame)
+        one.tb_next = chain
+        chain = one
+    return None if chain is None else _without_columns(chain.as_traceback())
 
 
-def _dumps(value: Any) -> bytes | None:
+def _without_columns(tb: types.TracebackType) -> types.TracebackType:
+    """Drops the columns, which are those of tblib's own line of code."""
+    links = [tb]
+    while (following := links[-1].tb_next) is not None:
+        links.append(following)
+    bare: types.TracebackType | None = None
+    for link in reversed(links):
+        bare = types.TracebackType(bare, link.tb_frame, -1, link.tb_lineno)
+    assert bare is not None
+    return bare
+
+
+# -- pickling ------------------------------------------------------------------
+
+
+def _dumps(value: Any, whole: Any = None) -> bytes | None:
     stream = io.BytesIO()
     try:
-        _Pickler(stream, protocol=5).dump(value)
+        _Pickler(stream, whole).dump(value)
     except Exception:
         # Pickling runs other people's code, which may raise anything.
         return None
@@ -264,9 +386,20 @@ def _dumps(value: Any) -> bytes | None:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle's, with classes as references to resolve first."""
+    """cloudpickle's, with exceptions taken apart and classes as references.
+
+    Args:
+        file: Where to.
+        whole: An exception to pickle as its class says.
+    """
+
+    def __init__(self, file: io.BytesIO, whole: Any) -> None:
+        super().__init__(file, protocol=5)
+        self._whole = whole
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, BaseException) and obj is not self._whole:
+            return _rebuild, (_describe(obj, 0),)
         if isinstance(obj, type):
             reduced = classes.reduce_class(obj)
             if reduced is not NotImplemented:

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Iterable
 
 from keras_fastdata.workers.base import Builds, Built, Ticket, where
+from keras_fastdata.workers.failures import note
 
 
 class InlineWorkers:
@@ -41,7 +42,7 @@ class InlineWorkers:
             batch = self._builder.build(ticket.epoch, ticket.index, 0)
             return [Built(ticket.serial, 0, batch)]
         except Exception as error:
-            error.add_note(where(self._dataset, ticket, "the calling thread"))
+            note(error, where(self._dataset, ticket, "the calling thread"))
             return [Built(ticket.serial, 0, error=error)]
 
     def cancel(self, serials: Iterable[int]) -> None:

@@ -336,6 +336,10 @@ class ForkLauncher:
         )
 
     def start(self, files: child.Files) -> Child:
+        for stream in (sys.stdout, sys.stderr):
+            # What is in their buffers would be written by the child as well.
+            with contextlib.suppress(AttributeError, OSError, ValueError):
+                stream.flush()
         with _own_pidfd() as trainer, warnings.catch_warnings():
             # Python 3.12 and JAX warn of what the warning above has said.
             warnings.simplefilter("ignore", DeprecationWarning)

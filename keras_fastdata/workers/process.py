@@ -27,7 +27,7 @@ from keras_fastdata.errors import LoaderError, WorkerDiedError
 from keras_fastdata.memory import codec, payload
 from keras_fastdata.memory.arena import Arena
 from keras_fastdata.workers import child, failures, launch, messages, relay
-from keras_fastdata.workers.base import Builds, Built, Done, Ticket
+from keras_fastdata.workers.base import Builds, Built, Done, Ticket, where
 from keras_fastdata.workers.interrupts import Uninterrupted
 from keras_fastdata.workers.messages import Flag, Kind, Result, Task
 from keras_fastdata.workers.recovery import losses_of
@@ -99,7 +99,9 @@ class _Delivery:
         encoded: codec.Encoded,
         arena: Arena,
         slot: int,
+        where: str,
     ) -> None:
+        self._where = where
         self.serial = serial
         self.worker = worker
         self.nbytes = encoded.used
@@ -108,7 +110,11 @@ class _Delivery:
         self._slot = slot
 
     def open(self) -> Any:
-        return codec.decode(self._encoded, self._arena, self._slot)
+        try:
+            return codec.decode(self._encoded, self._arena, self._slot)
+        except Exception as error:
+            failures.note(error, self._where)
+            raise
 
     def discard(self) -> None:
         self._arena.put(self._slot)
@@ -149,6 +155,7 @@ class ProcessWorkers:
         self._nursery_fell = False
         self._receiver = relay.Receiver()
         self._relayed: collections.deque[Result] = collections.deque()
+        self._last_words: dict[int, bytes] = {}  # by worker
         self._buffer = memoryview(bytearray(messages.RECEIVE_BYTES))
         self._closed = False
         self._open_sockets()
@@ -297,7 +304,10 @@ class ProcessWorkers:
                 case Kind.READY:
                     pass
                 case Kind.START_FAILED:
-                    raise failures.put_together(result.body)
+                    begun = self._last_words.pop(result.worker, b"")
+                    if not result.serial:
+                        raise failures.put_together(begun + result.body)
+                    self._last_words[result.worker] = begun + result.body
                 case _:
                     done += self._settle(result)
         return done
@@ -333,15 +343,25 @@ class ProcessWorkers:
             error = failures.put_together(body)
             yield Built(serial, result.worker, error=error)
             return
+        here = where(
+            self._plan.dataset, sent.ticket, f"worker {result.worker}"
+        ).replace("building", "loading")
         kept = Flag.KEPT in result.flags
         encoded = codec.Encoded(body, extents, result.used, kept)
         if kept:
             # The worker may still write to the slot, and die: copied at once.
-            batch = codec.decode(encoded, self._arena, slot)
+            built = Built(serial, result.worker)
+            try:
+                built.batch = codec.decode(encoded, self._arena, slot)
+            except Exception as broken:
+                failures.note(broken, here)
+                built.error = broken
             self._release(slot, result)
-            yield Built(serial, result.worker, batch)
+            yield built
         else:
-            yield _Delivery(serial, result.worker, encoded, self._arena, slot)
+            yield _Delivery(
+                serial, result.worker, encoded, self._arena, slot, here
+            )
 
     def _body_of(self, result: Result, slot: int) -> tuple[bytes, bytes]:
         if Flag.SPILLED not in result.flags:

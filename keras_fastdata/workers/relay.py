@@ -8,20 +8,21 @@ had happened there.
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import dataclasses
 import logging
 import pickle
 import sys
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
 
-from keras_fastdata.workers import messages
+from keras_fastdata.workers import failures, messages
 from keras_fastdata.workers.messages import Kind
 
 _NO_LEVEL = logging.NOTSET
-_MAX_TEXT = 64 * 1024  # characters of one record; a datagram holds no more
+_MAX_BYTES = 64 * 1024  # of the text of one record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +80,8 @@ Send = Callable[[Kind, bytes], None]
 
 def install(send: Send) -> None:
     """Sends this process's records and warnings through `send`."""
-    logging.root.handlers[:] = [_Sender(send)]
+    sender = _Sender(send)
+    logging.root.handlers[:] = [sender]
 
     def showwarning(
         message: Warning | str,
@@ -90,31 +92,107 @@ def install(send: Send) -> None:
         line: str | None = None,
     ) -> None:
         del file, line
-        parts = (str(message)[:_MAX_TEXT], category, filename, lineno)
-        body = _picklable(parts, (parts[0], UserWarning, *parts[2:]))
+        given = _Given(
+            failures.take_apart(message)
+            if isinstance(message, Warning)
+            else None,
+            _shortened(str(message)),
+            _module_at(filename, lineno),
+            filename,
+            lineno,
+        )
+        body = pickle.dumps(given)
+        if len(body) > messages.MAX_DATAGRAM_BYTES:
+            brief = failures.take_apart(category(given.text))
+            body = pickle.dumps(dataclasses.replace(given, described=brief))
+        if len(body) > messages.MAX_DATAGRAM_BYTES:
+            body = pickle.dumps(dataclasses.replace(given, described=None))
         send(Kind.WARNING, body)
 
     warnings.showwarning = showwarning
+
+
+def take_over() -> None:
+    """Removes the handlers that the user's modules made when imported.
+
+    The training process has imported them too, and its handlers will do.
+    """
+    sender = next(h for h in logging.root.handlers if isinstance(h, _Sender))
+    logging.root.handlers[:] = [sender]
+    for logger in list(logging.root.manager.loggerDict.values()):
+        if isinstance(logger, logging.Logger):
+            logger.handlers[:] = []
+            logger.propagate = True
+
+
+@dataclasses.dataclass(frozen=True)
+class _Given:
+    """A warning on its way.
+
+    Attributes:
+        described: The instance, as an exception that is taken apart.
+        text: What it says, should it not be put together.
+        module: The module that warns, which filters may name.
+        filename: Where.
+        lineno: Where.
+    """
+
+    described: bytes | None
+    text: str
+    module: str | None
+    filename: str
+    lineno: int
+
+
+def _module_at(filename: str, lineno: int) -> str | None:
+    """`__name__` of the running code at a place, which warnings filter by."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename == filename and frame.f_lineno == lineno:
+            return str(frame.f_globals.get("__name__"))
+        frame = frame.f_back
+    return None
 
 
 class Receiver:
     """Hands on what workers sent, in the training process."""
 
     def __init__(self) -> None:
-        # Shared by all workers, so that "once" means once among them all.
-        self._registry: dict[Any, Any] = {}
+        # By file, and shared by all workers, so that "once" means once among
+        # them all.
+        self._registries: dict[str, dict[Any, Any]] = {}
 
     def receive(self, kind: Kind, body: bytes) -> None:
         if kind is Kind.LOG:
-            record = pickle.loads(body)
-            logger = logging.getLogger(record.name)
-            if logger.isEnabledFor(record.levelno):
-                logger.handle(record)
+            self._log(*pickle.loads(body))
         else:
-            text, category, filename, lineno = pickle.loads(body)
-            warnings.warn_explicit(
-                text, category, filename, lineno, registry=self._registry
-            )
+            self._warn(pickle.loads(body))
+
+    def _log(self, record: logging.LogRecord, extra: dict[str, bytes]) -> None:
+        record.levelname = logging.getLevelName(record.levelno)
+        for name, pickled in extra.items():
+            with contextlib.suppress(Exception):
+                # Loading runs other people's code.
+                vars(record)[name] = pickle.loads(pickled)
+        logger = logging.getLogger(record.name)
+        if logger.isEnabledFor(record.levelno):
+            logger.handle(record)
+
+    def _warn(self, given: _Given) -> None:
+        message: Any = None
+        if given.described is not None:
+            message = failures.put_together(given.described)
+        if not isinstance(message, Warning):
+            message = UserWarning(given.text)
+        warnings.warn_explicit(
+            message,
+            type(message),
+            given.filename,
+            given.lineno,
+            given.module,
+            self._registries.setdefault(given.filename, {}),
+        )
 
 
 class _Sender(logging.Handler):
@@ -126,15 +204,22 @@ class _Sender(logging.Handler):
         try:
             # As logging.handlers.QueueHandler.prepare: arguments and
             # tracebacks become text, because they may not pickle.
-            text = self.format(record)[:_MAX_TEXT]
-            record = copy.copy(record)
-            record.message = record.msg = text
-            record.args = None
-            record.exc_info = record.exc_text = record.stack_info = None
+            text = _shortened(self.format(record))
             plain = logging.makeLogRecord(
                 {k: v for k, v in vars(record).items() if k in _RECORD}
             )
-            self._send(Kind.LOG, _picklable(record, plain))
+            plain.message = plain.msg = text
+            plain.args = None
+            plain.exc_info = plain.exc_text = plain.stack_info = None
+            extra = {
+                name: _dumps(value)
+                for name, value in vars(record).items()
+                if name not in _RECORD
+            }
+            body = pickle.dumps((plain, extra))
+            if len(body) > messages.MAX_DATAGRAM_BYTES:
+                body = pickle.dumps((plain, {}))
+            self._send(Kind.LOG, body)
         except Exception:
             self.handleError(record)
 
@@ -142,13 +227,16 @@ class _Sender(logging.Handler):
 _RECORD = frozenset(vars(logging.makeLogRecord({}))) | {"message"}
 
 
-def _picklable(value: Any, otherwise: Any) -> bytes:
-    try:
-        body = pickle.dumps(value)
-        pickle.loads(body)
-    except Exception:
-        # Whatever `extra=` held, or a category made in a function.
-        body = pickle.dumps(otherwise)
-    if len(body) > messages.MAX_DATAGRAM_BYTES:
-        return pickle.dumps(otherwise)
-    return body
+def _dumps(value: Any) -> bytes:
+    """Pickles a value, or else what it looks like."""
+    with contextlib.suppress(Exception):
+        # Pickling runs other people's code.
+        return pickle.dumps(value)
+    return pickle.dumps(failures.look_of(value))
+
+
+def _shortened(text: str) -> str:
+    """As much of a text as fits a datagram with something to spare."""
+    if len(text) <= _MAX_BYTES // 4:
+        return text
+    return text.encode("utf-8", "replace")[:_MAX_BYTES].decode(errors="ignore")

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable
 
 from keras_fastdata.workers.base import Builds, Built, Ticket, where
+from keras_fastdata.workers.failures import note
 from keras_fastdata.workers.interrupts import Uninterrupted
 
 _CLOSE_TIMEOUT_S = 5.0  # what a batch being built gets to end
@@ -134,7 +135,7 @@ def _serve(
         while (ticket := tickets.get()) is not None:
             if not started:
                 started = True
-                builder.start(worker)
+                _start(builder, worker)
             results.put(_build(builder, dataset, worker, ticket, cancelled))
         if started:
             builder.stop(worker)
@@ -142,8 +143,21 @@ def _serve(
         # The dataset was collected; nobody is waiting.
         return
     except BaseException as error:
-        error.add_note(f"In worker thread {worker} of {dataset}.")
+        if isinstance(error, _StartFailed) and error.__cause__ is not None:
+            error = error.__cause__
+        note(error, f"In worker thread {worker} of {dataset}.")
         results.put(Built(_START_FAILED, worker, error=error))
+
+
+class _StartFailed(Exception):
+    """Tells a ReferenceError of the user's from that of a dead dataset."""
+
+
+def _start(builder: Builds, worker: int) -> None:
+    try:
+        builder.start(worker)
+    except ReferenceError as error:
+        raise _StartFailed from error
 
 
 def _build(
@@ -159,5 +173,5 @@ def _build(
         batch = builder.build(ticket.epoch, ticket.index, worker)
         return Built(ticket.serial, worker, batch)
     except BaseException as error:
-        error.add_note(where(dataset, ticket, f"worker thread {worker}"))
+        note(error, where(dataset, ticket, f"worker thread {worker}"))
         return Built(ticket.serial, worker, error=error)
