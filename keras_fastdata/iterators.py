@@ -44,12 +44,12 @@ class ThreadSafeIterator(Iterator[_T], Generic[_T]):
             raise ValueError("ThreadSafeIterator: next() called from within")
         try:
             with self._lock:
-                self._running_in = threading.get_ident()
                 if self._closing:
                     self._end()
                 if self._iterator is None:
                     raise StopIteration
                 try:
+                    self._running_in = threading.get_ident()
                     return next(self._iterator)
                 except BaseException:
                     self._iterator = None
