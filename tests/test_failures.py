@@ -40,7 +40,7 @@ WHERE = {
 FRESH = {"worker_env": {"NURSERY": "fresh"}}
 BROKEN = 2  # the batch that cannot be built
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.backend, pytest.mark.timeout(60)]
 
 
 # -- exceptions of every make -------------------------------------------------

@@ -13,8 +13,6 @@ from samples import Numbered, numbers
 
 from keras_fastdata import FastPyDataset
 
-pytestmark = pytest.mark.backend
-
 PROCESSES = {"workers": 2, "use_multiprocessing": True}
 
 SCRIPT = """

@@ -21,6 +21,8 @@ from samples import Numbered
 
 from keras_fastdata import LoaderHealth
 
+pytestmark = pytest.mark.backend
+
 _SLOW_S = 0.025  # a step or a test that is slow
 _WAIT_S = 2 * _SLOW_S  # a batch that is slow to come
 _LINE = re.compile(

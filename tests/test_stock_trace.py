@@ -30,6 +30,8 @@ from test_stock_trace_datasets import EVENTS
 
 from keras_fastdata import FastPyDataset, keras_bridge
 
+pytestmark = pytest.mark.backend
+
 BACKEND = keras.backend.backend()
 KINDS = {
     "inline": {"workers": 0},
