@@ -224,13 +224,16 @@ class FastPyDataset(_Base):
         """Called before each epoch, in the training process.
 
         What it changes reaches every worker before the next batch is built.
+        `self.rng`, `np.random` and `random` are seeded for the call.
         """
 
     def on_epoch_end(self) -> None:
-        """Called after each epoch, in the training process; also once before.
+        """Called after each epoch, in the training process.
 
-        What it changes reaches every worker before the next batch is built.
-        `np.random` and `random` are seeded for the call.
+        Keras also calls it once before the first epoch. What it changes
+        reaches every worker before the next batch is built. `self.rng`,
+        `np.random` and `random` are seeded for the call, so that shuffling
+        here is repeatable.
         """
 
     def on_worker_start(self) -> None:

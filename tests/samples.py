@@ -274,3 +274,10 @@ class OpensFiles(FastPyDataset):
     def __getitem__(self, index):
         self.file.seek(0)
         return self.separator.join(self.file.read().split())
+
+
+class ShufflesByRng(Shuffles):
+    """Reshuffles its index with `self.rng`."""
+
+    def on_epoch_end(self):
+        self.rng.shuffle(self.order)

@@ -15,6 +15,7 @@ from samples import (
     OwnRng,
     Random,
     Shuffles,
+    ShufflesByRng,
     equal,
 )
 
@@ -151,3 +152,19 @@ def test_what_a_hook_draws_does_not_depend_on_the_workers(modern):
     assert orders(workers=2, use_multiprocessing=True) == inline
     assert len(set(map(tuple, inline))) > 1
     assert all(sorted(order) == list(range(6)) for order in inline)
+
+
+def test_self_rng_in_a_hook_is_the_hooks_own_and_repeatable():
+    def orders(**place):
+        with ShufflesByRng(seed=2, **place) as dataset:
+            model = keras.Sequential([keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+            found = []
+            for _ in range(3):
+                model.predict(dataset, verbose=0)
+                found.append([int(b[0, 0]) for b in dataset])
+            return found
+
+    inline = orders(workers=0)
+    assert orders(workers=2) == inline
+    assert len(set(map(tuple, inline))) == 3

@@ -24,6 +24,7 @@ else:
 
 # Below this share of the epoch, free data would hardly be noticed.
 _WORTH_MENTIONING = 0.1
+_HALF = 0.5
 
 
 @_registered
@@ -53,6 +54,8 @@ class LoaderHealth(_Base):
     {'verbose': 0}
     """
 
+    model: Any
+
     def __init__(self, verbose: int = 1) -> None:
         super().__init__()
         if verbose not in (0, 1):
@@ -81,6 +84,7 @@ class LoaderHealth(_Base):
         self._validation = _Stretch()
 
     def on_test_begin(self, logs: Any = None) -> None:
+        _wait_for_device(self.model)
         self._validation.begin()
 
     def on_test_end(self, logs: Any = None) -> None:
@@ -89,6 +93,7 @@ class LoaderHealth(_Base):
     def on_epoch_end(
         self, epoch: int, logs: dict[str, Any] | None = None
     ) -> None:
+        _wait_for_device(self.model)
         self._epoch.end()
         batches = self._epoch.batches - self._validation.batches
         wall_s = self._epoch.wall_s - self._validation.wall_s
@@ -136,6 +141,24 @@ def _describe(epoch: int, share: float, wall_s: float) -> str:
         f"LoaderHealth: epoch {epoch + 1} waited {share:.0%} of {wall} for "
         "data; "
     )
-    if share >= _WORTH_MENTIONING:
+    if share >= _HALF:
         return waited + "data is the bottleneck."
+    if share >= _WORTH_MENTIONING:
+        return (
+            waited + "compute is the bottleneck. Free data would save up to "
+            f"{share:.0%}."
+        )
     return waited + "compute is the bottleneck."
+
+
+def _wait_for_device(model: Any) -> None:
+    """Lets training steps end that JAX has only been asked for.
+
+    Else the time they take would be booked on what comes next.
+    """
+    import keras
+
+    if keras.backend.backend() == "jax" and model is not None:
+        import jax
+
+        jax.block_until_ready([v.value for v in model.variables])

@@ -49,7 +49,7 @@ class Context:
     seed: int
     epoch: int
     index: int
-    worker_index: int
+    worker_index: int | None
     empty: Empty = aligned_empty
     _rng: np.random.Generator | None = None
 
@@ -235,14 +235,19 @@ def builder_in_worker(dataset: Dataset, seed: int) -> Builder:
     return Builder(lambda: dataset, seed, private=True)
 
 
-def run_hook(dataset: Dataset, name: str, seed: int, number: int) -> None:
+def run_hook(
+    dataset: Dataset, name: str, seed: int, number: int, epoch: int
+) -> None:
     """Runs `on_epoch_begin` or `on_epoch_end`, seeded by its number.
 
     Shuffling an index in `on_epoch_end` is the commonest way to shuffle, and
-    this makes it repeatable. The caller's global generators are put back.
+    this makes it repeatable, with `self.rng` or the global generators. The
+    caller's global generators are put back.
     """
     stream = (seed, seeding.HOOK, number)
-    with seeding.preserved_globals():
+    context = Context(seed, epoch, 0, None)
+    context._rng = seeding.generator(*stream, 2)
+    with _building(context, alone=False), seeding.preserved_globals():
         seeding.reseed_globals(seeding.sequence(*stream, 0))
         for n, found in enumerate(seeding.find_generators(dataset)):
             seeding.reseed_generator(found, seeding.sequence(*stream, 1, n))

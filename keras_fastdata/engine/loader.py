@@ -200,7 +200,7 @@ class Loader:
         """Runs `on_epoch_begin` or `on_epoch_end`, seeded by its number."""
         with self._lock:
             number, self._hooks_run = self._hooks_run, self._hooks_run + 1
-            build.run_hook(dataset, name, self.seed, number)
+            build.run_hook(dataset, name, self.seed, number, self.epoch)
             self._changed = True
 
     def mark_changed(self) -> None:
