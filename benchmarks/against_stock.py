@@ -22,8 +22,8 @@ import time
 
 WORKLOADS = {
     # name: (batches with processes of stock Keras, with ours)
-    "rand 64x224x224x3": (12, 40),
-    "full 64x224x224x3": (12, 200),
+    "rand 64x224x224x3": (24, 120),
+    "full 64x224x224x3": (24, 400),
 }
 CONSUMERS = ("loop", "fit")
 LOADERS = ("stock", "fastdata")

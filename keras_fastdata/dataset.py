@@ -199,7 +199,9 @@ class FastPyDataset(_Base):
 
         A batch is `inputs`, `(inputs,)`, `(inputs, targets)` or
         `(inputs, targets, sample_weights)`, each an array or a nested
-        structure of arrays, or a dict.
+        structure of arrays, or a dict. Return fresh arrays: in threads, as in
+        Keras, and inline the consumer gets the very objects returned here,
+        and would see a buffer that is filled again for the next batch.
         """
         raise NotImplementedError(
             f"{type(self).__name__} must define `__getitem__(self, index)`."

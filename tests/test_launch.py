@@ -243,3 +243,69 @@ def test_a_dataset_that_cannot_be_pickled_runs_under_fork():
         with pytest.warns(RuntimeWarning, match="start_method='fork'"):
             batches = list(dataset)
         assert numbers(batches) == list(range(10))
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_a_script_without_standard_streams_loads(method, tmp_path):
+    out = tmp_path / "out"
+    script = (
+        "import os\n"
+        "for fd in (0, 1, 2): os.close(fd)\n"
+        "from samples import Numbered, numbers\n"
+        "d = Numbered(workers=2, use_multiprocessing=True,\n"
+        f"             start_method={method!r})\n"
+        f"open({str(out)!r}, 'w').write(str(numbers(d)))\n"
+    )
+    _run(["-c", script])
+    assert out.read_text() == str(list(range(10)))
+
+
+def test_close_does_not_wait_for_a_process_that_the_user_forked():
+    dataset = Numbered(**PROCESSES)
+    next(iter(dataset))
+    read, write = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.close(write)
+        os.read(read, 1)  # until the parent is done
+        os._exit(0)
+    began = time.perf_counter()
+    dataset.close()
+    # It would wait for the nursery's end until its patience is over (5 s).
+    assert time.perf_counter() - began < 4
+    os.close(write)
+    os.close(read)
+    os.waitpid(pid, 0)
+
+
+def test_a_process_forked_while_a_batch_is_awaited_can_load_too():
+    with Numbered(**PROCESSES) as dataset:
+        batches = iter(dataset)
+        next(batches)
+        with dataset._fastdata.loader._lock:  # as another thread would
+            pid = os.fork()
+            if not pid:
+                try:
+                    good = numbers(dataset) == list(range(10))
+                    dataset.close()
+                    os._exit(0 if good else 1)
+                finally:
+                    os._exit(2)
+        assert os.waitpid(pid, 0)[1] == 0
+
+
+@pytest.mark.parametrize("place", [{"workers": 0}, PROCESSES], ids=str)
+@pytest.mark.parametrize("shape", [-1, (3, -1), "3", 1.5], ids=str)
+def test_empty_refuses_what_is_no_shape(shape, place):
+    class Asks(FastPyDataset):
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, index):
+            return self.empty(shape)
+
+    with (
+        Asks(**place) as dataset,
+        pytest.raises((TypeError, ValueError)),
+    ):
+        list(dataset)

@@ -163,7 +163,7 @@ class Loader:
         self._dataset = weakref.ref(dataset)
         self._drawn_seed = settings.seed
         self._lock = threading.RLock()
-        self._pid = os.getpid()
+        self._pid = self._lock_pid = os.getpid()
         self._workers: Workers | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._serials = itertools.count(1)
@@ -198,7 +198,7 @@ class Loader:
 
     def run_hook(self, dataset: build.Dataset, name: str) -> None:
         """Runs `on_epoch_begin` or `on_epoch_end`, seeded by its number."""
-        with self._lock:
+        with self._own_lock():
             number, self._hooks_run = self._hooks_run, self._hooks_run + 1
             build.run_hook(dataset, name, self.seed, number, self.epoch)
             self._changed = True
@@ -209,18 +209,24 @@ class Loader:
 
     def reconfigure(self, settings: Settings) -> None:
         """Goes on with other settings, and other workers if need be."""
-        with self._lock:
+        with self._own_lock():
             self._settings = settings
             if settings.seed is not None:
                 self._drawn_seed = settings.seed
             self._torn = True
+
+    def _own_lock(self) -> threading.RLock:
+        """This process's lock: one that was forked may never be released."""
+        if self._lock_pid != os.getpid():
+            self._lock, self._lock_pid = threading.RLock(), os.getpid()
+        return self._lock
 
     def close(self) -> None:
         """Ends the workers and returns when they are gone. Idempotent.
 
         A later pass starts new ones.
         """
-        with self._lock:
+        with self._own_lock():
             if self._pid == os.getpid():
                 self._start_over()
 
@@ -233,7 +239,7 @@ class Loader:
         self._passes.add(reference)
 
     def deliver(self, walk: _Walk, dataset: build.Dataset) -> Any:
-        with self._lock:
+        with self._own_lock():
             if walk.ended:
                 return _END
             workers, schedule = self._prepare(walk, dataset)
@@ -259,7 +265,7 @@ class Loader:
     def peek(
         self, walk: _Walk, dataset: build.Dataset, indices: list[int]
     ) -> list[Any]:
-        with self._lock:
+        with self._own_lock():
             workers, _ = self._prepare(walk, dataset)
             ahead = _Walk(shuffle=False)
             ahead.epoch = walk.epoch
@@ -273,7 +279,7 @@ class Loader:
             return [walk.peeked[index] for index in indices]
 
     def rewind(self, walk: _Walk) -> None:
-        with self._lock:
+        with self._own_lock():
             if self._torn:
                 self._start_over()
             if walk.ended or walk.position > len(walk.remembered):
@@ -285,7 +291,7 @@ class Loader:
             walk.ended = False
 
     def abandon(self, walk: _Walk) -> None:
-        with self._lock:
+        with self._own_lock():
             if self._torn:
                 self._start_over()
             self._retire(walk)

@@ -20,9 +20,11 @@ from __future__ import annotations
 import collections
 import math
 import mmap
+import operator
 import os
 import weakref
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -163,7 +165,8 @@ def address_of(array: npt.NDArray[Any]) -> int:
 
 
 def aligned_empty(
-    shape: int | tuple[int, ...], dtype: npt.DTypeLike
+    shape: SupportsIndex | Sequence[SupportsIndex],
+    dtype: npt.DTypeLike = "float32",
 ) -> npt.NDArray[Any]:
     """An uninitialized private array on a 64-byte boundary."""
     kind = np.dtype(dtype)
@@ -175,9 +178,18 @@ def aligned_empty(
     return raw[start : start + nbytes].view(kind).reshape(shape)
 
 
-def count_of(shape: int | tuple[int, ...]) -> int:
-    """The number of elements of an array of that shape."""
-    return shape if isinstance(shape, int) else math.prod(shape)
+def count_of(shape: SupportsIndex | Sequence[SupportsIndex]) -> int:
+    """The number of elements of an array of that shape.
+
+    Raises:
+        TypeError: `shape` is neither an integer nor a sequence of such.
+        ValueError: One of them is negative.
+    """
+    sides = [shape] if isinstance(shape, SupportsIndex) else shape
+    numbers = [operator.index(side) for side in sides]
+    if any(number < 0 for number in numbers):
+        raise ValueError(f"negative dimensions are not allowed: {shape}")
+    return math.prod(numbers)
 
 
 def memfd(name: str) -> int:

@@ -18,7 +18,7 @@ import struct
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, SupportsIndex
 
 import cloudpickle
 import numpy as np
@@ -81,7 +81,9 @@ class SlotWriter:
         self._address = 0
 
     def empty(
-        self, shape: int | tuple[int, ...], dtype: npt.DTypeLike = "float32"
+        self,
+        shape: SupportsIndex | Sequence[SupportsIndex],
+        dtype: npt.DTypeLike = "float32",
     ) -> npt.NDArray[Any]:
         """An uninitialized array that lies in the slot, where it can."""
         kind = np.dtype(dtype)

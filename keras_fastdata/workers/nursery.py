@@ -55,6 +55,7 @@ def main(requests_fd: int, trainer_pidfd: int) -> None:
         nursery.run()
     finally:
         nursery.end_all()
+        nursery.close()
 
 
 class _Nursery:
@@ -84,6 +85,10 @@ class _Nursery:
         for pid in self._workers.values():
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
+
+    def close(self) -> None:
+        """Closes what the trainer talks to."""
+        self._requests.close()
 
     def _answer(self) -> bool:
         """Serves one request; returns False once the trainer has closed."""
