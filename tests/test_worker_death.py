@@ -190,9 +190,10 @@ def test_what_a_worker_started_ends_with_it():
         sleeps = []
         while len(sleeps) < 2:
             list(dataset)
-            sleeps = [p for p in psutil.process_iter(["name"]) if _sleeps(p)]
+            family = psutil.Process().children(recursive=True)
+            sleeps = [p for p in family if _sleeps(p)]
         for worker in _workers():
-            if worker.name() != "sleep":
+            if not _sleeps(worker):
                 worker.kill()
         list(dataset)
         _, alive = psutil.wait_procs(sleeps, timeout=5)
@@ -260,7 +261,9 @@ def _workers():
 
 
 def _sleeps(process):
-    return process.info["name"] == "sleep"
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.name() == "sleep"
+    return False
 
 
 def test_a_death_is_noticed_within_a_second_of_a_wait(tmp_path):
