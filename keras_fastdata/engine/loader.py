@@ -20,7 +20,6 @@ import itertools
 import os
 import random
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -51,18 +50,11 @@ def _not_the_end(error: StopIteration) -> RuntimeError:
 
 
 class Pass(Iterator[Any]):
-    """One walk through a dataset: an epoch, as an iterator of batches.
-
-    Attributes:
-        delivered: Batches delivered so far.
-        wait_s: Seconds spent in `__next__` so far.
-    """
+    """One walk through a dataset: an epoch, as an iterator of batches."""
 
     def __init__(
         self, loader: Loader, dataset: build.Dataset, shuffle: bool
     ) -> None:
-        self.delivered = 0
-        self.wait_s = 0.0
         self._loader = loader
         # The dataset must not be collected while it is being walked through.
         self._dataset = dataset
@@ -70,16 +62,12 @@ class Pass(Iterator[Any]):
         loader.enroll(self, self._walk)
 
     def __next__(self) -> Any:
-        began = time.perf_counter()
         try:
             batch = self._loader.deliver(self._walk, self._dataset)
         except StopIteration as error:
             raise _not_the_end(error) from error
-        finally:
-            self.wait_s += time.perf_counter() - began
         if batch is _END:
             raise StopIteration
-        self.delivered += 1
         return batch
 
     def peek(self, indices: list[int]) -> list[Any]:
@@ -98,7 +86,6 @@ class Pass(Iterator[Any]):
 
     def rewind(self) -> None:
         """Starts over, in the same epoch and order, as if never begun."""
-        self.delivered = 0
         self._loader.rewind(self._walk)
 
     def close(self) -> None:
