@@ -113,11 +113,20 @@ class FastPyDataset(_Base):
             from a small clean process, in milliseconds. "spawn": each a fresh
             interpreter. "fork": copies of the training process, for a dataset
             that cannot be pickled; it warns of the risk.
-        batch_timeout: Not available yet; `None`.
+        batch_timeout: Seconds that a batch may take, more than 0. A worker
+            process that takes longer is killed and replaced, as if it had
+            died, and the Python stack of where it was stuck is logged. A
+            thread cannot be stopped: there `BatchTimeoutError`, which has the
+            stack, ends the epoch. Inline (`workers=0`) it has no effect.
+            `None`: no limit, but a batch that takes far longer than any
+            before, and 30 s, is logged with its stack.
         max_worker_restarts: Worker deaths survived in one epoch, at least 0.
             What a dead worker was building is built again by another. The
             second worker to die over one batch ends the epoch. Defaults to 3.
-        on_error: "raise": an exception of `__getitem__` reaches the caller.
+        on_error: What an exception of `__getitem__` does. "raise": it reaches
+            the caller. "skip": the batch is left out, and logged with its
+            traceback; the epoch is shorter by it, and `predict` returns so
+            much less. More than a tenth of an epoch's batches is an error.
         shard: Not available yet; "auto" or `None`.
         cache: Not available yet; `None`.
         executor: "local".

@@ -52,7 +52,38 @@ class WorkerDiedError(LoaderError):
 
 
 class BatchTimeoutError(LoaderError):
-    """A batch took longer to build than `batch_timeout` seconds."""
+    """A batch took longer to build than `batch_timeout` seconds.
+
+    Attributes:
+        dataset: Class name of the dataset.
+        worker: Index of the worker, from 0.
+        pid: Process id of the worker, or of this process for a thread.
+        epoch: Epoch of the batch; `None` if the worker was still starting.
+        batch_index: Index of that batch, or `None`.
+        elapsed_s: Seconds it had taken.
+        stack: Where the worker was stuck, as text.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        dataset: str | None = None,
+        worker: int | None = None,
+        pid: int | None = None,
+        epoch: int | None = None,
+        batch_index: int | None = None,
+        elapsed_s: float | None = None,
+        stack: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.dataset = dataset
+        self.worker = worker
+        self.pid = pid
+        self.epoch = epoch
+        self.batch_index = batch_index
+        self.elapsed_s = elapsed_s
+        self.stack = stack
 
 
 class DatasetPicklingError(LoaderError):

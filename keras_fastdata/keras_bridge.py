@@ -33,6 +33,7 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import (
 )
 
 from keras_fastdata.engine.loader import Pass
+from keras_fastdata.errors import LoaderError
 from keras_fastdata.health import waits
 from keras_fastdata.workers import failures
 
@@ -82,7 +83,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         self._begun: Pass | None = None  # a pass for the next iterator to use
         self._latest: _Batches | None = None
         self._trains = False  # whether the probe, if there is one, is over
-        self.failure = _Failure()
+        self.early_end = _EarlyEnd()
         self._fit_thread = threading.get_ident()
 
     def get_numpy_iterator(self) -> Iterator[Any]:
@@ -125,7 +126,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         self._run_hook("on_epoch_begin")
 
     def on_epoch_end(self) -> None:
-        self.failure.raise_if_any()
+        self.early_end.settle()
         if not self._trains:
             # `fit` and `evaluate` call this once before they begin, after
             # the probe. In `predict` it is the end, and nothing follows.
@@ -159,6 +160,14 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         """Accounts for the wait for one batch."""
         waits.book(self._fit_thread, seconds)
 
+    def book_skipped(self, begun: Pass) -> None:
+        """Accounts for the batches newly left out."""
+        name = type(self.py_dataset).__name__
+        for index, text in begun.take_skipped().items():
+            waits.book_skipped(
+                self._fit_thread, waits.Skipped(name, index, text)
+            )
+
     def _as_iterator(self, convert: Any) -> Iterator[Any]:
         iterator: Iterator[Any] = convert(_Batches(self))
         return iterator
@@ -189,10 +198,15 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
             raise ValueError("The PyDataset has length 0")
         self._begun = self.take_pass(_Batches(self))
         try:
-            peeked = self._begun.peek(list(range(wanted)))
+            peeked = self._begun.peek(wanted)
         except Exception as error:
             _spell_out_cause(error)
             raise
+        if not peeked:
+            raise LoaderError(
+                f"{type(self.py_dataset).__name__} has no batch that does "
+                "not raise."
+            )
         return data_adapter_utils.get_tensor_spec(
             [
                 keras.tree.map_structure(
@@ -222,11 +236,17 @@ class _Batches(Iterator[Any]):
             self._pass = self._adapter.take_pass(self)
         try:
             batch = next(self._pass)
+        except StopIteration:
+            self._over = True
+            if self._pass.is_shortened:
+                self._adapter.early_end.announce()
+            raise
         except Exception as error:
-            if not isinstance(error, StopIteration):
-                _spell_out_cause(error)
+            _spell_out_cause(error)
             self._over = True
             raise
+        finally:
+            self._adapter.book_skipped(self._pass)
         self._adapter.book_wait(time.perf_counter() - began)
         return self._adapter.standardize(batch)
 
@@ -247,7 +267,7 @@ class _ForTensorFlow(Iterator[Any]):
 
     def __init__(self, adapter: FastPyDatasetAdapter) -> None:
         self._batches = _Batches(adapter)
-        self._failure = adapter.failure
+        self._early_end = adapter.early_end
 
     def __next__(self) -> Any:
         try:
@@ -257,7 +277,7 @@ class _ForTensorFlow(Iterator[Any]):
         except StopIteration:
             raise
         except BaseException as error:
-            self._failure.put_aside(error)
+            self._early_end.announce(error)
             raise StopIteration from None
 
 
@@ -270,24 +290,32 @@ def _alive(
     return adapter
 
 
-class _Failure:
-    """An exception on its way around TensorFlow."""
+class _EarlyEnd:
+    """Data that ends before Keras expects it, and why.
+
+    Either an exception is on its way around TensorFlow, or batches were left
+    out. Keras warns that the data ran out, and then reports the end of the
+    epoch to the adapter; in between, that warning is out of place.
+    """
 
     def __init__(self) -> None:
         self._error: BaseException | None = None
-        self._quiet = warnings.catch_warnings()
+        self._quiet: warnings.catch_warnings[Any] | None = None
 
-    def put_aside(self, error: BaseException) -> None:
+    def announce(self, error: BaseException | None = None) -> None:
         self._error = error
-        # Keras will warn that the data ran out, before the error is raised.
-        self._quiet = warnings.catch_warnings()
-        self._quiet.__enter__()
-        warnings.filterwarnings("ignore", "Your input ran out of data")
+        if self._quiet is None:
+            self._quiet = warnings.catch_warnings()
+            self._quiet.__enter__()
+            warnings.filterwarnings("ignore", "Your input ran out of data")
 
-    def raise_if_any(self) -> None:
+    def settle(self) -> None:
+        """Ends the quiet, and raises the exception if there was one."""
+        quiet, self._quiet = self._quiet, None
+        if quiet is not None:
+            quiet.__exit__(None, None, None)
         error, self._error = self._error, None
         if error is not None:
-            self._quiet.__exit__(None, None, None)
             context = error.__context__
             try:
                 raise error

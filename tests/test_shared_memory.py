@@ -234,7 +234,7 @@ def test_every_keyboard_interrupt_is_raised_and_no_batch_lost(place):
     thread.start()
     raised = 0
     try:
-        with Numbered(length=10**6, shape=(16, 1024), **place) as dataset:
+        with Numbered(length=10**7, shape=(16, 1024), **place) as dataset:
             batches = iter(dataset)
             expected = 0
             for _ in range(INTERRUPTS):

@@ -37,6 +37,11 @@ class LoaderHealth(_Base):
     and every callback that is listed after this one have it; so list it first.
     In a `fit` without a `FastPyDataset` nothing is added and nothing printed.
 
+    With `on_error="skip"`, `skipped` in the logs is the number of batches
+    that the epoch and its validation left out, once there was one; and the
+    attribute `skipped` lists those of the latest `fit`, at most 1,000, each
+    with `dataset`, `index` and `traceback`.
+
     Under JAX, and on accelerators, steps run on while the next batch is
     fetched; `data_wait` is then an upper bound of what faster data can save.
 
@@ -64,6 +69,8 @@ class LoaderHealth(_Base):
         self._epoch = _Stretch()
         self._validation = _Stretch()
         self._line: str | None = None
+        self.skipped: list[waits.Skipped] = []
+        self._skipped_before = 0
 
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments, for `keras.saving`."""
@@ -76,6 +83,8 @@ class LoaderHealth(_Base):
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._line = None  # of a fit that was broken off
+        self.skipped = []
+        self._skipped_before = waits.of_this_thread().skipped
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._print_line()
@@ -101,9 +110,15 @@ class LoaderHealth(_Base):
         if not batches or wall_s <= 0:
             return
         share = min(1.0, max(0.0, wait_s / wall_s))
+        skipped = waits.of_this_thread().skipped - self._skipped_before
+        self.skipped = waits.latest_skipped(skipped)
         if logs is not None:
             logs["data_wait"] = share
+            if skipped:
+                logs["skipped"] = self._epoch.skipped
         self._line = _describe(epoch, share, wall_s)
+        if self._epoch.skipped:
+            self._line += f" {self._epoch.skipped} batches were skipped."
 
     def on_train_end(self, logs: Any = None) -> None:
         self._print_line()
@@ -122,6 +137,7 @@ class _Stretch:
         self.wall_s = 0.0
         self.wait_s = 0.0
         self.batches = 0
+        self.skipped = 0
 
     def begin(self) -> None:
         self._began = time.perf_counter()
@@ -133,6 +149,7 @@ class _Stretch:
         self.wall_s -= now.aside_s - self._before.aside_s
         self.wait_s += now.seconds - self._before.seconds
         self.batches += now.batches - self._before.batches
+        self.skipped += now.skipped - self._before.skipped
 
 
 def _describe(epoch: int, share: float, wall_s: float) -> str:

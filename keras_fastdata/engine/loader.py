@@ -17,16 +17,19 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
+import logging
 import os
 import random
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from keras_fastdata.engine import build, pickling
 from keras_fastdata.engine.schedule import Schedule, plan_epoch
 from keras_fastdata.engine.settings import Settings
+from keras_fastdata.errors import LoaderError
+from keras_fastdata.workers import failures
 from keras_fastdata.workers.base import Done, Ticket, Workers
 from keras_fastdata.workers.inline import InlineWorkers
 from keras_fastdata.workers.interrupts import Uninterrupted
@@ -37,6 +40,10 @@ _WAIT_S = 0.5  # between two looks at what else there is to do
 
 
 _END = object()  # what `Loader.deliver` returns after the last batch
+_SKIPPED = object()  # stands for a batch that is left out
+_MOST_SKIPPED = 0.1  # of an epoch's batches; one is always allowed
+
+_log = logging.getLogger("keras_fastdata")
 
 
 def _not_the_end(error: StopIteration) -> RuntimeError:
@@ -59,6 +66,7 @@ class Pass(Iterator[Any]):
         # The dataset must not be collected while it is being walked through.
         self._dataset = dataset
         self._walk = _Walk(shuffle)
+        self._taken = 0  # of the skipped batches
         loader.enroll(self, self._walk)
 
     def __next__(self) -> Any:
@@ -70,13 +78,28 @@ class Pass(Iterator[Any]):
             raise StopIteration
         return batch
 
-    def peek(self, indices: list[int]) -> list[Any]:
-        """Builds the batches with these indices ahead of their turn.
+    @property
+    def is_shortened(self) -> bool:
+        """Whether any batch was left out."""
+        return bool(self._walk.skipped)
+
+    def take_skipped(self) -> dict[int, str]:
+        """Batches left out since the last call: index and traceback."""
+        skipped = self._walk.skipped
+        new = dict(itertools.islice(skipped.items(), self._taken, None))
+        self._taken += len(new)
+        return new
+
+    def peek(self, count: int) -> list[Any]:
+        """Builds the batches of lowest index ahead of their turn.
 
         When their turn comes, they are delivered without being built again.
+
+        Returns:
+            `count` batches; fewer if the dataset has no more that are good.
         """
         try:
-            return self._loader.peek(self._walk, self._dataset, indices)
+            return self._loader.peek(self._walk, self._dataset, count)
         except StopIteration as error:
             raise _not_the_end(error) from error
 
@@ -105,6 +128,8 @@ class _Walk:
         waiting: The serials of tickets that are out.
         ready: Batches that have come, by position.
         peeked: Batches that were opened before their turn, by index.
+        skipped: Batches left out, by index, each with its traceback.
+        delivered: How many batches have been delivered.
         remembers: Whether the first batch is kept for a `rewind`.
         ended: Whether the last batch was delivered, or an error.
     """
@@ -118,6 +143,8 @@ class _Walk:
         self.waiting: set[int] = set()
         self.ready: dict[int, Done] = {}
         self.peeked: dict[int, Any] = {}
+        self.skipped: dict[int, str] = {}
+        self.delivered = 0
         self.remembered: dict[int, Any] = {}
         self.remembers = False
         self.ended = False
@@ -230,51 +257,64 @@ class Loader:
             if walk.ended:
                 return _END
             workers, schedule = self._prepare(walk, dataset)
-            if not schedule.holds(walk.position):
-                self._retire(walk)
-                self._torn = False
-                return _END
-            index = schedule.index_at(walk.position)
-            self._refill(workers, walk, schedule)
-            if index in walk.peeked:
-                batch = walk.peeked.pop(index)
-            else:
-                done = self._await(workers, walk, walk.position, schedule)
-                batch = self._open(walk, done)
+            batch = _SKIPPED
+            while batch is _SKIPPED:
+                if not schedule.holds(walk.position):
+                    self._retire(walk)
+                    self._torn = False
+                    return _END
+                index = schedule.index_at(walk.position)
+                self._refill(workers, walk, schedule)
+                if index in walk.peeked:
+                    batch = walk.peeked.pop(index)
+                elif index not in walk.skipped:
+                    done = self._await(workers, walk, walk.position, schedule)
+                    batch = self._open(walk, done, index)
+                walk.position += 1
             if walk.remembers:
-                walk.remembered = {} if walk.position else {index: batch}
-                walk.remembers = not walk.position
-            walk.position += 1
+                walk.remembered = {} if walk.delivered else {index: batch}
+                walk.remembers = not walk.delivered
+            walk.delivered += 1
             self._refill(workers, walk, schedule)
             self._torn = False
             return batch
 
     def peek(
-        self, walk: _Walk, dataset: build.Dataset, indices: list[int]
+        self, walk: _Walk, dataset: build.Dataset, count: int
     ) -> list[Any]:
         with self._own_lock():
-            workers, _ = self._prepare(walk, dataset)
+            workers, schedule = self._prepare(walk, dataset)
             ahead = _Walk(shuffle=False)
             ahead.epoch = walk.epoch
-            missing = [i for i in indices if i not in walk.peeked]
-            for index in missing:
+            ahead.schedule = schedule
+            ahead.skipped = walk.skipped
+            wanted = [i for i in range(count) if schedule.holds(i)]
+            for index in wanted:
                 self._issue(workers, ahead, index, key=index)
-            for index in missing:
+            found: list[Any] = []
+            for index in itertools.count():
+                if len(found) == count or not schedule.holds(index):
+                    break
+                if index not in wanted:
+                    self._issue(workers, ahead, index, key=index)
                 done = self._await(workers, ahead, index, None)
-                walk.peeked[index] = self._open(ahead, done)
+                batch = self._open(ahead, done, index)
+                if batch is not _SKIPPED:
+                    walk.peeked[index] = batch
+                    found.append(batch)
             self._torn = False
-            return [walk.peeked[index] for index in indices]
+            return found
 
     def rewind(self, walk: _Walk) -> None:
         with self._own_lock():
             if self._torn:
                 self._start_over()
-            if walk.ended or walk.position > len(walk.remembered):
+            if walk.ended or walk.delivered > len(walk.remembered):
                 self._forget_ahead(walk)
                 walk.issued = 0
             walk.peeked.update(walk.remembered)
             walk.remembered = {}
-            walk.position = 0
+            walk.position = walk.delivered = 0
             walk.ended = False
 
     def abandon(self, walk: _Walk) -> None:
@@ -326,7 +366,8 @@ class Loader:
         allowed = self._lookahead()
         while walk.ahead < allowed and schedule.holds(walk.issued):
             index = schedule.index_at(walk.issued)
-            if index not in walk.peeked and not self._issue(
+            known = index in walk.peeked or index in walk.skipped
+            if not known and not self._issue(
                 workers, walk, index, key=walk.issued
             ):
                 return
@@ -381,14 +422,48 @@ class Loader:
         walk.ready[key] = done
         self._largest = max(self._largest, done.nbytes)
 
-    def _open(self, walk: _Walk, done: Done) -> Any:
+    def _open(self, walk: _Walk, done: Done, index: int) -> Any:
+        """The batch at `index`, or `_SKIPPED`."""
         try:
-            return done.open()
+            try:
+                return done.open()
+            except Exception as error:
+                if not done.by_dataset or self._settings.on_error == "raise":
+                    raise
+                self._skip(walk, index, error)
+                return _SKIPPED
         except Exception:
             # The user's own: the pass is over, the workers are as they were.
             self._retire(walk)
             self._torn = False
             raise
+
+    def _skip(self, walk: _Walk, index: int, error: Exception) -> None:
+        """Leaves a batch out, unless there have been too many.
+
+        Raises:
+            LoaderError: More than a tenth of the epoch's batches.
+        """
+        walk.skipped[index] = failures.text_of(error)
+        _log.warning(
+            "Batch %d of epoch %d of %s is skipped (`on_error='skip'`):\n%s",
+            index,
+            walk.epoch,
+            self._name,
+            walk.skipped[index].rstrip(),
+        )
+        assert walk.schedule is not None
+        length = walk.schedule.num_batches
+        of = f"{length} batches"
+        if length is None:
+            length = walk.delivered + len(walk.skipped)
+            of = f"the first {length} batches"
+        if len(walk.skipped) > max(1, int(_MOST_SKIPPED * length)):
+            raise LoaderError(
+                f"{len(walk.skipped)} of {of} of {self._name} have raised, "
+                f"more than the tenth that `on_error='skip'` leaves out "
+                f"(batches {_listed(walk.skipped)}). The last error is above."
+            ) from error
 
     # -- dropping what was built ahead --------------------------------------
 
@@ -438,6 +513,7 @@ class Loader:
                 start_method=settings.start_method or "forkserver",
                 lookahead=settings.max_queue_size,
                 max_restarts=settings.max_worker_restarts,
+                batch_timeout=settings.batch_timeout,
                 worker_env=(
                     None
                     if settings.worker_env is None
@@ -453,7 +529,12 @@ class Loader:
                 functools.partial(_alive, reference), self.seed, shared=threads
             )
             if threads:
-                workers = ThreadWorkers(builder, self._name, settings.workers)
+                workers = ThreadWorkers(
+                    builder,
+                    self._name,
+                    settings.workers,
+                    settings.batch_timeout,
+                )
             else:
                 workers = InlineWorkers(builder, self._name)
         self._finalizer = weakref.finalize(
@@ -495,6 +576,14 @@ class Loader:
         walk.waiting.clear()
         walk.ready.clear()
         walk.issued = walk.position
+
+
+def _listed(indices: Iterable[int], most: int = 10) -> str:
+    """A few numbers in words."""
+    shown = [str(index) for index in itertools.islice(indices, most + 1)]
+    if len(shown) > most:
+        shown[most] = "..."
+    return ", ".join(shown)
 
 
 class _BuilderMaker:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import numbers
 import operator
 import os
 from collections.abc import Mapping
@@ -70,6 +72,10 @@ class Settings:
         if self.start_method is not None:
             _one_of("start_method", self.start_method, START_METHODS)
             _require_posix("start_method", self.start_method)
+        if self.batch_timeout is not None:
+            check(
+                "batch_timeout", _seconds("batch_timeout", self.batch_timeout)
+            )
         check(
             "max_worker_restarts",
             _integer("max_worker_restarts", self.max_worker_restarts, least=0),
@@ -94,15 +100,10 @@ class Settings:
                 "`workers='auto'` is not available yet. Pass a number: 0 "
                 "builds batches in the caller, n >= 1 in n workers."
             )
-        later = ("batch_timeout", "cache")
-        choices = {"executor": "ray", "on_error": "skip"}
-        for name in later:
-            value = getattr(self, name)
-            if value is not None:
-                raise _not_yet(name, value, default[name])
-        for name, choice in choices.items():
-            if getattr(self, name) == choice:
-                raise _not_yet(name, choice, default[name])
+        if self.cache is not None:
+            raise _not_yet("cache", self.cache, default["cache"])
+        if self.executor == "ray":
+            raise _not_yet("executor", self.executor, default["executor"])
         if self.shard not in ("auto", None):
             raise _not_yet("shard", self.shard, default["shard"])
 
@@ -133,6 +134,21 @@ def _integer(name: str, value: Any, *, least: int) -> int:
             f"Received: {number}"
         )
     return number
+
+
+def _seconds(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(
+            f"`{name}` must be a number of seconds. "
+            f"Received: {value!r} (of type {type(value).__name__})"
+        )
+    seconds = float(value)
+    if not 0 < seconds < math.inf:
+        raise ValueError(
+            f"`{name}` must be more than 0 seconds, and finite; `None` waits "
+            f"for ever. Received: {value!r}"
+        )
+    return seconds
 
 
 def _boolean(name: str, value: Any) -> bool:

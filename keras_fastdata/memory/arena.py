@@ -22,6 +22,7 @@ import math
 import mmap
 import operator
 import os
+import struct
 import weakref
 from collections.abc import Sequence
 from typing import Any, SupportsIndex
@@ -35,6 +36,7 @@ ALIGNMENT = 64  # bytes; what TensorFlow and JAX need to take an array as it is
 BOARD_BYTES = 1 << 16  # one 64-byte line for each of up to 1,024 workers
 LINE_BYTES = 64
 
+_CLOCK = struct.Struct("<d")
 _LEAST_SLOTS = 1024
 _ADDRESS_SPACE = 1 << 44  # 16 TiB of the 128 TiB a process has on x86-64
 _LEAST_STRIDE = (
@@ -83,6 +85,18 @@ class Segment:
         """Reads the ticket that `worker` is building; 0 for none."""
         line = worker * LINE_BYTES
         return int.from_bytes(self._mmap[line : line + 8], "little")
+
+    def clock(self, worker: int, began_s: float) -> None:
+        """Writes on the board when `worker` began to build; 0 for done.
+
+        Only once the ticket is noted: a reader looks at the note first.
+        """
+        start = worker * LINE_BYTES + 8
+        self._mmap[start : start + 8] = _CLOCK.pack(began_s)
+
+    def clocked(self, worker: int) -> float:
+        """Reads when `worker` began to build, by `time.monotonic`."""
+        return float(_CLOCK.unpack_from(self._mmap, worker * LINE_BYTES + 8)[0])
 
     def give_back(self, slot: int) -> None:
         """Returns a slot's pages to the kernel; its content is lost."""

@@ -33,11 +33,13 @@ class Done(Protocol):
         serial: The ticket's.
         worker: Index of the worker that built the batch, from 0.
         nbytes: Bytes that the batch takes while it waits to be delivered.
+        by_dataset: Whether `open` raises an `Exception` of the dataset's own.
     """
 
     serial: int
     worker: int
     nbytes: int
+    by_dataset: bool
 
     def open(self) -> Any:
         """Returns the batch, or raises what building it raised. Once only."""
@@ -116,6 +118,7 @@ class Built:
         worker: Index of the worker.
         batch: The batch, if building it went well.
         error: What it raised, if not.
+        by_dataset: Whether the dataset's own code raised it, an `Exception`.
         nbytes: Not measured: such a batch takes no shared memory.
     """
 
@@ -123,6 +126,7 @@ class Built:
     worker: int
     batch: Any = None
     error: BaseException | None = None
+    by_dataset: bool = False
     nbytes: int = 0
 
     def open(self) -> Any:
@@ -136,9 +140,11 @@ class Built:
         self.batch = self.error = None
 
 
-def where(dataset: str, ticket: Ticket, worker: str) -> str:
+def where(
+    dataset: str, ticket: Ticket, worker: str, doing: str = "building"
+) -> str:
     """Names a batch in the words that every error uses."""
     return (
-        f"While building batch {ticket.index} of epoch {ticket.epoch} of "
+        f"While {doing} batch {ticket.index} of epoch {ticket.epoch} of "
         f"{dataset}, in {worker}."
     )

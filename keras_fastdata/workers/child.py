@@ -17,13 +17,14 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.memory import codec, payload
 from keras_fastdata.memory.arena import Segment
-from keras_fastdata.workers import failures, messages, relay, role
+from keras_fastdata.workers import failures, messages, relay, role, stack
 from keras_fastdata.workers.base import Builds, Ticket, where
 from keras_fastdata.workers.messages import Flag, Kind, Result, Task
 
@@ -70,6 +71,7 @@ class Files:
         tasks: The receiving end of the task socket.
         results: The sending end of the result socket.
         control: The worker's end of its control socket.
+        stacks: An anonymous file to write this process's stacks into.
     """
 
     start: int
@@ -78,6 +80,7 @@ class Files:
     tasks: int
     results: int
     control: int
+    stacks: int
 
     def all(self) -> list[int]:
         return list(dataclasses.astuple(self))
@@ -95,6 +98,7 @@ def main(files: Files, make_builder: Callable[[], Builds] | None = None) -> int:
         The exit status for the process.
     """
     role.become_worker()
+    stack.answer_into(files.stacks)
     start: Start = payload.read_payload(files.start)
     os.close(files.start)
     _settle_in(start)
@@ -226,10 +230,12 @@ class _Worker:
     def serve(self) -> None:
         """Builds what the tickets ask for until the task socket is shut."""
         receive, note = self._tasks.recv, self._segment.note
+        clock = self._segment.clock
         worker = self._start.worker
         while datagram := receive(messages.TASK_BYTES):
             task = Task.unpack(datagram)
             note(worker, task.serial)
+            clock(worker, time.monotonic())
             while self._version < task.version:
                 try:
                     self._update()
@@ -239,9 +245,12 @@ class _Worker:
                     self._give_up(error)
                     raise SystemExit(1) from None
             if self._version > task.version:
-                self._send(Result(Kind.STALE, worker, task.serial))
+                result = Result(Kind.STALE, worker, task.serial)
             else:
-                self._send(self._build(task))
+                result = self._build(task)
+            # From here it may wait for the trainer, which is nobody's fault.
+            clock(worker, 0)
+            self._send(result)
             note(worker, 0)
 
     def stop(self) -> None:
@@ -257,6 +266,7 @@ class _Worker:
     def _build(self, task: Task) -> Result:
         writer = codec.SlotWriter(self._segment, task.slot, self._in_place)
         batch: list[Any] = []
+        began = time.monotonic_ns()
         try:
             batch.append(
                 self._builder.build(
@@ -280,13 +290,15 @@ class _Worker:
             kept = writer.seal([])
         if kept:
             self._in_place = False
-        return self._result(kind, task, writer, extents, body, kept)
+        build_ns = time.monotonic_ns() - began
+        return self._result(kind, task, writer, build_ns, extents, body, kept)
 
     def _result(
         self,
         kind: Kind,
         task: Task,
         writer: codec.SlotWriter,
+        build_ns: int,
         extents: bytes,
         body: bytes,
         kept: bool,
@@ -304,6 +316,7 @@ class _Worker:
             task.serial,
             flags,
             used,
+            build_ns,
             extents,
             body,
             *sizes,

@@ -109,6 +109,15 @@ def note(error: BaseException, text: str) -> None:
     BaseException.__setattr__(error, "__notes__", notes)
 
 
+def text_of(error: BaseException) -> str:
+    """The formatted traceback, from the user's first frame on."""
+    own = error.__traceback__
+    try:
+        return _text_of(error.with_traceback(_outside_the_package(own)))
+    finally:
+        error.with_traceback(own)
+
+
 def look_of(value: Any) -> str:
     """`repr(value)`, whatever that does."""
     return _safely(repr, value)

@@ -43,7 +43,7 @@ class InlineWorkers:
             return [Built(ticket.serial, 0, batch)]
         except Exception as error:
             note(error, where(self._dataset, ticket, "the calling thread"))
-            return [Built(ticket.serial, 0, error=error)]
+            return [Built(ticket.serial, 0, error=error, by_dataset=True)]
 
     def cancel(self, serials: Iterable[int]) -> None:
         gone = set(serials)

@@ -77,6 +77,10 @@ class Child(Protocol):
         """
         ...
 
+    def abandon(self) -> None:
+        """Says that nobody will ask how it ended, should it ever."""
+        ...
+
 
 class Launcher(Protocol):
     """A way to start worker processes."""
@@ -168,6 +172,7 @@ class _Nursery:
         self.gone = False
         self._lock = threading.RLock()
         self._exit_codes: dict[int, int] = {}
+        self._abandoned: set[int] = set()
         self._socket, theirs = socket.socketpair(
             socket.AF_UNIX, socket.SOCK_SEQPACKET
         )
@@ -192,7 +197,7 @@ class _Nursery:
                 datagram, fds = self._receive(deadline)
                 kind, pid, number = nursery.unpack_notice(datagram)
                 if kind == nursery.ENDED:
-                    self._exit_codes[pid] = number
+                    self._book_end(pid, number)
                 elif kind == nursery.FORKED:
                     return _NurseryChild(self, pid, fds[0])
                 else:
@@ -214,8 +219,19 @@ class _Nursery:
                 except _NurseryGone:
                     return None
                 _, ended, code = nursery.unpack_notice(datagram)
-                self._exit_codes[ended] = code
+                self._book_end(ended, code)
             return self._exit_codes.pop(pid)
+
+    def abandon(self, pid: int) -> None:
+        with self._lock:
+            if self._exit_codes.pop(pid, None) is None:
+                self._abandoned.add(pid)
+
+    def _book_end(self, pid: int, code: int) -> None:
+        if pid in self._abandoned:
+            self._abandoned.discard(pid)
+        else:
+            self._exit_codes[pid] = code
 
     def close(self) -> None:
         """Ends the nursery, and with it every worker it still has."""
@@ -270,6 +286,9 @@ class _NurseryChild:
 
     def exit_code(self, timeout_s: float) -> int | None:
         return self._owner.exit_code(self.pid, timeout_s)
+
+    def abandon(self) -> None:
+        self._owner.abandon(self.pid)
 
 
 # The nurseries of this process, by `worker_env`. Reentrant, because a dataset
@@ -394,6 +413,9 @@ class _DirectChild:
             return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         except ChildProcessError:
             return None  # somebody's os.wait() has taken it
+
+    def abandon(self) -> None:
+        """Nothing to forget; it stays a zombie when it ends."""
 
 
 # -- shared --------------------------------------------------------------------

@@ -43,7 +43,7 @@ class Flag(enum.IntFlag):
 
 
 _TASK = struct.Struct("<QQqII")
-_RESULT = struct.Struct("<BBHQQII")
+_RESULT = struct.Struct("<BBHQQQII")
 TASK_BYTES = _TASK.size
 
 
@@ -85,6 +85,7 @@ class Result:
         serial: The ticket's serial number; 0 if it is about no ticket.
         flags: Facts about the message.
         used: Bytes of the slot that the batch's arrays take.
+        build_ns: How long building and encoding the batch took.
         extents: Where those arrays lie, packed; empty if spilled.
         body: A batch's structure, a failure, a record; empty if spilled.
         extents_nbytes: Size of `extents`, wherever they are.
@@ -96,6 +97,7 @@ class Result:
     serial: int = 0
     flags: Flag = Flag.NONE
     used: int = 0
+    build_ns: int = 0
     extents: bytes = b""
     body: bytes = b""
     extents_nbytes: int = 0
@@ -108,6 +110,7 @@ class Result:
             self.worker,
             self.serial,
             self.used,
+            self.build_ns,
             self.extents_nbytes or len(self.extents),
             self.body_nbytes or len(self.body),
         )
@@ -115,8 +118,8 @@ class Result:
 
     @staticmethod
     def unpack(datagram: bytes) -> Result:
-        kind, flags, worker, serial, used, extents, body = _RESULT.unpack_from(
-            datagram
+        kind, flags, worker, serial, used, build_ns, extents, body = (
+            _RESULT.unpack_from(datagram)
         )
         split = _RESULT.size + extents
         return Result(
@@ -125,6 +128,7 @@ class Result:
             serial,
             Flag(flags),
             used,
+            build_ns,
             datagram[_RESULT.size : split],
             datagram[split : split + body],
             extents,

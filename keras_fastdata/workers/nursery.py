@@ -21,6 +21,7 @@ import select
 import signal
 import socket
 import struct
+import time
 
 from keras_fastdata.workers import child
 
@@ -29,6 +30,7 @@ _NOTICE = struct.Struct("<cqq")
 FORKED, ENDED, REFUSED = b"P", b"E", b"R"
 NOTICE_BYTES = _NOTICE.size
 
+_REAP_TIMEOUT_S = 2.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -82,9 +84,14 @@ class _Nursery:
         for pid in self._workers.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
-        for pid in self._workers.values():
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, 0)
+        # Not for ever: one may be in an uninterruptible system call.
+        deadline = time.monotonic() + _REAP_TIMEOUT_S
+        for pidfd, pid in self._workers.items():
+            poll = select.poll()
+            poll.register(pidfd, select.POLLIN)
+            if poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, 0)
 
     def close(self) -> None:
         """Closes what the trainer talks to."""

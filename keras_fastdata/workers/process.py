@@ -14,6 +14,8 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
+import logging
 import os
 import select
 import signal
@@ -23,18 +25,33 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from keras_fastdata.errors import LoaderError, WorkerDiedError
+from keras_fastdata.errors import (
+    BatchTimeoutError,
+    LoaderError,
+    WorkerDiedError,
+)
 from keras_fastdata.memory import codec, payload
-from keras_fastdata.memory.arena import Arena
-from keras_fastdata.workers import child, failures, launch, messages, relay
+from keras_fastdata.memory.arena import Arena, memfd
+from keras_fastdata.workers import (
+    child,
+    failures,
+    launch,
+    machine,
+    messages,
+    relay,
+    stack,
+)
 from keras_fastdata.workers.base import Builds, Built, Done, Ticket, where
 from keras_fastdata.workers.interrupts import Uninterrupted
+from keras_fastdata.workers.ledger import Ledger, Sent
 from keras_fastdata.workers.messages import Flag, Kind, Result, Task
-from keras_fastdata.workers.recovery import losses_of
+from keras_fastdata.workers.watch import Overdue, Watch, Work
 
 _GRACE_S = 2.0  # for a worker to end by itself when asked to
 _EXIT_CODE_TIMEOUT_S = 2.0
 _STRIKES = 2  # deaths of workers over one batch before the batch is blamed
+
+_log = logging.getLogger("keras_fastdata")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +64,7 @@ class Plan:
         start_method: "forkserver", "spawn" or "fork".
         lookahead: Batches that may wait to be delivered.
         max_restarts: Worker deaths survived in one epoch.
+        batch_timeout: Seconds that one batch may take, or `None`.
         worker_env: Environment variables over the clean defaults.
     """
 
@@ -55,42 +73,47 @@ class Plan:
     start_method: str
     lookahead: int
     max_restarts: int
+    batch_timeout: float | None
     worker_env: dict[str, str] | None
 
 
 @dataclasses.dataclass
-class _Sent:
-    """A ticket on its way, under the number it has on the wire."""
+class _Worker:
+    """A worker process.
 
-    ticket: Ticket
-    slot: int
-    strikes: int = 0
-
-
-@dataclasses.dataclass
-class _Limbo:
-    """Slots that some living worker may yet write to.
-
-    They are free once each of `awaited` has answered a ticket that was sent
-    after `mark`, for a worker builds one batch at a time.
+    Attributes:
+        index: From 0, below the number of workers.
+        process: As it was launched.
+        control: The training process's end of its control socket.
+        stacks: The file that it writes its stacks into.
+        version: Of the dataset's state that it has been sent.
+        hired: When it was started, by `time.monotonic`.
+        ready: Whether it has loaded the dataset.
+        kept_slots: Slots that its copy of the dataset holds on to.
+        overdue: Why it was killed, if it was.
+        killed: When, by `time.monotonic`.
     """
 
-    slots: list[int]
-    mark: int
-    awaited: set[int]
-
-
-@dataclasses.dataclass
-class _Worker:
     index: int
     process: launch.Child
     control: socket.socket
+    stacks: int
     version: int
+    hired: float
+    ready: bool = False
     kept_slots: list[int] = dataclasses.field(default_factory=list)
+    overdue: Overdue | None = None
+    killed: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return f"worker {self.index} (pid {self.process.pid})"
 
 
 class _Delivery:
     """A batch in its slot, waiting to be opened."""
+
+    by_dataset = False
 
     def __init__(
         self,
@@ -145,11 +168,12 @@ class ProcessWorkers:
         self._launcher = launch.make_launcher(
             plan.start_method, plan.worker_env, make_builder
         )
-        self._wire = 0
-        self._sent: dict[int, _Sent] = {}
-        self._cancelled: dict[int, int] = {}  # wire -> slot
-        self._limbo: list[_Limbo] = []
-        self._backlog: collections.deque[int] = collections.deque()
+        self._ledger = Ledger(self._arena)
+        self._watch = Watch(
+            plan.dataset,
+            plan.batch_timeout,
+            "`batch_timeout` replaces a worker that is stuck.",
+        )
         self._workers: dict[int, _Worker] = {}
         self._restarts = 0
         self._nursery_fell = False
@@ -163,15 +187,13 @@ class ProcessWorkers:
     # -- what the engine calls ----------------------------------------------
 
     def submit(self, ticket: Ticket) -> bool:
-        slot = self._arena.take()
-        if slot is None:
+        if not self._ledger.enter(ticket):
             return False
-        self._queue(_Sent(ticket, slot))
         self._flush()
         return True
 
     def wait(self, timeout_s: float) -> None:
-        self._poll.poll(timeout_s * 1000)
+        self._poll.poll(min(timeout_s, self._watch.interval_s) * 1000)
 
     def collect(self) -> Iterable[Done]:
         self._hire()
@@ -181,24 +203,18 @@ class ProcessWorkers:
             done = self._receive()
             for worker in ended:
                 done += self._bury(worker)
+            if self._watch.is_due():
+                done += self._look_at_workers()
         self._flush()
         self._hand_on()
         return done
 
     def cancel(self, serials: Iterable[int]) -> None:
         gone = set(serials)
-        wires = {w for w, s in self._sent.items() if s.ticket.serial in gone}
-        if not wires:
-            return
-        self._unqueue()
-        for wire in wires:
-            slot = self._sent.pop(wire).slot
-            if wire in self._backlog:
-                self._backlog.remove(wire)
-                self._arena.put(slot)
-            else:
-                self._cancelled[wire] = slot
-        self._flush()
+        if self._ledger.is_out(gone):
+            self._unqueue()
+            self._ledger.cancel(gone)
+            self._flush()
 
     def change(self) -> None:
         self._version += 1
@@ -227,11 +243,6 @@ class ProcessWorkers:
 
     # -- sending ------------------------------------------------------------
 
-    def _queue(self, sent: _Sent) -> None:
-        self._wire += 1
-        self._sent[self._wire] = sent
-        self._backlog.append(self._wire)
-
     def _flush(self) -> None:
         """Sends what the sockets take without waiting."""
         if not self._workers:
@@ -239,9 +250,8 @@ class ProcessWorkers:
         for worker in self._workers.values():
             if worker.version < self._version:
                 self._send_version(worker)
-        while self._backlog:
-            wire = self._backlog[0]
-            sent = self._sent[wire]
+        while (following := self._ledger.next()) is not None:
+            wire, sent = following
             task = Task(
                 wire,
                 sent.ticket.epoch,
@@ -253,7 +263,7 @@ class ProcessWorkers:
                 self._tasks.send(task.pack(), socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return
-            self._backlog.popleft()
+            self._ledger.sent_next()
 
     def _send_version(self, worker: _Worker) -> None:
         if self._payload is None:
@@ -270,22 +280,19 @@ class ProcessWorkers:
             pass  # it has died, which the next wait will notice
 
     def _unqueue(self) -> list[int]:
-        """Empties the task socket; puts what was in it before the backlog."""
-        found = []
-        while True:
-            try:
+        """Empties the task socket; what was in it waits to be sent again.
+
+        Returns:
+            The wire numbers found.
+        """
+        wires = []
+        with contextlib.suppress(BlockingIOError):
+            while True:
                 datagram = self._tasks_taken.recv(
                     messages.TASK_BYTES, socket.MSG_DONTWAIT
                 )
-            except BlockingIOError:
-                break
-            wire = Task.unpack(datagram).serial
-            if wire in self._sent:
-                found.append(wire)
-            else:
-                self._arena.put(self._cancelled.pop(wire))
-        self._backlog.extendleft(reversed(found))
-        return found
+                wires.append(Task.unpack(datagram).serial)
+        return self._ledger.take_back(wires)
 
     # -- receiving ----------------------------------------------------------
 
@@ -302,7 +309,8 @@ class ProcessWorkers:
                 case Kind.LOG | Kind.WARNING:
                     self._relayed.append(result)
                 case Kind.READY:
-                    pass
+                    if result.worker in self._workers:
+                        self._workers[result.worker].ready = True
                 case Kind.START_FAILED:
                     begun = self._last_words.pop(result.worker, b"")
                     if not result.serial:
@@ -325,27 +333,33 @@ class ProcessWorkers:
 
     def _settle(self, result: Result) -> Iterator[Done]:
         """Accounts for the ticket and the slot of one result."""
-        self._leave_limbo(result.worker, result.serial)
-        wire = result.serial
-        sent = self._sent.pop(wire, None)
-        slot = sent.slot if sent else self._cancelled.pop(wire, None)
+        sent, slot = self._ledger.settle(result.serial, result.worker)
         if slot is None:
             return  # it was in limbo; another worker builds it
         if sent is None or result.kind is Kind.STALE:
             self._release(slot, result)
             if sent is not None:
-                self._queue(dataclasses.replace(sent, slot=self._take()))
+                self._ledger.send_anew(sent)
             return
+        self._watch.learn(result.build_ns / 1e9)
         serial = sent.ticket.serial
         extents, body = self._body_of(result, slot)
         if result.kind is Kind.FAILURE:
             self._release(slot, result)
             error = failures.put_together(body)
-            yield Built(serial, result.worker, error=error)
+            yield Built(
+                serial,
+                result.worker,
+                error=error,
+                by_dataset=isinstance(error, Exception),
+            )
             return
         here = where(
-            self._plan.dataset, sent.ticket, f"worker {result.worker}"
-        ).replace("building", "loading")
+            self._plan.dataset,
+            sent.ticket,
+            f"worker {result.worker}",
+            doing="loading",
+        )
         kept = Flag.KEPT in result.flags
         encoded = codec.Encoded(body, extents, result.used, kept)
         if kept:
@@ -383,15 +397,6 @@ class ProcessWorkers:
         else:
             self._arena.put(slot)
 
-    def _take(self) -> int:
-        slot = self._arena.take()
-        if slot is None:
-            raise LoaderError(
-                "No slot of shared memory is left. Batches of this dataset "
-                "are held in too many places; copy those you keep."
-            )
-        return slot
-
     def _hand_on(self) -> None:
         while self._relayed:
             result = self._relayed.popleft()
@@ -423,6 +428,7 @@ class ProcessWorkers:
         )
         self._arena.segment.note(index, 0)
         start_fd = payload.write_payload(self._describe_start(index))
+        stacks = memfd("keras_fastdata-stacks")
         files = child.Files(
             start=start_fd,
             # A fork needs no payload; the descriptor is closed unread.
@@ -431,17 +437,21 @@ class ProcessWorkers:
             tasks=self._tasks_taken.fileno(),
             results=self._results_told.fileno(),
             control=theirs.fileno(),
+            stacks=stacks,
         )
         try:
             process = self._launcher.start(files)
         except BaseException:
             control.close()
+            os.close(stacks)
             raise
         finally:
             os.close(start_fd)
             theirs.close()
         self._nursery_fell = False
-        self._workers[index] = _Worker(index, process, control, self._version)
+        self._workers[index] = _Worker(
+            index, process, control, stacks, self._version, time.monotonic()
+        )
         self._poll.register(process.pidfd, select.POLLIN)
 
     def _describe_start(self, index: int) -> child.Start:
@@ -467,129 +477,167 @@ class ProcessWorkers:
             return None
         return payload.write_payload(self._make_builder)
 
+    # -- workers that are stuck ---------------------------------------------
+
+    def _look_at_workers(self) -> list[Done]:
+        """Kills workers whose time is up; leaves behind what survives that."""
+        now = time.monotonic()
+        for overdue in self._watch.look(list(self._works(now))):
+            worker = self._workers[overdue.work.worker]
+            if self._ticket_of(worker) != overdue.work.ticket:
+                continue  # it has finished after all, a moment ago
+            worker.overdue, worker.killed = overdue, now
+            _log.warning(
+                "%s The worker is replaced. It was here:\n%s",
+                overdue.text,
+                overdue.stack,
+            )
+            launch.kill(worker.process)
+        done: list[Done] = []
+        for worker in list(self._workers.values()):
+            if worker.killed and now - worker.killed > _GRACE_S:
+                self._leave_behind(worker)
+                done += self._bury(worker, ended=False)
+        return done
+
+    def _works(self, now: float) -> Iterator[Work]:
+        """What each worker is busy with."""
+        for worker in self._workers.values():
+            if worker.killed:
+                continue
+            began = worker.hired
+            ticket = None
+            if worker.ready:
+                ticket = self._ticket_of(worker)
+                began = self._arena.segment.clocked(worker.index)
+                if ticket is None or not began:
+                    continue
+            process = worker.process
+            yield Work(
+                worker.index,
+                worker.name,
+                ticket,
+                now - began,
+                functools.partial(
+                    stack.ask, process.pid, process.pidfd, worker.stacks
+                ),
+            )
+
+    def _ticket_of(self, worker: _Worker) -> Ticket | None:
+        wire = self._arena.segment.noted(worker.index)
+        return self._ledger.ticket_of(wire)
+
+    def _leave_behind(self, worker: _Worker) -> None:
+        worker.process.abandon()
+        _log.warning(
+            "%s of %s does not end, although it was killed (SIGKILL). It is "
+            "left behind; it ends when the system call it is in does.",
+            worker.name.capitalize(),
+            self._plan.dataset,
+        )
+
     # -- the end of workers -------------------------------------------------
 
-    def _bury(self, worker: _Worker) -> list[Done]:
+    def _bury(self, worker: _Worker, *, ended: bool = True) -> list[Done]:
         """Accounts for a worker that ended without being asked to.
 
         What it held is built again, by its replacement or another worker,
-        unless it may not be: then those tickets end in WorkerDiedError.
+        unless it may not be: then those tickets end in an error.
         """
-        exit_code = worker.process.exit_code(_EXIT_CODE_TIMEOUT_S)
-        self._dismiss(worker)
+        exit_code = None
+        if ended:
+            exit_code = worker.process.exit_code(_EXIT_CODE_TIMEOUT_S)
+        self._dismiss(worker, ended=ended)
         # All at once, and nobody to say how: their nursery died. That is one
         # death, however many workers it had.
-        nursery_fell = exit_code is None and self._nursery_fell
-        self._restarts += not nursery_fell
-        self._nursery_fell = exit_code is None
+        unknown = ended and exit_code is None
+        self._restarts += not (unknown and self._nursery_fell)
+        self._nursery_fell = unknown
         queued = self._unqueue()
         segment = self._arena.segment
-        living = {i: segment.noted(i) for i in self._workers}
-        losses = losses_of(
-            self._sent.keys() - set(self._backlog) | self._cancelled.keys(),
+        suspect = self._ledger.recover(
+            worker.index,
             queued,
             segment.noted(worker.index),
-            living,
+            {i: segment.noted(i) for i in self._workers},
+            ended=ended,
         )
         done: list[Done] = []
-        limbo = _Limbo([], self._wire + 1, set(self._workers))
-        for wire in losses.unclaimed:
-            if wire in self._cancelled:
-                limbo.slots.append(self._cancelled.pop(wire))
-            else:
-                sent = self._sent.pop(wire)
-                limbo.slots.append(sent.slot)
-                self._send_again(dataclasses.replace(sent, slot=self._take()))
-        if limbo.slots:
-            self._limbo.append(limbo)
-        self._leave_limbo(worker.index, self._wire + 1)
-        if losses.suspect is not None:
-            done += self._judge(losses.suspect, worker, exit_code)
+        if suspect is not None:
+            done += self._judge(suspect, worker, exit_code)
         if not self._workers and self._restarts > self._plan.max_restarts:
-            done += self._fail_all(worker, exit_code)
+            for ticket in self._ledger.give_up():
+                error = self._death_of(worker, exit_code, None)
+                done.append(Built(ticket.serial, worker.index, error=error))
         return done
 
     def _judge(
-        self, wire: int, worker: _Worker, exit_code: int | None
+        self, sent: Sent, worker: _Worker, exit_code: int | None
     ) -> Iterator[Done]:
         """Decides about the batch that a worker died over."""
-        if wire in self._cancelled:
-            self._arena.put(self._cancelled.pop(wire))
-            return
-        sent = self._sent.pop(wire)
         sent.strikes += 1
         if (
             sent.strikes < _STRIKES
             and self._restarts <= self._plan.max_restarts
         ):
-            self._send_again(sent)
+            self._ledger.send_first(sent)
             return
         self._arena.put(sent.slot)
         error = self._death_of(worker, exit_code, sent)
         yield Built(sent.ticket.serial, worker.index, error=error)
 
-    def _send_again(self, sent: _Sent) -> None:
-        """Sends a lost ticket before all others: it is the oldest."""
-        self._queue(sent)
-        self._backlog.rotate(1)
-
-    def _fail_all(
-        self, worker: _Worker, exit_code: int | None
-    ) -> Iterator[Done]:
-        for sent in self._sent.values():
-            self._arena.put(sent.slot)
-            error = self._death_of(worker, exit_code, None)
-            yield Built(sent.ticket.serial, worker.index, error=error)
-        self._sent.clear()
-        self._backlog.clear()
-
     def _death_of(
-        self, worker: _Worker, exit_code: int | None, sent: _Sent | None
-    ) -> WorkerDiedError:
+        self, worker: _Worker, exit_code: int | None, sent: Sent | None
+    ) -> LoaderError:
         plan = self._plan
         ticket = sent.ticket if sent else None
-        doing = ""
-        if sent and ticket:
-            doing = (
-                f" while building batch {ticket.index} of epoch {ticket.epoch}"
-            )
-            if sent.strikes >= _STRIKES:
-                doing += ", for the second time"
+        again = bool(sent and sent.strikes >= _STRIKES)
         allowed = (
             f" `max_worker_restarts={plan.max_restarts}` is used up."
             if self._restarts > plan.max_restarts
             else ""
         )
         index = ticket.index if ticket else None
+        epoch = ticket.epoch if ticket else None
+        if worker.overdue is not None:
+            twice = " That was the second time." if again else ""
+            return BatchTimeoutError(
+                f"{worker.overdue.text}{twice}{allowed} Raise `batch_timeout` "
+                f"if such a batch takes that long.{_look_at(index)} It was "
+                f"here:\n{worker.overdue.stack}",
+                dataset=plan.dataset,
+                worker=worker.index,
+                pid=worker.process.pid,
+                epoch=epoch,
+                batch_index=index,
+                elapsed_s=worker.overdue.work.elapsed_s,
+                stack=worker.overdue.stack,
+            )
+        doing = (
+            f" while building batch {index} of epoch {epoch}" if sent else ""
+        )
+        twice = ", for the second time" if again else ""
         return WorkerDiedError(
-            f"Worker {worker.index} (pid {worker.process.pid}) of "
-            f"{plan.dataset} {_how(exit_code)}{doing}.{allowed} "
-            f"{_remedy(exit_code, index)}",
+            f"{worker.name.capitalize()} of {plan.dataset} {_how(exit_code)}"
+            f"{doing}{twice}.{allowed} {_remedy(exit_code, index)}",
             dataset=plan.dataset,
             worker=worker.index,
             pid=worker.process.pid,
             exit_code=exit_code,
-            epoch=ticket.epoch if ticket else None,
+            epoch=epoch,
             batch_index=index,
         )
 
-    def _leave_limbo(self, worker: int, wire: int) -> None:
-        for limbo in self._limbo[:]:
-            if wire >= limbo.mark:
-                limbo.awaited.discard(worker)
-            if not limbo.awaited:
-                self._limbo.remove(limbo)
-                for slot in limbo.slots:
-                    self._arena.put(slot)
-
-    def _dismiss(self, worker: _Worker) -> None:
-        """Forgets a worker that has ended."""
+    def _dismiss(self, worker: _Worker, *, ended: bool = True) -> None:
+        """Forgets a worker that has ended, or is left behind."""
         del self._workers[worker.index]
         self._poll.unregister(worker.process.pidfd)
         os.close(worker.process.pidfd)
+        os.close(worker.stacks)
         worker.control.close()
-        for slot in worker.kept_slots:
-            self._arena.put(slot)
+        if ended:
+            for slot in worker.kept_slots:
+                self._arena.put(slot)
 
     def _end_workers(self) -> None:
         """Asks the workers to end, and kills those that do not."""
@@ -610,19 +658,17 @@ class ProcessWorkers:
                 self._dismiss(worker)
         for worker in list(self._workers.values()):
             launch.kill(worker.process)
-            if launch.has_ended(worker.process, _GRACE_S):
+        deadline = time.monotonic() + _GRACE_S
+        for worker in list(self._workers.values()):
+            left_s = max(0.0, deadline - time.monotonic())
+            if launch.has_ended(worker.process, left_s):
                 worker.process.exit_code(_EXIT_CODE_TIMEOUT_S)
-            self._dismiss(worker)
+                self._dismiss(worker)
+            else:
+                self._leave_behind(worker)
+                self._dismiss(worker, ended=False)
         self._drop_results()
-        for wire in list(self._sent):
-            self._arena.put(self._sent.pop(wire).slot)
-        for wire in list(self._cancelled):
-            self._arena.put(self._cancelled.pop(wire))
-        for limbo in self._limbo:
-            for slot in limbo.slots:
-                self._arena.put(slot)
-        self._limbo.clear()
-        self._backlog.clear()
+        self._ledger.clear()
         for end in (
             self._tasks,
             self._tasks_taken,
@@ -650,13 +696,11 @@ def _how(exit_code: int | None) -> str:
 
 
 def _remedy(exit_code: int | None, index: int | None) -> str:
-    look = (
-        "" if index is None else f" Look at that batch with `dataset[{index}]`."
-    )
+    look = _look_at(index)
     if exit_code == -signal.SIGKILL:
         return (
             "The kernel kills processes when memory runs out: lower `workers` "
-            f"or `max_queue_size`.{look}"
+            f"or `max_queue_size`. {machine.memory_now()}{look}"
         )
     if exit_code is not None and exit_code < 0:
         return f"A library that `__getitem__` calls has crashed.{look}"
@@ -664,6 +708,12 @@ def _remedy(exit_code: int | None, index: int | None) -> str:
         "Something in `__getitem__` or `on_worker_start` ended the process; "
         f"raise an exception instead.{look}"
     )
+
+
+def _look_at(index: int | None) -> str:
+    if index is None:
+        return ""
+    return f" Look at that batch with `dataset[{index}]`."
 
 
 def _umask() -> int:

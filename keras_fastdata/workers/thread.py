@@ -10,16 +10,22 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import os
 import queue
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterable
 
+from keras_fastdata.errors import BatchTimeoutError
 from keras_fastdata.workers.base import Builds, Built, Ticket, where
 from keras_fastdata.workers.failures import note
 from keras_fastdata.workers.interrupts import Uninterrupted
+from keras_fastdata.workers.watch import Watch, Work
 
 _CLOSE_TIMEOUT_S = 5.0  # what a batch being built gets to end
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 class ThreadWorkers:
@@ -29,48 +35,51 @@ class ThreadWorkers:
         builder: What builds a batch; it is called from several threads.
         dataset: The dataset's class name, for messages.
         count: Number of threads, at least 1.
+        batch_timeout: Seconds that one batch may take, or `None`.
     """
 
-    def __init__(self, builder: Builds, dataset: str, count: int) -> None:
+    def __init__(
+        self,
+        builder: Builds,
+        dataset: str,
+        count: int,
+        batch_timeout: float | None,
+    ) -> None:
+        self._builder = builder
+        self._dataset = dataset
         self._tickets: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
         self._results = _Results()
         self._cancelled: set[int] = set()
-        self._threads = [
-            threading.Thread(
-                target=_serve,
-                name=f"keras_fastdata-{dataset}-{worker}",
-                args=(
-                    builder,
-                    dataset,
-                    worker,
-                    self._tickets,
-                    self._results,
-                    self._cancelled,
-                ),
-                daemon=True,
-            )
-            for worker in range(count)
-        ]
+        self._watch = Watch(
+            dataset,
+            batch_timeout,
+            "A stuck thread cannot be replaced; a worker process can "
+            "(`use_multiprocessing=True, batch_timeout=...`).",
+        )
+        self._threads: list[_Thread] = []
         with Uninterrupted():
-            for thread in self._threads:
-                thread.start()
+            for worker in range(count):
+                self._threads.append(self._start(worker))
 
     def submit(self, ticket: Ticket) -> bool:
         self._tickets.put(ticket)
         return True
 
     def wait(self, timeout_s: float) -> None:
-        self._results.arrived.wait(timeout_s)
+        self._results.arrived.wait(min(timeout_s, self._watch.interval_s))
 
     def collect(self) -> Iterable[Built]:
         kept = []
-        for built in self._results.take():
+        for built, seconds in self._results.take():
             if built.serial == _START_FAILED:
                 raise built.error or RuntimeError("on_worker_start failed")
             if built.serial in self._cancelled:
                 self._cancelled.discard(built.serial)
             else:
+                self._watch.learn(seconds)
                 kept.append(built)
+        if not kept and self._watch.is_due():
+            kept += self._look_at_threads()
         return kept
 
     def cancel(self, serials: Iterable[int]) -> None:
@@ -85,6 +94,46 @@ class ThreadWorkers:
     def close(self) -> None:
         with Uninterrupted():
             self._end_threads()
+
+    def _start(self, worker: int) -> _Thread:
+        thread = _Thread(
+            self._builder,
+            self._dataset,
+            worker,
+            self._tickets,
+            self._results,
+            self._cancelled,
+        )
+        thread.start()
+        return thread
+
+    def _look_at_threads(self) -> list[Built]:
+        """Gives up batches whose time is up, and the threads they are in."""
+        works = [w for t in self._threads if (w := t.work()) is not None]
+        late = []
+        for overdue in self._watch.look(works):
+            work = overdue.work
+            worker, ticket = work.worker, work.ticket
+            if not self._threads[worker].give_up(ticket):
+                continue  # it has finished after all, a moment ago
+            self._threads[worker] = self._start(worker)
+            error = BatchTimeoutError(
+                f"{overdue.text} A thread cannot be stopped: this one goes "
+                "on, and holds whatever it holds. A worker process would have "
+                "been replaced (`use_multiprocessing=True`). It was here:\n"
+                f"{overdue.stack}",
+                dataset=self._dataset,
+                worker=worker,
+                pid=os.getpid(),
+                epoch=ticket.epoch if ticket else None,
+                batch_index=ticket.index if ticket else None,
+                elapsed_s=work.elapsed_s,
+                stack=overdue.stack,
+            )
+            if ticket is None:
+                raise error
+            late.append(Built(ticket.serial, worker, error=error))
+        return late
 
     def _end_threads(self) -> None:
         with contextlib.suppress(queue.Empty):
@@ -105,13 +154,16 @@ class _Results:
 
     def __init__(self) -> None:
         self.arrived = threading.Event()
-        self._built: collections.deque[Built] = collections.deque()
+        self._built: collections.deque[tuple[Built, float]] = (
+            collections.deque()
+        )
 
-    def put(self, built: Built) -> None:
-        self._built.append(built)
+    def put(self, built: Built, seconds: float) -> None:
+        self._built.append((built, seconds))
         self.arrived.set()
 
-    def take(self) -> list[Built]:
+    def take(self) -> list[tuple[Built, float]]:
+        """What has come since, each with the seconds it took."""
         self.arrived.clear()
         taken = []
         while self._built:
@@ -122,31 +174,124 @@ class _Results:
 _START_FAILED = 0  # the serial of a failure that belongs to no ticket
 
 
-def _serve(
-    builder: Builds,
-    dataset: str,
-    worker: int,
-    tickets: queue.SimpleQueue[Ticket | None],
-    results: _Results,
-    cancelled: set[int],
-) -> None:
-    try:
-        started = False
-        while (ticket := tickets.get()) is not None:
-            if not started:
-                started = True
-                _start(builder, worker)
-            results.put(_build(builder, dataset, worker, ticket, cancelled))
-        if started:
-            builder.stop(worker)
-    except ReferenceError:
-        # The dataset was collected; nobody is waiting.
-        return
-    except BaseException as error:
-        if isinstance(error, _StartFailed) and error.__cause__ is not None:
-            error = error.__cause__
-        note(error, f"In worker thread {worker} of {dataset}.")
-        results.put(Built(_START_FAILED, worker, error=error))
+class _Thread(threading.Thread):
+    """One worker.
+
+    Attributes:
+        _starting: Whether `on_worker_start` has not ended yet.
+        _desk: The ticket it has, and since when.
+        _given_up: Whether somebody else answers for that ticket; nothing is
+            to be heard of this thread any more.
+        _lock: Guards the three.
+    """
+
+    def __init__(
+        self,
+        builder: Builds,
+        dataset: str,
+        worker: int,
+        tickets: queue.SimpleQueue[Ticket | None],
+        results: _Results,
+        cancelled: set[int],
+    ) -> None:
+        super().__init__(name=f"keras_fastdata-{dataset}-{worker}", daemon=True)
+        self._builder = builder
+        self._dataset = dataset
+        self._worker = worker
+        self._tickets = tickets
+        self._results = results
+        self._cancelled = cancelled
+        self._lock = threading.Lock()
+        self._desk: tuple[Ticket, float] | None = None
+        self._starting = True
+        self._given_up = False
+
+    def work(self) -> Work | None:
+        """What it is busy with."""
+        with self._lock:
+            desk, starting = self._desk, self._starting
+        if desk is None:
+            return None
+        ticket, began = desk
+        return Work(
+            self._worker,
+            f"worker thread {self._worker}",
+            None if starting else ticket,
+            time.monotonic() - began,
+            self._stack,
+        )
+
+    def give_up(self, ticket: Ticket | None) -> bool:
+        """Gives it up, if it still is at that ticket, or else at its start."""
+        with self._lock:
+            if ticket is None:
+                self._given_up = self._starting
+            elif self._desk is not None:
+                self._given_up = self._desk[0] is ticket
+            return self._given_up
+
+    def run(self) -> None:
+        try:
+            while (ticket := self._tickets.get()) is not None:
+                if not self._serve(ticket):
+                    return
+            if not self._starting:
+                self._builder.stop(self._worker)
+        except ReferenceError:
+            # The dataset was collected; nobody is waiting.
+            return
+        except BaseException as error:
+            if isinstance(error, _StartFailed) and error.__cause__ is not None:
+                error = error.__cause__
+            note(error, f"In worker thread {self._worker} of {self._dataset}.")
+            self._deliver(Built(_START_FAILED, self._worker, error=error))
+
+    def _serve(self, ticket: Ticket) -> bool:
+        """Builds one batch; returns whether to go on."""
+        self._lay(ticket, starting=self._starting)
+        if self._starting:
+            _start(self._builder, self._worker)
+            self._lay(ticket, starting=False)
+        return self._deliver(self._build(ticket))
+
+    def _lay(self, ticket: Ticket, *, starting: bool) -> None:
+        with self._lock:
+            self._desk = ticket, time.monotonic()
+            self._starting = starting
+
+    def _deliver(self, built: Built) -> bool:
+        """Hands over a result, unless the thread has been given up."""
+        with self._lock:
+            desk, self._desk = self._desk, None
+            if self._given_up:
+                return False
+        began = desk[1] if desk else time.monotonic()
+        self._results.put(built, time.monotonic() - began)
+        return True
+
+    def _build(self, ticket: Ticket) -> Built:
+        serial, worker = ticket.serial, self._worker
+        if serial in self._cancelled:
+            return Built(serial, worker)
+        try:
+            batch = self._builder.build(ticket.epoch, ticket.index, worker)
+            return Built(serial, worker, batch)
+        except BaseException as error:
+            here = where(self._dataset, ticket, f"worker thread {worker}")
+            note(error, here)
+            usual = isinstance(error, Exception)
+            return Built(serial, worker, error=error, by_dataset=usual)
+
+    def _stack(self) -> str:
+        frame = sys._current_frames().get(self.ident or 0)
+        if frame is None:
+            return "Its stack cannot be had: it has ended."
+        lines = traceback.format_stack(frame)
+        users = [line for line in lines if _PACKAGE not in line]
+        # The first lines are how a thread begins.
+        return "".join(
+            line for line in users if threading.__file__ not in line
+        ).rstrip()
 
 
 class _StartFailed(Exception):
@@ -158,20 +303,3 @@ def _start(builder: Builds, worker: int) -> None:
         builder.start(worker)
     except ReferenceError as error:
         raise _StartFailed from error
-
-
-def _build(
-    builder: Builds,
-    dataset: str,
-    worker: int,
-    ticket: Ticket,
-    cancelled: set[int],
-) -> Built:
-    if ticket.serial in cancelled:
-        return Built(ticket.serial, worker)
-    try:
-        batch = builder.build(ticket.epoch, ticket.index, worker)
-        return Built(ticket.serial, worker, batch)
-    except BaseException as error:
-        note(error, where(dataset, ticket, f"worker thread {worker}"))
-        return Built(ticket.serial, worker, error=error)

@@ -1,0 +1,246 @@
+"""The books of a set of worker processes: which ticket is where, in which slot.
+
+A ticket travels under a wire number, a new one each time it is sent. Until its
+result is settled it is in exactly one of three states, and holds a slot:
+
+    backlog     waits here, because the task socket was full
+    out         in the task socket, or in a worker's hands
+    cancelled   out, but nobody wants the batch any more
+
+A slot whose ticket went missing is in limbo: some living worker may yet write
+to it.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping
+
+from keras_fastdata.errors import LoaderError
+from keras_fastdata.memory.arena import Arena
+from keras_fastdata.workers.base import Ticket
+from keras_fastdata.workers.recovery import losses_of
+
+
+@dataclasses.dataclass
+class Sent:
+    """A ticket on its way.
+
+    Attributes:
+        ticket: The engine's order.
+        slot: Where its batch is to be built.
+        strikes: Workers that have died over it.
+    """
+
+    ticket: Ticket
+    slot: int
+    strikes: int = 0
+
+
+@dataclasses.dataclass
+class _Limbo:
+    """Slots that are free once each of `awaited` has moved on.
+
+    A worker builds one batch at a time: when it answers a ticket that was
+    sent after `mark`, it is done with whatever it had before.
+    """
+
+    slots: list[int]
+    mark: int
+    awaited: set[int]
+
+
+class Ledger:
+    """Accounts for tickets and slots; sends nothing itself."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._wire = 0
+        self._sent: dict[int, Sent] = {}
+        self._cancelled: dict[int, int] = {}  # wire -> slot
+        self._backlog: collections.deque[int] = collections.deque()
+        self._limbo: list[_Limbo] = []
+
+    # -- on the way out -----------------------------------------------------
+
+    def enter(self, ticket: Ticket) -> bool:
+        """Queues a ticket, or returns False: there is no free slot."""
+        slot = self._arena.take()
+        if slot is None:
+            return False
+        self._queue(Sent(ticket, slot))
+        return True
+
+    def next(self) -> tuple[int, Sent] | None:
+        """The wire number and ticket that is to be sent next."""
+        if not self._backlog:
+            return None
+        wire = self._backlog[0]
+        return wire, self._sent[wire]
+
+    def sent_next(self) -> None:
+        """Books what `next` returned as sent."""
+        self._backlog.popleft()
+
+    def take_back(self, wires: Iterable[int]) -> list[int]:
+        """Books tickets found in the task socket as not sent after all.
+
+        Returns:
+            Those of them that are still wanted.
+        """
+        found = []
+        for wire in wires:
+            if wire in self._sent:
+                found.append(wire)
+            else:
+                self._arena.put(self._cancelled.pop(wire))
+        self._backlog.extendleft(reversed(found))
+        return found
+
+    def is_out(self, serials: Collection[int]) -> bool:
+        """Whether any ticket with these serials is unsettled."""
+        return any(s.ticket.serial in serials for s in self._sent.values())
+
+    def cancel(self, serials: Collection[int]) -> None:
+        """Gives up tickets; call `take_back` with the socket's before."""
+        gone = [w for w, s in self._sent.items() if s.ticket.serial in serials]
+        for wire in gone:
+            slot = self._sent.pop(wire).slot
+            if wire in self._backlog:
+                self._backlog.remove(wire)
+                self._arena.put(slot)
+            else:
+                self._cancelled[wire] = slot
+
+    # -- on the way back ----------------------------------------------------
+
+    def ticket_of(self, wire: int) -> Ticket | None:
+        """The ticket under this number, if it is out and wanted."""
+        sent = self._sent.get(wire)
+        return sent.ticket if sent else None
+
+    def settle(self, wire: int, worker: int) -> tuple[Sent | None, int | None]:
+        """Closes the account of a ticket that `worker` has answered.
+
+        Returns:
+            The ticket, or `None` if it was cancelled; and its slot, now the
+            caller's, or `None` if the ticket was in limbo.
+        """
+        self._leave_limbo(worker, wire)
+        sent = self._sent.pop(wire, None)
+        if sent is not None:
+            return sent, sent.slot
+        return None, self._cancelled.pop(wire, None)
+
+    def send_anew(self, sent: Sent) -> None:
+        """Queues a settled ticket again, in another slot."""
+        self._queue(dataclasses.replace(sent, slot=self._take()))
+
+    # -- when a worker has died ---------------------------------------------
+
+    def recover(
+        self,
+        worker: int,
+        queued: Collection[int],
+        noted: int,
+        noted_by_living: Mapping[int, int],
+        *,
+        ended: bool,
+    ) -> Sent | None:
+        """Sends again what a lost worker took with it, but for one ticket.
+
+        Args:
+            worker: The lost one.
+            queued: What `take_back` returned, after its death.
+            noted: Its last note.
+            noted_by_living: The notes of the others.
+            ended: Whether it can write no more. One that was left behind may
+                yet, so the slots it may have are not used again.
+
+        Returns:
+            The ticket it was building, for the caller to judge, together with
+            its slot; `None` if it was building none that is wanted.
+        """
+        losses = losses_of(
+            self._sent.keys() - set(self._backlog) | self._cancelled.keys(),
+            queued,
+            noted,
+            noted_by_living,
+        )
+        limbo = _Limbo([], self._wire + 1, set(noted_by_living))
+        for wire in losses.unclaimed:
+            if wire in self._cancelled:
+                limbo.slots.append(self._cancelled.pop(wire))
+            else:
+                sent = self._sent.pop(wire)
+                limbo.slots.append(sent.slot)
+                sent = dataclasses.replace(sent, slot=self._take())
+                self.send_first(sent)
+        if ended:
+            self._leave_limbo(worker, self._wire + 1)
+        else:
+            limbo.awaited.add(worker)
+        if limbo.slots:
+            self._limbo.append(limbo)
+        suspect = losses.suspect
+        if suspect in self._cancelled:
+            slot = self._cancelled.pop(suspect)
+            if ended:
+                self._arena.put(slot)
+            return None
+        if suspect is None:
+            return None
+        sent = self._sent.pop(suspect)
+        return sent if ended else dataclasses.replace(sent, slot=self._take())
+
+    def send_first(self, sent: Sent) -> None:
+        """Queues a lost ticket before all others: it is the oldest."""
+        self._queue(sent)
+        self._backlog.rotate(1)
+
+    def give_up(self) -> list[Ticket]:
+        """Closes the accounts of all wanted tickets, and returns those."""
+        tickets = []
+        for sent in self._sent.values():
+            self._arena.put(sent.slot)
+            tickets.append(sent.ticket)
+        self._sent.clear()
+        self._backlog.clear()
+        return tickets
+
+    def clear(self) -> None:
+        """Closes every account: no worker is left."""
+        self.give_up()
+        for slot in self._cancelled.values():
+            self._arena.put(slot)
+        self._cancelled.clear()
+        for limbo in self._limbo:
+            for slot in limbo.slots:
+                self._arena.put(slot)
+        self._limbo.clear()
+
+    # -- slots --------------------------------------------------------------
+
+    def _queue(self, sent: Sent) -> None:
+        self._wire += 1
+        self._sent[self._wire] = sent
+        self._backlog.append(self._wire)
+
+    def _take(self) -> int:
+        slot = self._arena.take()
+        if slot is None:
+            raise LoaderError(
+                "No slot of shared memory is left. Batches of this dataset "
+                "are held in too many places; copy those you keep."
+            )
+        return slot
+
+    def _leave_limbo(self, worker: int, wire: int) -> None:
+        for limbo in self._limbo[:]:
+            if wire >= limbo.mark:
+                limbo.awaited.discard(worker)
+            if not limbo.awaited:
+                self._limbo.remove(limbo)
+                for slot in limbo.slots:
+                    self._arena.put(slot)

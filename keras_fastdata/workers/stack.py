@@ -1,0 +1,103 @@
+"""Where a worker process is stuck, asked from outside.
+
+A worker gives `faulthandler` an anonymous file and a signal to write its
+Python stacks on. That handler is C code that needs neither the GIL nor the
+interpreter's cooperation, so it also answers from a deadlock or from deep
+inside an extension. The training process holds the same file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import time
+
+# The highest numbers of the real-time range are the least likely to be used.
+_SIGNAL = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else 0
+
+_ANSWER_TIMEOUT_S = 1.0
+_QUIET_S = 0.05  # without a further line, after which the answer is complete
+_MAX_BYTES = 64 * 1024
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_BOOTSTRAP = '  File "<string>", line 1 in <module>'
+
+
+def answer_into(fd: int) -> None:
+    """Has this process write its stacks into `fd` when asked."""
+    faulthandler.register(_SIGNAL, file=fd, all_threads=True)
+    # System calls of C libraries that do not expect signals go on.
+    signal.siginterrupt(_SIGNAL, False)
+
+
+def ask(pid: int, pidfd: int, fd: int) -> str:
+    """The Python stacks of a process that called `answer_into`.
+
+    Args:
+        pid: The process.
+        pidfd: The same, to signal it.
+        fd: The file that it writes into.
+
+    Returns:
+        The stacks, innermost line first, or why they cannot be had.
+    """
+    state = _status(pid)
+    match state.get("State", "")[:1]:
+        case "T" | "t":
+            return "It has been stopped (SIGSTOP, or a debugger)."
+        case "D":
+            return (
+                "It is in an uninterruptible system call "
+                f"({_kernel_function(pid)}), such as on a file system that "
+                "does not answer."
+            )
+    caught = int(state.get("SigCgt", "0"), 16)
+    if not caught >> (_SIGNAL - 1) & 1:
+        return "Its stack cannot be had: it has not got that far, or ended."
+    start = seen = os.fstat(fd).st_size
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(pidfd, _SIGNAL)
+    began = changed = time.monotonic()
+    while (now := time.monotonic()) - began < _ANSWER_TIMEOUT_S:
+        size = os.fstat(fd).st_size
+        if size != seen:
+            seen, changed = size, now
+        elif size > start and now - changed > _QUIET_S:
+            break
+        time.sleep(_QUIET_S / 5)
+    written = os.pread(fd, min(seen - start, _MAX_BYTES), start)
+    return _users_part(written.decode("utf-8", "replace")) or (
+        "It does not answer, so its stack cannot be had."
+    )
+
+
+def _users_part(dump: str) -> str:
+    """A dump without our own frames, and threads that have no others."""
+    threads: list[list[str]] = []
+    for line in dump.splitlines():
+        if not line.startswith(" "):
+            if line:
+                threads.append([line])
+        elif threads and _PACKAGE not in line and line != _BOOTSTRAP:
+            threads[-1].append(line)
+    return "\n".join(
+        line for thread in threads if len(thread) > 1 for line in thread
+    )
+
+
+def _status(pid: int) -> dict[str, str]:
+    with (
+        contextlib.suppress(OSError),
+        open(f"/proc/{pid}/status", errors="replace") as file,
+    ):
+        pairs = (line.partition(":") for line in file)
+        return {name: value.strip() for name, _, value in pairs}
+    return {}
+
+
+def _kernel_function(pid: int) -> str:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/wchan") as file:
+        return file.read() or "unknown"
+    return "unknown"
