@@ -281,3 +281,37 @@ class ShufflesByRng(Shuffles):
 
     def on_epoch_end(self):
         self.rng.shuffle(self.order)
+
+
+class Holds(FastPyDataset):
+    """Has a `thing`, and makes its batches of it."""
+
+    def __init__(self, thing, use, **kwargs):
+        super().__init__(**kwargs)
+        self.thing = thing
+        self.use = use
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return np.asarray(self.use(self.thing, index))
+
+
+def hold(lock, index):
+    """Takes a lock and gives it back."""
+    with lock:
+        return 1
+
+
+def row(array, index):
+    """One row of an array."""
+    return array[index]
+
+
+def rest_of(file, index):
+    """What a file has left to read."""
+    position = file.tell()
+    text = file.read()
+    file.seek(position)
+    return text

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import types
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
-import cloudpickle
-
 from keras_fastdata.engine.seeding import PRIVATE
 from keras_fastdata.errors import DatasetPicklingError, LoaderError
+from keras_fastdata.memory import handles, payload
 
 _MAX_DEPTH = 6  # of attributes of attributes
 _MAX_ITEMS = 100  # of a container that is searched
@@ -30,7 +30,7 @@ def explained(dataset: weakref.ref[Any]) -> Iterator[None]:
     except Exception as error:
         # Pickling runs the user's `__reduce__` and `__getstate__`: anything.
         owner = dataset()
-        if _can_be_pickled(owner):
+        if payload.can_be_written(owner):
             raise
         path, value = _culprit("dataset", owner, _MAX_DEPTH, []) or (
             "dataset",
@@ -56,10 +56,10 @@ def _culprit(
     What is `above`, on the way here, is not searched again; an object that
     cannot be pickled because it refers to those is not the culprit.
     """
-    if _can_be_pickled(value):
+    if payload.can_be_written(value):
         return None
     circular = False
-    if depth:
+    if depth and not isinstance(value, handles.LIVE):
         above = [*above, value]
         for name, part in _named_parts(value):
             if any(part is one for one in above):
@@ -78,16 +78,34 @@ def _named_parts(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, (list, tuple)):
         for number, part in enumerate(value[:_MAX_ITEMS]):
             yield f"[{number}]", part
+    elif isinstance(value, types.FunctionType):
+        # One of `__main__`, or a lambda: it takes along what it refers to.
+        for name, cell in zip(
+            value.__code__.co_freevars, value.__closure__ or (), strict=True
+        ):
+            with contextlib.suppress(ValueError):  # not assigned yet
+                yield f" -> {name}", cell.cell_contents
+        for name in _globals_of(value.__code__):
+            if name in value.__globals__:
+                yield f" -> {name}", value.__globals__[name]
+    elif isinstance(value, (staticmethod, classmethod)):
+        yield "", value.__func__
+    elif isinstance(value, property):
+        yield "", value.fget
+    elif isinstance(value, type):
+        for name, part in vars(value).items():
+            if name not in ("__dict__", "__weakref__"):
+                yield f".{name}", part
     else:
         for name, part in getattr(value, "__dict__", {}).items():
             if name != PRIVATE:
                 yield f".{name}", part
+        yield ".__class__", type(value)
 
 
-def _can_be_pickled(value: Any) -> bool:
-    try:
-        cloudpickle.dumps(value, protocol=5, buffer_callback=lambda _: None)
-    except Exception:
-        # As above: whatever the user's own pickling raises.
-        return False
-    return True
+def _globals_of(code: types.CodeType) -> Iterator[str]:
+    """Names that a function, or one inside it, may look up as globals."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _globals_of(constant)

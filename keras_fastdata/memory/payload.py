@@ -15,8 +15,7 @@ import pickle
 import struct
 from typing import Any
 
-import cloudpickle
-
+from keras_fastdata.memory import handles
 from keras_fastdata.memory.arena import ALIGNMENT, memfd
 
 _HEADER = struct.Struct("<QQ")  # bytes of the pickle, number of buffers
@@ -30,11 +29,11 @@ def write_payload(obj: Any) -> int:
         Its descriptor, which the caller owns.
 
     Raises:
-        Exception: Whatever cloudpickle raises for what it cannot pickle.
+        Exception: Whatever pickling raises for what it cannot pickle.
     """
     buffers: list[memoryview] = []
     stream = io.BytesIO()
-    cloudpickle.Pickler(
+    handles.Pickler(
         stream, protocol=5, buffer_callback=lambda b: buffers.append(b.raw())
     ).dump(obj)
     pickled = stream.getbuffer()
@@ -58,6 +57,18 @@ def write_payload(obj: Any) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def can_be_written(obj: Any) -> bool:
+    """Whether `write_payload` would take `obj`."""
+    try:
+        handles.Pickler(
+            io.BytesIO(), protocol=5, buffer_callback=lambda _: None
+        ).dump(obj)
+    except Exception:
+        # Pickling runs the user's `__reduce__` and `__getstate__`: anything.
+        return False
+    return True
 
 
 def read_payload(fd: int) -> Any:

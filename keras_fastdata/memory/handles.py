@@ -1,0 +1,258 @@
+"""What a dataset may hold although pickle refuses it, or would copy too much.
+
+    locks, conditions, `threading.local`    made anew, in their first state
+    files open for reading                  opened again, at the same position
+    `np.memmap`, and views of one           mapped again
+    h5py files, groups and datasets         opened again
+    cached functions of `__main__`          wrapped again, with an empty cache
+
+Whatever is opened again must be what the training process has open: a file
+that was deleted or replaced since is refused, and a memory map of one travels
+by value. What lives in the training process alone (threads, processes, queues)
+is refused, because a copy of it would wait for ever.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import contextlib
+import functools
+import importlib
+import io
+import mmap
+import os
+import queue
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import numpy.typing as npt
+
+Reduced = str | tuple[Any, ...]
+
+# Made of locks and plain attributes, so they would seem to travel.
+LIVE = (
+    threading.Thread,
+    subprocess.Popen,
+    concurrent.futures.Executor,
+    queue.Queue,
+)
+
+
+class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """cloudpickle's, and what is listed above."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, LIVE):
+            raise TypeError(
+                f"cannot pickle a {type(obj).__name__}: a copy would not be "
+                "connected with anything"
+            )
+        if (h5py := sys.modules.get("h5py")) is not None and isinstance(
+            obj, (h5py.Group, h5py.Dataset)
+        ):
+            return _reduce_h5(obj)
+        return super().reducer_override(obj)
+
+
+# -- locks ---------------------------------------------------------------------
+
+
+def _reduce_lock(_: Any) -> Reduced:
+    return threading.Lock, ()
+
+
+def _reduce_rlock(_: Any) -> Reduced:
+    return threading.RLock, ()
+
+
+def _reduce_condition(condition: Any) -> Reduced:
+    return threading.Condition, (condition._lock,)
+
+
+def _reduce_local(_: Any) -> Reduced:
+    return threading.local, ()
+
+
+# -- files ---------------------------------------------------------------------
+
+
+def _reduce_file(file: Any) -> Reduced:
+    for stream in ("stdin", "stdout", "stderr"):
+        for attribute in (stream, f"__{stream}__"):
+            if file is getattr(sys, attribute):
+                return getattr, (sys, attribute)
+    if file.closed:
+        raise TypeError("cannot pickle a closed file")
+    name, mode = getattr(file, "name", None), getattr(file, "mode", None)
+    if not isinstance(name, (str, bytes, os.PathLike)):
+        raise TypeError("cannot pickle a file that has no path")
+    if mode not in ("r", "rb", "rt"):
+        raise TypeError(
+            f"cannot pickle a file with mode {mode!r}; only those that are "
+            "open for reading can be opened again"
+        )
+    path = os.path.abspath(os.fspath(name))
+    try:
+        same = os.path.samestat(os.stat(path), os.fstat(file.fileno()))
+    except OSError:
+        same = False
+    if not same or not file.seekable():
+        raise TypeError(
+            f"cannot pickle a file that is no longer at {os.fsdecode(path)!r}"
+        )
+    if isinstance(file, io.TextIOWrapper):
+        how: tuple[Any, ...] = ("r", -1, file.encoding, file.errors)
+    elif isinstance(file, io.FileIO):
+        how = ("rb", 0)
+    else:
+        how = ("rb",)
+    return _open_again, (path, how, file.tell())
+
+
+def _open_again(path: Any, how: tuple[Any, ...], position: int) -> Any:
+    file = open(path, *how)  # noqa: SIM115 - the dataset's, as it was before
+    file.seek(position)
+    return file
+
+
+# -- memory maps ---------------------------------------------------------------
+
+
+def _reduce_array(array: npt.NDArray[Any]) -> Reduced:
+    """Any array: a view of a memory map travels as the part of the file."""
+    root: Any = array
+    while isinstance(root.base, np.ndarray):
+        root = root.base
+    if (
+        isinstance(root, np.memmap)
+        and isinstance(root.base, mmap.mmap)
+        and array.size
+        and not array.dtype.hasobject
+        # A copy-on-write map may differ from its file.
+        and root.mode in ("r", "r+", "w+")
+        and _is_mapped_at(root)
+    ):
+        low, high = np.lib.array_utils.byte_bounds(array)
+        first, _ = np.lib.array_utils.byte_bounds(root)
+        start = array.__array_interface__["data"][0]
+        return _map_again, (
+            type(array),
+            str(root.filename),
+            "r" if root.mode == "r" else "r+",
+            root.offset + low - first,
+            high - low,
+            start - low,
+            array.shape,
+            array.dtype,
+            array.strides,
+            array.flags.writeable,
+        )
+    if type(array) is np.memmap:
+        array = array.view(np.ndarray)  # what is left when it has no file
+    reduced: Reduced = array.__reduce_ex__(5)
+    return reduced
+
+
+def _map_again(
+    cls: type[npt.NDArray[Any]],
+    path: str,
+    mode: Any,
+    offset: int,
+    nbytes: int,
+    start: int,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    strides: tuple[int, ...],
+    writeable: bool,
+) -> npt.NDArray[Any]:
+    raw = np.memmap(path, np.uint8, mode, offset, (nbytes,))
+    array: Any = np.ndarray(shape, dtype, raw, start, strides)
+    if cls is np.memmap:
+        array = array.view(np.memmap)
+        array.filename, array.mode, array.offset = path, mode, offset
+    array.flags.writeable = writeable and mode != "r"
+    result: npt.NDArray[Any] = array
+    return result
+
+
+def _is_mapped_at(root: Any) -> bool:
+    """Whether the mapping is of the file that is at that path today."""
+    if root.filename is None:
+        return False
+    address = root.__array_interface__["data"][0]
+    path = os.path.realpath(root.filename)
+    with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
+        for line in maps:
+            begin, _, rest = line.partition("-")
+            end = rest.split(" ", 1)[0]
+            if int(begin, 16) <= address < int(end, 16):
+                # "... inode   path"; " (deleted)" follows one that is gone.
+                mapped = line.rstrip("\n").split(None, 5)[5:]
+                return mapped == [path.replace("\n", "\\012")]
+    return False
+
+
+# -- h5py ----------------------------------------------------------------------
+
+
+def _reduce_h5(obj: Any) -> Reduced:
+    if not obj:
+        raise TypeError("cannot pickle what belongs to a closed HDF5 file")
+    file = obj.file
+    if file.mode != "r":
+        raise TypeError(
+            f"cannot pickle an HDF5 file with mode {file.mode!r}: HDF5 locks "
+            "it against readers; open it with mode 'r'"
+        )
+    if file.driver not in ("sec2", "stdio"):
+        raise TypeError(
+            f"cannot pickle an HDF5 file of driver {file.driver!r}: it has no "
+            "path to open it by"
+        )
+    path = os.path.abspath(file.filename)
+    return _open_h5_again, (path, obj.name, type(obj) is type(file))
+
+
+def _open_h5_again(path: str, name: str, whole: bool) -> Any:
+    h5py: Any = importlib.import_module("h5py")
+    file = h5py.File(path, "r")
+    return file if whole else file[name]
+
+
+# -- cached functions ----------------------------------------------------------
+
+
+def _reduce_cached(cached: Any) -> Reduced:
+    found: Any = sys.modules.get(cached.__module__)
+    if cached.__module__ != "__main__":
+        for name in cached.__qualname__.split("."):
+            found = getattr(found, name, None)
+        if found is cached:
+            return str(cached.__reduce__())
+    return _cache_again, (cached.__wrapped__, cached.cache_parameters())
+
+
+def _cache_again(function: Any, parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(function)
+
+
+_REDUCERS: dict[type, Any] = {
+    type(threading.Lock()): _reduce_lock,
+    type(threading.RLock()): _reduce_rlock,
+    threading.Condition: _reduce_condition,
+    threading.local: _reduce_local,
+    io.TextIOWrapper: _reduce_file,
+    io.BufferedReader: _reduce_file,
+    io.FileIO: _reduce_file,
+    np.ndarray: _reduce_array,
+    np.memmap: _reduce_array,
+    type(functools.lru_cache(len)): _reduce_cached,
+}
+Pickler.dispatch_table = collections.ChainMap(
+    _REDUCERS, cloudpickle.Pickler.dispatch_table
+)

@@ -1,0 +1,401 @@
+"""What a dataset may hold on its way to worker processes, and what not."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import gzip
+import logging
+import os
+import queue
+import socket
+import sqlite3
+import subprocess
+import sys
+import threading
+import weakref
+import zipfile
+
+import h5py
+import keras
+import numpy as np
+import psutil
+import pytest
+from samples import Holds, hold, rest_of, row
+
+from keras_fastdata import DatasetPicklingError
+
+PROCESS = {"workers": 1, "use_multiprocessing": True}
+
+
+def assert_travels(thing, use, start_method="forkserver"):
+    """A worker makes of a thing what the training process makes of it."""
+    with Holds(thing, use, start_method=start_method, **PROCESS) as dataset:
+        there = list(dataset)
+        here = [dataset[index] for index in range(3)]
+    np.testing.assert_equal(there, here)
+
+
+def assert_refused(thing, path, kind, use=None):
+    """The error names the attribute, its type, and the ways out."""
+    dataset = Holds(thing, use, **PROCESS)
+    with pytest.raises(DatasetPicklingError) as caught:
+        next(iter(dataset))
+    assert caught.value.path == path
+    assert caught.value.type_name == kind
+    text = str(caught.value)
+    assert f"`{path}` is a {kind}" in text
+    for way_out in ("on_worker_start", "__getstate__", "start_method='fork'"):
+        assert way_out in text
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        threading.Lock,
+        threading.RLock,
+        threading.Condition,
+        lambda: threading.Condition(threading.Lock()),
+    ],
+)
+def test_a_lock_is_made_anew(make, start_method):
+    lock = make()
+    dataset = Holds(lock, hold, start_method=start_method, **PROCESS)
+    with lock, dataset:  # it is not taken in the worker
+        assert len(list(dataset)) == 3
+
+
+def test_events_semaphores_barriers_and_thread_locals_travel():
+    assert_travels(threading.Semaphore(2), hold)
+    event = threading.Event()
+    event.set()
+    assert_travels(event, lambda event, i: event.is_set())
+    assert_travels(threading.Barrier(1), lambda barrier, i: barrier.wait())
+    local = threading.local()
+    local.value = 1
+    with Holds(
+        local, lambda local, i: hasattr(local, "value"), **PROCESS
+    ) as dataset:
+        assert not any(dataset)
+
+
+def test_a_condition_and_its_lock_stay_one():
+    lock = threading.Lock()
+
+    def shared(things, index):
+        condition, lock = things
+        with condition:
+            return lock.locked()
+
+    assert_travels((threading.Condition(lock), lock), shared)
+
+
+# -- memory maps -------------------------------------------------------------
+
+
+@pytest.fixture
+def array_file(tmp_path):
+    path = tmp_path / "bilder \N{LATIN SMALL LETTER U WITH DIAERESIS}.npy"
+    np.save(path, np.arange(24 * 4096, dtype="float32").reshape(24, 4096))
+    return path
+
+
+def size_of_payload(dataset):
+    """Bytes that travel to the workers of a dataset."""
+    next(iter(dataset))
+    sizes = [
+        os.stat(f"/proc/self/fd/{fd}").st_size
+        for fd in os.listdir("/proc/self/fd")
+        if os.path.exists(f"/proc/self/fd/{fd}")
+        and "fastdata-dataset" in os.readlink(f"/proc/self/fd/{fd}")
+    ]
+    assert len(sizes) == 1
+    return sizes[0]
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda m: m,
+        lambda m: m[3:],
+        lambda m: m[3:20:2, 5::7],
+        lambda m: m[::-1],
+        lambda m: m.T[:24],
+        lambda m: np.asarray(m),
+        lambda m: np.asarray(m)[5:],
+        lambda m: m.view("uint32"),
+        lambda m: m[4:5].reshape(64, 64),
+        lambda m: m[..., None],
+    ],
+)
+def test_a_memory_map_travels_by_path(view, array_file):
+    array = view(np.load(array_file, mmap_mode="r"))
+    assert_travels(array, row)
+    assert_travels(
+        array, lambda a, i: [type(a) is np.memmap, a.flags.writeable]
+    )
+    with Holds(array, row, **PROCESS) as dataset:
+        assert size_of_payload(dataset) < 32 * 1024
+
+
+def test_what_a_worker_writes_to_a_writeable_map_is_in_the_file(array_file):
+    def write(array, index):
+        array[index, 0] = -1 - index
+        return array[index, :2]
+
+    array = np.load(array_file, mmap_mode="r+")
+    assert_travels(array, write)
+    assert np.load(array_file)[:3, 0].tolist() == [-1, -2, -3]
+
+
+def test_a_map_that_differs_from_its_file_travels_by_value(array_file):
+    private = np.load(array_file, mmap_mode="c")
+    private[0, 0] = 77
+    assert_travels(private, row)
+    assert np.load(array_file)[0, 0] == 0
+
+    deleted = np.load(array_file, mmap_mode="r")
+    os.rename(array_file, f"{array_file}.moved")
+    np.save(array_file, np.zeros((24, 4096), "float32"))
+    assert deleted[1, 1] != 0
+    assert_travels(deleted, row)
+
+    os.remove(f"{array_file}.moved")
+    assert_travels(deleted, row)
+
+
+def test_a_map_at_an_offset_travels(tmp_path):
+    path = tmp_path / "raw"
+    path.write_bytes(bytes(range(256)) * 64)
+    array = np.memmap(path, ">u2", "r", offset=4098, shape=(100, 3))
+    assert_travels(array[7:], row)
+
+
+def test_an_anonymous_map_travels_by_value():
+    import mmap
+
+    memory = mmap.mmap(-1, 4096)
+    array = np.frombuffer(memory, "uint8")
+    array[0] = 9
+    assert_travels(array, row)
+
+
+# -- files -------------------------------------------------------------------
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    path = tmp_path / "zeilen.txt"
+    path.write_text("eins\nzwei\ndrei f\u00fcnf\n", encoding="latin-1")
+    return path
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"mode": "r", "encoding": "latin-1"},
+        {"mode": "rb"},
+        {"mode": "rb", "buffering": 0},
+        {"mode": "r", "encoding": "ascii", "errors": "replace"},
+    ],
+)
+def test_an_open_file_is_opened_again_where_it_was(how, text_file):
+    with open(text_file, **how) as file:
+        file.readline()
+        assert_travels(file, rest_of)
+        assert_travels(file, lambda f, i: [type(f).__name__, f.name])
+
+
+def test_a_zip_file_travels(tmp_path):
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.writestr("a.txt", "content")
+    with zipfile.ZipFile(tmp_path / "a.zip") as archive:
+        assert_travels(archive, lambda a, i: len(a.read("a.txt")))
+
+
+def test_standard_streams_are_the_workers_own():
+    assert_travels(sys.__stdout__, lambda stream, i: stream.fileno())
+
+
+def test_a_file_that_cannot_be_opened_again_is_refused(text_file, tmp_path):
+    kind = "_io.TextIOWrapper"
+    with open(tmp_path / "out", "w") as file:
+        assert_refused(file, "dataset.thing", kind)
+    with open(text_file) as file:
+        os.remove(text_file)
+        assert_refused(file, "dataset.thing", kind)
+        text_file.write_text("another")
+        assert_refused(file, "dataset.thing", kind)
+    assert_refused(file, "dataset.thing", kind)  # closed by now
+    reading, writing = os.pipe()
+    with open(reading) as pipe, open(writing, "w"):
+        assert_refused(pipe, "dataset.thing", kind)
+    with gzip.open(tmp_path / "a.gz", "w"):
+        pass
+    with gzip.open(tmp_path / "a.gz") as file:
+        assert_refused(file, "dataset.thing._buffer", "_io.BufferedReader")
+
+
+# -- h5py --------------------------------------------------------------------
+
+
+def test_h5py_files_groups_and_datasets_are_opened_again(tmp_path):
+    path = tmp_path / "a b.h5"
+    with h5py.File(path, "w") as file:
+        file["group/x"] = np.arange(12).reshape(3, 4)
+    with h5py.File(path) as file:
+        assert_travels(file, lambda f, i: f["group/x"][i])
+        assert_travels(file["group"], lambda g, i: g["x"][i])
+        assert_travels(file["group/x"], row)
+        assert_travels(
+            {"file": file, "x": file["group/x"]},
+            lambda d, i: d["file"]["group/x"][i] + d["x"][i],
+        )
+        with Holds(file["group/x"], row, **PROCESS) as dataset:
+            assert size_of_payload(dataset) < 32 * 1024
+    closed = "h5py._hl.files.File"
+    assert_refused(file, "dataset.thing", closed)
+    with h5py.File(path, "r+") as file:
+        assert_refused(file, "dataset.thing", closed)
+    with h5py.File("memory", "w", driver="core", backing_store=False) as file:
+        assert_refused(file, "dataset.thing", closed)
+
+
+# -- functions and classes ---------------------------------------------------
+
+
+def test_loggers_lambdas_closures_and_partials_travel():
+    assert_travels(logging.getLogger("a.b"), lambda logger, i: len(logger.name))
+    factor = 3
+    assert_travels(lambda i: factor * i, lambda f, i: f(i))
+    assert_travels(functools.partial(max, 1), lambda f, i: f(i))
+
+
+def test_cached_functions_and_methods_travel():
+    class Local:
+        @functools.lru_cache(maxsize=3)  # noqa: B019
+        def method(self, n):
+            return 2 * n
+
+        @functools.cached_property
+        def once(self):
+            return 5
+
+    @functools.lru_cache
+    def fibonacci(n):
+        return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)
+
+    assert_travels(Local(), lambda o, i: o.method(i) + o.once)
+    assert_travels(fibonacci, lambda f, i: [f(i + 9), f.cache_info().maxsize])
+    assert_travels(
+        functools.lru_cache(maxsize=7, typed=True)(abs),
+        lambda f, i: [f(-i), f.cache_parameters()["maxsize"]],
+    )
+
+
+def test_a_main_script_with_locks_caches_and_files_of_its_own(tmp_path):
+    (tmp_path / "data.txt").write_text("abc")
+    script = tmp_path / "main.py"
+    script.write_text(
+        "import functools, threading, numpy as np\n"
+        "from keras_fastdata import FastPyDataset\n"
+        "LOCK = threading.Lock()\n"
+        "FILE = open('data.txt')\n"
+        "@functools.lru_cache(maxsize=None)\n"
+        "def fib(n): return n if n < 2 else fib(n - 1) + fib(n - 2)\n"
+        "class D(FastPyDataset):\n"
+        "    def __len__(self): return 3\n"
+        "    @functools.lru_cache(maxsize=10)\n"
+        "    def size(self):\n"
+        "        with LOCK:\n"
+        "            FILE.seek(0)\n"
+        "            return len(FILE.read())\n"
+        "    def __getitem__(self, i): return np.array([self.size(), fib(i)])\n"
+        "for start_method in 'forkserver', 'spawn':\n"
+        "    with D(workers=2, use_multiprocessing=True,\n"
+        "           start_method=start_method) as d:\n"
+        "        print(np.concatenate(list(d)).tolist())\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, script],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ran.stdout == "[3, 0, 3, 1, 3, 1]\n" * 2, ran.stderr
+
+
+# -- tensors -----------------------------------------------------------------
+
+
+@pytest.mark.backend
+def test_a_tensor_of_the_backend_travels():
+    tensor = keras.ops.convert_to_tensor(np.arange(6.0).reshape(3, 2))
+    assert_travels(tensor, lambda t, i: np.asarray(t[i]))
+
+
+# -- what does not travel ----------------------------------------------------
+
+
+def test_what_lives_in_the_training_process_alone_is_refused():
+    assert_refused(queue.Queue(), "dataset.thing", "queue.Queue")
+    assert_refused(queue.SimpleQueue(), "dataset.thing", "_queue.SimpleQueue")
+    assert_refused(
+        threading.Thread(target=print), "dataset.thing", "threading.Thread"
+    )
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        assert_refused(
+            pool,
+            "dataset.thing",
+            "concurrent.futures.thread.ThreadPoolExecutor",
+        )
+    with subprocess.Popen(["true"]) as process:
+        assert_refused(process, "dataset.thing", "subprocess.Popen")
+
+
+def test_the_innermost_culprit_is_named_by_its_path():
+    class Reader:
+        pass
+
+    reader = Reader()
+    reader.parts = {"a": [1, (i for i in ())]}
+    assert_refused(reader, "dataset.thing.parts['a'][1]", "builtins.generator")
+    with socket.socket() as connection:
+        assert_refused([connection], "dataset.thing[0]", "socket.socket")
+    connection = sqlite3.connect(":memory:")
+    reader.parts = connection
+    assert_refused(reader, "dataset.thing.parts", "sqlite3.Connection")
+    connection.close()
+    reader.parts = weakref.ref(reader)
+    assert_refused(reader, "dataset.thing.parts", "weakref.ReferenceType")
+
+
+def test_a_culprit_that_a_function_refers_to_is_named():
+    with socket.socket() as connection:
+        assert_refused(
+            1,
+            "dataset.use -> connection",
+            "socket.socket",
+            use=lambda thing, i: connection,
+        )
+
+        class Local:
+            @staticmethod
+            def method():
+                return connection
+
+        assert_refused(
+            Local(),
+            "dataset.thing.__class__.method -> connection",
+            "socket.socket",
+        )
+
+
+def test_a_refused_dataset_leaves_no_process():
+    before = psutil.Process().children()
+    assert_refused(queue.Queue(), "dataset.thing", "queue.Queue")
+    assert psutil.Process().children() == before
