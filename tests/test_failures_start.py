@@ -7,9 +7,9 @@ import importlib
 import io
 import os
 import pdb
+import queue
 import re
 import sys
-import threading
 import time
 import traceback
 
@@ -288,18 +288,18 @@ class Reader:
 
 
 class Slotted:
-    __slots__ = ("lock",)
+    __slots__ = ("queue",)
 
     def __init__(self):
-        self.lock = threading.Lock()
+        self.queue = queue.SimpleQueue()
 
 
 def _closure():
-    lock = threading.Lock()
+    line = queue.SimpleQueue()
 
     def transform(batch):
-        with lock:
-            return batch
+        line.put(batch)
+        return line.get()
 
     return transform
 
@@ -308,27 +308,27 @@ def _round():
     """A reader that knows its dataset's other parts, and they know it."""
     reader = Reader()
     reader.index = Reader(reader=reader)
-    reader.handle = threading.Lock()
+    reader.handle = queue.SimpleQueue()
     return reader
 
 
 UNPICKLABLE = {
-    "dataset.reader.handle": lambda: {"reader": Reader(handle=_lock())},
-    "dataset._lock": lambda: {"_lock": _lock()},
+    "dataset.reader.handle": lambda: {"reader": Reader(handle=_queue())},
+    "dataset._queue": lambda: {"_queue": _queue()},
     "dataset.readers[1]['train']": lambda: {
-        "readers": [1, {"test": 2, "train": _lock()}]
+        "readers": [1, {"test": 2, "train": _queue()}]
     },
     "dataset.reader.stack[0].file": lambda: {
         "reader": Reader(stack=(Reader(file=sys.stdout.buffer.raw),))
     },
     "dataset.reader": lambda: {"reader": Slotted()},
-    "dataset.transform": lambda: {"transform": _closure()},
+    "dataset.transform -> line": lambda: {"transform": _closure()},
     "dataset.batches": lambda: {"batches": (n for n in range(3))},
 }
 
 
-def _lock():
-    return threading.Lock()
+def _queue():
+    return queue.SimpleQueue()
 
 
 WAYS_OUT = ("on_worker_start", "__getstate__", "start_method='fork'")
@@ -364,28 +364,31 @@ def test_a_path_does_not_go_round_in_circles():
 
 def test_a_path_does_not_lead_through_the_dataset_again():
     with Plain(**PROCESSES) as dataset:
-        dataset.reader = Reader(owner=dataset, handle=_lock())
+        dataset.reader = Reader(owner=dataset, handle=_queue())
         error = caught(walk, dataset)
     assert type(error) is DatasetPicklingError
     assert error.path == "dataset.reader.handle"
 
 
 def test_what_cannot_be_pickled_is_named_through_fit():
-    with Plain({"lock": _lock()}, **PROCESSES) as dataset:
+    with Plain({"queue": _queue()}, **PROCESSES) as dataset:
         error = caught(fit, dataset)
     assert type(error) is DatasetPicklingError
-    assert (error.path, error.type_name) == ("dataset.lock", "_thread.lock")
+    assert (error.path, error.type_name) == (
+        "dataset.queue",
+        "_queue.SimpleQueue",
+    )
 
 
 def test_an_attribute_that_is_set_later_is_named_too():
     with Plain(**PROCESSES) as dataset:
         assert walk(dataset) == 4
-        dataset.lock = _lock()
+        dataset.queue = _queue()
         for _ in range(2):
             error = caught(walk, dataset)
             assert type(error) is DatasetPicklingError
-            assert error.path == "dataset.lock"
-        del dataset.lock
+            assert error.path == "dataset.queue"
+        del dataset.queue
         assert walk(dataset) == 4
 
 
@@ -405,29 +408,29 @@ def test_a_getstate_that_raises_is_named_and_is_the_cause():
 
 def test_threads_and_the_caller_need_no_pickling(kind):
     if kind != "process":
-        with Plain({"lock": _lock()}, **KINDS[kind]) as dataset:
+        with Plain({"queue": _queue()}, **KINDS[kind]) as dataset:
             assert walk(dataset) == 4
 
 
 class MadeInTheWorker(Plain):
     def on_worker_start(self):
-        self.lock = _lock()
+        self.queue = _queue()
 
     def __getitem__(self, index):
-        with self.lock:
+        with self.queue:
             return super().__getitem__(index)
 
 
 class LeftOut(MadeInTheWorker):
     def __getstate__(self):
-        return {k: v for k, v in vars(self).items() if k != "lock"}
+        return {k: v for k, v in vars(self).items() if k != "queue"}
 
 
 def test_each_of_the_three_ways_out_leads_out():
     for dataset in (
         MadeInTheWorker(**PROCESSES),
-        LeftOut({"lock": _lock()}, **PROCESSES),
-        Plain({"lock": _lock()}, start_method="fork", **PROCESSES),
+        LeftOut({"queue": _queue()}, **PROCESSES),
+        Plain({"queue": _queue()}, start_method="fork", **PROCESSES),
     ):
         with dataset:
             assert walk(dataset) == 4
@@ -454,7 +457,7 @@ def _generator():
     return (n for n in range(3))
 
 
-@pytest.mark.parametrize("make", [_lock, _file, _generator, Refusing])
+@pytest.mark.parametrize("make", [_queue, _file, _generator, Refusing])
 def test_a_batch_that_cannot_be_sent_is_named(make):
     with Smuggling({"make": make}, **PROCESSES) as dataset:
         for epoch in range(2):
@@ -463,8 +466,8 @@ def test_a_batch_that_cannot_be_sent_is_named(make):
             assert not isinstance(error, WorkerDiedError)
             where = f"While building batch 2 of epoch {epoch} of Smuggling"
             assert where in shown(error)
-            if make is _lock:
-                assert "lock" in str(error)
+            if make is _queue:
+                assert "queue" in str(error)
         dataset.make = None
         assert walk(dataset) == 4
 

@@ -111,10 +111,6 @@ class Pass(Iterator[Any]):
         """Starts over, in the same epoch and order, as if never begun."""
         self._loader.rewind(self._walk)
 
-    def close(self) -> None:
-        """Ends the pass; what was built ahead for it is dropped."""
-        self._loader.abandon(self._walk)
-
 
 class _Walk:
     """The state of one pass; the loader's, behind its lock.
@@ -316,12 +312,6 @@ class Loader:
             walk.remembered = {}
             walk.position = walk.delivered = 0
             walk.ended = False
-
-    def abandon(self, walk: _Walk) -> None:
-        with self._own_lock():
-            if self._torn:
-                self._start_over()
-            self._retire(walk)
 
     # -- the way of a batch -------------------------------------------------
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import logging
 import os
 import select
 import signal
@@ -254,14 +253,8 @@ class _Worker:
             note(worker, 0)
 
     def stop(self) -> None:
-        try:
-            self._builder.stop(self._start.worker)
-        except Exception:
-            logging.getLogger("keras_fastdata").exception(
-                "%s.on_worker_stop raised in %s",
-                self._start.dataset,
-                self._name,
-            )
+        """Runs `on_worker_stop`, which the builder keeps from raising."""
+        self._builder.stop(self._start.worker)
 
     def _build(self, task: Task) -> Result:
         writer = codec.SlotWriter(self._segment, task.slot, self._in_place)

@@ -30,6 +30,7 @@ from keras_fastdata.workers import child, nursery
 from keras_fastdata.workers.base import Builds
 
 _START_TIMEOUT_S = 60.0  # for an interpreter to start on a loaded machine
+_NURSERIES = 4  # that may die one after the other before it is an error
 _END_TIMEOUT_S = 5.0  # for the kernel to deliver SIGKILL
 
 # A worker sees no accelerator, and does not multiply the cores by the threads
@@ -146,12 +147,13 @@ class NurseryLauncher:
     def start(self, files: child.Files) -> Child:
         if self._nursery is None:
             raise LoaderError("The launcher is closed.")
-        try:
-            return self._nursery.fork(files)
-        except _NurseryGone:
-            _release(self._nursery)
-            self._nursery = _acquire(self._worker_env)
-            return self._nursery.fork(files)
+        for _ in range(_NURSERIES):
+            try:
+                return self._nursery.fork(files)
+            except _NurseryGone:
+                _release(self._nursery)
+                self._nursery = _acquire(self._worker_env)
+        return self._nursery.fork(files)
 
     def close(self) -> None:
         held, self._nursery = self._nursery, None
@@ -255,12 +257,16 @@ class _Nursery:
             if time.monotonic() > deadline:
                 raise self._is_gone()
         if self._socket.fileno() in (fd for fd, _ in ready):
-            datagram, fds, flags, _ = socket.recv_fds(
-                self._socket,
-                nursery.NOTICE_BYTES,
-                1,
-                socket.MSG_CMSG_CLOEXEC,
-            )
+            try:
+                datagram, fds, flags, _ = socket.recv_fds(
+                    self._socket,
+                    nursery.NOTICE_BYTES,
+                    1,
+                    socket.MSG_CMSG_CLOEXEC,
+                )
+            except ConnectionResetError:
+                # It was killed before it had read all of our requests.
+                raise self._is_gone() from None
             if flags & socket.MSG_CTRUNC:
                 raise LoaderError(
                     "This process has no file descriptor left for a worker. "

@@ -120,6 +120,12 @@ class Ledger:
         sent = self._sent.get(wire)
         return sent.ticket if sent else None
 
+    def oldest_unclaimed(self, noted: Collection[int]) -> int | None:
+        """The lowest wire number that is out and that nobody has noted."""
+        out = (w for w in self._sent if w not in noted)
+        waiting = set(self._backlog)
+        return min((w for w in out if w not in waiting), default=None)
+
     def settle(self, wire: int, worker: int) -> tuple[Sent | None, int | None]:
         """Closes the account of a ticket that `worker` has answered.
 

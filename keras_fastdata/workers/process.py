@@ -45,10 +45,11 @@ from keras_fastdata.workers.base import Builds, Built, Done, Ticket, where
 from keras_fastdata.workers.interrupts import Uninterrupted
 from keras_fastdata.workers.ledger import Ledger, Sent
 from keras_fastdata.workers.messages import Flag, Kind, Result, Task
-from keras_fastdata.workers.watch import Overdue, Watch, Work
+from keras_fastdata.workers.watch import Overdue, Watch, Work, building, loading
 
 _GRACE_S = 2.0  # for a worker to end by itself when asked to
 _EXIT_CODE_TIMEOUT_S = 2.0
+_IDLE_LOOKS = 4  # in a row, before a worker that builds nothing is suspect
 _STRIKES = 2  # deaths of workers over one batch before the batch is blamed
 
 _log = logging.getLogger("keras_fastdata")
@@ -90,6 +91,8 @@ class _Worker:
         hired: When it was started, by `time.monotonic`.
         ready: Whether it has loaded the dataset.
         kept_slots: Slots that its copy of the dataset holds on to.
+        idle: What it had not done when it was last looked at, although it
+            was not building; since when; and how many looks ago.
         overdue: Why it was killed, if it was.
         killed: When, by `time.monotonic`.
     """
@@ -102,6 +105,7 @@ class _Worker:
     hired: float
     ready: bool = False
     kept_slots: list[int] = dataclasses.field(default_factory=list)
+    idle: tuple[tuple[int, int] | None, float, int] = (None, 0.0, 0)
     overdue: Overdue | None = None
     killed: float = 0.0
 
@@ -170,7 +174,6 @@ class ProcessWorkers:
         )
         self._ledger = Ledger(self._arena)
         self._watch = Watch(
-            plan.dataset,
             plan.batch_timeout,
             "`batch_timeout` replaces a worker that is stuck.",
         )
@@ -484,7 +487,8 @@ class ProcessWorkers:
         now = time.monotonic()
         for overdue in self._watch.look(list(self._works(now))):
             worker = self._workers[overdue.work.worker]
-            if self._ticket_of(worker) != overdue.work.ticket:
+            ticket = overdue.work.ticket
+            if ticket is not None and self._ticket_of(worker) != ticket:
                 continue  # it has finished after all, a moment ago
             worker.overdue, worker.killed = overdue, now
             _log.warning(
@@ -502,26 +506,29 @@ class ProcessWorkers:
 
     def _works(self, now: float) -> Iterator[Work]:
         """What each worker is busy with."""
-        for worker in self._workers.values():
+        segment = self._arena.segment
+        notes = {i: segment.noted(i) for i in self._workers}
+        unclaimed = self._ledger.oldest_unclaimed(notes.values())
+        name = self._plan.dataset
+        for index, worker in self._workers.items():
             if worker.killed:
                 continue
-            began = worker.hired
-            ticket = None
-            if worker.ready:
-                ticket = self._ticket_of(worker)
-                began = self._arena.segment.clocked(worker.index)
-                if ticket is None or not began:
-                    continue
             process = worker.process
-            yield Work(
-                worker.index,
-                worker.name,
-                ticket,
-                now - began,
-                functools.partial(
-                    stack.ask, process.pid, process.pidfd, worker.stacks
-                ),
+            ask = functools.partial(
+                stack.ask, process.pid, process.pidfd, worker.stacks
             )
+            ticket = self._ledger.ticket_of(notes[index])
+            began = segment.clocked(index)
+            if not worker.ready:
+                what = loading(name, worker.name)
+                elapsed_s = now - worker.hired
+                yield Work(index, what, None, elapsed_s, ask, starting=True)
+            elif ticket is not None and began:
+                what = building(name, ticket, worker.name)
+                yield Work(index, what, ticket, now - began, ask)
+            elif (idle_s := _idle_s(worker, notes[index], unclaimed, now)) > 0:
+                what = f"Taking or delivering a batch of {name}, {worker.name},"
+                yield Work(index, what, None, idle_s, ask)
 
     def _ticket_of(self, worker: _Worker) -> Ticket | None:
         wire = self._arena.segment.noted(worker.index)
@@ -564,6 +571,8 @@ class ProcessWorkers:
         )
         done: list[Done] = []
         if suspect is not None:
+            # A batch is not to blame for the death of a nursery.
+            suspect.strikes += not unknown
             done += self._judge(suspect, worker, exit_code)
         if not self._workers and self._restarts > self._plan.max_restarts:
             for ticket in self._ledger.give_up():
@@ -575,7 +584,6 @@ class ProcessWorkers:
         self, sent: Sent, worker: _Worker, exit_code: int | None
     ) -> Iterator[Done]:
         """Decides about the batch that a worker died over."""
-        sent.strikes += 1
         if (
             sent.strikes < _STRIKES
             and self._restarts <= self._plan.max_restarts
@@ -682,6 +690,23 @@ class ProcessWorkers:
         for result in self._messages():
             if result.kind in (Kind.LOG, Kind.WARNING):
                 self._relayed.append(result)
+
+
+def _idle_s(
+    worker: _Worker, noted: int, unclaimed: int | None, now: float
+) -> float:
+    """How long a worker that builds nothing has left something undone.
+
+    It has not delivered what it noted, or not taken a ticket that nobody has.
+    Each may be so for a moment; it is not, when seen several times in a row.
+    """
+    undone = (noted, 0) if noted else (0, unclaimed) if unclaimed else None
+    before, since, looks = worker.idle
+    if undone is None or undone != before:
+        worker.idle = undone, now, 0
+        return 0.0
+    worker.idle = undone, since, looks + 1
+    return now - since if looks >= _IDLE_LOOKS else 0.0
 
 
 def _how(exit_code: int | None) -> str:

@@ -22,7 +22,7 @@ from keras_fastdata.errors import BatchTimeoutError
 from keras_fastdata.workers.base import Builds, Built, Ticket, where
 from keras_fastdata.workers.failures import note
 from keras_fastdata.workers.interrupts import Uninterrupted
-from keras_fastdata.workers.watch import Watch, Work
+from keras_fastdata.workers.watch import Watch, Work, building, loading
 
 _CLOSE_TIMEOUT_S = 5.0  # what a batch being built gets to end
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -51,7 +51,6 @@ class ThreadWorkers:
         self._results = _Results()
         self._cancelled: set[int] = set()
         self._watch = Watch(
-            dataset,
             batch_timeout,
             "A stuck thread cannot be replaced; a worker process can "
             "(`use_multiprocessing=True, batch_timeout=...`).",
@@ -213,12 +212,16 @@ class _Thread(threading.Thread):
         if desk is None:
             return None
         ticket, began = desk
+        name = f"worker thread {self._worker}"
         return Work(
             self._worker,
-            f"worker thread {self._worker}",
+            loading(self._dataset, name)
+            if starting
+            else building(self._dataset, ticket, name),
             None if starting else ticket,
             time.monotonic() - began,
             self._stack,
+            starting,
         )
 
     def give_up(self, ticket: Ticket | None) -> bool:

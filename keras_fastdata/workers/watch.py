@@ -30,17 +30,32 @@ class Work:
 
     Attributes:
         worker: Index of the worker.
-        name: What to call it, such as "worker 1 (pid 77)".
-        ticket: The batch it builds; `None` while it loads the dataset.
+        what: In words, such as "Batch 3 of epoch 0 of Images, in worker 1,".
+        ticket: The batch it builds; `None` for anything else.
         elapsed_s: How long it has been at it.
         stack: Finds out where it is; may take a second.
+        starting: Whether it is still loading the dataset.
     """
 
     worker: int
-    name: str
+    what: str
     ticket: Ticket | None
     elapsed_s: float
     stack: Callable[[], str]
+    starting: bool = False
+
+
+def building(dataset: str, ticket: Ticket, worker: str) -> str:
+    """The `what` of a worker that builds a batch."""
+    return (
+        f"Batch {ticket.index} of epoch {ticket.epoch} of {dataset}, in "
+        f"{worker},"
+    )
+
+
+def loading(dataset: str, worker: str) -> str:
+    """The `what` of a worker that is not ready yet."""
+    return f"Loading {dataset}, or its `on_worker_start`, in {worker},"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,22 +77,18 @@ class Watch:
     """Looks at what workers are busy with, now and then.
 
     Args:
-        dataset: The dataset's class name, for messages.
         timeout_s: Seconds that one batch may take, or `None`. Loading the
             dataset may take `START_TIMEOUT_S`, where that is more.
         remedy: What to do about work that never ends, for warnings.
     """
 
-    def __init__(
-        self, dataset: str, timeout_s: float | None, remedy: str
-    ) -> None:
-        self._dataset = dataset
+    def __init__(self, timeout_s: float | None, remedy: str) -> None:
         self._timeout_s = timeout_s
         self._remedy = remedy
         self._slowest_s = 0.0
         self._next_look = 0.0
-        # By worker: the ticket warned about, when to ask again, the stack.
-        self._warned: dict[int, tuple[Ticket | None, float, str]] = {}
+        # By worker: the work warned about, when to ask again, the stack.
+        self._warned: dict[int, tuple[str, float, str]] = {}
 
     @property
     def interval_s(self) -> float:
@@ -110,60 +121,42 @@ class Watch:
 
     @staticmethod
     def _limit_s(work: Work, timeout_s: float) -> float:
-        if work.ticket is None:
-            return max(timeout_s, START_TIMEOUT_S)
-        return timeout_s
+        return max(timeout_s, START_TIMEOUT_S) if work.starting else timeout_s
 
     def _describe(self, work: Work) -> Overdue:
-        stack = work.stack()
         assert self._timeout_s is not None
-        if work.ticket is None:
-            text = (
-                f"{self._what(work)} has taken {work.elapsed_s:.3g} s, more "
-                f"than the {self._limit_s(work, self._timeout_s):.3g} s that "
-                f"`batch_timeout={self._timeout_s:g}` leaves for a start."
-            )
-        else:
-            text = (
-                f"{self._what(work)} has taken {work.elapsed_s:.3g} s, more "
-                f"than `batch_timeout={self._timeout_s:g}`."
-            )
-        return Overdue(work, stack, text)
+        limit = f"`batch_timeout={self._timeout_s:g}`"
+        if work.starting:
+            seconds = self._limit_s(work, self._timeout_s)
+            limit = f"the {seconds:g} s that {limit} leaves for a start"
+        text = (
+            f"{work.what} has taken {work.elapsed_s:.3g} s, more than {limit}."
+        )
+        return Overdue(work, work.stack(), text)
 
     def _warn_if_slow(self, work: Work) -> None:
-        slowest = self._slowest_s if work.ticket else 0.0
+        slowest = 0.0 if work.starting else self._slowest_s
         limit = (
             max(_LEAST_LIMIT_S, _FAR_BEYOND * slowest)
             if slowest
             else _FIRST_LIMIT_S
         )
-        about, again_s, before = self._warned.get(work.worker, (None, 0.0, ""))
-        if about != work.ticket:
+        about, again_s, before = self._warned.get(work.worker, ("", 0.0, ""))
+        if about != work.what:
             again_s, before = 0.0, ""
         if work.elapsed_s <= max(limit, again_s):
             return
         stack = work.stack()
         # Rarer and rarer: something slow moves, and is not worth a line each.
-        self._warned[work.worker] = work.ticket, 2 * work.elapsed_s, stack
+        self._warned[work.worker] = work.what, 2 * work.elapsed_s, stack
         if stack == before:
             return
         usual = f"; the slowest before took {slowest:.3g} s" if slowest else ""
         _log.warning(
             "%s has taken %.0f s so far%s. %s\n%s",
-            self._what(work),
+            work.what,
             work.elapsed_s,
             usual,
             self._remedy,
             stack,
-        )
-
-    def _what(self, work: Work) -> str:
-        if work.ticket is None:
-            return (
-                f"Loading {self._dataset}, or its `on_worker_start`, in "
-                f"{work.name},"
-            )
-        return (
-            f"Batch {work.ticket.index} of epoch {work.ticket.epoch} of "
-            f"{self._dataset}, in {work.name},"
         )
