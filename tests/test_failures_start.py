@@ -417,8 +417,8 @@ class MadeInTheWorker(Plain):
         self.queue = _queue()
 
     def __getitem__(self, index):
-        with self.queue:
-            return super().__getitem__(index)
+        self.queue.put(super().__getitem__(index))
+        return self.queue.get()
 
 
 class LeftOut(MadeInTheWorker):
