@@ -37,6 +37,7 @@ from keras_fastdata.workers.process import Plan, ProcessWorkers
 from keras_fastdata.workers.thread import ThreadWorkers
 
 _WAIT_S = 0.5  # between two looks at what else there is to do
+_LEAVE_S = 5.0  # for a daemon thread to leave the loader at exit
 
 
 _END = object()  # what `Loader.deliver` returns after the last batch
@@ -189,6 +190,7 @@ class Loader:
         # off (by Ctrl-C, say): then nothing the workers hold is to be relied
         # on, and the next call starts them anew.
         self._torn = False
+        self._leaving = threading.Event()  # set at the interpreter's end
 
     @property
     def seed(self) -> int:
@@ -250,6 +252,7 @@ class Loader:
 
     def deliver(self, walk: _Walk, dataset: build.Dataset) -> Any:
         with self._own_lock():
+            self._go_on()
             if walk.ended:
                 return _END
             workers, schedule = self._prepare(walk, dataset)
@@ -403,8 +406,17 @@ class Loader:
             # An interrupt while waiting, when it is likeliest, costs nothing.
             self._torn = False
             workers.wait(_WAIT_S)
+            self._go_on()
             self._torn = True
         return walk.ready.pop(key)
+
+    def _go_on(self) -> None:
+        """Ends a daemon thread that is here when the interpreter ends.
+
+        Silently: nobody hears of a SystemExit that ends a thread.
+        """
+        if self._leaving.is_set():
+            raise SystemExit
 
     def _route(self, done: Done) -> None:
         walk, key = self._routes.pop(done.serial)
@@ -528,7 +540,12 @@ class Loader:
             else:
                 workers = InlineWorkers(builder, self._name)
         self._finalizer = weakref.finalize(
-            dataset, _close, workers, os.getpid()
+            dataset,
+            _close,
+            workers,
+            os.getpid(),
+            self._own_lock(),
+            self._leaving,
         )
         return workers
 
@@ -598,7 +615,23 @@ def _alive(reference: weakref.ref[build.Dataset]) -> build.Dataset:
     return dataset
 
 
-def _close(workers: Workers, pid: int) -> None:
-    """Ends workers that are this process's own."""
-    if pid == os.getpid():
-        workers.close()
+def _close(
+    workers: Workers,
+    pid: int,
+    lock: threading.RLock,
+    leaving: threading.Event,
+) -> None:
+    """Ends workers that are this process's own.
+
+    The dataset was collected, and nobody uses them; or the interpreter ends,
+    and a daemon thread may. One that does not leave keeps the workers until
+    the process is gone, and they with it.
+    """
+    if pid != os.getpid():
+        return
+    leaving.set()
+    if lock.acquire(timeout=_LEAVE_S):
+        try:
+            workers.close()
+        finally:
+            lock.release()

@@ -116,7 +116,7 @@ def spawned(trainer_pidfd: int, fds: list[int]) -> NoReturn:
     for fd in (trainer_pidfd, *fds):
         os.set_inheritable(fd, False)
     die_with(trainer_pidfd)
-    run_and_leave(lambda: main(Files(*fds)))
+    run_and_leave(lambda: _end_alone(main(Files(*fds))))
 
 
 def forked(
@@ -126,15 +126,31 @@ def forked(
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
     die_with(os.dup(trainer_pidfd))
-    return main(Files(*map(os.dup, files.all())), make_builder)
+    return _end_alone(main(Files(*map(os.dup, files.all())), make_builder))
+
+
+def _end_alone(status: int) -> int:
+    """Ends what a worker in peace leaves running, and the worker with it.
+
+    A trainer that ends closes its sockets before its pidfd tells, so that
+    the worker may be gone before its watch has heard.
+    """
+    if not status:
+        _flush()
+        os.killpg(0, signal.SIGKILL)
+    return status
 
 
 def leave(status: int) -> NoReturn:
     """Ends the process, without the exit handlers it was forked with."""
+    _flush()
+    os._exit(status)
+
+
+def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-    os._exit(status)
 
 
 def run_and_leave(run: Callable[[], int]) -> NoReturn:

@@ -10,6 +10,7 @@ import `__main__` again, and outlive what ours must not.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import fcntl
 import multiprocessing.spawn
@@ -30,6 +31,7 @@ from keras_fastdata.workers import child, nursery
 from keras_fastdata.workers.base import Builds
 
 _START_TIMEOUT_S = 60.0  # for an interpreter to start on a loaded machine
+_NOTICE_WAIT_S = 1.0
 _NURSERIES = 4  # that may die one after the other before it is an error
 _END_TIMEOUT_S = 5.0  # for the kernel to deliver SIGKILL
 
@@ -66,10 +68,12 @@ class Child(Protocol):
     Attributes:
         pid: Its process id, which is also its process group's.
         pidfd: Becomes readable when it has ended; owned by this object.
+        nursery: Process id of the nursery that forked it, if one did.
     """
 
     pid: int
     pidfd: int
+    nursery: int | None
 
     def exit_code(self, timeout_s: float) -> int | None:
         """How it ended, as in `Popen.returncode`; `None` if unknown.
@@ -175,6 +179,9 @@ class _Nursery:
         self._lock = threading.RLock()
         self._exit_codes: dict[int, int] = {}
         self._abandoned: set[int] = set()
+        self._answers: collections.deque[tuple[bytes, int, int, list[int]]] = (
+            collections.deque()
+        )
         self._socket, theirs = socket.socketpair(
             socket.AF_UNIX, socket.SOCK_SEQPACKET
         )
@@ -186,7 +193,8 @@ class _Nursery:
             self._process = _python(
                 "nursery", f"main(*{fds})", environment(worker_env), fds
             )
-        self._pidfd = os.pidfd_open(self._process.pid)
+        self.pid = self._process.pid
+        self._pidfd = os.pidfd_open(self.pid)
 
     def fork(self, files: child.Files) -> _NurseryChild:
         with self._lock:
@@ -195,20 +203,17 @@ class _Nursery:
             except OSError as error:
                 raise self._is_gone() from error
             deadline = time.monotonic() + _START_TIMEOUT_S
-            while True:
-                datagram, fds = self._receive(deadline)
-                kind, pid, number = nursery.unpack_notice(datagram)
-                if kind == nursery.ENDED:
-                    self._book_end(pid, number)
-                elif kind == nursery.FORKED:
-                    return _NurseryChild(self, pid, fds[0])
-                else:
-                    raise LoaderError(
-                        "A worker process could not be forked: "
-                        f"{os.strerror(number)}. Look at the limits on "
-                        "processes (`ulimit -u`), open files (`ulimit -n`) "
-                        "and memory, or lower `workers`."
-                    )
+            while not self._answers:
+                self._take_in(deadline)
+            kind, pid, number, fds = self._answers.popleft()
+            if kind == nursery.FORKED:
+                return _NurseryChild(self, pid, fds[0])
+            raise LoaderError(
+                "A worker process could not be forked: "
+                f"{os.strerror(number)}. Look at the limits on processes "
+                "(`ulimit -u`), open files (`ulimit -n`) and memory, or lower "
+                "`workers`."
+            )
 
     def exit_code(self, pid: int, timeout_s: float) -> int | None:
         deadline = time.monotonic() + timeout_s
@@ -217,23 +222,15 @@ class _Nursery:
                 if self.gone:
                     return None
                 try:
-                    datagram, _ = self._receive(deadline)
+                    self._take_in(deadline)
                 except _NurseryGone:
                     return None
-                _, ended, code = nursery.unpack_notice(datagram)
-                self._book_end(ended, code)
             return self._exit_codes.pop(pid)
 
     def abandon(self, pid: int) -> None:
         with self._lock:
             if self._exit_codes.pop(pid, None) is None:
                 self._abandoned.add(pid)
-
-    def _book_end(self, pid: int, code: int) -> None:
-        if pid in self._abandoned:
-            self._abandoned.discard(pid)
-        else:
-            self._exit_codes[pid] = code
 
     def close(self) -> None:
         """Ends the nursery, and with it every worker it still has."""
@@ -249,32 +246,48 @@ class _Nursery:
             self._process.wait(_END_TIMEOUT_S)
         os.close(self._pidfd)
 
-    def _receive(self, deadline: float) -> tuple[bytes, list[int]]:
+    def _take_in(self, deadline: float) -> None:
+        """Waits for a notice and sorts it in.
+
+        It need not be for the caller. A dataset may be collected at any line
+        here, in this thread, and its workers' end be waited for: that takes
+        in notices too, so none may be left that its caller waits for.
+        """
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         poll.register(self._pidfd, select.POLLIN)
-        while not (ready := poll.poll(1000)):
+        if not (ready := poll.poll(_NOTICE_WAIT_S * 1000)):
             if time.monotonic() > deadline:
                 raise self._is_gone()
-        if self._socket.fileno() in (fd for fd, _ in ready):
-            try:
-                datagram, fds, flags, _ = socket.recv_fds(
-                    self._socket,
-                    nursery.NOTICE_BYTES,
-                    1,
-                    socket.MSG_CMSG_CLOEXEC,
-                )
-            except ConnectionResetError:
-                # It was killed before it had read all of our requests.
-                raise self._is_gone() from None
-            if flags & socket.MSG_CTRUNC:
-                raise LoaderError(
-                    "This process has no file descriptor left for a worker. "
-                    "Raise the limit on open files (`ulimit -n`)."
-                )
-            if datagram:
-                return datagram, fds
-        raise self._is_gone()
+            return
+        if self._socket.fileno() not in (fd for fd, _ in ready):
+            raise self._is_gone()
+        try:
+            datagram, fds, flags, _ = socket.recv_fds(
+                self._socket,
+                nursery.NOTICE_BYTES,
+                1,
+                socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT,
+            )
+        except BlockingIOError:
+            return
+        except ConnectionResetError:
+            # It was killed before it had read all of our requests.
+            raise self._is_gone() from None
+        if not datagram:
+            raise self._is_gone()
+        if flags & socket.MSG_CTRUNC:
+            raise LoaderError(
+                "This process has no file descriptor left for a worker. "
+                "Raise the limit on open files (`ulimit -n`)."
+            )
+        kind, pid, number = nursery.unpack_notice(datagram)
+        if kind != nursery.ENDED:
+            self._answers.append((kind, pid, number, fds))
+        elif pid in self._abandoned:
+            self._abandoned.discard(pid)
+        else:
+            self._exit_codes[pid] = number
 
     def _is_gone(self) -> _NurseryGone:
         self.gone = True
@@ -289,6 +302,7 @@ class _NurseryChild:
         self._owner = owner
         self.pid = pid
         self.pidfd = pidfd
+        self.nursery: int | None = owner.pid
 
     def exit_code(self, timeout_s: float) -> int | None:
         return self._owner.exit_code(self.pid, timeout_s)
@@ -405,6 +419,7 @@ class _DirectChild:
     ) -> None:
         self.pid = pid
         self.pidfd = os.pidfd_open(pid)
+        self.nursery: int | None = None
         self._process = process
 
     def exit_code(self, timeout_s: float) -> int | None:

@@ -43,10 +43,11 @@ class _Limbo:
     """Slots that are free once each of `awaited` has moved on.
 
     A worker builds one batch at a time: when it answers a ticket that was
-    sent after `mark`, it is done with whatever it had before.
+    sent after `mark`, it is done with whatever it had before. Or a late
+    result tells whose a slot was.
     """
 
-    slots: list[int]
+    slots: dict[int, int]  # by wire
     mark: int
     awaited: set[int]
 
@@ -130,13 +131,16 @@ class Ledger:
         """Closes the account of a ticket that `worker` has answered.
 
         Returns:
-            The ticket, or `None` if it was cancelled; and its slot, now the
-            caller's, or `None` if the ticket was in limbo.
+            The ticket, or `None` if it was cancelled, or given up for lost
+            and sent again; and its slot, now the caller's.
         """
         self._leave_limbo(worker, wire)
         sent = self._sent.pop(wire, None)
         if sent is not None:
             return sent, sent.slot
+        for limbo in self._limbo:
+            if wire in limbo.slots:
+                return None, limbo.slots.pop(wire)
         return None, self._cancelled.pop(wire, None)
 
     def send_anew(self, sent: Sent) -> None:
@@ -174,13 +178,13 @@ class Ledger:
             noted,
             noted_by_living,
         )
-        limbo = _Limbo([], self._wire + 1, set(noted_by_living))
+        limbo = _Limbo({}, self._wire + 1, set(noted_by_living))
         for wire in losses.unclaimed:
             if wire in self._cancelled:
-                limbo.slots.append(self._cancelled.pop(wire))
+                limbo.slots[wire] = self._cancelled.pop(wire)
             else:
                 sent = self._sent.pop(wire)
-                limbo.slots.append(sent.slot)
+                limbo.slots[wire] = sent.slot
                 sent = dataclasses.replace(sent, slot=self._take())
                 self.send_first(sent)
         if ended:
@@ -222,7 +226,7 @@ class Ledger:
             self._arena.put(slot)
         self._cancelled.clear()
         for limbo in self._limbo:
-            for slot in limbo.slots:
+            for slot in limbo.slots.values():
                 self._arena.put(slot)
         self._limbo.clear()
 
@@ -248,5 +252,5 @@ class Ledger:
                 limbo.awaited.discard(worker)
             if not limbo.awaited:
                 self._limbo.remove(limbo)
-                for slot in limbo.slots:
+                for slot in limbo.slots.values():
                     self._arena.put(slot)

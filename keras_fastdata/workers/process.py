@@ -179,7 +179,10 @@ class ProcessWorkers:
         )
         self._workers: dict[int, _Worker] = {}
         self._restarts = 0
-        self._nursery_fell = False
+        # Workers that died when no restart was left, and the last of them.
+        self._unreplaced: set[int] = set()
+        self._last_death: tuple[_Worker, int | None] | None = None
+        self._fallen: int | None = None  # the last nursery that died
         self._receiver = relay.Receiver()
         self._relayed: collections.deque[Result] = collections.deque()
         self._last_words: dict[int, bytes] = {}  # by worker
@@ -208,6 +211,9 @@ class ProcessWorkers:
                 done += self._bury(worker)
             if self._watch.is_due():
                 done += self._look_at_workers()
+            self._hire()
+        if self._last_death and len(self._unreplaced) == self._plan.count:
+            done += self._fail_all(*self._last_death)
         self._flush()
         self._hand_on()
         return done
@@ -231,6 +237,7 @@ class ProcessWorkers:
 
     def begin_epoch(self) -> None:
         self._restarts = 0
+        self._unreplaced.clear()
 
     def close(self) -> None:
         if self._closed:
@@ -338,7 +345,7 @@ class ProcessWorkers:
         """Accounts for the ticket and the slot of one result."""
         sent, slot = self._ledger.settle(result.serial, result.worker)
         if slot is None:
-            return  # it was in limbo; another worker builds it
+            return
         if sent is None or result.kind is Kind.STALE:
             self._release(slot, result)
             if sent is not None:
@@ -419,9 +426,7 @@ class ProcessWorkers:
         if len(self._workers) == self._plan.count:
             return
         for index in range(self._plan.count):
-            if index not in self._workers and (
-                self._restarts <= self._plan.max_restarts
-            ):
+            if index not in self._workers and index not in self._unreplaced:
                 with Uninterrupted():
                     self._start(index)
 
@@ -451,7 +456,6 @@ class ProcessWorkers:
         finally:
             os.close(start_fd)
             theirs.close()
-        self._nursery_fell = False
         self._workers[index] = _Worker(
             index, process, control, stacks, self._version, time.monotonic()
         )
@@ -555,11 +559,16 @@ class ProcessWorkers:
         if ended:
             exit_code = worker.process.exit_code(_EXIT_CODE_TIMEOUT_S)
         self._dismiss(worker, ended=ended)
-        # All at once, and nobody to say how: their nursery died. That is one
-        # death, however many workers it had.
-        unknown = ended and exit_code is None
-        self._restarts += not (unknown and self._nursery_fell)
-        self._nursery_fell = unknown
+        # Nobody to say how: their nursery died. That is one death, however
+        # many workers it had.
+        nursery = worker.process.nursery if ended else None
+        fell = nursery is not None and exit_code is None
+        self._restarts += not (fell and nursery == self._fallen)
+        if fell:
+            self._fallen = nursery
+        self._last_death = worker, exit_code
+        if self._restarts > self._plan.max_restarts:
+            self._unreplaced.add(worker.index)
         queued = self._unqueue()
         segment = self._arena.segment
         suspect = self._ledger.recover(
@@ -572,13 +581,17 @@ class ProcessWorkers:
         done: list[Done] = []
         if suspect is not None:
             # A batch is not to blame for the death of a nursery.
-            suspect.strikes += not unknown
+            suspect.strikes += not fell
             done += self._judge(suspect, worker, exit_code)
-        if not self._workers and self._restarts > self._plan.max_restarts:
-            for ticket in self._ledger.give_up():
-                error = self._death_of(worker, exit_code, None)
-                done.append(Built(ticket.serial, worker.index, error=error))
         return done
+
+    def _fail_all(
+        self, worker: _Worker, exit_code: int | None
+    ) -> Iterator[Done]:
+        """Ends all there is: no worker is left, and none may be hired."""
+        for ticket in self._ledger.give_up():
+            error = self._death_of(worker, exit_code, None)
+            yield Built(ticket.serial, worker.index, error=error)
 
     def _judge(
         self, sent: Sent, worker: _Worker, exit_code: int | None
@@ -639,6 +652,7 @@ class ProcessWorkers:
     def _dismiss(self, worker: _Worker, *, ended: bool = True) -> None:
         """Forgets a worker that has ended, or is left behind."""
         del self._workers[worker.index]
+        self._last_words.pop(worker.index, None)
         self._poll.unregister(worker.process.pidfd)
         os.close(worker.process.pidfd)
         os.close(worker.stacks)

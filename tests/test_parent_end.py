@@ -1,0 +1,305 @@
+"""However a training process ends, it leaves nothing and says nothing."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import random
+import signal
+import time
+
+import pytest
+from trainers.harness import START_METHODS, Trainer, Zygote, endless
+
+# The long way round, in the full run.
+RANDOM_ENDS = 50 if os.environ.get("KERAS_FASTDATA_FULL") else 8
+ENDLESS = f"data = {endless()}\n"
+
+
+@pytest.fixture(scope="module")
+def zygote():
+    """One for all, so that Keras is imported once."""
+    with Zygote() as started:
+        yield started
+
+
+# -- ended by a signal ---------------------------------------------------------
+
+_FIT = "fit({data}, Tell())\n"
+
+
+@pytest.mark.parametrize("start_method", START_METHODS)
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_a_trainer_that_a_signal_ends_leaves_nothing(
+    signum, start_method, zygote
+):
+    script = _FIT.format(data=endless(start_method))
+    with Trainer(zygote, script) as trainer:
+        assert trainer.line() == "training"
+        assert len(trainer.family()) >= 4  # it, two workers, what one runs
+        trainer.send(signum)
+        assert trainer.end() == -signum
+        trainer.leaves_nothing()
+
+
+@pytest.mark.parametrize("start_method", START_METHODS)
+def test_ctrl_c_in_fit_is_a_keyboard_interrupt(start_method, zygote):
+    script = _FIT.format(data=endless(start_method))
+    with Trainer(zygote, script) as trainer:
+        assert trainer.line() == "training"
+        trainer.send(signal.SIGINT)
+        assert trainer.end() == -signal.SIGINT
+        trainer.leaves_nothing("KeyboardInterrupt")
+
+
+def test_ctrl_c_in_a_terminal_which_all_its_group_gets(zygote):
+    with Trainer(zygote, ENDLESS + "fit(data, Tell())\n") as trainer:
+        assert trainer.line() == "training"
+        os.killpg(trainer.pid, signal.SIGINT)
+        assert trainer.end() == -signal.SIGINT
+        trainer.leaves_nothing("KeyboardInterrupt")
+
+
+def test_a_script_catches_ctrl_c_itself(zygote):
+    script = (
+        "try:\n"
+        "    fit(data, Tell())\n"
+        "except KeyboardInterrupt:\n"
+        "    say('caught')\n"
+    )
+    with Trainer(zygote, ENDLESS + script) as trainer:
+        assert trainer.line() == "training"
+        trainer.send(signal.SIGINT)
+        assert trainer.line() == "caught"
+        assert trainer.end() == 0
+        trainer.leaves_nothing()
+
+
+def test_ctrl_c_while_workers_start(zygote):
+    script = (
+        "class Slow(Data):\n"
+        "    def on_worker_start(self):\n"
+        "        super().on_worker_start()\n"
+        "        say('starting')\n"
+        "        time.sleep(600)\n"
+        "fit(Slow())\n"
+    )
+    with Trainer(zygote, script) as trainer:
+        assert trainer.line() == "starting"
+        trainer.send(signal.SIGINT)
+        assert trainer.end() == -signal.SIGINT
+        trainer.leaves_nothing("KeyboardInterrupt")
+
+
+@pytest.mark.parametrize("times", [2, 5])
+def test_ctrl_c_again_and_again_leaves_no_process(times, zygote):
+    with Trainer(zygote, ENDLESS + "fit(data, Tell())\n") as trainer:
+        assert trainer.line() == "training"
+        for _ in range(times):
+            trainer.send(signal.SIGINT)
+        assert trainer.end() == -signal.SIGINT
+        # The second may meet any line of Python's own way out.
+        trainer.leaves_no_process()
+        errors = trainer.errors()
+        assert "KeyboardInterrupt" in errors
+        assert "resource_tracker" not in errors
+        assert "leaked" not in errors
+
+
+def test_after_ctrl_c_the_same_process_fits_again(zygote, tmp_path):
+    log = tmp_path / "log"
+    script = (
+        f"data = Data(200, pause_s=0.002, log={str(log)!r})\n"
+        "for _ in range(2):\n"
+        "    try:\n"
+        "        fit(data, Tell())\n"
+        "    except KeyboardInterrupt:\n"
+        "        say('caught')\n"
+        "say(loss_of(data))\n"
+        "say(numbers(data) == list(range(200)))\n"
+    )
+    with Trainer(zygote, script) as trainer:
+        for _ in range(2):
+            assert trainer.line() == "training"
+            trainer.send(signal.SIGINT)
+            assert trainer.line() == "caught"
+        assert float(trainer.line()) == sum(i * i for i in range(200)) / 200
+        assert trainer.line() == "True"
+        assert trainer.end() == 0
+        trainer.leaves_nothing()
+    assert log.read_text().count("start") >= 2
+
+
+# -- ended by itself -----------------------------------------------------------
+
+ENDS = {
+    "raises in a callback": (
+        "fit(data, Do(fail))",
+        1,
+        "RuntimeError: mine",
+    ),
+    "raises in the train step": (
+        "class Mine(keras.Sequential):\n"
+        "    def train_step(self, *_):\n"
+        "        fail()\n"
+        "model = Mine([keras.layers.Dense(1)])\n"
+        "model.compile('sgd', 'mse')\n"
+        "model.fit(data, verbose=0)",
+        1,
+        "RuntimeError: mine",
+    ),
+    "calls sys.exit in a callback": (
+        "fit(data, Do(lambda: sys.exit(3)))",
+        3,
+        None,
+    ),
+    "calls os._exit in a callback": (
+        "fit(data, Do(lambda: os._exit(4)))",
+        4,
+        None,
+    ),
+    "is half through an epoch": (
+        "batches = iter(data)\nnext(batches)",
+        0,
+        None,
+    ),
+    "has dropped an epoch half through": (
+        "for _ in data: break",
+        0,
+        None,
+    ),
+    "has a dataset in a cycle": (
+        "data.itself = [data]\n"
+        "batches = iter(data)\n"
+        "next(batches)\n"
+        "data.batches = batches.__next__\n"
+        "del data, batches",
+        0,
+        None,
+    ),
+    "keeps batches": (
+        "batches = iter(data)\nkept = [next(batches) for _ in range(5)]",
+        0,
+        None,
+    ),
+    "has a daemon thread that holds the dataset": (
+        "def hold(batches):\n"
+        "    next(batches)\n"
+        "    held.set()\n"
+        "    time.sleep(600)\n"
+        "held = threading.Event()\n"
+        "threading.Thread(\n"
+        "    target=hold, args=(iter(data),), daemon=True\n"
+        ").start()\n"
+        "del data\n"
+        "held.wait()",
+        0,
+        None,
+    ),
+    "has a daemon thread that iterates": (
+        "def walk():\n"
+        "    for _ in data:\n"
+        "        begun.set()\n"
+        "begun = threading.Event()\n"
+        "threading.Thread(target=walk, daemon=True).start()\n"
+        "begun.wait()",
+        0,
+        None,
+    ),
+    "has a daemon thread that waits for a batch": (
+        "class Waits(Data):\n"
+        "    def __getitem__(self, index):\n"
+        "        say('building')\n"
+        "        time.sleep(600)\n"
+        "data = Waits()\n"
+        "read, sys.stdout = os.pipe(), sys.stdout\n"
+        "os.dup2(read[1], 1)\n"
+        "threading.Thread(target=list, args=(data,), daemon=True).start()\n"
+        "assert os.read(read[0], 8) == b'building'",
+        0,
+        None,
+    ),
+    "has a daemon thread that fits": (
+        "begun = threading.Event()\n"
+        "threading.Thread(\n"
+        "    target=fit, args=(data, Do(begun.set)), daemon=True\n"
+        ").start()\n"
+        "begun.wait()",
+        0,
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_nothing_is_left_by_a_trainer_that(end, zygote):
+    script, status, last_words = ENDS[end]
+    with Trainer(zygote, ENDLESS + script) as trainer:
+        assert trainer.end() == status, trainer.errors()
+        trainer.leaves_nothing(last_words)
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "fork"])
+@pytest.mark.parametrize(
+    "end",
+    [
+        "calls os._exit in a callback",
+        "is half through an epoch",
+        "has a daemon thread that iterates",
+    ],
+)
+def test_nothing_is_left_without_a_nursery_either(end, start_method, zygote):
+    script, status, last_words = ENDS[end]
+    data = f"data = {endless(start_method)}\n"
+    with Trainer(zygote, data + script) as trainer:
+        assert trainer.end() == status, trainer.errors()
+        trainer.leaves_nothing(last_words)
+
+
+@pytest.mark.parametrize("start_method", START_METHODS)
+def test_workers_outlive_the_thread_that_started_them(
+    start_method, zygote, tmp_path
+):
+    log = tmp_path / "log"
+    script = (
+        f"data = Data(log={str(log)!r}, start_method={start_method!r})\n"
+        "thread = threading.Thread(target=fit, args=(data,))\n"
+        "thread.start()\n"
+        "thread.join()\n"
+        "while len(open(data.log).readlines()) < 2: time.sleep(0.01)\n"
+        "say(numbers(data) == list(range(20)))\n"
+    )
+    with Trainer(zygote, script) as trainer:
+        assert trainer.line() == "True"
+        assert trainer.end() == 0
+        trainer.leaves_nothing()
+    assert log.read_text() == "start\n" * 2
+
+
+# -- ended at a random moment --------------------------------------------------
+
+LONG = {
+    "fit": "say('import done')\nfit(data)\n",
+    "loop": "say('import done')\nfor _ in data: pass\n",
+}
+
+
+def test_a_trainer_that_ends_at_any_moment_leaves_nothing(zygote):
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        for _ in pool.map(
+            lambda seed: _end_at_random(zygote, seed), range(RANDOM_ENDS)
+        ):
+            pass
+
+
+def _end_at_random(zygote, seed):
+    rng = random.Random(seed)
+    script = rng.choice(sorted(LONG.items()))[1]
+    signum = rng.choice([signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+    with Trainer(zygote, ENDLESS + script) as trainer:
+        assert trainer.line() == "import done"
+        time.sleep(rng.uniform(0, rng.choice([0.3, 3.0])))
+        trainer.send(signum)
+        assert trainer.end() == -signum, (seed, trainer.errors())
+        interrupted = signum == signal.SIGINT
+        trainer.leaves_nothing("KeyboardInterrupt" if interrupted else None)

@@ -1,0 +1,230 @@
+"""Training processes that a test starts, and all that is left of them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import pathlib
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+START_METHODS = ["forkserver", "spawn", "fork"]
+
+_PATIENCE_S = 60.0  # for a trainer to come to its next line, or its end
+_GONE_S = 2.0  # for its family to be gone after that
+_TAG = "KERAS_FASTDATA_TEST_TRAINER"
+_ZYGOTE = pathlib.Path(__file__).parent / "zygote.py"
+
+PRELUDE = """
+import gc, os, signal, subprocess, sys, threading, time, warnings
+import keras
+import numpy as np
+from keras_fastdata import FastPyDataset
+
+warnings.filterwarnings("ignore", "`start_method='fork'`")
+
+def say(*words):
+    print(*words, flush=True)
+
+class Data(FastPyDataset):
+    def __init__(self, length=20, pause_s=0.0, log=None, **kwargs):
+        super().__init__(workers=2, use_multiprocessing=True, **kwargs)
+        self.length, self.pause_s, self.log = length, pause_s, log
+    def on_worker_start(self):
+        self.child = subprocess.Popen(["sleep", "600"])
+        if self.log:
+            with open(self.log, "a") as log:
+                log.write("start\\n")
+    def __len__(self):
+        return self.length
+    def __getitem__(self, index):
+        time.sleep(self.pause_s)
+        x = np.full((4, 3), index, "float32")
+        return x, x[:, :1]
+
+class Tell(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 3:
+            say("training")
+
+class Do(keras.callbacks.Callback):
+    def __init__(self, what):
+        super().__init__()
+        self.what = what
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 3:
+            self.what()
+
+def fail():
+    raise RuntimeError("mine")
+
+def make_model():
+    # Its loss is the mean of the squares of the targets, whatever it does.
+    model = keras.Sequential(
+        [keras.layers.Dense(1, kernel_initializer="zeros")]
+    )
+    model.compile(keras.optimizers.SGD(0.0), "mse")
+    return model
+
+def fit(data, *callbacks):
+    return make_model().fit(data, verbose=0, callbacks=list(callbacks))
+
+def loss_of(data):
+    return round(fit(data).history["loss"][0], 2)
+
+def numbers(batches):
+    return [int(y.flat[0]) for _, y in batches]
+
+"""
+
+
+def endless(start_method="forkserver"):
+    """The code of a dataset that nobody sees the end of."""
+    return f"Data(10**6, pause_s=0.001, start_method={start_method!r})"
+
+
+class Trainer:
+    """A training process and, by its session, all it has started."""
+
+    _tags = itertools.count()
+
+    def __init__(self, zygote, script):
+        self._zygote = zygote
+        self._tag = f"{os.getpid()}-{next(self._tags)}"
+        self._segments = set(os.listdir("/dev/shm"))
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+        self._out, out = os.pipe()
+        self._read = b""
+        self.pid = zygote.ask(
+            {"script": PRELUDE + script, "environ": {_TAG: self._tag}},
+            [out, self._errors.fileno()],
+        )
+        os.close(out)
+        self._pidfd = os.pidfd_open(self.pid)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self._pidfd is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            self.end()
+        for pid in self.family():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        os.close(self._out)
+        self._errors.close()
+
+    def line(self):
+        """The next line of its standard output."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while b"\n" not in self._read:
+            left = max(0.0, deadline - time.monotonic())
+            ready = select.select([self._out], [], [], left)[0]
+            more = os.read(self._out, 1 << 16) if ready else b""
+            assert more, f"no line came; standard error: {self.errors()}"
+            self._read += more
+        line, _, self._read = self._read.partition(b"\n")
+        return line.decode()
+
+    def send(self, signum):
+        os.kill(self.pid, signum)
+
+    def end(self):
+        """Waits for its end and returns its exit status."""
+        ended = select.select([self._pidfd], [], [], _PATIENCE_S)[0]
+        assert ended, f"it does not end; standard error: {self.errors()}"
+        os.close(self._pidfd)
+        self._pidfd = None
+        return self._zygote.ask({"reap": self.pid})
+
+    def errors(self):
+        # Not read(): the trainer writes where this descriptor stands.
+        return os.pread(self._errors.fileno(), 1 << 20, 0).decode()
+
+    def family(self):
+        """All processes of its session or with its mark in the environment."""
+        mark = f"{_TAG}={self._tag}\0".encode()
+        found = []
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError):
+                stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
+                state, _, _, session = stat.rpartition(")")[2].split()[:4]
+                environ = pathlib.Path(f"/proc/{pid}/environ")
+                if state not in "ZX" and (
+                    int(session) == self.pid or mark in environ.read_bytes()
+                ):
+                    found.append(int(pid))
+        return found
+
+    def leaves_no_process(self, but=()):
+        deadline = time.monotonic() + _GONE_S
+        while left := set(self.family()) - set(but):
+            assert time.monotonic() < deadline, [_look_of(pid) for pid in left]
+            time.sleep(0.02)
+
+    def leaves_nothing(self, last_words=None):
+        """Checks what is left once it has ended.
+
+        Args:
+            last_words: How its one traceback ends; `None` for none.
+        """
+        self.leaves_no_process()
+        assert not set(os.listdir("/dev/shm")) - self._segments
+        errors = self.errors()
+        for noise in ("resource_tracker", "Exception ignored", "leaked"):
+            assert noise not in errors, errors
+        if last_words is None:
+            assert "Traceback" not in errors, errors
+            assert "keras_fastdata" not in errors, errors
+        else:
+            assert errors.count("Traceback") == 1, errors
+            assert last_words in errors.splitlines(), errors
+
+
+def _look_of(pid):
+    with contextlib.suppress(OSError):
+        command = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
+        return pid, command.decode().replace("\0", " ")[-300:]
+    return pid
+
+
+class Zygote:
+    """The process that trainers are forked from."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._socket, theirs = socket.socketpair(
+            socket.AF_UNIX, socket.SOCK_SEQPACKET
+        )
+        environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+        environ["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, _ZYGOTE, str(theirs.fileno())],
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+        self._socket.settimeout(_PATIENCE_S)
+
+    def ask(self, request, fds=()):
+        with self._lock:
+            socket.send_fds(self._socket, [json.dumps(request).encode()], fds)
+            return json.loads(self._socket.recv(64))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._socket.close()
+        self._process.wait(_PATIENCE_S)

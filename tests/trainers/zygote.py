@@ -1,0 +1,53 @@
+"""Runs scripts as training processes that have imported Keras already.
+
+A request names a script and brings the descriptors of its standard output and
+standard error; it is run by a fork of this process, which has imported Keras
+but not used it. The fork is a session of its own, so that every process it
+starts can be told by its session.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import warnings
+
+import keras  # noqa: F401
+
+import keras_fastdata  # noqa: F401
+
+
+def next_script(requests: socket.socket) -> str:
+    """Answers requests; returns in each new process, with what it shall run."""
+    while True:
+        datagram, fds, _, _ = socket.recv_fds(requests, 1 << 16, 2)
+        if not datagram:
+            os._exit(0)
+        request = json.loads(datagram)
+        if "reap" in request:
+            _, status = os.waitpid(request["reap"], 0)
+            reply = os.waitstatus_to_exitcode(status)
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # JAX and Python 3.12 warn
+                reply = os.fork()
+            if not reply:
+                requests.close()
+                os.setsid()
+                for number, fd in enumerate(fds, 1):
+                    os.dup2(fd, number)
+                    os.close(fd)
+                os.environ.update(request["environ"])
+                return request["script"]
+            for fd in fds:
+                os.close(fd)
+        requests.send(json.dumps(reply).encode())
+
+
+# It may be ignored where the tests run.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+_source = next_script(socket.socket(fileno=int(sys.argv[1])))
+exec(compile(_source, "train.py", "exec"))
