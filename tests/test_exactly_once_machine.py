@@ -111,10 +111,8 @@ class Loading(RuleBasedStateMachine):
         while self.batches:
             self._next()
 
-    @rule(closes=st.booleans())
-    def abandon_the_epoch(self, closes):
-        if closes and self.batches:
-            self.batches.close()
+    @rule()
+    def abandon_the_epoch(self):
         self._pass_is_over()
 
     @rule(state=st.integers(1, 9))

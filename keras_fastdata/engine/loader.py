@@ -33,7 +33,6 @@ from keras_fastdata.workers import failures
 from keras_fastdata.workers.base import Done, Ticket, Workers
 from keras_fastdata.workers.inline import InlineWorkers
 from keras_fastdata.workers.interrupts import Uninterrupted
-from keras_fastdata.workers.process import Plan, ProcessWorkers
 from keras_fastdata.workers.thread import ThreadWorkers
 
 _WAIT_S = 0.5  # between two looks at what else there is to do
@@ -357,14 +356,32 @@ class Loader:
     ) -> None:
         """Issues tickets as far ahead as the settings allow."""
         allowed = self._lookahead()
+        if walk.ahead > allowed:
+            self._take_back(workers, walk, allowed)
         while walk.ahead < allowed and schedule.holds(walk.issued):
             index = schedule.index_at(walk.issued)
-            known = index in walk.peeked or index in walk.skipped
+            known = (
+                index in walk.peeked
+                or index in walk.skipped
+                or walk.issued in walk.ready
+            )
             if not known and not self._issue(
                 workers, walk, index, key=walk.issued
             ):
                 return
             walk.issued += 1
+
+    def _take_back(self, workers: Workers, walk: _Walk, allowed: int) -> None:
+        """Recalls tickets that a larger batch than any before makes too many.
+
+        A batch that has come already stays, at its position.
+        """
+        end = walk.position + allowed
+        late = {s for s in walk.waiting if self._routes[s][1] >= end}
+        workers.cancel(late)
+        for serial in late:
+            walk.issued = min(walk.issued, self._routes.pop(serial)[1])
+        walk.waiting -= late
 
     def _lookahead(self) -> int:
         settings = self._settings
@@ -422,7 +439,10 @@ class Loader:
         walk, key = self._routes.pop(done.serial)
         walk.waiting.discard(done.serial)
         walk.ready[key] = done
-        self._largest = max(self._largest, done.nbytes)
+        if done.nbytes > self._largest:
+            self._largest = done.nbytes
+            if self._workers is not None:
+                self._workers.expect(self._lookahead())
 
     def _open(self, walk: _Walk, done: Done, index: int) -> Any:
         """The batch at `index`, or `_SKIPPED`."""
@@ -509,6 +529,9 @@ class Loader:
         settings, reference = self._settings, self._dataset
         workers: Workers
         if settings.kind == "process":
+            # Needs what only POSIX has.
+            from keras_fastdata.workers.process import Plan, ProcessWorkers
+
             plan = Plan(
                 dataset=self._name,
                 count=settings.workers,

@@ -18,6 +18,7 @@ swallowed.
 from __future__ import annotations
 
 import collections
+import errno
 import math
 import mmap
 import operator
@@ -31,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from keras_fastdata.errors import LoaderError
+from keras_fastdata.memory import limits
 
 ALIGNMENT = 64  # bytes; what TensorFlow and JAX need to take an array as it is
 BOARD_BYTES = 1 << 16  # one 64-byte line for each of up to 1,024 workers
@@ -42,6 +44,8 @@ _ADDRESS_SPACE = 1 << 44  # 16 TiB of the 128 TiB a process has on x86-64
 _LEAST_STRIDE = (
     1 << 24
 )  # 16 MiB: a limit on address space below this is hopeless
+
+USUAL_STRIDE = 1 << 32  # slots are smaller under a limit on address space
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -147,7 +151,12 @@ class Arena:
     def put(self, slot: int) -> None:
         """Takes back a slot over which no array was handed out."""
         self._warm.append(slot)
-        if len(self._warm) > self._warm_slots:
+        self.keep_warm(self._warm_slots)
+
+    def keep_warm(self, slots: int) -> None:
+        """Keeps the pages of so many free slots, and of no more."""
+        self._warm_slots = slots
+        while len(self._warm) > slots:
             coldest = self._warm.popleft()
             self.segment.give_back(coldest)
             self._cold.append(coldest)
@@ -218,7 +227,8 @@ def memfd(name: str) -> int:
             "anonymous shared memory (memfd_create), which this platform "
             "lacks. Use `use_multiprocessing=False` for threads."
         )
-    return os.memfd_create(name, os.MFD_CLOEXEC)
+    with limits.named("Shared memory could not be made"):
+        return os.memfd_create(name, os.MFD_CLOEXEC)
 
 
 def _reserve_segment(slots: int) -> Segment:
@@ -232,10 +242,17 @@ def _reserve_segment(slots: int) -> Segment:
             return Segment(fd, stride)
         except (OSError, ValueError) as error:
             os.close(fd)
+            if isinstance(error, OSError) and error.errno == errno.EMFILE:
+                # mmap duplicates the descriptor.
+                with limits.named("Shared memory could not be mapped"):
+                    raise
             if stride <= _LEAST_STRIDE:
+                limit = "address space (`ulimit -v unlimited`)"
+                if isinstance(error, OSError) and error.errno == errno.EFBIG:
+                    limit = "file size (`ulimit -f unlimited`)"
                 raise LoaderError(
                     f"Could not map {slots} slots of {stride} bytes of "
-                    f"shared memory ({error}). Raise the limit on address "
-                    "space (`ulimit -v unlimited`), or use threads."
+                    f"shared memory ({error}). Raise the limit on {limit}, "
+                    "or use threads."
                 ) from error
             stride //= 4

@@ -28,6 +28,7 @@ from keras_fastdata.errors import LoaderError
 from keras_fastdata.memory import classes
 from keras_fastdata.memory.arena import (
     ALIGNMENT,
+    USUAL_STRIDE,
     Arena,
     Bytes,
     Segment,
@@ -149,10 +150,16 @@ class SlotWriter:
     def _allocate(self, nbytes: int) -> tuple[Bytes, int]:
         start = _aligned(self._used)
         if start + nbytes > self._segment.stride:
+            remedy = "Make smaller batches."
+            if self._segment.stride < USUAL_STRIDE:
+                remedy = (
+                    "Make smaller batches, or raise the limit on address "
+                    "space (`ulimit -v`), which keeps slots this small."
+                )
             raise LoaderError(
                 f"A batch of more than {start + nbytes:,} bytes does not fit "
                 f"a slot of shared memory ({self._segment.stride:,} bytes). "
-                "Make smaller batches."
+                f"{remedy}"
             )
         self._used = start + nbytes
         return self._segment.root(self._slot, start, nbytes), start

@@ -15,7 +15,7 @@ import pickle
 import struct
 from typing import Any
 
-from keras_fastdata.memory import handles
+from keras_fastdata.memory import handles, limits
 from keras_fastdata.memory.arena import ALIGNMENT, memfd
 
 _HEADER = struct.Struct("<QQ")  # bytes of the pickle, number of buffers
@@ -44,18 +44,20 @@ def write_payload(obj: Any) -> int:
         start = -(-end // ALIGNMENT) * ALIGNMENT
         extents.append((start, buffer.nbytes))
         end = start + buffer.nbytes
-    fd = memfd("keras_fastdata-dataset")
-    try:
-        os.ftruncate(fd, end)
-        head = _HEADER.pack(len(pickled), len(buffers))
-        head += b"".join(_EXTENT.pack(*extent) for extent in extents)
-        _write_at(fd, memoryview(head), 0)
-        _write_at(fd, pickled, table)
-        for (start, _), buffer in zip(extents, buffers, strict=True):
-            _write_at(fd, buffer, start)
-    except BaseException:
-        os.close(fd)
-        raise
+    # Not around the pickling: an error in there is the user's.
+    with limits.named("The dataset could not be put in shared memory"):
+        fd = memfd("keras_fastdata-dataset")
+        try:
+            os.ftruncate(fd, end)
+            head = _HEADER.pack(len(pickled), len(buffers))
+            head += b"".join(_EXTENT.pack(*extent) for extent in extents)
+            _write_at(fd, memoryview(head), 0)
+            _write_at(fd, pickled, table)
+            for (start, _), buffer in zip(extents, buffers, strict=True):
+                _write_at(fd, buffer, start)
+        except BaseException:
+            os.close(fd)
+            raise
     return fd
 
 

@@ -100,6 +100,10 @@ class Workers(Protocol):
         """Has every later ticket built from the dataset as it is now."""
         ...
 
+    def expect(self, ahead: int) -> None:
+        """Says that no more than so many batches will be asked for ahead."""
+        ...
+
     def begin_epoch(self) -> None:
         """Allows the worker restarts of a new epoch."""
         ...

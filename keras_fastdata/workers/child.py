@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import gc
 import os
+import resource
 import select
 import signal
 import socket
@@ -85,13 +86,18 @@ class Files:
         return list(dataclasses.astuple(self))
 
 
-def main(files: Files, make_builder: Callable[[], Builds] | None = None) -> int:
+def main(
+    files: Files,
+    make_builder: Callable[[], Builds] | None = None,
+    segment: Segment | None = None,
+) -> int:
     """Runs a worker until the training process has no more for it.
 
     Args:
         files: Descriptors; this function takes them over.
         make_builder: Makes the builder where the process was forked from the
             trainer; else the maker is read from `files.dataset`.
+        segment: The arena, where the process was forked with it mapped.
 
     Returns:
         The exit status for the process.
@@ -101,7 +107,7 @@ def main(files: Files, make_builder: Callable[[], Builds] | None = None) -> int:
     start: Start = payload.read_payload(files.start)
     os.close(files.start)
     _settle_in(start)
-    worker = _Worker(files, start)
+    worker = _Worker(files, start, segment)
     relay.install(worker.tell)
     if not worker.load(make_builder):
         return 1
@@ -120,13 +126,22 @@ def spawned(trainer_pidfd: int, fds: list[int]) -> NoReturn:
 
 
 def forked(
-    trainer_pidfd: int, files: Files, make_builder: Callable[[], Builds]
+    trainer_pidfd: int,
+    files: Files,
+    make_builder: Callable[[], Builds],
+    segment: Segment,
 ) -> int:
     """Runs a worker that is a fork of the trainer."""
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
+    # The trainer's objects hold these descriptors too. Its limit must not
+    # keep this process from having its own.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     die_with(os.dup(trainer_pidfd))
-    return _end_alone(main(Files(*map(os.dup, files.all())), make_builder))
+    own = Files(*map(os.dup, files.all()))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return _end_alone(main(own, make_builder, segment))
 
 
 def _end_alone(status: int) -> int:
@@ -183,11 +198,13 @@ def die_with(trainer_pidfd: int) -> None:
 
 
 class _Worker:
-    def __init__(self, files: Files, start: Start) -> None:
+    def __init__(
+        self, files: Files, start: Start, segment: Segment | None
+    ) -> None:
         self._start = start
         self._version = start.version
         self._dataset_fd = files.dataset
-        self._segment = Segment(files.arena, start.stride)
+        self._segment = segment or Segment(files.arena, start.stride)
         self._tasks = socket.socket(fileno=files.tasks)
         self._results = socket.socket(fileno=files.results)
         self._control = socket.socket(fileno=files.control)

@@ -53,6 +53,9 @@ class InlineWorkers:
     def change(self) -> None:
         """Nothing to do: the next batch is built from the dataset itself."""
 
+    def expect(self, ahead: int) -> None:
+        """Nothing to do: batches take no shared memory."""
+
     def begin_epoch(self) -> None:
         """Nothing to do: there is no worker to restart."""
 

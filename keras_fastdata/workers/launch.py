@@ -27,11 +27,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 from keras_fastdata.errors import LoaderError
+from keras_fastdata.memory.arena import Segment
 from keras_fastdata.workers import child, nursery
 from keras_fastdata.workers.base import Builds
 
 _START_TIMEOUT_S = 60.0  # for an interpreter to start on a loaded machine
 _NOTICE_WAIT_S = 1.0
+_EXIT_TIMEOUT_S = 0.5  # for a process whose socket has closed to end
 _NURSERIES = 4  # that may die one after the other before it is an error
 _END_TIMEOUT_S = 5.0  # for the kernel to deliver SIGKILL
 
@@ -119,6 +121,7 @@ def make_launcher(
     start_method: str,
     worker_env: Mapping[str, str] | None,
     make_builder: Callable[[], Builds],
+    segment: Segment,
 ) -> Launcher:
     """The launcher for a start method.
 
@@ -126,9 +129,10 @@ def make_launcher(
         start_method: "forkserver", "spawn" or "fork".
         worker_env: Environment variables over the clean defaults.
         make_builder: Used by "fork" alone, whose workers need no pickle.
+        segment: Used by "fork" alone, whose workers have it mapped already.
     """
     if start_method == "fork":
-        return ForkLauncher(make_builder)
+        return ForkLauncher(make_builder, segment)
     if start_method == "spawn":
         return SpawnLauncher(worker_env)
     return NurseryLauncher(worker_env)
@@ -291,9 +295,12 @@ class _Nursery:
 
     def _is_gone(self) -> _NurseryGone:
         self.gone = True
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_EXIT_TIMEOUT_S)
         return _NurseryGone(
             f"The process that forks workers (pid {self._process.pid}) has "
-            f"ended or does not answer; exit code {self._process.poll()}."
+            f"ended or does not answer; exit code {self._process.poll()}. "
+            "Look at the limits on memory and stack (`ulimit -a`)."
         )
 
 
@@ -378,8 +385,11 @@ class SpawnLauncher:
 class ForkLauncher:
     """Forks the training process itself, for what cannot be pickled."""
 
-    def __init__(self, make_builder: Callable[[], Builds]) -> None:
+    def __init__(
+        self, make_builder: Callable[[], Builds], segment: Segment
+    ) -> None:
         self._make_builder = make_builder
+        self._segment = segment
         warnings.warn(
             "`start_method='fork'` copies a process in which TensorFlow, JAX "
             "or PyTorch may run threads; a worker that touches one of them "
@@ -401,7 +411,9 @@ class ForkLauncher:
             pid = os.fork()
             if not pid:
                 child.run_and_leave(
-                    lambda: child.forked(trainer, files, self._make_builder)
+                    lambda: child.forked(
+                        trainer, files, self._make_builder, self._segment
+                    )
                 )
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)
@@ -484,8 +496,10 @@ def _above_stdio(fds: list[int]) -> Iterator[list[int]]:
 
     A trainer without standard input gives out descriptor 0 like any other.
     """
-    high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3) for fd in fds]
+    high: list[int] = []
     try:
+        for fd in fds:
+            high.append(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3))
         yield high
     finally:
         for fd in high:

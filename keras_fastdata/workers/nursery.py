@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import gc
 import os
 import select
@@ -109,8 +110,8 @@ class _Nursery:
             return False
         try:
             if flags & socket.MSG_CTRUNC:
-                raise OSError("out of file descriptors")
-            if len(os.listdir("/proc/self/task")) > 1:
+                raise OSError(errno.EMFILE, "out of file descriptors")
+            if _threads() > 1:
                 raise OSError("the nursery has more than one thread")
             pid, pidfd = self._fork(fds)
         except OSError as error:
@@ -164,3 +165,11 @@ class _Nursery:
         code = os.waitstatus_to_exitcode(status)
         with contextlib.suppress(OSError):
             self._requests.send(pack_notice(ENDED, pid, code))
+
+
+def _threads() -> int:
+    """Threads of this process; 1 where /proc is not mounted to tell."""
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except FileNotFoundError:
+        return 1

@@ -30,7 +30,7 @@ from keras_fastdata.errors import (
     LoaderError,
     WorkerDiedError,
 )
-from keras_fastdata.memory import codec, payload
+from keras_fastdata.memory import codec, limits, payload
 from keras_fastdata.memory.arena import Arena, memfd
 from keras_fastdata.workers import (
     child,
@@ -164,15 +164,6 @@ class ProcessWorkers:
         self._make_builder = make_builder
         self._version = 1
         self._by_fork = plan.start_method == "fork"
-        self._payload = self._write_payload()
-        self._arena = Arena(
-            warm_slots=plan.lookahead + plan.count,
-            hold_limit=max(16, plan.lookahead),
-        )
-        self._launcher = launch.make_launcher(
-            plan.start_method, plan.worker_env, make_builder
-        )
-        self._ledger = Ledger(self._arena)
         self._watch = Watch(
             plan.batch_timeout,
             "`batch_timeout` replaces a worker that is stuck.",
@@ -188,7 +179,26 @@ class ProcessWorkers:
         self._last_words: dict[int, bytes] = {}  # by worker
         self._buffer = memoryview(bytearray(messages.RECEIVE_BYTES))
         self._closed = False
-        self._open_sockets()
+        with contextlib.ExitStack() as undo:
+            self._payload = self._write_payload()
+            if self._payload is not None:
+                undo.callback(os.close, self._payload)
+            self._arena = Arena(
+                warm_slots=plan.lookahead + plan.count,
+                hold_limit=max(16, plan.lookahead),
+            )
+            undo.callback(self._arena.close)
+            with limits.named("Worker processes could not be started"):
+                self._launcher = launch.make_launcher(
+                    plan.start_method,
+                    plan.worker_env,
+                    make_builder,
+                    self._arena.segment,
+                )
+                undo.callback(self._launcher.close)
+                self._open_sockets()
+            undo.pop_all()
+        self._ledger = Ledger(self._arena)
 
     # -- what the engine calls ----------------------------------------------
 
@@ -234,6 +244,9 @@ class ProcessWorkers:
             self._end_workers()
             self._open_sockets()
         self._flush()
+
+    def expect(self, ahead: int) -> None:
+        self._arena.keep_warm(ahead + self._plan.count)
 
     def begin_epoch(self) -> None:
         self._restarts = 0
@@ -427,7 +440,10 @@ class ProcessWorkers:
             return
         for index in range(self._plan.count):
             if index not in self._workers and index not in self._unreplaced:
-                with Uninterrupted():
+                with (
+                    Uninterrupted(),
+                    limits.named(f"Worker {index} could not be started"),
+                ):
                     self._start(index)
 
     def _start(self, index: int) -> None:

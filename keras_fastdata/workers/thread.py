@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import Iterable
 
-from keras_fastdata.errors import BatchTimeoutError
+from keras_fastdata.errors import BatchTimeoutError, LoaderError
 from keras_fastdata.workers.base import Builds, Built, Ticket, where
 from keras_fastdata.workers.failures import note
 from keras_fastdata.workers.interrupts import Uninterrupted
@@ -58,7 +58,15 @@ class ThreadWorkers:
         self._threads: list[_Thread] = []
         with Uninterrupted():
             for worker in range(count):
-                self._threads.append(self._start(worker))
+                try:
+                    self._threads.append(self._start(worker))
+                except RuntimeError as error:
+                    self._end_threads()
+                    raise LoaderError(
+                        f"Thread {worker} of {count} could not be started: "
+                        f"{error}. Raise the limit on processes and threads "
+                        "(`ulimit -u`), or lower `workers`."
+                    ) from error
 
     def submit(self, ticket: Ticket) -> bool:
         self._tickets.put(ticket)
@@ -86,6 +94,9 @@ class ThreadWorkers:
 
     def change(self) -> None:
         """Nothing to do: the threads build from the dataset itself."""
+
+    def expect(self, ahead: int) -> None:
+        """Nothing to do: batches take no shared memory."""
 
     def begin_epoch(self) -> None:
         """Nothing to do: a thread does not die."""

@@ -1,0 +1,37 @@
+"""Errors of the operating system that mean a limit, said as such."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Iterator
+
+from keras_fastdata.errors import LoaderError
+
+_REMEDIES = {
+    errno.EMFILE: "Raise the limit on open files (`ulimit -n`), or lower "
+    "`workers`.",
+    errno.ENFILE: "The whole system is out of open files (`fs.file-max`).",
+    errno.EAGAIN: "Raise the limit on processes and threads (`ulimit -u`), "
+    "or lower `workers`.",
+    errno.ENOMEM: "Free memory, or raise the limit on address space "
+    "(`ulimit -v unlimited`).",
+    errno.EFBIG: "Raise the limit on file size (`ulimit -f unlimited`), "
+    "which counts for shared memory too, or use threads.",
+}
+
+
+@contextlib.contextmanager
+def named(doing: str) -> Iterator[None]:
+    """Turns an error that means a limit into one that names it.
+
+    Raises:
+        LoaderError: The system refused, for want of something.
+    """
+    try:
+        yield
+    except OSError as error:
+        remedy = _REMEDIES.get(error.errno or 0)
+        if remedy is None:
+            raise
+        raise LoaderError(f"{doing}: {error.strerror}. {remedy}") from error

@@ -1,0 +1,307 @@
+"""Runs a function as a training process of its own, and misses nothing.
+
+`Trainers` imports Keras once and forks for each run, so that a run costs what
+it does and not three seconds more. `run_python` starts an interpreter, for what
+only its start can tell. Both give the run a session of its own, and report what
+is left in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+
+SETTLE_S = 5.0  # for what was asked to end to be gone
+
+
+@dataclasses.dataclass
+class Run:
+    """How a training process ended.
+
+    Attributes:
+        result: What the function returned, through JSON.
+        status: Exit status; negative for a signal.
+        stdout: What it printed.
+        stderr: The same, on standard error.
+        left: Command lines of the processes that outlived it.
+        hung: Whether it had to be killed.
+    """
+
+    result: object
+    status: int
+    stdout: str
+    stderr: str
+    left: list[str]
+    hung: bool
+
+    def check(self):
+        """The result of a run that ended well and left nothing."""
+        assert not self.hung, f"hung\n{self.stdout}\n{self.stderr}"
+        assert self.status == 0, f"{self.status}\n{self.stderr}"
+        assert self.left == []
+        return self.result
+
+
+class Trainers:
+    """A process that has imported Keras, and forks training processes."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.count = 0
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", "import limit_runs; limit_runs.serve()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment(),
+            text=True,
+        )
+
+    def run(self, function, *args, timeout=60, environ=None):
+        """Runs `function(*args)` in a fork; its module is imported there."""
+        self.count += 1
+        place = self.folder / f"run{self.count}"
+        place.mkdir()
+        task = {
+            "module": function.__module__,
+            "function": function.__name__,
+            "args": args,
+            "place": str(place),
+            "environ": environ or {},
+        }
+        self.process.stdin.write(json.dumps(task) + "\n")
+        self.process.stdin.flush()
+        pid = int(self.process.stdout.readline())
+        hung = not _gone(pid, timeout)
+        if hung:
+            _kill_session(pid)
+        status = int(self.process.stdout.readline())
+        left = _left_of(pid)
+        result = None
+        with contextlib.suppress(FileNotFoundError):
+            result = json.loads((place / "result").read_text())
+        out, err = ((place / n).read_text() for n in ("stdout", "stderr"))
+        return Run(result, status, out, err, left, hung)
+
+    def close(self):
+        self.process.stdin.close()
+        self.process.wait(20)
+        self.process.stdout.close()
+
+
+def run_python(command, *, timeout=60, **kwargs):
+    """Runs a command; its last line, if JSON, is the result."""
+    kwargs.setdefault("env", environment())
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
+        **kwargs,
+    )
+    hung = False
+    with process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            hung = True
+            _kill_session(process.pid)
+            out, err = process.communicate()
+    result = None
+    with contextlib.suppress(ValueError, IndexError):
+        result = json.loads(out.splitlines()[-1])
+    left = _left_of(process.pid)
+    return Run(result, process.returncode, out, err, left, hung)
+
+
+def environment(**changes):
+    """This process's environment, with the test's modules to be found."""
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(_path()),
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        **changes,
+    }
+
+
+def _path():
+    here = os.path.dirname(os.path.abspath(__file__))
+    path = [here, os.path.dirname(here), *(p for p in sys.path if p)]
+    return list(dict.fromkeys(path))
+
+
+def _gone(pid, timeout):
+    """Waits until a process, which is not ours, has ended or is a zombie."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if _state(pid) in (None, "Z"):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def _stat(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return None
+
+
+def _state(pid):
+    stat = _stat(pid)
+    return stat and stat[0]
+
+
+def _session(leader):
+    """The processes of a session that have not ended."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            stat = _stat(name)
+            if stat and int(stat[3]) == leader and stat[0] not in "ZX":
+                found.append(int(name))
+    return found
+
+
+def _left_of(leader):
+    """Command lines of what stays in a session; kills it."""
+    deadline = time.monotonic() + SETTLE_S
+    while (left := _session(leader)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    lines = []
+    for pid in left:
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline") as file:
+            lines.append(file.read().replace("\0", " ")[:200])
+    _kill_session(leader)
+    return lines
+
+
+def _kill_session(leader):
+    for pid in _session(leader):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+# -- in the process that forks -------------------------------------------------
+
+
+def serve():
+    """Forks for every line on standard input, until that ends."""
+    import keras_fastdata  # noqa: F401 - the point of it all
+
+    for line in sys.stdin:
+        task = json.loads(line)
+        importlib.import_module(task["module"])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            pid = os.fork()
+        if not pid:
+            _be_a_trainer(task)
+            return
+        print(pid, flush=True)
+        _, status = os.waitpid(pid, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+def _be_a_trainer(task):
+    os.setsid()
+    os.environ.update(task["environ"])
+    place = task["place"]
+    for name, fd, flags in (
+        (os.devnull, 0, os.O_RDONLY),
+        (os.path.join(place, "stdout"), 1, os.O_WRONLY | os.O_CREAT),
+        (os.path.join(place, "stderr"), 2, os.O_WRONLY | os.O_CREAT),
+    ):
+        opened = os.open(name, flags, 0o644)
+        os.dup2(opened, fd)
+        os.close(opened)
+    sys.stdin = open(os.devnull)  # noqa: SIM115
+    function = getattr(sys.modules[task["module"]], task["function"])
+    try:
+        result = json.dumps(function(*task["args"]))
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        raise SystemExit(99) from None
+    lift_limits()
+    os.umask(0o022)
+    with open(os.path.join(place, "result"), "w") as file:
+        file.write(result)
+
+
+# -- for the functions ---------------------------------------------------------
+
+
+def limit(name, value):
+    """Sets the soft limit `name` ("NOFILE", ...) of this process."""
+    which = getattr(resource, f"RLIMIT_{name}")
+    _, hard = resource.getrlimit(which)
+    resource.setrlimit(which, (value, hard))
+
+
+def lift_limits():
+    """Raises every soft limit to what it may be."""
+    for name in ("NOFILE", "AS", "NPROC", "FSIZE", "MEMLOCK", "STACK", "DATA"):
+        which = getattr(resource, f"RLIMIT_{name}")
+        _, hard = resource.getrlimit(which)
+        resource.setrlimit(which, (hard, hard))
+
+
+def address_space():
+    """Bytes of address space this process uses."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * os.sysconf("SC_PAGESIZE")
+
+
+def attempt(dataset, epochs=1):
+    """Walks through a dataset of `Numbered`'s; says what came of it."""
+    from keras_fastdata import LoaderError
+
+    try:
+        for _ in range(epochs):
+            seen = [int(x.flat[0]) for x, _ in dataset]
+            if seen != list(range(len(dataset))):
+                raise AssertionError(f"wrong batches: {seen}")
+    except BaseException as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        return {
+            "worked": False,
+            "error": type(error).__name__,
+            "ours": isinstance(error, LoaderError),
+            "text": str(error),
+            "notes": getattr(error, "__notes__", []),
+            "frames": [frame.name for frame in frames],
+        }
+    return {"worked": True}
+
+
+def script_for(function, *args):
+    """The text of a script that runs a function and prints its result."""
+    # As bytes: a script in the C locale cannot spell what is not ASCII.
+    path = [os.fsencode(p) for p in _path()]
+    return (
+        "import sys\n"
+        "import os\n"
+        f"sys.path[:0] = map(os.fsdecode, {path!r})\n"
+        "import limit_runs\n"
+        f"limit_runs.main({function.__module__!r}, {function.__name__!r}, "
+        f"{json.dumps(args)!r})\n"
+    )
+
+
+def main(module, function, args):
+    """Runs a function and prints what it returns, as JSON."""
+    function = getattr(importlib.import_module(module), function)
+    print(json.dumps(function(*json.loads(args))), flush=True)

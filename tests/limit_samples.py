@@ -1,0 +1,80 @@
+"""Datasets for the tests of limits; workers import this without Keras."""
+
+from __future__ import annotations
+
+import os
+import resource
+
+import numpy as np
+from samples import Numbered
+
+from keras_fastdata import FastPyDataset
+
+
+class Hungry(Numbered):
+    """Asks for more memory than there can be, for the batch `at`."""
+
+    def __init__(self, at=2, nbytes=1 << 45, **kwargs):
+        super().__init__(**kwargs)
+        self.at = at
+        self.nbytes = nbytes
+
+    def __getitem__(self, index):
+        if index == self.at:
+            return np.ones(self.nbytes, np.uint8)
+        return super().__getitem__(index)
+
+
+class Greedy(FastPyDataset):
+    """Opens every descriptor its worker may have, then builds."""
+
+    def __init__(self, length=6, **kwargs):
+        super().__init__(**kwargs)
+        self.length = length
+        self.level = 0
+
+    def __len__(self):
+        return self.length
+
+    def on_worker_start(self):
+        self.files = []
+        try:
+            while True:
+                self.files.append(os.open(os.devnull, os.O_RDONLY))
+        except OSError:
+            pass
+
+    def __getitem__(self, index):
+        return np.array([index, self.level])
+
+
+class Limited(Numbered):
+    """Limits its own worker process when it starts."""
+
+    def __init__(self, limit, value, **kwargs):
+        super().__init__(**kwargs)
+        self.limit = limit
+        self.value = value
+
+    def on_worker_start(self):
+        _, hard = resource.getrlimit(self.limit)
+        resource.setrlimit(self.limit, (self.value, hard))
+
+
+class Varied(FastPyDataset):
+    """Batch i is sizes[i] bytes of ones, built in private memory."""
+
+    def __init__(self, sizes, in_place=False, **kwargs):
+        super().__init__(**kwargs)
+        self.sizes = sizes
+        self.in_place = in_place
+
+    def __len__(self):
+        return len(self.sizes)
+
+    def __getitem__(self, index):
+        if self.in_place:
+            batch = self.empty(self.sizes[index], "uint8")
+            batch[:] = index % 256
+            return batch
+        return np.full(self.sizes[index], index % 256, np.uint8)
