@@ -84,6 +84,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         self._latest: _Batches | None = None
         self._trains = False  # whether the probe, if there is one, is over
         self.early_end = _EarlyEnd()
+        self._delivered = 0  # in this epoch of Keras's
         self._fit_thread = threading.get_ident()
 
     def get_numpy_iterator(self) -> Iterator[Any]:
@@ -123,6 +124,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
                 "having been called."
             )
         self._within_epoch = True
+        self._delivered = 0
         self._run_hook("on_epoch_begin")
 
     def on_epoch_end(self) -> None:
@@ -157,11 +159,26 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         return self._standardize_batch(batch)
 
     def book_wait(self, seconds: float) -> None:
-        """Accounts for the wait for one batch."""
+        """Accounts for one batch and the wait for it."""
+        self._delivered += 1
         waits.book(self._fit_thread, seconds)
+
+    @property
+    def has_delivered(self) -> bool:
+        """Whether this epoch of Keras's has had a batch."""
+        return self._delivered > 0
+
+    def nothing_good(self) -> LoaderError:
+        """The error for a dataset of which every batch raises."""
+        return LoaderError(
+            f"{type(self.py_dataset).__name__} has no batch that does not "
+            "raise."
+        )
 
     def book_skipped(self, begun: Pass) -> None:
         """Accounts for the batches newly left out."""
+        if not self._trains:
+            return  # the probe; they are taken when the epoch comes to them
         name = type(self.py_dataset).__name__
         for index, text in begun.take_skipped().items():
             waits.book_skipped(
@@ -203,10 +220,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
             _spell_out_cause(error)
             raise
         if not peeked:
-            raise LoaderError(
-                f"{type(self.py_dataset).__name__} has no batch that does "
-                "not raise."
-            )
+            raise self.nothing_good()
         return data_adapter_utils.get_tensor_spec(
             [
                 keras.tree.map_structure(
@@ -239,7 +253,10 @@ class _Batches(Iterator[Any]):
         except StopIteration:
             self._over = True
             if self._pass.is_shortened:
-                self._adapter.early_end.announce()
+                if self._pass.is_empty:
+                    raise self._adapter.nothing_good() from None
+                if self._adapter.has_delivered:
+                    self._adapter.early_end.announce()
             raise
         except Exception as error:
             _spell_out_cause(error)

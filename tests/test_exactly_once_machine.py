@@ -169,7 +169,7 @@ class Loading(RuleBasedStateMachine):
         if then == "change":
             self.change(self.state + 1)
         elif then == "abandon":
-            self.abandon_the_epoch(True)
+            self.abandon_the_epoch()
 
     @rule()
     def kill_both_workers(self):

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import decimal
+import fractions
 import inspect
+import math
 import os
 import pathlib
 import pickle
@@ -59,9 +62,18 @@ _ACCEPTED = {
     "seed": [None, 0, 5, 2**63 - 1, 2**200, (np.int16(3), 3)],
     "shuffle": [None, True, False, (np.False_, False), (0, False)],
     "start_method": [None, "forkserver", "spawn", "fork"],
-    "batch_timeout": [None],
+    "batch_timeout": [
+        None,
+        0.5,
+        (5, 5.0),
+        1e-9,
+        1e9,
+        (np.float32(0.5), 0.5),
+        (np.int64(3), 3.0),
+        (fractions.Fraction(1, 4), 0.25),
+    ],
     "max_worker_restarts": [0, 3, 1_000, (np.int64(2), 2)],
-    "on_error": ["raise"],
+    "on_error": ["raise", "skip"],
     "shard": ["auto", None],
     "cache": [None],
     "executor": ["local"],
@@ -121,6 +133,7 @@ _WRONG_TYPE = {
     "max_queue_bytes": [1e9, "1GB", True],
     "seed": [1.5, "0", False, (1, 2), np.random.SeedSequence(0)],
     "shuffle": ["batch", 2, "False"],
+    "batch_timeout": [True, np.False_, "5", [5], 1j, decimal.Decimal(5)],
     "max_worker_restarts": [None, 3.0, "3", True],
     "worker_env": [
         "A=1",
@@ -137,8 +150,9 @@ _WRONG_VALUE = {
     "max_queue_bytes": [0, -1],
     "seed": [-1, np.int64(-1)],
     "start_method": ["thread", "", "Fork", 5],
+    "batch_timeout": [0, 0.0, -1, -0.5, math.nan, math.inf, -math.inf],
     "max_worker_restarts": [-1],
-    "on_error": ["ignore", None, 0],
+    "on_error": ["ignore", None, 0, "Skip", ("raise", "skip")],
     "executor": ["threads", None, ""],
 }
 _ALLOWED = {
@@ -149,8 +163,9 @@ _ALLOWED = {
     "seed": "integer",
     "shuffle": "True or False",
     "start_method": "'forkserver', 'spawn', 'fork'",
+    "batch_timeout": "seconds",
     "max_worker_restarts": "integer",
-    "on_error": "'raise'",
+    "on_error": "'raise', 'skip'",
     "executor": "'local'",
     "worker_env": "dict of strings to strings",
 }
@@ -218,9 +233,6 @@ def test_an_environment_variable_that_cannot_be_is_refused_by_its_name():
         ("cache", 1024),
         ("executor", "ray"),
         ("workers", "auto"),
-        ("batch_timeout", 5),
-        ("batch_timeout", 0.0),
-        ("on_error", "skip"),
         ("shard", (0, 2)),
         ("shard", (0, 1)),
     ],

@@ -83,6 +83,11 @@ class Pass(Iterator[Any]):
         """Whether any batch was left out."""
         return bool(self._walk.skipped)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no batch has been delivered."""
+        return not self._walk.delivered
+
     def take_skipped(self) -> dict[int, str]:
         """Batches left out since the last call: index and traceback."""
         skipped = self._walk.skipped
@@ -515,6 +520,7 @@ class Loader:
             walk.remembered = {}
             if not walk.position:
                 walk.schedule = None  # the length may have changed too
+                walk.skipped.clear()
         self._changed = False
         if self._workers is not None:
             with pickling.explained(self._dataset):

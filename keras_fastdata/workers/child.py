@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from keras_fastdata.errors import LoaderError
@@ -213,10 +213,26 @@ class _Worker:
 
     def tell(self, kind: Kind, body: bytes) -> None:
         """Sends a message that is about no ticket."""
+        message = Result(kind, self._start.worker, body=body).pack()
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self._results.send(
-                Result(kind, self._start.worker, body=body).pack()
-            )
+            try:
+                self._results.send(message, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                with self._clock_stopped():
+                    self._results.send(message)
+
+    @contextlib.contextmanager
+    def _clock_stopped(self) -> Iterator[None]:
+        """While this waits for the trainer, its batch does not get late."""
+        worker, segment = self._start.worker, self._segment
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        began, stopped = segment.clocked(worker), time.monotonic()
+        segment.clock(worker, 0)
+        yield
+        if began:
+            segment.clock(worker, began + time.monotonic() - stopped)
 
     def load(self, make_builder: Callable[[], Builds] | None) -> bool:
         """Loads the dataset; tells what went wrong where that failed."""

@@ -59,7 +59,7 @@ class Ledger:
         self._arena = arena
         self._wire = 0
         self._sent: dict[int, Sent] = {}
-        self._cancelled: dict[int, int] = {}  # wire -> slot
+        self._cancelled: dict[int, Sent] = {}
         self._backlog: collections.deque[int] = collections.deque()
         self._limbo: list[_Limbo] = []
 
@@ -95,7 +95,7 @@ class Ledger:
             if wire in self._sent:
                 found.append(wire)
             else:
-                self._arena.put(self._cancelled.pop(wire))
+                self._arena.put(self._cancelled.pop(wire).slot)
         self._backlog.extendleft(reversed(found))
         return found
 
@@ -107,18 +107,18 @@ class Ledger:
         """Gives up tickets; call `take_back` with the socket's before."""
         gone = [w for w, s in self._sent.items() if s.ticket.serial in serials]
         for wire in gone:
-            slot = self._sent.pop(wire).slot
+            sent = self._sent.pop(wire)
             if wire in self._backlog:
                 self._backlog.remove(wire)
-                self._arena.put(slot)
+                self._arena.put(sent.slot)
             else:
-                self._cancelled[wire] = slot
+                self._cancelled[wire] = sent
 
     # -- on the way back ----------------------------------------------------
 
     def ticket_of(self, wire: int) -> Ticket | None:
-        """The ticket under this number, if it is out and wanted."""
-        sent = self._sent.get(wire)
+        """The ticket under this number, if it is out, wanted or not."""
+        sent = self._sent.get(wire) or self._cancelled.get(wire)
         return sent.ticket if sent else None
 
     def oldest_unclaimed(self, noted: Collection[int]) -> int | None:
@@ -141,7 +141,8 @@ class Ledger:
         for limbo in self._limbo:
             if wire in limbo.slots:
                 return None, limbo.slots.pop(wire)
-        return None, self._cancelled.pop(wire, None)
+        cancelled = self._cancelled.pop(wire, None)
+        return None, cancelled.slot if cancelled else None
 
     def send_anew(self, sent: Sent) -> None:
         """Queues a settled ticket again, in another slot."""
@@ -181,7 +182,7 @@ class Ledger:
         limbo = _Limbo({}, self._wire + 1, set(noted_by_living))
         for wire in losses.unclaimed:
             if wire in self._cancelled:
-                limbo.slots[wire] = self._cancelled.pop(wire)
+                limbo.slots[wire] = self._cancelled.pop(wire).slot
             else:
                 sent = self._sent.pop(wire)
                 limbo.slots[wire] = sent.slot
@@ -195,9 +196,9 @@ class Ledger:
             self._limbo.append(limbo)
         suspect = losses.suspect
         if suspect in self._cancelled:
-            slot = self._cancelled.pop(suspect)
+            cancelled = self._cancelled.pop(suspect)
             if ended:
-                self._arena.put(slot)
+                self._arena.put(cancelled.slot)
             return None
         if suspect is None:
             return None
@@ -222,8 +223,8 @@ class Ledger:
     def clear(self) -> None:
         """Closes every account: no worker is left."""
         self.give_up()
-        for slot in self._cancelled.values():
-            self._arena.put(slot)
+        for cancelled in self._cancelled.values():
+            self._arena.put(cancelled.slot)
         self._cancelled.clear()
         for limbo in self._limbo:
             for slot in limbo.slots.values():

@@ -91,6 +91,7 @@ class _Worker:
         hired: When it was started, by `time.monotonic`.
         ready: Whether it has loaded the dataset.
         kept_slots: Slots that its copy of the dataset holds on to.
+        seen: What the board said of it when it was last looked at.
         idle: What it had not done when it was last looked at, although it
             was not building; since when; and how many looks ago.
         overdue: Why it was killed, if it was.
@@ -105,6 +106,7 @@ class _Worker:
     hired: float
     ready: bool = False
     kept_slots: list[int] = dataclasses.field(default_factory=list)
+    seen: tuple[int, float] = (0, 0.0)
     idle: tuple[tuple[int, int] | None, float, int] = (None, 0.0, 0)
     overdue: Overdue | None = None
     killed: float = 0.0
@@ -447,31 +449,31 @@ class ProcessWorkers:
                     self._start(index)
 
     def _start(self, index: int) -> None:
-        control, theirs = socket.socketpair(
-            socket.AF_UNIX, socket.SOCK_SEQPACKET
-        )
-        self._arena.segment.note(index, 0)
-        start_fd = payload.write_payload(self._describe_start(index))
-        stacks = memfd("keras_fastdata-stacks")
-        files = child.Files(
-            start=start_fd,
-            # A fork needs no payload; the descriptor is closed unread.
-            dataset=start_fd if self._payload is None else self._payload,
-            arena=self._arena.segment.fd,
-            tasks=self._tasks_taken.fileno(),
-            results=self._results_told.fileno(),
-            control=theirs.fileno(),
-            stacks=stacks,
-        )
-        try:
+        segment = self._arena.segment
+        segment.note(index, 0)
+        segment.clock(index, 0)  # one that was killed left its own
+        with contextlib.ExitStack() as undo, contextlib.ExitStack() as handed:
+            control, theirs = socket.socketpair(
+                socket.AF_UNIX, socket.SOCK_SEQPACKET
+            )
+            undo.callback(control.close)
+            handed.callback(theirs.close)
+            start_fd = payload.write_payload(self._describe_start(index))
+            handed.callback(os.close, start_fd)
+            stacks = memfd("keras_fastdata-stacks")
+            undo.callback(os.close, stacks)
+            files = child.Files(
+                start=start_fd,
+                # A fork needs no payload; the descriptor is closed unread.
+                dataset=start_fd if self._payload is None else self._payload,
+                arena=segment.fd,
+                tasks=self._tasks_taken.fileno(),
+                results=self._results_told.fileno(),
+                control=theirs.fileno(),
+                stacks=stacks,
+            )
             process = self._launcher.start(files)
-        except BaseException:
-            control.close()
-            os.close(stacks)
-            raise
-        finally:
-            os.close(start_fd)
-            theirs.close()
+            undo.pop_all()
         self._workers[index] = _Worker(
             index, process, control, stacks, self._version, time.monotonic()
         )
@@ -507,9 +509,8 @@ class ProcessWorkers:
         now = time.monotonic()
         for overdue in self._watch.look(list(self._works(now))):
             worker = self._workers[overdue.work.worker]
-            ticket = overdue.work.ticket
-            if ticket is not None and self._ticket_of(worker) != ticket:
-                continue  # it has finished after all, a moment ago
+            if worker.seen != self._seen(worker):
+                continue  # it has moved on after all, a moment ago
             worker.overdue, worker.killed = overdue, now
             _log.warning(
                 "%s The worker is replaced. It was here:\n%s",
@@ -526,8 +527,9 @@ class ProcessWorkers:
 
     def _works(self, now: float) -> Iterator[Work]:
         """What each worker is busy with."""
-        segment = self._arena.segment
-        notes = {i: segment.noted(i) for i in self._workers}
+        for worker in self._workers.values():
+            worker.seen = self._seen(worker)
+        notes = {i: w.seen[0] for i, w in self._workers.items()}
         unclaimed = self._ledger.oldest_unclaimed(notes.values())
         name = self._plan.dataset
         for index, worker in self._workers.items():
@@ -537,8 +539,8 @@ class ProcessWorkers:
             ask = functools.partial(
                 stack.ask, process.pid, process.pidfd, worker.stacks
             )
-            ticket = self._ledger.ticket_of(notes[index])
-            began = segment.clocked(index)
+            noted, began = worker.seen
+            ticket = self._ledger.ticket_of(noted)
             if not worker.ready:
                 what = loading(name, worker.name)
                 elapsed_s = now - worker.hired
@@ -546,13 +548,14 @@ class ProcessWorkers:
             elif ticket is not None and began:
                 what = building(name, ticket, worker.name)
                 yield Work(index, what, ticket, now - began, ask)
-            elif (idle_s := _idle_s(worker, notes[index], unclaimed, now)) > 0:
+            elif (idle_s := _idle_s(worker, noted, unclaimed, now)) > 0:
                 what = f"Taking or delivering a batch of {name}, {worker.name},"
                 yield Work(index, what, None, idle_s, ask)
 
-    def _ticket_of(self, worker: _Worker) -> Ticket | None:
-        wire = self._arena.segment.noted(worker.index)
-        return self._ledger.ticket_of(wire)
+    def _seen(self, worker: _Worker) -> tuple[int, float]:
+        """What a worker has noted, and when it began to build that."""
+        segment = self._arena.segment
+        return segment.noted(worker.index), segment.clocked(worker.index)
 
     def _leave_behind(self, worker: _Worker) -> None:
         worker.process.abandon()

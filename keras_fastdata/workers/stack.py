@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import re
 import signal
 import time
 
@@ -23,6 +24,9 @@ _MAX_BYTES = 64 * 1024
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _BOOTSTRAP = '  File "<string>", line 1 in <module>'
+_THREAD_BEGINS = re.compile(
+    r'threading\.py", line \d+ in (run|_bootstrap|_bootstrap_inner)$'
+)
 
 
 def answer_into(fd: int) -> None:
@@ -80,7 +84,12 @@ def _users_part(dump: str) -> str:
         if not line.startswith(" "):
             if line:
                 threads.append([line])
-        elif threads and _PACKAGE not in line and line != _BOOTSTRAP:
+        elif (
+            threads
+            and _PACKAGE not in line
+            and line != _BOOTSTRAP
+            and not _THREAD_BEGINS.search(line)
+        ):
             threads[-1].append(line)
     return "\n".join(
         line for thread in threads if len(thread) > 1 for line in thread

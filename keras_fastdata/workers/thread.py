@@ -127,6 +127,9 @@ class ThreadWorkers:
             if not self._threads[worker].give_up(ticket):
                 continue  # it has finished after all, a moment ago
             self._threads[worker] = self._start(worker)
+            if ticket is not None and ticket.serial in self._cancelled:
+                self._cancelled.discard(ticket.serial)
+                continue  # nobody waits for it
             error = BatchTimeoutError(
                 f"{overdue.text} A thread cannot be stopped: this one goes "
                 "on, and holds whatever it holds. A worker process would have "
