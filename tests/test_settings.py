@@ -120,8 +120,9 @@ def test_the_first_three_arguments_may_be_positional_as_in_keras():
 
 
 def test_every_constructor_argument_is_described():
+    described = inspect.cleandoc(FastPyDataset.__doc__)
     for name in _DEFAULTS:
-        assert f"\n        {name}: " in FastPyDataset.__doc__
+        assert f"\n    {name}: " in described
 
 
 # -- what is refused ---------------------------------------------------------

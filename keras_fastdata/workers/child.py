@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from keras_fastdata.errors import LoaderError
-from keras_fastdata.memory import codec, payload
+from keras_fastdata.memory import codec, limits, payload
 from keras_fastdata.memory.arena import Segment
 from keras_fastdata.workers import failures, messages, relay, role, stack
 from keras_fastdata.workers.base import Builds, Ticket, where
@@ -104,10 +104,16 @@ def main(
     """
     role.become_worker()
     stack.answer_into(files.stacks)
-    start: Start = payload.read_payload(files.start)
-    os.close(files.start)
-    _settle_in(start)
-    worker = _Worker(files, start, segment)
+    results = socket.socket(fileno=files.results)
+    try:
+        with limits.named("A worker process could not begin"):
+            start: Start = payload.read_payload(files.start)
+            os.close(files.start)
+            _settle_in(start)
+            worker = _Worker(files, start, results, segment)
+    except Exception as error:
+        _give_up(results, messages.NOBODY, error)
+        return 1
     relay.install(worker.tell)
     if not worker.load(make_builder):
         return 1
@@ -199,14 +205,18 @@ def die_with(trainer_pidfd: int) -> None:
 
 class _Worker:
     def __init__(
-        self, files: Files, start: Start, segment: Segment | None
+        self,
+        files: Files,
+        start: Start,
+        results: socket.socket,
+        segment: Segment | None,
     ) -> None:
         self._start = start
         self._version = start.version
         self._dataset_fd = files.dataset
         self._segment = segment or Segment(files.arena, start.stride)
         self._tasks = socket.socket(fileno=files.tasks)
-        self._results = socket.socket(fileno=files.results)
+        self._results = results
         self._control = socket.socket(fileno=files.control)
         self._in_place = True
         self._name = f"worker {start.worker} (pid {os.getpid()})"
@@ -254,26 +264,12 @@ class _Worker:
         return True
 
     def _give_up(self, error: BaseException) -> None:
-        """Tells why this worker ends, in as many messages as it takes."""
         failures.note(
             error,
             f"While {self._start.dataset} was loaded or its "
             f"`on_worker_start` ran, in {self._name}.",
         )
-        body = failures.take_apart(error)
-        size = messages.MAX_DATAGRAM_BYTES
-        parts = [body[i : i + size] for i in range(0, len(body), size)]
-        for follow in reversed(range(len(parts))):
-            part = parts[len(parts) - 1 - follow]
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                self._results.send(
-                    Result(
-                        Kind.START_FAILED,
-                        self._start.worker,
-                        follow,
-                        body=part,
-                    ).pack()
-                )
+        _give_up(self._results, self._start.worker, error)
 
     def serve(self) -> None:
         """Builds what the tickets ask for until the task socket is shut."""
@@ -384,6 +380,17 @@ class _Worker:
         os.close(fds[0])
         self._builder.adopt(make_builder())
         self._version = int.from_bytes(datagram, "little")
+
+
+def _give_up(results: socket.socket, worker: int, error: BaseException) -> None:
+    """Tells why a worker ends, in as many messages as it takes."""
+    body = failures.take_apart(error)
+    size = messages.MAX_DATAGRAM_BYTES
+    parts = [body[i : i + size] for i in range(0, len(body), size)]
+    for follow, part in zip(reversed(range(len(parts))), parts, strict=True):
+        message = Result(Kind.START_FAILED, worker, follow, body=part)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            results.send(message.pack())
 
 
 def _settle_in(start: Start) -> None:

@@ -20,6 +20,7 @@ import struct
 MAX_INLINE_BYTES = 32 * 1024
 MAX_DATAGRAM_BYTES = 160 * 1024
 RECEIVE_BYTES = 192 * 1024
+NOBODY = 0xFFFF  # in place of a worker's index, before it knows its own
 
 
 class Kind(enum.IntEnum):
