@@ -13,12 +13,35 @@ becomes a `LoaderError`, which then carries its full text.
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class LoaderError(RuntimeError):
     """Something of the loader's failed; the message says what to do."""
 
 
-class WorkerDiedError(LoaderError):
+class _WorkerError(LoaderError):
+    """What happened in one worker, over one batch."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        dataset: str | None = None,
+        worker: int | None = None,
+        pid: int | None = None,
+        epoch: int | None = None,
+        batch_index: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.dataset = dataset
+        self.worker = worker
+        self.pid = pid
+        self.epoch = epoch
+        self.batch_index = batch_index
+
+
+class WorkerDiedError(_WorkerError):
     """A worker process ended without being asked to.
 
     Attributes:
@@ -32,26 +55,13 @@ class WorkerDiedError(LoaderError):
     """
 
     def __init__(
-        self,
-        message: str,
-        *,
-        dataset: str | None = None,
-        worker: int | None = None,
-        pid: int | None = None,
-        exit_code: int | None = None,
-        epoch: int | None = None,
-        batch_index: int | None = None,
+        self, message: str, *, exit_code: int | None = None, **where: Any
     ) -> None:
-        super().__init__(message)
-        self.dataset = dataset
-        self.worker = worker
-        self.pid = pid
+        super().__init__(message, **where)
         self.exit_code = exit_code
-        self.epoch = epoch
-        self.batch_index = batch_index
 
 
-class BatchTimeoutError(LoaderError):
+class BatchTimeoutError(_WorkerError):
     """A batch took longer to build than `batch_timeout` seconds.
 
     Attributes:
@@ -68,20 +78,11 @@ class BatchTimeoutError(LoaderError):
         self,
         message: str,
         *,
-        dataset: str | None = None,
-        worker: int | None = None,
-        pid: int | None = None,
-        epoch: int | None = None,
-        batch_index: int | None = None,
         elapsed_s: float | None = None,
         stack: str | None = None,
+        **where: Any,
     ) -> None:
-        super().__init__(message)
-        self.dataset = dataset
-        self.worker = worker
-        self.pid = pid
-        self.epoch = epoch
-        self.batch_index = batch_index
+        super().__init__(message, **where)
         self.elapsed_s = elapsed_s
         self.stack = stack
 

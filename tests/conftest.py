@@ -20,6 +20,15 @@ import pytest
 _SETTLE_S = 5.0  # for what was asked to end to be gone
 
 
+def pytest_collection_modifyitems(config, items):
+    """Leaves the long tests to the full run."""
+    if os.environ.get("KERAS_FASTDATA_FULL"):
+        return
+    long = [item for item in items if item.get_closest_marker("long")]
+    items[:] = [item for item in items if item not in long]
+    config.hook.pytest_deselected(items=long)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _backend_is_warm():
     """Has the backend start what it keeps: a training step and a predict."""

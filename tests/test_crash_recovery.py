@@ -473,8 +473,9 @@ def test_what_a_late_worker_keeps_is_not_given_to_another(tmp_path):
 
     def kill_the_other():
         gate.append(open(tmp_path / "gate", "wb"))  # noqa: SIM115
-        _wait_until((tmp_path / "pid-1").exists)
-        kill(int((tmp_path / "pid-1").read_text()))
+        file = tmp_path / "pid-1"
+        _wait_until(lambda: file.exists() and file.read_text())
+        kill(int(file.read_text()))
 
     with dataset:
         batches = iter(dataset)

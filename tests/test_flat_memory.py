@@ -134,6 +134,7 @@ def test_200_epochs_leave_every_figure_as_it_was(place):
         flat.check()
 
 
+@pytest.mark.long
 def test_two_datasets_in_turn_leave_every_figure_as_it_was():
     with (
         Numbered(length=5, **PROCESSES) as one,
@@ -202,6 +203,7 @@ def test_deaths_amid_an_epoch_leave_every_figure_as_it_was():
         flat.check()
 
 
+@pytest.mark.long
 @everywhere
 def test_100_new_states_leave_every_figure_as_it_was(place):
     with Tabled(length=4, **PLACES[place]) as dataset:
@@ -243,6 +245,7 @@ def test_new_states_leave_the_workers_as_large_as_they_were():
             assert has.megabytes <= was.megabytes + MEGABYTES
 
 
+@pytest.mark.long
 @in_parallel
 def test_new_states_amid_an_epoch_leave_every_figure_as_it_was(place):
     with Tabled(length=12, **PLACES[place]) as dataset:
@@ -260,6 +263,7 @@ def test_new_states_amid_an_epoch_leave_every_figure_as_it_was(place):
         flat.check()
 
 
+@pytest.mark.long
 @in_parallel
 def test_100_datasets_in_turn_leave_every_figure_as_it_was(place):
     def use(count):
@@ -277,6 +281,7 @@ def test_100_datasets_in_turn_leave_every_figure_as_it_was(place):
         flat.check()
 
 
+@pytest.mark.long
 @in_parallel
 def test_100_reopenings_leave_every_figure_as_it_was(place):
     with Numbered(length=3, **PLACES[place]) as keeper:
@@ -294,6 +299,7 @@ def test_100_reopenings_leave_every_figure_as_it_was(place):
         flat.check()
 
 
+@pytest.mark.long
 def test_nurseries_in_turn_leave_every_figure_as_it_was():
     dataset = Numbered(length=3, **PROCESSES)
 
@@ -308,6 +314,7 @@ def test_nurseries_in_turn_leave_every_figure_as_it_was():
     flat.check()
 
 
+@pytest.mark.long
 @everywhere
 def test_100_abandoned_epochs_leave_every_figure_as_it_was(place):
     with Numbered(length=50, shape=(64, 256), **PLACES[place]) as dataset:
@@ -342,6 +349,7 @@ def test_200_exceptions_leave_every_figure_as_it_was(place):
         flat.check()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("held", [3, 40, 200])
 def test_batches_held_and_dropped_leave_every_figure_as_it_was(held):
     with Numbered(length=held, shape=(64, 256), **PROCESSES) as dataset:
@@ -358,6 +366,7 @@ def test_batches_held_and_dropped_leave_every_figure_as_it_was(held):
         flat.check()
 
 
+@pytest.mark.long
 def test_a_window_of_held_batches_leaves_every_figure_as_it_was():
     with Numbered(length=200, shape=(64, 256), **PROCESSES) as dataset:
 
@@ -408,6 +417,7 @@ class Chatty(FastPyDataset):
         return np.array([index])
 
 
+@pytest.mark.long
 @in_parallel
 def test_records_and_warnings_leave_every_figure_as_it_was(place, caplog):
     with (

@@ -91,6 +91,7 @@ def test_sixty_four_descriptors_suffice_for_two_workers(trainers, method):
     assert run.check() == [WORKED, WORKED]
 
 
+@pytest.mark.long
 @every_method
 def test_sixty_four_descriptors_are_said_to_be_few_for_forty_workers(
     trainers, method
@@ -125,6 +126,7 @@ def few_descriptors(trainers, request):
     return trainers.run(with_few_descriptors, request.param).check()
 
 
+@pytest.mark.long
 def test_any_number_of_descriptors_suffices_or_is_said_to_be_few(
     few_descriptors,
 ):
@@ -134,6 +136,7 @@ def test_any_number_of_descriptors_suffices_or_is_said_to_be_few(
     assert [o for o in outcomes if not _works_or_says(o, *OF_FILES)] == []
 
 
+@pytest.mark.long
 def test_an_attempt_with_too_few_descriptors_leaves_none_open(few_descriptors):
     outcomes, more = few_descriptors
     assert not outcomes[0]["worked"]
@@ -178,6 +181,7 @@ def test_an_epoch_needs_no_descriptor_once_workers_run(trainers, method):
     assert run.check() == [WORKED] * 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "event", ["the dataset changes", "workers die", "the loader is closed"]
 )
@@ -256,6 +260,7 @@ def test_limited_address_space_suffices(trainers, more, method):
     assert run.check() == [WORKED, WORKED]
 
 
+@pytest.mark.long
 @every_method
 @pytest.mark.parametrize("more", [4 * MEGABYTE, 3 * GIGABYTE])
 def test_too_little_address_space_suffices_or_is_named(trainers, more, method):
@@ -468,6 +473,7 @@ def _run_script(folder, function, *args, command=(), flags=(), **kwargs):
     return run_python(run, **kwargs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "keywords",
     [{"workers": 2}, *map(_processes, METHODS)],
@@ -495,6 +501,7 @@ def test_a_limit_on_file_sizes_leaves_room_enough(trainers, value):
     assert run.check() == [WORKED, WORKED]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("value", [0, KILOBYTE, 64 * KILOBYTE, GIGABYTE])
 def test_a_limit_on_file_sizes_is_named(trainers, value):
     # Anonymous memory is a file to the kernel.
@@ -518,6 +525,7 @@ def with_all_limits_at_once(method):
     return outcome
 
 
+@pytest.mark.long
 @every_method
 def test_locked_memory_core_files_and_stack_do_not_matter(trainers, method):
     assert trainers.run(with_all_limits_at_once, method).check() == WORKED
@@ -570,6 +578,7 @@ def in_an_odd_place(place, method):
     return epochs_of(_processes(method))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 @pytest.mark.parametrize(
     "place",
@@ -653,6 +662,7 @@ def epochs_of_a_script(keywords):
     return [first, second]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("flags", "variables"),
     [

@@ -304,6 +304,7 @@ def _nurseries():
     return [c for c in children if "nursery" in " ".join(c.cmdline())]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cyclic", [False, True])
 def test_datasets_come_and_go_by_the_hundred(cyclic):
     with Numbered(**PROCESSES) as keeps_the_nursery:
@@ -554,6 +555,7 @@ def compute(index):
 
 
 # Not by "fork": OpenMP of GCC, under scikit-learn, does not survive it.
+@pytest.mark.long
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
 def test_libraries_with_threads_work_in_trainer_and_workers(start_method):
     expected = [compute(index) for index in range(4)]

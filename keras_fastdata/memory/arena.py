@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import collections
 import errno
+import gc
 import math
 import mmap
 import operator
@@ -39,8 +40,8 @@ BOARD_BYTES = 1 << 16  # one 64-byte line for each of up to 1,024 workers
 LINE_BYTES = 64
 
 _CLOCK = struct.Struct("<d")
-_LEAST_SLOTS = 1024
-_ADDRESS_SPACE = 1 << 44  # 16 TiB of the 128 TiB a process has on x86-64
+_LEAST_SLOTS = 256
+_ADDRESS_SPACE = 1 << 42  # 4 TiB of the 128 TiB a process has on x86-64
 _LEAST_STRIDE = (
     1 << 24
 )  # 16 MiB: a limit on address space below this is hopeless
@@ -234,6 +235,7 @@ def memfd(name: str) -> int:
 def _reserve_segment(slots: int) -> Segment:
     """Maps as much address space as the process may have."""
     stride = _ADDRESS_SPACE // slots
+    collected = False
     while True:
         stride -= stride % mmap.PAGESIZE
         fd = memfd("keras_fastdata-batches")
@@ -255,4 +257,9 @@ def _reserve_segment(slots: int) -> Segment:
                     f"shared memory ({error}). Raise the limit on {limit}, "
                     "or use threads."
                 ) from error
-            stride //= 4
+            if collected:
+                stride //= 4
+            else:
+                # Datasets in reference cycles may hold theirs to no purpose.
+                gc.collect()
+                collected = True

@@ -59,6 +59,32 @@ class Start:
     umask: int
     habits: relay.Habits
 
+    @staticmethod
+    def by_this_process(
+        worker: int,
+        dataset: str,
+        version: int,
+        stride: int,
+        environ: dict[str, str],
+    ) -> Start:
+        """What a worker is told that is to work in this process's place."""
+        try:
+            cwd = os.getcwd()
+        except OSError:
+            cwd = None  # it has been deleted
+        return Start(
+            worker=worker,
+            dataset=dataset,
+            version=version,
+            stride=stride,
+            environ=environ,
+            cwd=cwd,
+            path=list(sys.path),
+            argv=list(getattr(sys, "argv", [])),
+            umask=_umask(),
+            habits=relay.Habits.of_this_process(),
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class Files:
@@ -422,6 +448,15 @@ def _settle_in(start: Start) -> None:
         sys.stdin = open(os.devnull)  # noqa: SIM115
         os.dup2(sys.stdin.fileno(), 0)
     gc.freeze()
+
+
+def _umask() -> int:
+    """The file mode creation mask, which os.umask cannot read unchanged."""
+    with contextlib.suppress(OSError), open("/proc/self/status") as status:
+        for line in status:
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
+    return 0o022
 
 
 def _no_breakpoint(*_: Any, **__: Any) -> None:

@@ -18,25 +18,21 @@ import functools
 import logging
 import os
 import select
-import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from keras_fastdata.errors import (
-    BatchTimeoutError,
     LoaderError,
-    WorkerDiedError,
 )
 from keras_fastdata.memory import codec, limits, payload
 from keras_fastdata.memory.arena import Arena, memfd
 from keras_fastdata.workers import (
     child,
+    deaths,
     failures,
     launch,
-    machine,
     messages,
     relay,
     stack,
@@ -458,7 +454,15 @@ class ProcessWorkers:
             )
             undo.callback(control.close)
             handed.callback(theirs.close)
-            start_fd = payload.write_payload(self._describe_start(index))
+            start_fd = payload.write_payload(
+                child.Start.by_this_process(
+                    index,
+                    self._plan.dataset,
+                    self._version,
+                    segment.stride,
+                    launch.environment(self._plan.worker_env),
+                )
+            )
             handed.callback(os.close, start_fd)
             stacks = memfd("keras_fastdata-stacks")
             undo.callback(os.close, stacks)
@@ -478,24 +482,6 @@ class ProcessWorkers:
             index, process, control, stacks, self._version, time.monotonic()
         )
         self._poll.register(process.pidfd, select.POLLIN)
-
-    def _describe_start(self, index: int) -> child.Start:
-        try:
-            cwd = os.getcwd()
-        except OSError:
-            cwd = None  # it has been deleted
-        return child.Start(
-            worker=index,
-            dataset=self._plan.dataset,
-            version=self._version,
-            stride=self._arena.segment.stride,
-            environ=launch.environment(self._plan.worker_env),
-            cwd=cwd,
-            path=list(sys.path),
-            argv=list(getattr(sys, "argv", [])),
-            umask=_umask(),
-            habits=relay.Habits.of_this_process(),
-        )
 
     def _write_payload(self) -> int | None:
         if self._by_fork:
@@ -629,44 +615,21 @@ class ProcessWorkers:
     def _death_of(
         self, worker: _Worker, exit_code: int | None, sent: Sent | None
     ) -> LoaderError:
-        plan = self._plan
-        ticket = sent.ticket if sent else None
-        again = bool(sent and sent.strikes >= _STRIKES)
-        allowed = (
-            f" `max_worker_restarts={plan.max_restarts}` is used up."
-            if self._restarts > plan.max_restarts
-            else ""
-        )
-        index = ticket.index if ticket else None
-        epoch = ticket.epoch if ticket else None
-        if worker.overdue is not None:
-            twice = " That was the second time." if again else ""
-            return BatchTimeoutError(
-                f"{worker.overdue.text}{twice}{allowed} Raise `batch_timeout` "
-                f"if such a batch takes that long.{_look_at(index)} It was "
-                f"here:\n{worker.overdue.stack}",
-                dataset=plan.dataset,
-                worker=worker.index,
-                pid=worker.process.pid,
-                epoch=epoch,
-                batch_index=index,
-                elapsed_s=worker.overdue.work.elapsed_s,
-                stack=worker.overdue.stack,
-            )
-        doing = (
-            f" while building batch {index} of epoch {epoch}" if sent else ""
-        )
-        twice = ", for the second time" if again else ""
-        return WorkerDiedError(
-            f"{worker.name.capitalize()} of {plan.dataset} {_how(exit_code)}"
-            f"{doing}{twice}.{allowed} {_remedy(exit_code, index)}",
-            dataset=plan.dataset,
+        death = deaths.Death(
+            dataset=self._plan.dataset,
             worker=worker.index,
             pid=worker.process.pid,
             exit_code=exit_code,
-            epoch=epoch,
-            batch_index=index,
+            overdue=worker.overdue,
+            ticket=sent.ticket if sent else None,
+            again=bool(sent and sent.strikes >= _STRIKES),
+            restarts_used_up=(
+                self._plan.max_restarts
+                if self._restarts > self._plan.max_restarts
+                else None
+            ),
         )
+        return death.error()
 
     def _dismiss(self, worker: _Worker, *, ended: bool = True) -> None:
         """Forgets a worker that has ended, or is left behind."""
@@ -740,44 +703,3 @@ def _idle_s(
         return 0.0
     worker.idle = undone, since, looks + 1
     return now - since if looks >= _IDLE_LOOKS else 0.0
-
-
-def _how(exit_code: int | None) -> str:
-    if exit_code is None:
-        return "ended in a way that could not be learned"
-    if exit_code >= 0:
-        return f"exited with status {exit_code}"
-    try:
-        return f"was killed by {signal.Signals(-exit_code).name}"
-    except ValueError:
-        return f"was killed by signal {-exit_code}"
-
-
-def _remedy(exit_code: int | None, index: int | None) -> str:
-    look = _look_at(index)
-    if exit_code == -signal.SIGKILL:
-        return (
-            "The kernel kills processes when memory runs out: lower `workers` "
-            f"or `max_queue_size`. {machine.memory_now()}{look}"
-        )
-    if exit_code is not None and exit_code < 0:
-        return f"A library that `__getitem__` calls has crashed.{look}"
-    return (
-        "Something in `__getitem__` or `on_worker_start` ended the process; "
-        f"raise an exception instead.{look}"
-    )
-
-
-def _look_at(index: int | None) -> str:
-    if index is None:
-        return ""
-    return f" Look at that batch with `dataset[{index}]`."
-
-
-def _umask() -> int:
-    """The file mode creation mask, which os.umask cannot read unchanged."""
-    with contextlib.suppress(OSError), open("/proc/self/status") as status:
-        for line in status:
-            if line.startswith("Umask:"):
-                return int(line.split()[1], 8)
-    return 0o022
