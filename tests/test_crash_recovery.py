@@ -60,9 +60,17 @@ INSIDE = {
     "answering": DiesAnswering,
     "changed": DiesChanged,
 }
+# What differs between start methods is told apart in the full run.
+LONG = {"forkserver": (), "spawn": pytest.mark.long, "fork": pytest.mark.long}
 # A fork unpickles nothing, neither when it starts nor after a change.
 CELLS_INSIDE = [
-    pytest.param(moment, how, start_method, id=f"{moment}-{how}-{start_method}")
+    pytest.param(
+        moment,
+        how,
+        start_method,
+        id=f"{moment}-{how}-{start_method}",
+        marks=LONG[start_method] if how != "sigkill" else (),
+    )
     for moment in INSIDE
     for how in CAUSES
     for start_method in START_METHODS
@@ -74,7 +82,12 @@ CELLS_INSIDE = [
 ]
 # sys.exit would end the thread that has waited for the word, not the process.
 CELLS_OUTSIDE = [
-    pytest.param(how, start_method, id=f"{how}-{start_method}")
+    pytest.param(
+        how,
+        start_method,
+        id=f"{how}-{start_method}",
+        marks=LONG[start_method] if how != "sigkill" else (),
+    )
     for how in CAUSES
     if how != "sysexit"
     for start_method in START_METHODS

@@ -252,6 +252,7 @@ def under_address_space(more, keywords):
     return under_limit("AS", address_space() + more, keywords)
 
 
+@pytest.mark.long
 @every_method
 @pytest.mark.parametrize("more", [24 * GIGABYTE, 20 * TERABYTE])
 def test_limited_address_space_suffices(trainers, more, method):
@@ -277,7 +278,7 @@ def test_threads_need_no_reserved_address_space(trainers):
 
 def with_too_large_batches(more, in_place):
     limit("AS", address_space() + more)
-    sizes = [1000, 40 * MEGABYTE, 1000]
+    sizes = [1000, 80 * MEGABYTE, 1000]
     dataset = limit_samples.Varied(sizes, in_place, **PROCESSES)
     batches = iter(dataset)
     first = next(batches).nbytes
@@ -495,6 +496,7 @@ def test_any_number_of_processes_suffices_or_is_said_to_be_few(
 # -- the size of files, the stack, and so on -----------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("value", [20 * GIGABYTE, 20 * TERABYTE])
 def test_a_limit_on_file_sizes_leaves_room_enough(trainers, value):
     run = trainers.run(under_limit, "FSIZE", value, PROCESSES)
@@ -625,6 +627,7 @@ def test_batches_arrive_where_no_folder_can_be_written_to(tmp_path):
     assert run.check() == [WORKED, WORKED]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "locale",
     [
@@ -749,6 +752,7 @@ SIZES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_shared_memory_passes_max_queue_bytes_by_a_batch_per_worker(

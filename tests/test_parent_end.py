@@ -239,6 +239,7 @@ def test_nothing_is_left_by_a_trainer_that(end, zygote):
         trainer.leaves_nothing(last_words)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("start_method", ["spawn", "fork"])
 @pytest.mark.parametrize(
     "end",

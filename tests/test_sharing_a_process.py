@@ -323,6 +323,7 @@ def test_datasets_come_and_go_by_the_hundred(cyclic):
         assert numbers(keeps_the_nursery) == list(range(10))
 
 
+@pytest.mark.long
 def test_a_dataset_is_collected_by_another_thread_while_workers_build(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
@@ -441,6 +442,7 @@ def test_a_forked_process_does_not_disturb_its_parent_by(child, zygote):
         trainer.leaves_nothing()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("start_method", ["spawn", "fork"])
 @pytest.mark.parametrize("child", ["sys.exit", "its own epoch", "close"])
 def test_nor_without_a_nursery(child, start_method, zygote):
@@ -620,6 +622,7 @@ def test_our_shared_memory_has_no_name(family):
     assert ours == {
         "/memfd:keras_fastdata-batches (deleted)",
         "/memfd:keras_fastdata-dataset (deleted)",
+        "/memfd:keras_fastdata-stacks (deleted)",
     }
     for process in family:
         for mapped in process.memory_maps(grouped=False):

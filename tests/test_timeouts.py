@@ -36,14 +36,19 @@ from slow_samples import (
 
 from keras_fastdata import BatchTimeoutError
 from keras_fastdata.memory.arena import Arena
-from keras_fastdata.workers import launch, process, stack, thread, watch
+from keras_fastdata.workers import child, launch, process, stack, thread, watch
 from keras_fastdata.workers.base import Ticket
 
 TIMEOUT_S = 0.75
 ONE = {"workers": 1, "use_multiprocessing": True}
 TWO = {"workers": 2, "use_multiprocessing": True}
 METHODS = pytest.mark.parametrize(
-    "start_method", ["forkserver", "spawn", "fork"]
+    "start_method",
+    [
+        "forkserver",
+        pytest.param("spawn", marks=pytest.mark.long),
+        pytest.param("fork", marks=pytest.mark.long),
+    ],
 )
 HERE = os.path.basename(__file__)
 
@@ -282,14 +287,15 @@ def test_a_replacement_does_not_begin_with_the_time_of_the_one_before(
     monkeypatch, tmp_path
 ):
     clocks = []
-    describe = process.ProcessWorkers._describe_start
+    describe = child.Start.by_this_process
 
-    def describe_and_tell(workers, index):
-        clocks.append(workers._arena.segment.clocked(index))
-        return describe(workers, index)
+    def describe_and_tell(index, *rest):
+        segment = dataset._fastdata.loader._workers._arena.segment
+        clocks.append(segment.clocked(index))
+        return describe(index, *rest)
 
     monkeypatch.setattr(
-        process.ProcessWorkers, "_describe_start", describe_and_tell
+        child.Start, "by_this_process", staticmethod(describe_and_tell)
     )
     dataset = Stuck(tmp_path, {2: "sleeps"}, batch_timeout=TIMEOUT_S, **ONE)
     with dataset:

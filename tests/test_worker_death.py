@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import threading
 import time
 
@@ -30,18 +29,6 @@ CAUSES = {
     "exit3": 3,
     "sysexit": 5,
 }
-
-
-@pytest.mark.parametrize("start_method", ["forkserver", "spawn", "fork"])
-@pytest.mark.parametrize("how", CAUSES)
-@pytest.mark.filterwarnings("ignore:`start_method='fork'`")
-def test_a_batch_whose_worker_died_is_built_again(how, start_method, tmp_path):
-    dataset = Deadly(
-        tmp_path / "deaths", how=how, start_method=start_method, **PROCESSES
-    )
-    with dataset:
-        assert numbers(dataset) == list(range(10))
-        assert numbers(dataset) == list(range(10))
 
 
 @pytest.mark.parametrize("how", CAUSES)
@@ -197,42 +184,6 @@ def test_what_a_worker_started_ends_with_it():
                 worker.kill()
         list(dataset)
         _, alive = psutil.wait_procs(sleeps, timeout=5)
-        assert not alive
-
-
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
-@pytest.mark.parametrize("start_method", ["forkserver", "spawn", "fork"])
-def test_workers_end_with_a_trainer_that_is_killed(
-    signum, start_method, tmp_path
-):
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import os, time, numpy as np\n"
-        "from keras_fastdata import FastPyDataset\n"
-        "class D(FastPyDataset):\n"
-        "    def __len__(self): return 100\n"
-        "    def __getitem__(self, i):\n"
-        "        if i > 4: time.sleep(60)\n"
-        "        return np.zeros(3)\n"
-        "d = D(workers=2, use_multiprocessing=True,\n"
-        f"      start_method={start_method!r})\n"
-        "it = iter(d)\n"
-        "next(it), next(it)\n"
-        "print('ready', flush=True)\n"
-        "time.sleep(60)\n"
-    )
-    trainer = subprocess.Popen(
-        [sys.executable, script],
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    with trainer:
-        assert trainer.stdout.readline() == b"ready\n"
-        family = psutil.Process(trainer.pid).children(recursive=True)
-        assert len(family) >= 2
-        trainer.send_signal(signum)
-        trainer.wait(10)
-        _, alive = psutil.wait_procs(family, timeout=2)
         assert not alive
 
 

@@ -212,12 +212,14 @@ class ProcessWorkers:
     def collect(self) -> Iterable[Done]:
         self._hire()
         done = self._receive()
-        if not done:
+        # Now and then also while batches flow: one worker may be missing.
+        due = self._watch.is_due()
+        if due or not done:
             ended = self._ended(0)
-            done = self._receive()
+            done += self._receive()
             for worker in ended:
                 done += self._bury(worker)
-            if self._watch.is_due():
+            if due:
                 done += self._look_at_workers()
             self._hire()
         if self._last_death and len(self._unreplaced) == self._plan.count:
