@@ -167,10 +167,11 @@ class Stuck(logging.Handler):
         self.counts = checker.counts
 
     def emit(self, record: logging.LogRecord) -> None:
-        if "batch_timeout" in record.getMessage():
+        text = record.getMessage()
+        if "batch_timeout" in text:
             self.counts["hung workers replaced"] += 1
-        else:
-            print(record.getMessage())
+        elif "It is replaced" not in text:
+            print(text)
 
 
 def figures() -> dict[str, float]:

@@ -118,15 +118,18 @@ class FastPyDataset(_Base):
             died, and the Python stack of where it was stuck is logged. A
             thread cannot be stopped: there `BatchTimeoutError`, which has the
             stack, ends the epoch. Inline (`workers=0`) it has no effect.
-            `None`: no limit, but a batch that takes far longer than any
-            before, and 30 s, is logged with its stack.
+            Loading the dataset and `on_worker_start` may take 60 s, or that
+            long if it is more. `None`: no limit, but a batch that takes far
+            longer than any before, and 30 s (60 s for a first batch, or a
+            start), is logged with its stack.
         max_worker_restarts: Worker deaths survived in one epoch, at least 0.
             What a dead worker was building is built again by another. The
             second worker to die over one batch ends the epoch. Defaults to 3.
         on_error: What an exception of `__getitem__` does. "raise": it reaches
             the caller. "skip": the batch is left out, and logged with its
             traceback; the epoch is shorter by it, and `predict` returns so
-            much less. More than a tenth of an epoch's batches is an error.
+            much less. More than a tenth of the dataset's batches, and more
+            than one, is an error.
         shard: Not available yet; "auto" or `None`.
         cache: Not available yet; `None`.
         executor: "local".

@@ -194,7 +194,7 @@ def test_a_worker_that_was_killed_is_reported_with_figures(tmp_path):
     assert "The kernel kills processes when memory runs out" in message
     assert "lower `workers` or `max_queue_size`" in message
     assert FIGURES.search(message)
-    assert re.search(r"\. Look at that batch with `dataset\[3\]`\.$", message)
+    assert re.search(r"\. `dataset\[3\]` builds that batch in this", message)
 
 
 def test_a_worker_that_crashed_is_not(tmp_path):

@@ -12,6 +12,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import threading
 import weakref
 import zipfile
@@ -399,3 +400,10 @@ def test_a_refused_dataset_leaves_no_process():
     before = psutil.Process().children()
     assert_refused(queue.Queue(), "dataset.thing", "queue.Queue")
     assert psutil.Process().children() == before
+
+
+def test_a_file_that_deletes_itself_is_refused():
+    with tempfile.NamedTemporaryFile("r") as file:
+        kind = "tempfile._TemporaryFileWrapper"
+        assert_refused(file, "dataset.thing", kind)
+        assert os.path.exists(file.name)

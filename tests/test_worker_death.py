@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import signal
 import subprocess
 import threading
@@ -228,3 +229,15 @@ def test_a_death_is_noticed_within_a_second_of_a_wait(tmp_path):
             next(batches)
         # Not a measure of speed: without the watch it would wait for ever.
         assert time.monotonic() - began < 30
+
+
+def test_each_death_is_logged_with_its_cause_and_batch(tmp_path, caplog):
+    with Deadly(tmp_path / "deaths", how="exit3", **PROCESSES) as dataset:
+        assert numbers(dataset) == list(range(10))
+    (told,) = caplog.messages
+    assert re.fullmatch(
+        r"Worker \d \(pid \d+\) of Deadly exited with status 3 while building "
+        r"batch 3 of epoch 0\. It is replaced and its batch is built again "
+        r"\(restart 1 of at most 3 in this epoch\)\.",
+        told,
+    )

@@ -69,8 +69,8 @@ class LoaderHealth(_Base):
         self._epoch = _Stretch()
         self._validation = _Stretch()
         self._line: str | None = None
-        self.skipped: list[waits.Skipped] = []
         self._skipped_before = 0
+        self._skipped_after: int | None = 0
 
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments, for `keras.saving`."""
@@ -83,8 +83,8 @@ class LoaderHealth(_Base):
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._line = None  # of a fit that was broken off
-        self.skipped = []
         self._skipped_before = waits.of_this_thread().skipped
+        self._skipped_after = None
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._print_line()
@@ -111,16 +111,25 @@ class LoaderHealth(_Base):
             return
         share = min(1.0, max(0.0, wait_s / wall_s))
         skipped = waits.of_this_thread().skipped - self._skipped_before
-        self.skipped = waits.latest_skipped(skipped)
         if logs is not None:
             logs["data_wait"] = share
             if skipped:
                 logs["skipped"] = self._epoch.skipped
         self._line = _describe(epoch, share, wall_s)
         if self._epoch.skipped:
-            self._line += f" {self._epoch.skipped} batches were skipped."
+            count = self._epoch.skipped
+            were = "batch was" if count == 1 else "batches were"
+            self._line += f" {count} {were} skipped."
+
+    @property
+    def skipped(self) -> list[waits.Skipped]:
+        """The batches that the latest `fit` left out; at most 1,000."""
+        after = self._skipped_after
+        total = waits.of_this_thread().skipped if after is None else after
+        return waits.latest_skipped(self._skipped_before, total)
 
     def on_train_end(self, logs: Any = None) -> None:
+        self._skipped_after = waits.of_this_thread().skipped
         self._print_line()
 
     def _print_line(self) -> None:

@@ -487,9 +487,10 @@ class Loader:
             of = f"the first {length} batches"
         if len(walk.skipped) > max(1, int(_MOST_SKIPPED * length)):
             raise LoaderError(
-                f"{len(walk.skipped)} of {of} of {self._name} have raised, "
-                f"more than the tenth that `on_error='skip'` leaves out "
-                f"(batches {_listed(walk.skipped)}). The last error is above."
+                f"{len(walk.skipped)} of {of} of {self._name} have raised "
+                f"({_listed(sorted(walk.skipped))}), more than the tenth that "
+                f"`on_error='skip'` leaves out. The error of batch {index} is "
+                "the cause of this one."
             ) from error
 
     # -- dropping what was built ahead --------------------------------------

@@ -41,7 +41,8 @@ def explained(dataset: weakref.ref[Any]) -> Iterator[None]:
             f"{type(owner).__name__} cannot be sent to a worker process: "
             f"`{path}` is a {kind}, which cannot be pickled ({error}). "
             "Three ways out: make it in `on_worker_start`, which runs in "
-            "each worker; leave it out in `__getstate__`; or pass "
+            "each worker, and not in `__init__`; leave it out in "
+            "`__getstate__` and make it again in `__setstate__`; or pass "
             "`start_method='fork'`, which needs no pickling.",
             path=path,
             type_name=kind,

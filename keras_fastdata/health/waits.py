@@ -79,10 +79,14 @@ def book_skipped(thread: int, batch: Skipped) -> None:
     _skipped.setdefault(thread, latest).append(batch)
 
 
-def latest_skipped(count: int) -> list[Skipped]:
-    """The batches left out last in the calling thread, at most 1,000."""
+def latest_skipped(before: int, after: int) -> list[Skipped]:
+    """What the calling thread left out between two totals of `skipped`.
+
+    Of the last 1,000 batches; older ones are counted only.
+    """
     found = list(_skipped.get(threading.get_ident(), ()))
-    return found[max(0, len(found) - count) :]
+    oldest = of_this_thread().skipped - len(found)
+    return found[max(0, before - oldest) : max(0, after - oldest)]
 
 
 def of_this_thread() -> Waits:

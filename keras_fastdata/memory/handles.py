@@ -25,6 +25,7 @@ import os
 import queue
 import subprocess
 import sys
+import tempfile
 import threading
 from typing import Any
 
@@ -40,6 +41,8 @@ LIVE = (
     subprocess.Popen,
     concurrent.futures.Executor,
     queue.Queue,
+    # Its copies would delete the file, each when it ends.
+    tempfile._TemporaryFileWrapper,
 )
 
 
@@ -50,7 +53,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, LIVE):
             raise TypeError(
                 f"cannot pickle a {type(obj).__name__}: a copy would not be "
-                "connected with anything"
+                "connected with what it stands for"
             )
         if (h5py := sys.modules.get("h5py")) is not None and isinstance(
             obj, (h5py.Group, h5py.Dataset)
@@ -103,7 +106,8 @@ def _reduce_file(file: Any) -> Reduced:
         same = False
     if not same or not file.seekable():
         raise TypeError(
-            f"cannot pickle a file that is no longer at {os.fsdecode(path)!r}"
+            f"cannot pickle a file that is not, or no longer, at "
+            f"{os.fsdecode(path)!r}"
         )
     if isinstance(file, io.TextIOWrapper):
         how: tuple[Any, ...] = ("r", -1, file.encoding, file.errors)

@@ -25,6 +25,7 @@ class Death:
         pid: Its process id.
         exit_code: As in `Popen.returncode`; `None` if unknown.
         overdue: Why it was killed, if it was by us.
+        starting: Whether it was still loading the dataset.
         ticket: The batch it was building, or `None`.
         again: Whether that batch has cost a worker before.
         restarts_used_up: `max_worker_restarts`, if that is why there is an
@@ -36,9 +37,23 @@ class Death:
     pid: int
     exit_code: int | None
     overdue: Overdue | None
+    starting: bool
     ticket: Ticket | None
     again: bool
     restarts_used_up: int | None
+
+    def news(self, restarts: int, most: int) -> str:
+        """What to log about a worker that is replaced."""
+        again = " and its batch is built again" if self.ticket else ""
+        if self.overdue is not None:
+            return (
+                f"{self.overdue.text} The worker is replaced{again}. It was "
+                f"here:\n{self.overdue.stack}"
+            )
+        return (
+            f"{self._what()}. It is replaced{again} (restart {restarts} of at "
+            f"most {most} in this epoch)."
+        )
 
     def error(self) -> LoaderError:
         """The error that ends the epoch."""
@@ -62,25 +77,35 @@ class Death:
         )
 
     def _text(self) -> str:
+        again = ", for the second time" if self.again else ""
+        return (
+            f"{self._what()}{again}.{self._used_up()} "
+            f"{_remedy(self.exit_code)}{self._look('end')}"
+        )
+
+    def _what(self) -> str:
         doing = ""
-        if self.ticket is not None:
+        if self.starting:
+            doing = (
+                " while it was starting (loading the dataset, or in "
+                "`on_worker_start`)"
+            )
+        elif self.ticket is not None:
             doing = (
                 f" while building batch {self.ticket.index} of epoch "
                 f"{self.ticket.epoch}"
             )
-        again = ", for the second time" if self.again else ""
         return (
             f"Worker {self.worker} (pid {self.pid}) of {self.dataset} "
-            f"{_how(self.exit_code)}{doing}{again}.{self._used_up()} "
-            f"{_remedy(self.exit_code)}{self._look()}"
+            f"{_how(self.exit_code)}{doing}"
         )
 
     def _timeout_text(self, overdue: Overdue) -> str:
         again = " That was the second time." if self.again else ""
         return (
-            f"{overdue.text}{again}{self._used_up()} Raise `batch_timeout` if "
-            f"such a batch takes that long.{self._look()} It was here:\n"
-            f"{overdue.stack}"
+            f"{overdue.text}{again}{self._used_up()} If that is what it takes, "
+            "pass a larger `batch_timeout` to the constructor."
+            f"{self._look('hang')} It was here:\n{overdue.stack}"
         )
 
     def _used_up(self) -> str:
@@ -88,10 +113,13 @@ class Death:
             return ""
         return f" `max_worker_restarts={self.restarts_used_up}` is used up."
 
-    def _look(self) -> str:
+    def _look(self, risk: str) -> str:
         if self.ticket is None:
             return ""
-        return f" Look at that batch with `dataset[{self.ticket.index}]`."
+        return (
+            f" `dataset[{self.ticket.index}]` builds that batch in this "
+            f"process, which may {risk} as well."
+        )
 
 
 def _how(exit_code: int | None) -> str:
@@ -108,12 +136,13 @@ def _how(exit_code: int | None) -> str:
 def _remedy(exit_code: int | None) -> str:
     if exit_code == -signal.SIGKILL:
         return (
-            "The kernel kills processes when memory runs out: lower `workers` "
-            f"or `max_queue_size`. {machine.memory_now()}"
+            "The kernel kills processes when memory runs out, and so do job "
+            f"schedulers. {machine.memory_now()} If that is little, lower "
+            "`workers` or `max_queue_size`."
         )
     if exit_code is not None and exit_code < 0:
         return "A library that `__getitem__` calls has crashed."
     return (
-        "Something in `__getitem__` or `on_worker_start` ended the process; "
-        "raise an exception instead."
+        "Something that the dataset called ended the process; raise an "
+        "exception instead."
     )

@@ -23,9 +23,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from keras_fastdata.errors import (
-    LoaderError,
-)
 from keras_fastdata.memory import codec, limits, payload
 from keras_fastdata.memory.arena import Arena, memfd
 from keras_fastdata.workers import (
@@ -500,11 +497,6 @@ class ProcessWorkers:
             if worker.seen != self._seen(worker):
                 continue  # it has moved on after all, a moment ago
             worker.overdue, worker.killed = overdue, now
-            _log.warning(
-                "%s The worker is replaced. It was here:\n%s",
-                overdue.text,
-                overdue.stack,
-            )
             launch.kill(worker.process)
         done: list[Done] = []
         for worker in list(self._workers.values()):
@@ -585,44 +577,44 @@ class ProcessWorkers:
             {i: segment.noted(i) for i in self._workers},
             ended=ended,
         )
-        done: list[Done] = []
+        # A batch is not to blame for the death of a nursery.
         if suspect is not None:
-            # A batch is not to blame for the death of a nursery.
             suspect.strikes += not fell
-            done += self._judge(suspect, worker, exit_code)
-        return done
+        return list(self._judge(suspect, worker, exit_code))
 
     def _fail_all(
         self, worker: _Worker, exit_code: int | None
     ) -> Iterator[Done]:
         """Ends all there is: no worker is left, and none may be hired."""
         for ticket in self._ledger.give_up():
-            error = self._death_of(worker, exit_code, None)
+            error = self._death_of(worker, exit_code, None).error()
             yield Built(ticket.serial, worker.index, error=error)
 
     def _judge(
-        self, sent: Sent, worker: _Worker, exit_code: int | None
+        self, sent: Sent | None, worker: _Worker, exit_code: int | None
     ) -> Iterator[Done]:
-        """Decides about the batch that a worker died over."""
-        if (
-            sent.strikes < _STRIKES
-            and self._restarts <= self._plan.max_restarts
-        ):
-            self._ledger.send_first(sent)
-            return
-        self._arena.put(sent.slot)
-        error = self._death_of(worker, exit_code, sent)
-        yield Built(sent.ticket.serial, worker.index, error=error)
+        """Decides about the batch that a worker died over, if it did."""
+        death = self._death_of(worker, exit_code, sent)
+        most = self._plan.max_restarts
+        if self._restarts <= most and not death.again:
+            _log.warning("%s", death.news(self._restarts, most))
+            if sent is not None:
+                self._ledger.send_first(sent)
+        elif sent is not None:
+            self._arena.put(sent.slot)
+            error = death.error()
+            yield Built(sent.ticket.serial, worker.index, error=error)
 
     def _death_of(
         self, worker: _Worker, exit_code: int | None, sent: Sent | None
-    ) -> LoaderError:
-        death = deaths.Death(
+    ) -> deaths.Death:
+        return deaths.Death(
             dataset=self._plan.dataset,
             worker=worker.index,
             pid=worker.process.pid,
             exit_code=exit_code,
             overdue=worker.overdue,
+            starting=not worker.ready,
             ticket=sent.ticket if sent else None,
             again=bool(sent and sent.strikes >= _STRIKES),
             restarts_used_up=(
@@ -631,7 +623,6 @@ class ProcessWorkers:
                 else None
             ),
         )
-        return death.error()
 
     def _dismiss(self, worker: _Worker, *, ended: bool = True) -> None:
         """Forgets a worker that has ended, or is left behind."""

@@ -126,9 +126,8 @@ class Watch:
     def _describe(self, work: Work) -> Overdue:
         assert self._timeout_s is not None
         limit = f"`batch_timeout={self._timeout_s:g}`"
-        if work.starting:
-            seconds = self._limit_s(work, self._timeout_s)
-            limit = f"the {seconds:g} s that {limit} leaves for a start"
+        if work.starting and self._timeout_s < START_TIMEOUT_S:
+            limit = f"the {START_TIMEOUT_S:g} s that a start may take"
         text = (
             f"{work.what} has taken {work.elapsed_s:.3g} s, more than {limit}."
         )
