@@ -103,6 +103,9 @@ def test_inputs_alone_are_predicted(form, place):
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+@pytest.mark.skipif(
+    keras.__version__ < "3.13", reason="Keras builds no such model before 3.13"
+)
 def test_an_optional_input_may_be_none(place):
     a = keras.Input((3,), name="a")
     b = keras.Input((3,), name="b", optional=True)

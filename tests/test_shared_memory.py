@@ -17,6 +17,7 @@ import pytest
 from samples import KeepsItsBuffer, Numbered, Sized, numbers
 
 from keras_fastdata import FastPyDataset
+from keras_fastdata.engine import build
 
 # The long way round, in the full run.
 INTERRUPTS = 500 if os.environ.get("KERAS_FASTDATA_FULL") else 100
@@ -255,3 +256,18 @@ def test_every_keyboard_interrupt_is_raised_and_no_batch_lost(place):
         go.set()
         thread.join()
     assert raised == INTERRUPTS
+
+
+def test_an_interrupt_that_leaves_a_build_half_way_is_forgotten(monkeypatch):
+    def broken_off(*_):
+        raise KeyboardInterrupt
+
+    with Numbered(workers=0) as dataset:
+        batches = iter(dataset)
+        with monkeypatch.context() as patch:
+            patch.setattr(build._building, "__exit__", broken_off)
+            with pytest.raises(KeyboardInterrupt):
+                next(batches)
+        assert build.current_context() is not None
+        assert numbers(batches) == list(range(10))
+        assert build.current_context() is None

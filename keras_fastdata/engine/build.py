@@ -81,6 +81,15 @@ def current_context() -> Context | None:
     return _current.context or _process_context
 
 
+def forget_context() -> None:
+    """Forgets a batch whose build a KeyboardInterrupt has broken off.
+
+    It may strike between any two lines, also those that put things back.
+    """
+    global _process_context
+    _current.context = _process_context = None
+
+
 class _building:
     """Makes a context the current one.
 

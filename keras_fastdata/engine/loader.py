@@ -216,8 +216,14 @@ class Loader:
         """Runs `on_epoch_begin` or `on_epoch_end`, seeded by its number."""
         with self._own_lock():
             number, self._hooks_run = self._hooks_run, self._hooks_run + 1
-            build.run_hook(dataset, name, self.seed, number, self.epoch)
+            torn, self._torn = self._torn, True
+            try:
+                build.run_hook(dataset, name, self.seed, number, self.epoch)
+            except Exception:
+                self._torn = torn
+                raise
             self._changed = True
+            self._torn = torn
 
     def mark_changed(self) -> None:
         """Has every batch not yet delivered built from the dataset anew."""
@@ -581,6 +587,7 @@ class Loader:
 
     def _start_over(self) -> None:
         """Ends the workers; walks go on where they were, with new ones."""
+        build.forget_context()
         with Uninterrupted():
             self._end_workers()
 

@@ -10,6 +10,8 @@ import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import numpy as np
+
 MAX_WORKERS = 1024  # as many lines as the arena's board has
 START_METHODS = ("forkserver", "spawn", "fork")
 
@@ -119,7 +121,7 @@ def _not_yet(name: str, value: Any, default: Any) -> NotImplementedError:
 
 
 def _integer(name: str, value: Any, *, least: int) -> int:
-    if isinstance(value, bool):
+    if isinstance(value, (bool, np.bool_)):
         raise TypeError(f"`{name}` must be an integer. Received: {value!r}")
     try:
         number = operator.index(value)
