@@ -71,13 +71,11 @@ def _descriptors() -> dict[str, str]:
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind():
     """Fails the test that leaves a child, thread, descriptor or segment."""
-    gc.collect()
     children, threads = _children(), _threads()
     descriptors, segments = set(_descriptors()), set(os.listdir("/dev/shm"))
     yield
     deadline = time.monotonic() + _SETTLE_S
     while True:
-        gc.collect()
         left = {
             "children": _children() - children,
             "threads": _threads() - threads,
@@ -90,6 +88,7 @@ def _nothing_is_left_behind():
         }
         if not any(left.values()):
             return
+        gc.collect()
         if time.monotonic() > deadline:
             pytest.fail(f"left behind: {left}")
         time.sleep(0.05)
