@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 import time
 
@@ -18,6 +19,16 @@ import psutil
 import pytest
 
 _SETTLE_S = 5.0  # for what was asked to end to be gone
+
+
+def pytest_configure():
+    """Has SIGINT interrupt again.
+
+    A shell starts what it puts in the background with SIGINT ignored, and
+    Python leaves it so, here and in the scripts that tests start.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config, items):

@@ -304,7 +304,7 @@ def _slots(dataset):
         *arena._cold,
         *arena._lent,
         *(sent.slot for sent in ledger._sent.values()),
-        *ledger._cancelled.values(),
+        *(sent.slot for sent in ledger._cancelled.values()),
         *(s for limbo in ledger._limbo for s in limbo.slots.values()),
         *(slot for w in workers._workers.values() for slot in w.kept_slots),
         *(done._slot for done in ready if hasattr(done, "_slot")),
