@@ -193,40 +193,34 @@ class DiesEncoding(Drawn):
         return Leaf(index, self.fate if index == 3 else None)
 
 
-class DiesTaking(Drawn):
+class DiesNoting(Drawn):
+    """Dies as it is about to note a ticket on the board, or its end."""
+
+    def __init__(self, fate, **kwargs):
+        super().__init__(**kwargs)
+        self.fate = fate
+
+    def on_worker_start(self):
+        note = Segment.note
+
+        def dies(segment, worker, serial):
+            if bool(serial) == self.at_a_ticket:
+                self.fate.meet()
+            note(segment, worker, serial)
+
+        Segment.note = dies
+
+
+class DiesTaking(DiesNoting):
     """Dies with a ticket in its hand that it has not noted."""
 
-    def __init__(self, fate, **kwargs):
-        super().__init__(**kwargs)
-        self.fate = fate
-
-    def on_worker_start(self):
-        note = Segment.note
-
-        def dies(segment, worker, serial):
-            if serial:
-                self.fate.meet()
-            note(segment, worker, serial)
-
-        Segment.note = dies
+    at_a_ticket = True
 
 
-class DiesAnswering(Drawn):
+class DiesAnswering(DiesNoting):
     """Dies with a note about a ticket whose result it has sent."""
 
-    def __init__(self, fate, **kwargs):
-        super().__init__(**kwargs)
-        self.fate = fate
-
-    def on_worker_start(self):
-        note = Segment.note
-
-        def dies(segment, worker, serial):
-            if not serial:
-                self.fate.meet()
-            note(segment, worker, serial)
-
-        Segment.note = dies
+    at_a_ticket = False
 
 
 class DiesChanged(Drawn):

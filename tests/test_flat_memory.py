@@ -240,7 +240,8 @@ def test_new_states_leave_the_workers_as_large_as_they_were():
         before = figures()
         change(100)
         for was, has in zip(before, figures(), strict=True):
-            assert has.descriptors == was.descriptors
+            # A worker may have been about to load a state either time.
+            assert has.descriptors <= was.descriptors + 1
             assert has.mappings <= was.mappings + MAPPINGS
             assert has.megabytes <= was.megabytes + MEGABYTES
 

@@ -734,9 +734,10 @@ def _let_go(fifo):
 class _Asked:
     """Counts how often a stack is asked for; `then` is told after each."""
 
-    def __init__(self, monkeypatch, owner, name, then):
+    def __init__(self, monkeypatch, where, then):
         self.count = 0
-        ask = getattr(owner, name)
+        name = "ask" if where is ONE else "of_thread"
+        ask = getattr(stack, name)
 
         def ask_and_tell(*args):
             told = ask(*args)
@@ -744,7 +745,7 @@ class _Asked:
             then(self.count)
             return told
 
-        monkeypatch.setattr(owner, name, ask_and_tell)
+        monkeypatch.setattr(stack, name, ask_and_tell)
 
 
 SLOW = pytest.mark.parametrize(
@@ -755,12 +756,6 @@ SLOW = pytest.mark.parametrize(
 def _quick_to_warn(monkeypatch):
     monkeypatch.setattr(watch, "_FIRST_LIMIT_S", 0.5)
     monkeypatch.setattr(watch, "_LEAST_LIMIT_S", 0.5)
-
-
-def _asked(monkeypatch, where, then):
-    if where is ONE:
-        return _Asked(monkeypatch, stack, "ask", then)
-    return _Asked(monkeypatch, thread._Thread, "_stack", then)
 
 
 def _place(where, function):
@@ -779,7 +774,7 @@ def test_a_slow_batch_is_warned_about_once_where_it_stays(
             _let_go(fifos[0])
             _let_go(fifos[1])
 
-    asked = _asked(monkeypatch, where, then)
+    asked = _Asked(monkeypatch, where, then)
     # A reader of the second FIFO that finds one end open does not wait.
     keeper = os.open(fifos[1], os.O_RDWR)
     try:
@@ -800,7 +795,7 @@ def test_a_slow_batch_is_warned_about_again_when_it_has_moved(
     where, monkeypatch, fifos, caplog
 ):
     _quick_to_warn(monkeypatch)
-    asked = _asked(monkeypatch, where, lambda count: _let_go(fifos[count - 1]))
+    asked = _Asked(monkeypatch, where, lambda count: _let_go(fifos[count - 1]))
     with Gated(fifos, **where) as dataset:
         assert equal(list(dataset), _expected())
     assert asked.count == 2

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import re
 import signal
 import subprocess
-import threading
 import time
 
 import psutil
 import pytest
 from samples import Deadly, Numbered, numbers
 
+from benchmarks.trouble import Trouble
 from keras_fastdata import WorkerDiedError
 from keras_fastdata.workers.recovery import losses_of
 
@@ -100,7 +99,7 @@ def test_random_kills_without_restarts_lose_and_repeat_nothing():
             Numbered(
                 length=2000, max_worker_restarts=0, **PROCESSES
             ) as dataset,
-            _Killer(seed, pause_s=0.02) as killer,
+            Trouble(seed, 0.02, {"SIGKILL": 1}) as trouble,
         ):
             for _ in range(10):
                 seen = []
@@ -110,55 +109,20 @@ def test_random_kills_without_restarts_lose_and_repeat_nothing():
                 except WorkerDiedError:
                     raised += 1
                     assert numbers(seen) == list(range(len(seen)))
-        kills += killer.kills
+        kills += trouble.done.total()
     assert raised  # else no kill has met a worker at work
 
 
 def test_random_kills_with_restarts_change_no_byte():
     with (
         Numbered(length=9000, max_worker_restarts=9999, **PROCESSES) as dataset,
-        _Killer(0, pause_s=0.15) as killer,
+        Trouble(0, 0.15, {"SIGKILL": 1}) as trouble,
     ):
         for _ in range(2):
             seen = list(dataset)
             assert numbers(seen) == list(range(9000))
             assert all((x == y[0]).all() for x, y in seen)
-    assert killer.kills
-
-
-class _Killer(threading.Thread):
-    """Kills a random worker of this process again and again."""
-
-    def __init__(self, seed, pause_s):
-        super().__init__()
-        self.rng = random.Random(seed)
-        self.pause_s = pause_s
-        self.kills = 0
-        self.over = threading.Event()
-
-    def run(self):
-        while not self.over.wait(self.rng.uniform(0, 2 * self.pause_s)):
-            workers = [w for n in _children(os.getpid()) for w in _children(n)]
-            if workers:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self.rng.choice(workers), signal.SIGKILL)
-                    self.kills += 1
-
-    def __enter__(self):
-        self.start()
-        return self
-
-    def __exit__(self, *_):
-        self.over.set()
-        self.join()
-
-
-def _children(pid):
-    try:
-        with open(f"/proc/{pid}/task/{pid}/children") as file:
-            return [int(child) for child in file.read().split()]
-    except OSError:
-        return []
+    assert trouble.done.total()
 
 
 def test_a_long_queue_does_not_deadlock():

@@ -452,11 +452,7 @@ def _settle_in(start: Start) -> None:
 
 def _umask() -> int:
     """The file mode creation mask, which os.umask cannot read unchanged."""
-    with contextlib.suppress(OSError), open("/proc/self/status") as status:
-        for line in status:
-            if line.startswith("Umask:"):
-                return int(line.split()[1], 8)
-    return 0o022
+    return int(stack.status_of("self").get("Umask", "022"), 8)
 
 
 def _no_breakpoint(*_: Any, **__: Any) -> None:

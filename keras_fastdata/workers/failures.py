@@ -29,7 +29,7 @@ from keras_fastdata.memory import classes
 
 _MAX_CHAIN = 16  # causes of causes
 _MAX_TEXT = 64 * 1024  # characters
-_PACKAGE = os.path.join(
+PACKAGE = os.path.join(
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))), ""
 )
 
@@ -257,7 +257,7 @@ def _outside_the_package(
 ) -> types.TracebackType | None:
     """Drops our own frames above the user's."""
     first = tb
-    while tb and tb.tb_frame.f_code.co_filename.startswith(_PACKAGE):
+    while tb and tb.tb_frame.f_code.co_filename.startswith(PACKAGE):
         tb = tb.tb_next
     return tb or first
 

@@ -1,7 +1,7 @@
-"""Where a worker process is stuck, asked from outside.
+"""Where a worker is stuck, asked from outside.
 
-A worker gives `faulthandler` an anonymous file and a signal to write its
-Python stacks on. That handler is C code that needs neither the GIL nor the
+A worker process gives `faulthandler` an anonymous file and a signal to write
+its Python stacks on. That handler is C code that needs neither the GIL nor the
 interpreter's cooperation, so it also answers from a deadlock or from deep
 inside an extension. The training process holds the same file.
 """
@@ -13,7 +13,12 @@ import faulthandler
 import os
 import re
 import signal
+import sys
+import threading
 import time
+import traceback
+
+from keras_fastdata.workers.failures import PACKAGE
 
 # The highest numbers of the real-time range are the least likely to be used.
 _SIGNAL = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else 0
@@ -22,7 +27,6 @@ _ANSWER_TIMEOUT_S = 1.0
 _QUIET_S = 0.05  # without a further line, after which the answer is complete
 _MAX_BYTES = 64 * 1024
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _BOOTSTRAP = '  File "<string>", line 1 in <module>'
 _THREAD_BEGINS = re.compile(
     r'threading\.py", line \d+ in (run|_bootstrap|_bootstrap_inner)$'
@@ -47,7 +51,7 @@ def ask(pid: int, pidfd: int, fd: int) -> str:
     Returns:
         The stacks, innermost line first, or why they cannot be had.
     """
-    state = _status(pid)
+    state = status_of(pid)
     match state.get("State", "")[:1]:
         case "T" | "t":
             return "It has been stopped (SIGSTOP, or a debugger)."
@@ -86,7 +90,7 @@ def _users_part(dump: str) -> str:
                 threads.append([line])
         elif (
             threads
-            and _PACKAGE not in line
+            and PACKAGE not in line
             and line != _BOOTSTRAP
             and not _THREAD_BEGINS.search(line)
         ):
@@ -96,7 +100,21 @@ def _users_part(dump: str) -> str:
     )
 
 
-def _status(pid: int) -> dict[str, str]:
+def of_thread(ident: int) -> str:
+    """The Python stack of a thread of this process, innermost line last."""
+    frame = sys._current_frames().get(ident)
+    if frame is None:
+        return "Its stack cannot be had: it has ended."
+    # The first lines are how a thread begins.
+    return "".join(
+        line
+        for line in traceback.format_stack(frame)
+        if PACKAGE not in line and threading.__file__ not in line
+    ).rstrip()
+
+
+def status_of(pid: int | str) -> dict[str, str]:
+    """What the kernel says of a process; "self" is this one."""
     with (
         contextlib.suppress(OSError),
         open(f"/proc/{pid}/status", errors="replace") as file,

@@ -10,22 +10,21 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import os
 import queue
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterable
 
 from keras_fastdata.errors import BatchTimeoutError, LoaderError
+from keras_fastdata.workers import stack
 from keras_fastdata.workers.base import Builds, Built, Ticket, where
 from keras_fastdata.workers.failures import note
 from keras_fastdata.workers.interrupts import Uninterrupted
 from keras_fastdata.workers.watch import Watch, Work, building, loading
 
 _CLOSE_TIMEOUT_S = 5.0  # what a batch being built gets to end
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 class ThreadWorkers:
@@ -234,7 +233,7 @@ class _Thread(threading.Thread):
             else building(self._dataset, ticket, name),
             None if starting else ticket,
             time.monotonic() - began,
-            self._stack,
+            functools.partial(stack.of_thread, self.ident or 0),
             starting,
         )
 
@@ -298,17 +297,6 @@ class _Thread(threading.Thread):
             note(error, here)
             usual = isinstance(error, Exception)
             return Built(serial, worker, error=error, by_dataset=usual)
-
-    def _stack(self) -> str:
-        frame = sys._current_frames().get(self.ident or 0)
-        if frame is None:
-            return "Its stack cannot be had: it has ended."
-        lines = traceback.format_stack(frame)
-        users = [line for line in lines if _PACKAGE not in line]
-        # The first lines are how a thread begins.
-        return "".join(
-            line for line in users if threading.__file__ not in line
-        ).rstrip()
 
 
 class _StartFailed(Exception):
