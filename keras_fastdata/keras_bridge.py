@@ -23,7 +23,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import keras
 import numpy as np
@@ -34,7 +34,7 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import (
 
 from keras_fastdata.engine.loader import Pass
 from keras_fastdata.errors import LoaderError
-from keras_fastdata.health import waits
+from keras_fastdata.health import recorder
 from keras_fastdata.workers import failures
 
 PyDataset = keras.utils.PyDataset
@@ -102,7 +102,8 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         if self._output_signature is None:
             began = time.perf_counter()
             self._output_signature = self._sign()
-            waits.set_aside(self._fit_thread, time.perf_counter() - began)
+            if (listener := recorder.of(self._fit_thread)) is not None:
+                listener.aside_s += time.perf_counter() - began
         # TensorFlow keeps this function for ever (in its default graph); it
         # must not keep the dataset, and with it the workers. The caller's
         # EpochIterator keeps the adapter while it trains.
@@ -146,7 +147,14 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
             found = dataset._loader().open_pass(dataset, self.shuffle)
         if not self._trains:
             found.remember_first()
+        listener = self.listener()
+        # After a probe comes `on_train_begin`, and maybe a recorder with it.
+        found.time_batches(listener is not None or not self._trains)
         return found
+
+    def listener(self) -> recorder.Recorder | None:
+        """What measures this fit, evaluation or prediction, if anything."""
+        return recorder.of(self._fit_thread)
 
     def standardize(self, batch: Any) -> Any:
         """Checks and completes a batch as Keras does, and a little more."""
@@ -158,10 +166,22 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
             )
         return self._standardize_batch(batch)
 
-    def book_wait(self, seconds: float) -> None:
+    def is_heard_by(
+        self, listener: recorder.Recorder | None
+    ) -> TypeGuard[recorder.Recorder]:
+        """Whether batches count: those of a probe do not."""
+        return listener is not None and (self._trains or listener.predicts)
+
+    def book(
+        self, listener: recorder.Recorder | None, begun: Pass, waited_s: float
+    ) -> None:
         """Accounts for one batch and the wait for it."""
         self._delivered += 1
-        waits.book(self._fit_thread, seconds)
+        if self.is_heard_by(listener):
+            listener.hear_from(self.py_dataset._loader())
+            listener.add(begun.span, waited_s)
+        elif listener is not None:
+            listener.aside_s += waited_s
 
     @property
     def has_delivered(self) -> bool:
@@ -177,13 +197,12 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
 
     def book_skipped(self, begun: Pass) -> None:
         """Accounts for the batches newly left out."""
-        if not self._trains:
-            return  # the probe; they are taken when the epoch comes to them
+        listener = self.listener()
+        if not self.is_heard_by(listener):
+            return  # a probe; they are taken when the epoch comes to them
         name = type(self.py_dataset).__name__
         for index, text in begun.take_skipped().items():
-            waits.book_skipped(
-                self._fit_thread, waits.Skipped(name, index, text)
-            )
+            listener.skip(recorder.Skipped(name, index, text))
 
     def _as_iterator(self, convert: Any) -> Iterator[Any]:
         iterator: Iterator[Any] = convert(_Batches(self))
@@ -200,7 +219,10 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         dataset = self.py_dataset
         method = getattr(type(dataset), name)
         if name in vars(dataset) or method.__module__ != _DATASET_MODULE:
+            began = time.perf_counter()
             dataset._loader().run_hook(dataset, name)
+            if (listener := self.listener()) is not None:
+                listener.add_wait(time.perf_counter() - began)
 
     def _sign(self) -> Any:
         """The signature TensorFlow wants, from batches 0 and 1 as in Keras.
@@ -245,6 +267,9 @@ class _Batches(Iterator[Any]):
     def __next__(self) -> Any:
         if self._over:
             raise StopIteration
+        listener = self._adapter.listener()
+        if listener is not None and listener.before_wait is not None:
+            listener.before_wait()
         began = time.perf_counter()
         if self._pass is None:
             self._pass = self._adapter.take_pass(self)
@@ -264,7 +289,7 @@ class _Batches(Iterator[Any]):
             raise
         finally:
             self._adapter.book_skipped(self._pass)
-        self._adapter.book_wait(time.perf_counter() - began)
+        self._adapter.book(listener, self._pass, time.perf_counter() - began)
         return self._adapter.standardize(batch)
 
     def give_up(self) -> Pass | None:

@@ -298,7 +298,7 @@ def _slots(dataset):
         return []
     arena, ledger = workers._arena, workers._ledger
     arena._collect()
-    ready = [d for w in loader._walks() for d in w.ready.values()]
+    ready = [a.done for w in loader._walks() for a in w.ready.values()]
     return [
         *arena._warm,
         *arena._cold,

@@ -25,10 +25,10 @@ pytestmark = pytest.mark.backend
 
 _SLOW_S = 0.025  # a step or a test that is slow
 _WAIT_S = 2 * _SLOW_S  # a batch that is slow to come
+_TIME = r"[\d.]+ (?:s|ms)"
 _LINE = re.compile(
-    r"LoaderHealth: epoch (\d+) waited (\d+)% of (?:\d+\.\d s|\d+ ms) for "
-    r"data; (data|compute) is the bottleneck\."
-    r"(?: Free data would save up to \d+%\.)?"
+    rf"LoaderHealth: (\w+(?: \d+)?) waited (\d+)% of {_TIME} for data "
+    rf"\((\w+)\)\.(?: With free data: {_TIME}\.)?"
 )
 
 
@@ -330,35 +330,49 @@ def test_one_of_our_datasets_for_validation_alone_adds_nothing(capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_evaluate_and_predict_take_it_and_print_nothing(capsys):
+def test_evaluate_and_predict_take_it_and_print_a_line(capsys):
     model = _model()
     with FreeData() as dataset:
         model.evaluate(dataset, callbacks=[LoaderHealth()], verbose=0)
+        model.predict(dataset, callbacks=[LoaderHealth()], verbose=0)
         model.predict(np.zeros((4, 3)), callbacks=[LoaderHealth()], verbose=0)
-    assert capsys.readouterr().out == ""
+    lines = capsys.readouterr().out.splitlines()
+    assert [_LINE.fullmatch(line)[1] for line in lines] == [
+        "evaluate",
+        "predict",
+    ]
 
 
 # -- what is printed ---------------------------------------------------------
 
 
-def test_a_line_after_each_epoch_names_the_bottleneck(capsys):
+def test_a_line_after_each_epoch_names_the_reason(capsys):
     logs = _fit(SlowData(), LoaderHealth(), epochs=3)
     lines = capsys.readouterr().out.splitlines()
-    found = [_LINE.fullmatch(line) for line in lines]
-    assert [match[1] for match in found] == ["1", "2", "3"]
+    found = [_LINE.fullmatch(line) for line in lines[:3]]
+    assert [match[1] for match in found] == ["epoch 1", "epoch 2", "epoch 3"]
     assert [match[2] for match in found] == [
         f"{100 * share:.0f}" for share in logs["data_wait"]
     ]
-    assert {match[3] for match in found} == {"data"}
+    assert {match[3] for match in found} == {"io_bound"}
+
+
+def test_the_last_lines_are_a_table_and_what_to_change(capsys):
+    _fit(SlowData(), LoaderHealth(), epochs=3)
+    lines = capsys.readouterr().out.splitlines()[3:]
+    assert lines[0].split()[:4] == ["epoch", "wall", "data", "wait"]
+    assert [line.split()[0] for line in lines[1:4]] == ["1", "2", "3"]
+    assert lines[4].startswith("io_bound: Building a batch takes 5")
+    assert "pass `workers=" in lines[5]
+    assert max(len(line) for line in lines[:4]) <= 80
 
 
 def test_compute_is_named_where_data_is_free(capsys):
     _fit(FreeData(workers=1), LoaderHealth(), SlowSteps(), epochs=3)
     lines = capsys.readouterr().out.splitlines()
-    found = [_LINE.fullmatch(line) for line in lines]
-    assert len(found) == 3
+    found = [_LINE.fullmatch(line) for line in lines[:3]]
     # The first epoch also starts the worker.
-    assert [match[3] for match in found[1:]] == ["compute", "compute"]
+    assert {match[3] for match in found[1:]} == {"compute_bound"}
 
 
 @pytest.mark.parametrize("verbose", [1, 2])
@@ -368,14 +382,14 @@ def test_a_line_comes_on_its_own_after_the_progress_bars(verbose, capsys):
     places = [n for n, line in enumerate(lines) if "LoaderHealth" in line]
     assert len(places) == 3
     for number, place in enumerate(places, 1):
-        assert _LINE.fullmatch(lines[place])[1] == str(number)
+        assert _LINE.fullmatch(lines[place])[1] == f"epoch {number}"
         assert "data_wait" in lines[place - 1]
         assert "loss" in lines[place - 1]
     assert [lines[place + 1] for place in places[:-1]] == [
         "Epoch 2/3",
         "Epoch 3/3",
     ]
-    assert places[-1] == len(lines) - 1
+    assert lines[places[-1] + 1].startswith("epoch ")  # the table
 
 
 def test_verbose_0_prints_nothing(capsys):

@@ -1,11 +1,24 @@
-"""`LoaderHealth`: does training wait for its data?"""
+"""`LoaderHealth`: why is training waiting, and what to change?"""
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
+import functools
 import time
 from typing import TYPE_CHECKING, Any
 
-from keras_fastdata.health import waits
+from keras_fastdata.callbacks import device
+from keras_fastdata.health import recorder, words
+from keras_fastdata.health.meter import Meter
+from keras_fastdata.health.record import Record
+from keras_fastdata.health.summary import (
+    EpochHealth,
+    HealthSummary,
+    summarize,
+    table,
+)
+from keras_fastdata.health.verdict import Kind
 from keras_fastdata.workers import role
 
 if TYPE_CHECKING or role.is_worker():
@@ -22,32 +35,31 @@ else:
         package="keras_fastdata"
     )
 
-# Below this share of the epoch, free data would hardly be noticed.
-_WORTH_MENTIONING = 0.1
-_HALF = 0.5
-
 
 @_registered
 class LoaderHealth(_Base):
-    """Reports how long training waited for data.
+    """Says why training waits for its data, and what to change.
 
-    Adds `data_wait` to the logs of every epoch: the share of the epoch's wall
-    time, from 0 to 1, that the training steps waited in the iterators of
-    `FastPyDataset`s. Validation does not count. The progress bar, `History`
+    Adds `data_wait` to the logs of every epoch: the share of its wall time,
+    from 0 to 1, that free data would have saved. The progress bar, `History`
     and every callback that is listed after this one have it; so list it first.
-    In a `fit` without a `FastPyDataset` nothing is added and nothing printed.
+    A line after each epoch names the reason, and a table after the last one
+    what to change. In a `fit` without a `FastPyDataset` nothing is added and
+    nothing printed. In `evaluate` and `predict` it prints one line.
 
     With `on_error="skip"`, `skipped` in the logs is the number of batches
     that the epoch and its validation left out, once there was one; and the
     attribute `skipped` lists those of the latest `fit`, at most 1,000, each
     with `dataset`, `index` and `traceback`.
 
-    Under JAX, and on accelerators, steps run on while the next batch is
-    fetched; `data_wait` is then an upper bound of what faster data can save.
+    What an epoch would take with free data is known from sampled steps: the
+    device is synchronized before and after one step in 32 (and the first
+    few), so that time in which the device computes while the next batch is
+    fetched is not taken for waiting. Steps that compile are left out, and so
+    is validation, which is measured on its own.
 
     Args:
-        verbose: 1 prints a line after each epoch that says whether data or
-            compute is the bottleneck; 0 prints nothing. Defaults to 1.
+        verbose: 1 prints; 0 is silent. Defaults to 1.
 
     Raises:
         ValueError: `verbose` is neither 0 nor 1.
@@ -60,17 +72,23 @@ class LoaderHealth(_Base):
     """
 
     model: Any
+    # Nothing here needs Keras to wait for a step; see `keras.callbacks`.
+    async_safe = True
 
     def __init__(self, verbose: int = 1) -> None:
         super().__init__()
         if verbose not in (0, 1):
             raise ValueError(f"`verbose` must be 0 or 1. Received: {verbose!r}")
         self.verbose = int(verbose)
-        self._epoch = _Stretch()
-        self._validation = _Stretch()
+        self._meter: Meter | None = None
+        self._fits = False
+        self._epochs: list[EpochHealth] = []
+        self._validations: list[EpochHealth] = []
+        self._trained: EpochHealth | None = None  # the epoch under way
+        self._epoch = 0
+        self._skipped: list[recorder.Skipped] = []
         self._line: str | None = None
-        self._skipped_before = 0
-        self._skipped_after: int | None = 0
+        self._record: Record | None = None
 
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments, for `keras.saving`."""
@@ -81,56 +99,164 @@ class LoaderHealth(_Base):
         """The callback that `get_config` describes."""
         return cls(**config)
 
+    def summary(self) -> HealthSummary:
+        """The figures of the latest `fit`, `evaluate` or `predict`.
+
+        While that runs: of the epochs that have ended.
+        """
+        return summarize(self._epochs, self._validations)
+
+    @property
+    def skipped(self) -> list[recorder.Skipped]:
+        """The batches that the latest `fit` left out; at most 1,000."""
+        return list(self._skipped)
+
+    # -- called by Keras ----------------------------------------------------
+
+    def set_params(self, params: Any) -> None:
+        """Keras calls this when `fit`, `evaluate` or `predict` begins."""
+        super().set_params(params)  # type: ignore[misc]
+        self._fits = False  # one that was broken off did not end
+        self._stop()
+
     def on_train_begin(self, logs: Any = None) -> None:
-        self._line = None  # of a fit that was broken off
-        self._skipped_before = waits.of_this_thread().skipped
-        self._skipped_after = None
+        self._start()
+        self._fits = True
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._print_line()
-        self._epoch = _Stretch()
-        self._epoch.begin()
-        self._validation = _Stretch()
+        self._epoch = epoch
+        self._trained = None
+        self._begin("train")
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if self._meter is not None:
+            self._meter.step(batch)
 
     def on_test_begin(self, logs: Any = None) -> None:
-        _wait_for_device(self.model)
-        self._validation.begin()
+        if self._fits:
+            self._end_training()
+            self._begin("validation")
+        else:
+            self._start()
+            self._begin("evaluate")
+
+    def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if self._meter is not None:
+            self._meter.step(batch)
 
     def on_test_end(self, logs: Any = None) -> None:
-        self._validation.end()
+        found = self._end()
+        if self._fits:
+            if found is not None:
+                self._validations.append(found)
+        else:
+            self._conclude(found)
+
+    def on_predict_begin(self, logs: Any = None) -> None:
+        self._start()
+        self._begin("predict")
+
+    def on_predict_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if self._meter is not None:
+            self._meter.step(batch)
+
+    def on_predict_end(self, logs: Any = None) -> None:
+        self._conclude(self._end())
 
     def on_epoch_end(
         self, epoch: int, logs: dict[str, Any] | None = None
     ) -> None:
-        _wait_for_device(self.model)
-        self._epoch.end()
-        batches = self._epoch.batches - self._validation.batches
-        wall_s = self._epoch.wall_s - self._validation.wall_s
-        wait_s = self._epoch.wait_s - self._validation.wait_s
-        if not batches or wall_s <= 0:
+        self._end_training()
+        health, self._trained = self._trained, None
+        if health is None:
             return
-        share = min(1.0, max(0.0, wait_s / wall_s))
-        skipped = waits.of_this_thread().skipped - self._skipped_before
+        self._epochs.append(health)
         if logs is not None:
-            logs["data_wait"] = share
-            if skipped:
-                logs["skipped"] = self._epoch.skipped
-        self._line = _describe(epoch, share, wall_s)
-        if self._epoch.skipped:
-            count = self._epoch.skipped
-            were = "batch was" if count == 1 else "batches were"
-            self._line += f" {count} {were} skipped."
-
-    @property
-    def skipped(self) -> list[waits.Skipped]:
-        """The batches that the latest `fit` left out; at most 1,000."""
-        after = self._skipped_after
-        total = waits.of_this_thread().skipped if after is None else after
-        return waits.latest_skipped(self._skipped_before, total)
+            logs["data_wait"] = health.data_wait
+            if self._skipped:
+                logs["skipped"] = self._skipped_in(epoch)
+        self._line = _describe(health, self._skipped_in(epoch))
 
     def on_train_end(self, logs: Any = None) -> None:
-        self._skipped_after = waits.of_this_thread().skipped
         self._print_line()
+        self._stop()
+        self._fits = False
+        summary = self.summary()
+        if self.verbose and summary.verdict is not None:
+            print(_conclusion(summary), flush=True)
+
+    # -- measuring ----------------------------------------------------------
+
+    def _start(self) -> None:
+        import keras
+
+        self._stop()
+        self._epochs, self._validations = [], []
+        self._line = None
+        self._record = None
+        self._began = datetime.datetime.now().astimezone()
+        self._began_s = time.monotonic()
+        self._meter = Meter(
+            functools.partial(device.synchronize, self.model),
+            # There, batches are fetched by a thread of its own.
+            fetches=keras.backend.backend() != "tensorflow",
+        )
+        self._skipped = self._meter.recorder.skipped
+        recorder.listen(self._meter.recorder)
+
+    def _make_record(self, meter: Meter) -> Record:
+        """Everything the meter knows, once it has measured all."""
+        import keras
+
+        staff, settings = meter.staff, meter.settings
+        return Record(
+            dataset=meter.dataset,
+            settings=dataclasses.asdict(settings) if settings else {},
+            backend=keras.backend.backend(),
+            began=self._began,
+            began_s=self._began_s,
+            ended_s=time.monotonic(),
+            summary=self.summary(),
+            spans=meter.recorder.spans(),
+            steps=tuple(meter.steps),
+            lost=staff.losses if staff else (),
+            pids=staff.pids if staff else {},
+            skipped=tuple(self._skipped),
+            slowest=tuple(meter.recorder.tally.slowest),
+        )
+
+    def _stop(self) -> None:
+        meter, self._meter = self._meter, None
+        if meter is not None:
+            recorder.leave(meter.recorder)
+            meter.close()
+            self._record = self._make_record(meter)
+
+    def _begin(self, phase: str) -> None:
+        if self._meter is not None:
+            self._meter.begin(phase, self._epoch)
+
+    def _end(self) -> EpochHealth | None:
+        return None if self._meter is None else self._meter.end()
+
+    def _end_training(self) -> None:
+        """Ends the epoch's training, which its validation may have done."""
+        if self._meter is not None and self._meter.phase == "train":
+            self._trained = self._end()
+
+    def _conclude(self, health: EpochHealth | None) -> None:
+        """Ends an evaluation or prediction."""
+        self._stop()
+        if health is not None:
+            self._epochs.append(health)
+            if self.verbose:
+                print(_describe(health, health.skipped), flush=True)
+
+    def _skipped_in(self, epoch: int) -> int:
+        """Batches that an epoch and its validation left out."""
+        phases = [*self._epochs, *self._validations]
+        return sum(h.skipped for h in phases if h.epoch == epoch)
 
     def _print_line(self) -> None:
         # One epoch late, when the progress bar has ended its line.
@@ -139,52 +265,24 @@ class LoaderHealth(_Base):
             print(line, flush=True)
 
 
-class _Stretch:
-    """Time and waits summed over a stretch of training, or several."""
-
-    def __init__(self) -> None:
-        self.wall_s = 0.0
-        self.wait_s = 0.0
-        self.batches = 0
-        self.skipped = 0
-
-    def begin(self) -> None:
-        self._began = time.perf_counter()
-        self._before = waits.of_this_thread()
-
-    def end(self) -> None:
-        now = waits.of_this_thread()
-        self.wall_s += time.perf_counter() - self._began
-        self.wall_s -= now.aside_s - self._before.aside_s
-        self.wait_s += now.seconds - self._before.seconds
-        self.batches += now.batches - self._before.batches
-        self.skipped += now.skipped - self._before.skipped
-
-
-def _describe(epoch: int, share: float, wall_s: float) -> str:
-    wall = f"{wall_s:.1f} s" if wall_s >= 1 else f"{wall_s * 1000:.0f} ms"
-    waited = (
-        f"LoaderHealth: epoch {epoch + 1} waited {share:.0%} of {wall} for "
-        "data; "
+def _describe(health: EpochHealth, skipped: int) -> str:
+    line = (
+        f"LoaderHealth: {health.name} waited "
+        f"{words.share(health.data_wait)} of "
+        f"{words.duration(health.wall_s)} for data ({health.verdict.kind})."
     )
-    if share >= _HALF:
-        return waited + "data is the bottleneck."
-    if share >= _WORTH_MENTIONING:
-        return (
-            waited + "compute is the bottleneck. Free data would save up to "
-            f"{share:.0%}."
-        )
-    return waited + "compute is the bottleneck."
+    if health.verdict.kind is not Kind.COMPUTE_BOUND:
+        line += f" With free data: {words.duration(health.free_s)}."
+    if skipped:
+        were = "was" if skipped == 1 else "were"
+        line += f" {words.count(skipped, 'batch')} {were} skipped."
+    return line
 
 
-def _wait_for_device(model: Any) -> None:
-    """Lets training steps end that JAX has only been asked for.
-
-    Else the time they take would be booked on what comes next.
-    """
-    import keras
-
-    if keras.backend.backend() == "jax" and model is not None:
-        import jax
-
-        jax.block_until_ready([v.value for v in model.variables])
+def _conclusion(summary: HealthSummary) -> str:
+    assert summary.verdict is not None
+    verdict = summary.verdict
+    parts = [f"{verdict.kind}: {verdict.evidence}", verdict.advice]
+    if len(summary.epochs) > 1:
+        parts.insert(0, table(summary))
+    return "\n".join(parts)

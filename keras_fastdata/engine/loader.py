@@ -21,14 +21,19 @@ import logging
 import os
 import random
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
+
+import optree
 
 from keras_fastdata.engine import build, pickling
 from keras_fastdata.engine.schedule import Schedule, plan_epoch
 from keras_fastdata.engine.settings import Settings
 from keras_fastdata.errors import LoaderError
+from keras_fastdata.health.recorder import Span
+from keras_fastdata.health.staff import Staff
 from keras_fastdata.workers import failures
 from keras_fastdata.workers.base import Done, Ticket, Workers
 from keras_fastdata.workers.inline import InlineWorkers
@@ -78,6 +83,15 @@ class Pass(Iterator[Any]):
             raise StopIteration
         return batch
 
+    def time_batches(self, timed: bool) -> None:
+        """Has the batches that are asked for from now on come with a span."""
+        self._walk.timed = timed
+
+    @property
+    def span(self) -> Span | None:
+        """How the latest batch came about, if it was timed."""
+        return self._walk.span
+
     @property
     def is_shortened(self) -> bool:
         """Whether any batch was left out."""
@@ -117,6 +131,22 @@ class Pass(Iterator[Any]):
         self._loader.rewind(self._walk)
 
 
+class _Route(NamedTuple):
+    """Where the batch of a ticket belongs, and when that was issued."""
+
+    walk: _Walk
+    key: int
+    queued_s: float
+
+
+class _Arrival(NamedTuple):
+    """A result that has come; the moments are 0 unless it was timed."""
+
+    done: Done
+    queued_s: float
+    arrived_s: float
+
+
 class _Walk:
     """The state of one pass; the loader's, behind its lock.
 
@@ -133,6 +163,10 @@ class _Walk:
         delivered: How many batches have been delivered.
         remembers: Whether the first batch is kept for a `rewind`.
         ended: Whether the last batch was delivered, or an error.
+        timed: Whether tickets ask for a `Timing`.
+        depth: Batches that were ready when one was last asked for.
+        spans: Of timed batches that have been opened, by index.
+        span: Of the batch delivered last.
     """
 
     def __init__(self, shuffle: bool) -> None:
@@ -142,13 +176,17 @@ class _Walk:
         self.position = 0
         self.issued = 0
         self.waiting: set[int] = set()
-        self.ready: dict[int, Done] = {}
+        self.ready: dict[int, _Arrival] = {}
         self.peeked: dict[int, Any] = {}
         self.skipped: dict[int, str] = {}
         self.delivered = 0
         self.remembered: dict[int, Any] = {}
         self.remembers = False
         self.ended = False
+        self.timed = False
+        self.depth = 0
+        self.spans: dict[int, Span] = {}
+        self.span: Span | None = None
 
     @property
     def ahead(self) -> int:
@@ -182,7 +220,7 @@ class Loader:
         self._workers: Workers | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._serials = itertools.count(1)
-        self._routes: dict[int, tuple[_Walk, int]] = {}  # by serial
+        self._routes: dict[int, _Route] = {}  # by serial
         self._passes: set[_PassRef] = set()
         self._dropped: collections.deque[weakref.ref[Pass]] = (
             collections.deque()
@@ -224,6 +262,21 @@ class Loader:
                 raise
             self._changed = True
             self._torn = torn
+
+    @property
+    def name(self) -> str:
+        """The class name of its dataset."""
+        return self._name
+
+    @property
+    def settings(self) -> Settings:
+        """The constructor arguments of its dataset."""
+        return self._settings
+
+    def staff(self) -> Staff | None:
+        """Who the workers are; `None` before there are any."""
+        workers = self._workers
+        return None if workers is None else workers.staff()
 
     def mark_changed(self) -> None:
         """Has every batch not yet delivered built from the dataset anew."""
@@ -273,6 +326,7 @@ class Loader:
                     self._torn = False
                     return _END
                 index = schedule.index_at(walk.position)
+                walk.depth = 0
                 self._refill(workers, walk, schedule)
                 if index in walk.peeked:
                     batch = walk.peeked.pop(index)
@@ -280,7 +334,10 @@ class Loader:
                     done = self._await(workers, walk, walk.position, schedule)
                     batch = self._open(walk, done, index)
                 walk.position += 1
+            walk.span = walk.spans.pop(index, None)
             if walk.remembers:
+                if walk.span is not None:
+                    walk.spans[index] = walk.span
                 walk.remembered = {} if walk.delivered else {index: batch}
                 walk.remembers = not walk.delivered
             walk.delivered += 1
@@ -297,6 +354,8 @@ class Loader:
             ahead.epoch = walk.epoch
             ahead.schedule = schedule
             ahead.skipped = walk.skipped
+            ahead.timed = walk.timed
+            ahead.spans = walk.spans
             wanted = [i for i in range(count) if schedule.holds(i)]
             for index in wanted:
                 self._issue(workers, ahead, index, key=index)
@@ -388,10 +447,10 @@ class Loader:
         A batch that has come already stays, at its position.
         """
         end = walk.position + allowed
-        late = {s for s in walk.waiting if self._routes[s][1] >= end}
+        late = {s for s in walk.waiting if self._routes[s].key >= end}
         workers.cancel(late)
         for serial in late:
-            walk.issued = min(walk.issued, self._routes.pop(serial)[1])
+            walk.issued = min(walk.issued, self._routes.pop(serial).key)
         walk.waiting -= late
 
     def _lookahead(self) -> int:
@@ -410,9 +469,10 @@ class Loader:
     ) -> bool:
         serial = next(self._serials)
         assert walk.epoch is not None
-        if not workers.submit(Ticket(serial, walk.epoch, index)):
+        if not workers.submit(Ticket(serial, walk.epoch, index, walk.timed)):
             return False
-        self._routes[serial] = walk, key
+        queued_s = time.monotonic() if walk.timed else 0.0
+        self._routes[serial] = _Route(walk, key, queued_s)
         walk.waiting.add(serial)
         return True
 
@@ -422,15 +482,18 @@ class Loader:
         walk: _Walk,
         key: int,
         schedule: Schedule | None,
-    ) -> Done:
+    ) -> _Arrival:
         """Waits until the batch that `key` stands for has come."""
+        waited = False
         while True:
             for done in workers.collect():
                 self._route(done)
             if schedule is not None:
                 self._refill(workers, walk, schedule)
             if key in walk.ready:
+                walk.depth = 0 if waited else len(walk.ready)
                 break
+            waited = True
             # An interrupt while waiting, when it is likeliest, costs nothing.
             self._torn = False
             workers.wait(_WAIT_S)
@@ -447,19 +510,29 @@ class Loader:
             raise SystemExit
 
     def _route(self, done: Done) -> None:
-        walk, key = self._routes.pop(done.serial)
+        walk, key, queued_s = self._routes.pop(done.serial)
         walk.waiting.discard(done.serial)
-        walk.ready[key] = done
+        arrived_s = time.monotonic() if queued_s else 0.0
+        walk.ready[key] = _Arrival(done, queued_s, arrived_s)
         if done.nbytes > self._largest:
             self._largest = done.nbytes
             if self._workers is not None:
                 self._workers.expect(self._lookahead())
 
-    def _open(self, walk: _Walk, done: Done, index: int) -> Any:
+    def _open(self, walk: _Walk, arrival: _Arrival, index: int) -> Any:
         """The batch at `index`, or `_SKIPPED`."""
+        done = arrival.done
         try:
             try:
-                return done.open()
+                if done.timing is None:
+                    return done.open()
+                began_s = time.monotonic()
+                batch = done.open()
+                opened_s = time.monotonic() - began_s
+                walk.spans[index] = _span_of(
+                    walk, index, arrival, opened_s, done.nbytes or _size(batch)
+                )
+                return batch
             except Exception as error:
                 if not done.by_dataset or self._settings.on_error == "raise":
                     raise
@@ -513,8 +586,8 @@ class Loader:
             self._workers.cancel(walk.waiting)
         for serial in walk.waiting:
             self._routes.pop(serial, None)
-        for done in walk.ready.values():
-            done.discard()
+        for arrival in walk.ready.values():
+            arrival.done.discard()
         walk.waiting.clear()
         walk.ready.clear()
         walk.peeked.clear()
@@ -620,6 +693,38 @@ class Loader:
         walk.waiting.clear()
         walk.ready.clear()
         walk.issued = walk.position
+
+
+def _span_of(
+    walk: _Walk, index: int, arrival: _Arrival, opened_s: float, nbytes: int
+) -> Span:
+    done, timing = arrival.done, arrival.done.timing
+    assert timing is not None
+    assert walk.epoch is not None
+    return Span(
+        epoch=walk.epoch,
+        batch=index,
+        worker=done.worker,
+        retries=timing.retries,
+        nbytes=nbytes,
+        depth=walk.depth,
+        queued_s=arrival.queued_s,
+        began_s=timing.began_s,
+        built_s=timing.built_s,
+        stored_s=timing.stored_s,
+        arrived_s=arrival.arrived_s,
+        delivered_s=0.0,
+        opened_s=opened_s,
+        waited_s=0.0,
+        cpu_s=timing.cpu_s,
+        delay_s=timing.delay_s,
+    )
+
+
+def _size(batch: Any) -> int:
+    """Bytes of the arrays of a batch that takes no shared memory."""
+    leaves = optree.tree_leaves(batch)
+    return sum(int(getattr(leaf, "nbytes", 0) or 0) for leaf in leaves)
 
 
 def _listed(indices: Iterable[int], most: int = 10) -> str:

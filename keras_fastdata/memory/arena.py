@@ -137,6 +137,11 @@ class Arena:
         self._returned: collections.deque[_Lease] = collections.deque()
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of memory that its slots take at present."""
+        return os.fstat(self.segment.fd).st_blocks * 512
+
+    @property
     def crowded(self) -> bool:
         """Whether the consumer holds as many slots as it may."""
         self._collect()

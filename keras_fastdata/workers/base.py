@@ -10,6 +10,9 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
+from keras_fastdata.health.staff import Staff
+from keras_fastdata.health.timing import Timing
+
 
 @dataclasses.dataclass(frozen=True)
 class Ticket:
@@ -19,11 +22,13 @@ class Ticket:
         serial: Unique among the tickets of one set of workers, from 1.
         epoch: The epoch the batch is for.
         index: The batch's index in the dataset.
+        timed: Whether to tell how it was built.
     """
 
     serial: int
     epoch: int
     index: int
+    timed: bool = False
 
 
 class Done(Protocol):
@@ -34,12 +39,14 @@ class Done(Protocol):
         worker: Index of the worker that built the batch, from 0.
         nbytes: Bytes that the batch takes while it waits to be delivered.
         by_dataset: Whether `open` raises an `Exception` of the dataset's own.
+        timing: How the batch was built, if the ticket was timed.
     """
 
     serial: int
     worker: int
     nbytes: int
     by_dataset: bool
+    timing: Timing | None
 
     def open(self) -> Any:
         """Returns the batch, or raises what building it raised. Once only."""
@@ -108,6 +115,10 @@ class Workers(Protocol):
         """Allows the worker restarts of a new epoch."""
         ...
 
+    def staff(self) -> Staff:
+        """Says who they are."""
+        ...
+
     def close(self) -> None:
         """Ends the workers and returns when they are gone. Idempotent."""
         ...
@@ -124,6 +135,7 @@ class Built:
         error: What it raised, if not.
         by_dataset: Whether the dataset's own code raised it, an `Exception`.
         nbytes: Not measured: such a batch takes no shared memory.
+        timing: How it was built, if the ticket was timed.
     """
 
     serial: int
@@ -132,6 +144,7 @@ class Built:
     error: BaseException | None = None
     by_dataset: bool = False
     nbytes: int = 0
+    timing: Timing | None = None
 
     def open(self) -> Any:
         if self.error is not None:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from keras_fastdata.errors import LoaderError
+from keras_fastdata.health.timing import Stopwatch, Timing
 from keras_fastdata.memory import codec, limits, payload
 from keras_fastdata.memory.arena import Segment
 from keras_fastdata.workers import failures, messages, relay, role, stack
@@ -245,6 +246,7 @@ class _Worker:
         self._results = results
         self._control = socket.socket(fileno=files.control)
         self._in_place = True
+        self._stopwatch = Stopwatch(time.process_time_ns)
         self._name = f"worker {start.worker} (pid {os.getpid()})"
 
     def tell(self, kind: Kind, body: bytes) -> None:
@@ -331,12 +333,14 @@ class _Worker:
         writer = codec.SlotWriter(self._segment, task.slot, self._in_place)
         batch: list[Any] = []
         began = time.monotonic_ns()
+        self._stopwatch.start(task.timed)
         try:
             batch.append(
                 self._builder.build(
                     task.epoch, task.index, self._start.worker, writer.empty
                 )
             )
+            self._stopwatch.built()
             encoded = codec.encode(batch, writer)
         except SystemExit:
             raise
@@ -355,7 +359,10 @@ class _Worker:
         if kept:
             self._in_place = False
         build_ns = time.monotonic_ns() - began
-        return self._result(kind, task, writer, build_ns, extents, body, kept)
+        timing = self._stopwatch.stop()
+        return self._result(
+            kind, task, writer, build_ns, timing, extents, body, kept
+        )
 
     def _result(
         self,
@@ -363,6 +370,7 @@ class _Worker:
         task: Task,
         writer: codec.SlotWriter,
         build_ns: int,
+        timing: Timing | None,
         extents: bytes,
         body: bytes,
         kept: bool,
@@ -384,6 +392,7 @@ class _Worker:
             extents,
             body,
             *sizes,
+            timing,
         )
 
     def _send(self, result: Result) -> None:

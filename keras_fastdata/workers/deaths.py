@@ -10,7 +10,7 @@ from keras_fastdata.errors import (
     LoaderError,
     WorkerDiedError,
 )
-from keras_fastdata.workers import machine
+from keras_fastdata.health import memory
 from keras_fastdata.workers.base import Ticket
 from keras_fastdata.workers.watch import Overdue
 
@@ -137,7 +137,7 @@ def _remedy(exit_code: int | None) -> str:
     if exit_code == -signal.SIGKILL:
         return (
             "The kernel kills processes when memory runs out, and so do job "
-            f"schedulers. {machine.memory_now()} If that is little, lower "
+            f"schedulers. {memory.left_now()} If that is little, lower "
             "`workers` or `max_queue_size`."
         )
     if exit_code is not None and exit_code < 0:

@@ -6,6 +6,8 @@ import collections
 import contextlib
 from collections.abc import Iterable
 
+from keras_fastdata.health.staff import Staff
+from keras_fastdata.health.timing import Stopwatch
 from keras_fastdata.workers.base import Builds, Built, Ticket, where
 from keras_fastdata.workers.failures import note
 
@@ -23,6 +25,7 @@ class InlineWorkers:
         self._dataset = dataset
         self._tickets: collections.deque[Ticket] = collections.deque()
         self._started = False
+        self._stopwatch = Stopwatch()
 
     def submit(self, ticket: Ticket) -> bool:
         self._tickets.append(ticket)
@@ -38,9 +41,11 @@ class InlineWorkers:
         if not self._started:
             self._builder.start(0)
             self._started = True
+        self._stopwatch.start(ticket.timed)
         try:
             batch = self._builder.build(ticket.epoch, ticket.index, 0)
-            return [Built(ticket.serial, 0, batch)]
+            timing = self._stopwatch.stop()
+            return [Built(ticket.serial, 0, batch, timing=timing)]
         except Exception as error:
             note(error, where(self._dataset, ticket, "the calling thread"))
             return [Built(ticket.serial, 0, error=error, by_dataset=True)]
@@ -59,7 +64,11 @@ class InlineWorkers:
     def begin_epoch(self) -> None:
         """Nothing to do: there is no worker to restart."""
 
+    def staff(self) -> Staff:
+        return Staff("inline", 0)
+
     def close(self) -> None:
+        self._stopwatch.close()
         self._tickets.clear()
         if self._started:
             self._started = False

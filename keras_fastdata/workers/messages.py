@@ -16,6 +16,8 @@ import dataclasses
 import enum
 import struct
 
+from keras_fastdata.health.timing import Timing
+
 # One datagram holds at most about 200 KB; what is larger lies in the slot.
 MAX_INLINE_BYTES = 32 * 1024
 MAX_DATAGRAM_BYTES = 160 * 1024
@@ -41,10 +43,12 @@ class Flag(enum.IntFlag):
     NONE = 0
     KEPT = 1  # the dataset holds on to memory of the slot
     SPILLED = 2  # the body lies in the slot, behind the batch's arrays
+    TIMED = 4  # the message has a `Timing`
 
 
-_TASK = struct.Struct("<QQqII")
+_TASK = struct.Struct("<QQqII?")
 _RESULT = struct.Struct("<BBHQQQII")
+_TIMING = struct.Struct("<5d")
 TASK_BYTES = _TASK.size
 
 
@@ -58,6 +62,7 @@ class Task:
         index: Index of the batch.
         version: The dataset's state that it is to be built from.
         slot: The slot to build it in.
+        timed: Whether the result is to come with its `Timing`.
     """
 
     serial: int
@@ -65,10 +70,16 @@ class Task:
     index: int
     version: int
     slot: int
+    timed: bool = False
 
     def pack(self) -> bytes:
         return _TASK.pack(
-            self.serial, self.epoch, self.index, self.version, self.slot
+            self.serial,
+            self.epoch,
+            self.index,
+            self.version,
+            self.slot,
+            self.timed,
         )
 
     @staticmethod
@@ -91,6 +102,7 @@ class Result:
         body: A batch's structure, a failure, a record; empty if spilled.
         extents_nbytes: Size of `extents`, wherever they are.
         body_nbytes: Size of `body`, wherever it is.
+        timing: How it was built, if the task was timed.
     """
 
     kind: Kind
@@ -103,11 +115,22 @@ class Result:
     body: bytes = b""
     extents_nbytes: int = 0
     body_nbytes: int = 0
+    timing: Timing | None = None
 
     def pack(self) -> bytes:
+        flags, timing = self.flags, b""
+        if self.timing is not None:
+            flags |= Flag.TIMED
+            timing = _TIMING.pack(
+                self.timing.began_s,
+                self.timing.built_s,
+                self.timing.stored_s,
+                self.timing.cpu_s,
+                self.timing.delay_s,
+            )
         head = _RESULT.pack(
             self.kind,
-            self.flags,
+            flags,
             self.worker,
             self.serial,
             self.used,
@@ -115,23 +138,28 @@ class Result:
             self.extents_nbytes or len(self.extents),
             self.body_nbytes or len(self.body),
         )
-        return head + self.extents + self.body
+        return head + timing + self.extents + self.body
 
     @staticmethod
     def unpack(datagram: bytes) -> Result:
         kind, flags, worker, serial, used, build_ns, extents, body = (
             _RESULT.unpack_from(datagram)
         )
-        split = _RESULT.size + extents
+        start, timing = _RESULT.size, None
+        if flags & Flag.TIMED:
+            timing = Timing(*_TIMING.unpack_from(datagram, start))
+            start += _TIMING.size
+        split = start + extents
         return Result(
             Kind(kind),
             worker,
             serial,
-            Flag(flags),
+            Flag(flags & ~Flag.TIMED),
             used,
             build_ns,
-            datagram[_RESULT.size : split],
+            datagram[start:split],
             datagram[split : split + body],
             extents,
             body,
+            timing,
         )

@@ -23,6 +23,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from keras_fastdata.health.staff import Loss, Staff
+from keras_fastdata.health.timing import Timing
 from keras_fastdata.memory import codec, limits, payload
 from keras_fastdata.memory.arena import Arena, memfd
 from keras_fastdata.workers import (
@@ -34,7 +36,13 @@ from keras_fastdata.workers import (
     relay,
     stack,
 )
-from keras_fastdata.workers.base import Builds, Built, Done, Ticket, where
+from keras_fastdata.workers.base import (
+    Builds,
+    Built,
+    Done,
+    Ticket,
+    where,
+)
 from keras_fastdata.workers.interrupts import Uninterrupted
 from keras_fastdata.workers.ledger import Ledger, Sent
 from keras_fastdata.workers.messages import Flag, Kind, Result, Task
@@ -43,6 +51,7 @@ from keras_fastdata.workers.watch import Overdue, Watch, Work, building, loading
 _GRACE_S = 2.0  # for a worker to end by itself when asked to
 _EXIT_CODE_TIMEOUT_S = 2.0
 _IDLE_LOOKS = 4  # in a row, before a worker that builds nothing is suspect
+_MOST_LOSSES = 1000  # remembered
 _STRIKES = 2  # deaths of workers over one batch before the batch is blamed
 
 _log = logging.getLogger("keras_fastdata")
@@ -121,9 +130,11 @@ class _Delivery:
         encoded: codec.Encoded,
         arena: Arena,
         slot: int,
+        timing: Timing | None,
         where: str,
     ) -> None:
         self._where = where
+        self.timing = timing
         self.serial = serial
         self.worker = worker
         self.nbytes = encoded.used
@@ -165,6 +176,9 @@ class ProcessWorkers:
         )
         self._workers: dict[int, _Worker] = {}
         self._restarts = 0
+        self._losses: collections.deque[Loss] = collections.deque(
+            maxlen=_MOST_LOSSES
+        )
         # Workers that died when no restart was left, and the last of them.
         self._unreplaced: set[int] = set()
         self._last_death: tuple[_Worker, int | None] | None = None
@@ -249,6 +263,15 @@ class ProcessWorkers:
         self._restarts = 0
         self._unreplaced.clear()
 
+    def staff(self) -> Staff:
+        return Staff(
+            "process",
+            self._plan.count,
+            {i: w.process.pid for i, w in self._workers.items()},
+            tuple(self._losses),
+            self._arena.nbytes,
+        )
+
     def close(self) -> None:
         if self._closed:
             return
@@ -278,6 +301,7 @@ class ProcessWorkers:
                 sent.ticket.index,
                 self._version,
                 sent.slot,
+                sent.ticket.timed,
             )
             try:
                 self._tasks.send(task.pack(), socket.MSG_DONTWAIT)
@@ -380,11 +404,19 @@ class ProcessWorkers:
             f"worker {result.worker}",
             doing="loading",
         )
+        timing = result.timing
+        if timing is not None and sent.strikes:
+            timing = dataclasses.replace(timing, retries=sent.strikes)
         kept = Flag.KEPT in result.flags
         encoded = codec.Encoded(body, extents, result.used, kept)
         if kept:
             # The worker may still write to the slot, and die: copied at once.
-            built = Built(serial, result.worker)
+            built = Built(
+                serial,
+                result.worker,
+                nbytes=result.used,
+                timing=timing,
+            )
             try:
                 built.batch = codec.decode(encoded, self._arena, slot)
             except Exception as broken:
@@ -394,7 +426,13 @@ class ProcessWorkers:
             yield built
         else:
             yield _Delivery(
-                serial, result.worker, encoded, self._arena, slot, here
+                serial,
+                result.worker,
+                encoded,
+                self._arena,
+                slot,
+                timing,
+                here,
             )
 
     def _body_of(self, result: Result, slot: int) -> tuple[bytes, bytes]:
@@ -558,6 +596,9 @@ class ProcessWorkers:
         if ended:
             exit_code = worker.process.exit_code(_EXIT_CODE_TIMEOUT_S)
         self._dismiss(worker, ended=ended)
+        self._losses.append(
+            Loss(time.monotonic(), worker.index, worker.process.pid)
+        )
         # Nobody to say how: their nursery died. That is one death, however
         # many workers it had.
         nursery = worker.process.nursery if ended else None

@@ -18,6 +18,8 @@ import time
 from collections.abc import Iterable
 
 from keras_fastdata.errors import BatchTimeoutError, LoaderError
+from keras_fastdata.health.staff import Staff
+from keras_fastdata.health.timing import Stopwatch
 from keras_fastdata.workers import stack
 from keras_fastdata.workers.base import Builds, Built, Ticket, where
 from keras_fastdata.workers.failures import note
@@ -99,6 +101,9 @@ class ThreadWorkers:
 
     def begin_epoch(self) -> None:
         """Nothing to do: a thread does not die."""
+
+    def staff(self) -> Staff:
+        return Staff("thread", len(self._threads))
 
     def close(self) -> None:
         with Uninterrupted():
@@ -217,6 +222,7 @@ class _Thread(threading.Thread):
         self._desk: tuple[Ticket, float] | None = None
         self._starting = True
         self._given_up = False
+        self._stopwatch = Stopwatch()
 
     def work(self) -> Work | None:
         """What it is busy with."""
@@ -261,6 +267,8 @@ class _Thread(threading.Thread):
                 error = error.__cause__
             note(error, f"In worker thread {self._worker} of {self._dataset}.")
             self._deliver(Built(_START_FAILED, self._worker, error=error))
+        finally:
+            self._stopwatch.close()
 
     def _serve(self, ticket: Ticket) -> bool:
         """Builds one batch; returns whether to go on."""
@@ -289,9 +297,11 @@ class _Thread(threading.Thread):
         serial, worker = ticket.serial, self._worker
         if serial in self._cancelled:
             return Built(serial, worker)
+        self._stopwatch.start(ticket.timed)
         try:
             batch = self._builder.build(ticket.epoch, ticket.index, worker)
-            return Built(serial, worker, batch)
+            timing = self._stopwatch.stop()
+            return Built(serial, worker, batch, timing=timing)
         except BaseException as error:
             here = where(self._dataset, ticket, f"worker thread {worker}")
             note(error, here)

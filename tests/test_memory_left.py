@@ -15,7 +15,7 @@ import pytest
 from samples import Deadly
 
 from keras_fastdata import WorkerDiedError
-from keras_fastdata.workers import machine
+from keras_fastdata.health import cgroup, memory
 
 GIB = 1 << 30
 PROCESSES = {"workers": 2, "use_multiprocessing": True}
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.fixture
 def memory_now(monkeypatch):
-    """`machine.memory_now` on a machine of which only these files exist."""
+    """`memory.left_now` on a machine of which only these files exist."""
 
     def ask(files):
         def fake_open(path):
@@ -47,8 +47,8 @@ def memory_now(monkeypatch):
                 raise files[path]
             return io.StringIO(files[path])
 
-        monkeypatch.setattr(machine, "open", fake_open, raising=False)
-        return machine.memory_now()
+        monkeypatch.setattr(cgroup, "open", fake_open, raising=False)
+        return memory.left_now()
 
     return ask
 
@@ -183,7 +183,7 @@ def test_files_that_cannot_be_read_cost_what_is_in_them(memory_now):
     not os.path.exists("/proc/meminfo"), reason="the kernel has no /proc"
 )
 def test_this_machine_has_memory():
-    assert FIGURES.match(machine.memory_now())
+    assert FIGURES.match(memory.left_now())
 
 
 def test_a_worker_that_was_killed_is_reported_with_figures(tmp_path):

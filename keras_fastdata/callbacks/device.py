@@ -1,0 +1,44 @@
+"""Waiting for what an accelerator, or JAX on any device, has been asked for."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+
+def synchronize(model: Any) -> None:
+    """Returns when the training steps that were dispatched have ended.
+
+    Args:
+        model: The Keras model that is being trained; may be `None`.
+    """
+    import keras
+
+    match keras.backend.backend():
+        case "jax":
+            _wait_for_jax(model)
+        case "torch":
+            _wait_for_torch()
+        case "tensorflow":
+            import tensorflow as tf
+
+            tf.test.experimental.sync_devices()
+
+
+def _wait_for_jax(model: Any) -> None:
+    import jax
+
+    # While `fit` runs, the variables' values are in here, and only here.
+    state = getattr(model, "_jax_state", None)
+    if not state:
+        variables = getattr(model, "variables", ())
+        state = [getattr(v, "_value", None) for v in variables]
+    jax.block_until_ready(state)
+
+
+def _wait_for_torch() -> None:
+    torch = sys.modules["torch"]
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    elif hasattr(torch, "mps") and torch.backends.mps.is_available():
+        torch.mps.synchronize()

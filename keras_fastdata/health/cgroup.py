@@ -1,0 +1,45 @@
+"""Reading what the kernel writes about this process's cgroup, old or new."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+
+def folders(controller: str) -> list[str]:
+    """Where this process's limits may be written, innermost first.
+
+    Args:
+        controller: "memory" or "cpu".
+    """
+    found = []
+    with contextlib.suppress(OSError), open("/proc/self/cgroup") as file:
+        for line in file:
+            _, controllers, path = line.strip().split(":", 2)
+            if controllers and controller not in controllers.split(","):
+                continue
+            root = "/sys/fs/cgroup" + (f"/{controller}" if controllers else "")
+            while path not in ("", "/"):
+                found.append(root + path)
+                path = os.path.dirname(path)
+            # In a container, the limit is that of what looks like the root.
+            found.append(root)
+    return found
+
+
+def number(path: str) -> int | None:
+    """A file that holds one number; `None` if it does not."""
+    with contextlib.suppress(OSError, ValueError), open(path) as file:
+        return int(file.read())
+    return None
+
+
+def fields(path: str) -> dict[str, int]:
+    """A file of lines `name number` or `name: number unit`."""
+    found = {}
+    with contextlib.suppress(OSError), open(path) as file:
+        for line in file:
+            name, number, *_ = [*line.replace(":", " ").split(), "", ""]
+            if number.isdigit():
+                found[name] = int(number)
+    return found

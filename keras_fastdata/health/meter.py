@@ -1,0 +1,238 @@
+"""Measures one thread's training: epochs in, `EpochHealth` out.
+
+A recorder hears of batches, a step clock of training steps; at the end of an
+epoch (or a validation, an evaluation, a prediction) both are read, together
+with what the machine and the workers say, and judged.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from keras_fastdata.health import cores, memory
+from keras_fastdata.health.gil import GilProbe
+from keras_fastdata.health.recorder import Recorder, Source
+from keras_fastdata.health.staff import Staff
+from keras_fastdata.health.steps import Step, StepClock
+from keras_fastdata.health.summary import EpochHealth
+from keras_fastdata.health.verdict import Facts, judge
+
+# Reading a worker's memory walks its page tables.
+_MEMORY_INTERVAL_S = 10.0
+STEPS_KEPT = 8192
+
+
+class Sink(Protocol):
+    """What wants every single batch and step, such as a trace.
+
+    Called by the thread that trains. Between `begin` and `end`, the batches
+    come in the order of their delivery and the steps in theirs; either may
+    be far ahead of the other.
+    """
+
+    def begin(self, phase: str, epoch: int) -> None:
+        """An epoch of a phase begins."""
+        ...
+
+    def batches(self, spans: npt.NDArray[np.float64]) -> None:
+        """Batches were delivered: `(n, len(Span._fields))`."""
+        ...
+
+    def step(self, step: Step) -> None:
+        """A step has ended."""
+        ...
+
+    def end(self) -> None:
+        """The epoch has ended; all its batches and steps were told."""
+        ...
+
+
+class Meter:
+    """Measures the thread that calls it, until `close`.
+
+    Args:
+        synchronize: Waits until the device has done all it was asked for.
+        fetches: Whether batches are fetched by this very thread, which then
+            may wait for the device before.
+        sink: What wants to know of every batch and step, if anything does.
+
+    Attributes:
+        recorder: What hears of the batches.
+        steps: The latest steps.
+        staff: The workers, when something was last measured.
+        settings: Of the dataset; its constructor arguments.
+        dataset: Its class name.
+    """
+
+    def __init__(
+        self,
+        synchronize: Callable[[], None],
+        fetches: bool,
+        sink: Sink | None = None,
+    ) -> None:
+        self.recorder = Recorder()
+        self.recorder.on_source = self._meet
+        self.steps: collections.deque[Step] = collections.deque(
+            maxlen=STEPS_KEPT
+        )
+        self.staff: Staff | None = None
+        self.settings: Any = None
+        self.dataset = ""
+        self._sink = sink
+        if sink is not None:
+            self.recorder.on_spans = sink.batches
+        self._synchronize = synchronize
+        self._fetches = fetches
+        self._clocks: dict[str, StepClock] = {}  # by phase
+        self._clock: StepClock | None = None
+        self._phase = ""
+        self._probe = GilProbe(self.recorder)
+        self._source_facts: tuple[str, int, int] | None = None
+        self._memory_s = float("-inf")
+        self._workers_nbytes: int | None = None
+
+    @property
+    def phase(self) -> str:
+        """What is being measured; empty if nothing is."""
+        return self._phase
+
+    def begin(self, phase: str, epoch: int) -> None:
+        """Begins to measure an epoch of a phase."""
+        if phase not in self._clocks:
+            self._clocks[phase] = StepClock(
+                phase, self.recorder, self._synchronize, self._note_step
+            )
+        self._phase, self._epoch = phase, epoch
+        self._clock = self._clocks[phase]
+        self.recorder.begin()
+        self.recorder.predicts = phase == "predict"
+        self.recorder.before_wait = self._clock.pause if self._fetches else None
+        self._watch_lock()
+        self._skips = self.recorder.skips
+        self._probe.take()
+        self._cores = cores.read()
+        self._began_s = time.monotonic()
+        if self._sink is not None:
+            self._sink.begin(phase, epoch)
+        self._clock.begin(epoch)
+
+    def step(self, number: int) -> None:
+        """A step begins."""
+        if self._clock is not None:
+            self._clock.step(number)
+
+    def end(self) -> EpochHealth | None:
+        """Ends what was begun.
+
+        Returns:
+            Its figures; `None` if no batch of ours was delivered in it.
+        """
+        clock, self._clock = self._clock, None
+        if clock is None:
+            return None
+        stretch = clock.end()
+        self.recorder.before_wait = None
+        self.recorder.flush()
+        ended_s = time.monotonic()
+        phase, self._phase = self._phase, ""
+        if self._sink is not None:
+            self._sink.end()
+        tally = self.recorder.tally
+        if not tally.batches or self._source_facts is None:
+            return None
+        kind, workers, max_queue_size = self._source_facts
+        source = self.recorder.source
+        self.staff = staff = None if source is None else source.staff()
+        losses = () if staff is None else staff.losses
+        now = cores.read()
+        facts = Facts(
+            workers_are=kind,
+            workers=workers,
+            max_queue_size=max_queue_size,
+            batches=tally.batches,
+            nbytes=tally.nbytes,
+            wall_s=stretch.wall_s,
+            free_s=stretch.free_s,
+            build_s=tally.build_s,
+            cpu_s=tally.cpu_s,
+            delay_s=tally.delay_s,
+            store_s=tally.store_s,
+            open_s=tally.open_s,
+            wait_s=tally.wait_s,
+            build_s_p50=tally.build.quantile(0.5),
+            first_wait_s=tally.first_wait_s,
+            retried=tally.retried,
+            retried_wait_s=tally.retried_wait_s,
+            restarts=sum(loss.at_s >= self._began_s for loss in losses),
+            slowest=tuple(tally.slowest),
+            cores=now.allowed,
+            busy_cores=cores.busy_cores(self._cores, now),
+            gil_held=self._probe.take(),
+        )
+        if facts.restarts:
+            facts = dataclasses.replace(facts, memory=memory.left_now())
+        busy_s = tally.build_s + tally.store_s
+        elapsed_s = max(ended_s - self._began_s, 1e-9)
+        return EpochHealth(
+            phase=phase,
+            epoch=self._epoch,
+            batches=tally.batches,
+            verdict=judge(facts),
+            data_wait=facts.data_wait,
+            wall_s=facts.wall_s,
+            free_s=facts.free_s,
+            step_s=stretch.step_s,
+            build_s_p50=facts.build_s_p50,
+            build_s_p95=tally.build.quantile(0.95),
+            wait_s_p95=tally.wait.quantile(0.95),
+            queue_depth_mean=tally.depth / tally.batches,
+            worker_utilization=min(1.0, busy_s / elapsed_s / max(workers, 1)),
+            nbytes=tally.nbytes,
+            restarts=facts.restarts,
+            skipped=self.recorder.skips - self._skips,
+            retried=tally.retried,
+            cores=facts.cores,
+            busy_cores=facts.busy_cores,
+            workers_nbytes=self._weigh(staff),
+            shared_nbytes=0 if staff is None else staff.shared_nbytes,
+        )
+
+    def close(self) -> None:
+        """Ends what measuring has going. Idempotent."""
+        self._probe.close()
+
+    def _note_step(self, step: Step) -> None:
+        self.steps.append(step)
+        if self._sink is not None:
+            self._sink.step(step)
+
+    def _meet(self, source: Source) -> None:
+        self.dataset = source.name
+        self.settings = settings = source.settings
+        workers = 0 if settings.kind == "inline" else settings.workers
+        self._source_facts = settings.kind, workers, settings.max_queue_size
+        self._watch_lock()
+
+    def _watch_lock(self) -> None:
+        """Threads alone hold each other up, if there are several."""
+        if self._source_facts is not None:
+            kind, workers, _ = self._source_facts
+            if kind == "thread" and workers > 1:
+                self._probe.watch()
+
+    def _weigh(self, staff: Staff | None) -> int | None:
+        """The memory of the workers, looked at now and then."""
+        if staff is None or not staff.pids:
+            return None
+        now_s = time.monotonic()
+        if now_s - self._memory_s >= _MEMORY_INTERVAL_S:
+            self._memory_s = now_s
+            self._workers_nbytes = memory.pss(staff.pids.values())
+        return self._workers_nbytes

@@ -1,0 +1,59 @@
+"""Quantiles of a stream of durations, in a fixed amount of memory."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+_LEAST_S = 1e-6
+_MOST_S = 1e5
+_GROWTH = 1.02  # of one bucket's bound over the one before
+_LOG_GROWTH = math.log(_GROWTH)
+_BUCKETS = math.ceil(math.log(_MOST_S / _LEAST_S) / _LOG_GROWTH) + 1
+
+
+class Distribution:
+    """Counts durations in buckets of equal ratio.
+
+    Quantiles are within 1% of a value that was seen, for durations from one
+    microsecond to a day; shorter ones count as 0. (As in DDSketch, Masson et
+    al., VLDB 2019.)
+    """
+
+    def __init__(self) -> None:
+        self._counts = np.zeros(_BUCKETS, np.int64)
+
+    @property
+    def count(self) -> int:
+        """How many durations were added."""
+        return int(self._counts.sum())
+
+    def add(self, seconds: npt.NDArray[np.float64]) -> None:
+        """Adds durations: an array of shape `(n,)`."""
+        ratio = np.maximum(seconds, _LEAST_S) / _LEAST_S
+        bucket = np.ceil(np.log(ratio) / _LOG_GROWTH).astype(np.int64)
+        np.add.at(self._counts, np.minimum(bucket, _BUCKETS - 1), 1)
+
+    def quantile(self, share: float) -> float:
+        """The duration that `share` of all are not longer than; 0 if none."""
+        count = self.count
+        if not count:
+            return 0.0
+        rank = max(1, math.ceil(share * count))
+        bucket = int(np.searchsorted(np.cumsum(self._counts), rank))
+        if not bucket:
+            return 0.0
+        return _LEAST_S * math.exp((bucket - 0.5) * _LOG_GROWTH)
+
+    def histogram(self) -> list[tuple[float, float, int]]:
+        """The buckets that hold any: from, to (seconds), and how many."""
+        return [
+            (
+                _LEAST_S * math.exp((i - 1) * _LOG_GROWTH) if i else 0.0,
+                _LEAST_S * math.exp(i * _LOG_GROWTH),
+                int(self._counts[i]),
+            )
+            for i in np.flatnonzero(self._counts)
+        ]

@@ -1,0 +1,59 @@
+"""All that is known about one `fit`: what reports and plots are made from."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from keras_fastdata.health.recorder import Skipped, Slow, Span
+from keras_fastdata.health.staff import Loss
+from keras_fastdata.health.steps import Step
+from keras_fastdata.health.summary import HealthSummary
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """One `fit`, `evaluate` or `predict`.
+
+    Attributes:
+        dataset: Class name of the dataset; empty if none was seen.
+        settings: Its constructor arguments, in effect.
+        backend: Keras's backend.
+        began: When it began.
+        began_s: The same by `time.monotonic`.
+        ended_s: When it ended.
+        summary: The figures.
+        spans: The latest batches, in the order of their delivery, of shape
+            `(n, len(Span._fields))`.
+        steps: The latest steps, likewise.
+        lost: The latest workers that were lost.
+        pids: The worker processes at the end, by index.
+        skipped: Batches that were left out.
+        slowest: Those of the last epoch that took longest to build.
+    """
+
+    dataset: str
+    settings: dict[str, Any]
+    backend: str
+    began: datetime.datetime
+    began_s: float
+    ended_s: float
+    summary: HealthSummary
+    spans: npt.NDArray[np.float64]
+    steps: tuple[Step, ...]
+    lost: tuple[Loss, ...]
+    pids: dict[int, int]
+    skipped: tuple[Skipped, ...]
+    slowest: tuple[Slow, ...]
+
+    def column(self, name: str) -> npt.NDArray[np.float64]:
+        """One field of all spans: an array of shape `(n,)`."""
+        column: npt.NDArray[np.float64] = self.spans[:, _COLUMNS[name]]
+        return column
+
+
+_COLUMNS = {name: place for place, name in enumerate(Span._fields)}

@@ -1,0 +1,298 @@
+"""What becomes of every batch, from its ticket to the model.
+
+A `fit` runs in one thread, and so do its callbacks. A recorder listens to the
+batches that are delivered for that thread, whichever thread fetches them (one
+of TensorFlow's, there). Without a recorder nobody measures.
+
+Bounded: the latest spans are kept in a ring; of all others only sums and
+distributions remain.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from keras_fastdata.health.quantiles import Distribution
+from keras_fastdata.health.staff import Staff
+
+_BLOCK = 512  # spans that are taken in at a time
+_SLOWEST = 32  # batches remembered for how long they took
+SPANS_KEPT = 8192
+
+
+class Span(NamedTuple):
+    """One batch. Moments are those of `time.monotonic`, in seconds.
+
+    Attributes:
+        epoch: The dataset's own count, from 0.
+        batch: Its index in the dataset.
+        worker: Index of the worker that built it; 0 in the calling thread.
+        retries: Workers that died over it, or were replaced, before.
+        nbytes: Of its arrays.
+        depth: Batches that were ready when this one was asked for.
+        queued_s: When its ticket was issued.
+        began_s: When `__getitem__` was called.
+        built_s: When it had returned.
+        stored_s: When the arrays lay in shared memory.
+        arrived_s: When the training process had heard of that.
+        delivered_s: When it was handed to Keras.
+        opened_s: How long making arrays of it took there.
+        waited_s: How long it was waited for.
+        cpu_s: CPU time of building and storing it.
+        delay_s: Time of the same without a core to run on.
+    """
+
+    epoch: int
+    batch: int
+    worker: int
+    retries: int
+    nbytes: int
+    depth: int
+    queued_s: float
+    began_s: float
+    built_s: float
+    stored_s: float
+    arrived_s: float
+    delivered_s: float
+    opened_s: float
+    waited_s: float
+    cpu_s: float
+    delay_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Skipped:
+    """A batch that was left out, because building it raised.
+
+    Attributes:
+        dataset: Class name of the dataset.
+        index: The batch's index.
+        traceback: What was raised, as text.
+    """
+
+    dataset: str
+    index: int
+    traceback: str
+
+
+class Slow(NamedTuple):
+    """A batch that took long to build."""
+
+    build_s: float
+    batch: int
+    waited_s: float
+
+
+class Source(Protocol):
+    """The loader that batches come from, as far as a recorder knows it."""
+
+    @property
+    def name(self) -> str:
+        """The class name of the dataset."""
+        ...
+
+    @property
+    def settings(self) -> Any:
+        """Its `engine.settings.Settings`."""
+        ...
+
+    def staff(self) -> Staff | None:
+        """Who its workers are; `None` before it has any."""
+        ...
+
+
+class Tally:
+    """Sums over the batches of a stretch of training.
+
+    Attributes:
+        batches: How many were delivered.
+        nbytes: Of their arrays.
+        build: Distribution of the seconds `__getitem__` took.
+        wait: Distribution of the seconds batches were waited for.
+        build_s, cpu_s, delay_s, store_s, open_s, wait_s, depth: Sums over
+            batches.
+        first_wait_s: The wait for the first batch.
+        retried_wait_s: The waits for batches that had to be built again.
+        retried: How many batches that were.
+        slowest: The batches that took longest to build.
+    """
+
+    def __init__(self) -> None:
+        self.batches = 0
+        self.nbytes = 0
+        self.build = Distribution()
+        self.wait = Distribution()
+        self.build_s = self.cpu_s = self.delay_s = 0.0
+        self.store_s = self.open_s = self.wait_s = self.depth = 0.0
+        self.first_wait_s = 0.0
+        self.retried_wait_s = 0.0
+        self.retried = 0
+        self.slowest: list[Slow] = []
+
+    def take_in(self, spans: npt.NDArray[np.float64]) -> None:
+        """Adds spans, of shape `(n, len(Span._fields))`."""
+        column = dict(zip(Span._fields, spans.T, strict=True))
+        if not self.batches:
+            self.first_wait_s = float(column["waited_s"][0])
+        build = column["built_s"] - column["began_s"]
+        self.batches += len(spans)
+        self.nbytes += int(column["nbytes"].sum())
+        self.build.add(build)
+        self.wait.add(column["waited_s"])
+        self.build_s += float(build.sum())
+        self.cpu_s += float(column["cpu_s"].sum())
+        self.delay_s += float(column["delay_s"].sum())
+        self.store_s += float((column["stored_s"] - column["built_s"]).sum())
+        self.open_s += float(column["opened_s"].sum())
+        self.wait_s += float(column["waited_s"].sum())
+        self.depth += float(column["depth"].sum())
+        again = column["retries"] > 0
+        self.retried += int(again.sum())
+        self.retried_wait_s += float(column["waited_s"][again].sum())
+        longest = np.argsort(build)[-_SLOWEST:]
+        self.slowest = heapq.nlargest(
+            _SLOWEST,
+            self.slowest
+            + [
+                Slow(
+                    float(build[i]),
+                    int(column["batch"][i]),
+                    float(column["waited_s"][i]),
+                )
+                for i in longest
+            ],
+        )
+
+
+class Recorder:
+    """Listens to the batches of one thread.
+
+    Attributes:
+        waited_s: Time spent in the iterators of our datasets, in all.
+        aside_s: Time that belongs to no training step: a validation that is
+            being set up.
+        batches: Batches that those delivered.
+        skipped: Batches that they left out, the latest 1,000 of them.
+        skips: How many that were.
+        on_source: Called when batches come from another loader than before.
+        predicts: Whether it listens to a `predict`, which has no probe.
+        on_spans: Called with spans as they are taken in, in order.
+        before_wait: Called before a batch is waited for, in the thread that
+            waits; `None` for nothing.
+        tally: Of the present stretch; see `begin`.
+    """
+
+    def __init__(self) -> None:
+        self.waited_s = 0.0
+        self.aside_s = 0.0
+        self.batches = 0
+        self.skipped: list[Skipped] = []
+        self.skips = 0
+        self.on_source: Callable[[Source], None] | None = None
+        self._source: weakref.ref[Source] | None = None
+        self.predicts = False
+        self.before_wait: Callable[[], None] | None = None
+        self.on_spans: Callable[[npt.NDArray[np.float64]], None] = _nobody
+        self.tally = Tally()
+        self._pending: list[Span] = []
+        self._ring = np.empty((SPANS_KEPT, len(Span._fields)))
+        self._rung = 0  # spans ever written to the ring
+
+    def begin(self) -> None:
+        """Starts a new stretch, with sums of its own."""
+        self.flush()
+        self.tally = Tally()
+
+    @property
+    def source(self) -> Source | None:
+        """The loader that the latest batches came from, if it still lives."""
+        return None if self._source is None else self._source()
+
+    def hear_from(self, source: Source) -> None:
+        """Says which loader the next batches come from."""
+        reference = weakref.ref(source)  # the same one every time
+        if reference is not self._source:
+            self._source = reference
+            if self.on_source is not None:
+                self.on_source(source)
+
+    def add(self, span: Span | None, waited_s: float) -> None:
+        """Takes note of a batch that has been delivered.
+
+        Args:
+            span: Its story; `None` if it was not timed.
+            waited_s: How long it was waited for.
+        """
+        self.batches += 1
+        self.waited_s += waited_s
+        if span is not None:
+            self._pending.append(
+                span._replace(delivered_s=time.monotonic(), waited_s=waited_s)
+            )
+            if len(self._pending) >= _BLOCK:
+                self.flush()
+
+    def add_wait(self, seconds: float) -> None:
+        """Takes note of time that went into data, but into no one batch."""
+        self.waited_s += seconds
+
+    def skip(self, batch: Skipped) -> None:
+        """Takes note of a batch that was left out."""
+        self.skips += 1
+        self.skipped.append(batch)
+        del self.skipped[:-_MOST_SKIPPED]
+
+    def flush(self) -> None:
+        """Takes in the spans that have come since."""
+        if not self._pending:
+            return
+        spans, self._pending = np.array(self._pending), []
+        self.tally.take_in(spans)
+        places = np.arange(self._rung, self._rung + len(spans)) % SPANS_KEPT
+        self._ring[places] = spans
+        self._rung += len(spans)
+        self.on_spans(spans)
+
+    def spans(self) -> npt.NDArray[np.float64]:
+        """The latest spans, oldest first: `(n, len(Span._fields))`."""
+        self.flush()
+        if self._rung <= SPANS_KEPT:
+            return self._ring[: self._rung].copy()
+        return np.roll(self._ring, -(self._rung % SPANS_KEPT), axis=0)
+
+
+def _nobody(spans: npt.NDArray[np.float64]) -> None:
+    """Nobody wants to know."""
+
+
+_MOST_SKIPPED = 1000  # remembered in full; all are counted
+
+_listening: dict[int, weakref.ref[Recorder]] = {}  # by thread
+
+
+def listen(recorder: Recorder) -> None:
+    """Has a recorder hear of the calling thread's batches, and no other."""
+    _listening[threading.get_ident()] = weakref.ref(recorder)
+
+
+def leave(recorder: Recorder) -> None:
+    """Has a recorder hear of nothing any more. Idempotent."""
+    thread = threading.get_ident()
+    reference = _listening.get(thread)
+    if reference is not None and reference() in (recorder, None):
+        del _listening[thread]
+
+
+def of(thread: int) -> Recorder | None:
+    """The recorder that listens to a thread, by `threading.get_ident`."""
+    reference = _listening.get(thread)
+    return None if reference is None else reference()

@@ -1,0 +1,226 @@
+"""What training steps need by themselves, apart from what they wait for.
+
+    on_train_batch_begin i ------------------ on_train_batch_begin i + 1
+            [ wait for a batch | compute, callbacks, progress bar ]
+
+The time a step waits inside our iterators says how long the *host* waited.
+Where steps are dispatched asynchronously (JAX; any accelerator) the device may
+have been computing all the while. So some steps are sampled: the device is
+synchronized before and after, and what remains without the wait is what a step
+needs by itself. Then
+
+    free_s    = what the epoch would take with free data
+              = max(host's own time, steps x time of a sampled one)
+    data_wait = 1 - free_s / wall_s
+
+Steps that compile (the first; the first with another shape) are told by their
+length and left out of both.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from keras_fastdata.health.recorder import Recorder
+
+_SAMPLES = 32  # remembered
+_EARLY_SAMPLES = 4  # steps in a row, before sampling gets rare
+_RARE = 32  # then one step in so many is sampled
+_UNUSUAL = 5  # times the median: a sample that is not like the others
+_COMPILING = 10  # times what a step needs, and
+_COMPILING_S = 0.05  # this much more: it must have been compiling
+_LONG_STEPS = 1024  # remembered one by one, to tell which compiled
+
+
+class Step(NamedTuple):
+    """One call of the training function. Moments by `time.monotonic`.
+
+    Attributes:
+        phase: "train", "validation", "evaluate" or "predict".
+        epoch: As Keras counts, from 0.
+        number: Of its first batch in the epoch, from 0.
+        began_s: When it began.
+        ended_s: When the next one began, or the epoch ended.
+        waited_s: How long it waited for data meanwhile.
+        sampled: Whether the device was synchronized before and after.
+    """
+
+    phase: str
+    epoch: int
+    number: int
+    began_s: float
+    ended_s: float
+    waited_s: float
+    sampled: bool
+
+    @property
+    def own_s(self) -> float:
+        """Its time without the wait."""
+        return max(0.0, self.ended_s - self.began_s - self.waited_s)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stretch:
+    """What a stretch of steps took.
+
+    Attributes:
+        steps: How many there were.
+        wall_s: Wall time, without what compiling took.
+        free_s: What it would have been, had every batch been there at once.
+        step_s: What one step needs by itself; NaN where it is not known.
+        compiling_s: Time of steps that compiled.
+    """
+
+    steps: int
+    wall_s: float
+    free_s: float
+    step_s: float
+    compiling_s: float
+
+    @property
+    def data_wait(self) -> float:
+        """The share of the wall time that free data would save: 0 to 1."""
+        if self.wall_s <= 0:
+            return 0.0
+        return min(1.0, max(0.0, 1.0 - self.free_s / self.wall_s))
+
+
+class StepClock:
+    """Follows the steps of one thread's training.
+
+    Args:
+        phase: What kind of steps they are.
+        recorder: What knows how long that thread has waited for data.
+        synchronize: Waits until the device has done all it was asked for.
+        tell: Called with each step that has ended.
+    """
+
+    def __init__(
+        self,
+        phase: str,
+        recorder: Recorder,
+        synchronize: Callable[[], None],
+        tell: Callable[[Step], None],
+    ) -> None:
+        self._phase = phase
+        self._recorder = recorder
+        self._tell = tell
+        self._synchronize = synchronize
+        self._samples: collections.deque[float] = collections.deque(
+            maxlen=_SAMPLES
+        )
+        self._ever = 0  # steps since training began
+        self._running = False
+
+    def begin(self, epoch: int) -> None:
+        """Starts a stretch: an epoch, or a validation."""
+        self._synchronize()
+        self._epoch = epoch
+        self._began_s = self._mark_s = time.monotonic()
+        self._began_aside_s = self._recorder.aside_s
+        self._mark_wait_s = self._recorder.waited_s + self._recorder.aside_s
+        self._count = 0
+        self._number: int | None = None  # of the step under way
+        self._sampling = False
+        self._own_s = 0.0
+        self._before_s = 0.0  # own time before the first step
+        self._long: list[float] = []
+        self._running = True
+
+    def step(self, number: int) -> None:
+        """A step begins, and with that the one before has ended."""
+        if self._running:
+            self._end_step(self._is_due())
+            self._number = number
+
+    def end(self) -> Stretch:
+        """Ends the stretch, and says what it took."""
+        self._synchronize()
+        self._end_step(False)
+        self._running = False
+        wall_s = self._mark_s - self._began_s
+        wall_s -= self._recorder.aside_s - self._began_aside_s
+        need_s = self._need_s()
+        compiled = []
+        if not math.isnan(need_s):
+            limit_s = _compiling_limit_s(need_s)
+            compiled = [own for own in self._long if own > limit_s]
+        own_s = self._own_s - sum(compiled)
+        steps = self._count - len(compiled)
+        if steps and not math.isnan(need_s):
+            own_s = max(own_s, self._before_s + steps * need_s)
+        return Stretch(
+            self._count,
+            wall_s - sum(compiled),
+            own_s,
+            need_s,
+            sum(compiled),
+        )
+
+    def pause(self) -> None:
+        """The thread is about to wait for a batch, maybe in mid-step."""
+        if self._sampling:
+            self._synchronize()
+
+    def _is_due(self) -> bool:
+        """Whether the step that begins is to be sampled."""
+        # The first compiles.
+        ever, self._ever = self._ever, self._ever + 1
+        if not ever:
+            return False
+        return len(self._samples) < _EARLY_SAMPLES or not ever % _RARE
+
+    def _end_step(self, sample_next: bool) -> None:
+        if self._sampling or sample_next:
+            self._synchronize()
+        now_s = time.monotonic()
+        wait_s = self._recorder.waited_s + self._recorder.aside_s
+        waited_s = wait_s - self._mark_wait_s
+        own_s = max(0.0, now_s - self._mark_s - waited_s)
+        self._own_s += own_s
+        if self._number is None:
+            self._before_s += own_s
+        else:
+            self._count += 1
+            self._tell(
+                Step(
+                    self._phase,
+                    self._epoch,
+                    self._number,
+                    self._mark_s,
+                    now_s,
+                    waited_s,
+                    self._sampling,
+                )
+            )
+            if self._sampling:
+                self._samples.append(own_s)
+            if own_s > _COMPILING_S:
+                self._note_long(own_s)
+        self._sampling = sample_next
+        self._mark_s, self._mark_wait_s = now_s, wait_s
+
+    def _need_s(self) -> float:
+        """What one step needs by itself."""
+        if not self._samples:
+            return math.nan
+        usual_s = statistics.median(self._samples)
+        limit_s = max(_UNUSUAL * usual_s, usual_s + 0.001)
+        return statistics.fmean(s for s in self._samples if s <= limit_s)
+
+    def _note_long(self, own_s: float) -> None:
+        self._long.append(own_s)
+        if len(self._long) > _LONG_STEPS:
+            limit_s = _compiling_limit_s(self._need_s())
+            self._long = [own for own in self._long if own > limit_s]
+            del self._long[_LONG_STEPS // 2 :]
+
+
+def _compiling_limit_s(need_s: float) -> float:
+    return max(_COMPILING * need_s, need_s + _COMPILING_S)

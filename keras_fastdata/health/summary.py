@@ -1,0 +1,179 @@
+"""What `LoaderHealth.summary()` returns, and its table."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from keras_fastdata.health import words
+from keras_fastdata.health.verdict import Verdict
+
+_MOST_ROWS = 12  # of the table; then the first and the last epochs
+_COLUMNS = (
+    "epoch",
+    "wall",
+    "data wait",
+    "verdict",
+    "batches/s",
+    "build p50",
+    "p95",
+    "queue",
+    "busy",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class EpochHealth:
+    """One epoch of training, or one evaluation or prediction.
+
+    Attributes:
+        phase: "train", "validation", "evaluate" or "predict".
+        epoch: As Keras counts, from 0.
+        batches: Batches that were delivered.
+        verdict: Why it took longer than its steps.
+        data_wait: The share of `wall_s` that free data would have saved.
+        wall_s: Seconds it took; without validation, and without steps that
+            compiled.
+        free_s: What it would have taken with free data.
+        step_s: What one step needs by itself; NaN where it was not measured.
+        build_s_p50: Median time of `__getitem__`, in seconds.
+        build_s_p95: What 95% of its calls did not exceed.
+        wait_s_p95: What 95% of the waits for a batch did not exceed.
+        queue_depth_mean: Batches that were ready when one was asked for.
+        worker_utilization: The share of the time that workers built batches.
+        nbytes: Of the arrays of all batches.
+        restarts: Workers that died or were replaced.
+        skipped: Batches left out by `on_error="skip"`.
+        retried: Batches that were built again, after a worker was lost.
+        cores: Cores that this process may use.
+        busy_cores: How many of them were busy; `None` if unknown.
+        workers_nbytes: Memory of the worker processes (PSS, which counts
+            what they share once); `None` if it was not looked at.
+        shared_nbytes: Shared memory for batches.
+    """
+
+    phase: str
+    epoch: int
+    batches: int
+    verdict: Verdict
+    data_wait: float
+    wall_s: float
+    free_s: float
+    step_s: float
+    build_s_p50: float
+    build_s_p95: float
+    wait_s_p95: float
+    queue_depth_mean: float
+    worker_utilization: float
+    nbytes: int
+    restarts: int
+    skipped: int
+    retried: int
+    cores: float
+    busy_cores: float | None
+    workers_nbytes: int | None
+    shared_nbytes: int
+
+    @property
+    def batches_per_s(self) -> float:
+        """Batches delivered per second of wall time."""
+        return self.batches / self.wall_s if self.wall_s > 0 else math.nan
+
+    @property
+    def name(self) -> str:
+        """Such as "epoch 3", counted from 1 as in the progress bar."""
+        if self.phase in ("train", "validation"):
+            what = "epoch" if self.phase == "train" else "validation"
+            return f"{what} {self.epoch + 1}"
+        return self.phase
+
+
+@dataclasses.dataclass(frozen=True)
+class HealthSummary:
+    """What one `fit`, `evaluate` or `predict` did with its data.
+
+    Attributes:
+        verdict: That of the epochs that lost most time; `None` where no
+            batch of a `FastPyDataset` was delivered.
+        data_wait: The share of `wall_s` that free data would have saved.
+        wall_s: Seconds of all epochs.
+        epochs: Each of them, without validation.
+        validations: The validations of a `fit`.
+    """
+
+    verdict: Verdict | None
+    data_wait: float
+    wall_s: float
+    epochs: tuple[EpochHealth, ...]
+    validations: tuple[EpochHealth, ...] = ()
+
+    def __str__(self) -> str:
+        if self.verdict is None:
+            return "LoaderHealth: no batch of a FastPyDataset was seen."
+        return f"{table(self)}\n{self.verdict.evidence} {self.verdict.advice}"
+
+
+def summarize(
+    epochs: list[EpochHealth], validations: list[EpochHealth]
+) -> HealthSummary:
+    """One summary over epochs."""
+    wall_s = sum(e.wall_s for e in epochs)
+    free_s = sum(e.wall_s * (1 - e.data_wait) for e in epochs)
+    return HealthSummary(
+        verdict=_primary(epochs),
+        data_wait=1 - free_s / wall_s if wall_s > 0 else 0.0,
+        wall_s=wall_s,
+        epochs=tuple(epochs),
+        validations=tuple(validations),
+    )
+
+
+def _primary(epochs: list[EpochHealth]) -> Verdict | None:
+    """The verdict of the kind that cost most time, in its worst epoch."""
+    lost: dict[str, float] = {}
+    for epoch in epochs:
+        kind = epoch.verdict.kind
+        lost_s = epoch.wall_s * epoch.data_wait
+        lost[kind] = lost.get(kind, 0.0) + lost_s
+    if not lost:
+        return None
+    worst = max(lost, key=lambda kind: lost[kind])
+    of_that_kind = [e for e in epochs if e.verdict.kind == worst]
+    return max(of_that_kind, key=lambda e: e.wall_s * e.data_wait).verdict
+
+
+def table(summary: HealthSummary) -> str:
+    """A plain table, at most 80 columns wide."""
+    rows: list[tuple[str, ...]] = [_COLUMNS]
+    shown = list(summary.epochs)
+    left_out = max(0, len(shown) - _MOST_ROWS)
+    half = _MOST_ROWS // 2
+    for place, epoch in enumerate(shown):
+        if left_out and half <= place < half + left_out:
+            if place == half:
+                rows.append(("...",) + ("",) * (len(_COLUMNS) - 1))
+            continue
+        rows.append(_row(epoch))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if place == 3 else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def _row(epoch: EpochHealth) -> tuple[str, ...]:
+    rate = epoch.batches_per_s
+    return (
+        str(epoch.epoch + 1),
+        words.duration(epoch.wall_s),
+        words.share(epoch.data_wait),
+        str(epoch.verdict.kind),
+        f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}",
+        words.duration(epoch.build_s_p50),
+        words.duration(epoch.build_s_p95),
+        f"{epoch.queue_depth_mean:.1f}",
+        words.share(epoch.worker_utilization),
+    )

@@ -1,0 +1,422 @@
+"""Why training waits for its data, and what to change: pure functions.
+
+`judge` looks at the sums of one epoch, and goes through the reasons in the
+order in which one hides another: what happens once or to a few batches first,
+then what every batch suffers from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+
+from keras_fastdata.health import words
+from keras_fastdata.health.recorder import Slow
+
+WORTH_A_CHANGE = 0.1  # of the wall time; below, free data would not be noticed
+
+_MOST_OF = 0.5
+_UNSTABLE_WAIT = 0.3  # of the waits are for batches that were built again
+_UNSTABLE_RATE = 0.1  # restarts per batch
+_STRAGGLER = 4  # times the median of builds
+_FEW = 0.2  # of all batches
+_FULL = 0.1  # of the cores, and
+_FULL_CORES = 0.3  # as many cores free, are as good as none
+_GIL_HELD = 0.5  # of the time
+
+
+class Kind(enum.StrEnum):
+    """The reasons there are.
+
+    A member is equal to its name: `verdict.kind == "io_bound"`.
+    """
+
+    COMPUTE_BOUND = "compute_bound"  # data is free: the ceiling is reached
+    BUILD_CPU_BOUND = "build_cpu_bound"  # builds compute, and cores are free
+    GIL_BOUND = "gil_bound"  # threads hold each other up
+    IO_BOUND = "io_bound"  # builds wait for something else
+    CORES_FULL = "cores_full"  # builds compute, and no core is free
+    TRANSFER_BOUND = "transfer_bound"  # moving a batch outweighs building it
+    STRAGGLERS = "stragglers"  # a few batches take far longer than the rest
+    LATE_START = "late_start"  # the epoch's first batch is late
+    TOO_FEW_BATCHES = "too_few_batches"  # for so many workers
+    UNSTABLE_WORKERS = "unstable_workers"  # they die, or are replaced
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """Why training waited, and what to change.
+
+    Attributes:
+        kind: The reason; equal to a string such as `"io_bound"`.
+        evidence: The figures that speak for it, in a sentence.
+        advice: What to change, and what it may bring.
+        ceiling_speedup: How many times faster training would be with free
+            data, at least 1.
+    """
+
+    kind: Kind
+    evidence: str
+    advice: str
+    ceiling_speedup: float
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.evidence} {self.advice}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What was measured in one epoch. Durations are in seconds.
+
+    Attributes:
+        workers_are: "inline", "thread" or "process".
+        workers: How many; 0 for inline.
+        max_queue_size: Batches that may wait to be delivered.
+        batches: How many were delivered.
+        nbytes: Of their arrays.
+        wall_s: Wall time of the epoch.
+        free_s: What it would have been with free data.
+        build_s, cpu_s, delay_s, store_s, open_s, wait_s: Sums over batches:
+            of building, CPU time and waiting for a core meanwhile, storing
+            in shared memory, making arrays of that, waiting in `fit`.
+        build_s_p50: Median time of a build.
+        first_wait_s: The wait for the first batch.
+        retried: Batches that were built again, after a worker was lost.
+        retried_wait_s: The waits for those.
+        restarts: Workers that were lost.
+        slowest: The batches that took longest.
+        cores: Cores that this process may use.
+        busy_cores: How many of them were busy, on average; `None` if unknown.
+        gil_held: Share of the time that a thread that wants the GIL has to
+            wait for it; NaN if unknown.
+        memory: A sentence on the memory that is left; may be empty.
+    """
+
+    workers_are: str
+    workers: int
+    max_queue_size: int
+    batches: int
+    nbytes: int
+    wall_s: float
+    free_s: float
+    build_s: float
+    cpu_s: float
+    delay_s: float
+    store_s: float
+    open_s: float
+    wait_s: float
+    build_s_p50: float
+    first_wait_s: float
+    retried: int
+    retried_wait_s: float
+    restarts: int
+    slowest: tuple[Slow, ...]
+    cores: float
+    busy_cores: float | None
+    gil_held: float = math.nan
+    memory: str = ""
+
+    @property
+    def data_wait(self) -> float:
+        """The share of the wall time that free data would save: 0 to 1."""
+        if self.wall_s <= 0:
+            return 0.0
+        return min(1.0, max(0.0, 1.0 - self.free_s / self.wall_s))
+
+    @property
+    def ceiling_speedup(self) -> float:
+        """How many times faster the epoch would be with free data."""
+        return self.wall_s / self.free_s if self.free_s > 0 else math.inf
+
+    @property
+    def computing(self) -> float:
+        """The share of build time that is computing, or ready to."""
+        busy_s = self.cpu_s + self.delay_s
+        return min(1.0, busy_s / max(self.build_s + self.store_s, 1e-9))
+
+    @property
+    def free_cores(self) -> float:
+        """Cores that were idle, on average; all of them, where unknown."""
+        return self.cores - (self.busy_cores or 0.0)
+
+    @property
+    def cores_are_full(self) -> bool:
+        """Whether one more worker would have no core to run on."""
+        return self.free_cores < max(_FULL_CORES, _FULL * self.cores)
+
+    @property
+    def stragglers(self) -> list[Slow]:
+        """The batches that took far longer than others, longest first."""
+        if not self.build_s_p50:
+            return []
+        limit_s = _STRAGGLER * self.build_s_p50
+        return [slow for slow in self.slowest if slow.build_s > limit_s]
+
+
+def judge(facts: Facts) -> Verdict:
+    """The primary reason why an epoch took longer than its steps."""
+    kind = _kind_of(facts)
+    evidence, advice = _REASONS[kind](facts)
+    if kind is not Kind.COMPUTE_BOUND:
+        evidence += (
+            f" With free data this epoch would take "
+            f"{words.duration(facts.free_s)} instead of "
+            f"{words.duration(facts.wall_s)}."
+        )
+    return Verdict(kind, evidence, advice, max(1.0, facts.ceiling_speedup))
+
+
+def _kind_of(facts: Facts) -> Kind:
+    if facts.data_wait < WORTH_A_CHANGE:
+        return Kind.COMPUTE_BOUND
+    if _is_unstable(facts):
+        return Kind.UNSTABLE_WORKERS
+    if 1 < facts.workers >= facts.batches:
+        return Kind.TOO_FEW_BATCHES
+    waits_s = max(facts.wait_s, 1e-9)
+    if facts.first_wait_s > _MOST_OF * waits_s and facts.batches >= 4 * max(
+        1, facts.workers
+    ):
+        return Kind.LATE_START
+    slow = facts.stragglers
+    if (
+        len(slow) <= _FEW * facts.batches
+        and sum(s.waited_s for s in slow) > _MOST_OF * waits_s
+    ):
+        return Kind.STRAGGLERS
+    moving_s = facts.store_s + facts.open_s
+    if facts.workers_are == "process" and moving_s > facts.build_s:
+        return Kind.TRANSFER_BOUND
+    gil = _is_gil_bound(facts)
+    if not gil and facts.computing < _MOST_OF:
+        return Kind.IO_BOUND
+    if facts.cores_are_full:
+        return Kind.CORES_FULL
+    return Kind.GIL_BOUND if gil else Kind.BUILD_CPU_BOUND
+
+
+def _is_unstable(facts: Facts) -> bool:
+    share = facts.retried_wait_s / max(facts.wait_s, 1e-9)
+    if facts.restarts == 1:
+        return share > _MOST_OF
+    return facts.restarts > 1 and (
+        share > _UNSTABLE_WAIT
+        or facts.restarts > _UNSTABLE_RATE * facts.batches
+    )
+
+
+def _is_gil_bound(facts: Facts) -> bool:
+    return (
+        facts.workers_are == "thread"
+        and facts.workers > 1
+        and facts.gil_held > _GIL_HELD
+    )
+
+
+# -- the words ----------------------------------------------------------------
+
+
+def _compute_bound(facts: Facts) -> tuple[str, str]:
+    return (
+        f"Training waited {words.share(facts.data_wait)} of the time for "
+        "data: the ceiling is reached.",
+        "Faster data would change nothing; a faster model or device would.",
+    )
+
+
+def _build_cpu_bound(facts: Facts) -> tuple[str, str]:
+    evidence = (
+        f"Building a batch takes {_per_batch(facts, facts.build_s)}, "
+        f"{words.share(facts.computing)} of it computing; "
+        f"{_free_cores(facts)}."
+    )
+    return evidence, _more_processes(facts)
+
+
+def _gil_bound(facts: Facts) -> tuple[str, str]:
+    evidence = (
+        f"{facts.workers} threads wait for each other: one of them holds "
+        f"Python's lock (the GIL) {words.share(facts.gil_held)} of the time; "
+        f"{_free_cores(facts)}."
+    )
+    return evidence, _more_processes(facts)
+
+
+def _io_bound(facts: Facts) -> tuple[str, str]:
+    idle = 1.0 - facts.computing
+    evidence = (
+        f"Building a batch takes {_per_batch(facts, facts.build_s)}, and "
+        f"{words.share(idle)} of that it waits for something else: files, a "
+        "network, a lock."
+    )
+    workers = max(facts.workers, 1)
+    wanted = max(
+        workers + 1, math.ceil(facts.build_s / max(facts.free_s, 1e-9))
+    )
+    wanted = min(wanted, max(32, 2 * workers))
+    advice = f"Waiting needs no core: pass `workers={wanted}`" + _gain(
+        facts, facts.build_s / wanted
+    )
+    if wanted > facts.max_queue_size:
+        advice += f" Raise `max_queue_size` to {2 * wanted} with it."
+    return evidence, advice
+
+
+def _cores_full(facts: Facts) -> tuple[str, str]:
+    assert facts.busy_cores is not None
+    evidence = (
+        f"Building a batch takes {_per_batch(facts, facts.build_s)} of "
+        f"computing, and {facts.busy_cores:.1f} of "
+        f"{facts.cores:g} {_cores(facts.cores)} were busy."
+    )
+    advice = (
+        "More workers would not help. Make the work cheaper: hand over uint8 "
+        "and augment in the model, on its device; store what is expensive "
+        "already prepared. Or give the process more cores."
+    )
+    if facts.workers > facts.cores:
+        advice += (
+            f" And {facts.workers} workers on {facts.cores:g} "
+            f"{_cores(facts.cores)} only get in each other's way."
+        )
+    return evidence, advice
+
+
+def _transfer_bound(facts: Facts) -> tuple[str, str]:
+    moving_s = facts.store_s + facts.open_s
+    evidence = (
+        f"Building a batch takes {_per_batch(facts, facts.build_s)}, moving "
+        f"its {words.size(facts.nbytes / facts.batches)} to the training "
+        f"process {_per_batch(facts, moving_s)}."
+    )
+    advice = (
+        "Move less: hand over uint8 or float16 instead of float32 and convert "
+        "in the model; or build the batch where it will lie, in an array from "
+        "`self.empty(shape, dtype)`, which is not copied. Builds this quick "
+        "may do without processes: try `use_multiprocessing=False`."
+    )
+    return evidence, advice
+
+
+def _stragglers(facts: Facts) -> tuple[str, str]:
+    slow = facts.stragglers
+    evidence = (
+        f"{words.count(len(slow), 'batch')} (index "
+        f"{words.listed([s.batch for s in slow])}) took up to "
+        f"{words.duration(slow[0].build_s)} to build, the others around "
+        f"{words.duration(facts.build_s_p50)}; most of the waiting was for "
+        "these."
+    )
+    advice = "Look at what is special about them, with `dataset[index]`."
+    if facts.workers_are == "inline":
+        return evidence, advice + " `workers=1` builds ahead of them."
+    wanted = max(
+        2 * facts.max_queue_size,
+        math.ceil(
+            slow[0].build_s / max(facts.free_s / max(facts.batches, 1), 1e-9)
+        ),
+    )
+    advice += (
+        f" A longer queue bridges them, where the other workers are quick "
+        f"enough to fill it: `max_queue_size={min(wanted, 1000)}`"
+    )
+    return evidence, advice + (
+        " and `workers=2`." if facts.workers < 2 else "."
+    )
+
+
+def _late_start(facts: Facts) -> tuple[str, str]:
+    evidence = (
+        f"The first batch was waited for "
+        f"{words.duration(facts.first_wait_s)}, all others together "
+        f"{words.duration(max(0.0, facts.wait_s - facts.first_wait_s))}."
+    )
+    advice = (
+        "Where only the first epoch is late, workers start and load the "
+        "dataset: keep one dataset object for all calls of `fit`. Where each "
+        "epoch is, look at `on_epoch_begin` and `on_epoch_end`: a dataset "
+        "that overrides them is built ahead only after they ran."
+    )
+    if facts.workers_are == "inline":
+        advice += " And `workers=1` builds ahead at all."
+    return evidence, advice
+
+
+def _too_few_batches(facts: Facts) -> tuple[str, str]:
+    evidence = (
+        f"{words.count(facts.batches, 'batch')} for {facts.workers} workers: "
+        "each builds one at most, and training waits for the first."
+    )
+    advice = (
+        "Smaller batches, and more of them, would let training begin earlier; "
+        f"or fewer workers would do: `workers={max(1, facts.batches // 2)}`. "
+        "`steps_per_execution`, or several passes over the data in one epoch, "
+        "make epochs longer."
+    )
+    return evidence, advice
+
+
+def _unstable_workers(facts: Facts) -> tuple[str, str]:
+    evidence = (
+        f"Workers were lost {words.count(facts.restarts, 'time')} in "
+        f"{words.count(facts.batches, 'batch')}, and "
+        f"{words.count(facts.retried, 'batch')} had to be built again."
+    )
+    advice = (
+        "The log says how each ended, and over which batch. Where the kernel "
+        "killed them, memory ran out: lower `workers` or `max_queue_size`."
+    )
+    return evidence, f"{advice} {facts.memory}".rstrip()
+
+
+_REASONS = {
+    Kind.COMPUTE_BOUND: _compute_bound,
+    Kind.BUILD_CPU_BOUND: _build_cpu_bound,
+    Kind.GIL_BOUND: _gil_bound,
+    Kind.IO_BOUND: _io_bound,
+    Kind.CORES_FULL: _cores_full,
+    Kind.TRANSFER_BOUND: _transfer_bound,
+    Kind.STRAGGLERS: _stragglers,
+    Kind.LATE_START: _late_start,
+    Kind.TOO_FEW_BATCHES: _too_few_batches,
+    Kind.UNSTABLE_WORKERS: _unstable_workers,
+}
+
+
+def _more_processes(facts: Facts) -> str:
+    """So many that steps need not wait, as far as cores are free."""
+    builds_s = facts.cpu_s + facts.store_s
+    wanted = math.ceil(builds_s / max(facts.free_s, 1e-9))
+    ours = facts.workers if facts.workers_are == "process" else 0
+    # Where threads or the caller build now, one core is theirs already.
+    room = math.floor(facts.free_cores + 0.3) + max(ours, 1)
+    count = max(1, min(wanted, room), ours + 1)
+    return f"Pass `workers={count}, use_multiprocessing=True`" + _gain(
+        facts, builds_s / count
+    )
+
+
+def _gain(facts: Facts, building_s: float) -> str:
+    """What an epoch would take at best, were building as quick as that."""
+    hoped_s = max(facts.free_s, building_s)
+    if hoped_s >= facts.wall_s:
+        return "."
+    return f": {words.duration(hoped_s)} an epoch at best."
+
+
+def _per_batch(facts: Facts, seconds: float) -> str:
+    return words.duration(seconds / max(facts.batches, 1))
+
+
+def _free_cores(facts: Facts) -> str:
+    if facts.busy_cores is None:
+        return f"there are {facts.cores:g} {_cores(facts.cores)}"
+    return (
+        f"{facts.free_cores:.1f} of {facts.cores:g} {_cores(facts.cores)} "
+        "were free"
+    )
+
+
+def _cores(number: float) -> str:
+    return "core" if number == 1 else "cores"

@@ -1,0 +1,56 @@
+"""Figures in words, with their units."""
+
+from __future__ import annotations
+
+import math
+
+
+def duration(seconds: float) -> str:
+    """Such as "1 h 12 min", "41 s", "9.7 s", "12 ms", "0.31 ms"."""
+    if math.isnan(seconds):
+        return "?"
+    if seconds >= 3600:
+        return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60)} min"
+    if seconds >= 600:
+        return f"{seconds / 60:.0f} min"
+    if seconds >= 1:
+        return f"{_three_digits(seconds)} s"
+    if seconds >= 1e-3:
+        return f"{_three_digits(seconds * 1e3)} ms"
+    return f"{seconds * 1e3:.2g} ms" if seconds > 0 else "0 ms"
+
+
+def size(nbytes: float) -> str:
+    """Such as "38.5 MB", "512 B"."""
+    units = ["B", "KB", "MB", "GB", "TB"]
+    while nbytes >= 1000 and len(units) > 1:
+        nbytes /= 1000
+        del units[0]
+    return f"{_three_digits(nbytes)} {units[0]}"
+
+
+def share(fraction: float) -> str:
+    """Such as "31%"."""
+    return "?" if math.isnan(fraction) else f"{fraction:.0%}"
+
+
+def count(number: int, noun: str) -> str:
+    """Such as "1 batch", "3 batches"; the noun forms its plural with s."""
+    if number == 1:
+        return f"1 {noun}"
+    plural = (
+        f"{noun}es" if noun.endswith(("ch", "sh", "x", "s")) else f"{noun}s"
+    )
+    return f"{number:,} {plural}"
+
+
+def listed(numbers: list[int], most: int = 5) -> str:
+    """Such as "3, 17, 20", or with " ..." where there are more."""
+    shown = ", ".join(str(number) for number in numbers[:most])
+    return shown + (", ..." if len(numbers) > most else "")
+
+
+def _three_digits(number: float) -> str:
+    if number >= 99.95:
+        return f"{number:,.0f}"
+    return f"{number:.1f}" if number >= 9.995 else f"{number:.2g}"
