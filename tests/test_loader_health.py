@@ -330,17 +330,19 @@ def test_one_of_our_datasets_for_validation_alone_adds_nothing(capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_evaluate_and_predict_take_it_and_print_a_line(capsys):
+def test_evaluate_and_predict_are_measured_and_print_nothing(capsys):
     model = _model()
+    health = LoaderHealth()
     with FreeData() as dataset:
-        model.evaluate(dataset, callbacks=[LoaderHealth()], verbose=0)
-        model.predict(dataset, callbacks=[LoaderHealth()], verbose=0)
-        model.predict(np.zeros((4, 3)), callbacks=[LoaderHealth()], verbose=0)
-    lines = capsys.readouterr().out.splitlines()
-    assert [_LINE.fullmatch(line)[1] for line in lines] == [
-        "evaluate",
-        "predict",
-    ]
+        model.evaluate(dataset, callbacks=[health], verbose=0)
+        (epoch,) = health.summary().epochs
+        assert (epoch.phase, epoch.batches) == ("evaluate", 8)
+        model.predict(dataset, callbacks=[health], verbose=0)
+        (epoch,) = health.summary().epochs
+        assert (epoch.phase, epoch.batches) == ("predict", 8)
+        model.predict(np.zeros((4, 3)), callbacks=[health], verbose=0)
+        assert health.summary().epochs == ()
+    assert capsys.readouterr().out == ""
 
 
 # -- what is printed ---------------------------------------------------------

@@ -45,7 +45,7 @@ class LoaderHealth(_Base):
     and every callback that is listed after this one have it; so list it first.
     A line after each epoch names the reason, and a table after the last one
     what to change. In a `fit` without a `FastPyDataset` nothing is added and
-    nothing printed. In `evaluate` and `predict` it prints one line.
+    nothing printed. After `evaluate` or `predict` ask for `summary()`.
 
     With `on_error="skip"`, `skipped` in the logs is the number of batches
     that the epoch and its validation left out, once there was one; and the
@@ -209,10 +209,12 @@ class LoaderHealth(_Base):
         """Everything the meter knows, once it has measured all."""
         import keras
 
-        staff, settings = meter.staff, meter.settings
+        # Of a fit, the training rather than the validation.
+        subject = next(iter(meter.subjects.values()), None)
+        staff = subject.staff if subject else None
         return Record(
-            dataset=meter.dataset,
-            settings=dataclasses.asdict(settings) if settings else {},
+            dataset=subject.name if subject else "",
+            settings=dataclasses.asdict(subject.settings) if subject else {},
             backend=keras.backend.backend(),
             began=self._began,
             began_s=self._began_s,
@@ -246,12 +248,13 @@ class LoaderHealth(_Base):
             self._trained = self._end()
 
     def _conclude(self, health: EpochHealth | None) -> None:
-        """Ends an evaluation or prediction."""
-        self._stop()
+        """Ends an evaluation or prediction.
+
+        Prints nothing: the progress bar's last line is yet to come.
+        """
         if health is not None:
             self._epochs.append(health)
-            if self.verbose:
-                print(_describe(health, health.skipped), flush=True)
+        self._stop()
 
     def _skipped_in(self, epoch: int) -> int:
         """Batches that an epoch and its validation left out."""

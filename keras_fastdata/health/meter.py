@@ -29,6 +29,21 @@ _MEMORY_INTERVAL_S = 10.0
 STEPS_KEPT = 8192
 
 
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A dataset that was measured.
+
+    Attributes:
+        name: Its class name.
+        settings: Its constructor arguments (`engine.settings.Settings`).
+        staff: Its workers, at the end of what was measured last.
+    """
+
+    name: str
+    settings: Any
+    staff: Staff | None
+
+
 class Sink(Protocol):
     """What wants every single batch and step, such as a trace.
 
@@ -66,9 +81,7 @@ class Meter:
     Attributes:
         recorder: What hears of the batches.
         steps: The latest steps.
-        staff: The workers, when something was last measured.
-        settings: Of the dataset; its constructor arguments.
-        dataset: Its class name.
+        subjects: What was measured, by phase.
     """
 
     def __init__(
@@ -82,9 +95,7 @@ class Meter:
         self.steps: collections.deque[Step] = collections.deque(
             maxlen=STEPS_KEPT
         )
-        self.staff: Staff | None = None
-        self.settings: Any = None
-        self.dataset = ""
+        self.subjects: dict[str, Subject] = {}
         self._sink = sink
         if sink is not None:
             self.recorder.on_spans = sink.batches
@@ -94,7 +105,7 @@ class Meter:
         self._clock: StepClock | None = None
         self._phase = ""
         self._probe = GilProbe(self.recorder)
-        self._source_facts: tuple[str, int, int] | None = None
+        self._settings: Any = None
         self._memory_s = float("-inf")
         self._workers_nbytes: int | None = None
 
@@ -145,17 +156,18 @@ class Meter:
         if self._sink is not None:
             self._sink.end()
         tally = self.recorder.tally
-        if not tally.batches or self._source_facts is None:
+        source, settings = self.recorder.source, self._settings
+        if not tally.batches:
             return None
-        kind, workers, max_queue_size = self._source_facts
-        source = self.recorder.source
-        self.staff = staff = None if source is None else source.staff()
+        staff = None if source is None else source.staff()
         losses = () if staff is None else staff.losses
+        self.subjects[phase] = Subject(self._name, settings, staff)
+        workers = 0 if settings.kind == "inline" else settings.workers
         now = cores.read()
         facts = Facts(
-            workers_are=kind,
+            workers_are=settings.kind,
             workers=workers,
-            max_queue_size=max_queue_size,
+            max_queue_size=settings.max_queue_size,
             batches=tally.batches,
             nbytes=tally.nbytes,
             wall_s=stretch.wall_s,
@@ -214,18 +226,14 @@ class Meter:
             self._sink.step(step)
 
     def _meet(self, source: Source) -> None:
-        self.dataset = source.name
-        self.settings = settings = source.settings
-        workers = 0 if settings.kind == "inline" else settings.workers
-        self._source_facts = settings.kind, workers, settings.max_queue_size
+        self._name, self._settings = source.name, source.settings
         self._watch_lock()
 
     def _watch_lock(self) -> None:
         """Threads alone hold each other up, if there are several."""
-        if self._source_facts is not None:
-            kind, workers, _ = self._source_facts
-            if kind == "thread" and workers > 1:
-                self._probe.watch()
+        settings = self._settings
+        if settings and settings.kind == "thread" and settings.workers > 1:
+            self._probe.watch()
 
     def _weigh(self, staff: Staff | None) -> int | None:
         """The memory of the workers, looked at now and then."""
