@@ -222,7 +222,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
             began = time.perf_counter()
             dataset._loader().run_hook(dataset, name)
             if (listener := self.listener()) is not None:
-                listener.add_wait(time.perf_counter() - began)
+                listener.add_hook(time.perf_counter() - began)
 
     def _sign(self) -> Any:
         """The signature TensorFlow wants, from batches 0 and 1 as in Keras.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 
@@ -78,3 +79,24 @@ class Varied(FastPyDataset):
             batch[:] = index % 256
             return batch
         return np.full(self.sizes[index], index % 256, np.uint8)
+
+
+class Staged(FastPyDataset):
+    """Batches of given lengths in bytes; some wait at a gate when first built.
+
+    The gate of batch `i` is a FIFO of that name in `folder`, which its
+    builder opens, and so waits for whoever opens the other end.
+    """
+
+    def __init__(self, lengths, folder, **kwargs):
+        super().__init__(**kwargs)
+        self.lengths = lengths
+        self.folder = str(folder)
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, index):
+        with contextlib.suppress(FileNotFoundError):
+            open(os.path.join(self.folder, str(index)), "rb").close()
+        return np.full(self.lengths[index], index, np.uint8)

@@ -14,6 +14,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 import uuid
 
@@ -750,6 +751,48 @@ SIZES = {
     "in turn": [40_000, 40_000, 4 * MEGABYTE] * 20,
     "larger than the bound": [BOUND + MEGABYTE] * 10,
 }
+
+
+def test_a_batch_that_was_recalled_comes_although_the_queue_is_full(tmp_path):
+    """The second batch makes the queue short; others have come by then.
+
+    One worker has batch 1 and is held, another has batch 2 and is held, the
+    third builds all up to batch 8. Then batch 1 comes, larger than any
+    before; batch 2 is recalled, and those behind it fill the queue.
+    """
+    gates = {number: tmp_path / str(number) for number in (1, 2, 9)}
+    for gate in gates.values():
+        os.mkfifo(gate)
+    lengths = [1000, BOUND] + [1000] * 10
+    dataset = limit_samples.Staged(
+        lengths,
+        tmp_path,
+        workers=3,
+        use_multiprocessing=True,
+        max_queue_size=30,
+        max_queue_bytes=BOUND,
+    )
+
+    large_one_came = threading.Event()
+
+    def let_through():
+        for number in (9, 1):
+            os.close(os.open(gates[number], os.O_WRONLY))
+            gates[number].unlink()
+        large_one_came.wait(60)
+        os.close(os.open(gates[2], os.O_WRONLY))
+        gates[2].unlink()
+
+    director = threading.Thread(target=let_through)
+    seen = []
+    with dataset:
+        director.start()
+        for batch in dataset:
+            seen.append(int(batch[0]))
+            if seen[-1] == 1:
+                large_one_came.set()
+        director.join()
+    assert seen == list(range(12))
 
 
 @pytest.mark.long

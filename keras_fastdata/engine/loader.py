@@ -428,7 +428,10 @@ class Loader:
         allowed = self._lookahead()
         if walk.ahead > allowed:
             self._take_back(workers, walk, allowed)
-        while walk.ahead < allowed and schedule.holds(walk.issued):
+        while schedule.holds(walk.issued) and (
+            # Batches behind it may fill the queue; it must come all the same.
+            walk.ahead < allowed or walk.issued == walk.position
+        ):
             index = schedule.index_at(walk.issued)
             known = (
                 index in walk.peeked

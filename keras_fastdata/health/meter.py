@@ -180,6 +180,7 @@ class Meter:
             wait_s=tally.wait_s,
             build_s_p50=tally.build.quantile(0.5),
             first_wait_s=tally.first_wait_s,
+            hook_s=tally.hook_s,
             retried=tally.retried,
             retried_wait_s=tally.retried_wait_s,
             restarts=sum(loss.at_s >= self._began_s for loss in losses),

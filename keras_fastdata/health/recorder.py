@@ -121,6 +121,7 @@ class Tally:
         build_s, cpu_s, delay_s, store_s, open_s, wait_s, depth: Sums over
             batches.
         first_wait_s: The wait for the first batch.
+        hook_s: Time in `on_epoch_begin` and `on_epoch_end`.
         retried_wait_s: The waits for batches that had to be built again.
         retried: How many batches that were.
         slowest: The batches that took longest to build.
@@ -133,7 +134,7 @@ class Tally:
         self.wait = Distribution()
         self.build_s = self.cpu_s = self.delay_s = 0.0
         self.store_s = self.open_s = self.wait_s = self.depth = 0.0
-        self.first_wait_s = 0.0
+        self.first_wait_s = self.hook_s = 0.0
         self.retried_wait_s = 0.0
         self.retried = 0
         self.slowest: list[Slow] = []
@@ -241,9 +242,10 @@ class Recorder:
             if len(self._pending) >= _BLOCK:
                 self.flush()
 
-    def add_wait(self, seconds: float) -> None:
-        """Takes note of time that went into data, but into no one batch."""
+    def add_hook(self, seconds: float) -> None:
+        """Takes note of time in `on_epoch_begin` or `on_epoch_end`."""
         self.waited_s += seconds
+        self.tally.hook_s += seconds
 
     def skip(self, batch: Skipped) -> None:
         """Takes note of a batch that was left out."""

@@ -82,6 +82,7 @@ class Facts:
             in shared memory, making arrays of that, waiting in `fit`.
         build_s_p50: Median time of a build.
         first_wait_s: The wait for the first batch.
+        hook_s: Time in the dataset's `on_epoch_begin` and `on_epoch_end`.
         retried: Batches that were built again, after a worker was lost.
         retried_wait_s: The waits for those.
         restarts: Workers that were lost.
@@ -108,6 +109,7 @@ class Facts:
     wait_s: float
     build_s_p50: float
     first_wait_s: float
+    hook_s: float
     retried: int
     retried_wait_s: float
     restarts: int
@@ -174,8 +176,9 @@ def _kind_of(facts: Facts) -> Kind:
         return Kind.UNSTABLE_WORKERS
     if 1 < facts.workers >= facts.batches:
         return Kind.TOO_FEW_BATCHES
-    waits_s = max(facts.wait_s, 1e-9)
-    if facts.first_wait_s > _MOST_OF * waits_s and facts.batches >= 4 * max(
+    late_s = facts.first_wait_s + facts.hook_s
+    waits_s = max(facts.wait_s + facts.hook_s, 1e-9)
+    if late_s > _MOST_OF * waits_s and facts.batches >= 4 * max(
         1, facts.workers
     ):
         return Kind.LATE_START
@@ -332,6 +335,11 @@ def _late_start(facts: Facts) -> tuple[str, str]:
         f"{words.duration(facts.first_wait_s)}, all others together "
         f"{words.duration(max(0.0, facts.wait_s - facts.first_wait_s))}."
     )
+    if facts.hook_s > facts.first_wait_s:
+        evidence = (
+            f"`on_epoch_begin` and `on_epoch_end` of the dataset took "
+            f"{words.duration(facts.hook_s)}. {evidence}"
+        )
     advice = (
         "Where only the first epoch is late, workers start and load the "
         "dataset: keep one dataset object for all calls of `fit`. Where each "
