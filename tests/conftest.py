@@ -7,9 +7,12 @@ descriptor, or entry in /dev/shm. What the backend itself starts on first use
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import gc
 import os
 import signal
+import tempfile
 import threading
 import time
 
@@ -38,6 +41,42 @@ def pytest_collection_modifyitems(config, items):
     long = [item for item in items if item.get_closest_marker("long")]
     items[:] = [item for item in items if item not in long]
     config.hook.pytest_deselected(items=long)
+
+
+@pytest.fixture(scope="session")
+def _locks():
+    """A turnstile and a room, for all processes of one test run."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+    names = [
+        os.path.join(
+            tempfile.gettempdir(), f"keras-fastdata-tests-{run}-{name}"
+        )
+        for name in ("turnstile", "room")
+    ]
+    fds = [os.open(name, os.O_CREAT | os.O_RDWR) for name in names]
+    yield fds
+    for name, fd in zip(names, fds, strict=True):
+        os.close(fd)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+
+
+@pytest.fixture(autouse=True)
+def _alone_if_it_must(request, _locks):
+    """Has a test that is marked `alone` run while no other does.
+
+    Others share the room. Whoever wants it alone holds the turnstile until
+    it is empty, or else it would never be.
+    """
+    alone = request.node.get_closest_marker("alone") is not None
+    turnstile, room = _locks
+    fcntl.flock(turnstile, fcntl.LOCK_EX)
+    if not alone:
+        fcntl.flock(turnstile, fcntl.LOCK_UN)
+    fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+    fcntl.flock(turnstile, fcntl.LOCK_UN)
+    yield
+    fcntl.flock(room, fcntl.LOCK_UN)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -76,6 +115,7 @@ def _descriptors() -> dict[str, str]:
         if target.startswith(
             ("socket:", "/memfd:keras_fastdata", "anon_inode:[pidfd]")
         )
+        or target.endswith("/schedstat")
     }
 
 
