@@ -179,7 +179,8 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         self._delivered += 1
         if self.is_heard_by(listener):
             listener.hear_from(self.py_dataset._loader())
-            listener.add(begun.span, waited_s)
+            listener.rested_s += begun.settled_s
+            listener.add(begun.span, waited_s - begun.settled_s)
         elif listener is not None:
             listener.aside_s += waited_s
 
@@ -274,7 +275,9 @@ class _Batches(Iterator[Any]):
         if self._pass is None:
             self._pass = self._adapter.take_pass(self)
         try:
-            batch = next(self._pass)
+            batch = self._pass.fetch(
+                quietly=listener is not None and listener.wants_quiet
+            )
         except StopIteration:
             self._over = True
             if self._pass.is_shortened:
@@ -289,7 +292,8 @@ class _Batches(Iterator[Any]):
             raise
         finally:
             self._adapter.book_skipped(self._pass)
-        self._adapter.book(listener, self._pass, time.perf_counter() - began)
+        waited_s = time.perf_counter() - began
+        self._adapter.book(listener, self._pass, waited_s)
         return self._adapter.standardize(batch)
 
     def give_up(self) -> Pass | None:

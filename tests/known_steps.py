@@ -48,19 +48,20 @@ class Sleeps(keras.layers.Layer):
         return np.asarray(array)
 
 
-def model_with_steps_of(seconds, columns=3):
-    """A compiled model for batches `x, y` of shape `(n, columns)` each.
+def model_with_steps_of(seconds):
+    """A compiled model for batches of float32 `x, y` of three columns each."""
+    inputs = keras.Input((3,))
+    model = keras.Model(inputs, Sleeps(seconds)(inputs))
+    model.compile("sgd", "mse")
+    return model
 
-    With 0 seconds, its steps take what Keras takes.
-    """
-    inputs = keras.Input((columns,))
-    outputs = (
-        Sleeps(seconds)(inputs)
-        if seconds
-        else keras.layers.Dense(1)(
-            keras.layers.Lambda(lambda x: x[:, :1])(inputs)
-        )
-    )
-    model = keras.Model(inputs, outputs)
+
+def model_of_the_first_column(columns, dtype):
+    """A compiled model that hardly looks at its inputs."""
+    inputs = keras.Input((columns,), dtype=dtype)
+    first = keras.layers.Lambda(
+        lambda x: keras.ops.cast(x[:, :1], "float32"), output_shape=(1,)
+    )(inputs)
+    model = keras.Model(inputs, keras.layers.Dense(1)(first))
     model.compile("sgd", "mse")
     return model

@@ -6,6 +6,23 @@ import sys
 from typing import Any
 
 
+def is_asynchronous() -> bool:
+    """Whether a training step may return before it has been computed."""
+    import keras
+
+    match keras.backend.backend():
+        case "tensorflow":
+            import tensorflow as tf
+
+            return len(tf.config.list_logical_devices()) > 1
+        case "torch":
+            torch = sys.modules["torch"]
+            return bool(
+                torch.cuda.is_available() or torch.backends.mps.is_available()
+            )
+    return True
+
+
 def synchronize(model: Any) -> None:
     """Returns when the training steps that were dispatched have ended.
 

@@ -198,9 +198,13 @@ class LoaderHealth(_Base):
         self._began = datetime.datetime.now().astimezone()
         self._began_s = time.monotonic()
         self._meter = Meter(
-            functools.partial(device.synchronize, self.model),
+            functools.partial(device.synchronize, self.model)
+            if device.is_asynchronous()
+            else None,
             # There, batches are fetched by a thread of its own.
             fetches=keras.backend.backend() != "tensorflow",
+            # Where `fit` walks over batches rather than over steps.
+            fetches_ahead=keras.backend.backend() == "torch",
         )
         self._skipped = self._meter.recorder.skipped
         recorder.listen(self._meter.recorder)

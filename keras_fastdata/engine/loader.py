@@ -41,6 +41,7 @@ from keras_fastdata.workers.interrupts import Uninterrupted
 from keras_fastdata.workers.thread import ThreadWorkers
 
 _WAIT_S = 0.5  # between two looks at what else there is to do
+_SETTLE_S = 1.0  # for workers to finish what they are at
 _LEAVE_S = 5.0  # for a daemon thread to leave the loader at exit
 
 
@@ -75,8 +76,18 @@ class Pass(Iterator[Any]):
         loader.enroll(self, self._walk)
 
     def __next__(self) -> Any:
+        return self.fetch()
+
+    def fetch(self, *, quietly: bool = False) -> Any:
+        """The next batch; or `StopIteration`.
+
+        Args:
+            quietly: Whether the workers shall have stopped to build, until
+                another batch is asked for. What is measured meanwhile is not
+                slowed down by them.
+        """
         try:
-            batch = self._loader.deliver(self._walk, self._dataset)
+            batch = self._loader.deliver(self._walk, self._dataset, quietly)
         except StopIteration as error:
             raise _not_the_end(error) from error
         if batch is _END:
@@ -91,6 +102,11 @@ class Pass(Iterator[Any]):
     def span(self) -> Span | None:
         """How the latest batch came about, if it was timed."""
         return self._walk.span
+
+    @property
+    def settled_s(self) -> float:
+        """How long the latest `fetch` waited for the workers to rest."""
+        return self._walk.settled_s
 
     @property
     def is_shortened(self) -> bool:
@@ -165,6 +181,7 @@ class _Walk:
         ended: Whether the last batch was delivered, or an error.
         timed: Whether tickets ask for a `Timing`.
         depth: Batches that were ready when one was last asked for.
+        settled_s: How long workers were then waited for to rest.
         spans: Of timed batches that have been opened, by index.
         span: Of the batch delivered last.
     """
@@ -185,6 +202,7 @@ class _Walk:
         self.ended = False
         self.timed = False
         self.depth = 0
+        self.settled_s = 0.0
         self.spans: dict[int, Span] = {}
         self.span: Span | None = None
 
@@ -313,12 +331,17 @@ class Loader:
         reference.walk = walk
         self._passes.add(reference)
 
-    def deliver(self, walk: _Walk, dataset: build.Dataset) -> Any:
+    def deliver(
+        self, walk: _Walk, dataset: build.Dataset, quietly: bool = False
+    ) -> Any:
         with self._own_lock():
             self._go_on()
             if walk.ended:
                 return _END
             workers, schedule = self._prepare(walk, dataset)
+            walk.settled_s = 0.0
+            if quietly:
+                self._settle(workers, walk, schedule)
             batch = _SKIPPED
             while batch is _SKIPPED:
                 if not schedule.holds(walk.position):
@@ -409,6 +432,7 @@ class Loader:
         if self._workers is None:
             with Uninterrupted():
                 self._workers = self._hire(dataset)
+        self._workers.resume()
         if walk.epoch is None:
             walk.epoch, self.epoch = self.epoch, self.epoch + 1
             self._workers.begin_epoch()
@@ -503,6 +527,37 @@ class Loader:
             self._go_on()
             self._torn = True
         return walk.ready.pop(key)
+
+    def _settle(
+        self, workers: Workers, walk: _Walk, schedule: Schedule
+    ) -> None:
+        """Has the workers stop once the next batch has come.
+
+        Waits for what they are at, for a moment: it is for a measurement.
+        """
+        if not schedule.holds(walk.position):
+            return
+        index = schedule.index_at(walk.position)
+        self._refill(workers, walk, schedule)
+        came_s: float | None = None
+        while True:
+            for done in workers.collect():
+                self._route(done)
+            if (
+                walk.position in walk.ready
+                or index in walk.peeked
+                or index in walk.skipped
+            ):
+                workers.pause()
+                now_s = time.monotonic()
+                came_s = came_s or now_s
+                walk.settled_s = now_s - came_s
+                if not workers.busy or walk.settled_s > _SETTLE_S:
+                    return
+            self._torn = False
+            workers.wait(_WAIT_S)
+            self._go_on()
+            self._torn = True
 
     def _go_on(self) -> None:
         """Ends a daemon thread that is here when the interpreter ends.

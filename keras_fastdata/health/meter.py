@@ -73,9 +73,12 @@ class Meter:
     """Measures the thread that calls it, until `close`.
 
     Args:
-        synchronize: Waits until the device has done all it was asked for.
+        synchronize: Waits until the device has done all it was asked for;
+            `None` where steps end only when they have been computed.
         fetches: Whether batches are fetched by this very thread, which then
             may wait for the device before.
+        fetches_ahead: Whether the batch of a step is fetched before
+            `on_train_batch_begin`.
         sink: What wants to know of every batch and step, if anything does.
 
     Attributes:
@@ -86,8 +89,9 @@ class Meter:
 
     def __init__(
         self,
-        synchronize: Callable[[], None],
+        synchronize: Callable[[], None] | None,
         fetches: bool,
+        fetches_ahead: bool,
         sink: Sink | None = None,
     ) -> None:
         self.recorder = Recorder()
@@ -101,6 +105,7 @@ class Meter:
             self.recorder.on_spans = sink.batches
         self._synchronize = synchronize
         self._fetches = fetches
+        self._fetches_ahead = fetches_ahead
         self._clocks: dict[str, StepClock] = {}  # by phase
         self._clock: StepClock | None = None
         self._phase = ""
@@ -118,7 +123,11 @@ class Meter:
         """Begins to measure an epoch of a phase."""
         if phase not in self._clocks:
             self._clocks[phase] = StepClock(
-                phase, self.recorder, self._synchronize, self._note_step
+                phase,
+                self.recorder,
+                self._synchronize,
+                self._fetches_ahead,
+                self._note_step,
             )
         self._phase, self._epoch = phase, epoch
         self._clock = self._clocks[phase]

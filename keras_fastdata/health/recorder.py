@@ -181,12 +181,14 @@ class Recorder:
         waited_s: Time spent in the iterators of our datasets, in all.
         aside_s: Time that belongs to no training step: a validation that is
             being set up.
+        rested_s: Time until workers rested, for a measurement.
         batches: Batches that those delivered.
         skipped: Batches that they left out, the latest 1,000 of them.
         skips: How many that were.
         on_source: Called when batches come from another loader than before.
         predicts: Whether it listens to a `predict`, which has no probe.
         on_spans: Called with spans as they are taken in, in order.
+        wants_quiet: Whether workers are to rest while the next step runs.
         before_wait: Called before a batch is waited for, in the thread that
             waits; `None` for nothing.
         tally: Of the present stretch; see `begin`.
@@ -195,12 +197,14 @@ class Recorder:
     def __init__(self) -> None:
         self.waited_s = 0.0
         self.aside_s = 0.0
+        self.rested_s = 0.0
         self.batches = 0
         self.skipped: list[Skipped] = []
         self.skips = 0
         self.on_source: Callable[[Source], None] | None = None
         self._source: weakref.ref[Source] | None = None
         self.predicts = False
+        self.wants_quiet = False
         self.before_wait: Callable[[], None] | None = None
         self.on_spans: Callable[[npt.NDArray[np.float64]], None] = _nobody
         self.tally = Tally()

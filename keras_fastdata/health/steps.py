@@ -3,14 +3,14 @@
     on_train_batch_begin i ------------------ on_train_batch_begin i + 1
             [ wait for a batch | compute, callbacks, progress bar ]
 
-The time a step waits inside our iterators says how long the *host* waited.
-Where steps are dispatched asynchronously (JAX; any accelerator) the device may
-have been computing all the while. So some steps are sampled: the device is
-synchronized before and after, and what remains without the wait is what a step
-needs by itself. Then
+How long the *host* waits inside our iterators is not the whole truth. Where
+steps are dispatched asynchronously (JAX; any accelerator) the device may have
+been computing all the while. And builds slow steps down that run beside them:
+they take its cores, its memory bandwidth, Python's lock. So some steps are
+sampled: the workers rest, the device is synchronized before and after, and
+what remains without the wait is what a step needs by itself. Then
 
     free_s    = what the epoch would take with free data
-              = max(host's own time, steps x time of a sampled one)
     data_wait = 1 - free_s / wall_s
 
 Steps that compile (the first; the first with another shape) are told by their
@@ -30,9 +30,9 @@ from typing import NamedTuple
 from keras_fastdata.health.recorder import Recorder
 
 _SAMPLES = 32  # remembered
-_EARLY_SAMPLES = 4  # steps in a row, before sampling gets rare
-_RARE = 32  # then one step in so many is sampled
-_UNUSUAL = 5  # times the median: a sample that is not like the others
+_EARLY_SAMPLES = 5  # steps in a row, before sampling gets rare
+_RARE = 100  # times what sampling a step costs is the time until the next one
+_CONTENDED = 0.8  # of what steps took: they must have been slowed down
 _COMPILING = 10  # times what a step needs, and
 _COMPILING_S = 0.05  # this much more: it must have been compiling
 _LONG_STEPS = 1024  # remembered one by one, to tell which compiled
@@ -48,7 +48,7 @@ class Step(NamedTuple):
         began_s: When it began.
         ended_s: When the next one began, or the epoch ended.
         waited_s: How long it waited for data meanwhile.
-        sampled: Whether the device was synchronized before and after.
+        sampled: Whether the device had done all before and after it.
     """
 
     phase: str
@@ -97,7 +97,10 @@ class StepClock:
     Args:
         phase: What kind of steps they are.
         recorder: What knows how long that thread has waited for data.
-        synchronize: Waits until the device has done all it was asked for.
+        synchronize: Waits until the device has done all it was asked for;
+            `None` where steps end only when they have been computed.
+        fetches_ahead: Whether the batch of a step is fetched before
+            `on_train_batch_begin`.
         tell: Called with each step that has ended.
     """
 
@@ -105,17 +108,21 @@ class StepClock:
         self,
         phase: str,
         recorder: Recorder,
-        synchronize: Callable[[], None],
+        synchronize: Callable[[], None] | None,
+        fetches_ahead: bool,
         tell: Callable[[Step], None],
     ) -> None:
         self._phase = phase
         self._recorder = recorder
         self._tell = tell
-        self._synchronize = synchronize
+        self._asynchronous = synchronize is not None
+        self._synchronize = synchronize or (lambda: None)
         self._samples: collections.deque[float] = collections.deque(
             maxlen=_SAMPLES
         )
+        self._fetches_ahead = fetches_ahead
         self._ever = 0  # steps since training began
+        self._next_s = 0.0  # when a sample is due again
         self._running = False
 
     def begin(self, epoch: int) -> None:
@@ -124,8 +131,11 @@ class StepClock:
         self._epoch = epoch
         self._began_s = self._mark_s = time.monotonic()
         self._began_aside_s = self._recorder.aside_s
-        self._mark_wait_s = self._recorder.waited_s + self._recorder.aside_s
+        self._mark_wait_s = self._no_step_s()
         self._count = 0
+        self._planned = False
+        self._mark_rest_s = self._recorder.rested_s
+        self._began_rest_s = self._mark_rest_s
         self._number: int | None = None  # of the step under way
         self._sampling = False
         self._own_s = 0.0
@@ -135,17 +145,27 @@ class StepClock:
 
     def step(self, number: int) -> None:
         """A step begins, and with that the one before has ended."""
-        if self._running:
-            self._end_step(self._is_due())
-            self._number = number
+        if not self._running:
+            return
+        sample = self._planned or self._is_due()
+        if sample and self._fetches_ahead and not self._planned:
+            self._planned, sample = True, False
+        else:
+            self._planned = False
+        self._end_step(sample)
+        self._recorder.wants_quiet = self._planned or (
+            sample and not self._fetches_ahead
+        )
+        self._number = number
 
     def end(self) -> Stretch:
         """Ends the stretch, and says what it took."""
         self._synchronize()
         self._end_step(False)
-        self._running = False
+        self._running = self._recorder.wants_quiet = False
         wall_s = self._mark_s - self._began_s
         wall_s -= self._recorder.aside_s - self._began_aside_s
+        wall_s -= self._recorder.rested_s - self._began_rest_s
         need_s = self._need_s()
         compiled = []
         if not math.isnan(need_s):
@@ -154,7 +174,9 @@ class StepClock:
         own_s = self._own_s - sum(compiled)
         steps = self._count - len(compiled)
         if steps and not math.isnan(need_s):
-            own_s = max(own_s, self._before_s + steps * need_s)
+            free_s = self._before_s + steps * need_s
+            if self._asynchronous or free_s < _CONTENDED * own_s:
+                own_s = free_s
         return Stretch(
             self._count,
             wall_s - sum(compiled),
@@ -169,18 +191,24 @@ class StepClock:
             self._synchronize()
 
     def _is_due(self) -> bool:
-        """Whether the step that begins is to be sampled."""
-        # The first compiles.
+        """Whether it is time for another sample."""
         ever, self._ever = self._ever, self._ever + 1
         if not ever:
-            return False
-        return len(self._samples) < _EARLY_SAMPLES or not ever % _RARE
+            return False  # it compiles
+        if len(self._samples) < _EARLY_SAMPLES:
+            return True
+        return time.monotonic() >= self._next_s
+
+    def _no_step_s(self) -> float:
+        """Time that went into no step, since the recorder was made."""
+        recorder = self._recorder
+        return recorder.waited_s + recorder.aside_s + recorder.rested_s
 
     def _end_step(self, sample_next: bool) -> None:
         if self._sampling or sample_next:
             self._synchronize()
         now_s = time.monotonic()
-        wait_s = self._recorder.waited_s + self._recorder.aside_s
+        wait_s = self._no_step_s()
         waited_s = wait_s - self._mark_wait_s
         own_s = max(0.0, now_s - self._mark_s - waited_s)
         self._own_s += own_s
@@ -201,18 +229,21 @@ class StepClock:
             )
             if self._sampling:
                 self._samples.append(own_s)
+                rested_s = self._recorder.rested_s - self._mark_rest_s
+                self._next_s = now_s + _RARE * (own_s + rested_s)
             if own_s > _COMPILING_S:
                 self._note_long(own_s)
         self._sampling = sample_next
         self._mark_s, self._mark_wait_s = now_s, wait_s
+        self._mark_rest_s = self._recorder.rested_s
 
     def _need_s(self) -> float:
-        """What one step needs by itself."""
+        """What one step needs by itself: the mean of the middle samples."""
         if not self._samples:
             return math.nan
-        usual_s = statistics.median(self._samples)
-        limit_s = max(_UNUSUAL * usual_s, usual_s + 0.001)
-        return statistics.fmean(s for s in self._samples if s <= limit_s)
+        ordered = sorted(self._samples)
+        quarter = len(ordered) // 4
+        return statistics.fmean(ordered[quarter : len(ordered) - quarter])
 
     def _note_long(self, own_s: float) -> None:
         self._long.append(own_s)

@@ -17,7 +17,7 @@ from keras_fastdata.health.recorder import Slow
 WORTH_A_CHANGE = 0.1  # of the wall time; below, free data would not be noticed
 
 _MOST_OF = 0.5
-_UNSTABLE_WAIT = 0.3  # of the waits are for batches that were built again
+_UNSTABLE_WAIT = 0.3  # of what is lost: waits for batches built again
 _UNSTABLE_RATE = 0.1  # restarts per batch
 _STRAGGLER = 4  # times the median of builds
 _FEW = 0.2  # of all batches
@@ -120,6 +120,14 @@ class Facts:
     memory: str = ""
 
     @property
+    def lost_s(self) -> float:
+        """What free data would save.
+
+        More than the waits, where builds slow down the steps beside them.
+        """
+        return max(0.0, self.wall_s - self.free_s)
+
+    @property
     def data_wait(self) -> float:
         """The share of the wall time that free data would save: 0 to 1."""
         if self.wall_s <= 0:
@@ -177,15 +185,14 @@ def _kind_of(facts: Facts) -> Kind:
     if 1 < facts.workers >= facts.batches:
         return Kind.TOO_FEW_BATCHES
     late_s = facts.first_wait_s + facts.hook_s
-    waits_s = max(facts.wait_s + facts.hook_s, 1e-9)
-    if late_s > _MOST_OF * waits_s and facts.batches >= 4 * max(
+    if late_s > _MOST_OF * facts.lost_s and facts.batches >= 4 * max(
         1, facts.workers
     ):
         return Kind.LATE_START
     slow = facts.stragglers
     if (
         len(slow) <= _FEW * facts.batches
-        and sum(s.waited_s for s in slow) > _MOST_OF * waits_s
+        and sum(s.waited_s for s in slow) > _MOST_OF * facts.lost_s
     ):
         return Kind.STRAGGLERS
     moving_s = facts.store_s + facts.open_s
@@ -200,7 +207,7 @@ def _kind_of(facts: Facts) -> Kind:
 
 
 def _is_unstable(facts: Facts) -> bool:
-    share = facts.retried_wait_s / max(facts.wait_s, 1e-9)
+    share = facts.retried_wait_s / max(facts.lost_s, 1e-9)
     if facts.restarts == 1:
         return share > _MOST_OF
     return facts.restarts > 1 and (

@@ -103,6 +103,19 @@ class Workers(Protocol):
         """Takes tickets back; nothing more is heard of them."""
         ...
 
+    def pause(self) -> None:
+        """Has the workers finish what they are at, and begin nothing."""
+        ...
+
+    def resume(self) -> None:
+        """Has them go on. Idempotent."""
+        ...
+
+    @property
+    def busy(self) -> bool:
+        """Whether a ticket is out that `collect` has not returned."""
+        ...
+
     def change(self) -> None:
         """Has every later ticket built from the dataset as it is now."""
         ...

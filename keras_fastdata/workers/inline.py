@@ -55,6 +55,16 @@ class InlineWorkers:
         kept = (t for t in self._tickets if t.serial not in gone)
         self._tickets = collections.deque(kept)
 
+    def pause(self) -> None:
+        """Nothing to do: nothing is built while the caller does not wait."""
+
+    def resume(self) -> None:
+        """Nothing to do."""
+
+    @property
+    def busy(self) -> bool:
+        return False
+
     def change(self) -> None:
         """Nothing to do: the next batch is built from the dataset itself."""
 

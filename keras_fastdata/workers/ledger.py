@@ -99,6 +99,11 @@ class Ledger:
         self._backlog.extendleft(reversed(found))
         return found
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether any ticket is out, wanted or not."""
+        return len(self._sent) + len(self._cancelled) > len(self._backlog)
+
     def is_out(self, serials: Collection[int]) -> bool:
         """Whether any ticket with these serials is unsettled."""
         return any(s.ticket.serial in serials for s in self._sent.values())

@@ -188,6 +188,7 @@ class ProcessWorkers:
         self._last_words: dict[int, bytes] = {}  # by worker
         self._buffer = memoryview(bytearray(messages.RECEIVE_BYTES))
         self._closed = False
+        self._paused = False
         with contextlib.ExitStack() as undo:
             self._payload = self._write_payload()
             if self._payload is not None:
@@ -246,6 +247,20 @@ class ProcessWorkers:
             self._ledger.cancel(gone)
             self._flush()
 
+    def pause(self) -> None:
+        if not self._paused:
+            self._unqueue()
+            self._paused = True
+
+    def resume(self) -> None:
+        if self._paused:
+            self._paused = False
+            self._flush()
+
+    @property
+    def busy(self) -> bool:
+        return self._ledger.is_awaited
+
     def change(self) -> None:
         self._version += 1
         previous, self._payload = self._payload, self._write_payload()
@@ -288,7 +303,7 @@ class ProcessWorkers:
 
     def _flush(self) -> None:
         """Sends what the sockets take without waiting."""
-        if not self._workers:
+        if not self._workers or self._paused:
             return
         for worker in self._workers.values():
             if worker.version < self._version:

@@ -49,6 +49,8 @@ class ThreadWorkers:
         self._builder = builder
         self._dataset = dataset
         self._tickets: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
+        self._given = 0  # tickets that threads are to answer
+        self._held: list[Ticket] | None = None  # while paused
         self._results = _Results()
         self._cancelled: set[int] = set()
         self._watch = Watch(
@@ -70,8 +72,15 @@ class ThreadWorkers:
                     ) from error
 
     def submit(self, ticket: Ticket) -> bool:
-        self._tickets.put(ticket)
+        if self._held is None:
+            self._give(ticket)
+        else:
+            self._held.append(ticket)
         return True
+
+    def _give(self, ticket: Ticket) -> None:
+        self._given += 1
+        self._tickets.put(ticket)
 
     def wait(self, timeout_s: float) -> None:
         self._results.arrived.wait(min(timeout_s, self._watch.interval_s))
@@ -79,6 +88,7 @@ class ThreadWorkers:
     def collect(self) -> Iterable[Built]:
         kept = []
         for built, seconds in self._results.take():
+            self._given -= 1
             if built.serial == _START_FAILED:
                 raise built.error or RuntimeError("on_worker_start failed")
             if built.serial in self._cancelled:
@@ -92,6 +102,20 @@ class ThreadWorkers:
 
     def cancel(self, serials: Iterable[int]) -> None:
         self._cancelled.update(serials)
+
+    def pause(self) -> None:
+        if self._held is None:
+            self._held = self._taken_back()
+            self._given -= len(self._held)
+
+    def resume(self) -> None:
+        held, self._held = self._held, None
+        for ticket in held or ():
+            self._give(ticket)
+
+    @property
+    def busy(self) -> bool:
+        return self._given > 0
 
     def change(self) -> None:
         """Nothing to do: the threads build from the dataset itself."""
@@ -131,6 +155,7 @@ class ThreadWorkers:
             if not self._threads[worker].give_up(ticket):
                 continue  # it has finished after all, a moment ago
             self._threads[worker] = self._start(worker)
+            self._given -= ticket is not None
             if ticket is not None and ticket.serial in self._cancelled:
                 self._cancelled.discard(ticket.serial)
                 continue  # nobody waits for it
@@ -152,10 +177,16 @@ class ThreadWorkers:
             late.append(Built(ticket.serial, worker, error=error))
         return late
 
-    def _end_threads(self) -> None:
+    def _taken_back(self) -> list[Ticket]:
+        """The tickets that no thread has taken yet."""
+        found = []
         with contextlib.suppress(queue.Empty):
-            while True:
-                self._tickets.get_nowait()
+            while (ticket := self._tickets.get_nowait()) is not None:
+                found.append(ticket)
+        return found
+
+    def _end_threads(self) -> None:
+        self._taken_back()
         for _ in self._threads:
             self._tickets.put(None)
         deadline = time.monotonic() + _CLOSE_TIMEOUT_S
