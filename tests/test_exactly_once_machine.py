@@ -89,6 +89,11 @@ class Loading(RuleBasedStateMachine):
         for _ in range(count):
             self._next()
 
+    @rule(count=st.integers(1, 5))
+    def take_while_the_workers_rest(self, count):
+        for _ in range(count):
+            self._next(quietly=True)
+
     @rule(
         count=st.integers(1, 3),
         form=st.sampled_from(["all", "header", "rows", "strided"]),
@@ -207,13 +212,13 @@ class Loading(RuleBasedStateMachine):
 
     # -- the model -----------------------------------------------------------
 
-    def _next(self):
+    def _next(self, *, quietly=False):
         """Takes a batch; returns it with what it must be, or `None`."""
         if self.batches is None:
             self.batches, self.position = iter(self.dataset), 0
             self.epoch, self.epochs = self.epochs, self.epochs + 1
         try:
-            batch = next(self.batches)
+            batch = self.batches.fetch(quietly=quietly)
         except StopIteration:
             assert self.position == LENGTH
             self._pass_is_over()

@@ -82,9 +82,8 @@ class Pass(Iterator[Any]):
         """The next batch; or `StopIteration`.
 
         Args:
-            quietly: Whether the workers shall have stopped to build, until
-                another batch is asked for. What is measured meanwhile is not
-                slowed down by them.
+            quietly: Whether the workers shall rest until another batch is
+                asked for, so that they slow nothing down meanwhile.
         """
         try:
             batch = self._loader.deliver(self._walk, self._dataset, quietly)
