@@ -18,8 +18,8 @@ class Distribution:
     """Counts durations in buckets of equal ratio.
 
     Quantiles are within 1% of a value that was seen, for durations from one
-    microsecond to a day; shorter ones count as 0. (As in DDSketch, Masson et
-    al., VLDB 2019.)
+    microsecond to a day; one microsecond and less count as 0. (As in DDSketch,
+    Masson et al., VLDB 2019.)
     """
 
     def __init__(self) -> None:

@@ -160,8 +160,7 @@ class StepClock:
 
     def end(self) -> Stretch:
         """Ends the stretch, and says what it took."""
-        self._synchronize()
-        self._end_step(False)
+        self._end_step(False, last=True)
         self._running = self._recorder.wants_quiet = False
         wall_s = self._mark_s - self._began_s
         wall_s -= self._recorder.aside_s - self._began_aside_s
@@ -204,8 +203,9 @@ class StepClock:
         recorder = self._recorder
         return recorder.waited_s + recorder.aside_s + recorder.rested_s
 
-    def _end_step(self, sample_next: bool) -> None:
-        if self._sampling or sample_next:
+    def _end_step(self, sample_next: bool, *, last: bool = False) -> None:
+        host_s = time.monotonic()
+        if self._sampling or sample_next or last:
             self._synchronize()
         now_s = time.monotonic()
         wait_s = self._no_step_s()
@@ -231,8 +231,8 @@ class StepClock:
                 self._samples.append(own_s)
                 rested_s = self._recorder.rested_s - self._mark_rest_s
                 self._next_s = now_s + _RARE * (own_s + rested_s)
-            if own_s > _COMPILING_S:
-                self._note_long(own_s)
+            # It is the host that compiles; waiting for the device is not it.
+            self._note_if_long(host_s - self._mark_s - waited_s)
         self._sampling = sample_next
         self._mark_s, self._mark_wait_s = now_s, wait_s
         self._mark_rest_s = self._recorder.rested_s
@@ -245,8 +245,10 @@ class StepClock:
         quarter = len(ordered) // 4
         return statistics.fmean(ordered[quarter : len(ordered) - quarter])
 
-    def _note_long(self, own_s: float) -> None:
-        self._long.append(own_s)
+    def _note_if_long(self, host_s: float) -> None:
+        if host_s <= _COMPILING_S:
+            return
+        self._long.append(host_s)
         if len(self._long) > _LONG_STEPS:
             limit_s = _compiling_limit_s(self._need_s())
             self._long = [own for own in self._long if own > limit_s]

@@ -153,7 +153,9 @@ class Facts:
     @property
     def cores_are_full(self) -> bool:
         """Whether one more worker would have no core to run on."""
-        return self.free_cores < max(_FULL_CORES, _FULL * self.cores)
+        return self.busy_cores is not None and (
+            self.free_cores < max(_FULL_CORES, _FULL * self.cores)
+        )
 
     @property
     def stragglers(self) -> list[Slow]:

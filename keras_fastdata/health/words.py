@@ -53,4 +53,4 @@ def listed(numbers: list[int], most: int = 5) -> str:
 def _three_digits(number: float) -> str:
     if number >= 99.95:
         return f"{number:,.0f}"
-    return f"{number:.1f}" if number >= 9.995 else f"{number:.2g}"
+    return f"{number:.1f}" if number >= 1 else f"{number:.2g}"

@@ -1,0 +1,193 @@
+"""What is remembered of batches, and in how much memory."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keras_fastdata.health import recorder
+from keras_fastdata.health.quantiles import Distribution
+from keras_fastdata.health.recorder import Recorder, Skipped, Span
+
+MEGABYTE = 1_000_000
+
+
+def span(batch=0, build_s=0.01, retries=0, **fields):
+    """A batch that took so long to build; 1 ms to store, and 1 to open."""
+    values = dict.fromkeys(Span._fields, 0.0)
+    values.update(
+        batch=batch,
+        retries=retries,
+        nbytes=1000,
+        depth=2,
+        began_s=1.0,
+        built_s=1.0 + build_s,
+        stored_s=1.001 + build_s,
+        opened_s=0.001,
+        cpu_s=build_s / 2,
+        **fields,
+    )
+    return Span(**values)
+
+
+# -- quantiles ---------------------------------------------------------------
+
+
+@given(
+    st.lists(st.floats(1.1e-6, 8e4), min_size=1, max_size=200),
+    st.floats(0, 1),
+)
+def test_a_quantile_is_within_one_percent_of_a_value_seen(values, share):
+    distribution = Distribution()
+    distribution.add(np.array(values))
+    exact = np.quantile(values, share, method="inverted_cdf")
+    assert distribution.count == len(values)
+    assert distribution.quantile(share) == pytest.approx(exact, rel=0.011)
+
+
+def test_quantiles_do_not_depend_on_the_order_or_the_parts():
+    values = np.random.default_rng(0).exponential(0.01, 5000)
+    whole, parts = Distribution(), Distribution()
+    whole.add(values)
+    for part in np.array_split(np.sort(values), 7):
+        parts.add(part)
+    assert whole.histogram() == parts.histogram()
+
+
+def test_without_values_a_quantile_is_0():
+    assert Distribution().quantile(0.5) == 0.0
+    assert Distribution().histogram() == []
+
+
+def test_values_out_of_range_count_as_the_nearest():
+    distribution = Distribution()
+    distribution.add(np.array([0.0, 1e-9, 1e9]))
+    assert distribution.quantile(0.5) == 0.0
+    assert distribution.quantile(1.0) == pytest.approx(1e5, rel=0.03)
+
+
+# -- a tally -----------------------------------------------------------------
+
+
+def test_sums_are_those_of_the_batches():
+    heard = Recorder()
+    heard.add(span(0, waited_s=9.0), 0.5)
+    for batch in range(1, 1000):
+        heard.add(span(batch), 0.0)
+    heard.add(span(1000, build_s=3.0, retries=1), 2.0)
+    heard.add_hook(0.25)
+    heard.flush()
+    tally = heard.tally
+    assert heard.batches == tally.batches == 1001
+    assert heard.waited_s == 2.75
+    assert tally.wait_s == 2.5
+    assert tally.hook_s == 0.25
+    assert tally.first_wait_s == 0.5
+    assert (tally.retried, tally.retried_wait_s) == (1, 2.0)
+    assert tally.nbytes == 1_001_000
+    assert tally.build_s == pytest.approx(13.0)
+    assert tally.cpu_s == pytest.approx(6.5)
+    assert tally.store_s == pytest.approx(1.001)
+    assert tally.open_s == pytest.approx(1.001)
+    assert tally.slowest[0].batch == 1000
+    assert tally.slowest[0].waited_s == 2.0
+    assert tally.build.quantile(0.5) == pytest.approx(0.01, rel=0.011)
+
+
+def test_a_new_stretch_begins_with_sums_of_its_own():
+    heard = Recorder()
+    heard.add(span(), 1.0)
+    heard.begin()
+    heard.add(span(7), 0.0)
+    heard.flush()
+    assert heard.tally.batches == 1
+    assert heard.tally.wait_s == 0
+    assert heard.batches == 2
+
+
+def test_a_batch_that_was_not_timed_is_counted_and_waited_for():
+    heard = Recorder()
+    heard.add(None, 0.5)
+    heard.flush()
+    assert (heard.batches, heard.waited_s) == (1, 0.5)
+    assert heard.tally.batches == 0
+
+
+# -- the ring ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [0, 1, 511, 8192, 8193, 20_000])
+def test_the_latest_spans_are_kept_in_order(count):
+    heard = Recorder()
+    for batch in range(count):
+        heard.add(span(batch), 0.0)
+    kept = heard.spans()[:, Span._fields.index("batch")].tolist()
+    assert kept == list(range(max(0, count - recorder.SPANS_KEPT), count))
+
+
+def test_every_span_is_told_once_and_in_order():
+    told = []
+    heard = Recorder()
+    heard.on_spans = lambda spans: told.extend(spans[:, 1].astype(int))
+    for batch in range(2000):
+        heard.add(span(batch), 0.0)
+    heard.flush()
+    assert told == list(range(2000))
+
+
+@pytest.mark.parametrize(
+    "count", [50_000, pytest.param(1_000_000, marks=pytest.mark.long)]
+)
+def test_a_million_batches_take_at_most_ten_megabytes(count):
+    one = span()
+    gc.collect()
+    tracemalloc.start()
+    try:
+        heard = Recorder()
+        for _ in range(count):
+            heard.add(one, 0.0)
+        heard.flush()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert heard.tally.batches == count
+    assert peak < 10 * MEGABYTE
+
+
+def test_of_many_skipped_batches_the_latest_thousand_are_kept():
+    heard = Recorder()
+    for index in range(1500):
+        heard.skip(Skipped("Data", index, "ValueError"))
+    assert heard.skips == 1500
+    assert [s.index for s in heard.skipped] == list(range(500, 1500))
+
+
+# -- who hears ---------------------------------------------------------------
+
+
+def test_a_recorder_hears_of_its_own_thread_until_it_leaves():
+    heard = Recorder()
+    here = threading.get_ident()
+    recorder.listen(heard)
+    assert recorder.of(here) is heard
+    assert recorder.of(here + 1) is None
+    recorder.leave(Recorder())
+    assert recorder.of(here) is heard
+    recorder.leave(heard)
+    recorder.leave(heard)
+    assert recorder.of(here) is None
+
+
+def test_a_recorder_that_is_gone_hears_of_nothing():
+    heard = Recorder()
+    recorder.listen(heard)
+    del heard
+    gc.collect()
+    assert recorder.of(threading.get_ident()) is None
+    recorder.leave(Recorder())

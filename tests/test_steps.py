@@ -1,0 +1,230 @@
+"""`StepClock` in a world whose clock, device and loader are simulated.
+
+There the time an epoch would take with free data is known.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keras_fastdata.health import steps
+from keras_fastdata.health.recorder import Recorder
+from keras_fastdata.health.steps import StepClock
+
+COMPILING_S = 0.8
+HOST_S = 0.0005  # what dispatching a step takes the host
+
+
+class World:
+    """A training loop whose time is counted rather than spent.
+
+    Args:
+        load_s: What building a batch takes.
+        step_s: What computing a step takes, while nothing else runs.
+        asynchronous: Whether the host goes on while a step is computed.
+        ahead: Whether a worker builds while the host does other things;
+            else batches are built when they are asked for.
+        slowdown: How many times longer a step takes while workers build.
+        fetches_ahead: Whether a batch is fetched before its step begins.
+    """
+
+    def __init__(
+        self,
+        load_s,
+        step_s,
+        asynchronous=False,
+        ahead=False,
+        slowdown=1.0,
+        fetches_ahead=False,
+    ):
+        self.now_s = 100.0
+        self.load_s, self.step_s = load_s, step_s
+        self.asynchronous, self.ahead = asynchronous, ahead
+        self.slowdown = slowdown
+        self.fetches_ahead = fetches_ahead
+        self.device_s = 0.0  # when the device will have done all
+        self.built_s = 0.0  # when the worker will have its next batch
+        self.rests = False
+        self.compiles = True
+        self.recorder = Recorder()
+        self.seen = []
+        self.clock = StepClock(
+            "train",
+            self.recorder,
+            self.synchronize if asynchronous else None,
+            fetches_ahead,
+            self.seen.append,
+        )
+
+    def synchronize(self):
+        self.now_s = max(self.now_s, self.device_s)
+
+    def fetch(self):
+        if self.asynchronous:
+            self.clock.pause()
+        began_s = self.now_s
+        if self.ahead:
+            self.now_s = max(self.now_s, self.built_s)
+            self.rests = self.recorder.wants_quiet
+            self.built_s = self.now_s + self.load_s
+        else:
+            self.now_s += self.load_s
+        self.recorder.add(None, self.now_s - began_s)
+
+    def compute(self):
+        step_s = self.step_s
+        if self.ahead and not self.rests:
+            step_s *= self.slowdown
+        if self.rests:
+            # What the worker would have built, it builds afterwards.
+            self.built_s = self.now_s + step_s + self.load_s
+        if self.compiles:
+            self.now_s += COMPILING_S
+            self.compiles = False
+        self.now_s += HOST_S
+        self.device_s = max(self.device_s, self.now_s) + step_s
+        if not self.asynchronous:
+            self.now_s = self.device_s
+
+    def epoch(self, count, number=0):
+        self.built_s = self.now_s + self.load_s
+        self.clock.begin(number)
+        for step in range(count):
+            if self.fetches_ahead:
+                self.fetch()
+                self.clock.step(step)
+            else:
+                self.clock.step(step)
+                self.fetch()
+            self.compute()
+        return self.clock.end()
+
+
+@pytest.fixture
+def world(monkeypatch):
+    def make(*args, **kwargs):
+        made = World(*args, **kwargs)
+        monkeypatch.setattr(steps.time, "monotonic", lambda: made.now_s)
+        return made
+
+    return make
+
+
+@pytest.mark.parametrize("fetches_ahead", [False, True])
+@pytest.mark.parametrize("ahead", [False, True], ids=["inline", "worker"])
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(
+    ("load_s", "step_s"), [(0.03, 0.01), (0.015, 0.019), (0, 0.01), (1, 0.001)]
+)
+def test_free_data_would_bring_what_is_predicted(
+    world, load_s, step_s, asynchronous, ahead, fetches_ahead
+):
+    kind = {
+        "asynchronous": asynchronous,
+        "ahead": ahead,
+        "fetches_ahead": fetches_ahead,
+    }
+    real = world(load_s, step_s, **kind)
+    real.epoch(100)
+    seen = real.epoch(100, 1)
+    free = world(0, step_s, **kind)
+    free.epoch(100)
+    ceiling = free.epoch(100, 1)
+    assert seen.steps == 100
+    assert seen.data_wait == pytest.approx(
+        1 - ceiling.wall_s / seen.wall_s, abs=0.03
+    )
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    load_s=st.floats(0, 0.5),
+    step_s=st.floats(0.001, 0.5),
+    asynchronous=st.booleans(),
+    ahead=st.booleans(),
+    fetches_ahead=st.booleans(),
+    count=st.integers(1, 60),
+    epochs=st.integers(1, 3),
+)
+def test_a_share_is_a_share_and_every_step_is_told_once(
+    load_s, step_s, asynchronous, ahead, fetches_ahead, count, epochs
+):
+    with pytest.MonkeyPatch.context() as patch:
+        real = World(load_s, step_s, asynchronous, ahead, 1.5, fetches_ahead)
+        patch.setattr(steps.time, "monotonic", lambda: real.now_s)
+        for number in range(epochs):
+            stretch = real.epoch(count, number)
+            assert 0 <= stretch.data_wait <= 1
+            assert 0 <= stretch.free_s <= stretch.wall_s * 1.5 + 1
+            assert stretch.steps == count
+    told = [(step.epoch, step.number) for step in real.seen]
+    assert told == [(e, n) for e in range(epochs) for n in range(count)]
+    for before, after in zip(real.seen, real.seen[1:], strict=False):
+        assert before.ended_s <= after.began_s + 1e-9
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_steps_that_builds_slow_down_are_known_from_those_beside_which_none_run(
+    world, asynchronous
+):
+    slowed = world(0.02, 0.01, asynchronous, ahead=True, slowdown=3.0)
+    slowed.epoch(200)
+    stretch = slowed.epoch(200, 1)
+    assert stretch.step_s == pytest.approx(0.01 + HOST_S, rel=0.1)
+    assert stretch.free_s == pytest.approx(200 * (0.01 + HOST_S), rel=0.1)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_step_that_compiles_is_left_out(world, asynchronous):
+    real = world(0, 0.01, asynchronous)
+    first = real.epoch(50)
+    assert first.compiling_s == pytest.approx(COMPILING_S, rel=0.1)
+    assert first.wall_s == pytest.approx(50 * 0.01, rel=0.2)
+    real.compiles = True  # a batch of another shape
+    second = real.epoch(50, 1)
+    assert second.compiling_s == pytest.approx(COMPILING_S, rel=0.1)
+    assert second.data_wait < 0.1
+
+
+def test_sampling_takes_at_most_a_hundredth_of_the_time(world):
+    real = world(0.001, 0.01, asynchronous=True, ahead=True)
+    real.epoch(10)
+    real.epoch(10_000, 1)
+    sampled = [step for step in real.seen[10:] if step.sampled]
+    spent_s = sum(step.ended_s - step.began_s for step in sampled)
+    assert sampled
+    assert spent_s < 0.02 * (real.seen[-1].ended_s - real.seen[10].began_s)
+
+
+def test_a_single_step_that_compiles_is_all_there_is(world):
+    stretch = world(0.01, 0.01).epoch(1)
+    assert stretch.steps == 1
+    assert stretch.wall_s == pytest.approx(COMPILING_S, rel=0.1)
+    assert stretch.data_wait < 0.1
+
+
+def test_an_epoch_without_steps_waits_for_nothing(world):
+    stretch = world(0.01, 0.01).epoch(0)
+    assert (stretch.steps, stretch.data_wait) == (0, 0.0)
+
+
+def test_time_aside_belongs_to_no_epoch(world):
+    real = world(0.01, 0.01)
+    real.epoch(5)
+    real.clock.begin(1)
+    for step in range(5):
+        real.clock.step(step)
+        real.fetch()
+        real.compute()
+    real.now_s += 10  # a validation is set up
+    real.recorder.aside_s += 10
+    stretch = real.clock.end()
+    assert stretch.wall_s == pytest.approx(5 * (0.02 + HOST_S), rel=0.01)
+
+
+def test_steps_outside_an_epoch_are_not_looked_at(world):
+    real = world(0.01, 0.01)
+    real.clock.step(0)
+    assert real.seen == []

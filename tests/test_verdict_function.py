@@ -1,0 +1,206 @@
+"""Verdicts as a function of figures, without a `fit`.
+
+`test_verdicts` shows the same in real ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keras_fastdata.health import words
+from keras_fastdata.health.recorder import Slow
+from keras_fastdata.health.verdict import Facts, Kind, judge
+
+# 100 batches in 10 s, of which steps need 2: one process that computes.
+BUSY_BUILDER = Facts(
+    workers_are="process",
+    workers=1,
+    max_queue_size=10,
+    batches=100,
+    nbytes=100_000_000,
+    wall_s=10.0,
+    free_s=2.0,
+    build_s=9.5,
+    cpu_s=9.3,
+    delay_s=0.1,
+    store_s=0.1,
+    open_s=0.0,
+    wait_s=8.0,
+    build_s_p50=0.095,
+    first_wait_s=0.1,
+    hook_s=0.0,
+    retried=0,
+    retried_wait_s=0.0,
+    restarts=0,
+    slowest=(Slow(0.1, 17, 0.1),),
+    cores=8,
+    busy_cores=1.5,
+)
+
+
+def facts(**changes):
+    return dataclasses.replace(BUSY_BUILDER, **changes)
+
+
+IDLE = {"cpu_s": 0.1, "delay_s": 0.0}
+FULL = {"cores": 2, "busy_cores": 1.98}
+THREADS = {"workers_are": "thread", "workers": 4, "gil_held": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("compute_bound", {"free_s": 9.5}),
+        ("compute_bound", {"free_s": 10.5}),
+        ("build_cpu_bound", {}),
+        ("build_cpu_bound", {"workers_are": "inline", "workers": 0}),
+        ("build_cpu_bound", {"workers_are": "thread", "gil_held": 0.9}),
+        ("build_cpu_bound", {"busy_cores": None}),
+        ("build_cpu_bound", THREADS | {"gil_held": 0.1}),
+        ("build_cpu_bound", {"cpu_s": 4.0, "delay_s": 5.0}),
+        ("gil_bound", THREADS),
+        ("gil_bound", THREADS | {"cpu_s": 2.0}),
+        ("io_bound", IDLE),
+        ("io_bound", IDLE | FULL),
+        ("io_bound", IDLE | {"workers_are": "thread", "workers": 4}),
+        ("cores_full", FULL),
+        ("cores_full", FULL | THREADS),
+        ("cores_full", FULL | {"workers_are": "inline", "workers": 0}),
+        ("cores_full", {"cores": 64, "busy_cores": 60.0}),
+        ("cores_full", {"cores": 1, "busy_cores": 0.8}),
+        ("transfer_bound", {"store_s": 12.0}),
+        ("transfer_bound", {"build_s": 1.0, "open_s": 0.5, "store_s": 0.6}),
+        ("stragglers", {"slowest": (Slow(4.0, 17, 3.0), Slow(3, 9, 2.5))}),
+        ("late_start", {"first_wait_s": 5.0}),
+        ("late_start", {"hook_s": 5.0}),
+        ("too_few_batches", {"batches": 4, "workers": 4}),
+        ("unstable_workers", {"restarts": 3, "retried_wait_s": 3.0}),
+        ("unstable_workers", {"restarts": 20}),
+        ("unstable_workers", {"restarts": 1, "retried_wait_s": 5.0}),
+        ("build_cpu_bound", {"restarts": 1, "retried_wait_s": 0.5}),
+    ],
+)
+def test_figures_speak_for_a_reason(kind, changes):
+    assert judge(facts(**changes)).kind == kind
+
+
+def test_the_ceiling_is_told_in_seconds_and_as_a_factor():
+    verdict = judge(facts())
+    assert verdict.ceiling_speedup == 5.0
+    assert verdict.evidence.endswith(
+        "With free data this epoch would take 2.0 s instead of 10.0 s."
+    )
+
+
+def test_free_cores_are_what_workers_are_advised_for():
+    advice = judge(facts()).advice
+    assert "`workers=5, use_multiprocessing=True`" in advice
+    assert "2.0 s an epoch at best" in advice
+    crowded = judge(facts(busy_cores=6.0)).advice
+    assert "`workers=3, use_multiprocessing=True`" in crowded
+
+
+def test_slow_batches_are_named():
+    verdict = judge(facts(slowest=(Slow(4.0, 17, 3.0), Slow(3.0, 9, 2.5))))
+    assert "2 batches (index 17, 9) took up to 4.0 s" in verdict.evidence
+    assert "max_queue_size=" in verdict.advice
+
+
+def test_memory_is_told_where_workers_die():
+    verdict = judge(facts(restarts=20, memory="Now 1.0 of 16.0 GiB are free."))
+    assert verdict.advice.endswith("Now 1.0 of 16.0 GiB are free.")
+
+
+SECONDS = st.floats(0, 1e5)
+FACTS = st.builds(
+    Facts,
+    workers_are=st.sampled_from(["inline", "thread", "process"]),
+    workers=st.integers(0, 64),
+    max_queue_size=st.integers(1, 1000),
+    batches=st.integers(1, 10**9),
+    nbytes=st.integers(0, 10**15),
+    wall_s=SECONDS,
+    free_s=SECONDS,
+    build_s=SECONDS,
+    cpu_s=SECONDS,
+    delay_s=SECONDS,
+    store_s=SECONDS,
+    open_s=SECONDS,
+    wait_s=SECONDS,
+    build_s_p50=SECONDS,
+    first_wait_s=SECONDS,
+    hook_s=SECONDS,
+    retried=st.integers(0, 100),
+    retried_wait_s=SECONDS,
+    restarts=st.integers(0, 100),
+    slowest=st.lists(
+        st.builds(Slow, SECONDS, st.integers(0, 10**9), SECONDS), max_size=3
+    ).map(tuple),
+    cores=st.floats(0.1, 256),
+    busy_cores=st.none() | st.floats(0, 256),
+    gil_held=st.floats(0, 1) | st.just(math.nan),
+)
+
+
+@settings(max_examples=500, deadline=None)
+@given(FACTS)
+def test_whatever_was_measured_there_is_one_verdict_in_words(measured):
+    verdict = judge(measured)
+    assert verdict.kind in set(Kind)
+    assert verdict.ceiling_speedup >= 1
+    assert verdict.evidence.endswith(".")
+    assert verdict.advice.endswith(".")
+    assert str(verdict).startswith(f"{verdict.kind}: ")
+
+
+@settings(max_examples=500, deadline=None)
+@given(FACTS)
+def test_computing_on_full_cores_is_never_answered_by_more_workers(measured):
+    full = dataclasses.replace(measured, busy_cores=measured.cores)
+    verdict = judge(full)
+    more_workers = re.search(r"workers=(\d+)", verdict.advice)
+    if verdict.kind in ("build_cpu_bound", "gil_bound", "cores_full"):
+        assert verdict.kind == "cores_full"
+        assert more_workers is None
+
+
+# -- words -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 ms"),
+        (0.000012, "0.012 ms"),
+        (0.0123, "12.3 ms"),
+        (0.9994, "999 ms"),
+        (1.234, "1.2 s"),
+        (12.34, "12.3 s"),
+        (123.4, "123 s"),
+        (754, "13 min"),
+        (4321, "1 h 12 min"),
+        (math.nan, "?"),
+    ],
+)
+def test_durations_have_units_and_few_digits(seconds, text):
+    assert words.duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 B"), (512, "512 B"), (38_535_168, "38.5 MB"), (2e15, "2,000 TB")],
+)
+def test_sizes_have_units_and_few_digits(nbytes, text):
+    assert words.size(nbytes) == text
+
+
+def test_one_batch_is_not_one_batches():
+    assert words.count(1, "batch") == "1 batch"
+    assert words.count(2, "batch") == "2 batches"
+    assert words.count(1234, "time") == "1,234 times"
