@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 _WIDE = 10.0  # times the least value: then bins are of equal ratio
-_LEAST_S = 1e-5  # what is shorter is not told apart
+LEAST_S = 1e-5  # what is shorter is counted, not drawn
+_PAUSE = 2  # bins without a value: then a curve is broken off
 
 
 class Mark(NamedTuple):
@@ -35,17 +36,19 @@ class Histogram:
         counts: Shape `(bins,)`.
         is_log: Whether the bins are of equal ratio, not of equal width.
         quantiles: The median, and what 95% do not exceed; in seconds.
+        at_once: How many were shorter than `LEAST_S`, and are in no bin.
     """
 
     edges: npt.NDArray[np.float64]
     counts: npt.NDArray[np.int64]
     is_log: bool
     quantiles: tuple[float, float]
+    at_once: int
 
     def place(self, seconds: float) -> float:
         """Where a duration lies: from 0 to 1."""
         low, high = float(self.edges[0]), float(self.edges[-1])
-        value = max(seconds, _LEAST_S)
+        value = max(seconds, LEAST_S)
         if self.is_log:
             low, high, value = math.log(low), math.log(high), math.log(value)
         return min(1.0, max(0.0, (value - low) / (high - low)))
@@ -57,7 +60,9 @@ def histogram(
     """Counts durations; `None` if there are none."""
     if not len(seconds):
         return None
-    seen = np.maximum(seconds, _LEAST_S)
+    seen = seconds[seconds >= LEAST_S]
+    if not len(seen):
+        seen = np.full(len(seconds), LEAST_S)
     low, high = float(seen.min()), float(seen.max())
     is_log = high > _WIDE * low
     if is_log:
@@ -68,7 +73,13 @@ def histogram(
     edges[0], edges[-1] = min(edges[0], low), max(edges[-1], high)
     counts, _ = np.histogram(seen, edges)
     median, most = np.quantile(seconds, (0.5, 0.95))
-    return Histogram(edges, counts, is_log, (float(median), float(most)))
+    return Histogram(
+        edges,
+        counts,
+        is_log,
+        (float(median), float(most)),
+        len(seconds) - len(seen),
+    )
 
 
 def duration_marks(figure: Histogram, most: int = 5) -> list[Mark]:
@@ -85,7 +96,7 @@ def duration_marks(figure: Histogram, most: int = 5) -> list[Mark]:
 
 
 def time_marks(
-    begin_s: float, end_s: float, origin_s: float, most: int = 6
+    begin_s: float, end_s: float, origin_s: float, most: int = 8
 ) -> list[Mark]:
     """Round moments, in seconds since an origin."""
     values = round_values(begin_s - origin_s, end_s - origin_s, most)
@@ -142,7 +153,7 @@ def _exact(seconds: float, step: float, unit: float | None = None) -> str:
 
 
 class Series(NamedTuple):
-    """Values over time, in bins: arrays of shape `(bins,)`.
+    """Values over time, in bins: arrays of shape `(n,)`.
 
     Attributes:
         begin_s: When each bin begins.
@@ -158,11 +169,18 @@ class Series(NamedTuple):
     least: npt.NDArray[np.float64]
     most: npt.NDArray[np.float64]
 
+    def parts(self) -> list[Series]:
+        """The same, cut where there were no values for a while."""
+        pause = _PAUSE * (self.end_s - self.begin_s)[:-1]
+        cuts = np.flatnonzero(np.diff(self.begin_s) > pause) + 1
+        columns = [np.split(column, cuts) for column in self]
+        return [Series(*part) for part in zip(*columns, strict=True)]
+
 
 def series(
     moments_s: npt.NDArray[np.float64],
     values: npt.NDArray[np.float64],
-    bins: int = 240,
+    most_bins: int = 240,
 ) -> Series | None:
     """Values in bins of equal time; bins without any are left out.
 
@@ -171,6 +189,7 @@ def series(
     """
     if not len(moments_s):
         return None
+    bins = min(most_bins, max(1, len(moments_s) // 2))
     low, high = float(moments_s.min()), float(moments_s.max())
     width = max((high - low) / bins, 1e-9)
     bin_of = np.minimum(((moments_s - low) / width).astype(int), bins - 1)

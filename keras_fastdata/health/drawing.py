@@ -7,6 +7,8 @@ own width: `WIDTH` by the height of the figure, from the top left.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -17,8 +19,10 @@ from keras_fastdata.health.record import Record
 
 WIDTH = 1000
 HEIGHT = 100  # of charts; a timeline is as high as its rows
-_BINS = 240  # along the whole run
+_BINS = 240  # along the whole run, at most
+_LEAST_BINS = 30
 _LEAST_WIDTH = 0.8  # of what is to be seen at all
+_GAP = 1.0  # between batches
 _LEAST_OPACITY = 0.35
 
 
@@ -56,9 +60,9 @@ class Chart:
         lines: Curves: class and points, as SVG writes them.
         x_marks: Along its width.
         y_marks: Along its height.
-        rows: Names of its rows and what they are, where it has rows.
-        row_height: Of each.
+        rows: Where it has rows: their names, what they are, their heights.
         uprights: Vertical lines: class and place from 0 to 1.
+        keys: What the classes stand for.
     """
 
     name: str
@@ -68,9 +72,9 @@ class Chart:
     x_marks: tuple[axes.Mark, ...]
     y_marks: tuple[axes.Mark, ...] = ()
     lines: tuple[tuple[str, str], ...] = ()
-    rows: tuple[tuple[str, str], ...] = ()
-    row_height: int = 0
+    rows: tuple[tuple[str, str, int], ...] = ()
     uprights: tuple[tuple[str, float], ...] = ()
+    keys: tuple[tuple[str, str], ...] = ()
 
 
 def timelines(record: Record) -> list[Chart]:
@@ -107,9 +111,13 @@ def histogram(name: str, seconds: npt.NDArray[np.float64]) -> Chart | None:
                 title,
             )
         )
+    note = f"median {words.duration(median)}, 95% within {words.duration(p95)}"
+    if figure.at_once:
+        least = words.duration(axes.LEAST_S)
+        note += f"; {figure.at_once:,} under {least} are not drawn"
     return Chart(
         name,
-        f"median {words.duration(median)}, 95% within {words.duration(p95)}",
+        note,
         HEIGHT,
         tuple(box for box in boxes if box.height),
         tuple(axes.duration_marks(figure)),
@@ -117,6 +125,11 @@ def histogram(name: str, seconds: npt.NDArray[np.float64]) -> Chart | None:
         uprights=(
             ("median", figure.place(median)),
             ("p95", figure.place(p95)),
+        ),
+        keys=(
+            ("bin", "batches"),
+            ("median", "median"),
+            ("p95", "95% are within"),
         ),
     )
 
@@ -133,7 +146,7 @@ def over_time(record: Record) -> list[Chart]:
     charts = []
     if record.steps:
         charts += [_epochs(record, view), _waiting(record, view)]
-    if len(asked):
+    if len(asked) and timeline.has_queue(record):
         charts.append(_queue(record, view, asked))
     return charts
 
@@ -163,18 +176,24 @@ def _timeline(record: Record, stretch: timeline.Stretch) -> Chart:
     view = _View(record.began_s, stretch.begin_s, stretch.end_s)
     pixel_s = (view.end_s - view.begin_s) / WIDTH
     rows = timeline.rows(record, stretch, pixel_s)
-    row_height = 22 if len(rows) <= 9 else 15 if len(rows) <= 18 else 11
+    heights = _heights(len(rows))
     boxes = []
-    for number, row in enumerate(rows):
+    for row, height, top in zip(
+        rows, heights, itertools.accumulate(heights, initial=0), strict=False
+    ):
+        pad = 1 + height // 15
         for bar in row.bars:
             x = view.x(bar.begin_s)
+            width = _rounded(view.x(bar.end_s) - x)
+            if bar.what == "build":
+                width -= min(_GAP, width / 4)  # the next one follows at once
             boxes.append(
                 Box(
                     bar.what,
                     x,
-                    number * row_height + (2 if row_height > 11 else 1),
-                    max(_LEAST_WIDTH, _rounded(view.x(bar.end_s) - x)),
-                    row_height - (4 if row_height > 11 else 2),
+                    top + pad,
+                    max(_LEAST_WIDTH, _rounded(width)),
+                    height - 2 * pad,
                     round(max(bar.share, _LEAST_OPACITY), 2),
                     f"{bar.title} ({view.between(bar.begin_s, bar.end_s)})",
                 )
@@ -183,12 +202,32 @@ def _timeline(record: Record, stretch: timeline.Stretch) -> Chart:
         stretch.name,
         f"{words.duration(view.end_s - view.begin_s)} of "
         f"{words.duration(record.ended_s - record.began_s)}",
-        len(rows) * row_height,
+        sum(heights),
         tuple(boxes),
         view.marks(),
-        rows=tuple((row.name, row.title) for row in rows),
-        row_height=row_height,
+        rows=tuple(
+            (row.name, row.title, height)
+            for row, height in zip(rows, heights, strict=True)
+        ),
+        keys=tuple(_keys(record)),
     )
+
+
+def _heights(rows: int) -> list[int]:
+    """Of the row of training, and of those of workers."""
+    height = 22 if rows <= 9 else 15 if rows <= 18 else 11
+    return [22, *[height] * (rows - 1)]
+
+
+def _keys(record: Record) -> Iterator[tuple[str, str]]:
+    yield "compute", "training computes"
+    yield "wait", "training waits for data"
+    yield "build", "a batch is built"
+    if record.settings.get("use_multiprocessing"):
+        yield "copy", "and copied to shared memory"
+    yield "idle", "idle"
+    if record.lost:
+        yield "lost", "lost, until replaced"
 
 
 def _epochs(record: Record, view: _View) -> Chart:
@@ -207,12 +246,16 @@ def _epochs(record: Record, view: _View) -> Chart:
                 f"{name} ({view.between(begin_s, end_s)})",
             )
         )
-    return Chart("Epochs", "", 10, tuple(boxes), ())
+    keys = [("epoch", "epoch"), ("validation", "validation")]
+    if not any(step.phase == "validation" for step in record.steps):
+        del keys[1:]
+    return Chart("Epochs", "", 10, tuple(boxes), (), keys=tuple(keys))
 
 
 def _waiting(record: Record, view: _View) -> Chart:
     """How the steps' time was divided, in bins of equal time."""
-    edges = np.linspace(view.begin_s, view.end_s, _BINS + 1)
+    bins = min(_BINS, max(_LEAST_BINS, len(record.steps)))
+    edges = np.linspace(view.begin_s, view.end_s, bins + 1)
     began = np.array([step.began_s for step in record.steps])
     ended = np.array([step.ended_s for step in record.steps])
     waited = np.array([step.waited_s for step in record.steps])
@@ -223,7 +266,7 @@ def _waiting(record: Record, view: _View) -> Chart:
         "compute": _covered(edges, turned, ended) / bin_s,
     }
     boxes = []
-    for place in range(_BINS):
+    for place in range(bins):
         top = float(HEIGHT)
         when = view.between(edges[place], edges[place + 1])
         for what, verb in (("wait", "waits"), ("compute", "computes")):
@@ -235,9 +278,9 @@ def _waiting(record: Record, view: _View) -> Chart:
             boxes.append(
                 Box(
                     what,
-                    _rounded(WIDTH * place / _BINS),
+                    _rounded(WIDTH * place / bins),
                     top,
-                    _rounded(WIDTH / _BINS),
+                    _rounded(WIDTH / bins),
                     height,
                     1.0,
                     f"{verb} {words.share(share)} of the time ({when})",
@@ -250,6 +293,7 @@ def _waiting(record: Record, view: _View) -> Chart:
         tuple(boxes),
         view.marks(),
         tuple(axes.Mark(s, words.share(s)) for s in (0.0, 0.5, 1.0)),
+        keys=(("wait", "waits for data"), ("compute", "computes")),
     )
 
 
@@ -284,22 +328,30 @@ def _queue(
         return _rounded(HEIGHT - scale * batches)
 
     boxes = []
-    points = []
     for begin_s, end_s, mean, low, high in zip(*found, strict=True):
-        x, end_x = view.x(begin_s), view.x(end_s)
-        points.append(f"{_rounded((x + end_x) / 2)},{y(mean)}")
+        x = view.x(begin_s)
         boxes.append(
             Box(
                 "range",
                 x,
                 y(high),
-                max(_LEAST_WIDTH, _rounded(end_x - x)),
+                max(_LEAST_WIDTH, _rounded(view.x(end_s) - x)),
                 max(1.0, _rounded(y(low) - y(high))),
                 1.0,
                 f"{mean:.1f} batches ready, from {low:.0f} to {high:.0f} "
                 f"({view.between(begin_s, end_s)})",
             )
         )
+    curves = [
+        " ".join(
+            f"{view.x(moment_s)},{y(mean)}"
+            for begin_s, end_s, mean in zip(
+                part.begin_s, part.end_s, part.mean, strict=True
+            )
+            for moment_s in (begin_s, end_s)
+        )
+        for part in found.parts()
+    ]
     size = record.settings.get("max_queue_size")
     note = "batches that were ready when one was asked for"
     if size:
@@ -314,7 +366,8 @@ def _queue(
             mark._replace(place=mark.place / 1.08)
             for mark in axes.count_marks(most)
         ),
-        lines=(("mean", " ".join(points)),),
+        lines=tuple(("mean", curve) for curve in curves),
+        keys=(("mean", "mean"), ("range", "least to most")),
     )
 
 

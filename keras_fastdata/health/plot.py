@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from keras_fastdata.health import axes, timeline
+from keras_fastdata.health import axes, timeline, words
 from keras_fastdata.health.record import Record
 from keras_fastdata.health.summary import HealthSummary
 
@@ -160,44 +160,48 @@ def _draw_histogram(
         max(p95, low), color=_COLORS["lost"], linestyle="--", label="95%"
     )
     panel.set_ylabel("batches")
+    if figure.at_once:
+        least = words.duration(axes.LEAST_S)
+        name += f" ({figure.at_once:,} under {least} not drawn)"
     panel.set_title(name, loc="left", fontsize="medium")
     panel.legend(frameon=False, fontsize="small")
 
 
 def _draw_queue(panel: Axes, record: Record) -> None:
     found = axes.series(timeline.asked_s(record), record.column("depth"))
-    if found is None:
+    if found is None or not timeline.has_queue(record):
         _say_empty(panel, "queue depth")
         return
-    middle = (found.begin_s + found.end_s) / 2 - record.began_s
-    panel.fill_between(
-        middle,
-        found.least,
-        found.most,
-        step="mid",
-        color=_COLORS["copy"],
-        alpha=0.5,
-        linewidth=0,
-        label="least to most",
-    )
-    panel.plot(
-        middle,
-        found.mean,
-        color=_COLORS["build"],
-        marker="." if len(middle) < 3 else "",
-        label="mean",
-    )
+    origin_s = record.began_s
+    for part in found.parts():
+        moments = np.stack([part.begin_s, part.end_s], 1).ravel() - origin_s
+        band = panel.fill_between(
+            moments,
+            np.repeat(part.least, 2),
+            np.repeat(part.most, 2),
+            color=_COLORS["copy"],
+            alpha=0.5,
+            linewidth=0,
+        )
+        (curve,) = panel.plot(
+            moments, np.repeat(part.mean, 2), color=_COLORS["build"]
+        )
     panel.set_ylim(bottom=0, top=max(1.0, 1.08 * float(found.most.max())))
     panel.set_xlabel("time since the start (s)")
     panel.set_ylabel("batches ready")
     panel.set_title("queue depth", loc="left", fontsize="medium")
-    panel.legend(frameon=False, fontsize="small")
+    panel.legend(
+        [curve, band],
+        ["mean", "least to most"],
+        frameon=False,
+        fontsize="small",
+    )
 
 
 def _say_empty(panel: Axes, name: str) -> None:
     panel.set_title(name, loc="left", fontsize="medium")
     panel.text(
-        0.5, 0.5, "nothing was measured", ha="center", transform=panel.transAxes
+        0.5, 0.5, "nothing to show", ha="center", transform=panel.transAxes
     )
     panel.set_xticks([])
     panel.set_yticks([])

@@ -12,6 +12,7 @@ import importlib.resources
 import math
 import os
 import pathlib
+import re
 import secrets
 from typing import Any
 
@@ -25,6 +26,7 @@ from keras_fastdata.health.summary import EpochHealth, HealthSummary
 _MOST_SLOW = 12
 _MOST_TRACEBACKS = 50
 _MOST_RETRIED = 50
+_UNITS = "ms|s|min|h|B|KB|MB|GB|TB"  # stay on the line of their figure
 _WHO = {
     "train": "Training",
     "evaluate": "The evaluation",
@@ -78,6 +80,8 @@ def _render(record: Record) -> str:
         share=words.share,
         size=words.size,
         counted=words.count,
+        prose=_prose,
+        last_line=_raised,
     )
     files = importlib.resources.files("keras_fastdata.health")
     source = files.joinpath("report.html.jinja").read_text("utf-8")
@@ -97,9 +101,9 @@ def _view(record: Record) -> dict[str, Any]:
         "record": record,
         "summary": summary,
         "verdict": summary.verdict,
-        "headline": headline(summary),
-        "free_s": free_s(summary),
-        "speedup": speedup(summary),
+        "headline": _headline(record),
+        "free_s": _free_s(summary),
+        "speedup": _speedup(summary),
         "took_s": record.ended_s - record.began_s,
         "timelines": drawing.timelines(record),
         "over_time": drawing.over_time(record),
@@ -117,26 +121,46 @@ def _view(record: Record) -> dict[str, Any]:
     }
 
 
-def headline(summary: HealthSummary) -> str:
+def _headline(record: Record) -> str:
     """What happened, in a sentence."""
+    summary = record.summary
     if not summary.epochs:
-        return "No batch of a FastPyDataset was seen."
+        if len(record.spans):
+            return "No epoch has ended"
+        return "No batch of a FastPyDataset was seen"
     who = _WHO.get(summary.epochs[0].phase, "Training")
     wait = words.share(summary.data_wait)
     return f"{who} waited {wait} of its time for data"
 
 
-def free_s(summary: HealthSummary) -> float:
+def _free_s(summary: HealthSummary) -> float:
     """What all epochs would take with free data."""
     return summary.wall_s * (1.0 - summary.data_wait)
 
 
-def speedup(summary: HealthSummary) -> str:
+def _speedup(summary: HealthSummary) -> str:
     """How many times faster that is, such as "2.6 times"."""
-    times = summary.wall_s / max(free_s(summary), 1e-9)
+    times = summary.wall_s / max(_free_s(summary), 1e-9)
     if times >= 100:
         return "over 100 times"
     return f"{times:.2f} times" if times < 2 else f"{times:.1f} times"
+
+
+def _prose(text: str) -> list[tuple[bool, str]]:
+    """Pieces of a text, and whether each is code (between backquotes)."""
+    kept = re.sub(rf"(\d) (?=({_UNITS})\b)", "\\1\N{NO-BREAK SPACE}", text)
+    pieces = kept.split("`")
+    if len(pieces) % 2 == 0:
+        return [(False, kept)]
+    return [(place % 2 == 1, piece) for place, piece in enumerate(pieces)]
+
+
+def _raised(traceback: str) -> str:
+    """The line that names the exception; notes may follow it."""
+    lines = traceback.rstrip().splitlines()
+    frames = [i for i, line in enumerate(lines) if line.startswith("  ")]
+    after = lines[frames[-1] + 1 :] if frames else lines
+    return (after or lines or [""])[0]
 
 
 def _phases(summary: HealthSummary) -> list[EpochHealth]:

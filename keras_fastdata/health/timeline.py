@@ -79,7 +79,7 @@ def stretches(record: Record) -> tuple[Stretch, ...]:
     """The parts of a record that are worth a look; none if it is empty.
 
     All of it, where that is short; else the beginning, the longest wait after
-    that, and the end of training.
+    that, and the middle of the last epoch, which shows what is usual.
     """
     steps = [s for s in record.steps if s.phase == _main_phase(record)]
     if not steps:
@@ -89,15 +89,17 @@ def stretches(record: Record) -> tuple[Stretch, ...]:
         return (
             Stretch("all", _first_s(record, steps), record.steps[-1].ended_s),
         )
-    last = max(0, len(steps) - count)
-    found = [_cut("the beginning", steps, 0, count)]
+    of_last = sum(step.epoch == steps[-1].epoch for step in steps)
+    last = len(steps) - of_last + max(0, of_last - count) // 2
+    found = [_cut("the beginning", steps, 0, 0, count)]
     found[0] = found[0]._replace(begin_s=_first_s(record, steps))
-    between = steps[count:last]
-    if between:
-        waits = [step.waited_s for step in between]
-        first = count + int(np.argmax(waits)) - count // 2
-        found.append(_cut("the longest wait", steps, max(0, first), count))
-    found.append(_cut("the end", steps, last, count))
+    if len(steps) > count:
+        waits = [step.waited_s for step in steps[count:]]
+        longest = count + int(np.argmax(waits))
+        first = max(0, longest - count // 2)
+        found.append(_cut("the longest wait", steps, first, longest, count))
+    middle = last + min(count, of_last) // 2
+    found.append(_cut("the last epoch", steps, last, middle, count))
     return tuple(found)
 
 
@@ -147,6 +149,11 @@ def worker_names(record: Record) -> list[str]:
     return [f"worker {i}" for i in range(max(workers, seen))]
 
 
+def has_queue(record: Record) -> bool:
+    """Whether batches are built ahead at all."""
+    return record.settings.get("workers") != 0
+
+
 def epochs(record: Record) -> list[tuple[str, float, float]]:
     """The epochs and validations that steps are known of: name, from, to."""
     found: list[tuple[str, float, float]] = []
@@ -177,10 +184,22 @@ def _steps_in_view(record: Record, steps: list[Step]) -> int:
     return int(min(max(_STEPS, wanted), _MOST_STEPS))
 
 
-def _cut(name: str, steps: list[Step], first: int, count: int) -> Stretch:
+def _cut(
+    name: str, steps: list[Step], first: int, anchor: int, count: int
+) -> Stretch:
+    """Some steps, without those that a long validation lies before."""
     shown = steps[first : first + count]
-    # An epoch's validation, where one lies between, is left in.
-    return Stretch(name, shown[0].began_s, shown[-1].ended_s)
+    anchor -= first
+    lengths = [step.ended_s - step.began_s for step in shown]
+    limit_s = len(shown) / 2 * float(np.median(lengths))
+    breaks = [
+        place
+        for place in range(1, len(shown))
+        if shown[place].began_s - shown[place - 1].ended_s > limit_s
+    ]
+    begin = max((b for b in breaks if b <= anchor), default=0)
+    end = min((b for b in breaks if b > anchor), default=len(shown))
+    return Stretch(name, shown[begin].began_s, shown[end - 1].ended_s)
 
 
 def _first_s(record: Record, steps: list[Step]) -> float:
