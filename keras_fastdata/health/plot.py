@@ -82,7 +82,7 @@ def _title(record: Record) -> str:
         return "No batch of a FastPyDataset was seen"
     return (
         f"{record.dataset}: {summary.verdict.kind}, "
-        f"{summary.data_wait:.0%} of the time waiting for data"
+        f"{words.share(summary.data_wait)} of the time waiting for data"
     ).replace("$", r"\$")  # else Matplotlib takes it for mathematics
 
 

@@ -81,17 +81,22 @@ def stretches(record: Record) -> tuple[Stretch, ...]:
     All of it, where that is short; else the beginning, the longest wait after
     that, and the middle of the last epoch, which shows what is usual.
     """
-    steps = [s for s in record.steps if s.phase == _main_phase(record)]
+    phase = _main_phase(record)
+    steps = [step for step in record.steps if step.phase == phase]
     if not steps:
         return _without_steps(record)
     count = _steps_in_view(record, steps)
     if len(record.steps) <= max(_FEW_STEPS, count):
         return (
-            Stretch("all", _first_s(record, steps), record.steps[-1].ended_s),
+            Stretch(
+                "the whole run",
+                _first_s(record, steps),
+                record.steps[-1].ended_s,
+            ),
         )
     of_last = sum(step.epoch == steps[-1].epoch for step in steps)
     last = len(steps) - of_last + max(0, of_last - count) // 2
-    found = [_cut("the beginning", steps, 0, 0, count)]
+    found = [_cut(_earliest(steps), steps, 0, 0, count)]
     found[0] = found[0]._replace(begin_s=_first_s(record, steps))
     if len(steps) > count:
         waits = [step.waited_s for step in steps[count:]]
@@ -99,7 +104,7 @@ def stretches(record: Record) -> tuple[Stretch, ...]:
         first = max(0, longest - count // 2)
         found.append(_cut("the longest wait", steps, first, longest, count))
     middle = last + min(count, of_last) // 2
-    found.append(_cut("the last epoch", steps, last, middle, count))
+    found.append(_cut("in the last epoch", steps, last, middle, count))
     return tuple(found)
 
 
@@ -171,6 +176,14 @@ def epochs(record: Record) -> list[tuple[str, float, float]]:
     return found
 
 
+def asked_s(record: Record) -> npt.NDArray[np.float64]:
+    """When each batch was asked for."""
+    asked: npt.NDArray[np.float64] = record.column(
+        "delivered_s"
+    ) - record.column("waited_s")
+    return asked
+
+
 def _main_phase(record: Record) -> str:
     phases = {step.phase for step in record.steps}
     return "train" if "train" in phases else next(iter(phases), "")
@@ -182,6 +195,11 @@ def _steps_in_view(record: Record, steps: list[Step]) -> int:
     build_s = float(np.median(builds)) if len(builds) else 0.0
     wanted = _BUILDS * build_s / max(usual_s, 1e-9)
     return int(min(max(_STEPS, wanted), _MOST_STEPS))
+
+
+def _earliest(steps: list[Step]) -> str:
+    """What the first steps are, of which earlier ones may be forgotten."""
+    return "the earliest kept" if steps[0].number else "the beginning"
 
 
 def _cut(
@@ -222,7 +240,11 @@ def _without_steps(record: Record) -> tuple[Stretch, ...]:
         return ()
     begin_s = float(latest[:, _BEGAN].min())
     end_s = float(latest[:, _DELIVERED].max())
-    return (Stretch("the end", begin_s, end_s),) if end_s > begin_s else ()
+    return (
+        (Stretch("the latest batches", begin_s, end_s),)
+        if end_s > begin_s
+        else ()
+    )
 
 
 _BEGAN = Span._fields.index("began_s")
@@ -344,11 +366,3 @@ def _joined(group: list[Bar], name: str) -> Bar:
 
 def _length(bar: Bar) -> float:
     return bar.end_s - bar.begin_s
-
-
-def asked_s(record: Record) -> npt.NDArray[np.float64]:
-    """When each batch was asked for."""
-    asked: npt.NDArray[np.float64] = record.column(
-        "delivered_s"
-    ) - record.column("waited_s")
-    return asked
