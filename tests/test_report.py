@@ -445,6 +445,14 @@ def test_a_histogram_counts_every_duration_and_its_marks_have_units(seconds):
     assert len({mark.label for mark in marks}) == len(marks)
 
 
+def test_a_median_that_lies_left_of_all_bins_has_no_line():
+    seconds = np.array([0.0] * 9 + [0.020, 0.030])
+    assert [name for name, _ in axes.histogram(seconds).lines] == ["p95"]
+    chart = drawing.histogram("wait", seconds)
+    assert [what for what, _ in chart.uprights] == ["p95"]
+    assert "9 under 0.01 ms are not drawn" in chart.note
+
+
 def test_there_is_no_histogram_of_nothing():
     assert axes.histogram(np.empty(0)) is None
 

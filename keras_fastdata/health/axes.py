@@ -45,6 +45,12 @@ class Histogram:
     quantiles: tuple[float, float]
     at_once: int
 
+    @property
+    def lines(self) -> list[tuple[str, float]]:
+        """Names and values of the quantiles that lie where bins are."""
+        named = zip(("median", "p95"), self.quantiles, strict=True)
+        return [(name, at) for name, at in named if at >= self.edges[0]]
+
     def place(self, seconds: float) -> float:
         """Where a duration lies: from 0 to 1."""
         low, high = float(self.edges[0]), float(self.edges[-1])

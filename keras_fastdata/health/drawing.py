@@ -22,6 +22,7 @@ HEIGHT = 100  # of charts; a timeline is as high as its rows
 _BINS = 240  # along the whole run, at most
 _LEAST_BINS = 30
 _LEAST_WIDTH = 0.8  # of what is to be seen at all
+_QUANTILES = {"median": "median", "p95": "95% are within"}
 _GAP = 1.0  # between batches
 _LEAST_OPACITY = 0.35
 
@@ -122,14 +123,10 @@ def histogram(name: str, seconds: npt.NDArray[np.float64]) -> Chart | None:
         tuple(box for box in boxes if box.height),
         tuple(axes.duration_marks(figure)),
         tuple(axes.count_marks(most)),
-        uprights=(
-            ("median", figure.place(median)),
-            ("p95", figure.place(p95)),
-        ),
+        uprights=tuple((name, figure.place(at)) for name, at in figure.lines),
         keys=(
             ("bin", "batches"),
-            ("median", "median"),
-            ("p95", "95% are within"),
+            *((name, _QUANTILES[name]) for name, _ in figure.lines),
         ),
     )
 

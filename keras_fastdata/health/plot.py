@@ -95,14 +95,16 @@ def _draw_timeline(panel: Axes, record: Record) -> None:
         return
     part = parts[-1]
     length_s = part.end_s - part.begin_s
-    rows = timeline.rows(record, part, length_s / _PIXELS)
+    pixel_s = length_s / _PIXELS
+    rows = timeline.rows(record, part, pixel_s)
     for number, row in enumerate(rows):
         panel.broken_barh(
             [
-                (bar.begin_s - record.began_s, bar.end_s - bar.begin_s)
+                (bar.begin_s - record.began_s, _drawn_s(bar, pixel_s))
                 for bar in row.bars
             ],
             (number - 0.4, 0.8),
+            linewidth=0,
             facecolors=[
                 (_COLORS[bar.what], max(0.35, bar.share)) for bar in row.bars
             ],
@@ -131,6 +133,14 @@ def _draw_timeline(panel: Axes, record: Record) -> None:
     )
 
 
+def _drawn_s(bar: timeline.Bar, pixel_s: float) -> float:
+    """The length of a bar; the next batch is to be seen as another."""
+    length_s = bar.end_s - bar.begin_s
+    if bar.what == "build":
+        return length_s - min(pixel_s, length_s / 4)
+    return max(length_s, pixel_s)
+
+
 def _draw_histogram(
     panel: Axes, name: str, seconds: npt.NDArray[np.float64]
 ) -> None:
@@ -154,17 +164,18 @@ def _draw_histogram(
     ]
     panel.set_xticks([v for v, _ in marks], [label for _, label in marks])
     panel.set_xticks([], minor=True)
-    median, p95 = figure.quantiles
-    panel.axvline(max(median, low), color="black", label="median")
-    panel.axvline(
-        max(p95, low), color=_COLORS["lost"], linestyle="--", label="95%"
-    )
+    styles = {"median": ("black", "-"), "p95": (_COLORS["lost"], "--")}
+    for line, at in figure.lines:
+        color, style = styles[line]
+        panel.axvline(at, color=color, linestyle=style, label=line)
     panel.set_ylabel("batches")
+    panel.locator_params(axis="y", integer=True)
     if figure.at_once:
         least = words.duration(axes.LEAST_S)
         name += f" ({figure.at_once:,} under {least} not drawn)"
     panel.set_title(name, loc="left", fontsize="medium")
-    panel.legend(frameon=False, fontsize="small")
+    if figure.lines:
+        panel.legend(frameon=False, fontsize="small")
 
 
 def _draw_queue(panel: Axes, record: Record) -> None:
@@ -189,6 +200,7 @@ def _draw_queue(panel: Axes, record: Record) -> None:
     panel.set_ylim(bottom=0, top=max(1.0, 1.08 * float(found.most.max())))
     panel.set_xlabel("time since the start (s)")
     panel.set_ylabel("batches ready")
+    panel.locator_params(axis="y", integer=True)
     panel.set_title("queue depth", loc="left", fontsize="medium")
     panel.legend(
         [curve, band],
