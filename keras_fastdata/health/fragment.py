@@ -1,0 +1,87 @@
+"""A summary as a piece of HTML, for notebooks; needs no template engine."""
+
+from __future__ import annotations
+
+import html
+
+from keras_fastdata.health import words
+from keras_fastdata.health.summary import EpochHealth, HealthSummary
+
+_MOST_ROWS = 12  # then the first and the last epochs
+_COLUMNS = (
+    "",
+    "verdict",
+    "data wait",
+    "took",
+    "with free data",
+    "build, median",
+    "build, 95%",
+    "workers busy",
+)
+_CELL = 'style="text-align:right;padding:.15em .8em"'
+_FIRST_CELL = 'style="text-align:left;padding:.15em .8em .15em 0"'
+
+
+def summary_html(summary: HealthSummary) -> str:
+    """The verdict, and a table of the epochs.
+
+    Args:
+        summary: The figures.
+
+    Returns:
+        A `div` that follows the colours of the page it is put into.
+    """
+    if summary.verdict is None:
+        return "<div>LoaderHealth: no batch of a FastPyDataset was seen.</div>"
+    verdict = summary.verdict
+    free_s = summary.wall_s * (1.0 - summary.data_wait)
+    figures = (
+        f"{words.share(summary.data_wait)} of {words.duration(summary.wall_s)} "
+        f"were waiting for data; with free data: {words.duration(free_s)}."
+    )
+    return (
+        "<div>"
+        f"<p><b>{html.escape(verdict.kind)}</b>: {html.escape(figures)}</p>"
+        f"<p>{html.escape(verdict.evidence)}<br>"
+        f"{html.escape(verdict.advice)}</p>"
+        f"{_table(summary)}</div>"
+    )
+
+
+def _table(summary: HealthSummary) -> str:
+    phases = sorted(
+        [*summary.epochs, *summary.validations], key=lambda phase: phase.epoch
+    )
+    rows = [_row(_COLUMNS, "th")]
+    half = _MOST_ROWS // 2
+    if len(phases) > _MOST_ROWS:
+        rows += [_row(_cells(phase), "td") for phase in phases[:half]]
+        rows.append(_row(("...",) + ("",) * (len(_COLUMNS) - 1), "td"))
+        phases = phases[-half:]
+    rows += [_row(_cells(phase), "td") for phase in phases]
+    return (
+        '<div style="overflow-x:auto"><table>'
+        + "".join(rows)
+        + "</table></div>"
+    )
+
+
+def _cells(phase: EpochHealth) -> tuple[str, ...]:
+    return (
+        phase.name,
+        str(phase.verdict.kind),
+        words.share(phase.data_wait),
+        words.duration(phase.wall_s),
+        words.duration(phase.free_s),
+        words.duration(phase.build_s_p50),
+        words.duration(phase.build_s_p95),
+        words.share(phase.worker_utilization),
+    )
+
+
+def _row(cells: tuple[str, ...], tag: str) -> str:
+    written = "".join(
+        f"<{tag} {_CELL if place else _FIRST_CELL}>{html.escape(cell)}</{tag}>"
+        for place, cell in enumerate(cells)
+    )
+    return f"<tr>{written}</tr>"

@@ -1,0 +1,191 @@
+"""A record as one HTML page that needs nothing else.
+
+The page has its style and its figures in itself, runs no script, and may be
+opened from a disk, mailed, or kept beside a checkpoint. Whatever a user named,
+wrote or raised is escaped by the template engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.resources
+import math
+import os
+import pathlib
+import re
+import secrets
+from typing import Any
+
+import numpy as np
+
+from keras_fastdata.health import drawing, words
+from keras_fastdata.health.record import Record
+from keras_fastdata.health.recorder import Span
+from keras_fastdata.health.summary import EpochHealth, HealthSummary
+
+_MOST_SLOW = 12
+_MOST_TRACEBACKS = 50
+_MOST_RETRIED = 50
+_UNITS = "ms|s|min|h|B|KB|MB|GB|TB"  # stay on the line of their figure
+_WHO = {
+    "train": "Training",
+    "evaluate": "The evaluation",
+    "predict": "The prediction",
+}
+
+
+def write_report(record: Record, path: str | os.PathLike[str]) -> None:
+    """Writes a record as a page of HTML.
+
+    The page appears at once: it is written beside `path` and then renamed. A
+    file that is there already is replaced.
+
+    Args:
+        record: What was measured.
+        path: The file to write; folders that are missing are made.
+
+    Raises:
+        ImportError: Jinja2 is not installed.
+        OSError: The file could not be written.
+    """
+    page = _render(record)
+    target = pathlib.Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    beside = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        # A traceback may hold halves of characters, as file names do.
+        with beside.open("x", encoding="utf-8", errors="backslashreplace") as f:
+            f.write(page)
+        beside.replace(target)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            beside.unlink()
+
+
+def _render(record: Record) -> str:
+    try:
+        import jinja2
+    except ImportError as error:
+        raise ImportError(
+            "Reports need Jinja2: pip install 'keras-fastdata[report]'"
+        ) from error
+    environment = jinja2.Environment(
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(
+        duration=words.duration,
+        share=words.share,
+        size=words.size,
+        counted=words.count,
+        prose=_prose,
+        last_line=_raised,
+    )
+    files = importlib.resources.files("keras_fastdata.health")
+    source = files.joinpath("report.html.jinja").read_text("utf-8")
+    return environment.from_string(source).render(_view(record))
+
+
+def _view(record: Record) -> dict[str, Any]:
+    """All that the template writes."""
+    summary = record.summary
+    phases = _phases(summary)
+    builds = record.column("built_s") - record.column("began_s")
+    histograms = [
+        drawing.histogram("Time to build a batch", builds),
+        drawing.histogram("Wait for a batch", record.column("waited_s")),
+    ]
+    return {
+        "record": record,
+        "summary": summary,
+        "verdict": summary.verdict,
+        "headline": _headline(record),
+        "free_s": _free_s(summary),
+        "speedup": _speedup(summary),
+        "took_s": record.ended_s - record.began_s,
+        "timelines": drawing.timelines(record),
+        "over_time": drawing.over_time(record),
+        "histograms": [chart for chart in histograms if chart],
+        "phases": phases,
+        "batches": sum(phase.batches for phase in phases),
+        "settings": _settings(record),
+        "slowest": record.slowest[:_MOST_SLOW],
+        "usual_s": float(np.median(builds)) if len(builds) else math.nan,
+        "skips": sum(phase.skipped for phase in phases),
+        "tracebacks": record.skipped[:_MOST_TRACEBACKS],
+        "retries": sum(phase.retried for phase in phases),
+        "retried": _retried(record),
+        "width": drawing.WIDTH,
+    }
+
+
+def _headline(record: Record) -> str:
+    """What happened, in a sentence."""
+    summary = record.summary
+    if not summary.epochs:
+        if len(record.spans):
+            return "No epoch has ended"
+        return "No batch of a FastPyDataset was seen"
+    who = _WHO.get(summary.epochs[0].phase, "Training")
+    wait = words.share(summary.data_wait)
+    return f"{who} waited {wait} of its time for data"
+
+
+def _free_s(summary: HealthSummary) -> float:
+    """What all epochs would take with free data."""
+    return summary.wall_s * (1.0 - summary.data_wait)
+
+
+def _speedup(summary: HealthSummary) -> str:
+    """How many times faster that is, such as "2.6 times"."""
+    times = summary.wall_s / max(_free_s(summary), 1e-9)
+    if times >= 100:
+        return "over 100 times"
+    return f"{times:.2f} times" if times < 2 else f"{times:.1f} times"
+
+
+def _prose(text: str) -> list[tuple[bool, str]]:
+    """Pieces of a text, and whether each is code (between backquotes)."""
+    kept = re.sub(rf"(\d) (?=({_UNITS})\b)", "\\1\N{NO-BREAK SPACE}", text)
+    pieces = kept.split("`")
+    if len(pieces) % 2 == 0:
+        return [(False, kept)]
+    return [(place % 2 == 1, piece) for place, piece in enumerate(pieces)]
+
+
+def _raised(traceback: str) -> str:
+    """The line that names the exception; notes may follow it."""
+    lines = traceback.rstrip().splitlines()
+    frames = [i for i, line in enumerate(lines) if line.startswith("  ")]
+    after = lines[frames[-1] + 1 :] if frames else lines
+    return (after or lines or [""])[0]
+
+
+def _phases(summary: HealthSummary) -> list[EpochHealth]:
+    """Epochs, each followed by its validation."""
+    phases = [*summary.epochs, *summary.validations]
+    return sorted(phases, key=lambda phase: phase.epoch)
+
+
+def _settings(record: Record) -> list[tuple[str, str]]:
+    shown = dict(record.settings)
+    if shown.get("worker_env"):
+        # Variables may hold passwords, and reports are passed on.
+        names = ", ".join(sorted(shown["worker_env"]))
+        return [
+            (name, f"{names} (values are not shown)")
+            if name == "worker_env"
+            else (name, repr(value))
+            for name, value in shown.items()
+        ]
+    return [(name, repr(value)) for name, value in shown.items()]
+
+
+def _retried(record: Record) -> list[Span]:
+    again = record.spans[record.column("retries") > 0]
+    return [
+        Span(*(int(v) if v.is_integer() else v for v in values))
+        for values in again[-_MOST_RETRIED:].tolist()
+    ]

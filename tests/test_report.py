@@ -1,0 +1,744 @@
+"""Reports, plots and notebook fragments of what `LoaderHealth` measured.
+
+Records are simulated (`health_records`), but for one of a real fit. Pages are
+also opened in Chromium, where that is installed.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import html.parser
+import io
+import json
+import pathlib
+import re
+import shutil
+import sys
+import tomllib
+
+import keras
+import numpy as np
+import pytest
+from health_records import START_S, empty_record, simulated_record
+from samples import Numbered
+
+import keras_fastdata
+from keras_fastdata import LoaderHealth
+from keras_fastdata.health import axes, drawing, timeline
+from keras_fastdata.health.fragment import summary_html
+from keras_fastdata.health.plot import plot
+from keras_fastdata.health.recorder import SPANS_KEPT, Skipped
+from keras_fastdata.health.report import write_report
+from keras_fastdata.health.staff import Loss
+from keras_fastdata.health.summary import summarize
+from keras_fastdata.health.verdict import Kind, Verdict
+
+_EVIL = "<script>alert(1)</script>"
+_DURATION = re.compile(r"-?[\d,.]+ (?:s|ms)")
+
+
+@functools.cache
+def _many():
+    """32 workers, and more batches than are kept."""
+    return simulated_record(
+        workers=32, epochs=4, batches=2100, build_s=0.4, queue=64
+    )
+
+
+def _evil_record():
+    """Markup wherever a user can put text."""
+    record = simulated_record(
+        verdict=Verdict(Kind.STRAGGLERS, f"Slow {_EVIL}.", f"Do {_EVIL}.", 2.0),
+        dataset=_EVIL,
+        skipped=(
+            Skipped(_EVIL, 3, f"Traceback:\n  File\nValueError: {_EVIL}\n"),
+            Skipped("A'\"&", 4, "</pre></details><img src=x onerror=alert(1)>"),
+        ),
+    )
+    settings = {
+        **record.settings,
+        "start_method": _EVIL,
+        "worker_env": {_EVIL: "hidden-token"},
+    }
+    return dataclasses.replace(record, settings=settings)
+
+
+class _Parser(html.parser.HTMLParser):
+    """Counts tags, and collects attributes and text."""
+
+    def __init__(self):
+        super().__init__()
+        self.tags = collections.Counter()
+        self.attributes = []
+        self.texts = []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags[tag] += 1
+        self.attributes += attrs
+
+    def handle_data(self, data):
+        if data.strip():
+            self.texts.append(data.strip())
+
+
+def _parse(page):
+    parser = _Parser()
+    parser.feed(page)
+    parser.text = "\n".join(parser.texts).replace("\N{NO-BREAK SPACE}", " ")
+    return parser
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Writes a record's report; returns its text."""
+
+    def write(record):
+        path = tmp_path / "report.html"
+        write_report(record, path)
+        return path.read_text("utf-8")
+
+    return write
+
+
+# -- what the page says ------------------------------------------------------
+
+
+def test_the_page_says_the_verdict_and_what_free_data_would_bring(written):
+    record = simulated_record()
+    text = _parse(written(record)).text
+    assert "io_bound" in text
+    assert "90% of that it waits for files" in text
+    assert "Waiting needs no core" in text
+    summary = record.summary
+    assert f"Training waited {summary.data_wait:.0%} of its time" in text
+    free_s = summary.wall_s * (1 - summary.data_wait)
+    assert f"With free data\n{free_s:.1f} s" in text
+
+
+def test_every_epoch_and_validation_has_a_row(written):
+    record = simulated_record(epochs=3)
+    validations = [
+        dataclasses.replace(epoch, phase="validation")
+        for epoch in record.summary.epochs
+    ]
+    summary = summarize(list(record.summary.epochs), validations)
+    text = _parse(written(dataclasses.replace(record, summary=summary))).text
+    found = re.findall(r"^(?:Epoch|Validation) \d$", text, re.MULTILINE)
+    assert found == [
+        f"{what} {number}"
+        for number in (1, 2, 3)
+        for what in ("Epoch", "Validation")
+    ]
+
+
+def test_slow_retried_and_skipped_batches_are_listed_by_index(written):
+    text = _parse(written(simulated_record())).text
+    assert re.search(r"built again: 1\n.*\n5\n1\n", text, re.DOTALL)
+    assert "Photos, index 17:\nValueError: not an image: photo_17.png" in text
+    assert "While building batch 17 of epoch 0" in text
+    slow = text[text.index("Batches that took longest") :].splitlines()
+    place = slow.index("Waited for")
+    assert {slow[place + 1], slow[place + 4]} == {"3", "7"}
+
+
+def test_lost_workers_are_listed_with_when_and_which_process(written):
+    record = simulated_record(lost=(Loss(START_S + 2.5, 1, 4243),))
+    text = _parse(written(record)).text
+    assert "Workers that were lost" in text
+    assert re.search(r"2\.5 s\n1\n4243\n", text)
+
+
+def test_a_retry_that_is_not_kept_is_still_counted(written):
+    text = _parse(written(_many())).text
+    assert "built again: 1\n" in text
+    assert "None is among the latest 8,192 batches" in text
+
+
+def test_settings_are_shown_but_no_values_of_environment_variables(written):
+    page = written(_evil_record())
+    text = _parse(page).text
+    assert "max_worker_restarts\n3" in text
+    assert f"{_EVIL} (values are not shown)" in text
+    assert "hidden-token" not in page
+
+
+@pytest.mark.parametrize(
+    ("phase", "who"),
+    [("evaluate", "The evaluation"), ("predict", "The prediction")],
+)
+def test_evaluations_and_predictions_are_called_what_they_are(
+    written, phase, who
+):
+    record = simulated_record(epochs=1)
+    epoch = dataclasses.replace(record.summary.epochs[0], phase=phase)
+    record = dataclasses.replace(
+        record,
+        summary=summarize([epoch], []),
+        steps=tuple(step._replace(phase=phase) for step in record.steps),
+    )
+    assert f"{who} waited" in _parse(written(record)).text
+
+
+def test_a_record_without_batches_makes_a_page_that_says_so(written):
+    parser = _parse(written(empty_record()))
+    assert "No batch of a FastPyDataset was seen" in parser.text
+    assert not parser.tags["svg"]
+
+
+def test_a_fit_that_was_broken_off_in_its_first_epoch_makes_a_page(written):
+    record = simulated_record(summary=summarize([], []))
+    parser = _parse(written(record))
+    assert "No epoch has ended" in parser.text
+    assert parser.tags["svg"] > 3
+
+
+def test_a_record_of_a_single_batch_makes_a_page(written):
+    record = simulated_record(workers=1, epochs=1, batches=1)
+    assert _parse(written(record)).tags["svg"] > 3
+
+
+@pytest.mark.parametrize("part", ["steps", "spans"])
+def test_a_record_without_steps_or_without_spans_makes_a_page(written, part):
+    record = simulated_record()
+    nothing = () if part == "steps" else record.spans[:0]
+    record = dataclasses.replace(record, **{part: nothing})
+    assert _parse(written(record)).tags["svg"] > 0
+    plot(record)
+
+
+@pytest.mark.backend
+def test_a_real_fit_makes_a_page_and_a_figure(written):
+    health = LoaderHealth(verbose=0)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with Numbered(length=8, workers=2) as data:
+        model.fit(data, epochs=2, callbacks=[health], verbose=0)
+    text = _parse(written(health._record)).text
+    assert "LoaderHealth: Numbered" in text
+    assert "16 batches" in text
+    assert "worker 1" in text
+    plot(health._record)
+
+
+# -- what users named --------------------------------------------------------
+
+
+def test_what_users_named_or_raised_is_text_and_never_markup(written):
+    page = written(_evil_record())
+    parser = _parse(page)
+    assert "script" not in parser.tags
+    assert "img" not in parser.tags
+    assert f"LoaderHealth: {_EVIL}" in parser.text
+    assert f"ValueError: {_EVIL}" in parser.text
+    assert f"Slow {_EVIL}." in parser.text
+
+
+def test_a_traceback_with_half_a_character_is_written(written):
+    record = simulated_record(
+        skipped=(Skipped("Photos", 1, "OSError: photo_\udcff.png"),)
+    )
+    assert r"photo_\udcff.png" in written(record)
+
+
+def test_what_stands_between_backquotes_is_code(written):
+    page = written(simulated_record())
+    assert "pass <code>workers=8</code>: 2.0" in page
+
+
+def test_an_odd_backquote_is_left_as_it_is(written):
+    verdict = Verdict(Kind.IO_BOUND, "One ` only.", "`a` and `b`.", 2.0)
+    page = written(simulated_record(verdict=verdict))
+    assert "One ` only." in page
+    assert "<code>a</code> and <code>b</code>." in page
+
+
+# -- the file ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [str, pathlib.Path])
+def test_missing_folders_are_made(tmp_path, kind):
+    path = tmp_path / "a" / "b" / "report.html"
+    write_report(simulated_record(), kind(path))
+    assert path.read_text("utf-8").startswith("<!DOCTYPE html>")
+
+
+def test_a_page_that_is_there_is_replaced_and_nothing_lies_beside(tmp_path):
+    path = tmp_path / "report.html"
+    path.write_text("before")
+    write_report(simulated_record(), path)
+    assert "before" not in path.read_text("utf-8")[:100]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_where_writing_fails_the_page_before_stays(tmp_path, monkeypatch):
+    path = tmp_path / "report.html"
+    path.write_text("before")
+
+    def fail(self, target):
+        raise OSError("no space is left")
+
+    monkeypatch.setattr(pathlib.Path, "replace", fail)
+    with pytest.raises(OSError, match="no space"):
+        write_report(simulated_record(), path)
+    assert path.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_page_refers_to_nothing_outside_itself(written):
+    parser = _parse(written(_many()))
+    links = [v for k, v in parser.attributes if k in ("src", "href")]
+    assert links == ["data:,"]
+    assert not parser.tags["script"]
+
+
+def test_the_page_of_a_long_run_stays_small(written):
+    record = _many()
+    assert len(record.spans) == SPANS_KEPT
+    assert len(written(record)) < 1_000_000
+
+
+def test_the_template_is_part_of_the_package():
+    root = pathlib.Path(keras_fastdata.__file__).parent
+    assert (root / "health" / "report.html.jinja").is_file()
+    project = root.parent / "pyproject.toml"
+    if not project.is_file():
+        pytest.skip("installed without its project file")
+    settings = tomllib.loads(project.read_text("utf-8"))["tool"]["setuptools"]
+    assert "health/*.jinja" in settings["package-data"]["keras_fastdata"]
+
+
+# -- timelines ---------------------------------------------------------------
+
+
+def test_a_short_run_is_shown_at_once():
+    record = simulated_record(epochs=1, batches=30)
+    (stretch,) = timeline.stretches(record)
+    assert stretch.name == "the whole run"
+    rows = timeline.rows(record, stretch, pixel_s=1e-6)
+    assert [row.name for row in rows] == ["training", "worker 0", "worker 1"]
+    builds = [bar for row in rows for bar in row.bars if bar.what == "build"]
+    assert len(builds) == 30
+
+
+def test_a_long_run_is_shown_in_parts_where_batches_can_be_told_apart():
+    record = _many()
+    parts = timeline.stretches(record)
+    assert [part.name for part in parts] == [
+        "the earliest kept",
+        "the longest wait",
+        "in the last epoch",
+    ]
+    longest = max(record.steps[200:], key=lambda step: step.waited_s)
+    assert parts[1].begin_s <= longest.began_s
+    assert longest.ended_s <= parts[1].end_s
+    for part in parts:
+        shown = [
+            step
+            for step in record.steps
+            if part.begin_s <= step.began_s < part.end_s
+        ]
+        assert 1 <= len(shown) <= 160
+
+
+def test_a_long_validation_in_between_is_not_shown():
+    record = simulated_record(epochs=2, batches=80)
+    cut = 100.0  # seconds between the epochs
+    steps = tuple(
+        step._replace(
+            began_s=step.began_s + cut * step.epoch,
+            ended_s=step.ended_s + cut * step.epoch,
+        )
+        for step in record.steps
+    )
+    record = dataclasses.replace(record, steps=steps)
+    for part in timeline.stretches(record):
+        assert part.end_s - part.begin_s < cut
+
+
+def test_workers_that_never_built_have_an_empty_row():
+    record = simulated_record(workers=2, epochs=1, batches=10)
+    record.settings["workers"] = 4
+    (stretch,) = timeline.stretches(record)
+    rows = timeline.rows(record, stretch, pixel_s=1e-6)
+    assert [row.name for row in rows][3:] == ["worker 2", "worker 3"]
+    assert rows[4].bars == ()
+
+
+def test_no_more_rows_are_drawn_than_can_be_told_apart():
+    record = simulated_record(workers=300, epochs=1, batches=600)
+    rows = timeline.rows(record, timeline.stretches(record)[0], 0.001)
+    assert len(rows) == 1 + timeline.MOST_ROWS
+
+
+def test_bars_narrower_than_a_pixel_become_one_that_says_what_share_it_is():
+    record = simulated_record(workers=1, epochs=1, batches=50, step_s=0.1)
+    (stretch,) = timeline.stretches(record)
+    rows = timeline.rows(record, stretch, pixel_s=1.0)
+    (build,) = [bar for bar in rows[1].bars if bar.what == "build"]
+    exact = timeline.rows(record, stretch, pixel_s=0.0)[1].bars
+    filled_s = sum(b.end_s - b.begin_s for b in exact if b.what == "build")
+    assert build.share == pytest.approx(
+        filled_s / (build.end_s - build.begin_s)
+    )
+    assert "50 times" in build.title
+
+
+def test_bars_stay_within_their_stretch():
+    record = _many()
+    for part in timeline.stretches(record):
+        for row in timeline.rows(record, part, 0.001):
+            for bar in row.bars:
+                assert part.begin_s <= bar.begin_s < bar.end_s <= part.end_s
+
+
+def test_a_lost_worker_is_lost_until_its_replacement_builds():
+    record = simulated_record(epochs=1, batches=30)
+    (stretch,) = timeline.stretches(record)
+    rows = timeline.rows(record, stretch, pixel_s=1e-6)
+    (lost,) = [bar for bar in rows[2].bars if bar.what == "lost"]
+    ours = record.column("began_s")[record.column("worker") == 1]
+    assert lost.begin_s == record.lost[0].at_s
+    assert lost.end_s == ours[ours > lost.begin_s].min()
+
+
+def test_waiting_and_computing_fill_every_step():
+    record = simulated_record(epochs=1, batches=30)
+    charts = {chart.name: chart for chart in drawing.over_time(record)}
+    boxes = charts["Training"].boxes
+    filled = sum(box.width * box.height for box in boxes)
+    assert filled == pytest.approx(drawing.WIDTH * drawing.HEIGHT, rel=0.02)
+
+
+def test_batches_built_in_the_caller_have_no_queue():
+    record = simulated_record(workers=1)
+    record.settings["workers"] = 0
+    names = [chart.name for chart in drawing.over_time(record)]
+    assert names == ["Epochs", "Training"]
+    assert timeline.worker_names(record) == ["inline"]
+
+
+# -- axes --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "seconds",
+    [
+        np.full(10, 0.25),
+        np.linspace(0.030, 0.034, 99),
+        np.geomspace(1e-4, 100, 99),
+        np.zeros(5),
+        np.array([0.0, 0.0, 3.0]),
+        np.array([7200.0]),
+    ],
+    ids=["equal", "narrow", "wide", "zero", "some zero", "hours"],
+)
+def test_a_histogram_counts_every_duration_and_its_marks_have_units(seconds):
+    figure = axes.histogram(seconds)
+    assert figure.counts.sum() + figure.at_once == len(seconds)
+    marks = axes.duration_marks(figure)
+    assert marks
+    for mark in marks:
+        assert 0 <= mark.place <= 1
+        assert _DURATION.fullmatch(mark.label)
+    assert len({mark.label for mark in marks}) == len(marks)
+
+
+def test_a_median_that_lies_left_of_all_bins_has_no_line():
+    seconds = np.array([0.0] * 9 + [0.020, 0.030])
+    assert [name for name, _ in axes.histogram(seconds).lines] == ["p95"]
+    chart = drawing.histogram("wait", seconds)
+    assert [what for what, _ in chart.uprights] == ["p95"]
+    assert "9 under 0.01 ms are not drawn" in chart.note
+
+
+def test_there_is_no_histogram_of_nothing():
+    assert axes.histogram(np.empty(0)) is None
+
+
+@pytest.mark.parametrize("length_s", [1e-3, 0.05, 1.0, 77.0, 9000.0])
+def test_marks_of_time_are_round_distinct_and_in_seconds(length_s):
+    marks = axes.time_marks(5003.21, 5003.21 + length_s, 5000.0)
+    labels = [mark.label for mark in marks]
+    assert 2 <= len(set(labels)) == len(labels) <= 9
+    assert all(re.fullmatch(r"[\d,.]+ s", label) for label in labels)
+
+
+def test_a_series_is_cut_where_nothing_was_asked_for():
+    moments = np.concatenate([np.arange(0.0, 50.0), np.arange(80.0, 130.0)])
+    found = axes.series(moments, np.ones(100))
+    first, second = found.parts()
+    assert first.begin_s[-1] < 50
+    assert second.begin_s[0] > 78
+
+
+def test_every_figure_has_its_units(written):
+    page = written(simulated_record())
+    below = re.findall(r'class="mark[^"]*" style="left[^"]*">([^<]*)<', page)
+    assert len(below) > 10
+    assert all(_DURATION.fullmatch(label) for label in below)
+    left = re.findall(r'class="mark[^"]*" style="bottom[^"]*">([^<]*)<', page)
+    assert len(left) > 8
+    assert all(re.fullmatch(r"[\d,]+%?", label) for label in left)
+    assert "how many batches" in page
+    assert "Batches that were ready" in page
+
+
+# -- without the extra -------------------------------------------------------
+
+
+def test_without_jinja2_a_report_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(ImportError, match=r"'keras-fastdata\[report\]'"):
+        write_report(simulated_record(), tmp_path / "a" / "report.html")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_matplotlib_a_plot_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"'keras-fastdata\[report\]'"):
+        plot(simulated_record())
+
+
+# -- the fragment for notebooks ----------------------------------------------
+
+
+def test_a_fragment_needs_neither_jinja2_nor_matplotlib(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    parser = _parse(summary_html(simulated_record().summary))
+    assert "io_bound" in parser.text
+    assert "with free data" in parser.text
+    assert "epoch 2" in parser.text
+
+
+def test_a_fragment_escapes_what_it_says():
+    parser = _parse(summary_html(_evil_record().summary))
+    assert "script" not in parser.tags
+    assert f"Slow {_EVIL}." in parser.text
+
+
+def test_a_fragment_closes_every_tag_that_it_opens():
+    fragment = summary_html(simulated_record(epochs=20).summary)
+    for tag, count in _parse(fragment).tags.items():
+        assert tag == "br" or fragment.count(f"</{tag}>") == count
+
+
+def test_a_fragment_of_many_epochs_shows_the_first_and_the_last():
+    text = _parse(summary_html(simulated_record(epochs=40).summary)).text
+    assert "epoch 6\n" in text
+    assert "epoch 7\n" not in text
+    assert "epoch 40\n" in text
+
+
+def test_a_fragment_of_nothing_says_so():
+    assert "no batch" in summary_html(empty_record().summary)
+
+
+# -- figures -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make", [simulated_record, _many, empty_record], ids=["two", "many", "none"]
+)
+def test_a_figure_can_be_written_without_pyplot(make, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    picture = io.BytesIO()
+    plot(make()).savefig(picture, format="png")
+    assert picture.getvalue().startswith(b"\x89PNG")
+
+
+def test_every_panel_of_a_figure_has_units():
+    figure = plot(simulated_record())
+    panels = {panel.get_label(): panel for panel in figure.axes}
+    assert panels["timeline"].get_xlabel() == "time since the start (s)"
+    assert panels["queue"].get_xlabel() == "time since the start (s)"
+    assert panels["queue"].get_ylabel() == "batches ready"
+    for name in ("build", "wait"):
+        assert panels[name].get_ylabel() == "batches"
+        labels = [t.get_text() for t in panels[name].get_xticklabels()]
+        assert all(_DURATION.fullmatch(label) for label in labels)
+
+
+def test_a_figure_has_a_row_for_training_and_each_worker():
+    (panel, *_) = plot(simulated_record()).axes
+    names = [label.get_text() for label in panel.get_yticklabels()]
+    assert names == ["training", "worker 0", "worker 1"]
+
+
+def test_a_class_name_is_not_taken_for_mathematics():
+    picture = io.BytesIO()
+    plot(simulated_record(dataset="A$\\frac$B")).savefig(picture)
+    assert picture.getvalue()
+
+
+# -- in a browser ------------------------------------------------------------
+
+
+def _find(*names):
+    return next(filter(None, map(shutil.which, names)), None)
+
+
+_CHROMIUM = _find("chromium", "chromium-browser", "google-chrome")
+_DRIVER = _find("chromedriver")
+_in_browser = pytest.mark.skipif(
+    not (_CHROMIUM and _DRIVER),
+    reason="Chromium and chromedriver are not both installed",
+)
+
+
+@pytest.fixture
+def browser(monkeypatch):
+    """Chromium, which notes its console and its requests."""
+    monkeypatch.setenv("SE_AVOID_STATS", "true")
+    webdriver = pytest.importorskip("selenium.webdriver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = _CHROMIUM
+    for argument in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--window-size=1280,900",
+    ):
+        options.add_argument(argument)
+    options.set_capability(
+        "goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"}
+    )
+    driver = webdriver.Chrome(options, webdriver.ChromeService(_DRIVER))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def shown(browser, tmp_path):
+    """Opens a record's report; returns the browser."""
+
+    def show(record, width=1280):
+        browser.execute_cdp_cmd(
+            "Emulation.setDeviceMetricsOverride",
+            {
+                "width": width,
+                "height": 900,
+                "deviceScaleFactor": 1,
+                "mobile": width < 600,
+            },
+        )
+        path = tmp_path / "report.html"
+        write_report(record, path)
+        browser.get(path.as_uri())
+        return browser
+
+    return show
+
+
+def _requests(browser):
+    events = [
+        json.loads(entry["message"])["message"]
+        for entry in browser.get_log("performance")
+    ]
+    return [
+        event["params"]["request"]["url"]
+        for event in events
+        if event["method"] == "Network.requestWillBeSent"
+    ]
+
+
+@_in_browser
+@pytest.mark.parametrize(
+    "make", [simulated_record, _many, empty_record], ids=["two", "many", "none"]
+)
+def test_the_browser_has_nothing_to_complain_of_and_nothing_to_fetch(
+    shown, make
+):
+    browser = shown(make())
+    assert browser.get_log("browser") == []
+    urls = {url for url in _requests(browser) if not url.startswith("data:")}
+    assert urls == {browser.current_url}
+    assert browser.current_url.startswith("file:")
+
+
+@_in_browser
+def test_every_figure_is_drawn_and_every_part_of_the_timeline_is_shown(shown):
+    browser = shown(_many())
+    tabs = browser.find_elements("css selector", ".tabs label")
+    assert [tab.text for tab in tabs] == [
+        "The earliest kept",
+        "The longest wait",
+        "In the last epoch",
+    ]
+    for number, tab in enumerate(tabs, 1):
+        tab.click()
+        panels = browser.find_elements("css selector", ".tab")
+        visible = [panel for panel in panels if panel.is_displayed()]
+        assert len(visible) == 1
+        assert f"tab-{number}" in visible[0].get_attribute("class")
+        sizes = browser.execute_script(
+            """
+            return [...document.querySelectorAll("svg")]
+              .filter(svg => svg.checkVisibility())
+              .map(svg => {
+                const box = svg.getBoundingClientRect();
+                return [box.width, box.height,
+                        svg.querySelectorAll("rect").length];
+              })
+            """
+        )
+        assert len(sizes) == 6  # a timeline, three over time, two histograms
+        assert all(min(size) > 0 for size in sizes)
+
+
+@_in_browser
+@pytest.mark.parametrize(
+    "make", [_evil_record, _many, empty_record], ids=["evil", "many", "none"]
+)
+def test_a_phone_need_not_scroll_sideways(shown, make):
+    browser = shown(make(), width=390)
+    for details in browser.find_elements("css selector", "summary"):
+        details.click()
+    width = browser.execute_script(
+        "return document.documentElement.scrollWidth"
+    )
+    assert width <= 390
+
+
+@_in_browser
+def test_markup_that_users_wrote_is_shown_and_not_run(shown):
+    from selenium.common.exceptions import NoAlertPresentException
+
+    browser = shown(_evil_record())
+    for details in browser.find_elements("css selector", "summary"):
+        details.click()
+    with pytest.raises(NoAlertPresentException):
+        browser.switch_to.alert  # noqa: B018
+    text = browser.find_element("tag name", "body").text
+    assert f"LoaderHealth: {_EVIL}" in text
+    assert f"ValueError: {_EVIL}" in text
+    assert "<img src=x onerror=alert(1)>" in text
+
+
+@_in_browser
+def test_the_page_follows_the_colours_of_the_system(shown):
+    browser = shown(simulated_record())
+    seen = {}
+    for scheme in ("light", "dark"):
+        browser.execute_cdp_cmd(
+            "Emulation.setEmulatedMedia",
+            {"features": [{"name": "prefers-color-scheme", "value": scheme}]},
+        )
+        seen[scheme] = browser.execute_script(
+            "const style = getComputedStyle(document.body);"
+            "return [style.backgroundColor, style.color]"
+        )
+    (light_page, light_text), (dark_page, dark_text) = (
+        [_brightness(color) for color in seen[scheme]]
+        for scheme in ("light", "dark")
+    )
+    assert light_page > 200 > 100 > light_text
+    assert dark_page < 100 < 200 < dark_text
+
+
+def _brightness(color):
+    return sum(map(int, re.findall(r"\d+", color)[:3])) / 3
