@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import os
 import sys
+import textwrap
 import traceback
 from collections.abc import Iterator, Sequence
 
@@ -95,13 +96,20 @@ def _profile(options: argparse.Namespace) -> int:
                     dataset, options.batches, options.seconds, progress.tell
                 )
         except target.UsageError as error:
-            print(f"python -m keras_fastdata: {error}", file=sys.stderr)
+            text = f"python -m keras_fastdata: {error}"
+            print(_wrapped(text), file=sys.stderr)
             return _USAGE
         except Exception:
             traceback.print_exc()
             return _RAISED
     print(found.to_json() if options.json else found)
     return _OK
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(
+        text, 80, break_long_words=False, break_on_hyphens=False
+    )
 
 
 @contextlib.contextmanager

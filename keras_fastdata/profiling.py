@@ -422,16 +422,18 @@ def _conclude(
 
 
 def _costs(one: _Trial, two: _Trial, held: float) -> Costs:
-    lock_s = forecast.lock_s(held, two.rate, one.cpu_s)
-    # A thread that waits for the lock looks as if it slept.
-    locked = math.isnan(held) or held > _LITTLE
-    return Costs(
+    costs = Costs(
         cpu_s=one.cpu_s,
         idle_s=one.idle_s,
-        second_idle_s=math.nan if locked else two.idle_s,
+        second_idle_s=two.idle_s,
         take_s=min(one.take_s, two.take_s),
-        lock_s=lock_s,
+        lock_s=forecast.lock_s(held, two.rate, one.cpu_s),
     )
+    if held <= _LITTLE:
+        return costs
+    # A thread that waits for the lock looks as if it slept.
+    lock_s = max(costs.lock_s, min(costs.cpu_s, costs.shared_s))
+    return dataclasses.replace(costs, second_idle_s=math.nan, lock_s=lock_s)
 
 
 def _measured(trial: _Trial | None) -> float | None:
