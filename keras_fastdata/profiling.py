@@ -307,6 +307,7 @@ def _try(
             if done == 1:
                 start_s = max(0.0, span.began_s - began_s)
                 began_s = mark_s = max(began_s, span.began_s)
+                mark_cpu_s = time.thread_time()  # workers have been started
             recorder.add(span, 0.0)
             now_s = time.monotonic()
             late = now_s - began_s >= seconds

@@ -253,7 +253,7 @@ def test_an_error_of_the_dataset_arrives_and_leaves_it_as_it_was():
 
 
 def test_what_is_no_dataset_is_a_type_error():
-    with pytest.raises(TypeError, match="takes a FastPyDataset.*int"):
+    with pytest.raises(TypeError, match=r"takes a FastPyDataset.*int"):
         profile(3)
 
 

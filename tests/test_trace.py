@@ -278,6 +278,16 @@ def test_a_step_of_several_batches_has_an_arrow_from_each(writer, path):
     assert found == [(k, k - k % 4) for k in range(11)]
 
 
+def test_a_batch_fetched_before_its_step_began_belongs_to_that_step(
+    writer, path
+):
+    # As with PyTorch: step k begins when batch k has been delivered.
+    early = [_span(k)._replace(delivered_s=_span(k).stored_s) for k in range(5)]
+    _tell(writer, early, [_step(k) for k in range(5)])
+    writer.close({}, "Images")
+    assert _arrows(_read(path)) == [(k, k) for k in range(5)]
+
+
 @pytest.mark.parametrize("order", ["steps", "batches", "mixed"])
 def test_batches_and_steps_may_be_told_in_any_order(order, writer, path):
     spans = [_span(k) for k in range(2000)]

@@ -279,8 +279,9 @@ class TraceWriter:
                 self._first += 1
 
     def _draw(self, built: _Built, took: _Took) -> None:
+        # Within the step: where it begins, the one before ends.
         latest_us = max(took.began_us, took.ended_us - _LEAST_US)
-        used_us = max(built.delivered_us, took.began_us)
+        used_us = max(built.delivered_us, took.began_us + _LEAST_US)
         used_us = min(used_us, latest_us)
         if used_us < built.built_us:
             return  # it cannot have been this step
