@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         ThreadSafeIterator,
         threadsafe_generator,
     )
+    from keras_fastdata.profiling import profile
 
 __version__ = "0.1.0"
 
@@ -29,6 +30,7 @@ __all__ = [
     "LoaderHealth",
     "ThreadSafeIterator",
     "WorkerDiedError",
+    "profile",
     "threadsafe_generator",
 ]
 
@@ -42,6 +44,7 @@ _HOMES = {
     "LoaderHealth": "keras_fastdata.callbacks.loader_health",
     "ThreadSafeIterator": "keras_fastdata.iterators",
     "WorkerDiedError": "keras_fastdata.errors",
+    "profile": "keras_fastdata.profiling",
     "threadsafe_generator": "keras_fastdata.iterators",
 }
 

@@ -27,6 +27,9 @@ _ROOT = pathlib.Path(keras_fastdata.__file__).parent
 # From top to bottom: a module imports from its own room and those below.
 _ROOMS = [
     "__init__",
+    "__main__",
+    "profiling",
+    "target",
     "dataset",
     "callbacks",
     "iterators",
@@ -46,6 +49,7 @@ _PUBLIC = [
     "LoaderHealth",
     "ThreadSafeIterator",
     "WorkerDiedError",
+    "profile",
     "threadsafe_generator",
 ]
 
@@ -419,6 +423,7 @@ print(json.dumps([
         ("keras_fastdata.dataset", 4),
         ("keras_fastdata.errors", 0),
         ("keras_fastdata.iterators", 4),
+        ("keras_fastdata.profiling", 4),
     ],
 )
 def test_the_examples_in_docstrings_do_what_they_show(module, least, capsys):

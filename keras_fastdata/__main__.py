@@ -1,0 +1,156 @@
+"""`python -m keras_fastdata profile MODULE_OR_FILE:FACTORY`.
+
+Exit status: 0 when all went well, 1 when the dataset's own code raised, 2
+when the command cannot be understood, 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import textwrap
+import traceback
+from collections.abc import Iterator, Sequence
+
+_OK, _RAISED, _USAGE, _INTERRUPTED = 0, 1, 2, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        return _profile(options)
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m keras_fastdata",
+        description="Input pipelines for Keras 3.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    profile = commands.add_parser(
+        "profile",
+        help="try out where the batches of a dataset are best built",
+        description=(
+            "Builds a few batches in the caller, in threads and in processes, "
+            "and says what building takes and which workers to use."
+        ),
+    )
+    profile.add_argument(
+        "target",
+        metavar="MODULE_OR_FILE:FACTORY",
+        help=(
+            "a FastPyDataset, a subclass of it, or a function that returns "
+            "one, such as train.py:make_dataset"
+        ),
+    )
+    profile.add_argument(
+        "--batches",
+        type=_count,
+        default=48,
+        metavar="N",
+        help="batches that each kind of workers builds (default: 48)",
+    )
+    profile.add_argument(
+        "--seconds",
+        type=_seconds,
+        default=5.0,
+        metavar="S",
+        help="how long each kind may take (default: 5)",
+    )
+    profile.add_argument(
+        "--json", action="store_true", help="print JSON, for programs"
+    )
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"not a number from 1: {text!r}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < float("inf"):
+            return float(text)
+    raise argparse.ArgumentTypeError(f"not a number of seconds: {text!r}")
+
+
+def _profile(options: argparse.Namespace) -> int:
+    # Keras comes with these; `--help` must not wait for it.
+    from keras_fastdata import profiling, target
+
+    progress = _Progress()
+    with _stdout_for_the_result_alone():
+        try:
+            dataset = target.find(options.target)
+            if dataset.num_batches == 0:
+                raise target.UsageError(f"{options.target} has no batches.")
+            with progress:
+                found = profiling.run(
+                    dataset, options.batches, options.seconds, progress.tell
+                )
+        except target.UsageError as error:
+            text = f"python -m keras_fastdata: {error}"
+            print(_wrapped(text), file=sys.stderr)
+            return _USAGE
+        except Exception:
+            traceback.print_exc()
+            return _RAISED
+    print(found.to_json() if options.json else found)
+    return _OK
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(
+        text, 80, break_long_words=False, break_on_hyphens=False
+    )
+
+
+@contextlib.contextmanager
+def _stdout_for_the_result_alone() -> Iterator[None]:
+    """Has what the dataset prints, in workers too, go to standard error."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(stdout, 1)
+        os.close(stdout)
+
+
+class _Progress:
+    """One line on a terminal, which is gone when all is done."""
+
+    def __init__(self) -> None:
+        self._shown = sys.stderr.isatty()
+
+    def tell(self, done: int, of: int, what: str) -> None:
+        """Shows how far the work has come."""
+        if self._shown:
+            width = 20
+            bar = "=" * (width * done // of)
+            print(
+                f"\r[{bar:{width}}] {done}/{of} batches  {what:12}",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def __enter__(self) -> None:
+        """Nothing is shown before there is something to tell."""
+
+    def __exit__(self, *_: object) -> None:
+        if self._shown:
+            print("\r" + " " * 60 + "\r", end="", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,244 @@
+"""How many batches per second so many workers would build: pure functions.
+
+What `profile` measured with one and two workers is all that is known. More of
+them are limited by five things, each of which is a number of batches per
+second; the least of them counts.
+
+    the workers     workers / (time of one build)
+    the cores       cores / (computing per batch, in worker and training)
+    the lock        1 / (time per batch that a thread holds Python's lock)
+    what is shared  1 / (time per batch at something only one can use)
+    the transfer    1 / (time the training process needs to take a batch)
+
+Computing and waiting are told apart by CPU time. Time without a core does not
+count as either: it says how busy the machine was, and not what a build needs.
+Memory bandwidth, and caches that several cores share, are not looked at.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from keras_fastdata.health import words
+
+_FAR = 16  # workers that are looked at where there are fewer cores
+_MOST_WORTH = 0.9  # of the best rate: more workers would bring too little
+_INLINE = 1.25  # times as quick as any worker: batches that cost nothing
+_NOTICED = 0.2  # of a build: waiting longer beside another worker
+_WAITS = 0.5  # of a build
+
+
+def counts(cores: float) -> list[int]:
+    """Numbers of workers worth a look: 1, 2, 4 ..., and one for each core."""
+    most = max(_FAR, int(cores))
+    powers = {1 << n for n in range(most.bit_length())}
+    return sorted({n for n in powers if n <= most} | {max(1, int(cores))})
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """What one batch costs with one kind of workers, in seconds.
+
+    Attributes:
+        cpu_s: Computing in the worker, storing the batch included.
+        idle_s: The rest of it: waiting for a disk, a network, a sleep.
+        second_idle_s: The same while a second worker builds as well; NaN if
+            it was not measured.
+        take_s: Computing in the training process, to receive a batch.
+        lock_s: How long a build holds Python's lock (the GIL) that all
+            threads share; 0 for processes.
+    """
+
+    cpu_s: float
+    idle_s: float
+    second_idle_s: float = math.nan
+    take_s: float = 0.0
+    lock_s: float = 0.0
+
+    @property
+    def build_s(self) -> float:
+        """A build by one worker that always has a core."""
+        return self.cpu_s + self.idle_s
+
+    @property
+    def computing(self) -> float:
+        """The share of a build that needs a core: 0 to 1."""
+        return self.cpu_s / self.build_s if self.build_s > 0 else 1.0
+
+    @property
+    def shared_s(self) -> float:
+        """Time per batch at what only one worker can use at a time.
+
+        Two workers that meet at it, for s seconds each out of a build of b,
+        take turns: each then needs 2 s instead of b. Where that is not more
+        than b, nothing is known of it, and 0 assumed.
+        """
+        longer_s = self.second_idle_s - self.idle_s
+        if math.isnan(longer_s) or longer_s <= _NOTICED * self.build_s:
+            return 0.0
+        return min(self.build_s, (self.build_s + longer_s) / 2)
+
+
+def lock_s(held: float, batches_per_s: float, cpu_s: float) -> float:
+    """How long building a batch holds Python's lock.
+
+    Args:
+        held: Share of the time the lock was held while two threads built;
+            NaN if unknown.
+        batches_per_s: What they built meanwhile.
+        cpu_s: Computing per batch; no build holds the lock for longer.
+
+    Returns:
+        Seconds; all of `cpu_s` where `held` is unknown.
+    """
+    if math.isnan(held) or batches_per_s <= 0:
+        return cpu_s
+    return min(cpu_s, held / batches_per_s)
+
+
+def limits(costs: Costs, workers: int, cores: float) -> dict[str, float]:
+    """What each of the five limits allows, in batches per second."""
+    return {
+        "workers": _rate(workers, costs.build_s),
+        "cores": _rate(cores, costs.cpu_s + costs.take_s),
+        "lock": _rate(1, costs.lock_s),
+        "shared": _rate(1, costs.shared_s),
+        "transfer": _rate(1, costs.take_s),
+    }
+
+
+def expected(costs: Costs, workers: int, cores: float) -> float:
+    """Batches per second that so many workers would build."""
+    return min(limits(costs, workers, cores).values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Advice:
+    """Where to build batches, and why.
+
+    Attributes:
+        workers: How many workers.
+        use_multiprocessing: Whether they are processes.
+        reason: In a sentence or two.
+    """
+
+    workers: int
+    use_multiprocessing: bool
+    reason: str
+
+
+def advise(
+    inline_s: float,
+    threads: Costs,
+    processes: Costs | None,
+    cores: float,
+    held: float = math.nan,
+) -> Advice:
+    """The least effort that is nearly as quick as anything would be.
+
+    Threads are preferred to processes, and few workers to many. Inline, which
+    does nothing ahead of training, is advised only where handing a batch over
+    costs more than building it.
+
+    Args:
+        inline_s: A build in the calling thread.
+        threads: What a batch costs with threads.
+        processes: The same with processes; `None` if there can be none.
+        cores: Cores that this process may use.
+        held: Share of the time two threads held Python's lock, for the words.
+    """
+    kinds = {False: threads, True: processes}
+    choices = [
+        (workers, are_processes, expected(costs, workers, cores))
+        for workers in counts(cores)
+        for are_processes, costs in kinds.items()
+        if costs is not None and workers <= _useful(costs, cores)
+    ]
+    best = max(rate for _, _, rate in choices)
+    if _rate(1, inline_s) > _INLINE * best:
+        return Advice(0, False, _why_inline(inline_s, best))
+    workers, are_processes = min(
+        (workers, are_processes)
+        for workers, are_processes, rate in choices
+        if rate >= _MOST_WORTH * best
+    )
+    costs = kinds[are_processes]
+    assert costs is not None
+    why = (
+        _why_processes(held)
+        if are_processes
+        else _why_threads(threads, processes, held)
+    )
+    reason = f"{why} {_why_no_more(costs, workers, cores)}"
+    return Advice(workers, are_processes, reason)
+
+
+def _useful(costs: Costs, cores: float) -> int:
+    """Workers that keep all cores busy; more would only wait for one."""
+    most = max(counts(cores))
+    return max(1, round(min(most, _rate(cores, costs.computing))))
+
+
+def _rate(count: float, seconds: float) -> float:
+    return count / seconds if seconds > 0 else math.inf
+
+
+# -- the words ----------------------------------------------------------------
+
+
+def _why_inline(inline_s: float, best: float) -> str:
+    return (
+        f"A batch is built in {words.duration(inline_s)}; handing it over "
+        f"from a worker takes more than that ({words.duration(1 / best)} a "
+        "batch at best)."
+    )
+
+
+def _why_processes(held: float) -> str:
+    if math.isnan(held) or held < _WAITS:
+        return "Processes build faster than threads here."
+    return f"{_in_turn(held)} Processes have a lock each."
+
+
+def _why_threads(threads: Costs, processes: Costs | None, held: float) -> str:
+    if threads.computing < _WAITS:
+        return (
+            f"A build waits {words.share(1 - threads.computing)} of its time, "
+            "for files, a network or the like; that needs no core, and "
+            "threads do it at once."
+        )
+    if processes is not None:
+        return "Builds compute, and processes bring no more than threads here."
+    return _in_turn(held) if held >= _WAITS else "Builds compute."
+
+
+def _in_turn(held: float) -> str:
+    return (
+        "Builds run Python code, and threads take turns at that: its lock "
+        f"(the GIL) is held {words.share(held)} of the time two of them build."
+    )
+
+
+def _why_no_more(costs: Costs, workers: int, cores: float) -> str:
+    """What a worker more would run into."""
+    if workers >= _useful(costs, cores) and costs.computing >= _WAITS:
+        return f"More workers would wait for a core; {_there_are(cores)}."
+    allowed = limits(costs, 2 * workers, cores)
+    return _NO_MORE[min(allowed, key=lambda limit: allowed[limit])]
+
+
+_NO_MORE = {
+    "workers": "More workers build more, if training needs more.",
+    "cores": "More workers would wait for a core.",
+    "lock": "More threads would wait for Python's lock.",
+    "shared": (
+        "More workers would wait for each other: builds share something that "
+        "one can use at a time, such as a disk or a lock."
+    ),
+    "transfer": "Training could not take more batches from workers.",
+}
+
+
+def _there_are(cores: float) -> str:
+    return "there is 1" if cores == 1 else f"there are {cores:g}"

@@ -1,0 +1,556 @@
+"""Where should a dataset's batches be built? `profile` tries it out.
+
+A few dozen batches are built in the caller, by one and two threads, and by
+one and two processes, each time by a loader of its own: the dataset's, with
+its workers, its seed and its count of epochs, is not touched. What follows
+for more workers is worked out in `health/forecast.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from keras_fastdata.dataset import FastPyDataset
+from keras_fastdata.engine.loader import Loader
+from keras_fastdata.engine.settings import Settings
+from keras_fastdata.errors import DatasetPicklingError
+from keras_fastdata.health import cores as machine
+from keras_fastdata.health import forecast, memory, words
+from keras_fastdata.health.forecast import Costs
+from keras_fastdata.health.gil import GilProbe
+from keras_fastdata.health.recorder import Recorder, Tally
+
+_WIDTH = 80
+_LABEL = 12  # columns
+_TRIED = ((0, False), (1, False), (2, False), (1, True), (2, True))
+_LITTLE = 0.2  # of the time Python's lock is held
+_BUSY = 0.75  # of what was expected: the cores were not free
+_SEED = 0  # where the user gave none; drawing one would be noticed
+
+
+@dataclasses.dataclass(frozen=True)
+class Rate:
+    """Batches per second from one set of workers.
+
+    Attributes:
+        kind: "inline", "thread" or "process".
+        workers: How many; 0 for inline.
+        measured: What they built; `None` if it was not tried.
+        expected: What they would build on cores of their own, at most.
+    """
+
+    kind: str
+    workers: int
+    measured: float | None
+    expected: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """What building batches takes, and where to do it.
+
+    `str()` of it is a report of at most 80 columns.
+
+    Attributes:
+        dataset: Class name of the dataset.
+        num_batches: Batches in an epoch; `None` for one without an end.
+        nbytes: Of the arrays of a batch, on average.
+        build_s_p50: Median time of `__getitem__`, in the caller.
+        build_s_p95: What 95% of its calls did not exceed.
+        computing: The share of a build that needs a core: 0 to 1. The rest
+            is waiting.
+        gil_held: Share of the time that Python's lock was held while two
+            threads built; NaN if they were too quick to tell.
+        start_s: Time until a first worker process began with its first batch.
+        worker_nbytes: Memory of a worker process (PSS, which counts what
+            several share once); `None` if unknown.
+        cores: Cores that this process may use.
+        rates: Batches per second, measured and expected.
+        workers: How many workers to use.
+        use_multiprocessing: Whether they should be processes.
+        max_queue_size: What to raise it to, so that all of them have work;
+            `None` where the dataset's own will do.
+        reason: Why.
+        no_processes: Why worker processes could not be tried; else empty.
+    """
+
+    dataset: str
+    num_batches: int | None
+    nbytes: int
+    build_s_p50: float
+    build_s_p95: float
+    computing: float
+    gil_held: float
+    start_s: float
+    worker_nbytes: int | None
+    cores: float
+    rates: tuple[Rate, ...]
+    workers: int
+    use_multiprocessing: bool
+    max_queue_size: int | None
+    reason: str
+    no_processes: str = ""
+
+    @property
+    def call(self) -> str:
+        """The constructor call to use."""
+        arguments = f"workers={self.workers}"
+        if self.use_multiprocessing:
+            arguments += ", use_multiprocessing=True"
+        if self.max_queue_size is not None:
+            arguments += f", max_queue_size={self.max_queue_size}"
+        return f"{self.dataset}(..., {arguments})"
+
+    def to_json(self) -> str:
+        """All of it as JSON; what is unknown is null."""
+        found = {**dataclasses.asdict(self), "call": self.call}
+        return json.dumps(_finite(found), indent=2)
+
+    def __str__(self) -> str:
+        return "\n\n".join(
+            [
+                f"{self.dataset}: {_length(self.num_batches)}",
+                _facts(self),
+                _table(self),
+                _conclusion(self),
+            ]
+        )
+
+
+def profile(
+    dataset: FastPyDataset, *, batches: int = 48, seconds: float = 5.0
+) -> Profile:
+    """Tries out where a dataset's batches are best built.
+
+    Builds batches in the caller, in one and two threads, and in one and two
+    processes. Nobody trains meanwhile, and nothing else should run.
+
+    The dataset's settings, workers and random numbers stay as they are, and
+    so do its attributes, but for what its methods change inside of them. Its
+    epoch hooks are not called.
+
+    Args:
+        dataset: Any `FastPyDataset`.
+        batches: How many batches each of the five builds, at least 1, after
+            one for each worker to warm up.
+        seconds: How long each may take, more than 0. A batch that was begun
+            is waited for.
+
+    Returns:
+        The figures, and what to do; `print` it.
+
+    Raises:
+        TypeError: `dataset` is not a `FastPyDataset`, or a number is none.
+        ValueError: A number is out of range, or the dataset has no batches.
+
+    Whatever the dataset's own code raises arrives as it is.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_fastdata import FastPyDataset, profile
+    >>> class Zeros(FastPyDataset):
+    ...     def __len__(self):
+    ...         return 4
+    ...     def __getitem__(self, index):
+    ...         return np.zeros((8, 3)), np.zeros(8)
+    >>> found = profile(Zeros(), batches=4, seconds=1)
+    >>> found.nbytes
+    256
+    """
+    return run(dataset, batches, seconds, _silent)
+
+
+Tell = Callable[[int, int, str], None]
+
+
+def _silent(done: int, of: int, what: str) -> None:
+    """Shows no progress."""
+
+
+def run(
+    dataset: FastPyDataset, batches: int, seconds: float, tell: Tell
+) -> Profile:
+    """`profile`, which tells how far it has come.
+
+    Args:
+        dataset, batches, seconds: As there.
+        tell: Called with the batches done, how many there will be, and where
+            they are being built.
+    """
+    _check(dataset, batches, seconds)
+    attributes = dict(vars(dataset))
+    try:
+        return _run(dataset, batches, seconds, tell)
+    finally:
+        # Not by `setattr`: the dataset's own workers have not missed anything.
+        vars(dataset).clear()
+        vars(dataset).update(attributes)
+
+
+def _check(dataset: Any, batches: Any, seconds: Any) -> None:
+    if not isinstance(dataset, FastPyDataset):
+        raise TypeError(
+            "`profile` takes a FastPyDataset. "
+            f"Received: {dataset!r} (of type {type(dataset).__name__})"
+        )
+    if isinstance(batches, bool) or not isinstance(batches, int):
+        raise TypeError(f"`batches` must be an integer. Received: {batches!r}")
+    if batches < 1:
+        raise ValueError(f"`batches` must be at least 1. Received: {batches}")
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+        raise TypeError(f"`seconds` must be a number. Received: {seconds!r}")
+    if not 0 < seconds < math.inf:
+        raise ValueError(
+            f"`seconds` must be more than 0, and finite. Received: {seconds!r}"
+        )
+    if dataset.num_batches == 0:
+        raise ValueError(f"{type(dataset).__name__} has no batches.")
+
+
+# -- measuring ----------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class _Trial:
+    """What one set of workers did.
+
+    Attributes:
+        tally: Sums over its batches, without those it warmed up with.
+        rate: Batches per second.
+        take_s: CPU time of the calling thread per batch.
+        held: Share of the time Python's lock was held; NaN if unknown.
+        start_s: Time from asking for the first batch to building it.
+        worker_nbytes: Memory per worker process.
+    """
+
+    tally: Tally
+    rate: float
+    take_s: float
+    held: float
+    start_s: float
+    worker_nbytes: int | None
+
+    @property
+    def cpu_s(self) -> float:
+        """Computing per batch, storing it included."""
+        return self.tally.cpu_s / self.tally.batches
+
+    @property
+    def idle_s(self) -> float:
+        """What is left of a build without computing, or waiting to."""
+        tally = self.tally
+        busy_s = tally.cpu_s + tally.delay_s
+        idle_s = tally.build_s + tally.store_s - busy_s
+        return max(0.0, idle_s) / tally.batches
+
+
+def _run(
+    dataset: FastPyDataset, batches: int, seconds: float, tell: Tell
+) -> Profile:
+    trials: dict[tuple[int, bool], _Trial] = {}
+    no_processes = ""
+    total = sum(batches + max(1, workers) for workers, _ in _TRIED)
+    before = 0
+    for workers, processes in _TRIED:
+        what = _named(workers, processes)
+        warm = max(1, workers)
+        try:
+            trials[workers, processes] = _try(
+                dataset,
+                workers,
+                processes,
+                batches,
+                seconds,
+                lambda done, at=before, what=what: tell(  # type: ignore[misc]
+                    at + done, total, what
+                ),
+            )
+        except DatasetPicklingError as error:
+            no_processes = str(error)
+            break
+        before += batches + warm
+    tell(total, total, "")
+    return _conclude(dataset, trials, no_processes)
+
+
+def _try(
+    dataset: FastPyDataset,
+    workers: int,
+    processes: bool,
+    batches: int,
+    seconds: float,
+    tell: Callable[[int], None],
+) -> _Trial:
+    settings = _settings(dataset, workers, processes)
+    loader = Loader(dataset, settings)
+    recorder = Recorder()
+    probe = GilProbe(recorder)
+    warm = max(1, workers)
+    if settings.kind == "thread" and workers > 1:
+        probe.watch()
+    tell(0)
+    began_s = time.monotonic()
+    start_s = math.nan
+    mark_s, mark_cpu_s = began_s, time.thread_time()
+    done = 0
+    try:
+        for span in _spans(loader, dataset):
+            done += 1
+            if done == 1:
+                start_s = max(0.0, span.began_s - began_s)
+                began_s = mark_s = max(began_s, span.began_s)
+                mark_cpu_s = time.thread_time()  # workers have been started
+            recorder.add(span, 0.0)
+            now_s = time.monotonic()
+            late = now_s - began_s >= seconds
+            if done == warm and not late:
+                # What comes from here on is warm, and counts.
+                recorder.begin()
+                mark_s, mark_cpu_s = now_s, time.thread_time()
+                probe.take()
+            tell(done)
+            if done == warm + batches or (late and done >= warm):
+                break
+        ended_s, cpu_s = time.monotonic(), time.thread_time()
+        held = probe.take()
+        staff = loader.staff()
+        pids = staff.pids.values() if staff else ()
+        nbytes = memory.pss(pids)
+    finally:
+        probe.close()
+        loader.close()
+    recorder.flush()
+    tally = recorder.tally
+    return _Trial(
+        tally,
+        tally.batches / max(ended_s - mark_s, 1e-9),
+        (cpu_s - mark_cpu_s) / tally.batches,
+        held,
+        start_s,
+        None if nbytes is None else nbytes // max(1, len(pids)),
+    )
+
+
+def _settings(
+    dataset: FastPyDataset, workers: int, processes: bool
+) -> Settings:
+    settings = dataset._internals().settings
+    seed = settings.seed
+    return dataclasses.replace(
+        settings,
+        workers=workers,
+        use_multiprocessing=processes,
+        max_queue_size=max(settings.max_queue_size, 2 * workers),
+        seed=_SEED if seed is None else seed,
+    )
+
+
+def _spans(loader: Loader, dataset: FastPyDataset) -> Iterator[Any]:
+    """Builds one epoch after another, and says how each batch came about."""
+    for _ in itertools.count():
+        walk = loader.open_pass(dataset, shuffle=False)
+        walk.time_batches(True)
+        for _ in walk:
+            yield walk.span
+        if walk.is_empty:
+            raise ValueError(
+                f"{type(dataset).__name__} has no batch that can be built."
+            )
+
+
+# -- concluding ---------------------------------------------------------------
+
+
+def _conclude(
+    dataset: FastPyDataset,
+    trials: dict[tuple[int, bool], _Trial],
+    no_processes: str,
+) -> Profile:
+    inline, two = trials[0, False], trials[2, False]
+    one_process = trials.get((1, True))
+    tally = inline.tally
+    inline_s = inline.cpu_s + inline.idle_s
+    held = two.held
+    threads = _costs(trials[1, False], two, held)
+    processes = None
+    if (2, True) in trials and one_process is not None:
+        processes = _costs(one_process, trials[2, True], 0.0)
+    cores = machine.read().allowed
+    advice = forecast.advise(inline_s, threads, processes, cores, held)
+    queue = dataset._internals().settings.max_queue_size
+    wanted = queue if advice.workers <= queue else 2 * advice.workers
+    kinds = [(False, threads), (True, processes)]
+    last = trials.get((2, True)) or one_process
+    return Profile(
+        dataset=type(dataset).__name__,
+        num_batches=dataset.num_batches,
+        nbytes=round(tally.nbytes / tally.batches),
+        build_s_p50=tally.build.quantile(0.5),
+        build_s_p95=tally.build.quantile(0.95),
+        computing=inline.cpu_s / max(inline_s, 1e-9),
+        gil_held=held,
+        start_s=one_process.start_s if one_process else math.nan,
+        worker_nbytes=last.worker_nbytes if last else None,
+        cores=cores,
+        rates=(
+            Rate("inline", 0, inline.rate, 1 / max(inline_s, 1e-9)),
+            *(
+                Rate(
+                    "process" if are_processes else "thread",
+                    workers,
+                    _measured(trials.get((workers, are_processes))),
+                    forecast.expected(costs, workers, cores),
+                )
+                for are_processes, costs in kinds
+                if costs is not None
+                for workers in forecast.counts(cores)
+            ),
+        ),
+        workers=advice.workers,
+        use_multiprocessing=advice.use_multiprocessing,
+        max_queue_size=wanted if wanted > queue else None,
+        reason=advice.reason,
+        no_processes=no_processes,
+    )
+
+
+def _costs(one: _Trial, two: _Trial, held: float) -> Costs:
+    costs = Costs(
+        cpu_s=one.cpu_s,
+        idle_s=one.idle_s,
+        second_idle_s=two.idle_s,
+        take_s=min(one.take_s, two.take_s),
+        lock_s=forecast.lock_s(held, two.rate, one.cpu_s),
+    )
+    if held <= _LITTLE:
+        return costs
+    # A thread that waits for the lock looks as if it slept.
+    lock_s = max(costs.lock_s, min(costs.cpu_s, costs.shared_s))
+    return dataclasses.replace(costs, second_idle_s=math.nan, lock_s=lock_s)
+
+
+def _measured(trial: _Trial | None) -> float | None:
+    return None if trial is None else trial.rate
+
+
+# -- the report ---------------------------------------------------------------
+
+
+def _named(workers: int, processes: bool) -> str:
+    if not workers:
+        return "inline"
+    return words.count(workers, "process" if processes else "thread")
+
+
+def _length(num_batches: int | None) -> str:
+    if num_batches is None:
+        return "no end"
+    return words.count(num_batches, "batch")
+
+
+def _facts(found: Profile) -> str:
+    computing = words.share(found.computing)
+    lines = [
+        (
+            "Build",
+            f"{words.duration(found.build_s_p50)} a batch (p95 "
+            f"{words.duration(found.build_s_p95)}): {computing} computing, "
+            f"{words.share(1 - found.computing)} waiting",
+        ),
+        ("Batch", f"{words.size(found.nbytes)} in its arrays"),
+    ]
+    if not math.isnan(found.gil_held):
+        held = words.share(found.gil_held)
+        lines.append(("GIL", f"held {held} of the time by 2 threads"))
+    if found.no_processes:
+        lines.append(("Processes", found.no_processes))
+    else:
+        text = f"the first starts in {words.duration(found.start_s)}"
+        if found.worker_nbytes is not None:
+            text += f", each takes {words.size(found.worker_nbytes)} of memory"
+        lines.append(("Processes", text))
+    number = f"{found.cores:g} core{'' if found.cores == 1 else 's'}"
+    lines.append(("Machine", number))
+    return "\n".join(itertools.starmap(_labelled, lines))
+
+
+def _table(found: Profile) -> str:
+    rows = [f"{'Batches/s':{_LABEL}}workers  measured  expected"]
+    shown = ""
+    for rate in found.rates:
+        kind = _PLURAL[rate.kind] if rate.kind != shown else ""
+        shown = rate.kind
+        workers = str(rate.workers) if rate.workers else "0"
+        row = (
+            f"{kind:{_LABEL}}{workers:>7}  {_figure(rate.measured):>8}  "
+            f"{_figure(rate.expected):>8}"
+        )
+        advised = rate.workers == found.workers and (
+            not rate.workers
+            or (rate.kind == "process") == found.use_multiprocessing
+        )
+        rows.append((row + ("  <--" if advised else "")).rstrip())
+    return "\n".join(rows)
+
+
+_PLURAL = {"inline": "inline", "thread": "threads", "process": "processes"}
+
+
+def _conclusion(found: Profile) -> str:
+    parts = [_labelled("Use", found.call), _labelled("", found.reason)]
+    if _was_busy(found):
+        parts.append(
+            _labelled(
+                "Note",
+                "Less was measured than expected. Was something else running? "
+                "Then try again when the cores are free.",
+            )
+        )
+    return "\n".join(parts)
+
+
+def _was_busy(found: Profile) -> bool:
+    return any(
+        rate.measured is not None and rate.measured < _BUSY * rate.expected
+        for rate in found.rates
+        if rate.workers
+        and (rate.kind == "process") == found.use_multiprocessing
+    )
+
+
+def _labelled(label: str, text: str) -> str:
+    return textwrap.fill(
+        text,
+        _WIDTH,
+        initial_indent=label.ljust(_LABEL),
+        subsequent_indent=" " * _LABEL,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _figure(rate: float | None) -> str:
+    if rate is None:
+        return ""
+    if rate >= 99.95:
+        return f"{rate:,.0f}"
+    return f"{rate:.1f}" if rate >= 9.995 else f"{rate:.2f}"
+
+
+def _finite(value: Any) -> Any:
+    """The same without what JSON has no number for."""
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(part) for part in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
