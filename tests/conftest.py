@@ -115,7 +115,6 @@ def _descriptors() -> dict[str, str]:
         if target.startswith(
             ("socket:", "/memfd:keras_fastdata", "anon_inode:[pidfd]")
         )
-        or target.endswith("/schedstat")
     }
 
 

@@ -40,7 +40,15 @@ _ROOMS = [
     "health",
     "errors",
 ]
-_HEAVY = {"tensorflow", "jax", "torch", "matplotlib", "PIL", "ray"}
+_HEAVY = {
+    "tensorflow",
+    "jax",
+    "torch",
+    "jinja2",
+    "matplotlib",
+    "PIL",
+    "ray",
+}
 _PUBLIC = [
     "BatchTimeoutError",
     "DatasetPicklingError",
@@ -88,11 +96,18 @@ def _at_top_level(tree):
     waiting = list(tree.body)
     while waiting:
         node = waiting.pop()
+        if isinstance(node, ast.If) and _is_for_types(node.test):
+            waiting.extend(node.orelse)
+            continue
         yield node
         if not isinstance(
             node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
         ):
             waiting.extend(ast.iter_child_nodes(node))
+
+
+def _is_for_types(test):
+    return isinstance(test, ast.Name) and test.id == "TYPE_CHECKING"
 
 
 def _module_of(name):

@@ -25,7 +25,7 @@ from keras_fastdata.health.summary import EpochHealth
 from keras_fastdata.health.verdict import Facts, judge
 
 # Reading a worker's memory walks its page tables.
-_MEMORY_INTERVAL_S = 10.0
+_MEMORY_INTERVAL_S = 3.0
 STEPS_KEPT = 8192
 
 
@@ -111,7 +111,7 @@ class Meter:
         self._phase = ""
         self._probe = GilProbe(self.recorder)
         self._settings: Any = None
-        self._memory_s = float("-inf")
+        self._memory_s = time.monotonic()  # when it was looked at
         self._workers_nbytes: int | None = None
 
     @property

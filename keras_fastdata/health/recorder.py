@@ -47,8 +47,8 @@ class Span(NamedTuple):
         delivered_s: When it was handed to Keras.
         opened_s: How long making arrays of it took there.
         waited_s: How long it was waited for.
-        cpu_s: CPU time of building and storing it.
-        delay_s: Time of the same without a core to run on.
+        cpu_s: CPU time of building and storing it; NaN if it was not asked.
+        delay_s: Time of the same without a core to run on; likewise.
     """
 
     epoch: int
@@ -67,6 +67,10 @@ class Span(NamedTuple):
     waited_s: float
     cpu_s: float
     delay_s: float
+
+
+_DELIVERED = Span._fields.index("delivered_s")
+_WAITED = Span._fields.index("waited_s")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,8 +122,10 @@ class Tally:
         nbytes: Of their arrays.
         build: Distribution of the seconds `__getitem__` took.
         wait: Distribution of the seconds batches were waited for.
-        build_s, cpu_s, delay_s, store_s, open_s, wait_s, depth: Sums over
-            batches.
+        build_s, store_s, open_s, wait_s, depth: Sums over batches.
+        asked_s: What building and storing took of those batches whose CPU
+            time was asked for.
+        asked_cpu_s, asked_delay_s: CPU time of these, and waits for a core.
         first_wait_s: The wait for the first batch.
         hook_s: Time in `on_epoch_begin` and `on_epoch_end`.
         retried_wait_s: The waits for batches that had to be built again.
@@ -132,12 +138,28 @@ class Tally:
         self.nbytes = 0
         self.build = Distribution()
         self.wait = Distribution()
-        self.build_s = self.cpu_s = self.delay_s = 0.0
+        self.build_s = 0.0
+        self.asked_s = self.asked_cpu_s = self.asked_delay_s = 0.0
         self.store_s = self.open_s = self.wait_s = self.depth = 0.0
         self.first_wait_s = self.hook_s = 0.0
         self.retried_wait_s = 0.0
         self.retried = 0
         self.slowest: list[Slow] = []
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU time of all builds, as far as it is known of some."""
+        return self.asked_cpu_s * self._asked_of
+
+    @property
+    def delay_s(self) -> float:
+        """Waits of all builds for a core, likewise."""
+        return self.asked_delay_s * self._asked_of
+
+    @property
+    def _asked_of(self) -> float:
+        took_s = self.build_s + self.store_s
+        return took_s / self.asked_s if self.asked_s > 0 else 0.0
 
     def take_in(self, spans: npt.NDArray[np.float64]) -> None:
         """Adds spans, of shape `(n, len(Span._fields))`."""
@@ -150,9 +172,12 @@ class Tally:
         self.build.add(build)
         self.wait.add(column["waited_s"])
         self.build_s += float(build.sum())
-        self.cpu_s += float(column["cpu_s"].sum())
-        self.delay_s += float(column["delay_s"].sum())
-        self.store_s += float((column["stored_s"] - column["built_s"]).sum())
+        took = column["stored_s"] - column["began_s"]
+        asked = ~np.isnan(column["cpu_s"])
+        self.asked_s += float(took[asked].sum())
+        self.asked_cpu_s += float(column["cpu_s"][asked].sum())
+        self.asked_delay_s += float(column["delay_s"][asked].sum())
+        self.store_s += float((took - build).sum())
         self.open_s += float(column["opened_s"].sum())
         self.wait_s += float(column["waited_s"].sum())
         self.depth += float(column["depth"].sum())
@@ -208,7 +233,7 @@ class Recorder:
         self.before_wait: Callable[[], None] | None = None
         self.on_spans: Callable[[npt.NDArray[np.float64]], None] = _nobody
         self.tally = Tally()
-        self._pending: list[Span] = []
+        self._pending: list[tuple[Span, float, float]] = []
         self._ring = np.empty((SPANS_KEPT, len(Span._fields)))
         self._rung = 0  # spans ever written to the ring
 
@@ -240,9 +265,7 @@ class Recorder:
         self.batches += 1
         self.waited_s += waited_s
         if span is not None:
-            self._pending.append(
-                span._replace(delivered_s=time.monotonic(), waited_s=waited_s)
-            )
+            self._pending.append((span, time.monotonic(), waited_s))
             if len(self._pending) >= _BLOCK:
                 self.flush()
 
@@ -261,7 +284,10 @@ class Recorder:
         """Takes in the spans that have come since."""
         if not self._pending:
             return
-        spans, self._pending = np.array(self._pending), []
+        spans = np.array([span for span, _, _ in self._pending])
+        spans[:, _DELIVERED] = [moment for _, moment, _ in self._pending]
+        spans[:, _WAITED] = [waited_s for _, _, waited_s in self._pending]
+        self._pending.clear()
         self.tally.take_in(spans)
         places = np.arange(self._rung, self._rung + len(spans)) % SPANS_KEPT
         self._ring[places] = spans

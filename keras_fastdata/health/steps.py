@@ -32,6 +32,7 @@ from keras_fastdata.health.recorder import Recorder
 _SAMPLES = 32  # remembered
 _EARLY_SAMPLES = 5  # steps in a row, before sampling gets rare
 _RARE = 100  # times what sampling a step costs is the time until the next one
+_PAUSE_S = 0.25  # and at least this: workers take a moment to be in step again
 _CONTENDED = 0.8  # of what steps took: they must have been slowed down
 _COMPILING = 10  # times what a step needs, and
 _COMPILING_S = 0.05  # this much more: it must have been compiling
@@ -204,10 +205,10 @@ class StepClock:
         return recorder.waited_s + recorder.aside_s + recorder.rested_s
 
     def _end_step(self, sample_next: bool, *, last: bool = False) -> None:
-        host_s = time.monotonic()
+        now_s = host_s = time.monotonic()
         if self._sampling or sample_next or last:
             self._synchronize()
-        now_s = time.monotonic()
+            now_s = time.monotonic()
         wait_s = self._no_step_s()
         waited_s = wait_s - self._mark_wait_s
         own_s = max(0.0, now_s - self._mark_s - waited_s)
@@ -230,7 +231,8 @@ class StepClock:
             if self._sampling:
                 self._samples.append(own_s)
                 rested_s = self._recorder.rested_s - self._mark_rest_s
-                self._next_s = now_s + _RARE * (own_s + rested_s)
+                cost_s = _RARE * (own_s + rested_s)
+                self._next_s = now_s + max(_PAUSE_S, cost_s)
             # It is the host that compiles; waiting for the device is not it.
             self._note_if_long(host_s - self._mark_s - waited_s)
         self._sampling = sample_next

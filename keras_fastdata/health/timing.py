@@ -7,18 +7,23 @@ three, thread by thread.
 
 from __future__ import annotations
 
-import dataclasses
+import math
 import os
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 # Of this very thread: ns on a core, ns ready without a core, time slices.
 _SCHEDSTAT = "/proc/thread-self/schedstat"
 _SCHEDSTAT_BYTES = 96
 
+# Asking the kernel takes some 6 us. Of builds that are shorter than this it
+# is asked about one in so many.
+_SHORT_S = 0.0005
+_SHORT_BUILDS = 16
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Timing:
+
+class Timing(NamedTuple):
     """How one batch was built. Moments are those of `time.monotonic`.
 
     Attributes:
@@ -27,9 +32,10 @@ class Timing:
         stored_s: When its arrays lay in shared memory; `built_s`, where they
             need not.
         cpu_s: CPU time that was used meanwhile; by the worker process with
-            all its threads, or else by the thread.
-        delay_s: How long its thread was ready to run and had no core; 0 where
-            the kernel does not tell.
+            all its threads, or else by the thread. NaN where it was not asked
+            for: of most builds that are short.
+        delay_s: How long its thread was ready to run and had no core; likewise
+            NaN, and 0 where the kernel does not tell.
         retries: Workers that died over it, or were replaced, before.
     """
 
@@ -45,42 +51,48 @@ class Stopwatch:
     """Times one build after another, in the thread that builds.
 
     Args:
-        cpu_ns: `time.thread_time_ns`, or `time.process_time_ns` where the
-            process does nothing else.
+        cpu_s: `time.thread_time`, or `time.process_time` where the process
+            does nothing else.
     """
 
-    def __init__(self, cpu_ns: Callable[[], int] = time.thread_time_ns) -> None:
-        self._cpu_ns = cpu_ns
+    def __init__(self, cpu_s: Callable[[], float] = time.thread_time) -> None:
+        self._cpu_s = cpu_s
         self._schedstat: int | None = None
-        self._timed = False
-        self._began = self._built = self._cpu = self._delay = 0
+        self._timed = self._asks = False
+        self._unasked = _SHORT_BUILDS  # builds since the kernel was asked
+        self._began = self._built = self._cpu = self._delay = 0.0
 
     def start(self, timed: bool) -> None:
         """Called before a build; unless `timed`, all else costs nothing."""
         self._timed = timed
-        if timed:
-            self._built = 0
-            self._delay = self._delay_ns()
-            self._cpu = self._cpu_ns()
-            self._began = time.monotonic_ns()
+        if not timed:
+            return
+        self._unasked += 1
+        self._asks = self._unasked >= _SHORT_BUILDS
+        if self._asks:
+            self._delay = self._delay_s()
+            self._cpu = self._cpu_s()
+        self._built = 0.0
+        self._began = time.monotonic()
 
     def built(self) -> None:
         """Called when `__getitem__` has returned."""
         if self._timed:
-            self._built = time.monotonic_ns()
+            self._built = time.monotonic()
 
     def stop(self) -> Timing | None:
         """Called when the batch is where it shall be, or has failed."""
         if not self._timed:
             return None
-        ended = time.monotonic_ns()
-        return Timing(
-            self._began / 1e9,
-            (self._built or ended) / 1e9,
-            ended / 1e9,
-            (self._cpu_ns() - self._cpu) / 1e9,
-            (self._delay_ns() - self._delay) / 1e9,
-        )
+        ended = time.monotonic()
+        cpu = delay = math.nan
+        if self._asks:
+            cpu = self._cpu_s() - self._cpu
+            delay = self._delay_s() - self._delay
+            self._unasked = 0
+        if ended - self._began > _SHORT_S:
+            self._unasked = _SHORT_BUILDS
+        return Timing(self._began, self._built or ended, ended, cpu, delay)
 
     def close(self) -> None:
         """Gives back what it holds. Idempotent."""
@@ -88,12 +100,13 @@ class Stopwatch:
         if fd is not None and fd >= 0:
             os.close(fd)
 
-    def _delay_ns(self) -> int:
+    def _delay_s(self) -> float:
         if self._schedstat is None:
             try:
                 self._schedstat = os.open(_SCHEDSTAT, os.O_RDONLY)
             except OSError:
                 self._schedstat = -1
         if self._schedstat < 0:
-            return 0
-        return int(os.pread(self._schedstat, _SCHEDSTAT_BYTES, 0).split()[1])
+            return 0.0
+        read = os.pread(self._schedstat, _SCHEDSTAT_BYTES, 0)
+        return int(read.split()[1]) / 1e9

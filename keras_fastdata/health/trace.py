@@ -22,6 +22,7 @@ from __future__ import annotations
 import collections
 import json
 import logging
+import math
 import os
 import time
 import weakref
@@ -197,9 +198,8 @@ class TraceWriter:
         self._file.write(
             _slice("build", _WORKERS, thread, began_us, built_us)
             + f'{which},"bytes":{int(span.nbytes)},'
-            f'"queue_depth":{int(span.depth)},"retries":{int(span.retries)},'
-            f'"cpu_ms":{span.cpu_s * 1e3:.3f},'
-            f'"core_delay_ms":{span.delay_s * 1e3:.3f}}}}}'
+            f'"queue_depth":{int(span.depth)},"retries":{int(span.retries)}'
+            f"{_cpu_time(span)}}}}}"
         )
         if span.stored_s > span.built_s:
             stored_us = self._us(span.stored_s)
@@ -409,4 +409,14 @@ def _order(kind: str, process: int, place: int) -> str:
             "tid": 0,
             "args": {"sort_index": place},
         }
+    )
+
+
+def _cpu_time(span: Span) -> str:
+    """Arguments that a short build may come without."""
+    if math.isnan(span.cpu_s):
+        return ""
+    return (
+        f',"cpu_ms":{span.cpu_s * 1e3:.3f}'
+        f',"core_delay_ms":{span.delay_s * 1e3:.3f}'
     )

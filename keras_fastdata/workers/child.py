@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import gc
 import os
 import resource
@@ -117,6 +118,7 @@ def main(
     files: Files,
     make_builder: Callable[[], Builds] | None = None,
     segment: Segment | None = None,
+    trainer_pidfd: int | None = None,
 ) -> int:
     """Runs a worker until the training process has no more for it.
 
@@ -125,6 +127,7 @@ def main(
         make_builder: Makes the builder where the process was forked from the
             trainer; else the maker is read from `files.dataset`.
         segment: The arena, where the process was forked with it mapped.
+        trainer_pidfd: The training process, where no nursery watches it.
 
     Returns:
         The exit status for the process.
@@ -136,6 +139,8 @@ def main(
         with limits.named("A worker process could not begin"):
             start: Start = payload.read_payload(files.start)
             os.close(files.start)
+            if trainer_pidfd is not None:
+                _die_with(trainer_pidfd)
             _settle_in(start)
             worker = _Worker(files, start, results, segment)
     except Exception as error:
@@ -154,8 +159,9 @@ def spawned(trainer_pidfd: int, fds: list[int]) -> NoReturn:
     """Runs a worker that was started as an interpreter of its own."""
     for fd in (trainer_pidfd, *fds):
         os.set_inheritable(fd, False)
-    die_with(trainer_pidfd)
-    run_and_leave(lambda: _end_alone(main(Files(*fds))))
+    run_and_leave(
+        lambda: _end_alone(main(Files(*fds), trainer_pidfd=trainer_pidfd))
+    )
 
 
 def forked(
@@ -171,10 +177,10 @@ def forked(
     # keep this process from having its own.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    die_with(os.dup(trainer_pidfd))
+    own_pidfd = os.dup(trainer_pidfd)
     own = Files(*map(os.dup, files.all()))
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return _end_alone(main(own, make_builder, segment))
+    return _end_alone(main(own, make_builder, segment, own_pidfd))
 
 
 def _end_alone(status: int) -> int:
@@ -214,7 +220,7 @@ def run_and_leave(run: Callable[[], int]) -> NoReturn:
         leave(status)
 
 
-def die_with(trainer_pidfd: int) -> None:
+def _die_with(trainer_pidfd: int) -> None:
     """Kills this process's group when the trainer has ended.
 
     For workers that no nursery watches over. The signal of
@@ -227,7 +233,11 @@ def die_with(trainer_pidfd: int) -> None:
         poll.poll()
         os.killpg(0, signal.SIGKILL)
 
-    threading.Thread(target=watch, name="trainer-watch", daemon=True).start()
+    thread = threading.Thread(target=watch, name="trainer-watch", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise OSError(errno.EAGAIN, f"{error}") from error
 
 
 class _Worker:
@@ -246,7 +256,7 @@ class _Worker:
         self._results = results
         self._control = socket.socket(fileno=files.control)
         self._in_place = True
-        self._stopwatch = Stopwatch(time.process_time_ns)
+        self._stopwatch = Stopwatch(time.process_time)
         self._name = f"worker {start.worker} (pid {os.getpid()})"
 
     def tell(self, kind: Kind, body: bytes) -> None:

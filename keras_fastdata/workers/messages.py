@@ -121,13 +121,7 @@ class Result:
         flags, timing = self.flags, b""
         if self.timing is not None:
             flags |= Flag.TIMED
-            timing = _TIMING.pack(
-                self.timing.began_s,
-                self.timing.built_s,
-                self.timing.stored_s,
-                self.timing.cpu_s,
-                self.timing.delay_s,
-            )
+            timing = _TIMING.pack(*self.timing[:5])
         head = _RESULT.pack(
             self.kind,
             flags,

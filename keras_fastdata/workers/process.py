@@ -421,7 +421,7 @@ class ProcessWorkers:
         )
         timing = result.timing
         if timing is not None and sent.strikes:
-            timing = dataclasses.replace(timing, retries=sent.strikes)
+            timing = timing._replace(retries=sent.strikes)
         kept = Flag.KEPT in result.flags
         encoded = codec.Encoded(body, extents, result.used, kept)
         if kept:

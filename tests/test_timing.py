@@ -1,0 +1,136 @@
+"""When a batch was built, and what that time went into."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+
+import pytest
+from samples import Numbered
+from situations import Burning, Sleeping
+
+from keras_fastdata.health.timing import Stopwatch
+
+PLACES = {
+    "inline": {"workers": 0},
+    "thread": {"workers": 1},
+    "process": {"workers": 1, "use_multiprocessing": True},
+}
+everywhere = pytest.mark.parametrize("place", PLACES)
+
+
+def _spans(dataset):
+    with dataset:
+        batches = iter(dataset)
+        batches.time_batches(True)
+        return [batches.span for _ in batches]
+
+
+@everywhere
+def test_moments_come_in_their_order(place):
+    began_s = time.monotonic()
+    spans = _spans(Numbered(length=20, **PLACES[place]))
+    assert [span.batch for span in spans] == list(range(20))
+    for span in spans:
+        moments = [
+            began_s,
+            span.queued_s,
+            span.began_s,
+            span.built_s,
+            span.stored_s,
+            span.arrived_s,
+            time.monotonic(),
+        ]
+        assert moments == sorted(moments)
+        assert span.nbytes > 0
+        assert span.retries == 0
+
+
+@everywhere
+def test_sleeping_is_told_from_computing(place):
+    (slept,) = _spans(Sleeping(0.05, length=1, **PLACES[place]))
+    (burned,) = _spans(Burning(0.05, length=1, **PLACES[place]))
+    assert slept.built_s - slept.began_s >= 0.05
+    assert slept.cpu_s < 0.04
+    assert burned.cpu_s >= 0.05
+
+
+@everywhere
+def test_unless_batches_are_timed_there_is_no_span(place):
+    with Numbered(length=3, **PLACES[place]) as dataset:
+        batches = iter(dataset)
+        assert [batches.span for _ in batches] == [None] * 3
+
+
+@everywhere
+def test_workers_that_rest_begin_nothing_until_the_next_batch(place):
+    with Numbered(length=12, **PLACES[place]) as dataset:
+        batches = iter(dataset)
+        batches.time_batches(True)
+        seen = []
+        for number in range(12):
+            batches.fetch(quietly=number == 4)
+            rested_s = time.monotonic()
+            if number == 4:
+                assert not dataset._fastdata.loader._workers.busy
+                time.sleep(0.1)  # in which a worker would have built others
+                going_on_s = time.monotonic()
+            seen.append(batches.span)
+            if number == 4:
+                quiet = rested_s, going_on_s
+        assert [span.batch for span in seen] == list(range(12))
+        for span in seen:
+            assert not quiet[0] < span.began_s < quiet[1]
+
+
+@everywhere
+def test_nothing_stays_open_after_close(place):
+    def open_files():
+        links = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
+        return [os.readlink(li) for li in links if os.path.exists(li)]
+
+    _spans(Numbered(length=3, **PLACES[place]))
+    assert [name for name in open_files() if "schedstat" in name] == []
+
+
+def test_of_short_builds_the_kernel_is_asked_now_and_then():
+    stopwatch = Stopwatch()
+    asked = []
+    for _ in range(64):
+        stopwatch.start(True)
+        stopwatch.built()
+        asked.append(not math.isnan(stopwatch.stop().cpu_s))
+    stopwatch.close()
+    assert asked[0]
+    assert 3 <= sum(asked) <= 16
+
+
+def test_of_a_build_after_a_long_one_the_kernel_is_asked():
+    stopwatch = Stopwatch()
+    for seconds in (0, 0.002, 0):
+        stopwatch.start(True)
+        time.sleep(seconds)
+        stopwatch.built()
+        latest = stopwatch.stop()
+    stopwatch.close()
+    assert not math.isnan(latest.cpu_s)
+
+
+def test_a_stopwatch_that_is_not_started_says_nothing():
+    stopwatch = Stopwatch()
+    stopwatch.start(False)
+    stopwatch.built()
+    assert stopwatch.stop() is None
+    stopwatch.close()
+    stopwatch.close()
+
+
+def test_without_the_kernels_word_a_delay_is_0(monkeypatch):
+    monkeypatch.setattr(
+        "keras_fastdata.health.timing._SCHEDSTAT", "/proc/nothing/here"
+    )
+    stopwatch = Stopwatch()
+    stopwatch.start(True)
+    timing = stopwatch.stop()
+    assert timing.delay_s == 0.0
