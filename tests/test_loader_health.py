@@ -7,12 +7,15 @@ train one model, because its first epoch takes its time to compile the step.
 
 from __future__ import annotations
 
+import collections
 import csv
 import functools
 import json
 import re
+import sys
 import threading
 import time
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -302,6 +305,48 @@ def test_tensorboard_draws_the_share(tmp_path):
     assert shares == pytest.approx(dict(enumerate(logs["data_wait"])))
 
 
+@pytest.mark.skipif(
+    keras.backend.backend() != "tensorflow",
+    reason="event files are read and written with TensorFlow",
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_tensorboard_draws_scalars_of_the_loader(tmp_path, first):
+    pytest.importorskip("tensorboard")
+    import tensorflow as tf
+
+    board = keras.callbacks.TensorBoard(str(tmp_path), write_graph=False)
+    health = LoaderHealth(0)
+    both = [health, board] if first else [board, health]
+    logs = _fit(SlowData(), *both, epochs=2)
+    found = {}
+    for path in (tmp_path / "train").iterdir():
+        for event in tf.compat.v1.train.summary_iterator(str(path)):
+            for value in event.summary.value:
+                if value.tag.startswith("loader/"):
+                    number = float(tf.make_ndarray(value.tensor))
+                    found.setdefault(value.tag, {})[event.step] = number
+    assert set(found) == {
+        f"loader/{name}"
+        for name in (
+            "data_wait",
+            "batches_per_s",
+            "build_s_p50",
+            "build_s_p95",
+            "queue_depth",
+            "worker_utilization",
+            "restarts",
+        )
+    }
+    assert found["loader/data_wait"] == pytest.approx(
+        dict(enumerate(logs["data_wait"]))
+    )
+    epochs = health.summary().epochs
+    assert found["loader/build_s_p50"] == pytest.approx(
+        {epoch.epoch: epoch.build_s_p50 for epoch in epochs}
+    )
+    assert set(logs) == {"data_wait", "loss"}
+
+
 def test_a_fit_without_our_datasets_gets_and_prints_nothing(capsys):
     model = _model()
     x, y = _arrays()
@@ -421,6 +466,80 @@ def test_another_verbose_is_a_value_error_that_says_so():
             LoaderHealth(verbose)
 
 
+# -- what is left behind -----------------------------------------------------
+
+
+def test_a_page_is_written_at_the_end(tmp_path):
+    pytest.importorskip("jinja2")
+    page = tmp_path / "deep" / "health.html"
+    _fit(SlowData(), LoaderHealth(0, report=page), epochs=2)
+    text = page.read_text()
+    assert "io_bound" in text
+    assert "SlowData" in text
+
+
+def test_without_jinja2_a_report_is_refused_at_once(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(ImportError, match=r"keras-fastdata\[report\]"):
+        LoaderHealth(report="health.html")
+    LoaderHealth(trace="trace.json")
+
+
+@pytest.mark.parametrize("spe", [1, 4])
+def test_a_trace_has_every_batch_and_step(tmp_path, spe):
+    if spe > 1 and keras.backend.backend() == "torch":
+        pytest.skip("Keras has no steps_per_execution on PyTorch")
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", steps_per_execution=spe)
+    path = tmp_path / "trace.json"
+    health = LoaderHealth(0, trace=path)
+    with FreeData(length=12, workers=2) as data:
+        model.fit(data, epochs=2, verbose=0, callbacks=[health])
+    events = json.loads(path.read_text())["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    names = collections.Counter(event["name"] for event in slices)
+    assert names["build"] == names["deliver"] == 24
+    assert names["step"] == 24 / spe
+    builds = collections.Counter(
+        (e["args"]["epoch"], e["args"]["batch"])
+        for e in slices
+        if e["name"] == "build"
+    )
+    assert set(builds.values()) == {1}
+    assert len(builds) == 24
+    starts = {e["id"]: e["ts"] for e in events if e["ph"] == "s"}
+    ends = {e["id"]: e["ts"] for e in events if e["ph"] == "f"}
+    assert len(starts) == len(ends) == 24
+    assert all(starts[number] <= ends[number] for number in starts)
+
+
+def test_a_trace_of_a_fit_that_was_broken_off_is_finished(tmp_path):
+    class Fails(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            raise RuntimeError("after the epoch")
+
+    path = tmp_path / "trace.json"
+    health = LoaderHealth(0, trace=path)
+    with pytest.raises(RuntimeError, match="after the epoch"):
+        _fit(FreeData(), health, Fails())
+    health.set_params({})  # Keras does, when the next call begins
+    events = json.loads(path.read_text())["traceEvents"]
+    assert sum(event["name"] == "build" for event in events) == 8
+
+
+def test_there_is_nothing_to_plot_before_a_fit():
+    with pytest.raises(RuntimeError, match="nothing to plot yet"):
+        LoaderHealth().plot()
+
+
+def test_it_plots_and_a_notebook_shows_it():
+    pytest.importorskip("matplotlib")
+    health = LoaderHealth(0)
+    _fit(SlowData(), health)
+    assert len(health.plot().axes) >= 4
+    assert "io_bound" in health._repr_html_()
+
+
 # -- saving ------------------------------------------------------------------
 
 
@@ -432,15 +551,20 @@ def test_it_is_saved_and_loaded_by_keras(verbose):
     loaded = keras.saving.deserialize_keras_object(config)
     assert type(loaded) is LoaderHealth
     assert loaded.verbose == verbose
-    assert loaded.get_config() == {"verbose": verbose}
+    assert loaded.get_config() == LoaderHealth(verbose).get_config()
 
 
 def test_its_config_makes_it_again():
-    config = LoaderHealth(verbose=True).get_config()
-    assert config == {"verbose": 1}
-    assert json.dumps(config) == '{"verbose": 1}'
+    given = LoaderHealth(True, Path("a.html"), Path("b.json"))
+    config = given.get_config()
+    assert config == {"verbose": 1, "report": "a.html", "trace": "b.json"}
+    assert json.loads(json.dumps(config)) == config
     assert LoaderHealth.from_config(config).get_config() == config
-    assert LoaderHealth().get_config() == {"verbose": 1}
+    assert LoaderHealth().get_config() == {
+        "verbose": 1,
+        "report": None,
+        "trace": None,
+    }
 
 
 def test_it_is_a_keras_callback():

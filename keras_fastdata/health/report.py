@@ -62,13 +62,20 @@ def write_report(record: Record, path: str | os.PathLike[str]) -> None:
             beside.unlink()
 
 
-def _render(record: Record) -> str:
+def require() -> None:
+    """Raises the ImportError that a report without Jinja2 would end in."""
     try:
-        import jinja2
+        import jinja2  # noqa: F401
     except ImportError as error:
         raise ImportError(
             "Reports need Jinja2: pip install 'keras-fastdata[report]'"
         ) from error
+
+
+def _render(record: Record) -> str:
+    require()
+    import jinja2
+
     environment = jinja2.Environment(
         autoescape=True,
         undefined=jinja2.StrictUndefined,

@@ -1,0 +1,74 @@
+"""Scalars for TensorBoard, beside those of `keras.callbacks.TensorBoard`.
+
+Not through the logs: the progress bar would show them all.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from keras_fastdata.health.summary import EpochHealth
+
+
+class EventFiles:
+    """Event files in the folders of TensorBoard callbacks.
+
+    Args:
+        log_dirs: Their `log_dir`s; may be none.
+    """
+
+    def __init__(self, log_dirs: list[str]) -> None:
+        self._writers = [_writer(log_dir) for log_dir in log_dirs]
+
+    def write(self, health: EpochHealth) -> None:
+        """Adds the scalars of an epoch."""
+        if not self._writers:
+            return
+        import tensorflow as tf
+
+        scalars = {
+            "data_wait": health.data_wait,
+            "batches_per_s": health.batches_per_s,
+            "build_s_p50": health.build_s_p50,
+            "build_s_p95": health.build_s_p95,
+            "queue_depth": health.queue_depth_mean,
+            "worker_utilization": health.worker_utilization,
+            "restarts": health.restarts,
+        }
+        for writer in self._writers:
+            with writer.as_default():
+                for name, value in scalars.items():
+                    tf.summary.scalar(f"loader/{name}", value, health.epoch)
+            writer.flush()
+
+    def close(self) -> None:
+        """Closes the files. Idempotent."""
+        writers, self._writers = self._writers, []
+        for writer in writers:
+            writer.close()
+
+
+def _writer(log_dir: str) -> Any:
+    import tensorflow as tf
+
+    return tf.summary.create_file_writer(
+        os.path.join(log_dir, "train"), filename_suffix=".loader"
+    )
+
+
+def log_dirs_beside(caller: Any) -> list[str]:
+    """The folders of the TensorBoard callbacks in a list of callbacks.
+
+    Args:
+        caller: What called a callback; Keras's `CallbackList`, or anything.
+    """
+    import keras
+
+    if not isinstance(caller, keras.callbacks.CallbackList):
+        return []
+    return [
+        callback.log_dir
+        for callback in caller.callbacks
+        if isinstance(callback, keras.callbacks.TensorBoard)
+    ]
