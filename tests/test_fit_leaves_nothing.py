@@ -45,8 +45,15 @@ ENDS = {
 
 @pytest.mark.parametrize(
     ("end", "place"),
-    [(end, "process") for end in ENDS]
-    + [("is half through an epoch", "thread")],
+    [
+        ("is half through an epoch", "process"),
+        ("is half through an epoch", "thread"),
+    ]
+    + [
+        pytest.param(end, "process", marks=pytest.mark.long)
+        for end in ENDS
+        if end != "is half through an epoch"
+    ],
 )
 def test_a_script_ends_cleanly_when_it(end, place, tmp_path):
     script = tmp_path / "train.py"

@@ -430,7 +430,19 @@ CHILDREN = {
 }
 
 
-@pytest.mark.parametrize("child", CHILDREN)
+# Each takes seconds; the others are for the full run.
+_QUICK = ("os._exit", "SIGKILL", "the rest of the epoch", "close")
+
+
+@pytest.mark.parametrize(
+    "child",
+    [
+        child
+        if child in _QUICK
+        else pytest.param(child, marks=pytest.mark.long)
+        for child in CHILDREN
+    ],
+)
 def test_a_forked_process_does_not_disturb_its_parent_by(child, zygote):
     script = FORKED.format(child=CHILDREN[child])
     status = -signal.SIGKILL if child == "SIGKILL" else 0

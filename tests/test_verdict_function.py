@@ -63,6 +63,7 @@ THREADS = {"workers_are": "thread", "workers": 4, "gil_held": 0.9}
         ("build_cpu_bound", {"workers_are": "thread", "gil_held": 0.9}),
         ("build_cpu_bound", {"busy_cores": None}),
         ("build_cpu_bound", THREADS | {"gil_held": 0.1}),
+        ("build_cpu_bound", THREADS | {"cpu_s": 25.0, "build_s": 30.0}),
         ("build_cpu_bound", {"cpu_s": 4.0, "delay_s": 5.0}),
         ("gil_bound", THREADS),
         ("gil_bound", THREADS | {"cpu_s": 2.0}),

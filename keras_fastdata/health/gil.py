@@ -78,6 +78,6 @@ class GilProbe:
                 late_s = slept.built_s - slept.began_s - slept.delay_s
                 late_s -= _PAUSE_S
                 self._looks += 1
-                self._late += late_s > sys.getswitchinterval() / 2
+                self._late += late_s > sys.getswitchinterval() / 10
         finally:
             stopwatch.close()

@@ -23,7 +23,8 @@ _STRAGGLER = 4  # times the median of builds
 _FEW = 0.2  # of all batches
 _FULL = 0.1  # of the cores, and
 _FULL_CORES = 0.3  # as many cores free, are as good as none
-_GIL_HELD = 0.5  # of the time
+_GIL_HELD = 0.35  # of the time, and
+_ONE_CORE = 1.2  # all threads together compute no more than this
 
 
 class Kind(enum.StrEnum):
@@ -223,6 +224,7 @@ def _is_gil_bound(facts: Facts) -> bool:
         facts.workers_are == "thread"
         and facts.workers > 1
         and facts.gil_held > _GIL_HELD
+        and facts.cpu_s < _ONE_CORE * facts.wall_s
     )
 
 
@@ -248,9 +250,9 @@ def _build_cpu_bound(facts: Facts) -> tuple[str, str]:
 
 def _gil_bound(facts: Facts) -> tuple[str, str]:
     evidence = (
-        f"{facts.workers} threads wait for each other: one of them holds "
-        f"Python's lock (the GIL) {words.share(facts.gil_held)} of the time; "
-        f"{_free_cores(facts)}."
+        f"{facts.workers} threads wait for each other: together they compute "
+        f"on {facts.cpu_s / max(facts.wall_s, 1e-9):.1f} cores, because one "
+        f"holds Python's lock (the GIL); {_free_cores(facts)}."
     )
     return evidence, _more_processes(facts)
 
