@@ -3,7 +3,7 @@ Title: Diagnose a slow input pipeline
 Author: keras_fastdata contributors
 Date created: 2026/11/20
 Last modified: 2026/11/20
-Description: Ask LoaderHealth why training waits, change what it says, ask again.
+Description: Ask LoaderHealth why training waits, and change what it says.
 Accelerator: None
 """
 
