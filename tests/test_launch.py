@@ -74,7 +74,9 @@ def _run(arguments, **kwargs):
     return done.stdout
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+@pytest.mark.parametrize(
+    "method", ["forkserver", pytest.param("spawn", marks=pytest.mark.long)]
+)
 def test_a_script_without_a_main_guard_trains(method, tmp_path):
     script = tmp_path / "with space and ä.py"
     script.write_text(SCRIPT.replace("METHOD", repr(method)))
@@ -245,7 +247,9 @@ def test_a_dataset_that_cannot_be_pickled_runs_under_fork():
         assert numbers(batches) == list(range(10))
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+@pytest.mark.parametrize(
+    "method", ["forkserver", pytest.param("spawn", marks=pytest.mark.long)]
+)
 def test_a_script_without_standard_streams_loads(method, tmp_path):
     out = tmp_path / "out"
     script = (

@@ -36,6 +36,11 @@ PROCESSES = {"workers": 2, "use_multiprocessing": True}
 METHODS = ["forkserver", "spawn", "fork"]
 KILOBYTE, MEGABYTE, GIGABYTE, TERABYTE = (1 << (10 * n) for n in (1, 2, 3, 4))
 
+
+def _for_the_full_run(*values):
+    return [pytest.param(value, marks=pytest.mark.long) for value in values]
+
+
 every_method = pytest.mark.parametrize("method", METHODS)
 
 
@@ -86,7 +91,9 @@ def under_limit(name, value, keywords):
     return outcomes
 
 
-@every_method
+@pytest.mark.parametrize(
+    "method", ["forkserver", *_for_the_full_run("spawn", "fork")]
+)
 def test_sixty_four_descriptors_suffice_for_two_workers(trainers, method):
     run = trainers.run(under_limit, "NOFILE", 64, _processes(method))
     assert run.check() == [WORKED, WORKED]
@@ -817,7 +824,13 @@ def test_shared_memory_passes_max_queue_bytes_by_a_batch_per_worker(
     assert most <= queue + 3 * max(lengths) + SLACK
 
 
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        "small ones first",
+        *_for_the_full_run(*(s for s in SIZES if s != "small ones first")),
+    ],
+)
 def test_once_the_largest_batch_is_known_shared_memory_is_bounded(sizes):
     lengths = SIZES[sizes]
     dataset = limit_samples.Varied(

@@ -231,7 +231,23 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("end", ENDS)
+# Each takes seconds; the others are for the full run.
+_QUICK = (
+    "calls sys.exit in a callback",
+    "is half through an epoch",
+    "keeps batches",
+    "has a daemon thread that waits for a batch",
+    "has a daemon thread that fits",
+)
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        end if end in _QUICK else pytest.param(end, marks=pytest.mark.long)
+        for end in ENDS
+    ],
+)
 def test_nothing_is_left_by_a_trainer_that(end, zygote):
     script, status, last_words = ENDS[end]
     with Trainer(zygote, ENDLESS + script) as trainer:

@@ -20,7 +20,7 @@ from keras_fastdata import FastPyDataset
 from keras_fastdata.engine import build
 
 # The long way round, in the full run.
-INTERRUPTS = 500 if os.environ.get("KERAS_FASTDATA_FULL") else 100
+INTERRUPTS = 500 if os.environ.get("KERAS_FASTDATA_FULL") else 50
 PROCESSES = {"workers": 2, "use_multiprocessing": True}
 
 
