@@ -15,7 +15,12 @@ from situations import Sleeping
 
 from keras_fastdata import LoaderHealth
 
-pytestmark = [pytest.mark.backend, pytest.mark.alone, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.backend,
+    pytest.mark.alone,
+    pytest.mark.long,
+    pytest.mark.timeout(300),
+]
 
 BATCHES = 60
 PLACES = {
@@ -48,12 +53,10 @@ def _train(model, load_s, place):
 
 
 def _pair(load_ms, step_ms, place):
-    quick = (load_ms, step_ms, place) == (30, 10, "thread")
     return pytest.param(
         load_ms / 1000,
         step_ms / 1000,
         place,
-        marks=[] if quick else pytest.mark.long,
         id=f"{load_ms}-{step_ms}-{place}",
     )
 

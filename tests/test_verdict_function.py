@@ -78,6 +78,10 @@ THREADS = {"workers_are": "thread", "workers": 4, "gil_held": 0.9}
         ("transfer_bound", {"store_s": 12.0}),
         ("transfer_bound", {"build_s": 1.0, "open_s": 0.5, "store_s": 0.6}),
         ("stragglers", {"slowest": (Slow(4.0, 17, 3.0), Slow(3, 9, 2.5))}),
+        (
+            "stragglers",  # one of which comes first
+            {"slowest": (Slow(5.0, 17, 5.0),), "first_wait_s": 5.0},
+        ),
         ("late_start", {"first_wait_s": 5.0}),
         ("late_start", {"hook_s": 5.0}),
         ("too_few_batches", {"batches": 4, "workers": 4}),

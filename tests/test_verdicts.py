@@ -91,13 +91,24 @@ def test_every_reason_has_its_situation():
     assert set(SITUATIONS) == set(Kind)
 
 
+# The others want a machine that does nothing else.
+QUICK = ("compute_bound", "io_bound", "too_few_batches")
+
+
 @pytest.mark.parametrize("attempt", range(5 if FULL else 1))
-@pytest.mark.parametrize("kind", SITUATIONS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.long)
+        for kind in SITUATIONS
+    ],
+)
 def test_the_reason_is_named(kind, attempt, two_cores, tmp_path):
     epoch = _health_of(SITUATIONS[kind], tmp_path)
     assert epoch.verdict.kind == kind, epoch
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["build_cpu_bound", "gil_bound", "cores_full"])
 def test_on_one_core_nobody_is_told_to_take_more_processes(
     kind, one_core, tmp_path

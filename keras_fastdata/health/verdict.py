@@ -187,17 +187,17 @@ def _kind_of(facts: Facts) -> Kind:
         return Kind.UNSTABLE_WORKERS
     if 1 < facts.workers >= facts.batches:
         return Kind.TOO_FEW_BATCHES
-    late_s = facts.first_wait_s + facts.hook_s
-    if late_s > _MOST_OF * facts.lost_s and facts.batches >= 4 * max(
-        1, facts.workers
-    ):
-        return Kind.LATE_START
     slow = facts.stragglers
     if (
         len(slow) <= _FEW * facts.batches
         and sum(s.waited_s for s in slow) > _MOST_OF * facts.lost_s
     ):
         return Kind.STRAGGLERS
+    late_s = facts.first_wait_s + facts.hook_s
+    if late_s > _MOST_OF * facts.lost_s and facts.batches >= 4 * max(
+        1, facts.workers
+    ):
+        return Kind.LATE_START
     moving_s = facts.store_s + facts.open_s
     if facts.workers_are == "process" and moving_s > facts.build_s:
         return Kind.TRANSFER_BOUND
