@@ -23,13 +23,14 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from keras_fastdata.engine import build, pickling
 from keras_fastdata.engine.schedule import Schedule, plan_epoch
 from keras_fastdata.engine.settings import Settings
 from keras_fastdata.errors import LoaderError
+from keras_fastdata.health import words
 from keras_fastdata.health.recorder import Span
 from keras_fastdata.health.staff import Staff
 from keras_fastdata.workers import failures
@@ -620,9 +621,10 @@ class Loader:
             length = walk.delivered + len(walk.skipped)
             of = f"the first {length} batches"
         if len(walk.skipped) > max(1, int(_MOST_SKIPPED * length)):
+            listed = words.listed(sorted(walk.skipped), most=10)
             raise LoaderError(
                 f"{len(walk.skipped)} of {of} of {self._name} have raised "
-                f"({_listed(sorted(walk.skipped))}), more than the tenth that "
+                f"({listed}), more than the tenth that "
                 f"`on_error='skip'` leaves out. The error of batch {index} is "
                 "the cause of this one."
             ) from error
@@ -786,14 +788,6 @@ def _size(batch: Any) -> int:
     if isinstance(batch, dict):
         return sum(map(_size, batch.values()))
     return int(getattr(batch, "nbytes", 0) or 0)
-
-
-def _listed(indices: Iterable[int], most: int = 10) -> str:
-    """A few numbers in words."""
-    shown = [str(index) for index in itertools.islice(indices, most + 1)]
-    if len(shown) > most:
-        shown[most] = "..."
-    return ", ".join(shown)
 
 
 class _BuilderMaker:

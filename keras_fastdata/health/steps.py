@@ -87,9 +87,14 @@ class Stretch:
     @property
     def data_wait(self) -> float:
         """The share of the wall time that free data would save: 0 to 1."""
-        if self.wall_s <= 0:
-            return 0.0
-        return min(1.0, max(0.0, 1.0 - self.free_s / self.wall_s))
+        return share_saved(self.wall_s, self.free_s)
+
+
+def share_saved(wall_s: float, free_s: float) -> float:
+    """The share of a time that free data would save: 0 to 1."""
+    if wall_s <= 0:
+        return 0.0
+    return min(1.0, max(0.0, 1.0 - free_s / wall_s))
 
 
 class StepClock:

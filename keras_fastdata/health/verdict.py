@@ -13,6 +13,7 @@ import math
 
 from keras_fastdata.health import words
 from keras_fastdata.health.recorder import Slow
+from keras_fastdata.health.steps import share_saved
 
 WORTH_A_CHANGE = 0.1  # of the wall time; below, free data would not be noticed
 
@@ -131,9 +132,7 @@ class Facts:
     @property
     def data_wait(self) -> float:
         """The share of the wall time that free data would save: 0 to 1."""
-        if self.wall_s <= 0:
-            return 0.0
-        return min(1.0, max(0.0, 1.0 - self.free_s / self.wall_s))
+        return share_saved(self.wall_s, self.free_s)
 
     @property
     def ceiling_speedup(self) -> float:
