@@ -66,7 +66,7 @@ class Strided(Batches):
         self.array = np.ones((side, 16 * side), "uint8")
 
     def __getitem__(self, index):
-        return self.array[:, ::16], np.ones((len(self.array), 1), "float32")
+        return self.array[:, ::16].T, np.ones((len(self.array), 1), "float32")
 
 
 class Straggling(Batches):

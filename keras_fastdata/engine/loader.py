@@ -204,6 +204,14 @@ class _Walk:
         self.spans: dict[int, Span] = {}
         self.span: Span | None = None
 
+    def knows(self, position: int, index: int) -> bool:
+        """Whether the batch there has come, or is left out."""
+        return (
+            position in self.ready
+            or index in self.peeked
+            or index in self.skipped
+        )
+
     @property
     def ahead(self) -> int:
         """Batches asked for and not delivered."""
@@ -340,6 +348,8 @@ class Loader:
             walk.settled_s = 0.0
             if quietly:
                 self._settle(workers, walk, schedule)
+            else:
+                workers.resume()
             batch = _SKIPPED
             while batch is _SKIPPED:
                 if not schedule.holds(walk.position):
@@ -371,6 +381,7 @@ class Loader:
     ) -> list[Any]:
         with self._own_lock():
             workers, schedule = self._prepare(walk, dataset)
+            workers.resume()
             ahead = _Walk(shuffle=False)
             ahead.epoch = walk.epoch
             ahead.schedule = schedule
@@ -430,7 +441,6 @@ class Loader:
         if self._workers is None:
             with Uninterrupted():
                 self._workers = self._hire(dataset)
-        self._workers.resume()
         if walk.epoch is None:
             walk.epoch, self.epoch = self.epoch, self.epoch + 1
             self._workers.begin_epoch()
@@ -455,12 +465,7 @@ class Loader:
             walk.ahead < allowed or walk.issued == walk.position
         ):
             index = schedule.index_at(walk.issued)
-            known = (
-                index in walk.peeked
-                or index in walk.skipped
-                or walk.issued in walk.ready
-            )
-            if not known and not self._issue(
+            if not walk.knows(walk.issued, index) and not self._issue(
                 workers, walk, index, key=walk.issued
             ):
                 return
@@ -529,23 +534,23 @@ class Loader:
     def _settle(
         self, workers: Workers, walk: _Walk, schedule: Schedule
     ) -> None:
-        """Has the workers stop once the next batch has come.
+        """Has the workers rest once the next batch has come.
 
         Waits for what they are at, for a moment: it is for a measurement.
+        Where they rest already and the batch is here, they go on resting.
         """
         if not schedule.holds(walk.position):
+            workers.resume()
             return
         index = schedule.index_at(walk.position)
+        if not walk.knows(walk.position, index):
+            workers.resume()
         self._refill(workers, walk, schedule)
         came_s: float | None = None
         while True:
             for done in workers.collect():
                 self._route(done)
-            if (
-                walk.position in walk.ready
-                or index in walk.peeked
-                or index in walk.skipped
-            ):
+            if walk.knows(walk.position, index):
                 workers.pause()
                 now_s = time.monotonic()
                 came_s = came_s or now_s

@@ -13,8 +13,10 @@ what remains without the wait is what a step needs by itself. Then
     free_s    = what the epoch would take with free data
     data_wait = 1 - free_s / wall_s
 
-Steps that compile (the first; the first with another shape) are told by their
-length and left out of both.
+Sampling disturbs: meanwhile the queue fills up, or runs dry. So to the wall
+time a step that was sampled counts as much as the others do on average. Steps
+that compile (the first; the first with another shape) are told by their length
+and left out of both.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from typing import NamedTuple
 from keras_fastdata.health.recorder import Recorder
 
 _SAMPLES = 32  # remembered
-_EARLY_SAMPLES = 5  # steps in a row, before sampling gets rare
+_FRESH_SAMPLES = 3  # of a stretch: what it needed is known from them alone
+_WARMING_UP = 2  # stretches: caches, clocks and workers settle meanwhile
 _RARE = 100  # times what sampling a step costs is the time until the next one
 _PAUSE_S = 0.25  # and at least this: workers take a moment to be in step again
 _CONTENDED = 0.8  # of what steps took: they must have been slowed down
@@ -72,7 +75,7 @@ class Stretch:
 
     Attributes:
         steps: How many there were.
-        wall_s: Wall time, without what compiling took.
+        wall_s: Wall time, without what compiling and sampling took.
         free_s: What it would have been, had every batch been there at once.
         step_s: What one step needs by itself; NaN where it is not known.
         compiling_s: Time of steps that compiled.
@@ -127,7 +130,7 @@ class StepClock:
             maxlen=_SAMPLES
         )
         self._fetches_ahead = fetches_ahead
-        self._ever = 0  # steps since training began
+        self._stretches = 0
         self._next_s = 0.0  # when a sample is due again
         self._running = False
 
@@ -136,47 +139,46 @@ class StepClock:
         self._synchronize()
         self._epoch = epoch
         self._began_s = self._mark_s = time.monotonic()
-        self._began_aside_s = self._recorder.aside_s
+        self._began_aside_s = self._mark_aside_s = self._recorder.aside_s
         self._mark_wait_s = self._no_step_s()
         self._count = 0
-        self._planned = False
+        self._stretches += 1
+        self._fresh = 0  # samples of this stretch
         self._mark_rest_s = self._recorder.rested_s
         self._began_rest_s = self._mark_rest_s
         self._number: int | None = None  # of the step under way
         self._sampling = False
         self._own_s = 0.0
         self._before_s = 0.0  # own time before the first step
-        self._long: list[float] = []
+        self._usual_s = self._disturbed_s = 0.0  # of these, with their waits
+        self._disturbed = 0  # steps that were sampled, or end quietly
+        self._long: list[_LongStep] = []
         self._running = True
 
     def step(self, number: int) -> None:
         """A step begins, and with that the one before has ended."""
         if not self._running:
             return
-        sample = self._planned or self._is_due()
-        if sample and self._fetches_ahead and not self._planned:
-            self._planned, sample = True, False
-        else:
-            self._planned = False
-        self._end_step(sample)
-        self._recorder.wants_quiet = self._planned or (
-            sample and not self._fetches_ahead
-        )
+        due = self._is_due()
+        # Where batches are fetched ahead, what follows a fetch still belongs
+        # to the step before: workers rest from the fetch that begins a sample
+        # to the one that ends it.
+        fetched_quietly = self._recorder.wants_quiet or not self._fetches_ahead
+        self._end_step(due and fetched_quietly)
+        self._recorder.wants_quiet = due
         self._number = number
 
     def end(self) -> Stretch:
         """Ends the stretch, and says what it took."""
         self._end_step(False, last=True)
         self._running = self._recorder.wants_quiet = False
-        wall_s = self._mark_s - self._began_s
-        wall_s -= self._recorder.aside_s - self._began_aside_s
-        wall_s -= self._recorder.rested_s - self._began_rest_s
         need_s = self._need_s()
         compiled = []
         if not math.isnan(need_s):
             limit_s = _compiling_limit_s(need_s)
-            compiled = [own for own in self._long if own > limit_s]
-        own_s = self._own_s - sum(compiled)
+            compiled = [step for step in self._long if step.host_s > limit_s]
+        compiling_s = sum(step.host_s for step in compiled)
+        own_s = self._own_s - compiling_s
         steps = self._count - len(compiled)
         if steps and not math.isnan(need_s):
             free_s = self._before_s + steps * need_s
@@ -184,11 +186,23 @@ class StepClock:
                 own_s = free_s
         return Stretch(
             self._count,
-            wall_s - sum(compiled),
+            self._undisturbed_s(compiled),
             own_s,
             need_s,
-            sum(compiled),
+            compiling_s,
         )
+
+    def _undisturbed_s(self, compiled: list[_LongStep]) -> float:
+        """What it would have taken, had no step been sampled or compiled."""
+        wall_s = self._mark_s - self._began_s
+        wall_s -= self._recorder.aside_s - self._began_aside_s
+        wall_s -= sum(step.host_s for step in compiled)
+        disturbed = self._disturbed
+        usual = self._count - disturbed - len(compiled)
+        if usual <= 0:
+            return wall_s - (self._recorder.rested_s - self._began_rest_s)
+        usual_s = self._usual_s - sum(step.whole_s for step in compiled)
+        return wall_s + disturbed * usual_s / usual - self._disturbed_s
 
     def pause(self) -> None:
         """The thread is about to wait for a batch, maybe in mid-step."""
@@ -197,12 +211,14 @@ class StepClock:
 
     def _is_due(self) -> bool:
         """Whether it is time for another sample."""
-        ever, self._ever = self._ever, self._ever + 1
-        if not ever:
-            return False  # it compiles
-        if len(self._samples) < _EARLY_SAMPLES:
+        if self._number is None:
+            return False  # the first compiles, or its batch is late
+        if (
+            self._stretches <= _WARMING_UP
+            and self._fresh + self._sampling < _FRESH_SAMPLES
+        ):
             return True
-        return time.monotonic() >= self._next_s
+        return not self._sampling and time.monotonic() >= self._next_s
 
     def _no_step_s(self) -> float:
         """Time that went into no step, since the recorder was made."""
@@ -214,7 +230,7 @@ class StepClock:
         if self._sampling or sample_next or last:
             self._synchronize()
             now_s = time.monotonic()
-        wait_s = self._no_step_s()
+        wait_s, aside_s = self._no_step_s(), self._recorder.aside_s
         waited_s = wait_s - self._mark_wait_s
         own_s = max(0.0, now_s - self._mark_s - waited_s)
         self._own_s += own_s
@@ -235,31 +251,50 @@ class StepClock:
             )
             if self._sampling:
                 self._samples.append(own_s)
+                self._fresh += 1
                 rested_s = self._recorder.rested_s - self._mark_rest_s
                 cost_s = _RARE * (own_s + rested_s)
                 self._next_s = now_s + max(_PAUSE_S, cost_s)
             # It is the host that compiles; waiting for the device is not it.
-            self._note_if_long(host_s - self._mark_s - waited_s)
+            host_s -= self._mark_s + waited_s
+            whole_s = own_s + waited_s - (aside_s - self._mark_aside_s)
+            if self._sampling or self._recorder.wants_quiet:
+                self._disturbed += 1
+                self._disturbed_s += whole_s
+            else:
+                self._usual_s += whole_s
+                self._note_if_long(host_s, whole_s)
         self._sampling = sample_next
         self._mark_s, self._mark_wait_s = now_s, wait_s
+        self._mark_aside_s = aside_s
         self._mark_rest_s = self._recorder.rested_s
 
     def _need_s(self) -> float:
         """What one step needs by itself: the mean of the middle samples."""
         if not self._samples:
             return math.nan
-        ordered = sorted(self._samples)
-        quarter = len(ordered) // 4
-        return statistics.fmean(ordered[quarter : len(ordered) - quarter])
+        samples = list(self._samples)
+        if self._fresh >= _FRESH_SAMPLES:
+            samples = samples[-self._fresh :]
+        ordered = sorted(samples)
+        third = len(ordered) // 3
+        return statistics.fmean(ordered[third : len(ordered) - third])
 
-    def _note_if_long(self, host_s: float) -> None:
+    def _note_if_long(self, host_s: float, whole_s: float) -> None:
         if host_s <= _COMPILING_S:
             return
-        self._long.append(host_s)
+        self._long.append(_LongStep(host_s, whole_s))
         if len(self._long) > _LONG_STEPS:
             limit_s = _compiling_limit_s(self._need_s())
-            self._long = [own for own in self._long if own > limit_s]
+            self._long = [s for s in self._long if s.host_s > limit_s]
             del self._long[_LONG_STEPS // 2 :]
+
+
+class _LongStep(NamedTuple):
+    """A step that may have compiled: without the wait, and with it."""
+
+    host_s: float
+    whole_s: float
 
 
 def _compiling_limit_s(need_s: float) -> float:
