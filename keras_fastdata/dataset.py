@@ -234,6 +234,7 @@ class FastPyDataset(_Base):
             "for a dataset without an end."
         )
 
+    @build.idle
     def on_epoch_begin(self) -> None:
         """Called before each epoch, in the training process.
 
@@ -241,6 +242,7 @@ class FastPyDataset(_Base):
         `self.rng`, `np.random` and `random` are seeded for the call.
         """
 
+    @build.idle
     def on_epoch_end(self) -> None:
         """Called after each epoch, in the training process.
 
@@ -264,6 +266,7 @@ class FastPyDataset(_Base):
         collected is not there to be called.
         """
 
+    @build.idle
     def reseed(self, seed_sequence: np.random.SeedSequence) -> None:
         """Called before each batch, for generators we do not know.
 

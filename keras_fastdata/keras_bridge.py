@@ -32,6 +32,7 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import (
     PyDatasetAdapter,
 )
 
+from keras_fastdata.engine import build
 from keras_fastdata.engine.loader import Pass
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.health import recorder
@@ -218,8 +219,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
 
     def _run_hook(self, name: str) -> None:
         dataset = self.py_dataset
-        method = getattr(type(dataset), name)
-        if name in vars(dataset) or method.__module__ != _DATASET_MODULE:
+        if build.overrides(dataset, name):
             began = time.perf_counter()
             dataset._loader().run_hook(dataset, name)
             if (listener := self.listener()) is not None:
@@ -252,9 +252,6 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
                 for batch in peeked
             ]
         )
-
-
-_DATASET_MODULE = "keras_fastdata.dataset"
 
 
 class _Batches(Iterator[Any]):

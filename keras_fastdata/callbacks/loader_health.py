@@ -21,7 +21,6 @@ from keras_fastdata.health.summary import (
     EpochHealth,
     HealthSummary,
     summarize,
-    table,
 )
 from keras_fastdata.health.trace import TraceWriter
 from keras_fastdata.health.verdict import Kind
@@ -204,8 +203,7 @@ class LoaderHealth(_Base):
             self._begin("evaluate")
 
     def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if self._meter is not None:
-            self._meter.step(batch)
+        self.on_train_batch_begin(batch)
 
     def on_test_end(self, logs: Any = None) -> None:
         found = self._end()
@@ -220,8 +218,7 @@ class LoaderHealth(_Base):
         self._begin("predict")
 
     def on_predict_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if self._meter is not None:
-            self._meter.step(batch)
+        self.on_train_batch_begin(batch)
 
     def on_predict_end(self, logs: Any = None) -> None:
         self._conclude(self._end())
@@ -248,7 +245,7 @@ class LoaderHealth(_Base):
         self._write_report()
         summary = self.summary()
         if self.verbose and summary.verdict is not None:
-            print(_conclusion(summary), flush=True)
+            print(summary, flush=True)
 
     # -- measuring ----------------------------------------------------------
 
@@ -361,12 +358,3 @@ def _describe(health: EpochHealth, skipped: int) -> str:
         were = "was" if skipped == 1 else "were"
         line += f" {words.count(skipped, 'batch')} {were} skipped."
     return line
-
-
-def _conclusion(summary: HealthSummary) -> str:
-    assert summary.verdict is not None
-    verdict = summary.verdict
-    parts = [f"{verdict.kind}: {verdict.evidence}", verdict.advice]
-    if len(summary.epochs) > 1:
-        parts.insert(0, table(summary))
-    return "\n".join(parts)

@@ -12,15 +12,17 @@ import random
 import threading
 import warnings
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from keras_fastdata.engine import seeding
+from keras_fastdata.engine.preserving import preserved_globals
 from keras_fastdata.memory.arena import aligned_empty
 
 Empty = Callable[..., npt.NDArray[Any]]
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class Dataset(Protocol):
@@ -60,6 +62,18 @@ class Context:
                 self.seed, seeding.BATCH, self.epoch, self.index
             )
         return self._rng
+
+
+def idle(method: _Method) -> _Method:
+    """Marks a method that does nothing unless it is overridden."""
+    method.__dict__["is_idle"] = True
+    return method
+
+
+def overrides(dataset: Dataset, name: str) -> bool:
+    """Whether a dataset has a method of its own in place of an idle one."""
+    method = getattr(type(dataset), name)
+    return name in vars(dataset) or not getattr(method, "is_idle", False)
 
 
 class _Current(threading.local):
@@ -194,7 +208,7 @@ class Builder:
             if self._private:
                 self._reseed(epoch, index)
                 return self.dataset[index]
-            with seeding.preserved_globals():
+            with preserved_globals():
                 self._reseed(epoch, index)
                 return self.dataset[index]
 
@@ -226,7 +240,8 @@ class Builder:
                 found,
                 seeding.sequence(seed, seeding.ATTRIBUTES, epoch, index, n),
             )
-        dataset.reseed(seeding.sequence(seed, seeding.USER, epoch, index))
+        if overrides(dataset, "reseed"):
+            dataset.reseed(seeding.sequence(seed, seeding.USER, epoch, index))
 
     def _find_generators(self, dataset: Dataset) -> list[Any]:
         attributes = len(getattr(dataset, "__dict__", ()))
@@ -256,7 +271,7 @@ def run_hook(
     stream = (seed, seeding.HOOK, number)
     context = Context(seed, epoch, 0, None)
     context._rng = seeding.generator(*stream, 2)
-    with _building(context, alone=False), seeding.preserved_globals():
+    with _building(context, alone=False), preserved_globals():
         seeding.reseed_globals(seeding.sequence(*stream, 0))
         for n, found in enumerate(seeding.find_generators(dataset)):
             seeding.reseed_generator(found, seeding.sequence(*stream, 1, n))

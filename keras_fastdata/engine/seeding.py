@@ -46,27 +46,9 @@ def reseed_globals(stream: np.random.SeedSequence) -> None:
     words = stream.generate_state(8)
     np.random.seed(words[:4])
     random.seed(int.from_bytes(words[4:].tobytes(), "little"))
-    torch = _loaded_torch()
+    torch = loaded_torch()
     if torch is not None:
         torch.default_generator.manual_seed(int(words[0]) << 32 | int(words[1]))
-
-
-class preserved_globals:
-    """Leaves the global generators as it found them."""
-
-    def __enter__(self) -> None:
-        self._numpy_state = np.random.get_state()
-        self._python_state = random.getstate()
-        self._torch = _loaded_torch()
-        self._torch_state = (
-            None if self._torch is None else self._torch.get_rng_state()
-        )
-
-    def __exit__(self, *_: object) -> None:
-        np.random.set_state(self._numpy_state)
-        random.setstate(self._python_state)
-        if self._torch is not None and self._torch_state is not None:
-            self._torch.set_rng_state(self._torch_state)
 
 
 def reseed_generator(found: Any, stream: np.random.SeedSequence) -> None:
@@ -120,7 +102,7 @@ def _attributes(owner: Any) -> list[Any]:
     return [part for name, part in attributes.items() if name != PRIVATE]
 
 
-def _loaded_torch() -> Any:
+def loaded_torch() -> Any:
     """torch, if it has been imported and has finished importing."""
     torch = sys.modules.get("torch")
     return torch if hasattr(torch, "default_generator") else None

@@ -5,9 +5,12 @@ from __future__ import annotations
 import html
 
 from keras_fastdata.health import words
-from keras_fastdata.health.summary import EpochHealth, HealthSummary
+from keras_fastdata.health.summary import (
+    EpochHealth,
+    HealthSummary,
+    abridged,
+)
 
-_MOST_ROWS = 12  # then the first and the last epochs
 _COLUMNS = (
     "",
     "verdict",
@@ -52,13 +55,11 @@ def _table(summary: HealthSummary) -> str:
     phases = sorted(
         [*summary.epochs, *summary.validations], key=lambda phase: phase.epoch
     )
-    rows = [_row(_COLUMNS, "th")]
-    half = _MOST_ROWS // 2
-    if len(phases) > _MOST_ROWS:
-        rows += [_row(_cells(phase), "td") for phase in phases[:half]]
-        rows.append(_row(("...",) + ("",) * (len(_COLUMNS) - 1), "td"))
-        phases = phases[-half:]
-    rows += [_row(_cells(phase), "td") for phase in phases]
+    rest = ("",) * (len(_COLUMNS) - 1)
+    rows = [_row(_COLUMNS, "th")] + [
+        _row(("...", *rest) if phase is None else _cells(phase), "td")
+        for phase in abridged(phases)
+    ]
     return (
         '<div style="overflow-x:auto"><table>'
         + "".join(rows)

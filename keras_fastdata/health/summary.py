@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 from keras_fastdata.health import words
 from keras_fastdata.health.verdict import Verdict
 
-_MOST_ROWS = 12  # of the table; then the first and the last epochs
+_MOST_ROWS = 12  # of a table; then the first and the last epochs
 _COLUMNS = (
     "epoch",
     "wall",
@@ -110,7 +111,11 @@ class HealthSummary:
     def __str__(self) -> str:
         if self.verdict is None:
             return "LoaderHealth: no batch of a FastPyDataset was seen."
-        return f"{table(self)}\n{self.verdict.evidence} {self.verdict.advice}"
+        verdict = self.verdict
+        parts = [f"{verdict.kind}: {verdict.evidence}", verdict.advice]
+        if len(self.epochs) > 1:
+            parts.insert(0, _table(self.epochs))
+        return "\n".join(parts)
 
 
 def summarize(
@@ -142,18 +147,23 @@ def _primary(epochs: list[EpochHealth]) -> Verdict | None:
     return max(of_that_kind, key=lambda e: e.wall_s * e.data_wait).verdict
 
 
-def table(summary: HealthSummary) -> str:
-    """A plain table, at most 80 columns wide."""
-    rows: list[tuple[str, ...]] = [_COLUMNS]
-    shown = list(summary.epochs)
-    left_out = max(0, len(shown) - _MOST_ROWS)
+def abridged(
+    phases: Sequence[EpochHealth],
+) -> list[EpochHealth | None]:
+    """The first and the last of many, with `None` for those in between."""
+    if len(phases) <= _MOST_ROWS:
+        return list(phases)
     half = _MOST_ROWS // 2
-    for place, epoch in enumerate(shown):
-        if left_out and half <= place < half + left_out:
-            if place == half:
-                rows.append(("...",) + ("",) * (len(_COLUMNS) - 1))
-            continue
-        rows.append(_row(epoch))
+    return [*phases[:half], None, *phases[-half:]]
+
+
+def _table(epochs: Sequence[EpochHealth]) -> str:
+    """A plain table, at most 80 columns wide."""
+    rest = ("",) * (len(_COLUMNS) - 1)
+    rows = [_COLUMNS] + [
+        ("...", *rest) if epoch is None else _row(epoch)
+        for epoch in abridged(epochs)
+    ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(
