@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
-import numpy.typing as npt
-
 from keras_fastdata.engine import seeding
+from keras_fastdata.engine.permutation import Permutation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,11 +19,11 @@ class Schedule:
     """
 
     num_batches: int | None
-    order: npt.NDArray[np.int64] | None
+    order: Permutation | None
 
     def index_at(self, position: int) -> int:
         """The index of the batch at `position`, which counts from 0."""
-        return position if self.order is None else int(self.order[position])
+        return position if self.order is None else self.order[position]
 
     def holds(self, position: int) -> bool:
         """Whether the epoch has a batch at `position`."""
@@ -40,11 +38,12 @@ def plan_epoch(
     Args:
         num_batches: Length of the epoch, or `None` for one without an end,
             which cannot be shuffled and counts up from 0.
-        shuffle: Whether to draw a permutation rather than count.
+        shuffle: Whether to draw a permutation rather than count. It takes no
+            time and no memory, however long the epoch is.
         seed: Base seed of the dataset.
         epoch: Number of the epoch, from 0.
     """
     if num_batches is None or not shuffle:
         return Schedule(num_batches, None)
-    generator = seeding.generator(seed, seeding.ORDER, epoch)
-    return Schedule(num_batches, generator.permutation(num_batches))
+    stream = seeding.sequence(seed, seeding.ORDER, epoch)
+    return Schedule(num_batches, Permutation(num_batches, stream))

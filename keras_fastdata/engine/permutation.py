@@ -1,0 +1,95 @@
+"""A random order of any length, computed a part at a time.
+
+Up to a million items NumPy's own permutation is drawn, whole. Beyond, a
+Feistel network shuffles the positions: a bijection on `bits` bits, whatever
+its round function, so that each position has one index and each index one
+position, and nothing needs to be stored. Positions that land beyond the length
+are sent through again until they do not (less than twice, on average).
+
+    a, b = high bits, low bits
+    a ^= mix(b, key 0);  b ^= mix(a, key 1);  a ^= mix(b, key 2);  ...
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+# Up to here an order is stored. A network this narrow would be uneven, too.
+STORED = 1 << 20
+
+_ROUNDS = 8
+_BLOCK = 1024  # positions computed at a time
+
+_Words = npt.NDArray[np.uint64]
+
+
+class Permutation:
+    """An order of `range(length)`, drawn from a seed.
+
+    Args:
+        length: How many items, below 2**63.
+        stream: The seed; the same one gives the same order.
+    """
+
+    def __init__(self, length: int, stream: np.random.SeedSequence) -> None:
+        self._length = length
+        self._stored: npt.NDArray[np.int64] | None = None
+        if length <= STORED:
+            bits = np.random.PCG64(stream)
+            self._stored = np.random.Generator(bits).permutation(length)
+            return
+        self._keys = stream.generate_state(_ROUNDS, np.uint64)
+        width = (length - 1).bit_length()
+        self._low = np.uint64(width // 2)
+        self._low_mask = np.uint64((1 << (width // 2)) - 1)
+        self._high_mask = np.uint64((1 << (width - width // 2)) - 1)
+        self._block = -1
+        self._in_block: npt.NDArray[np.int64] = np.empty(0, np.int64)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, position: int) -> int:
+        """The item at a position, from 0; quick for one after the other."""
+        if not 0 <= position < self._length:
+            raise IndexError(
+                f"Position {position} of an order of {self._length} items."
+            )
+        if self._stored is not None:
+            return int(self._stored[position])
+        block, place = divmod(position, _BLOCK)
+        if block != self._block:
+            end = min(self._length, (block + 1) * _BLOCK)
+            self._in_block = self.at(np.arange(block * _BLOCK, end))
+            self._block = block
+        return int(self._in_block[place])
+
+    def at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The items at positions, which must lie within the length."""
+        if self._stored is not None:
+            return self._stored[positions]
+        items = self._shuffled(positions.astype(np.uint64))
+        beyond = np.flatnonzero(items >= self._length)
+        while len(beyond):
+            items[beyond] = self._shuffled(items[beyond])
+            beyond = beyond[items[beyond] >= self._length]
+        return items.astype(np.int64)
+
+    def _shuffled(self, items: _Words) -> _Words:
+        high, low = items >> self._low, items & self._low_mask
+        for even, odd in self._keys.reshape(-1, 2):
+            high ^= _mixed(low, even) & self._high_mask
+            low ^= _mixed(high, odd) & self._low_mask
+        return (high << self._low) | low
+
+
+def _mixed(words: _Words, key: np.uint64) -> _Words:
+    """Each word and the key, spread over 64 bits (SplitMix64's finalizer)."""
+    words = words ^ key
+    words ^= words >> np.uint64(30)
+    words *= np.uint64(0xBF58476D1CE4E5B9)
+    words ^= words >> np.uint64(27)
+    words *= np.uint64(0x94D049BB133111EB)
+    words ^= words >> np.uint64(31)
+    return words
