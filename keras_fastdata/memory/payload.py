@@ -1,9 +1,13 @@
 """An object laid out in an anonymous file, for any number of workers to map.
 
-The training process writes it once. Each worker maps it privately
-(copy-on-write), so that N workers share one copy of the arrays, may write to
-theirs, and nobody sees it. The file is never written again: pages that a
-worker has not touched would follow such a write.
+The training process writes it. Each worker maps it privately (copy-on-write),
+so that N workers share one copy of the arrays, may write to theirs, and nobody
+sees it. What has been written is never written again: pages that a worker has
+not touched would follow such a write. A later state of the object therefore
+goes behind the one before, and refers to those of its arrays that are the same:
+
+    | table  pickle  array  array | table  pickle  array | ...
+                       ^------------------'
 """
 
 from __future__ import annotations
@@ -13,13 +17,125 @@ import mmap
 import os
 import pickle
 import struct
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from keras_fastdata.memory import handles, limits
-from keras_fastdata.memory.arena import ALIGNMENT, memfd
+from keras_fastdata.memory.arena import ALIGNMENT, address_of, memfd
 
 _HEADER = struct.Struct("<QQ")  # bytes of the pickle, number of buffers
 _EXTENT = struct.Struct("<QQ")  # start in the file, number of bytes
+_COMPARED = 1 << 20  # bytes at a time
+_SPARE = 1 << 24  # bytes of states gone by that are worth no new file
+
+
+class _Extent(NamedTuple):
+    start: int
+    nbytes: int
+
+
+class Payload:
+    """An object in an anonymous file, and its later states.
+
+    Args:
+        obj: The object, in its first state.
+
+    Attributes:
+        fd: Descriptor of the file.
+        start: Where in the file the latest state begins.
+
+    Raises:
+        LoaderError: There is not enough memory, or too low a limit.
+        Exception: Whatever pickling raises for what it cannot pickle.
+    """
+
+    def __init__(self, obj: Any) -> None:
+        self.fd = -1
+        self._write(*_take_apart(obj))
+
+    def renew(self, obj: Any) -> bool:
+        """Adds the present state of the object.
+
+        Returns:
+            Whether it differs from the one before.
+        """
+        pickled, buffers = _take_apart(obj)
+        with mmap.mmap(self.fd, 0, access=mmap.ACCESS_READ) as mapped:
+            before = np.frombuffer(mapped, np.uint8)
+            found = [self._find(before, buffer) for buffer in buffers]
+            same = found == self._extents and _equal(
+                before, self._pickle, pickled
+            )
+            del before
+        if same:
+            return False
+        live = sum(buffer.nbytes for buffer in buffers) + pickled.nbytes
+        if self._end > 2 * live + _SPARE:
+            self._write(pickled, buffers)
+        else:
+            self._append(pickled, buffers, found)
+        return True
+
+    def close(self) -> None:
+        """Gives the file up; those who have mapped it keep it. Idempotent."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _find(self, before: Any, buffer: memoryview) -> _Extent | None:
+        """Where in the latest state that very array is, unless it changed."""
+        place = self._places.get(_place_of(buffer))
+        if place is not None and _equal(before, place, buffer):
+            return place
+        return None
+
+    def _write(self, pickled: memoryview, buffers: list[memoryview]) -> None:
+        """Puts a state into a new file."""
+        with limits.named("The dataset could not be put in shared memory"):
+            fd = memfd("keras_fastdata-dataset")
+        old, self.fd = self.fd, fd
+        old_end, self._end = getattr(self, "_end", 0), 0
+        try:
+            self._append(pickled, buffers, [None] * len(buffers))
+        except BaseException:
+            os.close(fd)
+            self.fd, self._end = old, old_end
+            raise
+        if old >= 0:
+            os.close(old)
+
+    def _append(
+        self,
+        pickled: memoryview,
+        buffers: list[memoryview],
+        found: list[_Extent | None],
+    ) -> None:
+        start = _up(self._end, mmap.PAGESIZE)
+        table = start + _HEADER.size + _EXTENT.size * len(buffers)
+        end = table + pickled.nbytes
+        extents, fresh = [], []
+        for buffer, extent in zip(buffers, found, strict=True):
+            if extent is None:
+                extent = _Extent(_up(end, ALIGNMENT), buffer.nbytes)
+                end = extent.start + extent.nbytes
+                fresh.append((extent, buffer))
+            extents.append(extent)
+        head = _HEADER.pack(pickled.nbytes, len(buffers))
+        head += b"".join(_EXTENT.pack(*extent) for extent in extents)
+        with limits.named("The dataset could not be put in shared memory"):
+            os.ftruncate(self.fd, end)
+            _write_at(self.fd, memoryview(head), start)
+            _write_at(self.fd, pickled, table)
+            for extent, buffer in fresh:
+                _write_at(self.fd, buffer, extent.start)
+        self.start, self._end = start, end
+        self._pickle = _Extent(table, pickled.nbytes)
+        self._extents = extents
+        self._places = {
+            _place_of(buffer): extent
+            for buffer, extent in zip(buffers, extents, strict=True)
+        }
 
 
 def write_payload(obj: Any) -> int:
@@ -31,34 +147,7 @@ def write_payload(obj: Any) -> int:
     Raises:
         Exception: Whatever pickling raises for what it cannot pickle.
     """
-    buffers: list[memoryview] = []
-    stream = io.BytesIO()
-    handles.Pickler(
-        stream, protocol=5, buffer_callback=lambda b: buffers.append(b.raw())
-    ).dump(obj)
-    pickled = stream.getbuffer()
-    table = _HEADER.size + _EXTENT.size * len(buffers)
-    end = table + len(pickled)
-    extents = []
-    for buffer in buffers:
-        start = -(-end // ALIGNMENT) * ALIGNMENT
-        extents.append((start, buffer.nbytes))
-        end = start + buffer.nbytes
-    # Not around the pickling: an error in there is the user's.
-    with limits.named("The dataset could not be put in shared memory"):
-        fd = memfd("keras_fastdata-dataset")
-        try:
-            os.ftruncate(fd, end)
-            head = _HEADER.pack(len(pickled), len(buffers))
-            head += b"".join(_EXTENT.pack(*extent) for extent in extents)
-            _write_at(fd, memoryview(head), 0)
-            _write_at(fd, pickled, table)
-            for (start, _), buffer in zip(extents, buffers, strict=True):
-                _write_at(fd, buffer, start)
-        except BaseException:
-            os.close(fd)
-            raise
-    return fd
+    return Payload(obj).fd
 
 
 def can_be_written(obj: Any) -> bool:
@@ -73,14 +162,57 @@ def can_be_written(obj: Any) -> bool:
     return True
 
 
-def read_payload(fd: int) -> Any:
-    """Rebuilds the object; its arrays lie in a private mapping of the file."""
+def read_payload(fd: int, start: int = 0) -> Any:
+    """Rebuilds the object; its arrays lie in a private mapping of the file.
+
+    Args:
+        fd: The file.
+        start: Where in it the state begins.
+    """
     view = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY))
-    pickled, count = _HEADER.unpack_from(view)
-    table = _HEADER.size + _EXTENT.size * count
-    extents = _EXTENT.iter_unpack(view[_HEADER.size : table])
-    buffers = [view[start : start + nbytes] for start, nbytes in extents]
-    return pickle.loads(view[table : table + pickled], buffers=buffers)
+    pickled, count = _HEADER.unpack_from(view, start)
+    extents_at = start + _HEADER.size
+    pickled_at = extents_at + _EXTENT.size * count
+    extents = _EXTENT.iter_unpack(view[extents_at:pickled_at])
+    buffers = [view[at : at + nbytes] for at, nbytes in extents]
+    return pickle.loads(
+        view[pickled_at : pickled_at + pickled], buffers=buffers
+    )
+
+
+def _take_apart(obj: Any) -> tuple[memoryview, list[memoryview]]:
+    """The pickle of an object, and the buffers that travel beside it."""
+    buffers: list[memoryview] = []
+    stream = io.BytesIO()
+    handles.Pickler(
+        stream, protocol=5, buffer_callback=lambda b: buffers.append(b.raw())
+    ).dump(obj)
+    return stream.getbuffer(), buffers
+
+
+def _place_of(buffer: memoryview) -> tuple[int, int]:
+    """Where in this process's memory it lies, and how long it is."""
+    if not buffer.nbytes:
+        return 0, 0
+    return address_of(np.frombuffer(buffer, np.uint8)), buffer.nbytes
+
+
+def _equal(before: Any, place: _Extent, buffer: memoryview) -> bool:
+    """Whether a part of the file holds the same bytes."""
+    if place.nbytes != buffer.nbytes:
+        return False
+    if not buffer.nbytes:
+        return True
+    there = before[place.start : place.start + place.nbytes]
+    here = np.frombuffer(buffer, np.uint8)
+    return all(
+        np.array_equal(there[at : at + _COMPARED], here[at : at + _COMPARED])
+        for at in range(0, len(here), _COMPARED)
+    )
+
+
+def _up(offset: int, step: int) -> int:
+    return -(-offset // step) * step
 
 
 def _write_at(fd: int, view: memoryview, offset: int) -> None:

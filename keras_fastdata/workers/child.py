@@ -40,7 +40,8 @@ class Start:
     Attributes:
         worker: Index of the worker.
         dataset: The dataset's class name, for messages.
-        version: Version of the dataset's state in the payload.
+        version: Version of the dataset's state.
+        state: Where in the payload that state begins.
         stride: Bytes from slot to slot.
         environ: Environment variables, complete.
         cwd: Working directory.
@@ -53,6 +54,7 @@ class Start:
     worker: int
     dataset: str
     version: int
+    state: int
     stride: int
     environ: dict[str, str]
     cwd: str | None
@@ -66,6 +68,7 @@ class Start:
         worker: int,
         dataset: str,
         version: int,
+        state: int,
         stride: int,
         environ: dict[str, str],
     ) -> Start:
@@ -78,6 +81,7 @@ class Start:
             worker=worker,
             dataset=dataset,
             version=version,
+            state=state,
             stride=stride,
             environ=environ,
             cwd=cwd,
@@ -286,7 +290,9 @@ class _Worker:
         """Loads the dataset; tells what went wrong where that failed."""
         try:
             if make_builder is None:
-                make_builder = payload.read_payload(self._dataset_fd)
+                make_builder = payload.read_payload(
+                    self._dataset_fd, self._start.state
+                )
             os.close(self._dataset_fd)
             self._builder: Builds = make_builder()
             # Once more, now that the user's modules are imported.
@@ -421,10 +427,11 @@ class _Worker:
                 f"{self._name}: it has no file descriptor left. Raise the "
                 "limit on open files (`ulimit -n`)."
             )
-        make_builder = payload.read_payload(fds[0])
+        version, state = messages.unpack_version(datagram)
+        make_builder = payload.read_payload(fds[0], state)
         os.close(fds[0])
         self._builder.adopt(make_builder())
-        self._version = int.from_bytes(datagram, "little")
+        self._version = version
 
 
 def _give_up(results: socket.socket, worker: int, error: BaseException) -> None:

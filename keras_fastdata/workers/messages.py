@@ -46,6 +46,7 @@ class Flag(enum.IntFlag):
     TIMED = 4  # the message has a `Timing`
 
 
+_VERSION = struct.Struct("<QQ")
 _TASK = struct.Struct("<QQqII?")
 _RESULT = struct.Struct("<BBHQQQII")
 _TIMING = struct.Struct("<5d")
@@ -157,3 +158,14 @@ class Result:
             body,
             timing,
         )
+
+
+def pack_version(version: int, start: int) -> bytes:
+    """A message that the dataset has a new state, and where in its file."""
+    return _VERSION.pack(version, start)
+
+
+def unpack_version(datagram: bytes) -> tuple[int, int]:
+    """Takes apart what `pack_version` made."""
+    version, start = _VERSION.unpack(datagram)
+    return version, start

@@ -25,8 +25,9 @@ from typing import Any
 
 from keras_fastdata.health.staff import Loss, Staff
 from keras_fastdata.health.timing import Timing
-from keras_fastdata.memory import codec, limits, payload
+from keras_fastdata.memory import codec, limits
 from keras_fastdata.memory.arena import Arena, memfd
+from keras_fastdata.memory.payload import Payload, write_payload
 from keras_fastdata.workers import (
     child,
     deaths,
@@ -190,9 +191,9 @@ class ProcessWorkers:
         self._closed = False
         self._paused = False
         with contextlib.ExitStack() as undo:
-            self._payload = self._write_payload()
+            self._payload = None if self._by_fork else Payload(make_builder)
             if self._payload is not None:
-                undo.callback(os.close, self._payload)
+                undo.callback(self._payload.close)
             self._arena = Arena(
                 warm_slots=plan.lookahead + plan.count,
                 hold_limit=max(16, plan.lookahead),
@@ -262,13 +263,12 @@ class ProcessWorkers:
         return self._ledger.is_awaited
 
     def change(self) -> None:
-        self._version += 1
-        previous, self._payload = self._payload, self._write_payload()
-        if previous is not None:
-            os.close(previous)
-        if self._by_fork:
+        if self._payload is None:
             self._end_workers()
             self._open_sockets()
+        elif not self._payload.renew(self._make_builder):
+            return
+        self._version += 1
         self._flush()
 
     def expect(self, ahead: int) -> None:
@@ -295,7 +295,7 @@ class ProcessWorkers:
             self._end_workers()
             self._launcher.close()
             if self._payload is not None:
-                os.close(self._payload)
+                self._payload.close()
             self._arena.close()
         self._hand_on()
 
@@ -327,10 +327,10 @@ class ProcessWorkers:
     def _send_version(self, worker: _Worker) -> None:
         if self._payload is None:
             return
-        number = self._version.to_bytes(8, "little")
+        news = messages.pack_version(self._version, self._payload.start)
         try:
             socket.send_fds(
-                worker.control, [number], [self._payload], socket.MSG_DONTWAIT
+                worker.control, [news], [self._payload.fd], socket.MSG_DONTWAIT
             )
             worker.version = self._version
         except BlockingIOError:
@@ -506,11 +506,12 @@ class ProcessWorkers:
             )
             undo.callback(control.close)
             handed.callback(theirs.close)
-            start_fd = payload.write_payload(
+            start_fd = write_payload(
                 child.Start.by_this_process(
                     index,
                     self._plan.dataset,
                     self._version,
+                    self._payload.start if self._payload else 0,
                     segment.stride,
                     launch.environment(self._plan.worker_env),
                 )
@@ -521,7 +522,7 @@ class ProcessWorkers:
             files = child.Files(
                 start=start_fd,
                 # A fork needs no payload; the descriptor is closed unread.
-                dataset=start_fd if self._payload is None else self._payload,
+                dataset=self._payload.fd if self._payload else start_fd,
                 arena=segment.fd,
                 tasks=self._tasks_taken.fileno(),
                 results=self._results_told.fileno(),
@@ -534,11 +535,6 @@ class ProcessWorkers:
             index, process, control, stacks, self._version, time.monotonic()
         )
         self._poll.register(process.pidfd, select.POLLIN)
-
-    def _write_payload(self) -> int | None:
-        if self._by_fork:
-            return None
-        return payload.write_payload(self._make_builder)
 
     # -- workers that are stuck ---------------------------------------------
 
