@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         threadsafe_generator,
     )
     from keras_fastdata.profiling import profile
+    from keras_fastdata.shared_list import SharedList
 
 __version__ = "0.1.0"
 
@@ -28,6 +29,7 @@ __all__ = [
     "FastPyDataset",
     "LoaderError",
     "LoaderHealth",
+    "SharedList",
     "ThreadSafeIterator",
     "WorkerDiedError",
     "profile",
@@ -42,6 +44,7 @@ _HOMES = {
     "FastPyDataset": "keras_fastdata.dataset",
     "LoaderError": "keras_fastdata.errors",
     "LoaderHealth": "keras_fastdata.callbacks.loader_health",
+    "SharedList": "keras_fastdata.shared_list",
     "ThreadSafeIterator": "keras_fastdata.iterators",
     "WorkerDiedError": "keras_fastdata.errors",
     "profile": "keras_fastdata.profiling",

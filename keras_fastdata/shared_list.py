@@ -1,0 +1,100 @@
+"""A long list that worker processes share."""
+
+from __future__ import annotations
+
+import array
+import operator
+import pickle
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, SupportsIndex, TypeVar, overload
+
+import numpy as np
+
+T = TypeVar("T")
+
+
+class SharedList(Sequence[T]):
+    """A list that cannot be changed, of which there is one copy for all.
+
+    A worker process gets a copy of its own of every Python object in the
+    dataset: a million strings are 60 MB and more, and half a second, in each.
+    In here they are the bytes of one array, and arrays are shared. An item is
+    made anew when it is asked for, in about a microsecond.
+
+    Args:
+        items: `str`, `bytes`, or anything else that can be pickled. They are
+            taken one by one, so a generator never becomes a list.
+
+    Raises:
+        TypeError: An item cannot be pickled, or `items` not iterated over.
+
+    Example:
+        ```python
+        class Photos(FastPyDataset):
+            def __init__(self, folder, **kwargs):
+                super().__init__(**kwargs)
+                self.paths = SharedList(map(str, Path(folder).rglob("*.jpg")))
+
+            def __getitem__(self, index):
+                paths = self.paths[32 * index : 32 * (index + 1)]
+                return np.stack([decode(path) for path in paths])
+        ```
+    """
+
+    def __init__(self, items: Iterable[T]) -> None:
+        packed = bytearray()
+        ends = array.array("q", [0])
+        for item in items:
+            packed += _pack(item)
+            ends.append(len(packed))
+        self._bytes = np.frombuffer(packed, np.uint8)
+        self._ends = np.frombuffer(ends, np.int64)
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> T: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[T]: ...
+
+    def __getitem__(self, index: SupportsIndex | slice) -> T | list[T]:
+        """One item, or a plain list of those in a slice."""
+        if isinstance(index, slice):
+            return [self._item(i) for i in range(*index.indices(len(self)))]
+        place = operator.index(index)
+        if place < 0:
+            place += len(self)
+        if not 0 <= place < len(self):
+            raise IndexError(f"Item {index} of a list of {len(self)}.")
+        return self._item(place)
+
+    def __iter__(self) -> Iterator[T]:
+        return map(self._item, range(len(self)))
+
+    def __repr__(self) -> str:
+        shown = ", ".join(map(repr, self[:3]))
+        more = ", ..." if len(self) > 3 else ""
+        return f"SharedList([{shown}{more}]), {len(self):,} items"
+
+    def _item(self, place: int) -> T:
+        start, end = self._ends[place : place + 2].tolist()
+        item: T = _unpack(self._bytes[start:end].tobytes())
+        return item
+
+
+def _pack(item: Any) -> bytes:
+    if type(item) is str:
+        # File names may hold what is not text.
+        return b"s" + item.encode("utf-8", "surrogatepass")
+    if type(item) is bytes:
+        return b"b" + item
+    return b"p" + pickle.dumps(item, pickle.HIGHEST_PROTOCOL)
+
+
+def _unpack(packed: bytes) -> Any:
+    kind, rest = packed[:1], packed[1:]
+    if kind == b"s":
+        return rest.decode("utf-8", "surrogatepass")
+    return rest if kind == b"b" else pickle.loads(rest)
