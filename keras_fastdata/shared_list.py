@@ -29,16 +29,12 @@ class SharedList(Sequence[T]):
         TypeError: An item cannot be pickled, or `items` not iterated over.
 
     Example:
-        ```python
-        class Photos(FastPyDataset):
-            def __init__(self, folder, **kwargs):
-                super().__init__(**kwargs)
-                self.paths = SharedList(map(str, Path(folder).rglob("*.jpg")))
 
-            def __getitem__(self, index):
-                paths = self.paths[32 * index : 32 * (index + 1)]
-                return np.stack([decode(path) for path in paths])
-        ```
+    >>> paths = SharedList(f"photos/{i}.jpg" for i in range(1000))
+    >>> paths[998:]
+    ['photos/998.jpg', 'photos/999.jpg']
+    >>> SharedList(range(1000))
+    SharedList([0, 1, 2, ...], length=1000)
     """
 
     def __init__(self, items: Iterable[T]) -> None:
@@ -76,7 +72,7 @@ class SharedList(Sequence[T]):
     def __repr__(self) -> str:
         shown = ", ".join(map(repr, self[:3]))
         more = ", ..." if len(self) > 3 else ""
-        return f"SharedList([{shown}{more}]), {len(self):,} items"
+        return f"SharedList([{shown}{more}], length={len(self)})"
 
     def _item(self, place: int) -> T:
         start, end = self._ends[place : place + 2].tolist()

@@ -69,9 +69,9 @@ def test_it_does_what_sequences_do():
 
 def test_it_shows_its_first_items():
     assert repr(SharedList(range(1000))) == (
-        "SharedList([0, 1, 2, ...]), 1,000 items"
+        "SharedList([0, 1, 2, ...], length=1000)"
     )
-    assert repr(SharedList(["a"])) == "SharedList(['a']), 1 items"
+    assert repr(SharedList(["a"])) == "SharedList(['a'], length=1)"
 
 
 def test_it_cannot_be_changed():
