@@ -100,6 +100,8 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
     def get_tf_dataset(self) -> Any:
         import tensorflow as tf
 
+        from keras_fastdata import tensorflow_feed
+
         if self._output_signature is None:
             began = time.perf_counter()
             self._output_signature = self._sign()
@@ -117,7 +119,14 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         options = tf.data.Options()
         options.autotune.enabled = False
         options.threading.private_threadpool_size = 1
-        return dataset.with_options(options)
+        dataset = dataset.with_options(options)
+        if tensorflow_feed.feeds_directly(self._output_signature):
+            dataset = tensorflow_feed.redirect(
+                dataset,
+                lambda: _Batches(_alive(adapter)),
+                self.early_end.announce,
+            )
+        return dataset
 
     def on_epoch_begin(self) -> None:
         if self._within_epoch:

@@ -317,6 +317,10 @@ def _end_at_random(zygote, seed):
         assert trainer.line() == "import done"
         time.sleep(rng.uniform(0, rng.choice([0.3, 3.0])))
         trainer.send(signum)
-        assert trainer.end() == -signum, (seed, trainer.errors())
+        status, errors = trainer.end(), trainer.errors()
+        # TensorFlow's converters may make an error of their own of a
+        # KeyboardInterrupt that strikes within them.
+        swallowed = signum == signal.SIGINT and "tensorflow" in errors
+        assert status == -signum or (status == 1 and swallowed), (seed, errors)
         interrupted = signum == signal.SIGINT
         trainer.leaves_nothing("KeyboardInterrupt" if interrupted else None)

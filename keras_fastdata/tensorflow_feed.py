@@ -1,0 +1,342 @@
+"""Batches for TensorFlow's `fit`, straight from Python.
+
+`tf.data.Dataset.from_generator` asks for each batch from a thread of its own
+and copies it. Keras passes its iterator to a `tf.function`; and whatever is
+passed to one may say what tensors it stands for. Ours stands for its next
+batch, which is fetched as the call begins, in the thread that trains:
+
+    train_function(iterator)
+        __tf_tracing_type__    a type that is the same for every batch
+        to_tensors             the next batch; large arrays are not copied
+        -> inside, get_next() is that batch
+
+With `steps_per_execution` a call asks for further batches, which its graph
+fetches one by one (`tf.py_function`).
+
+Imported only where TensorFlow is the Keras backend.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+
+from keras_fastdata.memory.arena import ALIGNMENT, address_of
+
+# Below, copying an array takes less time than sharing it (10 us).
+_SHARED_BYTES = 64 * 1024
+
+_numbers = itertools.count(1)
+_living: weakref.WeakValueDictionary[int, DirectIterator] = (
+    weakref.WeakValueDictionary()
+)
+
+
+def feeds_directly(element_spec: Any) -> bool:
+    """Whether batches of such a structure can take this way."""
+    specs = tf.nest.flatten(element_spec)
+    return all(type(spec) is tf.TensorSpec for spec in specs)
+
+
+def redirect(
+    dataset: tf.data.Dataset,
+    batches: Callable[[], Iterator[Any]],
+    fail: Callable[[BaseException], None],
+) -> tf.data.Dataset:
+    """Has a dataset iterated over in Python take our way.
+
+    What makes a graph of it, as the strategies of `tf.distribute` do, finds
+    the dataset that it was.
+
+    Args:
+        dataset: Has those batches.
+        batches: Makes an iterator over them, for each walk.
+        fail: Told of an exception where it cannot be raised.
+    """
+    plain: Any = type(dataset)
+    redirected = _redirected(plain)
+    dataset.__class__ = redirected
+    object.__setattr__(dataset, "_walk", (batches, fail))
+    return dataset
+
+
+@functools.cache
+def _redirected(plain: type) -> type:
+    class Redirected(plain):  # type: ignore[misc]
+        def __iter__(self) -> Any:
+            if tf.inside_function() or not tf.executing_eagerly():
+                return super().__iter__()
+            batches, fail = self._walk
+            return DirectIterator(batches(), self.element_spec, fail)
+
+    return Redirected
+
+
+class DirectIterator(tf.data.Iterator):  # type: ignore[misc]
+    """What Keras passes to its train function."""
+
+    def __init__(
+        self,
+        batches: Iterator[Any],
+        element_spec: Any,
+        fail: Callable[[BaseException], None],
+    ) -> None:
+        self._batches = batches
+        self._element_spec = element_spec
+        self._specs = tf.nest.flatten(element_spec)
+        self._type = _Type(element_spec)
+        self._fail = fail
+        number = next(_numbers)
+        self._number = tf.constant(number, tf.int64)
+        _living[number] = self
+
+    @property
+    def element_spec(self) -> Any:
+        return self._element_spec
+
+    @property
+    def _type_spec(self) -> Any:
+        raise TypeError(
+            "An iterator over a FastPyDataset is no composite tensor: it can "
+            "be passed to a tf.function, but not returned from one."
+        )
+
+    def __tf_tracing_type__(self, _: Any) -> _Type:
+        return self._type
+
+    def __iter__(self) -> DirectIterator:
+        return self
+
+    def __next__(self) -> Any:
+        return tf.nest.pack_sequence_as(self._element_spec, self.fetch())
+
+    def get_next(self) -> Any:
+        try:
+            return next(self)
+        except StopIteration:
+            raise _end() from None
+
+    def get_next_as_optional(self) -> Any:
+        try:
+            return tf.experimental.Optional.from_value(next(self))
+        except StopIteration:
+            return tf.experimental.Optional.empty(self._element_spec)
+
+    def fetch(self) -> list[tf.Tensor]:
+        """The tensors of the next batch.
+
+        Raises:
+            StopIteration: There is none.
+        """
+        batch = next(self._batches)
+        leaves = tf.nest.flatten(batch)
+        if len(leaves) != len(self._specs):
+            tf.nest.assert_same_structure(self._element_spec, batch)
+        return list(map(_tensor, leaves, self._specs))
+
+    def tensors(self) -> list[tf.Tensor]:
+        """Those of the next batch, and the iterator's number."""
+        try:
+            return [self._number, *self.fetch()]
+        except StopIteration:
+            raise _end() from None
+
+    def try_to_fetch(self) -> list[Any]:
+        """Whether there is a next batch, and its tensors."""
+        try:
+            return [True, *self.fetch()]
+        except StopIteration:
+            pass
+        except BaseException as error:
+            self._fail(error)
+        return [False, *map(_nothing, self._specs)]
+
+
+class _Type(tf.types.experimental.TraceType):  # type: ignore[misc]
+    """What a `tf.function` knows of an iterator when it is traced."""
+
+    def __init__(self, element_spec: Any) -> None:
+        self.element_spec = element_spec
+        self._flat = [
+            tf.TensorSpec((), tf.int64),
+            *tf.nest.flatten(element_spec),
+        ]
+
+    def is_subtype_of(self, other: Any) -> bool:
+        return self._is_like(other) and all(
+            mine.is_subtype_of(theirs)
+            for mine, theirs in zip(self._flat, other._flat, strict=True)
+        )
+
+    def most_specific_common_supertype(
+        self, others: Sequence[Any]
+    ) -> _Type | None:
+        if not all(map(self._is_like, others)):
+            return None
+        specs = [
+            spec.most_specific_common_supertype(theirs)
+            for spec, *theirs in zip(
+                self._flat, *(other._flat for other in others), strict=True
+            )
+        ]
+        if None in specs:
+            return None
+        return _Type(tf.nest.pack_sequence_as(self.element_spec, specs[1:]))
+
+    def placeholder_value(self, placeholder_context: Any) -> _Traced:
+        return _Traced(
+            self,
+            [
+                spec.placeholder_value(placeholder_context)
+                for spec in self._flat
+            ],
+        )
+
+    def to_tensors(self, value: DirectIterator | _Traced) -> list[tf.Tensor]:
+        return value.tensors()
+
+    def from_tensors(self, tensors: Iterator[tf.Tensor]) -> _Traced:
+        return _Traced(
+            self, [spec.from_tensors(tensors) for spec in self._flat]
+        )
+
+    def flatten(self) -> list[Any]:
+        return list(self._flat)
+
+    def cast(self, value: Any, _: Any) -> Any:
+        return value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Type) and (
+            self._is_like(other) and self._flat == other._flat
+        )
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._flat))
+
+    def _is_like(self, other: Any) -> bool:
+        if not isinstance(other, _Type):
+            return False
+        try:
+            tf.nest.assert_same_structure(self.element_spec, other.element_spec)
+        except (TypeError, ValueError):
+            return False
+        return True
+
+
+class _Traced:
+    """The iterator inside a `tf.function` that is being traced."""
+
+    def __init__(self, kind: _Type, tensors: Sequence[tf.Tensor]) -> None:
+        self.element_spec = kind.element_spec
+        self._type = kind
+        self._specs = tf.nest.flatten(kind.element_spec)
+        self._number, *first = tensors
+        self._tensors = tuple(tensors)
+        self._first: list[tf.Tensor] | None = first
+
+    def tensors(self) -> list[tf.Tensor]:
+        """The tensors it stands for."""
+        return list(self._tensors)
+
+    def __tf_tracing_type__(self, _: Any) -> _Type:
+        return self._type
+
+    def __tf_flatten__(self) -> tuple[Any, tuple[tf.Tensor, ...]]:
+        return self._type, self._tensors
+
+    @classmethod
+    def __tf_unflatten__(
+        cls, kind: _Type, tensors: tuple[tf.Tensor, ...]
+    ) -> _Traced:
+        return cls(kind, tensors)
+
+    def get_next(self) -> Any:
+        first, self._first = self._first, None
+        if first is None:
+            found, *first = self._fetch()
+            check = tf.debugging.Assert(found, ["The data has ended."])
+            with tf.control_dependencies([check]):
+                first = [tf.identity(tensor) for tensor in first]
+        return self._packed(first)
+
+    def get_next_as_optional(self) -> Any:
+        optional = tf.experimental.Optional
+        first, self._first = self._first, None
+        if first is not None:
+            return optional.from_value(self._packed(first))
+        found, *tensors = self._fetch()
+        return tf.cond(
+            found,
+            lambda: optional.from_value(self._packed(tensors)),
+            lambda: optional.empty(self.element_spec),
+        )
+
+    def __next__(self) -> Any:
+        return self.get_next()
+
+    def __iter__(self) -> _Traced:
+        return self
+
+    def _fetch(self) -> list[tf.Tensor]:
+        fetched: list[tf.Tensor] = tf.py_function(
+            lambda number: _living[int(number)].try_to_fetch(),
+            [self._number],
+            [tf.bool, *(spec.dtype for spec in self._specs)],
+        )
+        fetched[0].set_shape(())
+        for tensor, spec in zip(fetched[1:], self._specs, strict=True):
+            tensor.set_shape(spec.shape)
+        return fetched
+
+    def _packed(self, tensors: list[tf.Tensor]) -> Any:
+        return tf.nest.pack_sequence_as(self.element_spec, tensors)
+
+
+def _tensor(leaf: Any, spec: tf.TensorSpec) -> tf.Tensor:
+    if spec.dtype == tf.string and not tf.is_tensor(leaf):
+        strings = np.asarray(leaf)
+        leaf = tf.constant(strings.tolist(), tf.string, strings.shape)
+    elif not tf.is_tensor(leaf):
+        array = np.asarray(leaf, spec.dtype.as_numpy_dtype)
+        leaf = _shared(array)
+        if leaf is None:
+            leaf = tf.convert_to_tensor(array)
+    if not spec.shape.is_compatible_with(leaf.shape):
+        raise ValueError(
+            f"A batch has an array of shape {tuple(leaf.shape)} where those "
+            f"of the first batches had {tuple(spec.shape)}; TensorFlow's "
+            "`fit` takes no other. Return arrays of that shape, up to "
+            "dimensions that differ between batches 0 and 1 (None)."
+        )
+    return leaf
+
+
+def _shared(array: npt.NDArray[Any]) -> tf.Tensor | None:
+    """A tensor over an array's memory, where that is worth it and possible."""
+    if (
+        array.nbytes < _SHARED_BYTES
+        or address_of(array) % ALIGNMENT
+        or not array.flags.c_contiguous
+    ):
+        return None
+    try:
+        return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
+    except (BufferError, TypeError, tf.errors.InvalidArgumentError):
+        return None  # read-only, or of a type that only NumPy has
+
+
+def _nothing(spec: tf.TensorSpec) -> tf.Tensor:
+    """A tensor that nobody looks at."""
+    return tf.zeros([size or 0 for size in spec.shape], spec.dtype)
+
+
+def _end() -> tf.errors.OutOfRangeError:
+    return tf.errors.OutOfRangeError(None, None, "The data has ended.")
