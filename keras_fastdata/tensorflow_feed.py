@@ -18,6 +18,7 @@ Imported only where TensorFlow is the Keras backend.
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 import weakref
@@ -28,10 +29,10 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from keras_fastdata.memory.arena import ALIGNMENT, address_of
+from keras_fastdata.memory.arena import ALIGNMENT, address_of, aligned_empty
 
-# Below, copying an array takes less time than sharing it (10 us).
-_SHARED_BYTES = 64 * 1024
+# What is larger is fresh from the kernel each time, unless it is kept.
+_KEPT_BYTES = 1 << 20
 
 _numbers = itertools.count(1)
 _living: weakref.WeakValueDictionary[int, DirectIterator] = (
@@ -91,8 +92,10 @@ class DirectIterator(tf.data.Iterator):  # type: ignore[misc]
         self._batches = batches
         self._element_spec = element_spec
         self._specs = tf.nest.flatten(element_spec)
+        self._shapes: list[Any] = [None] * len(self._specs)  # seen last
         self._type = _Type(element_spec)
         self._fail = fail
+        self._copies = _Copies()
         number = next(_numbers)
         self._number = tf.constant(number, tf.int64)
         _living[number] = self
@@ -139,7 +142,16 @@ class DirectIterator(tf.data.Iterator):  # type: ignore[misc]
         leaves = tf.nest.flatten(batch)
         if len(leaves) != len(self._specs):
             tf.nest.assert_same_structure(self._element_spec, batch)
-        return list(map(_tensor, leaves, self._specs))
+        tensors = []
+        for place, leaf in enumerate(leaves):
+            spec = self._specs[place]
+            tensor = _tensor(leaf, spec, self._copies)
+            shape = tensor.shape
+            if shape != self._shapes[place]:
+                _check_shape(shape, spec)
+                self._shapes[place] = shape
+            tensors.append(tensor)
+        return tensors
 
     def tensors(self) -> list[tf.Tensor]:
         """Those of the next batch, and the iterator's number."""
@@ -164,6 +176,7 @@ class _Type(tf.types.experimental.TraceType):  # type: ignore[misc]
 
     def __init__(self, element_spec: Any) -> None:
         self.element_spec = element_spec
+        self._key = repr(element_spec)
         self._flat = [
             tf.TensorSpec((), tf.int64),
             *tf.nest.flatten(element_spec),
@@ -214,12 +227,10 @@ class _Type(tf.types.experimental.TraceType):  # type: ignore[misc]
         return value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Type) and (
-            self._is_like(other) and self._flat == other._flat
-        )
+        return isinstance(other, _Type) and self._key == other._key
 
     def __hash__(self) -> int:
-        return hash(tuple(self._flat))
+        return hash(self._key)
 
     def _is_like(self, other: Any) -> bool:
         if not isinstance(other, _Type):
@@ -300,37 +311,55 @@ class _Traced:
         return tf.nest.pack_sequence_as(self.element_spec, tensors)
 
 
-def _tensor(leaf: Any, spec: tf.TensorSpec) -> tf.Tensor:
-    if spec.dtype == tf.string and not tf.is_tensor(leaf):
-        strings = np.asarray(leaf)
-        leaf = tf.constant(strings.tolist(), tf.string, strings.shape)
-    elif not tf.is_tensor(leaf):
-        array = np.asarray(leaf, spec.dtype.as_numpy_dtype)
-        leaf = _shared(array)
-        if leaf is None:
-            leaf = tf.convert_to_tensor(array)
-    if not spec.shape.is_compatible_with(leaf.shape):
-        raise ValueError(
-            f"A batch has an array of shape {tuple(leaf.shape)} where those "
-            f"of the first batches had {tuple(spec.shape)}; TensorFlow's "
-            "`fit` takes no other. Return arrays of that shape, up to "
-            "dimensions that differ between batches 0 and 1 (None)."
-        )
-    return leaf
+class _Copies:
+    """Aligned copies of arrays, in memory that is used again and again."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, collections.deque[Any]] = {}
+
+    def of(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        if array.nbytes < _KEPT_BYTES:
+            copy = aligned_empty(array.shape, array.dtype)
+        else:
+            free = self._free.setdefault(array.nbytes, collections.deque())
+            root = free.popleft() if free else aligned_empty(array.nbytes, "u1")
+            copy = root.view(array.dtype).reshape(array.shape)
+            # TensorFlow may drop it in any thread.
+            weakref.finalize(copy, free.append, root).atexit = False
+        np.copyto(copy, array)
+        return copy
 
 
-def _shared(array: npt.NDArray[Any]) -> tf.Tensor | None:
-    """A tensor over an array's memory, where that is worth it and possible."""
+def _tensor(leaf: Any, spec: tf.TensorSpec, copies: _Copies) -> tf.Tensor:
+    dtype = spec.dtype.as_numpy_dtype
+    if isinstance(leaf, np.ndarray):
+        array = leaf if leaf.dtype == dtype else leaf.astype(dtype)
+    elif tf.is_tensor(leaf):
+        return leaf
+    else:
+        array = np.asarray(leaf, dtype)
+    if spec.dtype == tf.string:
+        return tf.constant(array.tolist(), tf.string, array.shape)
     if (
-        array.nbytes < _SHARED_BYTES
+        not array.flags.c_contiguous
+        or not array.flags.writeable
         or address_of(array) % ALIGNMENT
-        or not array.flags.c_contiguous
     ):
-        return None
+        array = copies.of(array)
     try:
         return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
     except (BufferError, TypeError, tf.errors.InvalidArgumentError):
-        return None  # read-only, or of a type that only NumPy has
+        return tf.convert_to_tensor(array)  # only NumPy knows its type
+
+
+def _check_shape(shape: tf.TensorShape, spec: tf.TensorSpec) -> None:
+    if not spec.shape.is_compatible_with(shape):
+        raise ValueError(
+            f"A batch has an array of shape {tuple(shape)} where those of the "
+            f"first batches had {tuple(spec.shape)}; TensorFlow's `fit` takes "
+            "no other. Return arrays of that shape, up to dimensions that "
+            "differ between batches 0 and 1 (None)."
+        )
 
 
 def _nothing(spec: tf.TensorSpec) -> tf.Tensor:

@@ -1,0 +1,251 @@
+"""How TensorFlow's `fit` gets its batches: none copied, lost or traced anew."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+
+keras = pytest.importorskip("keras")
+if keras.backend.backend() != "tensorflow":
+    pytest.skip("TensorFlow alone is fed so", allow_module_level=True)
+
+import tensorflow as tf  # noqa: E402
+from samples import Numbered  # noqa: E402
+
+from keras_fastdata import FastPyDataset, tensorflow_feed  # noqa: E402
+from keras_fastdata.memory.arena import aligned_empty  # noqa: E402
+
+PLACES = {
+    "inline": {"workers": 0},
+    "threads": {"workers": 2},
+    "processes": {"workers": 2, "use_multiprocessing": True},
+}
+everywhere = pytest.mark.parametrize("place", PLACES)
+
+
+class Ragged(FastPyDataset):
+    """Batch i is full of i; the last one is shorter."""
+
+    def __init__(self, length=7, **kwargs):
+        super().__init__(**kwargs)
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        rows = 4 if index < self.length - 1 else 3
+        x = np.full((rows, 3), index, "float32")
+        return x, np.full((rows, 1), index, "float32")
+
+
+class Counting(keras.Model):
+    """Learns nothing; counts how often its step is traced."""
+
+    def __init__(self):
+        super().__init__()
+        self.traced = 0
+        self.scale = self.add_weight(shape=(), initializer="ones")
+        self.seen = self.add_weight(
+            shape=(32,), initializer="zeros", trainable=False
+        )
+        self.steps = self.add_weight(
+            shape=(), dtype="int32", initializer="zeros", trainable=False
+        )
+
+    def train_step(self, data):
+        self.traced += 1
+        x, _ = data
+        place = tf.reshape(self.steps, (1, 1))
+        self.seen.assign(
+            tf.tensor_scatter_nd_update(
+                self.seen.value, place, tf.reshape(x[0, 0], (1,))
+            )
+        )
+        self.steps.assign(self.steps.value + 1)
+        return {"loss": tf.reduce_mean(x)}
+
+    def numbers(self):
+        return self.seen.numpy()[: int(self.steps.numpy())].astype(int).tolist()
+
+
+def trained(dataset, epochs=2, **compiled):
+    model = Counting()
+    model.compile("sgd", **compiled)
+    model.fit(dataset, epochs=epochs, shuffle=False, verbose=0)
+    return model
+
+
+@everywhere
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_a_last_batch_that_is_shorter_is_no_reason_to_trace_anew(
+    place, jit_compile
+):
+    with Ragged(**PLACES[place]) as dataset:
+        model = trained(dataset, epochs=3, jit_compile=jit_compile)
+    assert model.numbers() == 3 * list(range(7))
+    assert model.traced == 1
+
+
+@everywhere
+@pytest.mark.parametrize("steps", [2, 3, 7, 10])
+def test_several_steps_in_one_call_get_each_batch_once(place, steps):
+    with Ragged(**PLACES[place]) as dataset:
+        model = trained(dataset, steps_per_execution=steps)
+    assert model.numbers() == 2 * list(range(7))
+
+
+@everywhere
+def test_a_step_that_runs_eagerly_gets_each_batch_once(place):
+    with Ragged(**PLACES[place]) as dataset:
+        model = trained(dataset, run_eagerly=True)
+    assert model.numbers() == 2 * list(range(7))
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_second_fit_takes_the_batches_of_its_own_dataset(steps):
+    model = Counting()
+    model.compile("sgd", steps_per_execution=steps)
+    for length in (4, 6):
+        with Ragged(length, workers=0) as dataset:
+            model.fit(dataset, verbose=0, shuffle=False)
+    assert model.numbers() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5]
+    assert model.traced == 1
+
+
+class Fixed(FastPyDataset):
+    """Hands out the same arrays again and again."""
+
+    def __init__(self, x, y, **kwargs):
+        super().__init__(**kwargs)
+        self.x, self.y = x, y
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return self.x, self.y
+
+
+def _arrays(aligned):
+    x, y = (
+        aligned_empty(shape, "float32")
+        if aligned
+        else np.frombuffer(
+            memoryview(bytearray(4 * int(np.prod(shape)) + 4))[4:], "float32"
+        ).reshape(shape)
+        for shape in [(64, 5000), (64, 1)]
+    )
+    x[:], y[:] = -1.5, 2.0
+    return x, y
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_training_does_not_write_to_a_batch(aligned, jit_compile):
+    x, y = _arrays(aligned)
+    model = keras.Sequential(
+        [
+            keras.Input((5000,)),
+            keras.layers.Activation("relu"),
+            keras.layers.Rescaling(2.0, offset=1.0),
+            keras.layers.Dense(1),
+        ]
+    )
+    model.compile("sgd", "mse", jit_compile=jit_compile)
+    model.fit(Fixed(x, y, workers=0), epochs=2, verbose=0)
+    assert (x == -1.5).all()
+    assert (y == 2.0).all()
+
+
+def _signature(*shapes):
+    return tuple(tf.TensorSpec((None, *shape[1:])) for shape in shapes)
+
+
+def _iterator(batches, signature):
+    return tensorflow_feed.DirectIterator(iter(batches), signature, print)
+
+
+def test_a_large_aligned_array_is_not_copied():
+    array = aligned_empty((64, 5000))
+    array[:] = 1
+    (tensor,) = next(_iterator([(array,)], _signature(array.shape)))
+    array[0, 0] = 7
+    assert float(tensor[0, 0]) == 7
+
+
+def test_an_array_lives_as_long_as_its_tensor():
+    array = aligned_empty((64, 5000))
+    array[:] = 1
+    alive = weakref.ref(array)
+    (tensor,) = next(_iterator([(array,)], _signature(array.shape)))
+    del array
+    gc.collect()
+    assert float(tf.reduce_sum(tensor)) == 64 * 5000
+    assert alive() is not None
+    del tensor
+    gc.collect()
+    assert alive() is None
+
+
+def test_copies_of_arrays_that_are_not_aligned_share_no_memory_while_in_use():
+    arrays = [np.full((600, 1000), i, "float32") for i in range(6)]
+    iterator = _iterator([(a,) for a in arrays], _signature(arrays[0].shape))
+    held = [next(iterator)[0] for _ in range(4)]
+    assert [float(tensor[0, 0]) for tensor in held] == [0, 1, 2, 3]
+    del held[1:3]
+    gc.collect()
+    held += [next(iterator)[0] for _ in range(2)]
+    assert [float(tensor[-1, -1]) for tensor in held] == [0, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    "dtype", ["bool", "int8", "uint16", "float16", "int64"]
+)
+def test_arrays_of_any_type_arrive(dtype):
+    array = np.arange(12).reshape(4, 3).astype(dtype)
+    spec = (tf.TensorSpec((None, 3), dtype),)
+    (tensor,) = next(_iterator([(array,)], spec))
+    np.testing.assert_array_equal(tensor.numpy(), array)
+    assert tensor.dtype.name == dtype
+
+
+def test_an_array_of_another_shape_is_refused_in_plain_words():
+    class Growing(Numbered):
+        def __getitem__(self, index):
+            return np.ones((4, 3 if index < 5 else 8)), np.ones((4, 1))
+
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match=r"shape \(4, 8\) .* \(None, 3\)"):
+        model.fit(Growing(workers=0), verbose=0)
+
+
+def test_a_strategy_of_tensorflows_makes_its_own_dataset_of_it():
+    with tf.distribute.OneDeviceStrategy("cpu:0").scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    with Numbered(workers=2) as dataset:
+        history = model.fit(dataset, epochs=2, verbose=0)
+        assert len(history.history["loss"]) == 2
+        assert model.predict(dataset, verbose=0).shape == (40, 1)
+
+
+@everywhere
+def test_the_error_of_a_batch_passes_through_several_steps_in_one_call(place):
+    class Bad(Numbered):
+        def __getitem__(self, index):
+            if index == 5:
+                raise KeyError("no such file")
+            return super().__getitem__(index)
+
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", steps_per_execution=4)
+    with (
+        Bad(**PLACES[place]) as dataset,
+        pytest.raises(KeyError, match="no such file"),
+    ):
+        model.fit(dataset, shuffle=False, verbose=0)
