@@ -166,6 +166,10 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         """What measures this fit, evaluation or prediction, if anything."""
         return recorder.of(self._fit_thread)
 
+    def is_fetching_itself(self) -> bool:
+        """Whether the thread that trains is the one that asks for a batch."""
+        return threading.get_ident() == self._fit_thread
+
     def standardize(self, batch: Any) -> Any:
         """Checks and completes a batch as Keras does, and a little more."""
         if batch is None:
@@ -275,7 +279,7 @@ class _Batches(Iterator[Any]):
         if self._over:
             raise StopIteration
         listener = self._adapter.listener()
-        if listener is not None and listener.before_wait is not None:
+        if listener is not None and self._adapter.is_fetching_itself():
             listener.before_wait()
         began = time.perf_counter()
         if self._pass is None:
@@ -297,7 +301,8 @@ class _Batches(Iterator[Any]):
             self._over = True
             raise
         finally:
-            self._adapter.book_skipped(self._pass)
+            if self._pass.is_shortened:
+                self._adapter.book_skipped(self._pass)
         waited_s = time.perf_counter() - began
         self._adapter.book(listener, self._pass, waited_s)
         return self._adapter.standardize(batch)

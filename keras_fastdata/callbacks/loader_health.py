@@ -265,8 +265,6 @@ class LoaderHealth(_Base):
             functools.partial(device.synchronize, self.model)
             if device.is_asynchronous()
             else None,
-            # There, batches are fetched by a thread of its own.
-            fetches=keras.backend.backend() != "tensorflow",
             # Where `fit` walks over batches rather than over steps.
             fetches_ahead=keras.backend.backend() == "torch",
             sink=self._writer,

@@ -75,8 +75,6 @@ class Meter:
     Args:
         synchronize: Waits until the device has done all it was asked for;
             `None` where steps end only when they have been computed.
-        fetches: Whether batches are fetched by this very thread, which then
-            may wait for the device before.
         fetches_ahead: Whether the batch of a step is fetched before
             `on_train_batch_begin`.
         sink: What wants to know of every batch and step, if anything does.
@@ -90,7 +88,6 @@ class Meter:
     def __init__(
         self,
         synchronize: Callable[[], None] | None,
-        fetches: bool,
         fetches_ahead: bool,
         sink: Sink | None = None,
     ) -> None:
@@ -104,7 +101,6 @@ class Meter:
         if sink is not None:
             self.recorder.on_spans = sink.batches
         self._synchronize = synchronize
-        self._fetches = fetches
         self._fetches_ahead = fetches_ahead
         self._clocks: dict[str, StepClock] = {}  # by phase
         self._clock: StepClock | None = None
@@ -133,7 +129,7 @@ class Meter:
         self._clock = self._clocks[phase]
         self.recorder.begin()
         self.recorder.predicts = phase == "predict"
-        self.recorder.before_wait = self._clock.pause if self._fetches else None
+        self.recorder.before_wait = self._clock.pause
         self._watch_lock()
         self._skips = self.recorder.skips
         self._probe.take()
@@ -158,7 +154,6 @@ class Meter:
         if clock is None:
             return None
         stretch = clock.end()
-        self.recorder.before_wait = None
         self.recorder.flush()
         ended_s = time.monotonic()
         phase, self._phase = self._phase, ""

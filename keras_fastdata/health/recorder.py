@@ -214,8 +214,7 @@ class Recorder:
         predicts: Whether it listens to a `predict`, which has no probe.
         on_spans: Called with spans as they are taken in, in order.
         wants_quiet: Whether workers are to rest while the next step runs.
-        before_wait: Called before a batch is waited for, in the thread that
-            waits; `None` for nothing.
+        before_wait: Called before that thread itself waits for a batch.
         tally: Of the present stretch; see `begin`.
     """
 
@@ -230,7 +229,7 @@ class Recorder:
         self._source: weakref.ref[Source] | None = None
         self.predicts = False
         self.wants_quiet = False
-        self.before_wait: Callable[[], None] | None = None
+        self.before_wait: Callable[[], None] = _nothing
         self.on_spans: Callable[[npt.NDArray[np.float64]], None] = _nobody
         self.tally = Tally()
         self._pending: list[tuple[Span, float, float]] = []
@@ -304,6 +303,10 @@ class Recorder:
 
 def _nobody(spans: npt.NDArray[np.float64]) -> None:
     """Nobody wants to know."""
+
+
+def _nothing() -> None:
+    """There is nothing to do."""
 
 
 _MOST_SKIPPED = 1000  # remembered in full; all are counted
