@@ -20,6 +20,7 @@ import dataclasses
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -42,7 +43,7 @@ NAMES = (
 
 Case = dict[str, Any]
 MARK = "FIGURES "
-EXIT_S = 15.0
+_RAISED = re.compile(r"[\w.]+(Error|Exception|Interrupt)\b")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +148,7 @@ def run_once(result: Result, seconds: float) -> None:
         )
         try:
             child.wait(timeout_s)
-            ended = f"failed: {_last_line(e)}"
+            ended = f"failed: {_why(e)}"
         except subprocess.TimeoutExpired:
             ended = f"hung for {timeout_s:g} s"
         finally:
@@ -161,10 +162,11 @@ def run_once(result: Result, seconds: float) -> None:
         result.outcome = ended
 
 
-def _last_line(file: Any) -> str:
+def _why(file: Any) -> str:
     file.seek(0)
-    lines = [line.strip() for line in file if line.strip()]
-    return lines[-1][:200] if lines else "without a word"
+    lines = [line.rstrip() for line in file if line.strip()]
+    raised = [line for line in lines if _RAISED.match(line)]
+    return (raised or lines or ["without a word"])[-1][:120]
 
 
 def _prepare(name: str, where: list[str]) -> list[Result]:

@@ -28,15 +28,13 @@ import functools
 import importlib.util
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.workloads import leaves
+from benchmarks.workloads import Workload, leaves
 
 ENDLESS = 10**9
 AHEAD = 8
-
-Workload = Callable[[int], Any]
 
 
 class Loader:
@@ -209,7 +207,9 @@ class Grain(Loader):
 
     def open(self) -> None:
         import grain
+        from absl import flags
 
+        flags.FLAGS.mark_as_parsed()  # Grain reads them in each worker
         self.dataset = (
             grain.MapDataset.range(self.batches)
             .map(self.workload)

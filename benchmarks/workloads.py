@@ -22,6 +22,7 @@ SIZES = {
 }
 STRUCTURES = ("array", "(x, y)", "nested")
 
+Workload = Callable[[int], Any]
 Empty = Callable[[tuple[int, ...], str], np.ndarray]
 ROWS = 32
 
