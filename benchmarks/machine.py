@@ -58,8 +58,5 @@ def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        if package != "keras-fastdata":
-            return "not installed"
-        import keras_fastdata
-
-        return keras_fastdata.__version__
+        ours = package == "keras-fastdata"
+        return "from its sources" if ours else "not installed"

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import importlib
 import importlib.util
 import math
 import os
@@ -86,6 +87,7 @@ class Loader:
 class Fastdata(Loader):
     """Ours, with processes."""
 
+    needs = ("benchmarks.ours",)
     processes = True
     in_place = False
 
@@ -125,6 +127,7 @@ class FastdataThreads(Fastdata):
 class Stock(Loader):
     """Keras's own, in the caller."""
 
+    needs = ("keras",)
     processes = False
     inline = True
 
@@ -371,6 +374,12 @@ def missing(name: str) -> str | None:
         if found is None:
             return module.partition(".")[0]
     return None
+
+
+def import_all(name: str) -> None:
+    """Imports what a program that uses a loader has imported already."""
+    for module in LOADERS[name].needs:
+        importlib.import_module(module)
 
 
 def open_loader(

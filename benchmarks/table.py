@@ -24,7 +24,9 @@ def show(benchmark: ModuleType, results: list[Result]) -> None:
     ]
     labels = list(dict.fromkeys(key for r in results for key in r.case))
     rounds = max(len(v) for r in results for v in [*r.figures.values(), []])
-    print(f"median (least to most) of {rounds}; ours: times better in the first")
+    print(
+        f"median (least to most) of {rounds}; ours: times better in the first"
+    )
     rows = [[*labels, *(figure.title for figure in used), "ours"]]
     for result in results:
         cells = [str(result.case.get(label, "")) for label in labels]

@@ -6,6 +6,7 @@ Import it where a model is made: it imports Keras and its backend.
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import Any
 
 import keras
@@ -42,7 +43,8 @@ class Stamped(keras.Model):
 
     def __init__(self, step_s: float = 0.0) -> None:
         super().__init__()
-        self.steps: list[tuple[bool, float, float]] = []
+        # Keras would wrap a list.
+        self.steps: deque[tuple[bool, float, float]] = deque()
         self.dense = keras.layers.Dense(1)
         self._step_s = step_s
 
