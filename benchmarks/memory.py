@@ -54,7 +54,6 @@ def cases() -> Iterator[harness.Case]:
 
 def measure(case: harness.Case, seconds: float) -> dict[str, float]:
     name = case["loader"].removesuffix(" SharedList")
-    peers.import_all(name)
     if case["what"] == "lookahead":
         return _lookahead(name)
     workload: Any = Rows(ARRAY_BYTES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -88,12 +89,11 @@ def measure_loop(
             checked: a loader that loses the order has no place here.
     """
     meter = Meter(seconds, ahead)
-    index = 0  # `enumerate` would hold on to the batch before
-    for batch in batches:
+    for index in itertools.count():
+        batch = next(batches)
         if touch(batch) != index and filled:
             raise RuntimeError(f"batch {index} is full of {touch(batch):g}")
-        del batch
-        index += 1
+        del batch  # before the next is asked for
         if not meter.saw_batch():
             break
     return meter.figures()

@@ -325,9 +325,12 @@ class Ray(Loader):
             include_dashboard=False,
             log_to_driver=False,
             logging_level="ERROR",
+            ignore_reinit_error=True,  # by the loader of the validation
             object_store_memory=max(200 * 2**20, 2 * self.ahead * nbytes),
         )
-        actor = ray.remote(max_restarts=-1, max_task_retries=-1)(_Builder)
+        actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(
+            _Builder
+        )
         workload = ray.put(self.workload)
         self.actors = [actor.remote(workload) for _ in range(self.workers)]
 
@@ -377,8 +380,13 @@ def missing(name: str) -> str | None:
 
 
 def import_all(name: str) -> None:
-    """Imports what a program that uses a loader has imported already."""
-    for module in LOADERS[name].needs:
+    """Imports what a program that trains with a loader has imported.
+
+    Args:
+        name: Of the loader; for others it is Keras alone.
+    """
+    needs = LOADERS[name].needs if name in LOADERS else ()
+    for module in ("keras", *needs):
         importlib.import_module(module)
 
 

@@ -47,7 +47,6 @@ def cases() -> Iterator[harness.Case]:
 
 
 def measure(case: harness.Case, seconds: float) -> dict[str, float]:
-    peers.import_all(case["loader"])
     if case["what"] == "restart":
         return _restart(case["loader"])
     if case["what"] == "first batch, fit":
