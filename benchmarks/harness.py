@@ -21,6 +21,7 @@ import importlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -29,7 +30,7 @@ from types import ModuleType
 from typing import Any
 
 from benchmarks import machine, peers, table
-from benchmarks.processes import kill_family
+from benchmarks.processes import kill_session
 
 NAMES = (
     "transport",
@@ -43,6 +44,7 @@ NAMES = (
 
 Case = dict[str, Any]
 MARK = "FIGURES "
+EXIT_S = 5
 _RAISED = re.compile(r"[\w.]+(Error|Exception|Interrupt)\b")
 
 
@@ -100,12 +102,10 @@ def main(names: Sequence[str] = NAMES) -> None:
     """The command line of `python -m benchmarks` and of each benchmark."""
     arguments = _parse(names)
     if arguments.one:
-        name, case = arguments.one[0], json.loads(arguments.one[1])
-        # Whatever feeds it, a training process is one that has Keras.
-        peers.import_all(case.get("loader", ""))
-        figures = load(name).measure(case, arguments.seconds)
-        print(MARK + json.dumps(figures), flush=True)
+        name, case = arguments.one
+        _measure_one(name, json.loads(case), arguments.seconds)
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and kill a child
     if arguments.quick:
         arguments.rounds, arguments.seconds = 1, 0.5
     results: list[Result] = []
@@ -131,6 +131,16 @@ def main(names: Sequence[str] = NAMES) -> None:
         draw([dataclasses.asdict(result) for result in results], arguments.plot)
 
 
+def _measure_one(name: str, case: Case, seconds: float) -> None:
+    """What the process of a case does. Alarms end it if nobody else does."""
+    signal.alarm(int(load(name).TIMEOUT_S) + EXIT_S)
+    # Whatever feeds it, a training process is one that has Keras.
+    peers.import_all(case.get("loader", ""))
+    print(MARK + json.dumps(load(name).measure(case, seconds)), flush=True)
+    # Some loaders leave threads that never end.
+    signal.alarm(EXIT_S)
+
+
 def run_once(result: Result, seconds: float) -> None:
     """Measures a case in a fresh process, and adds what it says."""
     timeout_s = load(result.benchmark).TIMEOUT_S
@@ -154,7 +164,7 @@ def run_once(result: Result, seconds: float) -> None:
         except subprocess.TimeoutExpired:
             ended = f"hung for {timeout_s:g} s"
         finally:
-            kill_family(child.pid)
+            kill_session(child.pid)
             child.wait()
         out.seek(0)
         lines = [line for line in out if line.startswith(MARK)]

@@ -69,7 +69,7 @@ def draw(results: list[dict[str, Any]], path: str) -> None:
     figure, axes = plt.subplots(
         1,
         len(panels),
-        figsize=(6.4 * len(panels), 5.2),
+        figsize=(5.6 * len(panels), 5.2),
         sharey=True,
         squeeze=False,
         layout="constrained",
@@ -118,7 +118,7 @@ def _draw_panel(axis: Any, lines: dict[str, Line], title: str) -> None:
             zorder=3 if ours else 2,
         )
     axis.set(xscale="log", yscale="log", title=title)
-    words = {nbytes: name for name, nbytes in SIZES.items()}
+    words = {size: name.replace(" ", "\n") for name, size in SIZES.items()}
     axis.set_xticks(sizes, [words[size] for size in sizes])
     axis.minorticks_off()
     axis.set_xlabel("size of a batch", color=INK)
@@ -155,6 +155,7 @@ def _label_ends(axis: Any, lines: dict[str, Line]) -> None:
                 "arrowstyle": "-",
                 "color": COLORS[name],
                 "linewidth": 0.6,
+                "relpos": (0, 0.5),
                 "shrinkA": 1,
                 "shrinkB": 3,
             },

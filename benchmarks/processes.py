@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import threading
+from collections.abc import Callable
 
 import psutil
 
@@ -70,11 +70,28 @@ class Watch(threading.Thread):
         self.join()
 
 
-def kill_family(pid: int) -> None:
-    """Kills a process, its descendants, and its process group."""
+def kill_session(pid: int) -> None:
+    """Kills a process that leads a session, its descendants, and the session.
+
+    Resource trackers are spared: they end by themselves, once they have
+    removed the shared memory and semaphores that the others have left.
+    """
+    doomed = []
     with contextlib.suppress(psutil.NoSuchProcess):
-        for process in family(pid):
-            with contextlib.suppress(psutil.NoSuchProcess):
+        doomed = family(pid)
+    for process in {*doomed, *filter(_in_session(pid), psutil.process_iter())}:
+        with contextlib.suppress(psutil.Error):
+            if not any(
+                "resource_tracker" in part for part in process.cmdline()
+            ):
                 process.kill()
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
+
+
+def _in_session(pid: int) -> Callable[[psutil.Process], bool]:
+    def is_in_it(process: psutil.Process) -> bool:
+        try:
+            return os.getsid(process.pid) == pid
+        except OSError:
+            return False
+
+    return is_in_it
