@@ -7,9 +7,9 @@ over a tree of processes is what they take together. "Added" is what came on
 top of the training process, which has imported all that it needs and holds the
 dataset, once 200 batches have been read.
 
-- 1 GB array: four producers take random rows of it.
-- 1,000,000 paths: four producers read a list of strings, all of it in turns.
-  Reading a string writes its reference count, so that forked processes end
+- 1 GB array: four producers, each of which reads all of it.
+- 1,000,000 paths: four producers each of which reads a whole list
+  of strings. Reading a string writes its reference count, so that forked processes end
   with copies.
 - lookahead: two producers, 38.5 MB batches, 8 ahead; a consumer that waits
   long enough for the queue to fill. Also as a number of batches.
@@ -22,9 +22,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from benchmarks import harness, peers
 from benchmarks.processes import family, private_mb, pss_mb
-from benchmarks.workloads import SIZES, Filled, Paths, Rows, touch
+from benchmarks.workloads import SIZES, Filled, Shares, touch
 
 FIGURES = (
     harness.Figure("added_mb", "added PSS MB"),
@@ -56,9 +58,11 @@ def measure(case: harness.Case, seconds: float) -> dict[str, float]:
     name = case["loader"].removesuffix(" SharedList")
     if case["what"] == "lookahead":
         return _lookahead(name)
-    workload: Any = Rows(ARRAY_BYTES)
-    if case["what"] == "1,000,000 paths":
-        workload = Paths(_paths(case["loader"]))
+    if case["what"] == "1 GB array":
+        whole: Any = np.ones((ARRAY_BYTES // 4096, 1024), "float32")
+    else:
+        whole = _paths(case["loader"])
+    workload = Shares(whole, PRODUCERS)
     gc.collect()
     before_mb = pss_mb()
     with peers.open_loader(name, workload, PRODUCERS) as loader:

@@ -107,28 +107,24 @@ class Waiting:
         return np.full((ROWS, 8), os.getpid(), "float64"), np.zeros((ROWS, 1))
 
 
-class Rows:
-    """Random rows of one large array."""
+class Shares:
+    """Batches that read a sixteenth of something large.
 
-    def __init__(self, nbytes: int) -> None:
-        self.array = np.ones((nbytes // 4096, 1024), "float32")
+    `producers` batches in turn read the same share, so that every producer
+    reads all of it, also where each n-th batch is always the same one's.
+    """
 
-    def __call__(self, index: int) -> np.ndarray:
-        rows = np.random.default_rng(index).integers(len(self.array), size=64)
-        return self.array[rows]
-
-
-class Paths:
-    """Reads a share of the paths in a list, another one for each batch."""
-
-    def __init__(self, paths: Any) -> None:
-        self.paths = paths
-        self.share = len(paths) // 16
+    def __init__(self, whole: Any, producers: int) -> None:
+        self.whole = whole
+        self.producers = producers
 
     def __call__(self, index: int) -> np.ndarray:
-        first = index % 16 * self.share
-        total = sum(map(len, self.paths[first : first + self.share]))
-        return np.full((ROWS, 8), total)
+        length = len(self.whole) // 16
+        first = index // self.producers % 16 * length
+        share = self.whole[first : first + length]
+        if isinstance(share, np.ndarray):
+            return share.sum(axis=0)
+        return np.full((ROWS, 8), sum(map(len, share)))
 
 
 def leaves(batch: Any) -> list[np.ndarray]:
