@@ -8,8 +8,8 @@ top of the training process, which has imported all that it needs and holds the
 dataset, once 200 batches have been read.
 
 - 1 GB array: four producers, each of which reads all of it.
-- 1,000,000 paths: four producers each of which reads a whole list
-  of strings. Reading a string writes its reference count, so that forked processes end
+- 1,000,000 paths: four producers, each of which reads a whole list of strings.
+  Reading a string writes its reference count, so that forked processes end
   with copies.
 - lookahead: two producers, 38.5 MB batches, 8 ahead; a consumer that waits
   long enough for the queue to fill. Also as a number of batches.
