@@ -31,7 +31,7 @@ from benchmarks.workloads import SIZES, Filled, Shares, touch
 FIGURES = (
     harness.Figure("added_mb", "added PSS MB"),
     harness.Figure("private_mb", "private MB/producer"),
-    harness.Figure("batches_held", "batches held"),
+    harness.Figure("batches_held", "added, in batches"),
     harness.Figure("total_mb", "PSS MB in all"),
 )
 TIMEOUT_S = 120.0

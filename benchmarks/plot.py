@@ -96,7 +96,7 @@ def _lines(results: list[dict[str, Any]], producers: int) -> dict[str, Line]:
         if (
             result["benchmark"] == "transport"
             and case["structure"] == STRUCTURE
-            and case["producers"] in (producers, 0)
+            and case["producers"] == producers
             and values
         ):
             point = SIZES[case["size"]], statistics.median(values)
