@@ -118,9 +118,10 @@ def main(names: Sequence[str] = NAMES) -> None:
                 print(name, json.dumps(result.case), result.outcome)
             continue
         for number in range(arguments.rounds):
-            for result in mine:
+            for place, result in enumerate(mine, 1):
                 if result.outcome == "ok":
-                    _say(f"round {number + 1}", result)
+                    where = f"round {number + 1}, {place} of {len(mine)}"
+                    _say(where, result)
                     run_once(result, arguments.seconds)
             if arguments.json:
                 _save(arguments.json, described, results)
