@@ -25,6 +25,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
@@ -118,9 +119,10 @@ def main(names: Sequence[str] = NAMES) -> None:
                 print(name, json.dumps(result.case), result.outcome)
             continue
         for number in range(arguments.rounds):
-            for result in mine:
+            for place, result in enumerate(mine, 1):
                 if result.outcome == "ok":
-                    _say(f"round {number + 1}", result)
+                    where = f"round {number + 1}, {place} of {len(mine)}"
+                    _say(where, result)
                     run_once(result, arguments.seconds)
             if arguments.json:
                 _save(arguments.json, described, results)
@@ -159,10 +161,9 @@ def run_once(result: Result, seconds: float) -> None:
             start_new_session=True,
         )
         try:
-            child.wait(timeout_s)
-            ended = f"failed: {_why(e)}"
-        except subprocess.TimeoutExpired:
             ended = f"hung for {timeout_s:g} s"
+            if _has_ended(child.pid, timeout_s):
+                ended = f"failed: {_why(e)}"
         finally:
             kill_session(child.pid)
             child.wait()
@@ -172,6 +173,20 @@ def run_once(result: Result, seconds: float) -> None:
         result.add(json.loads(lines[-1].removeprefix(MARK)))
     else:
         result.outcome = ended
+
+
+def _has_ended(pid: int, timeout_s: float) -> bool:
+    """Waits for the end of a child, but lets it keep its process id.
+
+    So nobody else can have that id when what the child left is killed.
+    """
+    until = time.monotonic() + timeout_s
+    flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    while not os.waitid(os.P_PID, pid, flags):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def _why(file: Any) -> str:
