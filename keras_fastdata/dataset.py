@@ -89,8 +89,8 @@ class FastPyDataset(_Base):
     Takes the place of `keras.utils.PyDataset` (`keras.utils.Sequence`): keep
     `__getitem__`, which returns batch `index`, and `__len__`, the number of
     batches, and pass the dataset to `fit`, `evaluate` or `predict`. Every
-    batch arrives once, in order, with the same bytes for any number of
-    workers.
+    batch arrives once, in order, with the same bytes for any number of worker
+    processes; of threads too, if it draws from `self.rng` alone.
 
     Args:
         workers: Where batches are built. 0: in the caller, when asked for.
@@ -99,11 +99,12 @@ class FastPyDataset(_Base):
         use_multiprocessing: Whether workers are processes. Threads suit
             builds that wait (for files, the network) or run in NumPy;
             processes suit builds that run Python code. Defaults to `False`.
-        max_queue_size: Batches scheduled ahead of the consumer, in all; at
-            least 1. Defaults to 10.
+        max_queue_size: Batches being built or ready, in all; at least 1. They
+            take memory, and more workers than that idle. Defaults to 10.
         max_queue_bytes: The same bound in bytes of shared memory, as far as
             it can be told from the largest batch so far. One batch is always
-            allowed. `None`: no bound. Used with processes.
+            allowed. `None`: no bound. Elsewhere than in processes it has no
+            effect.
         seed: Base seed, an integer of at least 0. `None` draws one from
             Python's `random` at first use, so that
             `keras.utils.set_random_seed` makes runs repeatable.
@@ -130,7 +131,8 @@ class FastPyDataset(_Base):
             traceback; the epoch is shorter by it, and `predict` returns so
             much less. More than a tenth of the dataset's batches, and more
             than one, is an error.
-        shard: Not available yet; "auto" or `None`.
+        shard: Not available yet; "auto" or `None`. Every training process
+            gets all batches.
         cache: Not available yet; `None`.
         executor: "local".
         worker_env: Environment variables for worker processes, over defaults
@@ -140,6 +142,9 @@ class FastPyDataset(_Base):
         TypeError: An argument is unknown or of the wrong type.
         ValueError: An argument is out of range.
         NotImplementedError: A value that is not available yet.
+
+    While batches are fetched, `LoaderError` and its subclasses are raised, and
+    whatever `__getitem__` raises.
 
     While a batch is built, `self.rng`, `self.epoch`, `self.worker_index` and
     `self.empty` answer for that batch.
@@ -223,6 +228,7 @@ class FastPyDataset(_Base):
     def num_batches(self) -> int | None:
         """Batches in an epoch; `None` for a dataset without an end.
 
+        Without an end `fit` needs `steps_per_epoch`, and nothing is shuffled.
         Override it where `__len__` will not do. It is read again at the
         start of every epoch.
         """
@@ -255,8 +261,9 @@ class FastPyDataset(_Base):
     def on_worker_start(self) -> None:
         """Called once in each worker, before its first batch.
 
-        The place to open files and connections. What it sets on `self`
-        belongs to that worker and is not overwritten.
+        The place to open files and connections. In processes, what it sets
+        on `self` belongs to that worker and is not overwritten. Threads share
+        `self`: there, use `threading.local()`, or `self.worker_index`.
         """
 
     def on_worker_stop(self) -> None:
@@ -300,7 +307,10 @@ class FastPyDataset(_Base):
     # -- outside of fit ------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
-        """Walks through one epoch, fed by the workers."""
+        """Walks through one epoch, fed by the workers.
+
+        In order, unless `shuffle=True`; the epoch hooks are not called.
+        """
         if role.is_worker():
             return self._plain_iterator()
         return self._loader().open_pass(self, shuffle=False)

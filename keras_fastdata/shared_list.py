@@ -26,7 +26,8 @@ class SharedList(Sequence[T]):
             taken one by one, so a generator never becomes a list.
 
     Raises:
-        TypeError: An item cannot be pickled, or `items` not iterated over.
+        TypeError: `items` cannot be iterated over.
+        Exception: Whatever `pickle` raises for an item.
 
     Example:
 
@@ -56,7 +57,11 @@ class SharedList(Sequence[T]):
     def __getitem__(self, index: slice) -> list[T]: ...
 
     def __getitem__(self, index: SupportsIndex | slice) -> T | list[T]:
-        """One item, or a plain list of those in a slice."""
+        """One item, or a plain list of those in a slice.
+
+        Raises:
+            IndexError: There is no item at that index.
+        """
         if isinstance(index, slice):
             return [self._item(i) for i in range(*index.indices(len(self)))]
         place = operator.index(index)

@@ -30,7 +30,7 @@ _SLOW_S = 0.025  # a step or a test that is slow
 _WAIT_S = 2 * _SLOW_S  # a batch that is slow to come
 _TIME = r"[\d.]+ (?:s|ms)"
 _LINE = re.compile(
-    rf"LoaderHealth: (\w+(?: \d+)?) waited (\d+)% of {_TIME} for data "
+    rf"LoaderHealth: (\w+(?: \d+)?) lost (\d+)% of {_TIME} to its data "
     rf"\((\w+)\)\.(?: With free data: {_TIME}\.)?"
 )
 

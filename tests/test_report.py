@@ -112,7 +112,7 @@ def test_the_page_says_the_verdict_and_what_free_data_would_bring(written):
     assert "90% of that it waits for files" in text
     assert "Waiting needs no core" in text
     summary = record.summary
-    assert f"Training waited {summary.data_wait:.0%} of its time" in text
+    assert f"Training lost {summary.data_wait:.0%} of its time" in text
     free_s = summary.wall_s * (1 - summary.data_wait)
     assert f"With free data\n{free_s:.1f} s" in text
 

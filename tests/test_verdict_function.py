@@ -99,7 +99,7 @@ def test_the_ceiling_is_told_in_seconds_and_as_a_factor():
     verdict = judge(facts())
     assert verdict.ceiling_speedup == 5.0
     assert verdict.evidence.endswith(
-        "With free data this epoch would take 2.0 s instead of 10.0 s."
+        "With free data it would take 2.0 s instead of 10.0 s."
     )
 
 
@@ -109,6 +109,36 @@ def test_free_cores_are_what_workers_are_advised_for():
     assert "2.0 s an epoch at best" in advice
     crowded = judge(facts(busy_cores=6.0)).advice
     assert "`workers=3, use_multiprocessing=True`" in crowded
+
+
+def advised_workers(**changes):
+    return int(re.search(r"`workers=(\d+)", judge(facts(**changes)).advice)[1])
+
+
+def test_threads_that_compute_side_by_side_get_more_threads():
+    threads = THREADS | {"gil_held": 0.1, "cpu_s": 25.0, "build_s": 30.0}
+    advice = judge(facts(**threads, cores=8, busy_cores=3.3)).advice
+    assert "use_multiprocessing" not in advice
+    assert advised_workers(**threads, cores=8, busy_cores=3.3) > 4
+
+
+def test_builds_that_compute_now_and_then_get_no_more_workers_than_cores_bear():
+    builds = {"build_s": 9.5, "cpu_s": 4.0, "delay_s": 0.5, "free_s": 0.2}
+    assert judge(facts(**builds, **FULL)).kind == "cores_full"
+    assert advised_workers(**builds, cores=2, busy_cores=1.0) <= 4
+
+
+@pytest.mark.parametrize("queue", [4, 1000])
+def test_a_queue_that_is_too_short_for_the_workers_is_told_with_them(queue):
+    advice = judge(facts(max_queue_size=queue)).advice
+    assert ("`max_queue_size` to 10" in advice) == (queue == 4)
+
+
+def test_a_longer_queue_is_no_longer_than_the_epoch_and_has_a_price():
+    slow = (Slow(40.0, 17, 3.0), Slow(3.0, 9, 2.5))
+    advice = judge(facts(slowest=slow)).advice
+    assert "`max_queue_size=100` and `workers=2`" in advice
+    assert "100 MB of memory" in advice
 
 
 def test_slow_batches_are_named():

@@ -346,9 +346,9 @@ class LoaderHealth(_Base):
 
 def _describe(health: EpochHealth, skipped: int) -> str:
     line = (
-        f"LoaderHealth: {health.name} waited "
+        f"LoaderHealth: {health.name} lost "
         f"{words.share(health.data_wait)} of "
-        f"{words.duration(health.wall_s)} for data ({health.verdict.kind})."
+        f"{words.duration(health.wall_s)} to its data ({health.verdict.kind})."
     )
     if health.verdict.kind is not Kind.COMPUTE_BOUND:
         line += f" With free data: {words.duration(health.free_s)}."

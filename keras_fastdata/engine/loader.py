@@ -487,7 +487,7 @@ class Loader:
         settings = self._settings
         if settings.kind == "inline":
             return 1
-        if settings.max_queue_bytes is None:
+        if settings.kind != "process" or settings.max_queue_bytes is None:
             return settings.max_queue_size
         if not self._largest:
             return min(settings.max_queue_size, settings.workers)
@@ -516,8 +516,11 @@ class Loader:
         """Waits until the batch that `key` stands for has come."""
         waited = False
         while True:
-            for done in workers.collect():
-                self._route(done)
+            # What is here need not wait for what has come since; but a span
+            # tells how much that was.
+            if key not in walk.ready or walk.timed:
+                for done in workers.collect():
+                    self._route(done)
             if schedule is not None:
                 self._refill(workers, walk, schedule)
             if key in walk.ready:

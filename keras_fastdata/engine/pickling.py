@@ -40,10 +40,11 @@ def explained(dataset: weakref.ref[Any]) -> Iterator[None]:
         raise DatasetPicklingError(
             f"{type(owner).__name__} cannot be sent to a worker process: "
             f"`{path}` is a {kind}, which cannot be pickled ({error}). "
-            "Three ways out: make it in `on_worker_start`, which runs in "
-            "each worker, and not in `__init__`; leave it out in "
-            "`__getstate__` and make it again in `__setstate__`; or pass "
-            "`start_method='fork'`, which needs no pickling.",
+            "Ways out: make it in `on_worker_start`, which runs in each "
+            "worker, and not in `__init__`; leave it out in `__getstate__` "
+            "and make it again in `__setstate__`; or use threads "
+            "(`use_multiprocessing=False`). `start_method='fork'` pickles "
+            "nothing, but all workers then share what this process has open.",
             path=path,
             type_name=kind,
         ) from error

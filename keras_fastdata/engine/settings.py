@@ -83,7 +83,8 @@ class Settings:
             _integer("max_worker_restarts", self.max_worker_restarts, least=0),
         )
         _one_of("on_error", self.on_error, ("raise", "skip"))
-        _one_of("executor", self.executor, ("local", "ray"))
+        if self.executor != "ray":
+            _one_of("executor", self.executor, ("local",))
         check("worker_env", _environment(self.worker_env))
 
     @property
@@ -166,8 +167,9 @@ def _boolean(name: str, value: Any) -> bool:
 def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         names = ", ".join(repr(choice) for choice in allowed)
+        one_of = "one of " if len(allowed) > 1 else ""
         raise ValueError(
-            f"`{name}` must be one of {names}. Received: {value!r}"
+            f"`{name}` must be {one_of}{names}. Received: {value!r}"
         )
 
 
@@ -175,7 +177,7 @@ def _require_posix(name: str, value: str) -> None:
     if value != "spawn" and not hasattr(os, "fork"):
         raise ValueError(
             f"`{name}={value!r}` needs fork, which this platform lacks. "
-            "Use 'spawn'."
+            "Use threads (`use_multiprocessing=False`)."
         )
 
 

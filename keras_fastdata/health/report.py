@@ -137,7 +137,7 @@ def _headline(record: Record) -> str:
         return "No batch of a FastPyDataset was seen"
     who = _WHO.get(summary.epochs[0].phase, "Training")
     wait = words.share(summary.data_wait)
-    return f"{who} waited {wait} of its time for data"
+    return f"{who} lost {wait} of its time to data"
 
 
 def _free_s(summary: HealthSummary) -> float:

@@ -26,6 +26,8 @@ _FULL = 0.1  # of the cores, and
 _FULL_CORES = 0.3  # as many cores free, are as good as none
 _GIL_HELD = 0.35  # of the time, and
 _ONE_CORE = 1.2  # all threads together compute no more than this
+_SOME = 0.2  # of a build: computing that full cores have no room for
+_LONGEST_QUEUE = 1000  # that is ever advised
 
 
 class Kind(enum.StrEnum):
@@ -151,6 +153,12 @@ class Facts:
         return self.cores - (self.busy_cores or 0.0)
 
     @property
+    def room(self) -> float:
+        """Cores that builds may have: what they use, and what is free."""
+        used = self.cpu_s / max(self.wall_s, 1e-9)
+        return self.free_cores + min(used, self.cores)
+
+    @property
     def cores_are_full(self) -> bool:
         """Whether one more worker would have no core to run on."""
         return self.busy_cores is not None and (
@@ -172,9 +180,8 @@ def judge(facts: Facts) -> Verdict:
     evidence, advice = _REASONS[kind](facts)
     if kind is not Kind.COMPUTE_BOUND:
         evidence += (
-            f" With free data this epoch would take "
-            f"{words.duration(facts.free_s)} instead of "
-            f"{words.duration(facts.wall_s)}."
+            f" With free data it would take {words.duration(facts.free_s)} "
+            f"instead of {words.duration(facts.wall_s)}."
         )
     return Verdict(kind, evidence, advice, max(1.0, facts.ceiling_speedup))
 
@@ -201,7 +208,8 @@ def _kind_of(facts: Facts) -> Kind:
     if facts.workers_are == "process" and moving_s > facts.build_s:
         return Kind.TRANSFER_BOUND
     gil = _is_gil_bound(facts)
-    if not gil and facts.computing < _MOST_OF:
+    waits = not gil and facts.computing < _MOST_OF
+    if waits and not (facts.cores_are_full and facts.computing > _SOME):
         return Kind.IO_BOUND
     if facts.cores_are_full:
         return Kind.CORES_FULL
@@ -232,9 +240,9 @@ def _is_gil_bound(facts: Facts) -> bool:
 
 def _compute_bound(facts: Facts) -> tuple[str, str]:
     return (
-        f"Training waited {words.share(facts.data_wait)} of the time for "
-        "data: the ceiling is reached.",
-        "Faster data would change nothing; a faster model or device would.",
+        f"Free data would save {words.share(facts.data_wait)} of the time: "
+        "the ceiling is reached.",
+        "A faster model or device would help, faster data would not.",
     )
 
 
@@ -264,16 +272,16 @@ def _io_bound(facts: Facts) -> tuple[str, str]:
         "network, a lock."
     )
     workers = max(facts.workers, 1)
-    wanted = max(
-        workers + 1, math.ceil(facts.build_s / max(facts.free_s, 1e-9))
-    )
+    wanted = math.ceil(facts.build_s / max(facts.free_s, 1e-9))
     wanted = min(wanted, max(32, 2 * workers))
+    if facts.computing > 0.01:
+        wanted = min(wanted, math.floor(facts.room / facts.computing))
+    wanted = max(wanted, workers + 1)
+    building_s = max(facts.build_s / wanted, facts.cpu_s / facts.cores)
     advice = f"Waiting needs no core: pass `workers={wanted}`" + _gain(
-        facts, facts.build_s / wanted
+        facts, building_s
     )
-    if wanted > facts.max_queue_size:
-        advice += f" Raise `max_queue_size` to {2 * wanted} with it."
-    return evidence, advice
+    return evidence, advice + _longer_queue(facts, wanted)
 
 
 def _cores_full(facts: Facts) -> tuple[str, str]:
@@ -281,12 +289,14 @@ def _cores_full(facts: Facts) -> tuple[str, str]:
     evidence = (
         f"Building a batch takes {_per_batch(facts, facts.build_s)} of "
         f"computing, and {facts.busy_cores:.1f} of "
-        f"{facts.cores:g} {_cores(facts.cores)} were busy."
+        f"{facts.cores:g} {_cores(facts.cores)} were busy, with this, with "
+        "training and with whatever else runs there."
     )
     advice = (
-        "More workers would not help. Make the work cheaper: hand over uint8 "
-        "and augment in the model, on its device; store what is expensive "
-        "already prepared. Or give the process more cores."
+        "More workers would not help. Make the work cheaper: store what is "
+        "expensive already prepared; where a model trains on an accelerator, "
+        "hand over uint8 and augment in the model. Or give the process more "
+        "cores."
     )
     if facts.workers > facts.cores:
         advice += (
@@ -324,19 +334,26 @@ def _stragglers(facts: Facts) -> tuple[str, str]:
     advice = "Look at what is special about them, with `dataset[index]`."
     if facts.workers_are == "inline":
         return evidence, advice + " `workers=1` builds ahead of them."
+    if slow[0].waited_s >= facts.first_wait_s > 0:
+        advice += (
+            " One of them came first: what `__getitem__` imports or opens the "
+            "first time belongs into `on_worker_start`."
+        )
     wanted = max(
         2 * facts.max_queue_size,
         math.ceil(
             slow[0].build_s / max(facts.free_s / max(facts.batches, 1), 1e-9)
         ),
     )
+    wanted = max(1, min(wanted, facts.batches, _LONGEST_QUEUE))
     advice += (
-        f" A longer queue bridges them, where the other workers are quick "
-        f"enough to fill it: `max_queue_size={min(wanted, 1000)}`"
+        " A longer queue bridges them, where the other workers are quick "
+        f"enough to fill it: `max_queue_size={wanted}`"
     )
-    return evidence, advice + (
-        " and `workers=2`." if facts.workers < 2 else "."
-    )
+    if facts.workers < 2:
+        advice += " and `workers=2`"
+    queued = words.size(wanted * facts.nbytes / max(facts.batches, 1))
+    return evidence, f"{advice}; the queue may take {queued} of memory then."
 
 
 def _late_start(facts: Facts) -> tuple[str, str]:
@@ -364,13 +381,13 @@ def _late_start(facts: Facts) -> tuple[str, str]:
 def _too_few_batches(facts: Facts) -> tuple[str, str]:
     evidence = (
         f"{words.count(facts.batches, 'batch')} for {facts.workers} workers: "
-        "each builds one at most, and training waits for the first."
+        "they build all at once, and training waits for the first."
     )
     advice = (
-        "Smaller batches, and more of them, would let training begin earlier; "
-        f"or fewer workers would do: `workers={max(1, facts.batches // 2)}`. "
-        "`steps_per_execution`, or several passes over the data in one epoch, "
-        "make epochs longer."
+        "Smaller batches, and more of them, let training begin earlier. More "
+        f"than `workers={facts.batches}` have nothing to do. Longer epochs "
+        "(more `steps_per_epoch`, or a `__len__` that covers the data several "
+        "times) begin less often."
     )
     return evidence, advice
 
@@ -383,7 +400,9 @@ def _unstable_workers(facts: Facts) -> tuple[str, str]:
     )
     advice = (
         "The log says how each ended, and over which batch. Where the kernel "
-        "killed them, memory ran out: lower `workers` or `max_queue_size`."
+        "killed them, memory ran out: lower `workers` or `max_queue_size`. "
+        "Where `batch_timeout` replaced them, raise it if a batch may take "
+        "that long."
     )
     return evidence, f"{advice} {facts.memory}".rstrip()
 
@@ -406,13 +425,24 @@ def _more_processes(facts: Facts) -> str:
     """So many that steps need not wait, as far as cores are free."""
     builds_s = facts.cpu_s + facts.store_s
     wanted = math.ceil(builds_s / max(facts.free_s, 1e-9))
-    ours = facts.workers if facts.workers_are == "process" else 0
-    # Where threads or the caller build now, one core is theirs already.
-    room = math.floor(facts.free_cores + 0.3) + max(ours, 1)
-    count = max(1, min(wanted, room), ours + 1)
-    return f"Pass `workers={count}, use_multiprocessing=True`" + _gain(
-        facts, builds_s / count
+    scales = facts.workers_are == "process" or (
+        facts.workers > 1 and not _is_gil_bound(facts)
     )
+    ours = facts.workers if scales else 0
+    count = max(1, min(wanted, math.floor(facts.room + 0.3)), ours + 1)
+    if scales and facts.workers_are == "thread":
+        call = f"`workers={count}`"
+    else:
+        call = f"`workers={count}, use_multiprocessing=True`"
+    advice = f"Pass {call}" + _gain(facts, builds_s / count)
+    return advice + _longer_queue(facts, count)
+
+
+def _longer_queue(facts: Facts, workers: int) -> str:
+    """A queue in which so many workers find something to do."""
+    if workers <= facts.max_queue_size:
+        return ""
+    return f" Raise `max_queue_size` to {2 * workers} with it."
 
 
 def _gain(facts: Facts, building_s: float) -> str:

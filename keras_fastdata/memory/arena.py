@@ -207,6 +207,15 @@ def aligned_empty(
     return raw[start : start + nbytes].view(kind).reshape(shape)
 
 
+def aligned_copy(source: Bytes) -> Bytes:
+    """A private copy of bytes, on a 64-byte boundary."""
+    raw = np.empty(source.nbytes + ALIGNMENT, np.uint8)
+    start = -address_of(raw) % ALIGNMENT
+    copy = raw[start : start + source.nbytes]
+    copy[:] = source
+    return copy
+
+
 def count_of(shape: SupportsIndex | Sequence[SupportsIndex]) -> int:
     """The number of elements of an array of that shape.
 

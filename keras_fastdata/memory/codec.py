@@ -11,14 +11,13 @@ with a device; sparse and ragged ones are taken apart and put together again.
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import pickle
 import struct
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, SupportsIndex
+from typing import Any, Literal, NamedTuple, SupportsIndex
 
 import cloudpickle
 import numpy as np
@@ -33,6 +32,7 @@ from keras_fastdata.memory.arena import (
     Bytes,
     Segment,
     address_of,
+    aligned_copy,
     aligned_empty,
     count_of,
 )
@@ -41,11 +41,13 @@ from keras_fastdata.memory.arena import (
 # keep a batch of images. A copy of this size costs about 2 us.
 SMALL_BYTES = 32 * 1024
 
+# The arrays of a batch this small are copied together.
+TINY_BYTES = 4 * 1024
+
 _EXTENT = struct.Struct("<QQ")  # start in the slot, number of bytes
 
 
-@dataclasses.dataclass(frozen=True)
-class Encoded:
+class Encoded(NamedTuple):
     """What is needed to read a batch back from its slot.
 
     Attributes:
@@ -208,20 +210,21 @@ def decode(encoded: Encoded, arena: Arena, slot: int) -> Any:
     extents = [*_EXTENT.iter_unpack(encoded.extents)]
     largest = max((nbytes for _, nbytes in extents), default=0)
     lend = largest >= SMALL_BYTES and not encoded.kept and not arena.crowded
-    buffers: list[Bytes] = []
+    tiny = encoded.used <= TINY_BYTES
     if lend:
         root = arena.lend(slot, encoded.used)
     elif encoded.used:
         root = arena.segment.root(slot, 0, encoded.used)
+        if tiny:
+            root = aligned_copy(root)
+    buffers: list[Bytes] = []
     for start, nbytes in extents:
-        if lend and nbytes >= SMALL_BYTES:
-            buffers.append(root[start : start + nbytes])
-        elif nbytes:
-            private = aligned_empty(nbytes, np.uint8)
-            private[:] = root[start : start + nbytes]
-            buffers.append(private)
-        else:
+        if not nbytes:
             buffers.append(np.empty(0, np.uint8))
+        elif tiny or (lend and nbytes >= SMALL_BYTES):
+            buffers.append(root[start : start + nbytes])
+        else:
+            buffers.append(aligned_copy(root[start : start + nbytes]))
     try:
         return pickle.loads(encoded.structure, buffers=buffers)
     finally:

@@ -28,7 +28,7 @@ from keras_fastdata.memory import codec, limits, payload
 from keras_fastdata.memory.arena import Segment
 from keras_fastdata.workers import failures, messages, relay, role, stack
 from keras_fastdata.workers.base import Builds, Ticket, where
-from keras_fastdata.workers.messages import Flag, Kind, Result, Task
+from keras_fastdata.workers.messages import KEPT, SPILLED, Kind, Result, Task
 
 _OOM_SCORE = 500  # of 1000: the kernel picks a worker before the trainer
 
@@ -391,13 +391,13 @@ class _Worker:
         body: bytes,
         kept: bool,
     ) -> Result:
-        flags = Flag.KEPT if kept else Flag.NONE
+        flags = KEPT if kept else 0
         used = writer.used
         sizes = len(extents), len(body)
         if sum(sizes) > messages.MAX_INLINE_BYTES:
             writer.append(extents + body)
             extents = body = b""
-            flags |= Flag.SPILLED
+            flags |= SPILLED
         return Result(
             kind,
             self._start.worker,

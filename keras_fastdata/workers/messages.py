@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import struct
+from typing import NamedTuple
 
 from keras_fastdata.health.timing import Timing
 
@@ -37,13 +38,13 @@ class Kind(enum.IntEnum):
     WARNING = 7  # a warning
 
 
-class Flag(enum.IntFlag):
-    """Facts about a message."""
+_KINDS = {int(kind): kind for kind in Kind}
 
-    NONE = 0
-    KEPT = 1  # the dataset holds on to memory of the slot
-    SPILLED = 2  # the body lies in the slot, behind the batch's arrays
-    TIMED = 4  # the message has a `Timing`
+# Facts about a message, added up. (Not an `enum.IntFlag`, whose arithmetic
+# takes longer than all else that is done with a message.)
+KEPT = 1  # the dataset holds on to memory of the slot
+SPILLED = 2  # the body lies in the slot, behind the batch's arrays
+_TIMED = 4  # the message has a `Timing`
 
 
 _VERSION = struct.Struct("<QQ")
@@ -53,7 +54,7 @@ _TIMING = struct.Struct("<5d")
 TASK_BYTES = _TASK.size
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class Task:
     """One batch to build, as sent to whichever worker is free.
 
@@ -88,15 +89,14 @@ class Task:
         return Task(*_TASK.unpack(datagram))
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """What a worker tells about one ticket, or about itself.
 
     Attributes:
         kind: What it tells.
         worker: Index of the worker.
         serial: The ticket's serial number; 0 if it is about no ticket.
-        flags: Facts about the message.
+        flags: `KEPT`, `SPILLED`, both added up, or 0.
         used: Bytes of the slot that the batch's arrays take.
         build_ns: How long building and encoding the batch took.
         extents: Where those arrays lie, packed; empty if spilled.
@@ -109,7 +109,7 @@ class Result:
     kind: Kind
     worker: int
     serial: int = 0
-    flags: Flag = Flag.NONE
+    flags: int = 0
     used: int = 0
     build_ns: int = 0
     extents: bytes = b""
@@ -121,7 +121,7 @@ class Result:
     def pack(self) -> bytes:
         flags, timing = self.flags, b""
         if self.timing is not None:
-            flags |= Flag.TIMED
+            flags |= _TIMED
             timing = _TIMING.pack(*self.timing[:5])
         head = _RESULT.pack(
             self.kind,
@@ -141,15 +141,15 @@ class Result:
             _RESULT.unpack_from(datagram)
         )
         start, timing = _RESULT.size, None
-        if flags & Flag.TIMED:
+        if flags & _TIMED:
             timing = Timing(*_TIMING.unpack_from(datagram, start))
             start += _TIMING.size
         split = start + extents
         return Result(
-            Kind(kind),
+            _KINDS[kind],
             worker,
             serial,
-            Flag(flags & ~Flag.TIMED),
+            flags & ~_TIMED,
             used,
             build_ns,
             datagram[start:split],

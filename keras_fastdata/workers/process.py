@@ -46,7 +46,7 @@ from keras_fastdata.workers.base import (
 )
 from keras_fastdata.workers.interrupts import Uninterrupted
 from keras_fastdata.workers.ledger import Ledger, Sent
-from keras_fastdata.workers.messages import Flag, Kind, Result, Task
+from keras_fastdata.workers.messages import KEPT, SPILLED, Kind, Result, Task
 from keras_fastdata.workers.watch import Overdue, Watch, Work, building, loading
 
 _GRACE_S = 2.0  # for a worker to end by itself when asked to
@@ -126,19 +126,20 @@ class _Delivery:
 
     def __init__(
         self,
-        serial: int,
+        dataset: str,
+        ticket: Ticket,
         worker: int,
         encoded: codec.Encoded,
         arena: Arena,
         slot: int,
         timing: Timing | None,
-        where: str,
     ) -> None:
-        self._where = where
-        self.timing = timing
-        self.serial = serial
+        self.serial = ticket.serial
         self.worker = worker
         self.nbytes = encoded.used
+        self.timing = timing
+        self._dataset = dataset
+        self._ticket = ticket
         self._encoded = encoded
         self._arena = arena
         self._slot = slot
@@ -147,7 +148,10 @@ class _Delivery:
         try:
             return codec.decode(self._encoded, self._arena, self._slot)
         except Exception as error:
-            failures.note(error, self._where)
+            worker = f"worker {self.worker}"
+            failures.note(
+                error, where(self._dataset, self._ticket, worker, "loading")
+            )
             raise
 
     def discard(self) -> None:
@@ -413,45 +417,33 @@ class ProcessWorkers:
                 by_dataset=isinstance(error, Exception),
             )
             return
-        here = where(
-            self._plan.dataset,
-            sent.ticket,
-            f"worker {result.worker}",
-            doing="loading",
-        )
         timing = result.timing
         if timing is not None and sent.strikes:
             timing = timing._replace(retries=sent.strikes)
-        kept = Flag.KEPT in result.flags
-        encoded = codec.Encoded(body, extents, result.used, kept)
-        if kept:
-            # The worker may still write to the slot, and die: copied at once.
-            built = Built(
-                serial,
-                result.worker,
-                nbytes=result.used,
-                timing=timing,
-            )
-            try:
-                built.batch = codec.decode(encoded, self._arena, slot)
-            except Exception as broken:
-                failures.note(broken, here)
-                built.error = broken
-            self._release(slot, result)
-            yield built
-        else:
-            yield _Delivery(
-                serial,
-                result.worker,
-                encoded,
-                self._arena,
-                slot,
-                timing,
-                here,
-            )
+        kept = bool(result.flags & KEPT)
+        delivery = _Delivery(
+            self._plan.dataset,
+            sent.ticket,
+            result.worker,
+            codec.Encoded(body, extents, result.used, kept),
+            self._arena,
+            slot,
+            timing,
+        )
+        if not kept:
+            yield delivery
+            return
+        # The worker may still write to the slot, and die: copied at once.
+        built = Built(serial, result.worker, nbytes=result.used, timing=timing)
+        try:
+            built.batch = delivery.open()
+        except Exception as broken:
+            built.error = broken
+        self._release(slot, result)
+        yield built
 
     def _body_of(self, result: Result, slot: int) -> tuple[bytes, bytes]:
-        if Flag.SPILLED not in result.flags:
+        if not result.flags & SPILLED:
             return result.extents, result.body
         split = result.extents_nbytes
         spilled = codec.read_appended(
@@ -465,7 +457,7 @@ class ProcessWorkers:
     def _release(self, slot: int, result: Result) -> None:
         """Frees a slot, unless the dataset in the worker holds on to it."""
         worker = self._workers.get(result.worker)
-        if Flag.KEPT in result.flags and worker is not None:
+        if result.flags & KEPT and worker is not None:
             worker.kept_slots.append(slot)
         else:
             self._arena.put(slot)
