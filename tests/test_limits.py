@@ -802,6 +802,22 @@ def test_a_batch_that_was_recalled_comes_although_the_queue_is_full(tmp_path):
     assert seen == list(range(12))
 
 
+@pytest.mark.parametrize("workers", [1, 3])
+def test_max_queue_bytes_leaves_the_queue_of_threads_as_it_is(workers):
+    built = threading.Semaphore(0)
+
+    class Noted(Numbered):
+        def __getitem__(self, index):
+            built.release()
+            return super().__getitem__(index)
+
+    with Noted(
+        length=30, workers=workers, max_queue_size=8, max_queue_bytes=1
+    ) as dataset:
+        next(iter(dataset))
+        assert all(built.acquire(timeout=60) for _ in range(9))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("sizes", SIZES)
