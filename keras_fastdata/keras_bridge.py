@@ -136,6 +136,8 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
             )
         self._within_epoch = True
         self._delivered = 0
+        if (listener := self.listener()) is not None:
+            listener.wants_quiet = False  # of a `fit` that was broken off
         self._run_hook("on_epoch_begin")
 
     def on_epoch_end(self) -> None:
@@ -360,7 +362,7 @@ class _EarlyEnd:
         self._quiet: warnings.catch_warnings[Any] | None = None
 
     def announce(self, error: BaseException | None = None) -> None:
-        self._error = error
+        self._error = self._error or error
         if self._quiet is None:
             self._quiet = warnings.catch_warnings()
             self._quiet.__enter__()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import array
+import io
 import operator
 import pickle
+import types
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, SupportsIndex, TypeVar, overload
 
@@ -41,9 +43,14 @@ class SharedList(Sequence[T]):
     def __init__(self, items: Iterable[T]) -> None:
         packed = bytearray()
         ends = array.array("q", [0])
+        # What items refer to in `__main__`, which workers do not import. It
+        # travels as the dataset does.
+        self._named: list[Any] = []
+        numbers: dict[Any, int] = {}
         for item in items:
-            packed += _pack(item)
+            packed += _pack(item, numbers)
             ends.append(len(packed))
+        self._named += numbers
         self._bytes = np.frombuffer(packed, np.uint8)
         self._ends = np.frombuffer(ends, np.int64)
 
@@ -81,21 +88,48 @@ class SharedList(Sequence[T]):
 
     def _item(self, place: int) -> T:
         start, end = self._ends[place : place + 2].tolist()
-        item: T = _unpack(self._bytes[start:end].tobytes())
+        item: T = _unpack(self._bytes[start:end].tobytes(), self._named)
         return item
 
 
-def _pack(item: Any) -> bytes:
+class _Pickler(pickle.Pickler):
+    """Leaves out what is defined in `__main__`, and numbers it."""
+
+    def __init__(self, file: io.BytesIO, numbers: dict[Any, int]) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self._numbers = numbers
+
+    def persistent_id(self, obj: Any) -> int | None:
+        named = isinstance(obj, type | types.FunctionType)
+        if not named or obj.__module__ != "__main__":
+            return None
+        return self._numbers.setdefault(obj, len(self._numbers))
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, named: list[Any]) -> None:
+        super().__init__(file)
+        self._named = named
+
+    def persistent_load(self, number: int) -> Any:
+        return self._named[number]
+
+
+def _pack(item: Any, numbers: dict[Any, int]) -> bytes:
     if type(item) is str:
         # File names may hold what is not text.
         return b"s" + item.encode("utf-8", "surrogatepass")
     if type(item) is bytes:
         return b"b" + item
-    return b"p" + pickle.dumps(item, pickle.HIGHEST_PROTOCOL)
+    file = io.BytesIO()
+    _Pickler(file, numbers).dump(item)
+    return b"p" + file.getvalue()
 
 
-def _unpack(packed: bytes) -> Any:
+def _unpack(packed: bytes, named: list[Any]) -> Any:
     kind, rest = packed[:1], packed[1:]
     if kind == b"s":
         return rest.decode("utf-8", "surrogatepass")
-    return rest if kind == b"b" else pickle.loads(rest)
+    if kind == b"b":
+        return rest
+    return _Unpickler(io.BytesIO(rest), named).load()

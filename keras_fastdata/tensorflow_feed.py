@@ -7,7 +7,7 @@ batch, which is fetched as the call begins, in the thread that trains:
 
     train_function(iterator)
         __tf_tracing_type__    a type that is the same for every batch
-        to_tensors             the next batch; large arrays are not copied
+        to_tensors             the next batch; what is aligned is not copied
         -> inside, get_next() is that batch
 
 With `steps_per_execution` a call asks for further batches, which its graph
@@ -29,10 +29,16 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from keras_fastdata.memory.arena import ALIGNMENT, address_of, aligned_empty
+from keras_fastdata.memory.arena import (
+    ALIGNMENT,
+    Bytes,
+    address_of,
+    aligned_empty,
+)
 
 # What is larger is fresh from the kernel each time, unless it is kept.
 _KEPT_BYTES = 1 << 20
+_KEPT = 4  # pieces of memory
 
 _numbers = itertools.count(1)
 _living: weakref.WeakValueDictionary[int, DirectIterator] = (
@@ -97,7 +103,8 @@ class DirectIterator(tf.data.Iterator):  # type: ignore[misc]
         self._fail = fail
         self._copies = _Copies()
         number = next(_numbers)
-        self._number = tf.constant(number, tf.int64)
+        with tf.device("CPU:0"):
+            self._number = tf.constant(number, tf.int64)
         _living[number] = self
 
     @property
@@ -138,10 +145,17 @@ class DirectIterator(tf.data.Iterator):  # type: ignore[misc]
         Raises:
             StopIteration: There is none.
         """
-        batch = next(self._batches)
+        try:
+            batch = next(self._batches)
+        except tf.errors.OutOfRangeError as error:
+            raise RuntimeError(
+                f"The dataset raised {type(error).__name__}; its epoch is not "
+                f"over: {error.message}"
+            ) from error
+        tf.nest.assert_same_structure(
+            self._element_spec, batch, check_types=False
+        )
         leaves = tf.nest.flatten(batch)
-        if len(leaves) != len(self._specs):
-            tf.nest.assert_same_structure(self._element_spec, batch)
         tensors = []
         for place, leaf in enumerate(leaves):
             spec = self._specs[place]
@@ -167,6 +181,7 @@ class DirectIterator(tf.data.Iterator):  # type: ignore[misc]
         except StopIteration:
             pass
         except BaseException as error:
+            self._batches = iter(())
             self._fail(error)
         return [False, *map(_nothing, self._specs)]
 
@@ -297,11 +312,12 @@ class _Traced:
         return self
 
     def _fetch(self) -> list[tf.Tensor]:
-        fetched: list[tf.Tensor] = tf.py_function(
-            lambda number: _living[int(number)].try_to_fetch(),
-            [self._number],
-            [tf.bool, *(spec.dtype for spec in self._specs)],
-        )
+        with tf.device("CPU:0"):
+            fetched: list[tf.Tensor] = tf.py_function(
+                lambda number: _living[int(number)].try_to_fetch(),
+                [self._number],
+                [tf.bool, *(spec.dtype for spec in self._specs)],
+            )
         fetched[0].set_shape(())
         for tensor, spec in zip(fetched[1:], self._specs, strict=True):
             tensor.set_shape(spec.shape)
@@ -311,23 +327,44 @@ class _Traced:
         return tf.nest.pack_sequence_as(self.element_spec, tensors)
 
 
+class _Copy(weakref.ref[Any]):
+    """A weak reference to a copy that knows whose memory it has."""
+
+    __slots__ = ("root",)
+    root: Bytes
+
+
 class _Copies:
     """Aligned copies of arrays, in memory that is used again and again."""
 
     def __init__(self) -> None:
-        self._free: dict[int, collections.deque[Any]] = {}
+        self._free: collections.deque[Bytes] = collections.deque(maxlen=_KEPT)
+        self._lent: dict[int, _Copy] = {}
+        # TensorFlow drops copies in any thread; see memory/arena.py.
+        self._returned: collections.deque[_Copy] = collections.deque()
 
     def of(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         if array.nbytes < _KEPT_BYTES:
             copy = aligned_empty(array.shape, array.dtype)
         else:
-            free = self._free.setdefault(array.nbytes, collections.deque())
-            root = free.popleft() if free else aligned_empty(array.nbytes, "u1")
-            copy = root.view(array.dtype).reshape(array.shape)
-            # TensorFlow may drop it in any thread.
-            weakref.finalize(copy, free.append, root).atexit = False
+            root = self._take(array.nbytes)
+            copy = root[: array.nbytes].view(array.dtype).reshape(array.shape)
+            lent = _Copy(copy, self._returned.append)
+            lent.root = root
+            self._lent[id(lent)] = lent
         np.copyto(copy, array)
         return copy
+
+    def _take(self, nbytes: int) -> Bytes:
+        while self._returned:
+            returned = self._returned.popleft()
+            del self._lent[id(returned)]
+            self._free.append(returned.root)
+        for place, root in enumerate(self._free):
+            if nbytes <= root.nbytes <= 2 * nbytes:
+                del self._free[place]
+                return root
+        return aligned_empty(nbytes, np.uint8)
 
 
 def _tensor(leaf: Any, spec: tf.TensorSpec, copies: _Copies) -> tf.Tensor:

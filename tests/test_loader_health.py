@@ -641,3 +641,30 @@ def test_steps_that_jax_has_only_been_asked_for_are_not_booked_on_validation():
         )
     # The steps take far longer than these batches, wherever they run.
     assert history.history["data_wait"][-1] < 0.5
+
+
+def test_a_fit_that_was_broken_off_leaves_no_workers_at_rest(monkeypatch):
+    class Stops(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 2:
+                raise ZeroDivisionError
+
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    health = LoaderHealth(verbose=0)
+    with FreeData(workers=1, length=12) as dataset:
+        with pytest.raises(ZeroDivisionError):
+            model.fit(dataset, verbose=0, callbacks=[health, Stops()])
+        loader, quiet = type(dataset._loader()), []
+        deliver = loader.deliver
+        monkeypatch.setattr(
+            loader,
+            "deliver",
+            lambda self, walk, data, quietly=False: (
+                quiet.append(quietly) or deliver(self, walk, data, quietly)
+            ),
+        )
+        model.fit(dataset, verbose=0)
+    assert quiet
+    assert not any(quiet)
+    assert health is not None

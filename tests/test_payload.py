@@ -125,7 +125,7 @@ def test_states_gone_by_do_not_pile_up(payload_of):
     for number in range(30):
         holder.table[0] = number + 1
         payload.renew(holder)
-        assert size(payload) < 3 * holder.table.nbytes + 16 * MB
+        assert size(payload) < holder.table.nbytes + 17 * MB
         assert latest(payload).table[0] == number + 1
     assert payload.renew(holder) is False
 
@@ -137,6 +137,30 @@ def test_a_state_that_cannot_be_pickled_leaves_the_one_before(payload_of):
     with pytest.raises(TypeError, match="generator"):
         payload.renew(holder)
     assert latest(payload).word == "first"
+
+
+def test_a_large_array_that_changes_every_time_is_there_once():
+    holder = Holder(64 * MB)
+    with contextlib.closing(Payload(holder)) as payload:
+        for number in range(3):
+            holder.table[0] = number + 1
+            payload.renew(holder)
+            assert size(payload) < 65 * MB
+            assert latest(payload).table[0] == number + 1
+
+
+def test_an_interrupt_while_arrays_are_compared_is_one(payload_of, monkeypatch):
+    holder = Holder()
+    payload = payload_of(holder)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "array_equal", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            payload.renew(holder)
+    assert payload.renew(holder) is False
 
 
 class Reshuffled(Numbered):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -128,3 +130,35 @@ def _private_kb(pid):
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
         if line.startswith("Private_")
     )
+
+
+SCRIPT = """
+import collections
+import numpy as np
+from keras_fastdata import FastPyDataset, SharedList
+
+Sample = collections.namedtuple("Sample", "path label")
+
+class Samples(FastPyDataset):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.samples = SharedList(Sample(f"{i}.jpg", i) for i in range(4))
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        sample = self.samples[index]
+        assert type(sample) is Sample, type(sample)
+        return np.array([[sample.label]]), np.zeros((1, 1))
+
+with Samples(workers=1, use_multiprocessing=True) as dataset:
+    print([int(x[0, 0]) for x, _ in dataset])
+"""
+
+
+def test_items_of_a_class_of_main_arrive_in_workers(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    ended = subprocess.run(
+        [sys.executable, str(path)], capture_output=True, text=True, timeout=100
+    )
+    assert ended.stdout == "[0, 1, 2, 3]\n", ended.stderr

@@ -491,3 +491,23 @@ def test_a_later_fit_lists_what_itself_has_skipped(capsys):
     assert health.skipped == []
     assert "skipped" not in logs
     assert "skipped" not in capsys.readouterr().out
+
+
+# -- while workers rest for a measurement --------------------------------------
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("bad", [(0,), (2,), (2, 3), (7,), (6, 7)])
+@pytest.mark.parametrize("queue", [1, 3])
+def test_batches_that_raise_are_passed_over_although_workers_rest(
+    kind, bad, queue
+):
+    with Flaky(
+        length=20, bad=bad, max_queue_size=queue, **SKIP, **KINDS[kind]
+    ) as dataset:
+        walk = dataset._loader().open_pass(dataset, shuffle=False)
+        found = []
+        with contextlib.suppress(StopIteration):
+            while True:
+                found.append(walk.fetch(quietly=len(found) % 5 != 4))
+    assert _indices(found) == _but(20, *bad)

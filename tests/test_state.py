@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import unittest.mock
 import warnings
 
 import numpy as np
 import pytest
-from samples import Leveled, OpensFiles, numbers
+from samples import Leveled, Numbered, OpensFiles, numbers
+
+from keras_fastdata import FastPyDataset
 
 PLACES = {
     "inline": {"workers": 0},
@@ -107,3 +110,43 @@ def test_notes_that_a_build_keeps_are_not_a_change():
         next(batches)
         assert dataset.built == 1
         assert not dataset._fastdata.loader._changed
+
+
+class FromFile(FastPyDataset):
+    """Reads its batches from a memory map of a file."""
+
+    def __init__(self, path, **kwargs):
+        super().__init__(**kwargs)
+        self.path = str(path)
+        self.open()
+
+    def open(self):
+        self.table = np.load(self.path, mmap_mode="r")
+
+    def __len__(self):
+        return len(self.table)
+
+    def __getitem__(self, index):
+        return np.array([[self.table[index]]]), np.zeros((1, 1))
+
+
+def test_a_file_that_was_replaced_by_one_of_the_same_name_is_read_anew(
+    place, tmp_path
+):
+    path, fresh = tmp_path / "table.npy", tmp_path / "fresh.npy"
+    np.save(path, np.arange(6))
+    with FromFile(path, **place) as dataset:
+        assert [int(x[0, 0]) for x, _ in dataset] == [0, 1, 2, 3, 4, 5]
+        np.save(fresh, np.arange(10, 16))
+        fresh.replace(path)
+        dataset.open()
+        assert [int(x[0, 0]) for x, _ in dataset] == [10, 11, 12, 13, 14, 15]
+
+
+def test_a_hook_that_a_test_has_replaced_is_called():
+    keras = pytest.importorskip("keras")
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with unittest.mock.patch.object(Numbered, "on_epoch_end") as hook:
+        model.fit(Numbered(workers=0), epochs=2, verbose=0)
+    assert hook.call_count >= 2

@@ -249,3 +249,57 @@ def test_the_error_of_a_batch_passes_through_several_steps_in_one_call(place):
         pytest.raises(KeyError, match="no such file"),
     ):
         model.fit(dataset, shuffle=False, verbose=0)
+
+
+def test_copies_of_arrays_of_ever_other_sizes_do_not_pile_up():
+    copies = tensorflow_feed._Copies()
+    for rows in range(300, 360):
+        array = np.ones((rows, 1000), "float32")
+        assert copies.of(array)[-1, -1] == 1
+    assert sum(root.nbytes for root in copies._free) < 4 * array.nbytes
+    assert len(copies._lent) <= 1 + len(copies._returned)
+
+
+def test_a_batch_that_does_not_fit_ends_training_amid_several_steps():
+    class Growing(Ragged):
+        def __getitem__(self, index):
+            x, y = super().__getitem__(index)
+            return (np.ones((4, 8), "float32"), y) if index == 2 else (x, y)
+
+    model = Counting()
+    model.compile("sgd", steps_per_execution=4)
+    with pytest.raises(ValueError, match="has an array of shape"):
+        model.fit(Growing(12, workers=0), shuffle=False, verbose=0)
+    assert model.numbers() == [0, 1]
+
+
+@pytest.mark.parametrize("place", ["inline", "threads"])
+@pytest.mark.parametrize("call", ["fit", "predict"])
+def test_the_end_of_other_data_is_not_the_end_of_the_epoch(place, call):
+    class Nested(Numbered):
+        def __getitem__(self, index):
+            if index == 4:
+                iter(tf.data.Dataset.range(0)).get_next()
+            return super().__getitem__(index)
+
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with (
+        Nested(**PLACES[place]) as dataset,
+        pytest.raises(RuntimeError, match="its epoch is not over"),
+    ):
+        getattr(model, call)(dataset, verbose=0)
+
+
+def test_values_of_other_names_than_before_are_refused():
+    class Renamed(Numbered):
+        def __getitem__(self, index):
+            x, y = super().__getitem__(index)
+            return {"a": x, ("b" if index < 5 else "c"): x}, y
+
+    inputs = {name: keras.Input((3,), name=name) for name in "ab"}
+    outputs = keras.layers.Dense(1)(inputs["a"] + inputs["b"])
+    model = keras.Model(inputs, outputs)
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="structure"):
+        model.fit(Renamed(workers=0), verbose=0)

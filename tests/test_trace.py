@@ -533,7 +533,7 @@ def test_a_million_batches_need_a_few_megabytes(writer, monkeypatch):
 
 @pytest.mark.parametrize("processes", [False, True])
 def test_a_meter_tells_all_that_a_dataset_delivers(processes, writer, path):
-    meter = Meter(lambda: None, fetches=True, fetches_ahead=False, sink=writer)
+    meter = Meter(lambda: None, fetches_ahead=False, sink=writer)
     dataset = Numbered(length=7)
     settings = Settings(workers=2, use_multiprocessing=processes)
     loader = Loader(dataset, settings)

@@ -64,16 +64,19 @@ class Context:
         return self._rng
 
 
+_IDLE: set[Callable[..., Any]] = set()
+
+
 def idle(method: _Method) -> _Method:
     """Marks a method that does nothing unless it is overridden."""
-    method.__dict__["is_idle"] = True
+    _IDLE.add(method)
     return method
 
 
 def overrides(dataset: Dataset, name: str) -> bool:
     """Whether a dataset has a method of its own in place of an idle one."""
     method = getattr(type(dataset), name)
-    return name in vars(dataset) or not getattr(method, "is_idle", False)
+    return name in vars(dataset) or method not in _IDLE
 
 
 class _Current(threading.local):

@@ -346,18 +346,19 @@ class Loader:
                 return _END
             workers, schedule = self._prepare(walk, dataset)
             walk.settled_s = 0.0
-            if quietly:
-                self._settle(workers, walk, schedule)
-            else:
+            if not quietly:
                 workers.resume()
             batch = _SKIPPED
             while batch is _SKIPPED:
                 if not schedule.holds(walk.position):
+                    workers.resume()
                     self._retire(walk)
                     self._torn = False
                     return _END
                 index = schedule.index_at(walk.position)
                 walk.depth = 0
+                if quietly:
+                    self._settle(workers, walk, schedule, index)
                 self._refill(workers, walk, schedule)
                 if index in walk.peeked:
                     batch = walk.peeked.pop(index)
@@ -535,17 +536,13 @@ class Loader:
         return walk.ready.pop(key)
 
     def _settle(
-        self, workers: Workers, walk: _Walk, schedule: Schedule
+        self, workers: Workers, walk: _Walk, schedule: Schedule, index: int
     ) -> None:
-        """Has the workers rest once the next batch has come.
+        """Has the workers rest once the batch at `index`, the next, has come.
 
         Waits for what they are at, for a moment: it is for a measurement.
         Where they rest already and the batch is here, they go on resting.
         """
-        if not schedule.holds(walk.position):
-            workers.resume()
-            return
-        index = schedule.index_at(walk.position)
         if not walk.knows(walk.position, index):
             workers.resume()
         self._refill(workers, walk, schedule)
@@ -557,8 +554,8 @@ class Loader:
                 workers.pause()
                 now_s = time.monotonic()
                 came_s = came_s or now_s
-                walk.settled_s = now_s - came_s
-                if not workers.busy or walk.settled_s > _SETTLE_S:
+                if not workers.busy or now_s - came_s > _SETTLE_S:
+                    walk.settled_s += now_s - came_s
                     return
             self._torn = False
             workers.wait(_WAIT_S)

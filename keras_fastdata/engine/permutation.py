@@ -20,6 +20,7 @@ STORED = 1 << 20
 
 _ROUNDS = 8
 _BLOCK = 1024  # positions computed at a time
+_BLOCKS = 4  # remembered: where batches are issued, and where delivered
 
 _Words = npt.NDArray[np.uint64]
 
@@ -44,8 +45,7 @@ class Permutation:
         self._low = np.uint64(width // 2)
         self._low_mask = np.uint64((1 << (width // 2)) - 1)
         self._high_mask = np.uint64((1 << (width - width // 2)) - 1)
-        self._block = -1
-        self._in_block: npt.NDArray[np.int64] = np.empty(0, np.int64)
+        self._blocks: dict[int, npt.NDArray[np.int64]] = {}
 
     def __len__(self) -> int:
         return self._length
@@ -58,12 +58,15 @@ class Permutation:
             )
         if self._stored is not None:
             return int(self._stored[position])
-        block, place = divmod(position, _BLOCK)
-        if block != self._block:
-            end = min(self._length, (block + 1) * _BLOCK)
-            self._in_block = self.at(np.arange(block * _BLOCK, end))
-            self._block = block
-        return int(self._in_block[place])
+        number, place = divmod(position, _BLOCK)
+        block = self._blocks.get(number)
+        if block is None:
+            end = min(self._length, (number + 1) * _BLOCK)
+            block = self.at(np.arange(number * _BLOCK, end))
+            if len(self._blocks) == _BLOCKS:
+                del self._blocks[next(iter(self._blocks))]
+            self._blocks[number] = block
+        return int(block[place])
 
     def at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The items at positions, which must lie within the length."""

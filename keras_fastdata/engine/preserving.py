@@ -34,10 +34,12 @@ class preserved_globals:
         )
 
     def __exit__(self, *_: object) -> None:
-        self._numpy.restore()
-        random.setstate(self._python_state)
-        if self._torch is not None and self._torch_state is not None:
-            self._torch.set_rng_state(self._torch_state)
+        try:
+            self._numpy.restore()
+        finally:
+            random.setstate(self._python_state)
+            if self._torch is not None and self._torch_state is not None:
+                self._torch.set_rng_state(self._torch_state)
 
 
 class _NumpyState:
@@ -59,12 +61,12 @@ class _NumpyState:
                 self._state = state
 
     def restore(self) -> None:
+        # This forgets a normal number that was drawn in advance.
+        _random.set_bit_generator(self._memory.bits)
         if self._state is not None:
             np.random.set_state(self._state)
         else:
             self._memory.write(self._bytes)
-            # This forgets a normal number that was drawn in advance.
-            _random.set_bit_generator(self._memory.bits)
 
 
 class _Memory:
@@ -74,7 +76,8 @@ class _Memory:
         bits: The generator.
         without_normal: What was read when no second normal number, which
             NumPy draws along with a first one, was waiting to be used. It
-            does not lie in this memory.
+            does not lie in this memory: where `np.random.set_state` goes back
+            to the same bytes with such a number, it is lost.
     """
 
     def __init__(self, bits: Any) -> None:

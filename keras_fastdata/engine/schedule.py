@@ -38,8 +38,8 @@ def plan_epoch(
     Args:
         num_batches: Length of the epoch, or `None` for one without an end,
             which cannot be shuffled and counts up from 0.
-        shuffle: Whether to draw a permutation rather than count. It takes no
-            time and no memory, however long the epoch is.
+        shuffle: Whether to draw a permutation rather than count. Beyond a
+            million it takes neither time nor memory.
         seed: Base seed of the dataset.
         epoch: Number of the epoch, from 0.
     """

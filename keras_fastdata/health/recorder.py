@@ -1,8 +1,8 @@
 """What becomes of every batch, from its ticket to the model.
 
 A `fit` runs in one thread, and so do its callbacks. A recorder listens to the
-batches that are delivered for that thread, whichever thread fetches them (one
-of TensorFlow's, there). Without a recorder nobody measures.
+batches that are delivered for that thread, whichever thread fetches them (with
+`steps_per_execution`, one of TensorFlow's). Without a recorder nobody measures.
 
 Bounded: the latest spans are kept in a ring; of all others only sums and
 distributions remain.

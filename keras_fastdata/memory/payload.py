@@ -2,7 +2,7 @@
 
 The training process writes it. Each worker maps it privately (copy-on-write),
 so that N workers share one copy of the arrays, may write to theirs, and nobody
-sees it. What has been written is never written again: pages that a worker has
+sees it. What they were told of is never written again: pages that a worker has
 not touched would follow such a write. A later state of the object therefore
 goes behind the one before, and refers to those of its arrays that are the same:
 
@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from keras_fastdata.memory import handles, limits
-from keras_fastdata.memory.arena import ALIGNMENT, address_of, memfd
+from keras_fastdata.memory.arena import ALIGNMENT, Bytes, address_of, memfd
 
 _HEADER = struct.Struct("<QQ")  # bytes of the pickle, number of buffers
 _EXTENT = struct.Struct("<QQ")  # start in the file, number of bytes
 _COMPARED = 1 << 20  # bytes at a time
-_SPARE = 1 << 24  # bytes of states gone by that are worth no new file
+_SPARE = 1 << 24  # bytes of states gone by, or half of a state, may stay
 
 
 class _Extent(NamedTuple):
@@ -58,20 +58,15 @@ class Payload:
         """Adds the present state of the object.
 
         Returns:
-            Whether it differs from the one before.
+            Whether there was anything to write.
         """
         pickled, buffers = _take_apart(obj)
-        with mmap.mmap(self.fd, 0, access=mmap.ACCESS_READ) as mapped:
-            before = np.frombuffer(mapped, np.uint8)
-            found = [self._find(before, buffer) for buffer in buffers]
-            same = found == self._extents and _equal(
-                before, self._pickle, pickled
-            )
-            del before
-        if same:
+        found = [self._find(buffer) for buffer in buffers]
+        if found == self._extents and self._holds(self._pickle, pickled):
             return False
-        live = sum(buffer.nbytes for buffer in buffers) + pickled.nbytes
-        if self._end > 2 * live + _SPARE:
+        live = pickled.nbytes + sum(buffer.nbytes for buffer in buffers)
+        fresh = live - sum(extent.nbytes for extent in found if extent)
+        if self._end + fresh > live + max(live // 2, _SPARE):
             self._write(pickled, buffers)
         else:
             self._append(pickled, buffers, found)
@@ -83,12 +78,26 @@ class Payload:
         if fd >= 0:
             os.close(fd)
 
-    def _find(self, before: Any, buffer: memoryview) -> _Extent | None:
+    def _find(self, buffer: memoryview) -> _Extent | None:
         """Where in the latest state that very array is, unless it changed."""
-        place = self._places.get(_place_of(buffer))
-        if place is not None and _equal(before, place, buffer):
-            return place
+        extent = self._places.get(_place_of(buffer))
+        if extent is not None and self._holds(extent, buffer):
+            return extent
         return None
+
+    def _holds(self, extent: _Extent, buffer: memoryview) -> bool:
+        """Whether a part of the file has the same bytes."""
+        if extent.nbytes != buffer.nbytes:
+            return False
+        scratch = memoryview(bytearray(min(buffer.nbytes, _COMPARED)))
+        for at in range(0, buffer.nbytes, _COMPARED):
+            here = buffer[at : at + _COMPARED]
+            there = scratch[: here.nbytes]
+            if os.preadv(self.fd, [there], extent.start + at) < here.nbytes:
+                return False
+            if not np.array_equal(_bytes_of(here), _bytes_of(there)):
+                return False
+        return True
 
     def _write(self, pickled: memoryview, buffers: list[memoryview]) -> None:
         """Puts a state into a new file."""
@@ -194,21 +203,11 @@ def _place_of(buffer: memoryview) -> tuple[int, int]:
     """Where in this process's memory it lies, and how long it is."""
     if not buffer.nbytes:
         return 0, 0
-    return address_of(np.frombuffer(buffer, np.uint8)), buffer.nbytes
+    return address_of(_bytes_of(buffer)), buffer.nbytes
 
 
-def _equal(before: Any, place: _Extent, buffer: memoryview) -> bool:
-    """Whether a part of the file holds the same bytes."""
-    if place.nbytes != buffer.nbytes:
-        return False
-    if not buffer.nbytes:
-        return True
-    there = before[place.start : place.start + place.nbytes]
-    here = np.frombuffer(buffer, np.uint8)
-    return all(
-        np.array_equal(there[at : at + _COMPARED], here[at : at + _COMPARED])
-        for at in range(0, len(here), _COMPARED)
-    )
+def _bytes_of(view: memoryview) -> Bytes:
+    return np.frombuffer(view, np.uint8)
 
 
 def _up(offset: int, step: int) -> int:

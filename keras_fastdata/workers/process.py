@@ -270,8 +270,9 @@ class ProcessWorkers:
         if self._payload is None:
             self._end_workers()
             self._open_sockets()
-        elif not self._payload.renew(self._make_builder):
-            return
+        else:
+            self._payload.renew(self._make_builder)
+        # Even if no byte of it is new: what it refers to (a file) may be.
         self._version += 1
         self._flush()
 
