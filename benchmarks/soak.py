@@ -28,6 +28,7 @@ import numpy as np
 from benchmarks.trouble import Trouble, nurseries, workers
 from keras_fastdata import FastPyDataset, WorkerDiedError
 from keras_fastdata.engine import seeding
+from keras_fastdata.engine.preserving import preserved_globals
 
 LENGTH = 300
 SHAPE = (32, 2048)  # 256 KB: large enough to lie in shared memory
@@ -88,7 +89,7 @@ class Checker:
         expected = seeding.generator(*stream).random(SHAPE, "float32")
         if not np.array_equal(np.asarray(x), expected):
             self.wrong.append(f"wrong bytes in {place}")
-        with seeding.preserved_globals():
+        with preserved_globals():
             seeding.reseed_globals(
                 seeding.sequence(self.seed, seeding.GLOBALS, epoch, index)
             )

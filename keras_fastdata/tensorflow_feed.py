@@ -152,9 +152,7 @@ class DirectIterator(tf.data.Iterator):  # type: ignore[misc]
                 f"The dataset raised {type(error).__name__}; its epoch is not "
                 f"over: {error.message}"
             ) from error
-        tf.nest.assert_same_structure(
-            self._element_spec, batch, check_types=False
-        )
+        tf.nest.assert_same_structure(self._element_spec, batch)
         leaves = tf.nest.flatten(batch)
         tensors = []
         for place, leaf in enumerate(leaves):
