@@ -178,7 +178,7 @@ def test_evaluations_and_predictions_are_called_what_they_are(
         summary=summarize([epoch], []),
         steps=tuple(step._replace(phase=phase) for step in record.steps),
     )
-    assert f"{who} waited" in _parse(written(record)).text
+    assert f"{who} lost" in _parse(written(record)).text
 
 
 def test_a_record_without_batches_makes_a_page_that_says_so(written):
