@@ -517,11 +517,8 @@ class Loader:
         """Waits until the batch that `key` stands for has come."""
         waited = False
         while True:
-            # What is here need not wait for what has come since; but a span
-            # tells how much that was.
-            if key not in walk.ready or walk.timed:
-                for done in workers.collect():
-                    self._route(done)
+            for done in workers.collect():
+                self._route(done)
             if schedule is not None:
                 self._refill(workers, walk, schedule)
             if key in walk.ready:
