@@ -36,13 +36,12 @@ VALIDATION_BATCHES = 5
 STEP_S = 0.010
 BUILD_S = 0.005
 PRODUCERS = 2
-IN_LOOP = ("fastdata", "stock processes", "torch", "grain", "spdl", "ray")
 IN_FIT = ("fastdata", "constant", "stock processes", "torch")
 
 
 def cases() -> Iterator[harness.Case]:
     yield from harness.combine(
-        consumer=["loop"], validation=("no", "yes"), loader=IN_LOOP
+        consumer=["loop"], validation=("no", "yes"), loader=peers.WITH_PROCESSES
     )
     yield from harness.combine(
         consumer=["fit"],

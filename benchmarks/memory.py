@@ -39,7 +39,6 @@ PRODUCERS = 4
 READ = 200
 ARRAY_BYTES = 2**30
 NUM_PATHS = 1_000_000
-LOADERS = ("fastdata", "stock processes", "torch", "grain", "spdl", "ray")
 SHARED_LIST = "fastdata SharedList"
 LOOKAHEAD_PRODUCERS = 2
 LOOKAHEAD_SIZE = "38.5 MB"
@@ -47,11 +46,11 @@ FILL_S = 2.0
 
 
 def cases() -> Iterator[harness.Case]:
-    yield from harness.combine(what=["1 GB array"], loader=LOADERS)
+    yield from harness.combine(what=["1 GB array"], loader=peers.WITH_PROCESSES)
     yield from harness.combine(
-        what=["1,000,000 paths"], loader=(*LOADERS, SHARED_LIST)
+        what=["1,000,000 paths"], loader=(*peers.WITH_PROCESSES, SHARED_LIST)
     )
-    yield from harness.combine(what=["lookahead"], loader=LOADERS)
+    yield from harness.combine(what=["lookahead"], loader=peers.WITH_PROCESSES)
 
 
 def measure(case: harness.Case, seconds: float) -> dict[str, float]:

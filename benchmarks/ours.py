@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
+from benchmarks.workloads import Indexed
 from keras_fastdata import FastPyDataset
 
 
-class Ours(FastPyDataset):
+class Ours(Indexed, FastPyDataset):
     """Returns what the workload returns."""
-
-    def __init__(
-        self, workload: Callable[[int], Any], batches: int, **kwargs: Any
-    ) -> None:
-        super().__init__(**kwargs)
-        self.workload = workload
-        self.batches = batches
-
-    def __len__(self) -> int:
-        return self.batches
-
-    def __getitem__(self, index: int) -> Any:
-        return self.workload(index)
 
 
 class InPlace(Ours):

@@ -32,7 +32,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.workloads import Workload, leaves
+from benchmarks.workloads import Indexed, Workload, leaves
 
 ENDLESS = 10**9
 AHEAD = 8
@@ -134,20 +134,12 @@ class Stock(Loader):
     def open(self) -> None:
         import keras
 
-        class Dataset(keras.utils.PyDataset):
-            def __init__(self, loader: Loader, **kwargs: Any) -> None:
-                super().__init__(**kwargs)
-                self.workload = loader.workload
-                self.batches = loader.batches
-
-            def __len__(self) -> int:
-                return self.batches
-
-            def __getitem__(self, index: int) -> Any:
-                return self.workload(index)
+        class Dataset(Indexed, keras.utils.PyDataset):
+            """The workload, as Keras knows it."""
 
         self.dataset = Dataset(
-            self,
+            self.workload,
+            self.batches,
             workers=0 if self.inline else self.workers,
             use_multiprocessing=self.processes,
             max_queue_size=self.ahead,
@@ -186,7 +178,7 @@ class Torch(Loader):
         from torch.utils.data import DataLoader
 
         self.loader = DataLoader(
-            _Indexed(self.workload, self.batches),
+            Indexed(self.workload, self.batches),
             batch_size=None,
             num_workers=self.workers,
             prefetch_factor=self.ahead_each,
@@ -367,6 +359,17 @@ LOADERS: dict[str, type[Loader]] = {
 }
 
 
+# Those with worker processes, each in the way it is best at.
+WITH_PROCESSES = (
+    "fastdata",
+    "stock processes",
+    "torch",
+    "grain",
+    "spdl",
+    "ray",
+)
+
+
 def missing(name: str) -> str | None:
     """What has to be installed for a loader, if it is not."""
     for module in LOADERS[name].needs:
@@ -399,20 +402,6 @@ def open_loader(
 ) -> Loader:
     """Opens a loader by name; see `Loader` for the rest."""
     return LOADERS[name](workload, workers, batches, ahead)
-
-
-class _Indexed:
-    """A dataset as PyTorch sees it."""
-
-    def __init__(self, workload: Workload, batches: int) -> None:
-        self.workload = workload
-        self.batches = batches
-
-    def __len__(self) -> int:
-        return self.batches
-
-    def __getitem__(self, index: int) -> Any:
-        return self.workload(index)
 
 
 class _Strided:

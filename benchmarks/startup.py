@@ -32,18 +32,19 @@ FIGURES = (
 TIMEOUT_S = 40.0
 BATCHES = 30
 BUILD_S = 0.002
-IN_LOOP = ("fastdata", "stock processes", "torch", "grain", "spdl", "ray")
 IN_FIT = ("fastdata", "stock inline", "stock processes", "torch")
 
 
 def cases() -> Iterator[harness.Case]:
-    yield from harness.combine(what=["first batch, loop"], loader=IN_LOOP)
+    yield from harness.combine(
+        what=["first batch, loop"], loader=peers.WITH_PROCESSES
+    )
     yield from harness.combine(
         what=["first batch, fit"],
         backend=("tensorflow", "jax", "torch"),
         loader=IN_FIT,
     )
-    yield from harness.combine(what=["restart"], loader=IN_LOOP)
+    yield from harness.combine(what=["restart"], loader=peers.WITH_PROCESSES)
 
 
 def measure(case: harness.Case, seconds: float) -> dict[str, float]:

@@ -67,6 +67,21 @@ class Filled:
         return {"image": make((ROWS, columns // 2)), "around": around}
 
 
+class Indexed:
+    """A workload as a dataset of so many batches; what it is, says its base."""
+
+    def __init__(self, workload: Workload, batches: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.workload = workload
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return self.batches
+
+    def __getitem__(self, index: int) -> Any:
+        return self.workload(index)
+
+
 class AtHand:
     """One batch of another workload, again and again."""
 

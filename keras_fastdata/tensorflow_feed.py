@@ -96,10 +96,8 @@ class DirectIterator(tf.data.Iterator):  # type: ignore[misc]
         fail: Callable[[BaseException], None],
     ) -> None:
         self._batches = batches
-        self._element_spec = element_spec
-        self._specs = tf.nest.flatten(element_spec)
-        self._shapes: list[Any] = [None] * len(self._specs)  # seen last
         self._type = _Type(element_spec)
+        self._shapes: list[Any] = [None] * len(self._type.specs)  # seen last
         self._fail = fail
         self._copies = _Copies()
         number = next(_numbers)
@@ -109,7 +107,7 @@ class DirectIterator(tf.data.Iterator):  # type: ignore[misc]
 
     @property
     def element_spec(self) -> Any:
-        return self._element_spec
+        return self._type.element_spec
 
     @property
     def _type_spec(self) -> Any:
@@ -125,7 +123,7 @@ class DirectIterator(tf.data.Iterator):  # type: ignore[misc]
         return self
 
     def __next__(self) -> Any:
-        return tf.nest.pack_sequence_as(self._element_spec, self.fetch())
+        return tf.nest.pack_sequence_as(self.element_spec, self.fetch())
 
     def get_next(self) -> Any:
         try:
@@ -137,7 +135,7 @@ class DirectIterator(tf.data.Iterator):  # type: ignore[misc]
         try:
             return tf.experimental.Optional.from_value(next(self))
         except StopIteration:
-            return tf.experimental.Optional.empty(self._element_spec)
+            return tf.experimental.Optional.empty(self.element_spec)
 
     def fetch(self) -> list[tf.Tensor]:
         """The tensors of the next batch.
@@ -152,11 +150,11 @@ class DirectIterator(tf.data.Iterator):  # type: ignore[misc]
                 f"The dataset raised {type(error).__name__}; its epoch is not "
                 f"over: {error.message}"
             ) from error
-        tf.nest.assert_same_structure(self._element_spec, batch)
+        tf.nest.assert_same_structure(self.element_spec, batch)
         leaves = tf.nest.flatten(batch)
         tensors = []
         for place, leaf in enumerate(leaves):
-            spec = self._specs[place]
+            spec = self._type.specs[place]
             tensor = _tensor(leaf, spec, self._copies)
             shape = tensor.shape
             if shape != self._shapes[place]:
@@ -181,7 +179,7 @@ class DirectIterator(tf.data.Iterator):  # type: ignore[misc]
         except BaseException as error:
             self._batches = iter(())
             self._fail(error)
-        return [False, *map(_nothing, self._specs)]
+        return [False, *map(_nothing, self._type.specs)]
 
 
 class _Type(tf.types.experimental.TraceType):  # type: ignore[misc]
@@ -190,10 +188,8 @@ class _Type(tf.types.experimental.TraceType):  # type: ignore[misc]
     def __init__(self, element_spec: Any) -> None:
         self.element_spec = element_spec
         self._key = repr(element_spec)
-        self._flat = [
-            tf.TensorSpec((), tf.int64),
-            *tf.nest.flatten(element_spec),
-        ]
+        self.specs = tf.nest.flatten(element_spec)
+        self._flat = [tf.TensorSpec((), tf.int64), *self.specs]
 
     def is_subtype_of(self, other: Any) -> bool:
         return self._is_like(other) and all(
@@ -261,7 +257,6 @@ class _Traced:
     def __init__(self, kind: _Type, tensors: Sequence[tf.Tensor]) -> None:
         self.element_spec = kind.element_spec
         self._type = kind
-        self._specs = tf.nest.flatten(kind.element_spec)
         self._number, *first = tensors
         self._tensors = tuple(tensors)
         self._first: list[tf.Tensor] | None = first
@@ -314,10 +309,10 @@ class _Traced:
             fetched: list[tf.Tensor] = tf.py_function(
                 lambda number: _living[int(number)].try_to_fetch(),
                 [self._number],
-                [tf.bool, *(spec.dtype for spec in self._specs)],
+                [tf.bool, *(spec.dtype for spec in self._type.specs)],
             )
         fetched[0].set_shape(())
-        for tensor, spec in zip(fetched[1:], self._specs, strict=True):
+        for tensor, spec in zip(fetched[1:], self._type.specs, strict=True):
             tensor.set_shape(spec.shape)
         return fetched
 

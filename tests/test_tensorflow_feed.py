@@ -26,20 +26,16 @@ PLACES = {
 everywhere = pytest.mark.parametrize("place", PLACES)
 
 
-class Ragged(FastPyDataset):
+class Ragged(Numbered):
     """Batch i is full of i; the last one is shorter."""
 
     def __init__(self, length=7, **kwargs):
-        super().__init__(**kwargs)
-        self.length = length
-
-    def __len__(self):
-        return self.length
+        super().__init__(length, **kwargs)
 
     def __getitem__(self, index):
+        x, y = super().__getitem__(index)
         rows = 4 if index < self.length - 1 else 3
-        x = np.full((rows, 3), index, "float32")
-        return x, np.full((rows, 1), index, "float32")
+        return x[:rows], y[:rows]
 
 
 class Counting(keras.Model):

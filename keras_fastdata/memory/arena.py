@@ -202,18 +202,25 @@ def aligned_empty(
     nbytes = count_of(shape) * kind.itemsize
     if kind.hasobject or not nbytes:
         return np.empty(shape, kind)
-    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
-    start = -address_of(raw) % ALIGNMENT
-    return raw[start : start + nbytes].view(kind).reshape(shape)
+    return _aligned_bytes(nbytes).view(kind).reshape(shape)
 
 
 def aligned_copy(source: Bytes) -> Bytes:
     """A private copy of bytes, on a 64-byte boundary."""
-    raw = np.empty(source.nbytes + ALIGNMENT, np.uint8)
-    start = -address_of(raw) % ALIGNMENT
-    copy = raw[start : start + source.nbytes]
+    copy = _aligned_bytes(source.nbytes)
     copy[:] = source
     return copy
+
+
+def _aligned_bytes(nbytes: int) -> Bytes:
+    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+    start = -address_of(raw) % ALIGNMENT
+    return raw[start : start + nbytes]
+
+
+def round_up(offset: int, step: int = ALIGNMENT) -> int:
+    """The next multiple of `step`, from `offset` on."""
+    return -(-offset // step) * step
 
 
 def count_of(shape: SupportsIndex | Sequence[SupportsIndex]) -> int:

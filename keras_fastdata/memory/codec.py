@@ -26,7 +26,6 @@ import numpy.typing as npt
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.memory import classes
 from keras_fastdata.memory.arena import (
-    ALIGNMENT,
     USUAL_STRIDE,
     Arena,
     Bytes,
@@ -35,6 +34,7 @@ from keras_fastdata.memory.arena import (
     aligned_copy,
     aligned_empty,
     count_of,
+    round_up,
 )
 
 # Smaller arrays are copied out on delivery, so that keeping a label does not
@@ -150,7 +150,7 @@ class SlotWriter:
         return self._used
 
     def _allocate(self, nbytes: int) -> tuple[Bytes, int]:
-        start = _aligned(self._used)
+        start = round_up(self._used)
         if start + nbytes > self._segment.stride:
             remedy = "Make smaller batches."
             if self._segment.stride < USUAL_STRIDE:
@@ -234,11 +234,7 @@ def decode(encoded: Encoded, arena: Arena, slot: int) -> Any:
 
 def read_appended(segment: Segment, slot: int, used: int, nbytes: int) -> bytes:
     """What `SlotWriter.append` wrote behind the first `used` bytes."""
-    return segment.root(slot, _aligned(used), nbytes).tobytes()
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+    return segment.root(slot, round_up(used), nbytes).tobytes()
 
 
 def rebuild_array(

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from keras_fastdata.memory import handles, limits
-from keras_fastdata.memory.arena import ALIGNMENT, Bytes, address_of, memfd
+from keras_fastdata.memory.arena import Bytes, address_of, memfd, round_up
 
 _HEADER = struct.Struct("<QQ")  # bytes of the pickle, number of buffers
 _EXTENT = struct.Struct("<QQ")  # start in the file, number of bytes
@@ -51,7 +51,7 @@ class Payload:
     """
 
     def __init__(self, obj: Any) -> None:
-        self.fd = -1
+        self.fd, self._end = -1, 0
         self._write(*_take_apart(obj))
 
     def renew(self, obj: Any) -> bool:
@@ -104,7 +104,7 @@ class Payload:
         with limits.named("The dataset could not be put in shared memory"):
             fd = memfd("keras_fastdata-dataset")
         old, self.fd = self.fd, fd
-        old_end, self._end = getattr(self, "_end", 0), 0
+        old_end, self._end = self._end, 0
         try:
             self._append(pickled, buffers, [None] * len(buffers))
         except BaseException:
@@ -120,13 +120,13 @@ class Payload:
         buffers: list[memoryview],
         found: list[_Extent | None],
     ) -> None:
-        start = _up(self._end, mmap.PAGESIZE)
+        start = round_up(self._end, mmap.PAGESIZE)
         table = start + _HEADER.size + _EXTENT.size * len(buffers)
         end = table + pickled.nbytes
         extents, fresh = [], []
         for buffer, extent in zip(buffers, found, strict=True):
             if extent is None:
-                extent = _Extent(_up(end, ALIGNMENT), buffer.nbytes)
+                extent = _Extent(round_up(end), buffer.nbytes)
                 end = extent.start + extent.nbytes
                 fresh.append((extent, buffer))
             extents.append(extent)
@@ -162,9 +162,7 @@ def write_payload(obj: Any) -> int:
 def can_be_written(obj: Any) -> bool:
     """Whether `write_payload` would take `obj`."""
     try:
-        handles.Pickler(
-            io.BytesIO(), protocol=5, buffer_callback=lambda _: None
-        ).dump(obj)
+        _take_apart(obj)
     except Exception:
         # Pickling runs the user's `__reduce__` and `__getstate__`: anything.
         return False
@@ -208,10 +206,6 @@ def _place_of(buffer: memoryview) -> tuple[int, int]:
 
 def _bytes_of(view: memoryview) -> Bytes:
     return np.frombuffer(view, np.uint8)
-
-
-def _up(offset: int, step: int) -> int:
-    return -(-offset // step) * step
 
 
 def _write_at(fd: int, view: memoryview, offset: int) -> None:
