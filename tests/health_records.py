@@ -95,7 +95,6 @@ def simulated_record(
                     began_s=began_s,
                     built_s=built_s,
                     stored_s=stored_s,
-                    arrived_s=stored_s + 0.0001,
                     delivered_s=now_s + waited_s,
                     opened_s=0.0001,
                     waited_s=waited_s,

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from keras_fastdata.memory import codec
+from keras_fastdata.memory import codec, layout
 from keras_fastdata.memory.arena import Arena
 
 
@@ -235,3 +235,74 @@ def test_small_arrays_do_not_hold_a_slot(arena):
     gc.collect()
     assert arena.take() == slot
     assert y.tolist() == [0, 1, 2, 3, 4]
+
+
+# -- plain batches -----------------------------------------------------------
+
+
+def _structure(batch, arena):
+    slot = arena.take()
+    writer = codec.SlotWriter(arena.segment, slot, in_place=True)
+    encoded = codec.encode([batch], writer)
+    arena.put(slot)
+    return encoded.structure
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        np.ones((4, 3)),
+        (np.ones((4, 3)), np.ones(4, "int64")),
+        ([{"a": np.ones(3), "b": (np.ones(2), [np.ones(1)])}], np.ones(2)),
+        (),
+        {"image": np.ones((2, 3)).T},
+    ],
+    ids=["array", "pair", "nested", "nothing", "fortran"],
+)
+def test_plain_batches_that_look_alike_have_one_layout(batch, arena):
+    structure = _structure(batch, arena)
+    assert layout.unpack(structure) is layout.unpack(_structure(batch, arena))
+    assert layout.unpack(structure) is not None
+    _same(_round_trip(batch, arena), batch)
+
+
+_TWICE = np.ones(2)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        (np.ones(2), None),
+        (np.ones(2), 3),
+        (_TWICE, _TWICE),
+        {1: np.ones(2)},
+        (np.zeros((0, 2)),),
+        (np.array(["a", None]),),
+    ],
+    ids=["None", "number", "one array twice", "keys", "empty", "objects"],
+)
+def test_any_other_batch_is_pickled(batch, arena):
+    assert layout.unpack(_structure(batch, arena)) is None
+    _same(_round_trip(batch, arena), batch)
+
+
+def test_a_list_that_is_there_twice_is_one_list_on_arrival(arena):
+    parts = [np.ones(2)]
+    one, other = _round_trip((parts, parts), arena)
+    assert one is other
+
+
+@pytest.mark.parametrize("batch", ["plain", "pickled"])
+def test_a_read_only_array_stays_so(batch, arena):
+    array = np.ones(3)
+    array.flags.writeable = False
+    extra = np.ones(2) if batch == "plain" else None
+    back, _ = _round_trip((array, extra), arena)
+    assert not back.flags.writeable
+
+
+def test_batches_of_ever_new_shapes_do_not_fill_memory(arena):
+    for length in range(1, 1000):
+        _same(_round_trip((np.ones(length),), arena), (np.ones(length),))
+    assert len(layout._packed) <= 256
+    assert len(layout._layouts) <= 256

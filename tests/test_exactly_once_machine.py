@@ -312,5 +312,5 @@ def _slots(dataset):
         *(sent.slot for sent in ledger._cancelled.values()),
         *(s for limbo in ledger._limbo for s in limbo.slots.values()),
         *(slot for w in workers._workers.values() for slot in w.kept_slots),
-        *(done._slot for done in ready if hasattr(done, "_slot")),
+        *(done._sent.slot for done in ready if hasattr(done, "_sent")),
     ]

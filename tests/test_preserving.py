@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from keras_fastdata.engine import preserving
+from keras_fastdata.engine import mersenne, seeding
 from keras_fastdata.engine.preserving import preserved_globals
 
 
@@ -101,8 +101,8 @@ def test_an_exception_leaves_no_trace_either():
 
 
 def test_the_state_is_read_from_memory_only_if_it_lies_there(monkeypatch):
-    monkeypatch.setattr(preserving, "_packed", lambda state: b"elsewhere")
-    monkeypatch.setattr(preserving, "_known", None)
+    monkeypatch.setattr(mersenne, "_packed", lambda state: b"elsewhere")
+    monkeypatch.setattr(mersenne, "_known", None)
     assert draws_with(build_a_batch, 1) == draws_with(int, 1)
 
 
@@ -113,3 +113,34 @@ def test_where_nothing_was_drawn_in_between_the_slow_way_is_spared(monkeypatch):
     monkeypatch.delattr(np.random, "get_state")
     with preserved_globals():
         draw()
+
+
+def seeded_draws():
+    np.random.randn()  # draws a second one in advance, to be forgotten
+    seeding.reseed_globals(7, 1, 2, 3)
+    return draw()
+
+
+def test_a_seed_means_the_same_where_the_state_lies_elsewhere(monkeypatch):
+    usual = seeded_draws()
+    assert seeded_draws() == usual
+    monkeypatch.setattr(mersenne, "_packed", lambda state: b"elsewhere")
+    monkeypatch.setattr(mersenne, "_known", None)
+    assert seeded_draws() == usual
+
+
+def test_a_seed_means_the_same_wherever_the_generator_is():
+    usual = seeded_draws()
+    np.random.set_bit_generator(np.random.MT19937())
+    assert seeded_draws() == usual
+
+
+def test_streams_with_other_keys_differ():
+    found = set()
+    for key in [(1,), (1, 0), (10,), (2**70, 3)]:
+        for seed in (0, 1, 11, 2**70):
+            seeding.reseed_globals(seed, *key)
+            found.add((np.random.randint(2**62), random.random()))
+    assert len(found) == 16
+    assert len({drawn for drawn, _ in found}) == 16
+    assert len({drawn for _, drawn in found}) == 16

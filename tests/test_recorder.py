@@ -191,3 +191,19 @@ def test_a_recorder_that_is_gone_hears_of_nothing():
     gc.collect()
     assert recorder.of(threading.get_ident()) is None
     recorder.leave(Recorder())
+
+
+def test_the_depth_counts_batches_that_lay_ready_when_one_was_asked_for():
+    heard = Recorder()
+    now_s = recorder.time.monotonic()
+    for batch, stored_s in enumerate([3, 1, 2, 9]):
+        heard.add(span(batch)._replace(stored_s=now_s + stored_s), 0.0)
+    delivered = np.array([1.5, 3.5, 4, 10])
+    for place, moment in enumerate(delivered):
+        told, _, _ = heard._pending[place]
+        heard._pending[place] = told, now_s + moment, 0.25
+    heard.flush()
+    depth = heard.spans()[:, Span._fields.index("depth")]
+    # The first was waited for, with the second in the queue already.
+    assert depth.tolist() == [1, 2, 1, 1]
+    assert heard.tally.depth == 5

@@ -39,7 +39,6 @@ def test_moments_come_in_their_order(place):
             span.began_s,
             span.built_s,
             span.stored_s,
-            span.arrived_s,
             time.monotonic(),
         ]
         assert moments == sorted(moments)

@@ -45,7 +45,6 @@ def _span(k, worker=None, began_s=_BEGAN_S, **changes):
         began_s=start_s,
         built_s=start_s + 0.002,
         stored_s=start_s + 0.003,
-        arrived_s=start_s + 0.003,
         delivered_s=start_s + 0.006,
         opened_s=0.0005,
         waited_s=0.002,
@@ -476,7 +475,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_training(
 
 _MOMENTS = [
     Span._fields.index(f"{name}_s")
-    for name in ("queued", "began", "built", "stored", "arrived", "delivered")
+    for name in ("queued", "began", "built", "stored", "delivered")
 ]
 
 

@@ -235,9 +235,7 @@ class Builder:
     def _reseed(self, epoch: int, index: int) -> None:
         seed = self._seed
         dataset = self.dataset
-        seeding.reseed_globals(
-            seeding.sequence(seed, seeding.GLOBALS, epoch, index)
-        )
+        seeding.reseed_globals(seed, seeding.GLOBALS, epoch, index)
         for n, found in enumerate(self._find_generators(dataset)):
             seeding.reseed_generator(
                 found,
@@ -275,7 +273,7 @@ def run_hook(
     context = Context(seed, epoch, 0, None)
     context._rng = seeding.generator(*stream, 2)
     with _building(context, alone=False), preserved_globals():
-        seeding.reseed_globals(seeding.sequence(*stream, 0))
+        seeding.reseed_globals(*stream, 0)
         for n, found in enumerate(seeding.find_generators(dataset)):
             seeding.reseed_generator(found, seeding.sequence(*stream, 1, n))
         getattr(dataset, name)()

@@ -40,6 +40,7 @@ from keras_fastdata.workers.interrupts import Uninterrupted
 from keras_fastdata.workers.thread import ThreadWorkers
 
 _WAIT_S = 0.5  # between two looks at what else there is to do
+_LOOK_S = 0.005  # between two looks at workers whose batches are here
 _SETTLE_S = 1.0  # for workers to finish what they are at
 _LEAVE_S = 5.0  # for a daemon thread to leave the loader at exit
 
@@ -154,11 +155,10 @@ class _Route(NamedTuple):
 
 
 class _Arrival(NamedTuple):
-    """A result that has come; the moments are 0 unless it was timed."""
+    """A result that has come; its moment is 0 unless it was timed."""
 
     done: Done
     queued_s: float
-    arrived_s: float
 
 
 class _Walk:
@@ -178,7 +178,6 @@ class _Walk:
         remembers: Whether the first batch is kept for a `rewind`.
         ended: Whether the last batch was delivered, or an error.
         timed: Whether tickets ask for a `Timing`.
-        depth: Batches that were ready when one was last asked for.
         settled_s: How long workers were then waited for to rest.
         spans: Of timed batches that have been opened, by index.
         span: Of the batch delivered last.
@@ -199,7 +198,6 @@ class _Walk:
         self.remembers = False
         self.ended = False
         self.timed = False
-        self.depth = 0
         self.settled_s = 0.0
         self.spans: dict[int, Span] = {}
         self.span: Span | None = None
@@ -216,6 +214,11 @@ class _Walk:
     def ahead(self) -> int:
         """Batches asked for and not delivered."""
         return len(self.waiting) + len(self.ready)
+
+    @property
+    def is_running_out(self) -> bool:
+        """Whether most of those are still to come, as far as is known."""
+        return len(self.waiting) > len(self.ready)
 
 
 class _PassRef(weakref.ref[Pass]):
@@ -251,6 +254,8 @@ class Loader:
         )
         self._hooks_run = 0
         self._largest = 0  # bytes of the largest batch so far
+        self._lookahead = _lookahead(settings, 0)
+        self._look_s = 0.0  # when to look after the workers in any case
         self._changed = False
         # True while a call is under way, and left so by one that was broken
         # off (by Ctrl-C, say): then nothing the workers hold is to be relied
@@ -310,6 +315,7 @@ class Loader:
         """Goes on with other settings, and other workers if need be."""
         with self._own_lock():
             self._settings = settings
+            self._lookahead = _lookahead(settings, self._largest)
             if settings.seed is not None:
                 self._drawn_seed = settings.seed
             self._torn = True
@@ -348,6 +354,7 @@ class Loader:
             walk.settled_s = 0.0
             if not quietly:
                 workers.resume()
+            thorough = self._is_time_to_look()
             batch = _SKIPPED
             while batch is _SKIPPED:
                 if not schedule.holds(walk.position):
@@ -356,15 +363,17 @@ class Loader:
                     self._torn = False
                     return _END
                 index = schedule.index_at(walk.position)
-                walk.depth = 0
                 if quietly:
                     self._settle(workers, walk, schedule, index)
-                self._refill(workers, walk, schedule)
+                if walk.issued <= walk.position:
+                    self._refill(workers, walk, schedule)
                 if index in walk.peeked:
                     batch = walk.peeked.pop(index)
                 elif index not in walk.skipped:
-                    done = self._await(workers, walk, walk.position, schedule)
-                    batch = self._open(walk, done, index)
+                    arrival = self._await(
+                        workers, walk, walk.position, schedule, thorough
+                    )
+                    batch = self._open(walk, arrival, index)
                 walk.position += 1
             walk.span = walk.spans.pop(index, None)
             if walk.remembers:
@@ -373,7 +382,8 @@ class Loader:
                 walk.remembered = {} if walk.delivered else {index: batch}
                 walk.remembers = not walk.delivered
             walk.delivered += 1
-            self._refill(workers, walk, schedule)
+            if thorough or self._has_room(walk):
+                self._refill(workers, walk, schedule)
             self._torn = False
             return batch
 
@@ -398,8 +408,8 @@ class Loader:
                     break
                 if index not in wanted:
                     self._issue(workers, ahead, index, key=index)
-                done = self._await(workers, ahead, index, None)
-                batch = self._open(ahead, done, index)
+                arrival = self._await(workers, ahead, index, None, True)
+                batch = self._open(ahead, arrival, index)
                 if batch is not _SKIPPED:
                     walk.peeked[index] = batch
                     found.append(batch)
@@ -458,19 +468,39 @@ class Loader:
         self, workers: Workers, walk: _Walk, schedule: Schedule
     ) -> None:
         """Issues tickets as far ahead as the settings allow."""
-        allowed = self._lookahead()
+        allowed = self._lookahead
         if walk.ahead > allowed:
             self._take_back(workers, walk, allowed)
-        while schedule.holds(walk.issued) and (
+        while (
             # Batches behind it may fill the queue; it must come all the same.
             walk.ahead < allowed or walk.issued == walk.position
-        ):
+        ) and schedule.holds(walk.issued):
             index = schedule.index_at(walk.issued)
             if not walk.knows(walk.issued, index) and not self._issue(
                 workers, walk, index, key=walk.issued
             ):
                 return
             walk.issued += 1
+
+    def _has_room(self, walk: _Walk) -> bool:
+        """Whether it is worth while to issue tickets now.
+
+        Waking a worker takes longer than all else that is done for a small
+        batch, so half of the lookahead goes out together; but not at the
+        price of a worker that has nothing to do.
+        """
+        allowed = self._lookahead
+        few = max(1, min(allowed // 2, allowed - self._settings.workers))
+        room = allowed - walk.ahead
+        return not 0 <= room < few or walk.issued <= walk.position
+
+    def _is_time_to_look(self) -> bool:
+        """Whether to look after the workers, however well they keep up."""
+        now_s = time.monotonic()
+        if now_s < self._look_s:
+            return False
+        self._look_s = now_s + _LOOK_S
+        return True
 
     def _take_back(self, workers: Workers, walk: _Walk, allowed: int) -> None:
         """Recalls tickets that a larger batch than any before makes too many.
@@ -483,17 +513,6 @@ class Loader:
         for serial in late:
             walk.issued = min(walk.issued, self._routes.pop(serial).key)
         walk.waiting -= late
-
-    def _lookahead(self) -> int:
-        settings = self._settings
-        if settings.kind == "inline":
-            return 1
-        if settings.kind != "process" or settings.max_queue_bytes is None:
-            return settings.max_queue_size
-        if not self._largest:
-            return min(settings.max_queue_size, settings.workers)
-        fitting = settings.max_queue_bytes // self._largest
-        return max(1, min(settings.max_queue_size, fitting))
 
     def _issue(
         self, workers: Workers, walk: _Walk, index: int, *, key: int
@@ -513,24 +532,31 @@ class Loader:
         walk: _Walk,
         key: int,
         schedule: Schedule | None,
+        thorough: bool,
     ) -> _Arrival:
-        """Waits until the batch that `key` stands for has come."""
-        waited = False
-        while True:
-            for done in workers.collect():
-                self._route(done)
-            if schedule is not None:
+        """Waits until the batch that `key` stands for has come.
+
+        Args:
+            thorough: Whether to look what else has come even if it is here
+                and there are more where it was.
+        """
+        if thorough or key not in walk.ready or walk.is_running_out:
+            self._take_in(workers)
+        while key not in walk.ready:
+            if schedule is not None and self._has_room(walk):
                 self._refill(workers, walk, schedule)
-            if key in walk.ready:
-                walk.depth = 0 if waited else len(walk.ready)
-                break
-            waited = True
             # An interrupt while waiting, when it is likeliest, costs nothing.
             self._torn = False
             workers.wait(_WAIT_S)
             self._go_on()
             self._torn = True
+            self._take_in(workers)
         return walk.ready.pop(key)
+
+    def _take_in(self, workers: Workers) -> None:
+        """Puts every batch that has come to where it belongs."""
+        for done in workers.collect():
+            self._route(done)
 
     def _settle(
         self, workers: Workers, walk: _Walk, schedule: Schedule, index: int
@@ -545,8 +571,7 @@ class Loader:
         self._refill(workers, walk, schedule)
         came_s: float | None = None
         while True:
-            for done in workers.collect():
-                self._route(done)
+            self._take_in(workers)
             if walk.knows(walk.position, index):
                 workers.pause()
                 now_s = time.monotonic()
@@ -570,12 +595,12 @@ class Loader:
     def _route(self, done: Done) -> None:
         walk, key, queued_s = self._routes.pop(done.serial)
         walk.waiting.discard(done.serial)
-        arrived_s = time.monotonic() if queued_s else 0.0
-        walk.ready[key] = _Arrival(done, queued_s, arrived_s)
+        walk.ready[key] = _Arrival(done, queued_s)
         if done.nbytes > self._largest:
             self._largest = done.nbytes
+            self._lookahead = _lookahead(self._settings, self._largest)
             if self._workers is not None:
-                self._workers.expect(self._lookahead())
+                self._workers.expect(self._lookahead)
 
     def _open(self, walk: _Walk, arrival: _Arrival, index: int) -> Any:
         """The batch at `index`, or `_SKIPPED`."""
@@ -754,6 +779,23 @@ class Loader:
         walk.issued = walk.position
 
 
+def _lookahead(settings: Settings, largest: int) -> int:
+    """How many batches may be asked for and not delivered.
+
+    Args:
+        settings: The constructor arguments.
+        largest: Bytes of the largest batch; 0 where none is known.
+    """
+    if settings.kind == "inline":
+        return 1
+    if settings.kind != "process" or settings.max_queue_bytes is None:
+        return settings.max_queue_size
+    if not largest:
+        return min(settings.max_queue_size, settings.workers)
+    fitting = settings.max_queue_bytes // largest
+    return max(1, min(settings.max_queue_size, fitting))
+
+
 def _span_of(
     walk: _Walk, index: int, arrival: _Arrival, opened_s: float, nbytes: int
 ) -> Span:
@@ -768,12 +810,11 @@ def _span_of(
         done.worker,
         retries,
         nbytes,
-        walk.depth,
+        0,
         arrival.queued_s,
         began_s,
         built_s,
         stored_s,
-        arrival.arrived_s,
         0.0,
         opened_s,
         0.0,

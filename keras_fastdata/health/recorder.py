@@ -38,12 +38,11 @@ class Span(NamedTuple):
         worker: Index of the worker that built it; 0 in the calling thread.
         retries: Workers that died over it, or were replaced, before.
         nbytes: Of its arrays.
-        depth: Batches that were ready when this one was asked for.
+        depth: Batches that lay ready when this one was asked for.
         queued_s: When its ticket was issued.
         began_s: When `__getitem__` was called.
         built_s: When it had returned.
         stored_s: When the arrays lay in shared memory.
-        arrived_s: When the training process had heard of that.
         delivered_s: When it was handed to Keras.
         opened_s: How long making arrays of it took there.
         waited_s: How long it was waited for.
@@ -61,7 +60,6 @@ class Span(NamedTuple):
     began_s: float
     built_s: float
     stored_s: float
-    arrived_s: float
     delivered_s: float
     opened_s: float
     waited_s: float
@@ -69,6 +67,8 @@ class Span(NamedTuple):
     delay_s: float
 
 
+_DEPTH = Span._fields.index("depth")
+_STORED = Span._fields.index("stored_s")
 _DELIVERED = Span._fields.index("delivered_s")
 _WAITED = Span._fields.index("waited_s")
 
@@ -265,8 +265,9 @@ class Recorder:
         self.waited_s += waited_s
         if span is not None:
             self._pending.append((span, time.monotonic(), waited_s))
-            if len(self._pending) >= _BLOCK:
-                self.flush()
+            if len(self._pending) >= 2 * _BLOCK:
+                # The later ones tell how many lay ready before them.
+                self._take_in(_BLOCK)
 
     def add_hook(self, seconds: float) -> None:
         """Takes note of time in `on_epoch_begin` or `on_epoch_end`."""
@@ -281,12 +282,16 @@ class Recorder:
 
     def flush(self) -> None:
         """Takes in the spans that have come since."""
-        if not self._pending:
-            return
+        if self._pending:
+            self._take_in(len(self._pending))
+
+    def _take_in(self, count: int) -> None:
         spans = np.array([span for span, _, _ in self._pending])
         spans[:, _DELIVERED] = [moment for _, moment, _ in self._pending]
         spans[:, _WAITED] = [waited_s for _, _, waited_s in self._pending]
-        self._pending.clear()
+        spans[:, _DEPTH] = _depths(spans)
+        spans = spans[:count]
+        del self._pending[:count]
         self.tally.take_in(spans)
         places = np.arange(self._rung, self._rung + len(spans)) % SPANS_KEPT
         self._ring[places] = spans
@@ -299,6 +304,19 @@ class Recorder:
         if self._rung <= SPANS_KEPT:
             return self._ring[: self._rung].copy()
         return np.roll(self._ring, -(self._rung % SPANS_KEPT), axis=0)
+
+
+def _depths(spans: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+    """How many batches lay ready whenever one was asked for.
+
+    Args:
+        spans: Of batches in the order of their delivery.
+    """
+    asked_s = spans[:, _DELIVERED] - spans[:, _WAITED]
+    stored_s = np.sort(spans[:, _STORED])
+    stored = np.searchsorted(stored_s, asked_s, side="right")
+    depths: npt.NDArray[np.int64] = stored - np.arange(len(spans))
+    return np.maximum(depths, 0)
 
 
 def _nobody(spans: npt.NDArray[np.float64]) -> None:

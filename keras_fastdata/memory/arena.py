@@ -18,6 +18,7 @@ swallowed.
 from __future__ import annotations
 
 import collections
+import ctypes
 import errno
 import gc
 import math
@@ -149,7 +150,8 @@ class Arena:
 
     def take(self) -> int | None:
         """Takes a free slot, or `None` if every slot there is is in use."""
-        self._collect()
+        if self._returned:
+            self._collect()
         if self._warm:
             return self._warm.pop()
         return self._cold.pop() if self._cold else None
@@ -157,7 +159,8 @@ class Arena:
     def put(self, slot: int) -> None:
         """Takes back a slot over which no array was handed out."""
         self._warm.append(slot)
-        self.keep_warm(self._warm_slots)
+        if len(self._warm) > self._warm_slots:
+            self.keep_warm(self._warm_slots)
 
     def keep_warm(self, slots: int) -> None:
         """Keeps the pages of so many free slots, and of no more."""
@@ -190,7 +193,13 @@ class Arena:
 
 def address_of(array: npt.NDArray[Any]) -> int:
     """The address of an array's first byte."""
-    return int(array.__array_interface__["data"][0])
+    try:
+        first: Any = array
+        return ctypes.addressof(ctypes.c_char.from_buffer(first))
+    except (TypeError, ValueError):
+        # Not writable, not contiguous, or not in the buffer protocol: asked
+        # for in a way that takes several times as long.
+        return int(array.__array_interface__["data"][0])
 
 
 def aligned_empty(

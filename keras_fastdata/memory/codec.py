@@ -1,10 +1,11 @@
 """A nested batch, written into a slot and read back as views of it.
 
-Pickle, protocol 5, describes the structure; the arrays' bytes travel beside it
-in the slot, each on a 64-byte boundary. An array that is not contiguous is
-copied straight into the slot. One that `self.empty` placed in the slot is not
-copied at all. Tensors become NumPy arrays, because a worker has no business
-with a device; sparse and ragged ones are taken apart and put together again.
+A layout describes the structure of a plain batch, a pickle (protocol 5) that
+of any other; the arrays' bytes travel beside it in the slot, each on a 64-byte
+boundary. An array that is not contiguous is copied straight into the slot. One
+that `self.empty` placed in the slot is not copied at all. Tensors become NumPy
+arrays, because a worker has no business with a device; sparse and ragged ones
+are taken apart and put together again.
 
 `encode` runs in a worker, `decode` in the training process.
 """
@@ -24,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from keras_fastdata.errors import LoaderError
-from keras_fastdata.memory import classes
+from keras_fastdata.memory import classes, layout
 from keras_fastdata.memory.arena import (
     USUAL_STRIDE,
     Arena,
@@ -51,7 +52,8 @@ class Encoded(NamedTuple):
     """What is needed to read a batch back from its slot.
 
     Attributes:
-        structure: Pickle of the nested structure, without the arrays' bytes.
+        structure: The nested structure, without the arrays' bytes: a packed
+            layout, or a pickle.
         extents: Where each array's bytes are: packed (start, nbytes) pairs.
         used: Bytes of the slot in use.
         kept: Whether the dataset still holds an array that `self.empty` made
@@ -179,25 +181,13 @@ def encode(batch: list[Any], writer: SlotWriter) -> Encoded:
         Exception: Whatever pickling the batch raises.
     """
     extents: list[tuple[int, int]] = []
-
-    def keep(buffer: pickle.PickleBuffer) -> None:
-        raw = buffer.raw()
-        source = np.frombuffer(raw, np.uint8) if raw.nbytes else None
-        extents.append((0, 0) if source is None else writer.write(source))
-
-    structure = io.BytesIO()
-    try:
-        _BatchPickler(structure, writer, keep).dump(batch[0])
-    except (pickle.PicklingError, TypeError, AttributeError):
-        # A lambda, or a class of `__main__`: rare in a batch, so the slower
-        # pickler that takes them by value is tried only now.
-        structure = io.BytesIO()
-        extents.clear()
-        _BatchCloudPickler(structure, writer, keep).dump(batch[0])
+    structure = _write_plain(batch[0], writer, extents)
+    if structure is None:
+        structure = _write_pickled(batch[0], writer, extents)
     batch.clear()
     kept = writer.seal(extents)
     packed = b"".join(_EXTENT.pack(*extent) for extent in extents)
-    return Encoded(structure.getvalue(), packed, writer.used, kept)
+    return Encoded(structure, packed, writer.used, kept)
 
 
 def decode(encoded: Encoded, arena: Arena, slot: int) -> Any:
@@ -208,13 +198,18 @@ def decode(encoded: Encoded, arena: Arena, slot: int) -> Any:
     the slot is free at once.
     """
     extents = [*_EXTENT.iter_unpack(encoded.extents)]
-    largest = max((nbytes for _, nbytes in extents), default=0)
-    lend = largest >= SMALL_BYTES and not encoded.kept and not arena.crowded
-    tiny = encoded.used <= TINY_BYTES
+    used = encoded.used
+    tiny = used <= TINY_BYTES
+    lend = (
+        not tiny
+        and not encoded.kept
+        and max(nbytes for _, nbytes in extents) >= SMALL_BYTES
+        and not arena.crowded
+    )
     if lend:
-        root = arena.lend(slot, encoded.used)
-    elif encoded.used:
-        root = arena.segment.root(slot, 0, encoded.used)
+        root = arena.lend(slot, used)
+    elif used:
+        root = arena.segment.root(slot, 0, used)
         if tiny:
             root = aligned_copy(root)
     buffers: list[Bytes] = []
@@ -226,6 +221,9 @@ def decode(encoded: Encoded, arena: Arena, slot: int) -> Any:
         else:
             buffers.append(aligned_copy(root[start : start + nbytes]))
     try:
+        plain = layout.unpack(encoded.structure)
+        if plain is not None:
+            return plain.assemble(buffers)
         return pickle.loads(encoded.structure, buffers=buffers)
     finally:
         if not lend and not encoded.kept:
@@ -269,6 +267,56 @@ def rebuild_jax_sparse(data: Any, indices: Any, shape: Any) -> Any:
     return sparse.BCOO((data, indices), shape=shape)
 
 
+def _write_plain(
+    batch: Any, writer: SlotWriter, extents: list[tuple[int, int]]
+) -> bytes | None:
+    """Writes a batch that has a layout, and returns that."""
+    arrays: list[npt.NDArray[Any]] = []
+    description = layout.describe(batch, arrays)
+    if description is None:
+        return None
+    for array in arrays:
+        extents.append(writer.write(_octets(array, writer)))
+    return layout.pack(description)
+
+
+def _write_pickled(
+    batch: Any, writer: SlotWriter, extents: list[tuple[int, int]]
+) -> bytes:
+    """Writes any other batch, and returns its pickle."""
+
+    def keep(buffer: pickle.PickleBuffer) -> None:
+        raw = buffer.raw()
+        source = np.frombuffer(raw, np.uint8) if raw.nbytes else None
+        extents.append((0, 0) if source is None else writer.write(source))
+
+    structure = io.BytesIO()
+    try:
+        _BatchPickler(structure, writer, keep).dump(batch)
+    except (pickle.PicklingError, TypeError, AttributeError):
+        # A lambda, or a class of `__main__`: rare in a batch, so the slower
+        # pickler that takes them by value is tried only now.
+        structure = io.BytesIO()
+        extents.clear()
+        _BatchCloudPickler(structure, writer, keep).dump(batch)
+    return structure.getvalue()
+
+
+def _octets(array: npt.NDArray[Any], writer: SlotWriter) -> Bytes:
+    """The bytes of an array, in C order or, where it has it, in Fortran's.
+
+    Viewed as bytes: the buffer protocol knows no datetime or bfloat16. An
+    array that has neither order is copied into the slot.
+    """
+    if array.flags.c_contiguous:
+        flat = array.reshape(-1)
+    elif array.flags.f_contiguous:
+        flat = array.reshape(-1, order="F")
+    else:
+        flat = writer.place(array).reshape(-1)
+    return flat.view(np.uint8)
+
+
 class _ArraysInTheSlot:
     """The reductions that both picklers share."""
 
@@ -281,16 +329,15 @@ class _ArraysInTheSlot:
         kind: Any = dtype if dtype.kind == "V" else dtype.str
         if not array.size:
             return rebuild_array, (None, kind, array.shape, "C")
-        if array.flags.c_contiguous:
-            order, flat = "C", array.reshape(-1)
-        elif array.flags.f_contiguous:
-            order, flat = "F", array.reshape(-1, order="F")
-        else:
-            order, flat = "C", self.writer.place(array).reshape(-1)
-        # Viewed as bytes: the buffer protocol knows no datetime or bfloat16.
-        octets: Any = flat.view(np.uint8)
+        fortran = array.flags.f_contiguous and not array.flags.c_contiguous
+        octets: Any = _octets(array, self.writer)
         buffer = pickle.PickleBuffer(octets)
-        return rebuild_array, (buffer, kind, array.shape, order)
+        return rebuild_array, (
+            buffer,
+            kind,
+            array.shape,
+            "F" if fortran else "C",
+        )
 
     def reduce(self, obj: Any) -> Any:
         kind = type(obj)

@@ -14,7 +14,7 @@ from keras_fastdata.health.staff import Staff
 from keras_fastdata.health.timing import Timing
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class Ticket:
     """An order to build one batch.
 

@@ -23,7 +23,7 @@ from keras_fastdata.workers.base import Ticket
 from keras_fastdata.workers.recovery import losses_of
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Sent:
     """A ticket on its way.
 

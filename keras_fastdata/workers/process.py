@@ -122,40 +122,48 @@ class _Worker:
 class _Delivery:
     """A batch in its slot, waiting to be opened."""
 
+    __slots__ = (
+        "_arena",
+        "_dataset",
+        "_encoded",
+        "_sent",
+        "nbytes",
+        "serial",
+        "timing",
+        "worker",
+    )
     by_dataset = False
 
     def __init__(
         self,
         dataset: str,
-        ticket: Ticket,
+        sent: Sent,
         worker: int,
         encoded: codec.Encoded,
         arena: Arena,
-        slot: int,
         timing: Timing | None,
     ) -> None:
-        self.serial = ticket.serial
+        self.serial = sent.ticket.serial
         self.worker = worker
         self.nbytes = encoded.used
         self.timing = timing
         self._dataset = dataset
-        self._ticket = ticket
+        self._sent = sent
         self._encoded = encoded
         self._arena = arena
-        self._slot = slot
 
     def open(self) -> Any:
         try:
-            return codec.decode(self._encoded, self._arena, self._slot)
+            return codec.decode(self._encoded, self._arena, self._sent.slot)
         except Exception as error:
-            worker = f"worker {self.worker}"
+            worker, ticket = f"worker {self.worker}", self._sent.ticket
             failures.note(
-                error, where(self._dataset, self._ticket, worker, "loading")
+                error, where(self._dataset, ticket, worker, "loading")
             )
             raise
 
     def discard(self) -> None:
-        self._arena.put(self._slot)
+        self._arena.put(self._sent.slot)
 
 
 class ProcessWorkers:
@@ -194,6 +202,7 @@ class ProcessWorkers:
         self._buffer = memoryview(bytearray(messages.RECEIVE_BYTES))
         self._closed = False
         self._paused = False
+        self._told = True  # whether every worker was sent the version
         with contextlib.ExitStack() as undo:
             self._payload = None if self._by_fork else Payload(make_builder)
             if self._payload is not None:
@@ -274,6 +283,7 @@ class ProcessWorkers:
             self._payload.renew(self._make_builder)
         # Even if no byte of it is new: what it refers to (a file) may be.
         self._version += 1
+        self._told = False
         self._flush()
 
     def expect(self, ahead: int) -> None:
@@ -310,24 +320,32 @@ class ProcessWorkers:
         """Sends what the sockets take without waiting."""
         if not self._workers or self._paused:
             return
-        for worker in self._workers.values():
-            if worker.version < self._version:
-                self._send_version(worker)
+        if not self._told:
+            self._tell_version()
         while (following := self._ledger.next()) is not None:
             wire, sent = following
+            ticket = sent.ticket
             task = Task(
                 wire,
-                sent.ticket.epoch,
-                sent.ticket.index,
+                ticket.epoch,
+                ticket.index,
                 self._version,
                 sent.slot,
-                sent.ticket.timed,
+                ticket.timed,
             )
             try:
                 self._tasks.send(task.pack(), socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return
             self._ledger.sent_next()
+
+    def _tell_version(self) -> None:
+        for worker in self._workers.values():
+            if worker.version < self._version:
+                self._send_version(worker)
+        self._told = all(
+            worker.version == self._version for worker in self._workers.values()
+        )
 
     def _send_version(self, worker: _Worker) -> None:
         if self._payload is None:
@@ -370,6 +388,8 @@ class ProcessWorkers:
         done: list[Done] = []
         for result in self._messages():
             match result.kind:
+                case Kind.BATCH | Kind.FAILURE | Kind.STALE:
+                    self._settle(result, done)
                 case Kind.LOG | Kind.WARNING:
                     self._relayed.append(result)
                 case Kind.READY:
@@ -380,8 +400,6 @@ class ProcessWorkers:
                     if not result.serial:
                         raise failures.put_together(begun + result.body)
                     self._last_words[result.worker] = begun + result.body
-                case _:
-                    done += self._settle(result)
         return done
 
     def _messages(self) -> Iterator[Result]:
@@ -395,7 +413,7 @@ class ProcessWorkers:
                 return
             yield Result.unpack(bytes(self._buffer[:nbytes]))
 
-    def _settle(self, result: Result) -> Iterator[Done]:
+    def _settle(self, result: Result, done: list[Done]) -> None:
         """Accounts for the ticket and the slot of one result."""
         sent, slot = self._ledger.settle(result.serial, result.worker)
         if slot is None:
@@ -411,11 +429,9 @@ class ProcessWorkers:
         if result.kind is Kind.FAILURE:
             self._release(slot, result)
             error = failures.put_together(body)
-            yield Built(
-                serial,
-                result.worker,
-                error=error,
-                by_dataset=isinstance(error, Exception),
+            usual = isinstance(error, Exception)
+            done.append(
+                Built(serial, result.worker, error=error, by_dataset=usual)
             )
             return
         timing = result.timing
@@ -424,15 +440,14 @@ class ProcessWorkers:
         kept = bool(result.flags & KEPT)
         delivery = _Delivery(
             self._plan.dataset,
-            sent.ticket,
+            sent,
             result.worker,
             codec.Encoded(body, extents, result.used, kept),
             self._arena,
-            slot,
             timing,
         )
         if not kept:
-            yield delivery
+            done.append(delivery)
             return
         # The worker may still write to the slot, and die: copied at once.
         built = Built(serial, result.worker, nbytes=result.used, timing=timing)
@@ -441,7 +456,7 @@ class ProcessWorkers:
         except Exception as broken:
             built.error = broken
         self._release(slot, result)
-        yield built
+        done.append(built)
 
     def _body_of(self, result: Result, slot: int) -> tuple[bytes, bytes]:
         if not result.flags & SPILLED:

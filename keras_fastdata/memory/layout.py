@@ -1,0 +1,163 @@
+"""Plain batches: arrays in tuples, lists and dicts, and nothing else.
+
+Most batches are plain, and those of one dataset look alike. What they look
+like is a value that can be compared and hashed, so it is pickled once, read
+once, and recognized from then on. A batch that is not plain is pickled.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+_MOST = 256  # remembered; batches of ever new shapes may not fill memory
+
+# A pickle begins with another byte.
+_MARK = b"\0"
+
+
+class Leaf(NamedTuple):
+    """One array.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its data type; of an extension type as the object itself.
+        order: How its bytes are to be read.
+        writeable: Whether the dataset's own may be written to.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    order: Literal["C", "F"]
+    writeable: bool
+
+
+class Layout:
+    """Puts batches of one description together.
+
+    Args:
+        description: What `describe` returned.
+
+    Attributes:
+        leaves: The arrays, in the order in which they are met.
+    """
+
+    def __init__(self, description: Any) -> None:
+        self.leaves: list[Leaf] = []
+        self._assemble = _assembler(description, self.leaves)
+
+    def assemble(self, buffers: list[Any]) -> Any:
+        """The batch whose arrays lie in `buffers`, one each."""
+        arrays = []
+        for (shape, dtype, order, writeable), buffer in zip(
+            self.leaves, buffers, strict=True
+        ):
+            array = np.ndarray(shape, dtype, buffer, 0, None, order)
+            if not writeable:
+                array.flags.writeable = False
+            arrays.append(array)
+        return self._assemble(iter(arrays))
+
+
+def describe(batch: Any, arrays: list[npt.NDArray[Any]]) -> Any:
+    """What a batch looks like, or `None` if it is not plain.
+
+    Args:
+        batch: Any object.
+        arrays: Where the arrays in it are put, in order.
+    """
+    seen: set[int] = set()
+    try:
+        return _describe(batch, arrays, seen)
+    except _NotPlainError:
+        arrays.clear()
+        return None
+
+
+def pack(description: Any) -> bytes:
+    """A description as bytes: the same ones for equal descriptions."""
+    found = _packed.get(description)
+    if found is None:
+        found = _MARK + pickle.dumps(description, protocol=5)
+        _remember(_packed, description, found)
+    return found
+
+
+def unpack(packed: bytes) -> Layout | None:
+    """The layout that `pack` described; `None` for a pickled batch."""
+    found = _layouts.get(packed)
+    if found is None and packed.startswith(_MARK):
+        found = Layout(pickle.loads(packed[len(_MARK) :]))
+        _remember(_layouts, packed, found)
+    return found
+
+
+class _NotPlainError(Exception):
+    """The batch holds something else."""
+
+
+_packed: dict[Any, bytes] = {}
+_layouts: dict[bytes, Layout] = {}
+
+
+def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
+    if len(known) >= _MOST:
+        known.clear()
+    known[key] = value
+
+
+def _describe(
+    value: Any, arrays: list[npt.NDArray[Any]], seen: set[int]
+) -> Any:
+    kind = type(value)
+    # What is met twice is one object on arrival too, which takes a pickle.
+    if id(value) in seen:
+        raise _NotPlainError
+    if kind is np.ndarray:
+        seen.add(id(value))
+        arrays.append(value)
+        return _leaf(value)
+    if kind is tuple:
+        return tuple, tuple([_describe(v, arrays, seen) for v in value])
+    seen.add(id(value))
+    if kind is list:
+        return list, tuple([_describe(v, arrays, seen) for v in value])
+    if kind is dict and all(type(key) is str for key in value):
+        parts = [_describe(v, arrays, seen) for v in value.values()]
+        return dict, tuple(value), tuple(parts)
+    raise _NotPlainError
+
+
+def _leaf(array: npt.NDArray[Any]) -> Leaf:
+    dtype, flags = array.dtype, array.flags
+    kind = dtype.kind
+    if dtype.hasobject or kind == "T" or not array.nbytes:
+        raise _NotPlainError
+    fortran = flags.f_contiguous and not flags.c_contiguous
+    return Leaf(
+        array.shape,
+        dtype if kind == "V" else dtype.str,
+        "F" if fortran else "C",
+        flags.writeable,
+    )
+
+
+def _assembler(
+    description: Any, leaves: list[Leaf]
+) -> Callable[[Iterator[Any]], Any]:
+    """A function that takes the arrays in order and nests them."""
+    if isinstance(description, Leaf):
+        leaves.append(description)
+        return next
+    kind, *keys, parts = description
+    makers = [_assembler(part, leaves) for part in parts]
+    if kind is dict:
+        (names,) = keys
+        return lambda arrays: {
+            name: make(arrays) for name, make in zip(names, makers, strict=True)
+        }
+    return lambda arrays: kind([make(arrays) for make in makers])
