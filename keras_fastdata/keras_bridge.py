@@ -17,9 +17,11 @@ a batch of the first epoch and must not cost the epoch that batch.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import traceback
+import types
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -31,6 +33,7 @@ from keras.src.trainers.data_adapters import data_adapter_utils
 from keras.src.trainers.data_adapters.py_dataset_adapter import (
     PyDatasetAdapter,
 )
+from keras.src.trainers.trainer import Trainer
 
 from keras_fastdata.engine import build
 from keras_fastdata.engine.loader import Pass
@@ -86,6 +89,11 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         self._trains = False  # whether the probe, if there is one, is over
         self.early_end = _EarlyEnd()
         self._delivered = 0  # in this epoch of Keras's
+        self._another_follows = False
+        self._has_hooks = any(
+            build.overrides(x, name)
+            for name in ("on_epoch_begin", "on_epoch_end")
+        )
         self._fit_thread = threading.get_ident()
 
     def get_numpy_iterator(self) -> Iterator[Any]:
@@ -136,6 +144,8 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
             )
         self._within_epoch = True
         self._delivered = 0
+        # What the hooks change is not known before they have run.
+        self._another_follows = not self._has_hooks and _epoch_follows()
         if (listener := self.listener()) is not None:
             listener.wants_quiet = False  # of a `fit` that was broken off
         self._run_hook("on_epoch_begin")
@@ -152,11 +162,14 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
 
     def take_pass(self, batches: _Batches) -> Pass:
         """The pass for an iterator that is asked for its first batch."""
+        before = self._latest and self._latest.its_pass
         self._latest = batches
         found, self._begun = self._begun, None
         if found is None:
             dataset = self.py_dataset
-            found = dataset._loader().open_pass(dataset, self.shuffle)
+            loader = dataset._loader()
+            found = loader.open_pass(dataset, self.shuffle, before)
+        found.lead_on(self._another_follows)
         if not self._trains:
             found.remember_first()
         listener = self.listener()
@@ -309,6 +322,11 @@ class _Batches(Iterator[Any]):
         self._adapter.book(listener, self._pass, waited_s)
         return self._adapter.standardize(batch)
 
+    @property
+    def its_pass(self) -> Pass | None:
+        """The pass; `None` if it has not begun, or was given up."""
+        return self._pass
+
     def give_up(self) -> Pass | None:
         """Ends this iterator and hands over its pass."""
         self._over = True
@@ -338,6 +356,30 @@ class _ForTensorFlow(Iterator[Any]):
         except BaseException as error:
             self._early_end.announce(error)
             raise StopIteration from None
+
+
+def _epoch_follows() -> bool:
+    """Whether the `fit` around the caller is to run another epoch.
+
+    Keras tells nobody but callbacks, and a dataset is none.
+    """
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_name
+        if name in ("fit", "evaluate", "predict"):
+            known = frame.f_locals
+            if isinstance(known.get("self"), Trainer):
+                epochs = known.get("epochs") if name == "fit" else None
+                epoch = known.get("epoch", known.get("initial_epoch"))
+                return (
+                    isinstance(epochs, int)
+                    and isinstance(epoch, int)
+                    and epoch + 1 < epochs
+                    # An epoch may then end anywhere in the dataset.
+                    and known.get("steps_per_epoch") is None
+                )
+        frame = frame.f_back
+    return False
 
 
 def _alive(

@@ -7,6 +7,10 @@ Everything happens in the thread that asks for a batch; there is no thread of
 the loader's own. Workers run on by themselves between two calls, as far as the
 lookahead has given them tickets.
 
+Where another epoch is known to follow, its first tickets go out behind the
+last ones of a pass, and its batches wait for the next one. Until that asks for
+one, the epoch has not begun.
+
 Invariant: a pass delivers position 0, 1, 2 ... of its schedule, each once. A
 result belongs to a position through the serial number of its ticket; whatever
 else arrives is discarded.
@@ -66,12 +70,12 @@ class Pass(Iterator[Any]):
     """One walk through a dataset: an epoch, as an iterator of batches."""
 
     def __init__(
-        self, loader: Loader, dataset: build.Dataset, shuffle: bool
+        self, loader: Loader, dataset: build.Dataset, walk: _Walk
     ) -> None:
         self._loader = loader
         # The dataset must not be collected while it is being walked through.
         self._dataset = dataset
-        self._walk = _Walk(shuffle)
+        self._walk = walk
         self._taken = 0  # of the skipped batches
         loader.enroll(self, self._walk)
 
@@ -92,6 +96,19 @@ class Pass(Iterator[Any]):
         if batch is _END:
             raise StopIteration
         return batch
+
+    def lead_on(self, leads_on: bool) -> None:
+        """Says whether another epoch follows, to be begun ahead of its time.
+
+        Its first batches are asked for when there is room behind the last of
+        this one. Give this pass to `Loader.open_pass` to have them.
+        """
+        self._walk.leads_on = leads_on
+
+    def take_following(self) -> _Walk | None:
+        """The epoch that was begun ahead of its time, if any."""
+        following, self._walk.following = self._walk.following, None
+        return following
 
     def time_batches(self, timed: bool) -> None:
         """Has the batches that are asked for from now on come with a span."""
@@ -167,7 +184,11 @@ class _Walk:
     Attributes:
         shuffle: Whether the order is drawn.
         schedule: The order, once the first batch was asked for.
-        epoch: The number of the epoch, from then on.
+        epoch: The number of the epoch, from then on; or, of a walk that has
+            not begun, what it will be if nobody else begins one before.
+        begun: Whether that number is its own.
+        leads_on: Whether a walk like this one is to follow.
+        following: That one, once tickets of it may be out.
         position: Of the next batch to deliver.
         issued: Positions below this one have been asked for.
         waiting: The serials of tickets that are out.
@@ -187,6 +208,9 @@ class _Walk:
         self.shuffle = shuffle
         self.schedule: Schedule | None = None
         self.epoch: int | None = None
+        self.begun = False
+        self.leads_on = False
+        self.following: _Walk | None = None
         self.position = 0
         self.issued = 0
         self.waiting: set[int] = set()
@@ -212,8 +236,9 @@ class _Walk:
 
     @property
     def ahead(self) -> int:
-        """Batches asked for and not delivered."""
-        return len(self.waiting) + len(self.ready)
+        """Batches asked for and not delivered, also of the next walk."""
+        ahead = len(self.waiting) + len(self.ready)
+        return ahead if self.following is None else ahead + self.following.ahead
 
     @property
     def is_running_out(self) -> bool:
@@ -256,6 +281,9 @@ class Loader:
         self._largest = 0  # bytes of the largest batch so far
         self._lookahead = _lookahead(settings, 0)
         self._look_s = 0.0  # when to look after the workers in any case
+        # Whether an epoch may be begun ahead of its time: not where epochs of
+        # different passes take turns.
+        self._leads_on = True
         self._changed = False
         # True while a call is under way, and left so by one that was broken
         # off (by Ctrl-C, say): then nothing the workers hold is to be relied
@@ -273,11 +301,20 @@ class Loader:
             self._drawn_seed = random.getrandbits(63)
         return self._drawn_seed
 
-    def open_pass(self, dataset: build.Dataset, shuffle: bool) -> Pass:
-        """A new pass; its epoch begins with its first batch."""
+    def open_pass(
+        self, dataset: build.Dataset, shuffle: bool, after: Pass | None = None
+    ) -> Pass:
+        """A new pass; its epoch begins with its first batch.
+
+        Args:
+            dataset: What this loader feeds from.
+            shuffle: Whether the order is drawn, unless the settings say.
+            after: The pass of the epoch before, with the same order.
+        """
         if self._settings.shuffle is not None:
             shuffle = self._settings.shuffle
-        return Pass(self, dataset, shuffle)
+        following = None if after is None else after.take_following()
+        return Pass(self, dataset, following or _Walk(shuffle))
 
     def run_hook(self, dataset: build.Dataset, name: str) -> None:
         """Runs `on_epoch_begin` or `on_epoch_end`, seeded by its number."""
@@ -447,22 +484,45 @@ class Loader:
             assert isinstance(reference, _PassRef)
             self._passes.discard(reference)
             self._retire(reference.walk)
+            if reference.walk.following is not None:
+                self._retire(reference.walk.following)
         if self._changed:
             self._change()
         if self._workers is None:
             with Uninterrupted():
                 self._workers = self._hire(dataset)
-        if walk.epoch is None:
-            walk.epoch, self.epoch = self.epoch, self.epoch + 1
-            self._workers.begin_epoch()
+        if not walk.begun:
+            self._begin(walk, dataset, self._workers)
+        return self._workers, self._plan(walk, dataset)
+
+    def _begin(
+        self, walk: _Walk, dataset: build.Dataset, workers: Workers
+    ) -> None:
+        """Gives a walk its epoch, for which no other can be prepared now."""
+        foretold = walk.schedule
+        if foretold is None or foretold.num_batches != dataset.num_batches:
+            self._forget_ahead(walk)
+            walk.epoch = self.epoch
+            walk.schedule = None
+        walk.begun = True
+        self.epoch += 1
+        workers.begin_epoch()
+        for other in self._walks():
+            if not other.begun and other.schedule is not None:
+                self._forget_ahead(other)
+                other.schedule = None
+                self._leads_on = False
+
+    def _plan(self, walk: _Walk, dataset: build.Dataset) -> Schedule:
         if walk.schedule is None:
+            assert walk.epoch is not None
             walk.schedule = plan_epoch(
                 dataset.num_batches,
                 shuffle=walk.shuffle,
                 seed=self.seed,
                 epoch=walk.epoch,
             )
-        return self._workers, walk.schedule
+        return walk.schedule
 
     def _refill(
         self, workers: Workers, walk: _Walk, schedule: Schedule
@@ -475,12 +535,46 @@ class Loader:
             # Batches behind it may fill the queue; it must come all the same.
             walk.ahead < allowed or walk.issued == walk.position
         ) and schedule.holds(walk.issued):
-            index = schedule.index_at(walk.issued)
-            if not walk.knows(walk.issued, index) and not self._issue(
-                workers, walk, index, key=walk.issued
-            ):
+            if not self._issue_next(workers, walk, schedule):
                 return
-            walk.issued += 1
+        if (
+            walk.leads_on
+            and self._leads_on
+            and self._settings.kind != "inline"
+            and walk.ahead < allowed
+            and not schedule.holds(walk.issued)
+        ):
+            self._refill_following(workers, walk, allowed)
+
+    def _refill_following(
+        self, workers: Workers, walk: _Walk, allowed: int
+    ) -> None:
+        """Begins the next epoch, behind the last batches of this one."""
+        dataset = self._dataset()
+        if dataset is None:
+            return
+        following = walk.following
+        if following is None:
+            following = walk.following = _Walk(walk.shuffle)
+        following.timed = walk.timed
+        if following.schedule is None:
+            following.epoch = self.epoch
+        schedule = self._plan(following, dataset)
+        while walk.ahead < allowed and schedule.holds(following.issued):
+            if not self._issue_next(workers, following, schedule):
+                return
+
+    def _issue_next(
+        self, workers: Workers, walk: _Walk, schedule: Schedule
+    ) -> bool:
+        """Has the next batch built, unless it is known; `False`: no room."""
+        index = schedule.index_at(walk.issued)
+        if not walk.knows(walk.issued, index) and not self._issue(
+            workers, walk, index, key=walk.issued
+        ):
+            return False
+        walk.issued += 1
+        return True
 
     def _has_room(self, walk: _Walk) -> bool:
         """Whether it is worth while to issue tickets now.
@@ -507,6 +601,8 @@ class Loader:
 
         A batch that has come already stays, at its position.
         """
+        if walk.following is not None:
+            self._forget_ahead(walk.following)
         end = walk.position + allowed
         late = {s for s in walk.waiting if self._routes[s].key >= end}
         workers.cancel(late)
@@ -691,7 +787,9 @@ class Loader:
                 self._workers.change()
 
     def _walks(self) -> list[_Walk]:
-        return [r.walk for r in self._passes if not r.walk.ended]
+        walks = [r.walk for r in self._passes]
+        following = [w.following for w in walks if w.following is not None]
+        return [walk for walk in walks + following if not walk.ended]
 
     # -- workers ------------------------------------------------------------
 

@@ -1,0 +1,274 @@
+"""The next epoch's first batches wait when an epoch, or validation, ends."""
+
+from __future__ import annotations
+
+import collections
+import threading
+import time
+
+import keras
+import numpy as np
+import pytest
+from samples import Numbered
+
+PLACES = {
+    "threads": {"workers": 2},
+    "processes": {"workers": 2, "use_multiprocessing": True},
+}
+PLACES_AND_INLINE = PLACES | {"inline": {"workers": 0}}
+everywhere = pytest.mark.parametrize("place", PLACES)
+with_inline = pytest.mark.parametrize("place", PLACES_AND_INLINE)
+TIMEOUT_S = 30
+
+
+class Noted(Numbered):
+    """Writes down every build; the rows of a batch say its epoch and level."""
+
+    def __init__(self, directory, length=6, **kwargs):
+        super().__init__(length, **kwargs)
+        self.directory = directory
+        self.level = 0
+
+    def __getitem__(self, index):
+        with open(self.directory / "builds", "a") as file:
+            file.write(f"{self.epoch} {index} {self.level}\n")
+        y = [[index, self.epoch, self.level, self.rng.integers(2**20)]] * 4
+        return np.zeros((4, 3), "float32"), np.array(y, "float32")
+
+    def builds(self):
+        """(epoch, index) of every build, in the order of their beginning."""
+        return [(epoch, index) for epoch, index, _ in self.builds_and_levels()]
+
+    def builds_and_levels(self):
+        path = self.directory / "builds"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [tuple(map(int, line.split())) for line in lines]
+
+    def wait_for(self, *wanted):
+        deadline = time.monotonic() + TIMEOUT_S
+        while not set(wanted) <= set(self.builds()):
+            assert time.monotonic() < deadline, self.builds()
+            time.sleep(0.01)
+
+
+class Hooked(Noted):
+    def on_epoch_end(self):
+        self.level += 1
+
+
+class Model(keras.Model):
+    """Trains on nothing, but keeps what it was given."""
+
+    def __init__(self):
+        super().__init__()
+        self.given = []
+
+    def train_step(self, *args):
+        batch = args[-1]
+        self.given.append(self._row(batch))
+        if keras.backend.backend() == "jax":
+            return {"loss": np.float32(0)}, args[0]
+        return {"loss": keras.ops.zeros(())}
+
+    def test_step(self, *args):
+        if keras.backend.backend() == "jax":
+            return {"loss": np.float32(0)}, args[0]
+        return {"loss": keras.ops.zeros(())}
+
+    def call(self, x):
+        return x
+
+    @staticmethod
+    def _row(batch):
+        return tuple(np.array(keras.ops.convert_to_numpy(batch[1]))[0].tolist())
+
+
+def fitted(dataset, epochs=3, callbacks=(), **kwargs):
+    """What a model was given, as (epoch, index, level, draw)."""
+    model = Model()
+    model.compile(run_eagerly=True, loss=None)
+    model.fit(
+        dataset,
+        epochs=epochs,
+        shuffle=False,
+        verbose=0,
+        callbacks=list(callbacks),
+        **kwargs,
+    )
+    return [(row[1], row[0], *row[2:]) for row in model.given]
+
+
+def every(epochs, length=6):
+    return [(e, i) for e in range(epochs) for i in range(length)]
+
+
+@everywhere
+@pytest.mark.backend
+def test_the_first_batches_of_an_epoch_are_built_during_validation(
+    place, tmp_path
+):
+    dataset = Noted(tmp_path, max_queue_size=3, **PLACES[place])
+
+    class WhileValidating(keras.callbacks.Callback):
+        def on_test_begin(self, logs=None):
+            epoch = len(waited) + 1
+            if epoch < 3:
+                dataset.wait_for(*[(epoch, index) for index in range(3)])
+            waited.append(dataset.builds()[-1])
+
+    waited = []
+    with dataset:
+        fitted(
+            dataset,
+            callbacks=[WhileValidating()],
+            validation_data=(np.zeros((4, 3)), np.zeros((4, 4))),
+        )
+    assert [epoch for epoch, _ in waited] == [1, 2, 2]
+
+
+@with_inline
+@pytest.mark.backend
+def test_each_batch_of_each_epoch_is_built_once_and_none_beyond(
+    place, tmp_path
+):
+    with Noted(tmp_path, **PLACES_AND_INLINE[place]) as dataset:
+        given = fitted(dataset)
+    assert [row[:2] for row in given] == every(3)
+    assert sorted(dataset.builds()) == every(3)
+
+
+@with_inline
+@pytest.mark.backend
+def test_a_fit_that_stops_early_begins_no_epoch_for_the_next(place, tmp_path):
+    class Stop(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.stop_training = epoch == 1
+
+    with Noted(tmp_path, seed=1, **PLACES_AND_INLINE[place]) as dataset:
+        given = fitted(dataset, epochs=9, callbacks=[Stop()])
+        given += fitted(dataset, epochs=1)
+    with Noted(tmp_path, seed=1) as inline:
+        assert given == fitted(inline)
+    assert [row[:2] for row in given] == every(3)
+
+
+@everywhere
+@pytest.mark.backend
+def test_an_epoch_hook_changes_every_batch_of_the_next_epoch(place, tmp_path):
+    with Hooked(tmp_path, max_queue_size=3, **PLACES[place]) as dataset:
+        given = fitted(dataset)
+    levels = collections.defaultdict(set)
+    for epoch, _, level, _ in given:
+        levels[epoch].add(level)
+    assert levels == {0: {1}, 1: {2}, 2: {3}}
+
+
+@everywhere
+@pytest.mark.backend
+def test_an_attribute_set_between_epochs_reaches_the_first_batch(
+    place, tmp_path
+):
+    dataset = Noted(tmp_path, max_queue_size=3, **PLACES[place])
+
+    class Harder(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch < 2:
+                dataset.wait_for((epoch + 1, 0))
+            dataset.level += 1
+
+    with dataset:
+        given = fitted(dataset, callbacks=[Harder()])
+    assert [row[:3] for row in given] == [(e, i, e) for e, i in every(3)]
+
+
+@everywhere
+@pytest.mark.backend
+def test_a_dataset_that_validates_too_has_its_epochs_in_their_order(
+    place, tmp_path
+):
+    (tmp_path / "inline").mkdir()
+    with Noted(tmp_path, seed=1, **PLACES[place]) as dataset:
+        given = fitted(dataset, validation_data=dataset)
+    with Noted(tmp_path / "inline", seed=1) as inline:
+        assert given == fitted(inline, validation_data=inline)
+    assert {row[0] for row in given} == {0, 2, 4}
+
+
+@everywhere
+def test_a_dataset_walked_through_between_epochs_keeps_its_count(
+    place, tmp_path
+):
+    dataset = Noted(tmp_path, seed=1, **PLACES[place])
+    walked = []
+
+    class Walk(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            walked.append([int(y[0, 1]) for _, y in dataset])
+
+    with dataset:
+        given = fitted(dataset, callbacks=[Walk()])
+    assert [row[:2] for row in given] == [
+        (2 * epoch, index) for epoch, index in every(3)
+    ]
+    assert walked == [[1] * 6, [3] * 6, [5] * 6]
+
+
+@everywhere
+def test_no_more_than_max_queue_size_batches_wait_across_epochs(
+    place, tmp_path
+):
+    dataset = Noted(tmp_path, length=4, max_queue_size=3, **PLACES[place])
+    most = []
+
+    class Count(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            most.append(sum(w.ahead for w in dataset._loader()._walks()[:1]))
+
+    with dataset:
+        fitted(dataset, callbacks=[Count()])
+    assert max(most) == 3
+
+
+@everywhere
+def test_an_exception_in_a_batch_built_ahead_comes_in_its_own_epoch(
+    place, tmp_path
+):
+    class Fails(Noted):
+        def __getitem__(self, index):
+            batch = super().__getitem__(index)
+            if self.epoch == 1 and index == 0:
+                raise OverflowError("not this one")
+            return batch
+
+    ended = []
+
+    class Ended(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            dataset.wait_for((1, 0))
+            ended.append(epoch)
+
+    with Fails(tmp_path, **PLACES[place]) as dataset:
+        with pytest.raises(OverflowError, match="not this one"):
+            fitted(dataset, callbacks=[Ended()])
+        assert ended == [0]
+        dataset.length = 2
+        assert len(list(dataset)) == 2
+
+
+def test_another_length_is_noticed_although_batches_were_built_ahead(tmp_path):
+    class Shrinks(Noted):
+        size = threading.local()
+
+        def __len__(self):
+            return getattr(self.size, "now", 4)
+
+    dataset = Shrinks(tmp_path, workers=2)
+    with dataset:
+        loader = dataset._loader()
+        first = loader.open_pass(dataset, False)
+        first.lead_on(True)
+        assert len(list(first)) == 4
+        dataset.wait_for((1, 0))
+        dataset.size.now = 2
+        second = loader.open_pass(dataset, False, first)
+        assert len(list(second)) == 2
