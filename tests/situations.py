@@ -51,6 +51,13 @@ class Sleeping(Batches):
         time.sleep(self.seconds)
 
 
+class Reshuffling(Sleeping):
+    """Begins no epoch before its hook has run."""
+
+    def on_epoch_end(self):
+        self.order = np.random.permutation(self.length)
+
+
 class Burning(Sleeping):
     """Computes in Python."""
 

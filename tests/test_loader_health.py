@@ -47,6 +47,13 @@ class SlowData(Numbered):
         return super().__getitem__(index)
 
 
+class ReshuffledSlowData(SlowData):
+    """Begins no epoch before its hook has run."""
+
+    def on_epoch_end(self):
+        self.order = np.random.permutation(self.length)
+
+
 class FreeData(Numbered):
     """Has its batches at hand."""
 
@@ -214,7 +221,7 @@ def test_a_slow_validation_dataset_does_not_raise_the_share_of_training():
 def test_slow_validation_steps_do_not_lower_the_share_of_training(kind):
     with FreeData() as dataset:
         logs = _fit(
-            SlowData(),
+            ReshuffledSlowData(),
             LoaderHealth(0),
             SlowTests(),
             epochs=2,

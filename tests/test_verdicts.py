@@ -14,6 +14,7 @@ from situations import (
     Batches,
     Burning,
     Dying,
+    Reshuffling,
     Sleeping,
     Straggling,
     Strided,
@@ -46,9 +47,9 @@ SITUATIONS = {
     "cores_full": Situation(Burning, {"seconds": 0.02, **PROCESSES}),
     "transfer_bound": Situation(Strided, {"length": 12, **PROCESS}, 0.0),
     "stragglers": Situation(Straggling, {"workers": 1}, 0.005),
-    "late_start": Situation(Sleeping, {"seconds": 0.2, "workers": 8}, 0.027),
+    "late_start": Situation(Reshuffling, {"seconds": 0.2, "workers": 8}, 0.027),
     "too_few_batches": Situation(
-        Sleeping, {"seconds": 0.1, "length": 3, "workers": 4}
+        Reshuffling, {"seconds": 0.1, "length": 3, "workers": 4}
     ),
     "unstable_workers": Situation(
         Dying, {"max_worker_restarts": 1000, **PROCESSES}
