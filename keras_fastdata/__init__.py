@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from keras_fastdata.callbacks.loader_health import LoaderHealth
     from keras_fastdata.dataset import FastPyDataset
+    from keras_fastdata.datasets.arrays import ArrayDataset
+    from keras_fastdata.datasets.images import ImageFileDataset
+    from keras_fastdata.datasets.samples import SampleDataset
+    from keras_fastdata.datasets.wrapped import accelerate
     from keras_fastdata.errors import (
         BatchTimeoutError,
         DatasetPicklingError,
@@ -24,14 +28,18 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "ArrayDataset",
     "BatchTimeoutError",
     "DatasetPicklingError",
     "FastPyDataset",
+    "ImageFileDataset",
     "LoaderError",
     "LoaderHealth",
+    "SampleDataset",
     "SharedList",
     "ThreadSafeIterator",
     "WorkerDiedError",
+    "accelerate",
     "profile",
     "threadsafe_generator",
 ]
@@ -39,14 +47,18 @@ __all__ = [
 # A name's module is imported when the name is first used: a worker that
 # imports the user's module, and so this package, must not pay for Keras.
 _HOMES = {
+    "ArrayDataset": "keras_fastdata.datasets.arrays",
     "BatchTimeoutError": "keras_fastdata.errors",
     "DatasetPicklingError": "keras_fastdata.errors",
     "FastPyDataset": "keras_fastdata.dataset",
+    "ImageFileDataset": "keras_fastdata.datasets.images",
     "LoaderError": "keras_fastdata.errors",
     "LoaderHealth": "keras_fastdata.callbacks.loader_health",
+    "SampleDataset": "keras_fastdata.datasets.samples",
     "SharedList": "keras_fastdata.shared_list",
     "ThreadSafeIterator": "keras_fastdata.iterators",
     "WorkerDiedError": "keras_fastdata.errors",
+    "accelerate": "keras_fastdata.datasets.wrapped",
     "profile": "keras_fastdata.profiling",
     "threadsafe_generator": "keras_fastdata.iterators",
 }

@@ -6,13 +6,14 @@ import dataclasses
 import itertools
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 import numpy as np
 
 from keras_fastdata.engine import build, seeding
 from keras_fastdata.engine.loader import Loader
+from keras_fastdata.engine.permutation import Permutation
 from keras_fastdata.engine.settings import Settings
 from keras_fastdata.memory.arena import aligned_empty
 from keras_fastdata.workers import role
@@ -291,6 +292,19 @@ class FastPyDataset(_Base):
         "A `np.random.Generator` for this very batch: its draws depend on "
         "seed, epoch and index alone."
     )
+    rng_for: _WhileBuilding[Callable[..., np.random.Generator]] = (
+        _WhileBuilding(
+            "`self.rng_for(*key)`: a generator whose draws depend on seed, "
+            "epoch and key, one or more integers of at least 0, such as the "
+            "index of a sample; in whichever batch it is asked for."
+        )
+    )
+    epoch_order: _WhileBuilding[Callable[[int], Permutation]] = _WhileBuilding(
+        "`self.epoch_order(length)`: a random order of `range(length)` that "
+        "depends on seed and epoch. `order[i]` is what comes at position i, "
+        "and `order.at(positions)` the same for an array; of a billion, too, "
+        "it takes no memory."
+    )
     epoch: _WhileBuilding[int] = _WhileBuilding(
         "Which walk through the dataset the batch is for, from 0. Each epoch "
         "of `fit`, each validation, each `for` loop is one."
@@ -451,13 +465,22 @@ class _Outside:
     def rng(self) -> np.random.Generator:
         internals = self._dataset._internals()
         if internals.outside_rng is None:
-            seed = internals.settings.seed
-            if not role.is_worker():
-                seed = self._dataset._loader().seed
             internals.outside_rng = seeding.generator(
-                seed or 0, seeding.OUTSIDE
+                self._seed, seeding.OUTSIDE
             )
         return internals.outside_rng
+
+    def rng_for(self, *key: int) -> np.random.Generator:
+        return build.rng_for(self._seed, self.epoch, *key)
+
+    def epoch_order(self, length: int) -> Permutation:
+        return build.epoch_order(self._seed, self.epoch, length)
+
+    @property
+    def _seed(self) -> int:
+        if role.is_worker():
+            return self._dataset._internals().settings.seed or 0
+        return self._dataset._loader().seed
 
 
 if not TYPE_CHECKING and not role.is_worker():

@@ -138,7 +138,6 @@ def test_each_batch_of_each_epoch_is_built_once_and_none_beyond(
 
 
 @with_inline
-@pytest.mark.backend
 def test_a_fit_that_stops_early_begins_no_epoch_for_the_next(place, tmp_path):
     class Stop(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
@@ -153,7 +152,6 @@ def test_a_fit_that_stops_early_begins_no_epoch_for_the_next(place, tmp_path):
 
 
 @everywhere
-@pytest.mark.backend
 def test_an_epoch_hook_changes_every_batch_of_the_next_epoch(place, tmp_path):
     with Hooked(tmp_path, max_queue_size=3, **PLACES[place]) as dataset:
         given = fitted(dataset)
@@ -164,7 +162,6 @@ def test_an_epoch_hook_changes_every_batch_of_the_next_epoch(place, tmp_path):
 
 
 @everywhere
-@pytest.mark.backend
 def test_an_attribute_set_between_epochs_reaches_the_first_batch(
     place, tmp_path
 ):

@@ -30,6 +30,7 @@ _ROOMS = [
     "__main__",
     "profiling",
     "target",
+    "datasets",
     "dataset",
     "callbacks",
     "iterators",
@@ -52,14 +53,18 @@ _HEAVY = {
     "ray",
 }
 _PUBLIC = [
+    "ArrayDataset",
     "BatchTimeoutError",
     "DatasetPicklingError",
     "FastPyDataset",
+    "ImageFileDataset",
     "LoaderError",
     "LoaderHealth",
+    "SampleDataset",
     "SharedList",
     "ThreadSafeIterator",
     "WorkerDiedError",
+    "accelerate",
     "profile",
     "threadsafe_generator",
 ]

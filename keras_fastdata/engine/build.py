@@ -7,6 +7,7 @@ a batch has the same bytes wherever it is built.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import random
 import threading
@@ -18,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from keras_fastdata.engine import seeding
+from keras_fastdata.engine.permutation import Permutation
 from keras_fastdata.engine.preserving import preserved_globals
 from keras_fastdata.memory.arena import aligned_empty
 
@@ -62,6 +64,23 @@ class Context:
                 self.seed, seeding.BATCH, self.epoch, self.index
             )
         return self._rng
+
+    def rng_for(self, *key: int) -> np.random.Generator:
+        return rng_for(self.seed, self.epoch, *key)
+
+    def epoch_order(self, length: int) -> Permutation:
+        return epoch_order(self.seed, self.epoch, length)
+
+
+def rng_for(seed: int, epoch: int, *key: int) -> np.random.Generator:
+    """What `self.rng_for` returns in that epoch."""
+    return seeding.generator(seed, seeding.PART, epoch, *key)
+
+
+@functools.lru_cache(maxsize=4)
+def epoch_order(seed: int, epoch: int, length: int) -> Permutation:
+    """What `self.epoch_order` returns in that epoch."""
+    return Permutation(length, seeding.sequence(seed, seeding.PARTS, epoch))
 
 
 _IDLE: set[Callable[..., Any]] = set()

@@ -28,6 +28,8 @@ USER = 3  # (epoch, index): `reseed`
 ORDER = 4  # (epoch): the permutation of an epoch
 HOOK = 5  # (n): the n-th call of on_epoch_begin / on_epoch_end
 OUTSIDE = 6  # (): `self.rng` where no batch is being built
+PART = 7  # (epoch, *key): `self.rng_for`
+PARTS = 8  # (epoch): `self.epoch_order`
 
 _MAX_DEPTH = 4  # of objects within objects in which generators are sought
 _MAX_ITEMS = 256  # of a container that is searched for generators

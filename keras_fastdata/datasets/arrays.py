@@ -1,0 +1,174 @@
+"""Batches of arrays that lie in memory or in a file."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from keras_fastdata.datasets.ordering import Indices, SampledDataset, Sampler
+
+
+class ArrayDataset(SampledDataset):
+    """Batches of the rows of arrays.
+
+    Arrays in memory are shared with worker processes, of which none has a
+    copy. From a file only the rows of a batch are read, in the order in which
+    they lie there.
+
+    Args:
+        x: Inputs: an array, a memory map, an h5py or zarr dataset, a pandas
+            object; or a nested structure (tuples, lists, dicts) of these, all
+            of the same length, the number of samples.
+        y: Targets, likewise, or `None`.
+        sample_weight: A weight for each sample, likewise, or `None`.
+        batch_size: Samples in a batch, at least 1. Defaults to 32.
+        transform: A function of what a batch is made of, `transform(x)`,
+            `transform(x, y)` or `transform(x, y, sample_weight)`, that returns
+            the batch. It may write to its arguments, and draw from
+            `np.random`, which is seeded for each batch.
+        drop_remainder: Whether to leave out a last batch that would be
+            smaller. Defaults to `False`.
+        shuffle: As in `SampleDataset`: `True` for a new order of all samples
+            every epoch, `False` for their own, `None` for their own with
+            `fit(shuffle=True)` shuffling whole batches, which suits files.
+        sampler: As in `SampleDataset`: weights, or a function.
+        **kwargs: Those of `FastPyDataset`.
+
+    Raises:
+        TypeError: An argument is unknown or of the wrong type.
+        ValueError: An argument is out of range, or lengths differ.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_fastdata import ArrayDataset
+    >>> x, y = np.arange(10.0).reshape(5, 2), np.arange(5)
+    >>> with ArrayDataset(x, y, batch_size=2) as dataset:
+    ...     [targets.tolist() for _, targets in dataset]
+    [[0, 1], [2, 3], [4]]
+    """
+
+    def __init__(
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        batch_size: int = 32,
+        transform: Callable[..., Any] | None = None,
+        *,
+        drop_remainder: bool = False,
+        shuffle: bool | None = None,
+        sampler: Sampler | npt.ArrayLike | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            batch_size,
+            drop_remainder=drop_remainder,
+            shuffle=shuffle,
+            sampler=sampler,
+            **kwargs,
+        )
+        if transform is not None and not callable(transform):
+            raise TypeError(
+                f"`transform` must be a function. Received: {transform!r}"
+            )
+        if sample_weight is not None and y is None:
+            raise ValueError("`sample_weight` needs `y`.")
+        parts = {"x": x, "y": y, "sample_weight": sample_weight}
+        lengths: dict[int, str] = {}  # and where each was met first
+
+        def usable(leaf: Any, name: str) -> Any:
+            array = _usable(leaf, name)
+            lengths.setdefault(len(array), name)
+            return array
+
+        self.arrays = tuple(
+            _mapped(functools.partial(usable, name=name), part)
+            for name, part in parts.items()
+            if part is not None
+        )
+        self.transform = transform
+        if len(lengths) != 1:
+            listed = ", ".join(
+                f"{count} in `{name}`" for count, name in lengths.items()
+            )
+            raise ValueError(
+                "All arrays must have the same number of samples. Received: "
+                f"{listed or 'no array'}."
+            )
+        (self._count,) = lengths
+
+    @property
+    def num_samples(self) -> int:
+        """The length of the arrays."""
+        return self._count
+
+    def __getitem__(self, index: int) -> Any:
+        indices = self.sample_indices(index)
+        batch = [
+            _mapped(lambda leaf: self._rows(leaf, indices), part)
+            for part in self.arrays
+        ]
+        if self.transform is not None:
+            return self.transform(*batch)
+        return batch[0] if len(batch) == 1 else tuple(batch)
+
+    def _rows(self, array: Any, indices: Indices) -> npt.NDArray[Any]:
+        """The rows of one array, in memory of the batch's own."""
+        count = len(indices)
+        if not isinstance(array, np.ndarray):
+            return self._read(array, indices)
+        plain = type(array) in (np.ndarray, np.memmap)
+        if not plain or array.dtype.hasobject or array.dtype.kind == "T":
+            return array[indices]
+        rows = self.empty((count, *array.shape[1:]), array.dtype)
+        if self._comes_in_runs:
+            rows[...] = array[indices[0] : indices[0] + count]
+        else:
+            # The indices are known to be right; NumPy would copy once more
+            # to find out.
+            np.take(array, indices, axis=0, out=rows, mode="clip")
+        return rows
+
+    def _read(self, array: Any, indices: Indices) -> npt.NDArray[Any]:
+        """The rows of something that is not an array, in ascending order."""
+        if self._comes_in_runs:
+            start = int(indices[0])
+            return np.asarray(array[start : start + len(indices)])
+        ascending, places = np.unique(indices, return_inverse=True)
+        found = np.asarray(array[ascending])
+        if np.array_equal(places, np.arange(len(found))):
+            return found
+        rows = self.empty((len(indices), *found.shape[1:]), found.dtype)
+        np.take(found, places, axis=0, out=rows, mode="clip")
+        return rows
+
+
+def _usable(leaf: Any, name: str) -> Any:
+    """An array, or what can be asked for rows like one."""
+    if hasattr(leaf, "to_numpy"):
+        leaf = leaf.to_numpy()
+    elif not isinstance(leaf, np.ndarray) and (
+        # A number or word, a tensor; but not a dataset in a file.
+        not hasattr(leaf, "shape") or hasattr(leaf, "device")
+    ):
+        leaf = np.asarray(leaf)
+    if not leaf.shape:
+        raise TypeError(
+            f"`{name}` must be arrays with one row for each sample. Received "
+            f"{leaf!r}, which has no rows."
+        )
+    return leaf
+
+
+def _mapped(function: Callable[[Any], Any], part: Any) -> Any:
+    """The same structure, with `function` of every leaf."""
+    if isinstance(part, dict):
+        return {key: _mapped(function, value) for key, value in part.items()}
+    if isinstance(part, (tuple, list)):
+        return type(part)([_mapped(function, value) for value in part])
+    return function(part)

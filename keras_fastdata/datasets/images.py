@@ -1,0 +1,521 @@
+"""Batches of image files, decoded at the size they are wanted in.
+
+open -> draft (JPEG: decode a smaller image) -> turn upright -> resize
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from keras_fastdata.datasets.ordering import Sampler
+from keras_fastdata.datasets.samples import SampleDataset
+from keras_fastdata.shared_list import SharedList
+
+FORMATS = (".bmp", ".gif", ".jpeg", ".jpg", ".png")
+
+_MODES = {"rgb": "RGB", "rgba": "RGBA", "grayscale": "L"}
+_RESAMPLING = {
+    "nearest": "NEAREST",
+    "bilinear": "BILINEAR",
+    "bicubic": "BICUBIC",
+    "area": "BOX",
+    "lanczos3": "LANCZOS",
+}
+_ORIENTATION = 0x0112  # the EXIF tag
+_LYING = (5, 6, 7, 8)  # orientations that swap height and width
+
+Image = npt.NDArray[Any]
+_Box = tuple[float, float, float, float]  # left, upper, right, lower
+
+
+class ImageFileDataset(SampleDataset):
+    """Batches of images that lie in files of their own.
+
+    A batch is `images`, or `(images, labels)`: images of shape `(n, height,
+    width, channels)`, 0 to 255. They are turned upright as their EXIF data
+    says, and resized with antialiasing; of a JPEG that is to shrink, only so
+    much is decoded as its new size needs. Pillow is used, the extra `images`.
+
+    Args:
+        paths: Paths of the files, one for each sample.
+        labels: A number, or an array of numbers, for each; or `None`.
+            Integers arrive as int32, others as float32.
+        image_size: Height and width, or one integer for both. Defaults to
+            256 by 256.
+        batch_size: Samples in a batch, at least 1. Defaults to 32.
+        transform: A function of one image, of shape `(height, width,
+            channels)`, that returns what takes its place: `transform(image)`,
+            or `transform(image, rng)` for one that draws, from a NumPy
+            generator of this image's own.
+        color_mode: "rgb", "rgba" or "grayscale": 3, 4 or 1 channels.
+        interpolation: "bilinear", "nearest", "bicubic", "area" or "lanczos3".
+        crop_to_aspect_ratio: Whether to cut off from the longer sides what
+            does not fit the aspect ratio of `image_size`, rather than to
+            distort.
+        pad_to_aspect_ratio: Whether to fill up with black instead.
+        dtype: "uint8", a quarter of what "float32" moves, or any other. The
+            values are the same.
+        decoder: A function `decoder(path, image_size)` that reads a file in
+            place of Pillow, and returns an array of shape `(height, width,
+            channels)`.
+        drop_remainder: As in `SampleDataset`; `shuffle` and `sampler`, too.
+        shuffle: See there.
+        sampler: See there.
+        **kwargs: Those of `FastPyDataset`. Pillow decodes without holding
+            Python's lock, so that threads do as well as processes.
+
+    Attributes:
+        paths: The paths of all samples.
+        labels: Their labels, as an array, or `None`.
+        class_names: The names of the labels, where a directory told them.
+
+    Raises:
+        ImportError: Pillow is not installed, and there is no `decoder`.
+        TypeError: An argument is unknown or of the wrong type.
+        ValueError: An argument is out of range.
+
+    While batches are fetched: whatever reading a file raises, with its path in
+    a note.
+
+    Example:
+
+    >>> import tempfile
+    >>> import PIL.Image
+    >>> from keras_fastdata import ImageFileDataset
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     paths = [f"{folder}/{n}.png" for n in range(3)]
+    ...     for path in paths:
+    ...         PIL.Image.new("RGB", (40, 30), "red").save(path)
+    ...     dataset = ImageFileDataset(paths, [0, 1, 0], image_size=(16, 24))
+    ...     images, labels = dataset[0]
+    >>> images.shape, images.dtype, labels.tolist()
+    ((3, 16, 24, 3), dtype('uint8'), [0, 1, 0])
+    """
+
+    def __init__(
+        self,
+        paths: Iterable[str | os.PathLike[str]],
+        labels: npt.ArrayLike | None = None,
+        image_size: int | Sequence[int] = (256, 256),
+        batch_size: int = 32,
+        transform: Callable[..., Any] | None = None,
+        *,
+        color_mode: str = "rgb",
+        interpolation: str = "bilinear",
+        crop_to_aspect_ratio: bool = False,
+        pad_to_aspect_ratio: bool = False,
+        dtype: npt.DTypeLike = "uint8",
+        decoder: Callable[..., Any] | None = None,
+        drop_remainder: bool = False,
+        shuffle: bool | None = None,
+        sampler: Sampler | npt.ArrayLike | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            None,
+            batch_size,
+            drop_remainder=drop_remainder,
+            shuffle=shuffle,
+            sampler=sampler,
+            **kwargs,
+        )
+        if isinstance(paths, (str, bytes, os.PathLike)):
+            raise TypeError(
+                f"`paths` must be the paths of the files. Received {paths!r}; "
+                "for a folder, see `ImageFileDataset.from_directory`."
+            )
+        self.paths = SharedList([os.fspath(path) for path in paths])
+        self.labels = _labels_of(labels, len(self.paths))
+        self.class_names: list[str] | None = None
+        self.image_size = _size_of(image_size)
+        self.transform = transform
+        self._transform_draws = _takes_a_generator(transform)
+        self.color_mode = _one_of("color_mode", color_mode, _MODES)
+        self.interpolation = _one_of(
+            "interpolation", interpolation, _RESAMPLING
+        )
+        if crop_to_aspect_ratio and pad_to_aspect_ratio:
+            raise ValueError(
+                "Only one of `crop_to_aspect_ratio` and `pad_to_aspect_ratio` "
+                "may be True."
+            )
+        self.crop_to_aspect_ratio = bool(crop_to_aspect_ratio)
+        self.pad_to_aspect_ratio = bool(pad_to_aspect_ratio)
+        self.dtype = np.dtype(dtype)
+        self.decoder = decoder
+        if decoder is None:
+            _require_pillow()
+
+    @classmethod
+    def from_directory(
+        cls,
+        directory: str | os.PathLike[str],
+        labels: Sequence[int] | str | None = "inferred",
+        label_mode: str | None = "int",
+        class_names: Sequence[str] | None = None,
+        color_mode: str = "rgb",
+        batch_size: int = 32,
+        image_size: int | Sequence[int] = (256, 256),
+        shuffle: bool = True,
+        seed: int | None = None,
+        validation_split: float | None = None,
+        subset: str | None = None,
+        interpolation: str = "bilinear",
+        follow_links: bool = False,
+        crop_to_aspect_ratio: bool = False,
+        pad_to_aspect_ratio: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """The images below a folder, found and labelled as Keras does it.
+
+        The arguments are those of `keras.utils.image_dataset_from_directory`.
+
+        Args:
+            directory: The folder; with a folder in it for each class, where
+                labels are inferred.
+            labels: "inferred": from the folders. A list of integers: of all
+                files in alphabetical order. `None`: there are none.
+            label_mode: "int": int32. "binary": float32 0 or 1, of shape
+                `(n, 1)`. "categorical": float32, one-hot. `None`: no labels.
+            class_names: The folders to take, in the order of their numbers.
+            color_mode: See `ImageFileDataset`; so are all that follow and
+                are not described here.
+            batch_size: See there.
+            image_size: See there.
+            shuffle: Whether samples come in a new random order every epoch.
+                A split draws its files at random, too, then.
+            seed: Of the split and of the dataset. A split that is drawn at
+                random needs one.
+            validation_split: Which share of the files to keep for validation,
+                between 0 and 1. The same files as in Keras, for the same seed.
+            subset: "training", "validation", or "both" for a pair of
+                datasets, of which the second does not shuffle.
+            interpolation: See there.
+            follow_links: Whether to look into folders that are links.
+            crop_to_aspect_ratio: See there.
+            pad_to_aspect_ratio: See there.
+            **kwargs: The other arguments of `ImageFileDataset`.
+
+        Returns:
+            A dataset, or a pair of them; `class_names` is set.
+
+        Raises:
+            ValueError: There are no images, or arguments contradict another.
+        """
+        _check_split(validation_split, subset, shuffle, seed)
+        if label_mode not in ("int", "binary", "categorical", None):
+            raise ValueError(
+                '`label_mode` must be "int", "binary", "categorical" or None. '
+                f"Received: {label_mode!r}"
+            )
+        paths, numbers, names = _files_in(
+            os.fspath(directory),
+            None if label_mode is None else labels,
+            class_names,
+            follow_links,
+        )
+        if label_mode == "binary" and names is not None and len(names) != 2:
+            raise ValueError(
+                f'`label_mode="binary"` needs two classes. There are '
+                f"{len(names)}: {names}"
+            )
+        order = np.arange(len(paths))
+        if shuffle and validation_split:
+            # As Keras draws it.
+            np.random.RandomState(seed).shuffle(order)
+
+        def make(places: npt.NDArray[np.int64], shuffles: bool) -> Any:
+            if not len(places):
+                raise ValueError(
+                    f"No images found in directory {directory}, or too few to "
+                    f"split. Files must end in one of {', '.join(FORMATS)}."
+                )
+            dataset = cls(
+                [paths[place] for place in places],
+                None
+                if numbers is None
+                else _in_mode(numbers[places], label_mode, names),
+                image_size,
+                batch_size,
+                color_mode=color_mode,
+                interpolation=interpolation,
+                crop_to_aspect_ratio=crop_to_aspect_ratio,
+                pad_to_aspect_ratio=pad_to_aspect_ratio,
+                shuffle=shuffles,
+                seed=seed,
+                **kwargs,
+            )
+            dataset.class_names = names
+            return dataset
+
+        if not validation_split:
+            return make(order, shuffle)
+        # `int`, and a slice from the end, as in Keras.
+        split = len(paths) - int(validation_split * len(paths))
+        if subset == "training":
+            return make(order[:split], shuffle)
+        if subset == "validation":
+            return make(order[split:], shuffle)
+        return make(order[:split], shuffle), make(order[split:], False)
+
+    @property
+    def num_samples(self) -> int:
+        """The number of files."""
+        return len(self.paths)
+
+    def get_sample(self, index: int) -> Any:
+        """Returns image `index`, with its label where there are labels."""
+        path = self.paths[index]
+        try:
+            image = self._read(path)
+        except Exception as error:
+            error.add_note(f"While reading {path}.")
+            raise
+        if self.transform is not None:
+            drawn = (self.rng,) if self._transform_draws else ()
+            image = self.transform(image, *drawn)
+        return image if self.labels is None else (image, self.labels[index])
+
+    def _read(self, path: str) -> Image:
+        if self.decoder is not None:
+            return np.asarray(self.decoder(path, self.image_size), self.dtype)
+        image = np.asarray(self._decode(path))
+        if image.ndim == 2:
+            image = image[:, :, np.newaxis]
+        return image if image.dtype == self.dtype else image.astype(self.dtype)
+
+    def _decode(self, path: str) -> Any:
+        from PIL import Image as pillow
+        from PIL import ImageOps
+
+        height, width = self.image_size
+        mode = _MODES[self.color_mode]
+        resampling = pillow.Resampling[_RESAMPLING[self.interpolation]]
+        with pillow.open(path) as image:
+            lies = image.getexif().get(_ORIENTATION, 1) in _LYING
+            size = image.size[::-1] if lies else image.size
+            box, wanted = self._fitted(size)
+            # Every part of the box must be there in the size it is wanted in.
+            scale = max(
+                wanted[0] / (box[2] - box[0]), wanted[1] / (box[3] - box[1])
+            )
+            needed = (
+                math.ceil(scale * image.size[0]),
+                math.ceil(scale * image.size[1]),
+            )
+            image.draft("L" if mode == "L" else "RGB", needed)
+            upright = _in_bytes(ImageOps.exif_transpose(image))
+            if upright.mode != mode:
+                upright = upright.convert(mode)
+        if self.crop_to_aspect_ratio:
+            shrunk = upright.size[0] / size[0], upright.size[1] / size[1]
+            upright = upright.crop(
+                [round(edge * shrunk[n % 2]) for n, edge in enumerate(box)]
+            )
+        resized = upright.resize(wanted, resampling)
+        if wanted == (width, height):
+            return resized
+        whole = pillow.new(mode, (width, height))
+        corner = (width - wanted[0]) // 2, (height - wanted[1]) // 2
+        whole.paste(resized, corner)
+        return whole
+
+    def _fitted(self, size: tuple[int, int]) -> tuple[_Box, tuple[int, int]]:
+        """Which part of an image becomes how large a part of the result.
+
+        Args:
+            size: Of the image: width and height.
+        """
+        height, width = self.image_size
+        whole = (0.0, 0.0, float(size[0]), float(size[1]))
+        ratio = width / height
+        if self.crop_to_aspect_ratio:
+            kept = min(size[0], size[1] * ratio), min(size[1], size[0] / ratio)
+            left, upper = (size[0] - kept[0]) / 2, (size[1] - kept[1]) / 2
+            return (left, upper, left + kept[0], upper + kept[1]), (
+                width,
+                height,
+            )
+        if self.pad_to_aspect_ratio:
+            scale = min(width / size[0], height / size[1])
+            return whole, (
+                max(1, round(size[0] * scale)),
+                max(1, round(size[1] * scale)),
+            )
+        return whole, (width, height)
+
+
+def _in_bytes(image: Any) -> Any:
+    """An image of 16 bits a channel as one of 8."""
+    if not image.mode.startswith("I"):
+        return image
+    from PIL import Image as pillow
+
+    values = np.asarray(image).astype(np.int64) >> 8
+    return pillow.fromarray(np.clip(values, 0, 255).astype(np.uint8))
+
+
+def _require_pillow() -> None:
+    try:
+        import PIL.Image  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            "ImageFileDataset reads images with Pillow: "
+            "`pip install 'keras-fastdata[images]'`. Or pass a `decoder`."
+        ) from error
+
+
+def _labels_of(labels: npt.ArrayLike | None, count: int) -> Any:
+    if labels is None:
+        return None
+    found = np.asarray(labels)
+    if found.dtype.kind not in "biuf":
+        raise TypeError(
+            f"`labels` must be numbers. Received dtype {found.dtype}; number "
+            "the classes, or use `ImageFileDataset.from_directory`."
+        )
+    if found.shape[:1] != (count,):
+        raise ValueError(
+            f"`labels` must have one label for each of the {count} paths. "
+            f"Received an array of shape {found.shape}."
+        )
+    return found.astype("float32" if found.dtype.kind == "f" else "int32")
+
+
+def _size_of(image_size: int | Sequence[int]) -> tuple[int, int]:
+    sides = (
+        [image_size] * 2 if isinstance(image_size, int) else list(image_size)
+    )
+    if len(sides) != 2 or not all(
+        isinstance(side, (int, np.integer)) and side > 0 for side in sides
+    ):
+        raise ValueError(
+            "`image_size` must be a height and a width, at least 1. Received: "
+            f"{image_size!r}"
+        )
+    return int(sides[0]), int(sides[1])
+
+
+def _one_of(name: str, value: Any, allowed: Iterable[str]) -> str:
+    if value not in allowed:
+        listed = ", ".join(f'"{one}"' for one in allowed)
+        raise ValueError(
+            f"`{name}` must be one of {listed}. Received: {value!r}"
+        )
+    return str(value)
+
+
+def _takes_a_generator(transform: Callable[..., Any] | None) -> bool:
+    """Whether a function has a second argument that it cannot do without."""
+    if transform is None:
+        return False
+    if not callable(transform):
+        raise TypeError(
+            f"`transform` must be a function. Received: {transform!r}"
+        )
+    try:
+        parameters = inspect.signature(transform).parameters.values()
+    except ValueError:
+        return False  # written in C, without a signature
+    required = [
+        p
+        for p in parameters
+        if p.default is p.empty
+        and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    return len(required) > 1
+
+
+# -- folders -----------------------------------------------------------------
+
+
+def _files_in(
+    directory: str,
+    labels: Sequence[int] | str | None,
+    class_names: Sequence[str] | None,
+    follow_links: bool,
+) -> tuple[list[str], npt.NDArray[Any] | None, list[str] | None]:
+    """Paths, class numbers and class names, in Keras's order."""
+    if isinstance(labels, str):
+        _one_of("labels", labels, ["inferred"])
+        names = sorted(
+            entry.name
+            for entry in os.scandir(directory)
+            if entry.is_dir() and not entry.name.startswith(".")
+        )
+        if class_names is not None:
+            missing = [name for name in class_names if name not in names]
+            if missing:
+                raise ValueError(
+                    f"`class_names` are folders of {directory}, which has no "
+                    f"{missing}; there are {names}."
+                )
+            names = list(class_names)
+        by_class = [
+            list(_files_below(os.path.join(directory, name), follow_links))
+            for name in names
+        ]
+        paths = [path for found in by_class for path in found]
+        counts = [len(found) for found in by_class]
+        return paths, np.repeat(np.arange(len(names)), counts), names
+    if class_names is not None:
+        raise ValueError('`class_names` needs `labels="inferred"`.')
+    paths = list(_files_below(directory, follow_links))
+    if labels is None:
+        return paths, None, None
+    numbers = np.asarray(labels)
+    if numbers.shape != (len(paths),):
+        raise ValueError(
+            f"`labels` must have one label for each of the {len(paths)} files "
+            f"in {directory}. Received {len(labels)}."
+        )
+    return paths, numbers, [str(number) for number in np.unique(numbers)]
+
+
+def _files_below(directory: str, follow_links: bool) -> Iterator[str]:
+    for root, _, names in sorted(
+        os.walk(directory, followlinks=follow_links), key=lambda found: found[0]
+    ):
+        for name in sorted(names):
+            if name.lower().endswith(FORMATS):
+                yield os.path.join(root, name)
+
+
+def _in_mode(
+    numbers: npt.NDArray[Any], mode: str | None, names: list[str] | None
+) -> npt.NDArray[Any]:
+    if mode == "binary":
+        return numbers.astype("float32")[:, np.newaxis]
+    if mode == "categorical":
+        rows: npt.NDArray[Any] = np.eye(len(names or ()), dtype="float32")
+        numbers = rows[numbers]
+    return numbers
+
+
+def _check_split(
+    share: float | None, subset: str | None, shuffle: bool, seed: int | None
+) -> None:
+    if share is not None and not 0 < share < 1:
+        raise ValueError(
+            f"`validation_split` must be between 0 and 1. Received: {share}"
+        )
+    if (share is None) != (subset is None):
+        raise ValueError(
+            "`validation_split` says how many files to keep apart, and "
+            "`subset` which of the two parts this is; pass both or neither."
+        )
+    if subset is not None:
+        _one_of("subset", subset, ["training", "validation", "both"])
+        if shuffle and seed is None:
+            raise ValueError(
+                "Pass a `seed`, so that the training and the validation "
+                "subset are drawn alike and have no file in common; or "
+                "`shuffle=False`."
+            )

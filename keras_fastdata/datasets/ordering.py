@@ -1,0 +1,188 @@
+"""Which samples a batch is made of.
+
+A position counts the samples of an epoch; batch k has those from k times
+`batch_size` on. Which sample is at a position depends on seed, epoch and
+position alone, and is computed a batch at a time.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from keras_fastdata.dataset import FastPyDataset
+
+Indices = npt.NDArray[np.int64]
+Sampler = Callable[[np.random.Generator, int], npt.ArrayLike]
+
+_DRAWN = 4096  # positions whose random numbers are drawn at a time
+_EPOCHS_KEPT = 2  # the one that ends, and the one that begins
+
+# First elements of the keys of `rng_for`, of which samples have the plain ones.
+_WEIGHTS = 1 << 62
+_SAMPLER = _WEIGHTS + 1
+
+
+class SampledDataset(FastPyDataset):
+    """What datasets of samples have in common.
+
+    Args:
+        batch_size: Samples in a batch, at least 1.
+        drop_remainder: Whether to leave out a last batch that would be
+            smaller.
+        shuffle: `True`: samples come in a new random order every epoch.
+            `False`: in their own. Either way `fit(shuffle=)` adds nothing.
+            `None`: in their own, and `fit(shuffle=True)`, Keras's default,
+            has whole batches come in another order.
+        sampler: Draws the samples of an epoch, in place of `shuffle`. An array
+            of weights, one for each sample, at least 0: as many samples as
+            there are, drawn with replacement in proportion. Or a function
+            `sampler(rng, num_samples)` that returns as many indices, drawn
+            from the NumPy generator `rng`. It is called once in an epoch by
+            each process that builds, and must return the same each time.
+        **kwargs: Those of `FastPyDataset`.
+
+    Raises:
+        TypeError: An argument is of the wrong type.
+        ValueError: An argument is out of range.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        *,
+        drop_remainder: bool,
+        shuffle: bool | None,
+        sampler: Sampler | npt.ArrayLike | None,
+        **kwargs: Any,
+    ) -> None:
+        order = None if shuffle is None and sampler is None else False
+        super().__init__(shuffle=order, **kwargs)
+        self.batch_size = _at_least_one("batch_size", batch_size)
+        self.drop_remainder = bool(drop_remainder)
+        self._shuffles = bool(shuffle)
+        if shuffle and sampler is not None:
+            raise ValueError(
+                "`sampler` draws the samples of an epoch in an order of its "
+                "own; leave out `shuffle`."
+            )
+        self._sampler = sampler if callable(sampler) else None
+        self._shares: npt.NDArray[np.float64] | None = None
+        if sampler is not None and self._sampler is None:
+            self._shares = _cumulated(sampler)
+        self._drawn: dict[int, Indices] = {}  # by epoch
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in an epoch."""
+        raise NotImplementedError(
+            f"{type(self).__name__} must define the property `num_samples`."
+        )
+
+    def __len__(self) -> int:
+        whole, rest = divmod(self.num_samples, self.batch_size)
+        return whole + bool(rest and not self.drop_remainder)
+
+    def sample_indices(self, index: int) -> Indices:
+        """The samples that batch `index` of the present epoch is made of.
+
+        Args:
+            index: From 0.
+
+        Returns:
+            An int64 array of shape `(n,)`, n at most `batch_size`.
+        """
+        start = index * self.batch_size
+        stop = min(start + self.batch_size, self.num_samples)
+        positions = np.arange(start, stop, dtype=np.int64)
+        if self._sampler is not None:
+            return self._sampled(self._sampler)[positions]
+        if self._shares is not None:
+            return self._drawn_by_weight(positions, self._shares)
+        if self._shuffles:
+            return self.epoch_order(self.num_samples).at(positions)
+        return positions
+
+    @property
+    def _comes_in_runs(self) -> bool:
+        """Whether the samples of a batch are neighbours."""
+        return not (self._shuffles or self._draws_again)
+
+    @property
+    def _draws_again(self) -> bool:
+        """Whether a sample may come more than once in an epoch."""
+        return self._sampler is not None or self._shares is not None
+
+    def _drawn_by_weight(
+        self, positions: Indices, shares: npt.NDArray[np.float64]
+    ) -> Indices:
+        if len(shares) != self.num_samples:
+            raise ValueError(
+                f"`sampler` has {len(shares)} weights for {self.num_samples} "
+                "samples; pass one for each."
+            )
+        blocks = np.unique(positions // _DRAWN)
+        numbers = np.concatenate(
+            [self.rng_for(_WEIGHTS, int(b)).random(_DRAWN) for b in blocks]
+        )
+        found = numbers[positions - blocks[0] * _DRAWN]
+        return np.asarray(np.searchsorted(shares, found, "right"), np.int64)
+
+    def _sampled(self, sampler: Sampler) -> Indices:
+        epoch = self.epoch
+        found = self._drawn.get(epoch)
+        if found is None:
+            count = self.num_samples
+            found = np.asarray(sampler(self.rng_for(_SAMPLER), count))
+            if found.shape != (count,) or found.dtype.kind not in "iu":
+                raise ValueError(
+                    f"`sampler` must return {count} indices, as many as there "
+                    f"are samples. It returned an array of shape "
+                    f"{found.shape} and dtype {found.dtype}."
+                )
+            if count and not 0 <= found.min() <= found.max() < count:
+                raise ValueError(
+                    f"`sampler` returned indices from {found.min()} to "
+                    f"{found.max()}; there are {count} samples, from 0 on."
+                )
+            found = found.astype(np.int64)
+            kept = {**self._drawn, epoch: found}
+            # In one go: threads share it.
+            self._drawn = {e: kept[e] for e in sorted(kept)[-_EPOCHS_KEPT:]}
+        return found
+
+
+def _at_least_one(name: str, value: Any) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"`{name}` must be an integer of at least 1. Received: {value!r}"
+        ) from None
+    if number < 1 or isinstance(value, bool):
+        raise ValueError(
+            f"`{name}` must be an integer of at least 1. Received: {value!r}"
+        )
+    return number
+
+
+def _cumulated(weights: Any) -> npt.NDArray[np.float64]:
+    """Weights as the shares of all up to and with each; the last is 1."""
+    found = np.asarray(weights, np.float64)
+    if found.ndim != 1:
+        raise ValueError(
+            "`sampler` must be a function or an array of weights, one for "
+            f"each sample. Received an array of shape {found.shape}."
+        )
+    sums: npt.NDArray[np.float64] = np.cumsum(found)
+    if not len(sums) or not 0 < sums[-1] < np.inf or found.min() < 0:
+        raise ValueError(
+            "The weights of `sampler` must be finite, at least 0, and not all "
+            f"0. Received: {found}"
+        )
+    sums /= sums[-1]
+    return sums

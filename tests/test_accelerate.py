@@ -1,0 +1,181 @@
+"""Datasets of Keras's, built by our workers."""
+
+from __future__ import annotations
+
+import itertools
+
+import keras
+import numpy as np
+import pytest
+from accelerate_samples import Endless, Old, Plain, Shuffled
+from keras.src.legacy.preprocessing.image import ImageDataGenerator
+from PIL import Image
+
+from keras_fastdata import FastPyDataset, accelerate
+
+PROCESSES = [1, 2]
+by_number = pytest.mark.parametrize("workers", PROCESSES)
+
+
+def walk(dataset, epochs=2):
+    """Several epochs, as nested tuples of bytes."""
+    with dataset:
+        return [
+            [tuple(part.tobytes() for part in batch) for batch in dataset]
+            for _ in range(epochs)
+        ]
+
+
+@by_number
+def test_batches_come_in_order_and_draw_alike_in_any_number_of_processes(
+    workers,
+):
+    made = accelerate(Old(), workers, use_multiprocessing=True, seed=3)
+    found = walk(made)
+    assert found == walk(accelerate(Old(), 0, seed=3))
+    draws = [draw for epoch in found for _, draw in epoch]
+    assert len(set(draws)) == 18
+    indices = [np.frombuffer(x, int)[0] for x, _ in found[0]]
+    assert indices == list(range(9))
+
+
+@pytest.mark.backend
+@pytest.mark.parametrize("workers", [0, 2])
+def test_epoch_hooks_run_in_the_training_process_and_reach_the_workers(
+    workers,
+):
+    orders = []
+    inner = Shuffled()
+
+    class Note(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            orders.append(inner.order.tolist())
+
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    kwargs = {"workers": workers, "use_multiprocessing": bool(workers)}
+    with accelerate(inner, **kwargs) as dataset:
+        model.fit(
+            dataset, epochs=2, shuffle=False, verbose=0, callbacks=[Note()]
+        )
+        found = [int(x[0, 0]) for x, _ in dataset]
+    assert orders[0] != orders[1]
+    assert found == inner.order.tolist()
+    assert sorted(found) == list(range(9))
+
+
+def test_a_dataset_that_knows_nothing_of_keras_will_do():
+    with accelerate(Plain(), 2) as dataset:
+        assert [int(x[0, 0]) for x, _ in dataset] == [0, 1, 2]
+
+
+def test_a_dataset_without_an_end_has_none():
+    with accelerate(Endless(), 2, seed=1) as dataset:
+        assert dataset.num_batches is None
+        found = [int(x[0, 0]) for x, _ in itertools.islice(dataset, 20)]
+    assert found == list(range(20))
+
+
+def test_the_datasets_own_attributes_are_there():
+    dataset = accelerate(Old())
+    assert dataset.name == "old"
+    assert dataset.dataset.length == len(dataset) == 9
+    with pytest.raises(AttributeError, match="colour"):
+        _ = dataset.colour
+
+
+@pytest.mark.parametrize(
+    ("dataset", "said"),
+    [
+        (iter([1]), "cannot be asked for batch 7"),
+        (accelerate(Plain()), "FastPyDataset already"),
+    ],
+    ids=["generator", "ours"],
+)
+def test_what_cannot_be_shared_out_is_refused(dataset, said):
+    with pytest.raises(TypeError, match=said):
+        accelerate(dataset)
+
+
+def test_a_dataset_with_hooks_of_keras_own_has_none():
+    idle = FastPyDataset.on_epoch_end
+    assert type(accelerate(Old())).on_epoch_end is idle
+    assert type(accelerate(Shuffled())).on_epoch_end is not idle
+
+
+# -- ImageDataGenerator --------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Twelve different images of two classes."""
+    rng = np.random.default_rng(0)
+    for number in range(12):
+        path = tmp_path / "ab"[number % 2] / f"{number}.png"
+        path.parent.mkdir(exist_ok=True)
+        pixels = rng.integers(0, 256, (4, 4, 3), "uint8")
+        Image.fromarray(pixels).resize((20, 20)).save(path)
+    return tmp_path
+
+
+def flow(source, seed):
+    """An iterator that shuffles and augments."""
+    generator = ImageDataGenerator(
+        horizontal_flip=True, brightness_range=(0.5, 1.5)
+    )
+    if isinstance(source, np.ndarray):
+        return generator.flow(
+            source, np.arange(len(source)), batch_size=4, seed=seed
+        )
+    return generator.flow_from_directory(
+        source, target_size=(16, 16), batch_size=4, seed=seed
+    )
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+@pytest.mark.parametrize("source", ["arrays", "folder"])
+@by_number
+def test_images_are_augmented_alike_in_any_number_of_processes(
+    workers, source, seed, folder
+):
+    if source == "arrays":
+        rows = np.random.default_rng(0).integers(0, 256, (12, 8, 8, 3), "uint8")
+        source = rows
+    else:
+        source = folder
+    np.random.seed(1)
+    inline = walk(accelerate(flow(source, seed), 0, seed=3))
+    np.random.seed(1)
+    made = accelerate(
+        flow(source, seed), workers, use_multiprocessing=True, seed=3
+    )
+    assert walk(made) == inline
+    images = [x for epoch in inline for x, _ in epoch]
+    assert len(set(images)) == 6
+
+
+@pytest.mark.backend
+@pytest.mark.parametrize("workers", [1, 2])
+def test_each_epoch_of_fit_has_every_image_once_in_an_order_of_its_own(
+    workers,
+):
+    rows = np.zeros((12, 8, 8, 3), "uint8")
+    given = []
+
+    class Model(keras.Model):
+        def train_step(self, *args):
+            y = keras.ops.convert_to_numpy(args[-1][1])
+            given.extend(np.array(y).ravel().astype(int).tolist())
+            logs = {"loss": keras.ops.zeros(())}
+            return (logs, args[0]) if len(args) > 1 else logs
+
+        def call(self, x):
+            return x
+
+    model = Model()
+    model.compile(run_eagerly=True)
+    with accelerate(flow(rows, 5), workers, use_multiprocessing=True) as made:
+        model.fit(made, epochs=2, verbose=0)
+    epochs = [given[-24:-12], given[-12:]]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(12))
+    assert epochs[0] != epochs[1]

@@ -1,0 +1,464 @@
+"""Image files: decoded, turned, resized, labelled, and found in folders."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+import sys
+
+import keras
+import numpy as np
+import pytest
+from image_samples import doubled, flipped, halves_of_a_png
+from PIL import Image, ImageOps
+
+from keras_fastdata import ImageFileDataset
+
+PLACES = {
+    "inline": {"workers": 0},
+    "1 thread": {"workers": 1},
+    "4 threads": {"workers": 4},
+    "2 processes": {"workers": 2, "use_multiprocessing": True},
+    "4 processes": {"workers": 4, "use_multiprocessing": True},
+}
+everywhere = pytest.mark.parametrize("place", PLACES)
+SIZE = (24, 32)
+
+
+def picture(width=90, height=60, seed=0):
+    """A smooth picture that is different at every corner."""
+    rng = np.random.default_rng(seed)
+    corners = Image.fromarray(rng.integers(0, 256, (3, 4, 3), dtype="uint8"))
+    return corners.resize((width, height), Image.Resampling.BICUBIC)
+
+
+@pytest.fixture
+def paths(tmp_path):
+    """Seven PNGs of different sizes."""
+    made = []
+    for number in range(7):
+        path = tmp_path / f"{number}.png"
+        picture(60 + 7 * number, 50 + 3 * number, number).save(path)
+        made.append(path)
+    return made
+
+
+def read(path, **kwargs):
+    """One image, as the dataset reads it."""
+    kwargs.setdefault("image_size", SIZE)
+    with ImageFileDataset([path], workers=0, **kwargs) as dataset:
+        (batch,) = dataset
+    return batch[0]
+
+
+def plain(path, size=SIZE):
+    """The same in plain Pillow, without a shortcut."""
+    with Image.open(path) as image:
+        upright = ImageOps.exif_transpose(image).convert("RGB")
+    return np.asarray(
+        upright.resize((size[1], size[0]), Image.Resampling.BILINEAR)
+    )
+
+
+# -- batches -----------------------------------------------------------------
+
+
+@everywhere
+def test_batches_are_those_of_a_plain_loop(place, paths):
+    dataset = ImageFileDataset(paths, range(7), SIZE, 3, **PLACES[place])
+    with dataset:
+        batches = list(dataset)
+    assert [len(images) for images, _ in batches] == [3, 3, 1]
+    images, labels = map(np.concatenate, zip(*batches, strict=True))
+    assert images.dtype == "uint8"
+    assert labels.dtype == "int32"
+    assert labels.tolist() == list(range(7))
+    np.testing.assert_array_equal(images, np.stack(list(map(plain, paths))))
+
+
+@everywhere
+def test_no_image_and_one_image(place, paths):
+    with ImageFileDataset([], [], SIZE, **PLACES[place]) as dataset:
+        assert list(dataset) == []
+    with ImageFileDataset(paths[:1], [3], SIZE, **PLACES[place]) as dataset:
+        ((images, labels),) = dataset
+    assert images.shape == (1, *SIZE, 3)
+    assert labels.tolist() == [3]
+
+
+@everywhere
+def test_a_transform_may_draw_for_each_image(place, paths):
+    kwargs = {"transform": flipped, "seed": 3, "shuffle": True}
+    by_size = []
+    for size in (2, 4):
+        dataset = ImageFileDataset(
+            paths, range(7), SIZE, size, **kwargs, **PLACES[place]
+        )
+        with dataset:
+            found = {
+                int(label): image.tobytes()
+                for images, labels in dataset
+                for image, label in zip(images, labels, strict=True)
+            }
+        by_size.append(found)
+    assert by_size[0] == by_size[1]
+    unflipped = {n: plain(path).tobytes() for n, path in enumerate(paths)}
+    same = sum(by_size[0][n] == unflipped[n] for n in range(7))
+    assert 0 < same < 7
+
+
+def test_a_transform_of_the_image_alone_gets_it_alone(paths):
+    np.testing.assert_array_equal(
+        read(paths[0], transform=doubled), plain(paths[0]) // 2 * 2
+    )
+
+
+def test_another_decoder_takes_the_place_of_pillow(paths):
+    image = read(paths[0], decoder=halves_of_a_png, dtype="float32")
+    np.testing.assert_array_equal(image, np.full((*SIZE, 3), 0.5, "float32"))
+
+
+@pytest.mark.backend
+@pytest.mark.parametrize("place", ["2 processes", "4 threads"])
+def test_a_model_trains_on_images(place, paths):
+    model = keras.Sequential(
+        [
+            keras.Input((*SIZE, 3), dtype="uint8"),
+            keras.layers.Rescaling(1 / 255),
+            keras.layers.GlobalAveragePooling2D(),
+            keras.layers.Dense(7),
+        ]
+    )
+    model.compile(
+        "sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    )
+    dataset = ImageFileDataset(
+        paths, range(7), SIZE, 4, shuffle=True, **PLACES[place]
+    )
+    with dataset:
+        history = model.fit(dataset, epochs=2, verbose=0)
+    assert len(history.history["loss"]) == 2
+
+
+# -- one image ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mode", "channels"), [("rgb", 3), ("rgba", 4), ("grayscale", 1)]
+)
+@pytest.mark.parametrize("kind", ["RGB", "L", "P", "LA", "RGBA", "1", "CMYK"])
+def test_every_kind_of_image_has_the_channels_asked_for(
+    mode, channels, kind, tmp_path
+):
+    path = tmp_path / ("image.jpg" if kind == "CMYK" else "image.png")
+    picture().convert(kind).save(path)
+    image = read(path, color_mode=mode)
+    assert image.shape == (*SIZE, channels)
+    with Image.open(path) as opened:
+        wanted = opened.convert("L" if channels == 1 else mode.upper())
+    wanted = np.asarray(wanted.resize(SIZE[::-1], Image.Resampling.BILINEAR))
+    difference = image.astype(int) - wanted.reshape(image.shape)
+    assert abs(difference).mean() < 3
+
+
+def test_sixteen_bits_become_eight(tmp_path):
+    values = np.linspace(0, 65535, 60 * 90).reshape(60, 90).astype("uint16")
+    Image.fromarray(values).save(tmp_path / "deep.png")
+    image = read(tmp_path / "deep.png", color_mode="grayscale")
+    assert image.min() < 5
+    assert image.max() > 250
+    assert 120 < image.mean() < 135
+
+
+def test_an_animation_gives_its_first_frame(tmp_path):
+    frames = [picture(seed=n).convert("P") for n in range(3)]
+    path = tmp_path / "moving.gif"
+    frames[0].save(path, save_all=True, append_images=frames[1:])
+    np.testing.assert_array_equal(read(path), plain(path))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("size", [(90, 60), (1600, 1200)], ids=str)
+def test_images_are_turned_upright(orientation, size, tmp_path):
+    upright = picture(*size)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    undo = {
+        2: Image.Transpose.FLIP_LEFT_RIGHT,
+        3: Image.Transpose.ROTATE_180,
+        4: Image.Transpose.FLIP_TOP_BOTTOM,
+        5: Image.Transpose.TRANSPOSE,
+        6: Image.Transpose.ROTATE_90,
+        7: Image.Transpose.TRANSVERSE,
+        8: Image.Transpose.ROTATE_270,
+    }
+    stored = upright
+    if orientation in undo:
+        stored = upright.transpose(undo[orientation])
+    path = tmp_path / "photo.jpg"
+    stored.save(path, exif=exif, quality=95)
+    wanted = upright.resize(SIZE[::-1], Image.Resampling.BILINEAR)
+    difference = read(path).astype(int) - np.asarray(wanted)
+    assert abs(difference).mean() < 2
+
+
+@pytest.mark.parametrize("aspect", ["", "crop", "pad"])
+@pytest.mark.parametrize("size", [(1600, 1200), (700, 1900)], ids=str)
+def test_a_jpeg_that_shrinks_is_decoded_small_and_looks_the_same(
+    aspect, size, tmp_path, monkeypatch
+):
+    path = tmp_path / "photo.jpg"
+    picture(*size).save(path, quality=95)
+    picture(*size).save(path.with_suffix(".png"))
+    how = {f"{aspect}_to_aspect_ratio": True} if aspect else {}
+    decoded = []
+    turn = ImageOps.exif_transpose
+    monkeypatch.setattr(
+        ImageOps,
+        "exif_transpose",
+        lambda image: decoded.append(image.size) or turn(image),
+    )
+    small, whole = read(path, **how), read(path.with_suffix(".png"), **how)
+    assert decoded[0][0] <= size[0] / 4
+    assert decoded[1] == size
+    assert abs(small.astype(int) - whole).mean() < 3
+
+
+def _with_border(width, height):
+    """White, but for a black border of a fifth at its longer sides."""
+    pixels = np.full((height, width), 255, "uint8")
+    if width > height:
+        pixels[:, : width // 5] = pixels[:, -width // 5 :] = 0
+    else:
+        pixels[: height // 5] = pixels[-height // 5 :] = 0
+    return Image.fromarray(pixels)
+
+
+@pytest.mark.parametrize("size", [(100, 60), (60, 100)], ids=str)
+def test_cropping_cuts_the_longer_sides_off(size, tmp_path):
+    path = tmp_path / "wide.png"
+    _with_border(*size).save(path)
+    kwargs = {"image_size": 30, "color_mode": "grayscale"}
+    assert read(path, crop_to_aspect_ratio=True, **kwargs).min() == 255
+    assert read(path, **kwargs).min() == 0
+
+
+@pytest.mark.parametrize("size", [(100, 60), (60, 100)], ids=str)
+def test_padding_fills_the_shorter_sides_with_black(size, tmp_path):
+    path = tmp_path / "wide.png"
+    Image.new("L", size, 255).save(path)
+    image = read(
+        path,
+        image_size=50,
+        color_mode="grayscale",
+        pad_to_aspect_ratio=True,
+    )[:, :, 0]
+    if size[0] < size[1]:
+        image = image.T
+    assert (image[10:40] == 255).all()
+    assert (image[:10] == 0).all()
+    assert (image[40:] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "interpolation", ["nearest", "bilinear", "bicubic", "area", "lanczos3"]
+)
+def test_every_interpolation_is_pillows(interpolation, paths):
+    resampling = {
+        "nearest": 0,
+        "lanczos3": 1,
+        "bilinear": 2,
+        "bicubic": 3,
+        "area": 4,
+    }[interpolation]
+    with Image.open(paths[0]) as image:
+        wanted = np.asarray(image.resize(SIZE[::-1], resampling))
+    found = read(paths[0], interpolation=interpolation)
+    np.testing.assert_array_equal(found, wanted)
+
+
+# -- files that cannot be read -----------------------------------------------
+
+
+@everywhere
+@pytest.mark.parametrize("how", ["broken", "cut off", "missing"])
+def test_a_file_that_cannot_be_read_is_named(place, how, paths):
+    match how:
+        case "broken":
+            paths[4].write_text("no image")
+        case "cut off":
+            paths[4].write_bytes(paths[4].read_bytes()[:200])
+        case "missing":
+            paths[4].unlink()
+    with (
+        ImageFileDataset(paths, None, SIZE, 3, **PLACES[place]) as dataset,
+        pytest.raises(OSError) as caught,  # noqa: PT011
+    ):
+        list(dataset)
+    assert f"While reading {paths[4]}." in caught.value.__notes__
+
+
+@everywhere
+def test_a_batch_with_such_a_file_can_be_skipped(place, paths, caplog):
+    paths[4].write_text("no image")
+    dataset = ImageFileDataset(
+        paths, range(7), SIZE, 3, on_error="skip", **PLACES[place]
+    )
+    with dataset:
+        labels = [labels.tolist() for _, labels in dataset]
+    assert labels == [[0, 1, 2], [6]]
+    assert str(paths[4]) in caplog.text
+
+
+# -- folders -----------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Three classes, one with a folder of its own, and what is no image."""
+    names = ["cats/b.png", "cats/a.PNG", "cats/deep/c.jpg", "dogs/a.bmp"]
+    names += [f"eels/{n:02}.png" for n in range(16)] + [".hidden/a.png"]
+    for name in names:
+        path = tmp_path / "images" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        picture(30, 20).save(path)
+    (tmp_path / "images" / "cats" / "notes.txt").write_text("no image")
+    return tmp_path / "images"
+
+
+def by_keras(folder, **kwargs):
+    return keras.utils.image_dataset_from_directory(
+        str(folder), verbose=False, **kwargs
+    )
+
+
+def labels_of(dataset):
+    with dataset:
+        return np.concatenate([labels for _, labels in dataset])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"label_mode": "categorical"},
+        {"class_names": ["eels", "cats"]},
+        {"class_names": ["eels", "cats"], "label_mode": "binary"},
+        {"labels": list(range(21))},
+        {"label_mode": None},
+        {"labels": None},
+    ],
+    ids=str,
+)
+def test_files_and_labels_are_those_of_keras(arguments, folder):
+    theirs = by_keras(folder, shuffle=False, image_size=(8, 8), **arguments)
+    ours = ImageFileDataset.from_directory(
+        folder, shuffle=False, image_size=(8, 8), workers=0, **arguments
+    )
+    assert list(ours.paths) == theirs.file_paths
+    assert ours.class_names == theirs.class_names
+    if ours.labels is None:
+        assert theirs.element_spec.shape[-1] == 3
+        return
+    wanted = np.concatenate([labels.numpy() for _, labels in theirs])
+    np.testing.assert_array_equal(labels_of(ours), wanted, strict=True)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_split_is_that_of_keras(shuffle, folder):
+    split = {"validation_split": 0.3, "seed": 5, "shuffle": shuffle}
+    theirs = by_keras(folder, subset="both", **split)
+    both = ImageFileDataset.from_directory(folder, subset="both", **split)
+    parts = [
+        ImageFileDataset.from_directory(folder, subset=name, **split)
+        for name in ("training", "validation")
+    ]
+    for ours, part, known in zip(both, parts, theirs, strict=True):
+        assert list(ours.paths) == list(part.paths) == known.file_paths
+        assert ours.labels.tolist() == part.labels.tolist()
+        for path, label in zip(ours.paths, ours.labels, strict=True):
+            folder_name = pathlib.Path(path).relative_to(folder).parts[0]
+            assert ours.class_names[label] == folder_name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"label_mode": "binary"}, "needs two classes"),
+        ({"label_mode": "words"}, "label_mode"),
+        ({"labels": [1, 2]}, "one label for each of the"),
+        ({"class_names": ["cats", "owls"]}, r"has no \['owls'\]"),
+        ({"labels": None, "class_names": ["cats"]}, "inferred"),
+        ({"validation_split": 2.0, "subset": "training"}, "between 0 and 1"),
+        ({"validation_split": 0.5}, "both or neither"),
+        ({"validation_split": 0.5, "subset": "test"}, "validation"),
+        ({"validation_split": 0.5, "subset": "training"}, "Pass a `seed`"),
+    ],
+    ids=str,
+)
+def test_what_contradicts_itself_is_refused(arguments, said, folder):
+    with pytest.raises(ValueError, match=said):
+        ImageFileDataset.from_directory(folder, **arguments)
+
+
+def test_a_folder_without_images_says_what_is_looked_for(tmp_path):
+    with pytest.raises(ValueError, match=r"No images .*\.jpeg"):
+        ImageFileDataset.from_directory(tmp_path)
+
+
+# -- arguments ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "said"),
+    [
+        (functools.partial(ImageFileDataset, "a"), TypeError, "from_directory"),
+        (
+            functools.partial(ImageFileDataset, [], [1]),
+            ValueError,
+            "0 paths",
+        ),
+        (functools.partial(ImageFileDataset, ["a"], ["b"]), TypeError, "numb"),
+        (
+            functools.partial(ImageFileDataset, ["a"], image_size=(1, 2, 3)),
+            ValueError,
+            "height and a width",
+        ),
+        (
+            functools.partial(ImageFileDataset, ["a"], color_mode="bgr"),
+            ValueError,
+            "rgba",
+        ),
+        (
+            functools.partial(ImageFileDataset, ["a"], interpolation="magic"),
+            ValueError,
+            "lanczos3",
+        ),
+        (
+            functools.partial(
+                ImageFileDataset,
+                ["a"],
+                crop_to_aspect_ratio=True,
+                pad_to_aspect_ratio=True,
+            ),
+            ValueError,
+            "Only one",
+        ),
+        (
+            functools.partial(ImageFileDataset, ["a"], transform="flip"),
+            TypeError,
+            "must be a function",
+        ),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_meant_is_refused(make, error, said):
+    with pytest.raises(error, match=said):
+        make()
+
+
+def test_without_pillow_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    with pytest.raises(ImportError, match=r"keras-fastdata\[images\]"):
+        ImageFileDataset(["a"])
+    assert len(ImageFileDataset(["a"], decoder=halves_of_a_png)) == 1

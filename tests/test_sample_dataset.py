@@ -1,0 +1,360 @@
+"""Samples: which are in a batch, in which order, drawn how, stacked how."""
+
+from __future__ import annotations
+
+import collections
+import functools
+
+import h5py
+import keras
+import numpy as np
+import pytest
+from sample_samples import Doubling, Drawing, Failing, Squares, halves
+
+from keras_fastdata import SampleDataset
+
+PLACES = {
+    "inline": {"workers": 0},
+    "1 thread": {"workers": 1},
+    "4 threads": {"workers": 4},
+    "1 process": {"workers": 1, "use_multiprocessing": True},
+    "2 processes": {"workers": 2, "use_multiprocessing": True},
+    "4 processes": {"workers": 4, "use_multiprocessing": True},
+}
+everywhere = pytest.mark.parametrize("place", PLACES)
+somewhere = pytest.mark.parametrize("place", ["inline", "2 processes"])
+
+
+def batches(dataset):
+    """One epoch."""
+    with dataset:
+        return list(dataset)
+
+
+def same(found, wanted):
+    keras.tree.map_structure(
+        lambda one, other: np.testing.assert_array_equal(
+            one, other, strict=True
+        ),
+        found,
+        wanted,
+    )
+
+
+# -- what is in a batch ------------------------------------------------------
+
+
+@everywhere
+@pytest.mark.parametrize("samples", [0, 1, 5, 12, 13])
+def test_batches_are_those_of_a_plain_loop(place, samples):
+    found = batches(Squares(samples, batch_size=4, **PLACES[place]))
+    wanted = []
+    for start in range(0, samples, 4):
+        numbers = np.arange(start, min(start + 4, samples))
+        x = {"square": numbers**2, "row": np.stack([numbers] * 3, 1) / 2}
+        wanted.append((x, numbers % 2 == 0))
+    same(found, wanted)
+
+
+@everywhere
+def test_one_batch_for_more_workers_comes_once(place):
+    (batch,) = batches(SampleDataset([1, 2, 3], 32, **PLACES[place]))
+    assert batch.tolist() == [1, 2, 3]
+
+
+def test_a_remainder_may_be_left_out():
+    dataset = SampleDataset(range(10), 4, drop_remainder=True)
+    assert [b.tolist() for b in batches(dataset)] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+    ]
+    assert len(SampleDataset(range(3), 4, drop_remainder=True)) == 0
+
+
+@somewhere
+def test_a_source_in_a_file_is_read_by_the_workers(place, tmp_path):
+    rows = np.arange(30.0).reshape(10, 3)
+    with h5py.File(tmp_path / "rows.h5", "w") as file:
+        file["rows"] = rows
+    with h5py.File(tmp_path / "rows.h5") as file:
+        dataset = SampleDataset(file["rows"], 4, **PLACES[place])
+        np.testing.assert_array_equal(np.concatenate(batches(dataset)), rows)
+
+
+def test_a_source_that_gives_samples_together_is_asked_for_whole_batches():
+    asked = []
+
+    class Source(list):
+        def __getitems__(self, indices):
+            asked.append(indices)
+            return [self[index] for index in indices]
+
+    dataset = SampleDataset(Source(range(5)), 2, workers=0)
+    assert [b.tolist() for b in batches(dataset)] == [[0, 1], [2, 3], [4]]
+    assert asked == [[0, 1], [2, 3], [4]]
+
+
+@pytest.mark.backend
+@somewhere
+def test_a_model_trains_on_samples(place):
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with Doubling(20, batch_size=8, shuffle=True, **PLACES[place]) as dataset:
+        history = model.fit(dataset, epochs=2, verbose=0)
+    assert len(history.history["loss"]) == 2
+
+
+# -- order -------------------------------------------------------------------
+
+
+def epochs(count=3, samples=23, **kwargs):
+    """The samples of several epochs, in their order."""
+    with SampleDataset(range(samples), 4, **kwargs) as dataset:
+        return [np.concatenate(list(dataset)).tolist() for _ in range(count)]
+
+
+@everywhere
+def test_a_shuffled_epoch_has_every_sample_once_and_each_its_order(place):
+    found = epochs(shuffle=True, seed=3, **PLACES[place])
+    for order in found:
+        assert sorted(order) == list(range(23))
+    assert len(set(map(tuple, [*found, range(23)]))) == 4
+    assert found == epochs(shuffle=True, seed=3, workers=0)
+    assert found != epochs(shuffle=True, seed=4, workers=0)
+
+
+def test_the_order_does_not_depend_on_the_size_of_batches():
+    orders = []
+    for size in (3, 8):
+        dataset = SampleDataset(range(20), size, shuffle=True, seed=1)
+        orders.append(np.concatenate(batches(dataset)).tolist())
+    assert orders[0] == orders[1]
+
+
+@pytest.mark.backend
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_fit_does_not_shuffle_what_shuffles_itself(shuffle):
+    seen = []
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", run_eagerly=True)
+    dataset = SampleDataset(
+        [(np.full(1, i, "float32"), i) for i in range(12)],
+        4,
+        shuffle=shuffle,
+        seed=1,
+        workers=0,
+    )
+    inner = dataset.sample_indices
+    dataset.sample_indices = lambda index: seen.append(index) or inner(index)
+    model.fit(dataset, shuffle=True, verbose=0)
+    assert seen[-3:] == [0, 1, 2]
+
+
+@everywhere
+def test_weights_draw_samples_in_proportion(place):
+    weights = [0, 1, 3, 0] * 1000
+    (found,) = epochs(1, 4000, sampler=weights, seed=5, **PLACES[place])
+    counts = collections.Counter(index % 4 for index in found)
+    assert set(counts) == {1, 2}
+    assert 2800 < counts[2] < 3200
+    assert len(set(found)) > 1000
+    assert found == epochs(1, 4000, sampler=weights, seed=5, workers=0)[0]
+
+
+def test_weights_draw_anew_each_epoch():
+    one, other = epochs(2, sampler=np.ones(23), seed=5, workers=0)
+    assert one != other
+
+
+@everywhere
+def test_a_function_may_choose_the_samples(place):
+    found = epochs(2, 10, sampler=halves, seed=5, **PLACES[place])
+    for order in found:
+        assert sorted(order) == sorted([*range(5)] * 2)
+    assert found[0] != found[1]
+    assert found == epochs(2, 10, sampler=halves, seed=5, workers=0)
+
+
+# -- generators --------------------------------------------------------------
+
+
+@everywhere
+def test_what_a_sample_draws_does_not_depend_on_its_batch(place):
+    drawn = []
+    for size, shuffle in [(3, False), (8, True)]:
+        dataset = Drawing(
+            20, batch_size=size, shuffle=shuffle, seed=7, **PLACES[place]
+        )
+        rows = np.concatenate(batches(dataset))
+        drawn.append({int(index): tuple(draws) for index, *draws in rows})
+    assert drawn[0] == drawn[1]
+    assert len(set(drawn[0].values())) == 20
+
+
+def test_what_a_sample_draws_differs_between_epochs():
+    with Drawing(4, batch_size=4, seed=7, workers=0) as dataset:
+        (one,), (other,) = list(dataset), list(dataset)
+    assert (one[:, 1:] != other[:, 1:]).all()
+
+
+def test_a_sample_that_is_drawn_twice_draws_differently():
+    dataset = Drawing(4, batch_size=4, seed=7, sampler=[0, 0, 1, 0], workers=0)
+    (batch,) = batches(dataset)
+    assert set(batch[:, 0]) == {2}
+    assert len(set(batch[:, 1])) == 4
+
+
+def test_a_dataset_may_keep_a_generator_of_its_own_under_that_name():
+    dataset = Drawing(4, batch_size=4, workers=0)
+    dataset.rng = np.random.default_rng(0)
+    assert dataset.rng.random() == np.random.default_rng(0).random()
+
+
+def test_sample_by_hand_has_a_generator_too():
+    assert Drawing(4).get_sample(2)[0] == 2
+
+
+# -- samples that do not fit -------------------------------------------------
+
+
+RAGGED = [np.arange(n) for n in (2, 4, 3)]
+
+
+@pytest.mark.parametrize("pad_to", ["longest", 4, (4,)])
+def test_ragged_samples_are_padded(pad_to):
+    (batch,) = batches(SampleDataset(RAGGED, pad_to=pad_to, pad_value=-1))
+    assert batch.tolist() == [[0, 1, -1, -1], [0, 1, 2, 3], [0, 1, 2, -1]]
+
+
+def test_each_part_of_a_sample_is_padded_its_own_way():
+    samples = [({"a": np.ones((n, n)), "b": np.ones(2)}, n) for n in (1, 2)]
+    pad_to = ({"a": (3, 2), "b": None}, None)
+    (batch,) = batches(SampleDataset(samples, pad_to=pad_to))
+    x, y = batch
+    assert x["a"].shape == (2, 3, 2)
+    assert x["a"].sum(axis=(1, 2)).tolist() == [1, 4]
+    assert x["b"].shape == (2, 2)
+    assert y.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("samples", "kwargs", "said"),
+    [
+        (RAGGED, {}, r"Sample 1 .* with sample 0: it has shape \(4,\), not"),
+        (RAGGED, {"pad_to": 3}, "more than `pad_to` allows"),
+        ([(1, 2), (1, 2, 3)], {}, r"it is tuple with \[0, 1, 2\]"),
+        ([{"a": 1}, {"b": 1}], {}, r"dict with \['b'\]"),
+        ([(0, 1), (0, 0.5)], {}, r"its part \[1\] is float32, not int64"),
+        ([np.ones(2), np.ones((2, 1))], {"pad_to": "longest"}, "2 axes, not 1"),
+        ([(1, None), (1, 2)], {}, "in place of None"),
+        ([np.ones(2)], {"pad_to": (2, 2)}, "2 lengths for an array of shape"),
+    ],
+    ids=str,
+)
+def test_samples_that_do_not_fit_are_told_apart(samples, kwargs, said):
+    with pytest.raises(ValueError, match=said):
+        batches(SampleDataset(samples, workers=0, **kwargs))
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        [("a", 1), ("bcd", 2)],
+        [(1.5, None), (2.5, None)],
+        [[np.float64(1)], [np.float64(2)]],
+        [collections.OrderedDict(a=True), collections.OrderedDict(a=False)],
+    ],
+    ids=["words", "no targets", "lists", "dicts"],
+)
+def test_samples_of_all_kinds_are_stacked(samples):
+    (batch,) = batches(SampleDataset(samples, workers=0))
+    assert str(batch) == str(_stacked(samples))
+
+
+def _stacked(samples):
+    first = samples[0]
+    if isinstance(first, dict):
+        return {k: _stacked([s[k] for s in samples]) for k in first}
+    if isinstance(first, (tuple, list)):
+        return type(first)(
+            _stacked(list(part)) for part in zip(*samples, strict=True)
+        )
+    if first is None:
+        return None
+    return np.array(samples, "float32" if type(first) is float else None)
+
+
+@everywhere
+def test_an_exception_names_the_sample(place):
+    with pytest.raises(KeyError) as caught:
+        batches(Failing(10, batch_size=4, **PLACES[place]))
+    assert "In sample 6." in caught.value.__notes__
+
+
+# -- arguments ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "said"),
+    [
+        (
+            functools.partial(SampleDataset, "a path"),
+            TypeError,
+            "Open the file",
+        ),
+        (functools.partial(SampleDataset, iter([1])), TypeError, "__getitem__"),
+        (functools.partial(SampleDataset, [1], 0), ValueError, "at least 1"),
+        (functools.partial(SampleDataset, [1], 2.5), TypeError, "2.5"),
+        (
+            functools.partial(SampleDataset, [1], shuffle=True, sampler=[1]),
+            ValueError,
+            "leave out `shuffle`",
+        ),
+        (
+            functools.partial(SampleDataset, [1], sampler=[-1]),
+            ValueError,
+            "at least 0",
+        ),
+        (
+            functools.partial(SampleDataset, [1], sampler=[[1]]),
+            ValueError,
+            "one for each",
+        ),
+        (
+            functools.partial(SampleDataset, [1], colour="red"),
+            TypeError,
+            "colour",
+        ),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_meant_is_refused(make, error, said):
+    with pytest.raises(error, match=said):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("sampler", "said"),
+    [
+        ([1, 1], "2 weights for 3 samples"),
+        (lambda rng, count: [0], "must return 3 indices"),
+        (lambda rng, count: [0, 1, 3], "from 0 to 3"),
+        (lambda rng, count: np.ones(3), "dtype float64"),
+    ],
+    ids=["weights", "too few", "beyond", "floats"],
+)
+def test_a_sampler_that_cannot_be_right_is_told_so(sampler, said):
+    with pytest.raises(ValueError, match=said):
+        batches(SampleDataset(range(3), sampler=sampler, workers=0))
+
+
+@pytest.mark.parametrize("missing", ["num_samples", "get_sample"])
+def test_a_dataset_without_samples_says_what_is_missing(missing):
+    members = {
+        "num_samples": 3,
+        "get_sample": lambda self, index: index,
+    }
+    del members[missing]
+    kind = type("Half", (SampleDataset,), members)
+    with pytest.raises(NotImplementedError, match=missing):
+        batches(kind(workers=0))
