@@ -239,9 +239,12 @@ def count_of(shape: SupportsIndex | Sequence[SupportsIndex]) -> int:
         TypeError: `shape` is neither an integer nor a sequence of such.
         ValueError: One of them is negative.
     """
-    sides = [shape] if isinstance(shape, SupportsIndex) else shape
+    try:
+        sides: Any = [operator.index(shape)]  # type: ignore[arg-type]
+    except TypeError:
+        sides = shape
     numbers = [operator.index(side) for side in sides]
-    if any(number < 0 for number in numbers):
+    if numbers and min(numbers) < 0:
         raise ValueError(f"negative dimensions are not allowed: {shape}")
     return math.prod(numbers)
 
