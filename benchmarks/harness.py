@@ -41,6 +41,8 @@ NAMES = (
     "epoch_gap",
     "memory",
     "scale",
+    "samples",
+    "images",
 )
 
 Case = dict[str, Any]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from benchmarks.processes import Watch, cpu_s
@@ -74,6 +74,11 @@ class Meter:
         """What was measured, per batch, once `saw_batch` has said `False`."""
         self._watch.end()
         return {**self._figures, "peak_pss_mb": self._watch.peak_mb}
+
+
+def again_and_again(batches: Iterable[Any]) -> Iterator[Any]:
+    """One epoch after the other."""
+    return itertools.chain.from_iterable(itertools.repeat(batches))
 
 
 def measure_loop(
