@@ -85,7 +85,9 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         self._output_signature: Any = None
         self._within_epoch = False
         self._begun: Pass | None = None  # a pass for the next iterator to use
-        self._latest: _Batches | None = None
+        # Weakly: whoever iterates holds it, and it holds this adapter.
+        self._latest: weakref.ref[_Batches] | None = None
+        self._pass: Pass | None = None  # its, to open the next one after
         self._trains = False  # whether the probe, if there is one, is over
         self.early_end = _EarlyEnd()
         self._delivered = 0  # in this epoch of Keras's
@@ -162,13 +164,14 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
 
     def take_pass(self, batches: _Batches) -> Pass:
         """The pass for an iterator that is asked for its first batch."""
-        before = self._latest and self._latest.its_pass
-        self._latest = batches
+        self._latest = weakref.ref(batches)
+        before, dataset = self._pass, self.py_dataset
         found, self._begun = self._begun, None
-        if found is None:
-            dataset = self.py_dataset
-            loader = dataset._loader()
-            found = loader.open_pass(dataset, self.shuffle, before)
+        if found is None and before is not None:
+            found = before.open_following()
+        elif found is None:
+            found = dataset._loader().open_pass(dataset, self.shuffle)
+        self._pass = found
         found.lead_on(self._another_follows)
         if not self._trains:
             found.remember_first()
@@ -240,10 +243,12 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
 
     def _take_back(self) -> None:
         """Makes as if the batches taken so far had not been taken."""
-        latest, self._latest = self._latest, None
-        if latest is not None and (taken := latest.give_up()) is not None:
-            taken.rewind()
-            self._begun = taken
+        latest = None if self._latest is None else self._latest()
+        if latest is not None:
+            latest.give_up()
+        if self._pass is not None:
+            self._begun, self._pass = self._pass, None
+            self._begun.rewind()
 
     def _run_hook(self, name: str) -> None:
         dataset = self.py_dataset
@@ -322,16 +327,9 @@ class _Batches(Iterator[Any]):
         self._adapter.book(listener, self._pass, waited_s)
         return self._adapter.standardize(batch)
 
-    @property
-    def its_pass(self) -> Pass | None:
-        """The pass; `None` if it has not begun, or was given up."""
-        return self._pass
-
-    def give_up(self) -> Pass | None:
-        """Ends this iterator and hands over its pass."""
-        self._over = True
-        taken, self._pass = self._pass, None
-        return taken
+    def give_up(self) -> None:
+        """Ends this iterator."""
+        self._over, self._pass = True, None
 
 
 class _ForTensorFlow(Iterator[Any]):
@@ -371,12 +369,17 @@ def _epoch_follows() -> bool:
             if isinstance(known.get("self"), Trainer):
                 epochs = known.get("epochs") if name == "fit" else None
                 epoch = known.get("epoch", known.get("initial_epoch"))
+                # With steps, an epoch may end anywhere in the dataset.
+                steps = known.get("steps_per_epoch")
+                if sys.version_info < (3, 13):
+                    # It lives as long as the frame, and would keep what is in
+                    # it until it is asked for again: a copy of the weights.
+                    known.clear()
                 return (
                     isinstance(epochs, int)
                     and isinstance(epoch, int)
                     and epoch + 1 < epochs
-                    # An epoch may then end anywhere in the dataset.
-                    and known.get("steps_per_epoch") is None
+                    and steps is None
                 )
         frame = frame.f_back
     return False

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 
 def doubled(x, y):
     return 2 * x, y
 
 
-def jittered(x, y):
-    x += np.random.normal(size=x.shape)
+def jittered(x, y, rng):
+    x += rng.normal(size=x.shape)
     return x, y

@@ -84,6 +84,17 @@ def test_the_datasets_own_attributes_are_there():
         _ = dataset.colour
 
 
+def test_setting_one_of_them_sets_it_there():
+    inner = Old()
+    with accelerate(inner, 2) as dataset:
+        assert len(list(dataset)) == 9
+        dataset.length = 4
+        assert inner.length == 4
+        assert len(list(dataset)) == 4
+        dataset.workers = 1
+        assert dataset.workers == 1
+
+
 @pytest.mark.parametrize(
     ("dataset", "said"),
     [

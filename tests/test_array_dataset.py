@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import functools
+import tracemalloc
 
 import h5py
 import keras
@@ -257,9 +259,89 @@ def test_a_model_trains_on_arrays_with_weights(place):
             "must be a function",
         ),
         (functools.partial(ArrayDataset, ROWS, batch_size=0), ValueError, "1"),
+        (functools.partial(ArrayDataset, ROWS, shuffle="no"), TypeError, "no"),
     ],
-    ids=str,
+    ids=lambda part: part if isinstance(part, str) else "",
 )
 def test_what_cannot_be_meant_is_refused(make, error, said):
     with pytest.raises(error, match=said):
         make()
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        np.asfortranarray(ROWS),
+        np.repeat(ROWS, 2, axis=1)[:, ::2],
+        np.repeat(ROWS, 2, axis=0)[::2],
+        np.frombuffer(b"x" + ROWS.tobytes(), "f4", 200, 1).reshape(50, 4),
+    ],
+    ids=["fortran", "columns", "every other", "misaligned"],
+)
+def test_no_more_is_copied_than_a_batch(rows):
+    large = np.lib.stride_tricks.as_strided(
+        rows, (100_000, 4), (0, rows.strides[1]), writeable=False
+    )
+    dataset = ArrayDataset(large, batch_size=10, shuffle=True, workers=0)
+    dataset[0]
+    tracemalloc.start()
+    try:
+        np.testing.assert_array_equal(dataset[1], np.stack([rows[0]] * 10))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 100_000
+
+
+class Backwards(ArrayDataset):
+    """Has an order of its own."""
+
+    def sample_indices(self, index):
+        return 49 - super().sample_indices(index)
+
+
+class Beyond(ArrayDataset):
+    def sample_indices(self, index):
+        return super().sample_indices(index) + 1
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_subclass_may_choose_the_rows(shuffle):
+    x, y = epoch(
+        Backwards(ROWS, LABELS, batch_size=8, shuffle=shuffle, workers=0)
+    )
+    np.testing.assert_array_equal(x, ROWS[y])
+    assert shuffle or y.tolist() == LABELS[::-1].tolist()
+    with pytest.raises(IndexError, match="there are 50"):
+        epoch(Beyond(ROWS, LABELS, batch_size=8, shuffle=shuffle, workers=0))
+
+
+class Doubling(ArrayDataset):
+    def transform(self, x, rng):
+        return 2 * x, rng.random(len(x))
+
+
+@everywhere
+def test_a_subclass_may_have_a_transform_that_draws(place):
+    made = Doubling(ROWS, batch_size=8, seed=1, **PLACES[place])
+    inline = Doubling(ROWS, batch_size=8, seed=1, workers=0)
+    with made, inline:
+        for (x, draws), (_, wanted) in zip(made, inline, strict=True):
+            np.testing.assert_array_equal(draws, wanted)
+            assert x.shape[1] == 4
+
+
+@pytest.mark.backend
+def test_several_inputs_without_targets_are_inputs_to_keras():
+    inputs = [keras.Input((4,)), keras.Input((4,))]
+    model = keras.Model(inputs, keras.layers.Subtract()(inputs))
+    with ArrayDataset((ROWS, ROWS / 2), batch_size=8) as dataset:
+        found = model.predict(dataset, verbose=0)
+    np.testing.assert_allclose(found, ROWS / 2, rtol=1e-6)
+
+
+def test_named_tuples_stay_named():
+    pair = collections.namedtuple("pair", "left right")
+    with ArrayDataset({"p": pair(ROWS, LABELS)}, batch_size=8) as dataset:
+        batch = next(iter(dataset))["p"]
+    np.testing.assert_array_equal(batch.left, ROWS[:8])

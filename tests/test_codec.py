@@ -306,3 +306,38 @@ def test_batches_of_ever_new_shapes_do_not_fill_memory(arena):
         _same(_round_trip((np.ones(length),), arena), (np.ones(length),))
     assert len(layout._packed) <= 256
     assert len(layout._layouts) <= 256
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        ml_dtypes.bfloat16,
+        ml_dtypes.float8_e5m2,
+        ml_dtypes.float8_e4m3fn,
+        ml_dtypes.int4,
+    ],
+)
+@pytest.mark.parametrize("kind", ["plain", "pickled"])
+def test_arrays_of_extension_types_survive(dtype, kind, arena):
+    array = np.arange(6).astype(dtype)
+    extra = np.ones(1) if kind == "plain" else None
+    back, _ = _round_trip((array, extra), arena)
+    assert back.dtype == dtype
+    assert back.tolist() == array.tolist()
+
+
+@pytest.mark.parametrize("kind", ["plain", "pickled"])
+def test_a_copy_of_what_could_not_be_written_to_can_be(kind, arena):
+    array = np.broadcast_to(np.arange(3.0), (4, 3))
+    extra = np.ones(1) if kind == "plain" else None
+    back, _ = _round_trip((array, extra), arena)
+    assert back.flags.writeable
+    np.testing.assert_array_equal(back, array)
+
+
+def test_structured_types_that_are_equal_stay_different(arena):
+    plain = np.zeros(2, [("a", "i4")])
+    record = plain.astype(np.dtype((np.record, plain.dtype)))
+    for array in (plain, record, plain):
+        back, _ = _round_trip((array, np.ones(1)), arena)
+        assert back.dtype.type is array.dtype.type

@@ -113,6 +113,30 @@ def test_a_transform_of_the_image_alone_gets_it_alone(paths):
     )
 
 
+def test_a_transform_may_write_to_its_image(paths):
+    def darken(image):
+        image[:4] = 0
+        return image
+
+    assert not read(paths[0], transform=darken)[:4].any()
+
+
+class Darker(ImageFileDataset):
+    def transform(self, image):
+        return image // 2
+
+
+def test_a_subclass_may_have_a_transform(paths):
+    with Darker(paths[:1], image_size=SIZE, workers=0) as dataset:
+        (batch,) = dataset
+    np.testing.assert_array_equal(batch[0], plain(paths[0]) // 2)
+
+
+def test_a_decoder_whose_values_would_change_is_refused(paths):
+    with pytest.raises(TypeError, match="returned float64"):
+        read(paths[0], decoder=halves_of_a_png)
+
+
 def test_another_decoder_takes_the_place_of_pillow(paths):
     image = read(paths[0], decoder=halves_of_a_png, dtype="float32")
     np.testing.assert_array_equal(image, np.full((*SIZE, 3), 0.5, "float32"))
@@ -277,6 +301,33 @@ def test_every_interpolation_is_pillows(interpolation, paths):
     np.testing.assert_array_equal(found, wanted)
 
 
+@pytest.mark.parametrize("size", [(8, 5), (8, 7), (5, 8), (9, 4)], ids=str)
+def test_cropping_takes_the_pixels_that_keras_takes(size, tmp_path):
+    width, height = size
+    side = min(size)
+    pixels = np.arange(width * height, dtype="uint8").reshape(height, width)
+    path = tmp_path / "small.png"
+    Image.fromarray(pixels).save(path)
+    kwargs = {
+        "image_size": (side, side),
+        "interpolation": "nearest",
+        "crop_to_aspect_ratio": True,
+    }
+    (tmp_path / "a").mkdir()
+    Image.fromarray(pixels).save(tmp_path / "a" / "small.png")
+    theirs = by_keras(tmp_path, labels=None, color_mode="grayscale", **kwargs)
+    wanted = next(iter(theirs)).numpy()[0]
+    found = read(path, color_mode="grayscale", **kwargs)
+    np.testing.assert_array_equal(found, wanted)
+
+
+def test_a_narrow_crop_leaves_something(tmp_path):
+    path = tmp_path / "red.png"
+    Image.new("RGB", (90, 60), "red").save(path)
+    found = read(path, image_size=(1, 1000), crop_to_aspect_ratio=True)
+    assert (found == [255, 0, 0]).all()
+
+
 # -- files that cannot be read -----------------------------------------------
 
 
@@ -419,6 +470,12 @@ def test_a_folder_without_images_says_what_is_looked_for(tmp_path):
             "0 paths",
         ),
         (functools.partial(ImageFileDataset, ["a"], ["b"]), TypeError, "numb"),
+        (functools.partial(ImageFileDataset, ["a"], [3**30]), ValueError, "32"),
+        (
+            functools.partial(ImageFileDataset, ["a"], dtype="int8"),
+            ValueError,
+            "0 to 255",
+        ),
         (
             functools.partial(ImageFileDataset, ["a"], image_size=(1, 2, 3)),
             ValueError,
@@ -450,7 +507,7 @@ def test_a_folder_without_images_says_what_is_looked_for(tmp_path):
             "must be a function",
         ),
     ],
-    ids=str,
+    ids=lambda part: part if isinstance(part, str) else "",
 )
 def test_what_cannot_be_meant_is_refused(make, error, said):
     with pytest.raises(error, match=said):

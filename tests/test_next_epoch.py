@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import os
+import signal
 import threading
 import time
 
@@ -252,20 +254,102 @@ def test_an_exception_in_a_batch_built_ahead_comes_in_its_own_epoch(
         assert len(list(dataset)) == 2
 
 
-def test_another_length_is_noticed_although_batches_were_built_ahead(tmp_path):
+def led_on(dataset, batches):
+    """A pass that knows of another, after so many batches; and its batches."""
+    first = dataset._loader().open_pass(dataset, False)
+    first.lead_on(True)
+    return first, [next(first) for _ in range(batches)]
+
+
+@everywhere
+def test_another_length_is_noticed_although_batches_were_built_ahead(
+    place, tmp_path
+):
     class Shrinks(Noted):
-        size = threading.local()
-
         def __len__(self):
-            return getattr(self.size, "now", 4)
+            return lengths[-1]
 
-    dataset = Shrinks(tmp_path, workers=2)
-    with dataset:
-        loader = dataset._loader()
-        first = loader.open_pass(dataset, False)
-        first.lead_on(True)
-        assert len(list(first)) == 4
+    lengths = [4]
+    with Shrinks(tmp_path, **PLACES[place]) as dataset:
+        first, _ = led_on(dataset, 4)
         dataset.wait_for((1, 0))
-        dataset.size.now = 2
-        second = loader.open_pass(dataset, False, first)
-        assert len(list(second)) == 2
+        lengths.append(2)
+        assert len(list(first.open_following())) == 2
+
+
+def test_a_length_is_asked_for_once_an_epoch(tmp_path):
+    asked = []
+
+    class Asked(Noted):
+        @property
+        def num_batches(self):
+            asked.append(threading.get_ident())
+            self.note = len(asked)  # which says that the dataset has changed
+            return 6
+
+    with Asked(tmp_path, workers=2) as dataset:
+        first, _ = led_on(dataset, 6)
+        dataset.wait_for((1, 0))
+        assert len(asked) == 1
+        assert len(list(first.open_following())) == 6
+
+
+@everywhere
+def test_a_pass_that_nobody_goes_on_with_leaves_nothing_and_others_lead_on(
+    place, tmp_path
+):
+    dataset = Noted(tmp_path, max_queue_size=3, **PLACES[place])
+    with dataset:
+        first, _ = led_on(dataset, 6)
+        dataset.wait_for((1, 2))
+        del first
+        second, _ = led_on(dataset, 6)
+        loader = dataset._loader()
+        assert [walk.epoch for walk in loader._walks()] == [1, 2]
+        third = second.open_following()
+        dataset.wait_for((2, 2))
+        assert [int(y[0, 1]) for _, y in third] == [2] * 6
+        assert loader.epoch == 3
+
+
+@everywhere
+def test_where_passes_take_turns_none_leads_on(place, tmp_path):
+    dataset = Noted(tmp_path, max_queue_size=3, **PLACES[place])
+    with dataset:
+        opened, _ = led_on(dataset, 6)
+        assert opened._walk.following is not None
+        for epoch in range(1, 4):
+            assert len(list(dataset)) == 6  # a validation, say
+            opened = opened.open_following()
+            opened.lead_on(True)
+            found = [int(y[0, 1]) for _, y in opened]
+            assert found == [2 * epoch] * 6
+            assert opened._walk.following is None
+
+
+def test_a_batch_that_was_lost_ahead_is_built_again_in_its_own_epoch(tmp_path):
+    class DiesOnce(Noted):
+        def __getitem__(self, index):
+            mark = self.directory / f"died-{index}"
+            if self.epoch == 1 and index == 0 and not mark.exists():
+                mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().__getitem__(index)
+
+    dataset = DiesOnce(
+        tmp_path,
+        max_queue_size=8,
+        max_worker_restarts=0,
+        **PLACES["processes"],
+    )
+    with dataset:
+        first, _ = led_on(dataset, 5)
+        deadline = time.monotonic() + TIMEOUT_S
+        following = first._walk.following
+        while not any(a.done.is_lost for a in following.ready.values()):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+            dataset._loader()._take_in(dataset._loader()._workers)
+        next(first)
+        found = [int(y[0, 0]) for _, y in first.open_following()]
+        assert found == list(range(6))

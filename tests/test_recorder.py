@@ -197,7 +197,7 @@ def test_the_depth_counts_batches_that_lay_ready_when_one_was_asked_for():
     heard = Recorder()
     now_s = recorder.time.monotonic()
     for batch, stored_s in enumerate([3, 1, 2, 9]):
-        heard.add(span(batch)._replace(stored_s=now_s + stored_s), 0.0)
+        heard.add(span(batch)._replace(stored_s=now_s + stored_s, depth=0), 0.0)
     delivered = np.array([1.5, 3.5, 4, 10])
     for place, moment in enumerate(delivered):
         told, _, _ = heard._pending[place]

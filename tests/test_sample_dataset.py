@@ -220,7 +220,7 @@ def test_sample_by_hand_has_a_generator_too():
 RAGGED = [np.arange(n) for n in (2, 4, 3)]
 
 
-@pytest.mark.parametrize("pad_to", ["longest", 4, (4,)])
+@pytest.mark.parametrize("pad_to", ["longest", 4, (4,), np.int64(4)])
 def test_ragged_samples_are_padded(pad_to):
     (batch,) = batches(SampleDataset(RAGGED, pad_to=pad_to, pad_value=-1))
     assert batch.tolist() == [[0, 1, -1, -1], [0, 1, 2, 3], [0, 1, 2, -1]]
@@ -248,8 +248,17 @@ def test_each_part_of_a_sample_is_padded_its_own_way():
         ([np.ones(2), np.ones((2, 1))], {"pad_to": "longest"}, "2 axes, not 1"),
         ([(1, None), (1, 2)], {}, "in place of None"),
         ([np.ones(2)], {"pad_to": (2, 2)}, "2 lengths for an array of shape"),
+        ([np.ones((2, 3)), np.ones((2, 2))], {"pad_to": 4}, r"\(2, 2\), not"),
+        ([np.ones((2, 2)), np.ones((2, 3))], {"pad_to": 4}, r"\(2, 3\), not"),
+        ([[1], [1, 2]], {"pad_to": "longest"}, "A list is a structure"),
+        (["a", 1], {}, "it is int64, not <U1"),
+        ([{"a": 1}], {"pad_to": {"b": 1}}, r"`pad_to` has \['b'\]"),
+        ([(1, 2)], {"pad_to": [1]}, "for 1 parts of a sample"),
+        ([1, 2], {"pad_to": "all"}, '"longest", a length'),
+        (RAGGED, {"pad_to": 4, "pad_value": 0.5}, "0.5` does not fit"),
+        (RAGGED, {"pad_to": "longest", "pad_value": 0.5}, "0.5` does not fit"),
     ],
-    ids=str,
+    ids=lambda part: part if isinstance(part, str) else "",
 )
 def test_samples_that_do_not_fit_are_told_apart(samples, kwargs, said):
     with pytest.raises(ValueError, match=said):
@@ -326,7 +335,7 @@ def test_an_exception_names_the_sample(place):
             "colour",
         ),
     ],
-    ids=str,
+    ids=lambda part: part if isinstance(part, str) else "",
 )
 def test_what_cannot_be_meant_is_refused(make, error, said):
     with pytest.raises(error, match=said):
@@ -358,3 +367,77 @@ def test_a_dataset_without_samples_says_what_is_missing(missing):
     kind = type("Half", (SampleDataset,), members)
     with pytest.raises(NotImplementedError, match=missing):
         batches(kind(workers=0))
+
+
+class Few(list):
+    """Loses a sample when asked for several."""
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices[:-1]]
+
+
+class Many(list):
+    def __getitems__(self, indices):
+        return [self[index] for index in indices] * 2
+
+
+@pytest.mark.parametrize(("kind", "gave"), [(Few, "3"), (Many, "more")])
+def test_a_source_that_gives_another_number_of_samples_is_told_so(kind, gave):
+    with pytest.raises(ValueError, match=f"for 4 samples and gave {gave}"):
+        batches(SampleDataset(kind(range(4)), workers=0))
+
+
+def test_mappings_are_structures_in_any_order_of_their_keys():
+    samples = [
+        collections.UserDict(a=1, b=2),
+        collections.UserDict(b=20, a=10),
+    ]
+    (batch,) = batches(SampleDataset(samples, workers=0))
+    assert {key: part.tolist() for key, part in batch.items()} == {
+        "a": [1, 10],
+        "b": [2, 20],
+    }
+
+
+def test_a_sample_made_of_others_draws_as_ever():
+    class Mixed(Drawing):
+        def get_sample(self, index):
+            other[0]
+            return super().get_sample(index)
+
+    other = Drawing(2, batch_size=1)
+    mixed = Mixed(4, batch_size=4, seed=7, workers=0)[0]
+    assert mixed.tolist() == Drawing(4, batch_size=4, seed=7)[0].tolist()
+
+
+def test_the_number_of_samples_may_be_an_attribute():
+    class Three(SampleDataset):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            self.num_samples = 3
+
+        def get_sample(self, index):
+            return index
+
+    assert [batch.tolist() for batch in batches(Three(workers=0))] == [
+        [0, 1, 2]
+    ]
+
+
+@pytest.mark.parametrize("index", [-1, 2])
+def test_there_is_no_batch_beyond(index):
+    with pytest.raises(IndexError, match="has 2"):
+        SampleDataset(range(7), 3, drop_remainder=True)[index]
+
+
+def test_a_function_that_chooses_samples_is_asked_again_after_a_change():
+    chosen = {"index": 0}
+    dataset = SampleDataset(
+        range(3),
+        sampler=lambda rng, count: [chosen["index"]] * count,
+        workers=0,
+    )
+    assert dataset[0].tolist() == [0, 0, 0]
+    chosen["index"] = 2
+    dataset.mark_changed()
+    assert dataset[0].tolist() == [2, 2, 2]

@@ -9,7 +9,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from keras_fastdata.datasets.ordering import Indices, SampledDataset, Sampler
+from keras_fastdata.datasets.ordering import (
+    Indices,
+    SampledDataset,
+    Sampler,
+    attribute,
+    takes_rng,
+)
 
 
 class ArrayDataset(SampledDataset):
@@ -28,8 +34,9 @@ class ArrayDataset(SampledDataset):
         batch_size: Samples in a batch, at least 1. Defaults to 32.
         transform: A function of what a batch is made of, `transform(x)`,
             `transform(x, y)` or `transform(x, y, sample_weight)`, that returns
-            the batch. It may write to its arguments, and draw from
-            `np.random`, which is seeded for each batch.
+            the batch. It may write to its arguments. If it has a parameter
+            `rng`, it is given the batch's own NumPy generator to draw from.
+            A subclass may have a method of that name instead.
         drop_remainder: Whether to leave out a last batch that would be
             smaller. Defaults to `False`.
         shuffle: As in `SampleDataset`: `True` for a new order of all samples
@@ -52,6 +59,8 @@ class ArrayDataset(SampledDataset):
     [[0, 1], [2, 3], [4]]
     """
 
+    transform: Callable[..., Any] | None = None
+
     def __init__(
         self,
         x: Any,
@@ -72,10 +81,9 @@ class ArrayDataset(SampledDataset):
             sampler=sampler,
             **kwargs,
         )
-        if transform is not None and not callable(transform):
-            raise TypeError(
-                f"`transform` must be a function. Received: {transform!r}"
-            )
+        if transform is not None:
+            self.transform = transform
+        self._transform_draws = takes_rng(self.transform)
         if sample_weight is not None and y is None:
             raise ValueError("`sample_weight` needs `y`.")
         parts = {"x": x, "y": y, "sample_weight": sample_weight}
@@ -91,7 +99,6 @@ class ArrayDataset(SampledDataset):
             for name, part in parts.items()
             if part is not None
         )
-        self.transform = transform
         if len(lengths) != 1:
             listed = ", ".join(
                 f"{count} in `{name}`" for count, name in lengths.items()
@@ -102,7 +109,7 @@ class ArrayDataset(SampledDataset):
             )
         (self._count,) = lengths
 
-    @property
+    @attribute
     def num_samples(self) -> int:
         """The length of the arrays."""
         return self._count
@@ -114,31 +121,43 @@ class ArrayDataset(SampledDataset):
             for part in self.arrays
         ]
         if self.transform is not None:
-            return self.transform(*batch)
-        return batch[0] if len(batch) == 1 else tuple(batch)
+            drawn = {"rng": self.rng} if self._transform_draws else {}
+            return self.transform(*batch, **drawn)
+        if len(batch) == 1 and not isinstance(batch[0], (tuple, list)):
+            return batch[0]
+        # Keras takes the second of several inputs for targets, otherwise.
+        return tuple(batch)
 
     def _rows(self, array: Any, indices: Indices) -> npt.NDArray[Any]:
         """The rows of one array, in memory of the batch's own."""
-        count = len(indices)
+        if not 0 <= indices.min() <= indices.max() < len(array):
+            raise IndexError(
+                f"`sample_indices` has samples from {indices.min()} to "
+                f"{indices.max()}; there are {len(array)}."
+            )
         if not isinstance(array, np.ndarray):
             return self._read(array, indices)
         plain = type(array) in (np.ndarray, np.memmap)
         if not plain or array.dtype.hasobject or array.dtype.kind == "T":
             return array[indices]
-        rows = self.empty((count, *array.shape[1:]), array.dtype)
-        if self._comes_in_runs:
-            rows[...] = array[indices[0] : indices[0] + count]
-        else:
+        shape = len(indices), *array.shape[1:]
+        if (run := _run_of(indices)) is not None:
+            rows = self.empty(shape, array.dtype)
+            rows[...] = array[run]
+        elif array.flags.c_contiguous and array.flags.aligned:
+            rows = self.empty(shape, array.dtype)
             # The indices are known to be right; NumPy would copy once more
             # to find out.
             np.take(array, indices, axis=0, out=rows, mode="clip")
+        else:
+            # `take` would make a contiguous copy of the whole array first.
+            rows = array[indices]
         return rows
 
     def _read(self, array: Any, indices: Indices) -> npt.NDArray[Any]:
         """The rows of something that is not an array, in ascending order."""
-        if self._comes_in_runs:
-            start = int(indices[0])
-            return np.asarray(array[start : start + len(indices)])
+        if (run := _run_of(indices)) is not None:
+            return np.asarray(array[run])
         ascending, places = np.unique(indices, return_inverse=True)
         found = np.asarray(array[ascending])
         if np.array_equal(places, np.arange(len(found))):
@@ -146,6 +165,14 @@ class ArrayDataset(SampledDataset):
         rows = self.empty((len(indices), *found.shape[1:]), found.dtype)
         np.take(found, places, axis=0, out=rows, mode="clip")
         return rows
+
+
+def _run_of(indices: Indices) -> slice | None:
+    """The slice that has just these, if they are neighbours in order."""
+    first, last = int(indices[0]), int(indices[-1])
+    if last - first + 1 != len(indices) or (np.diff(indices) != 1).any():
+        return None
+    return slice(first, last + 1)
 
 
 def _usable(leaf: Any, name: str) -> Any:
@@ -170,5 +197,10 @@ def _mapped(function: Callable[[Any], Any], part: Any) -> Any:
     if isinstance(part, dict):
         return {key: _mapped(function, value) for key, value in part.items()}
     if isinstance(part, (tuple, list)):
-        return type(part)([_mapped(function, value) for value in part])
+        parts = [_mapped(function, value) for value in part]
+        return (
+            type(part)(*parts)
+            if hasattr(part, "_fields")
+            else type(part)(parts)
+        )
     return function(part)

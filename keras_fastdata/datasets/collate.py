@@ -1,13 +1,14 @@
 """Samples stacked into batches, each copied once, to where it travels.
 
-A sample is a nested structure (tuples, lists, dicts) of arrays and numbers. A
-batch has the same structure, with one array in place of each of these, which
+A sample is a nested structure (tuples, lists, mappings) of arrays and numbers.
+A batch has the same structure, with one array in place of each of these, which
 has the samples along its first axis.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,21 +29,35 @@ class Padded:
             of everything that has one. A tuple of integers and `None`: of the
             first axes. Or a structure of these like that of a sample.
         value: What fills the rest.
+
+    Raises:
+        ValueError: `to` is none of these.
     """
 
     def __init__(self, to: Padding, value: float) -> None:
-        self.to = to
+        self.to = _checked(to)
         self.value = value
 
-    def of(self, key: Any) -> Padded:
-        """That of a part of the sample."""
+    def of(self, keys: list[Any]) -> list[Padded]:
+        """Those of the parts of a sample.
+
+        Raises:
+            ValueError: `to` is a structure of another kind.
+        """
         if isinstance(self.to, dict):
-            return Padded(self.to.get(key), self.value)
-        if isinstance(self.to, list) or (
-            isinstance(self.to, tuple) and not _is_a_length(self.to)
-        ):
-            return Padded(self.to[key], self.value)
-        return self
+            if unknown := [key for key in self.to if key not in keys]:
+                raise ValueError(
+                    f"`pad_to` has {unknown}; a sample has {keys}."
+                )
+            return [Padded(self.to.get(key), self.value) for key in keys]
+        if isinstance(self.to, list):
+            if len(self.to) != len(keys):
+                raise ValueError(
+                    f"`pad_to` is for {len(self.to)} parts of a sample, which "
+                    f"has {keys}."
+                )
+            return [Padded(part, self.value) for part in self.to]
+        return [self] * len(keys)
 
 
 def collate(
@@ -64,7 +79,11 @@ def collate(
         ValueError: Samples do not fit together.
     """
     stack: _Stack | None = None
+    count = 0
     for place, sample in enumerate(samples):
+        count += 1
+        if place == len(indices):
+            break
         if stack is None:
             stack = _stack_like(sample, len(indices), empty, padded, "")
         try:
@@ -74,7 +93,12 @@ def collate(
                 f"Sample {indices[place]} does not fit into a batch with "
                 f"sample {indices[0]}: {misfit}"
             ) from None
-    assert stack is not None
+    if stack is None or count != len(indices):
+        number = "more" if count > len(indices) else f"{count}"
+        raise ValueError(
+            f"The source was asked for {len(indices)} samples and gave "
+            f"{number}."
+        )
     return stack.batch()
 
 
@@ -96,28 +120,37 @@ class _Nested(_Stack):
     """Of a tuple, list or dict."""
 
     def __init__(
-        self,
-        sample: Any,
-        where: str,
-        stack_of: Callable[[Any, Any], _Stack],
+        self, sample: Any, count: int, empty: Empty, padded: Padded, where: str
     ) -> None:
         self._kind = type(sample)
         self._where = where
         self._keys = _keys(sample)
-        self._parts = [stack_of(key, sample[key]) for key in self._keys]
+        self._parts = [
+            _stack_like(sample[key], count, empty, pad, f"{where}[{key!r}]")
+            for key, pad in zip(self._keys, padded.of(self._keys), strict=True)
+        ]
 
     def put(self, place: int, part: Any) -> None:
-        if type(part) is not self._kind or _keys(part) != self._keys:
+        keys = _keys(part)
+        if type(part) is not self._kind or (
+            set(keys) != set(self._keys) or len(keys) != len(self._keys)
+        ):
+            hint = ""
+            if type(part) is self._kind is list:
+                hint = (
+                    " A list is a structure: make an array of one that is to "
+                    "be stacked or padded."
+                )
             raise _MisfitError(
                 f"{_called(self._where)} is {_outline(part)}, not "
-                f"{self._kind.__name__} with {self._keys}."
+                f"{self._kind.__name__} with {self._keys}.{hint}"
             )
         for key, stack in zip(self._keys, self._parts, strict=True):
             stack.put(place, part[key])
 
     def batch(self) -> Any:
         parts = [stack.batch() for stack in self._parts]
-        if issubclass(self._kind, dict):
+        if issubclass(self._kind, Mapping):
             return dict(zip(self._keys, parts, strict=True))
         if hasattr(self._kind, "_fields"):
             return self._kind(*parts)
@@ -147,7 +180,9 @@ class _Column(_Stack):
         where: str,
     ) -> None:
         self._where = where
-        self._shape, self._pads = _padded_shape(first.shape, padded.to)
+        self._shape, self._padded_axes = _padded_shape(first.shape, padded.to)
+        if self._padded_axes:
+            _check_value(padded.value, first.dtype)
         self._array = empty((count, *self._shape), first.dtype)
         self._value = padded.value
 
@@ -162,7 +197,13 @@ class _Column(_Stack):
         if leaf.shape == self._shape:
             self._array[place] = leaf
             return
-        if not self._pads or leaf.ndim != len(self._shape):
+        if leaf.ndim != len(self._shape) or any(
+            have != wanted
+            for axis, (have, wanted) in enumerate(
+                zip(leaf.shape, self._shape, strict=True)
+            )
+            if axis not in self._padded_axes
+        ):
             raise _MisfitError(
                 f"{_called(self._where)} has shape {leaf.shape}, not "
                 f"{self._shape}. Make samples alike, or pass "
@@ -197,10 +238,15 @@ class _Gathered(_Stack):
 
     def put(self, place: int, part: Any) -> None:
         leaf = _as_array(part)
-        if self._leaves and leaf.ndim != self._leaves[0].ndim:
+        first = self._leaves[0] if self._leaves else leaf
+        if leaf.ndim != first.ndim:
             raise _MisfitError(
                 f"{_called(self._where)} has {leaf.ndim} axes, not "
-                f"{self._leaves[0].ndim}."
+                f"{first.ndim}."
+            )
+        if (leaf.dtype.kind in "OSTU") != (first.dtype.kind in "OSTU"):
+            raise _MisfitError(
+                f"{_called(self._where)} is {leaf.dtype}, not {first.dtype}."
             )
         self._leaves.append(leaf)
 
@@ -210,6 +256,8 @@ class _Gathered(_Stack):
         if dtype.kind in "OSTU":
             return np.stack(leaves)
         shape = tuple(np.max([leaf.shape for leaf in leaves], axis=0))
+        if any(leaf.shape != shape for leaf in leaves):
+            _check_value(self._padded.value, dtype)
         array = self._empty((self._count, *map(int, shape)), dtype)
         for row, leaf in zip(array, leaves, strict=True):
             if leaf.shape != shape:
@@ -221,14 +269,8 @@ class _Gathered(_Stack):
 def _stack_like(
     sample: Any, count: int, empty: Empty, padded: Padded, where: str
 ) -> _Stack:
-    if isinstance(sample, (tuple, list, dict)):
-        return _Nested(
-            sample,
-            where,
-            lambda key, part: _stack_like(
-                part, count, empty, padded.of(key), f"{where}[{key!r}]"
-            ),
-        )
+    if isinstance(sample, (tuple, list, Mapping)):
+        return _Nested(sample, count, empty, padded, where)
     if sample is None:
         return _Nothing()
     first = _as_array(sample)
@@ -238,7 +280,7 @@ def _stack_like(
 
 
 def _keys(sample: Any) -> list[Any]:
-    if isinstance(sample, dict):
+    if isinstance(sample, Mapping):
         return list(sample)
     if isinstance(sample, (tuple, list)):
         return list(range(len(sample)))
@@ -254,11 +296,16 @@ def _as_array(leaf: Any) -> npt.NDArray[Any]:
 
 def _padded_shape(
     shape: tuple[int, ...], to: Padding
-) -> tuple[tuple[int, ...], bool]:
-    """The shape that samples are padded to, and whether they are at all."""
+) -> tuple[tuple[int, ...], set[int]]:
+    """The shape that samples are padded to, and along which axes they are."""
     if to is None or to == "longest" or not shape:
-        return shape, False
-    lengths = (to,) if isinstance(to, int) else tuple(to)
+        return shape, set()
+    if isinstance(to, (dict, list)):
+        raise ValueError(
+            f"`pad_to` has {to!r} for an array of shape {shape}; it wants one "
+            "length, or a tuple of them."
+        )
+    lengths = (to,) if isinstance(to, int) else to
     if len(lengths) > len(shape):
         raise ValueError(
             f"`pad_to` gives {len(lengths)} lengths for an array of shape "
@@ -268,12 +315,42 @@ def _padded_shape(
         have if wanted is None else wanted
         for have, wanted in zip(shape, lengths, strict=False)
     ]
-    return (*leading, *shape[len(lengths) :]), True
+    axes = {axis for axis, wanted in enumerate(lengths) if wanted is not None}
+    return (*leading, *shape[len(lengths) :]), axes
 
 
-def _is_a_length(to: tuple[Any, ...]) -> bool:
-    """Whether it is meant for one array, rather than for a tuple of them."""
-    return all(part is None or isinstance(part, int) for part in to)
+def _checked(to: Any) -> Padding:
+    """`None`, "longest", an integer, a tuple of lengths, a dict or a list."""
+    if to is None or (isinstance(to, str) and to == "longest"):
+        return to
+    if isinstance(to, Mapping):
+        return {key: _checked(part) for key, part in to.items()}
+    if isinstance(to, (tuple, list)):
+        parts = [_checked(part) for part in to]
+        lengths = all(part is None or isinstance(part, int) for part in parts)
+        return tuple(parts) if lengths and isinstance(to, tuple) else parts
+    try:
+        length = operator.index(to)
+    except TypeError:
+        length = -1
+    if length < 0:
+        raise ValueError(
+            '`pad_to` must be "longest", a length, a tuple of lengths, or a '
+            f"structure of these like that of a sample. Received: {to!r}"
+        )
+    return length
+
+
+def _check_value(value: float, dtype: np.dtype[Any]) -> None:
+    """Refuses to fill an array with what it cannot hold."""
+    try:
+        fits = bool(np.asarray(value, dtype) == value)
+    except (OverflowError, ValueError):
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"`pad_value={value!r}` does not fit into samples of {dtype}."
+        )
 
 
 def _called(where: str) -> str:

@@ -5,7 +5,6 @@ open -> draft (JPEG: decode a smaller image) -> turn upright -> resize
 
 from __future__ import annotations
 
-import inspect
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from keras_fastdata.datasets.ordering import Sampler
+from keras_fastdata.datasets.ordering import Sampler, attribute, takes_rng
 from keras_fastdata.datasets.samples import SampleDataset
 from keras_fastdata.shared_list import SharedList
 
@@ -51,20 +50,21 @@ class ImageFileDataset(SampleDataset):
             256 by 256.
         batch_size: Samples in a batch, at least 1. Defaults to 32.
         transform: A function of one image, of shape `(height, width,
-            channels)`, that returns what takes its place: `transform(image)`,
-            or `transform(image, rng)` for one that draws, from a NumPy
-            generator of this image's own.
+            channels)`, that returns what takes its place. It may write to the
+            image. If it has a parameter `rng`, it is given a NumPy generator
+            of this image's own to draw from. A subclass may have a method of
+            that name instead.
         color_mode: "rgb", "rgba" or "grayscale": 3, 4 or 1 channels.
         interpolation: "bilinear", "nearest", "bicubic", "area" or "lanczos3".
         crop_to_aspect_ratio: Whether to cut off from the longer sides what
             does not fit the aspect ratio of `image_size`, rather than to
             distort.
         pad_to_aspect_ratio: Whether to fill up with black instead.
-        dtype: "uint8", a quarter of what "float32" moves, or any other. The
-            values are the same.
+        dtype: "uint8", a quarter of what "float32" moves, or any other that
+            holds 0 to 255. The values are the same.
         decoder: A function `decoder(path, image_size)` that reads a file in
             place of Pillow, and returns an array of shape `(height, width,
-            channels)`.
+            channels)` and of `dtype`, or one that becomes it unchanged.
         drop_remainder: As in `SampleDataset`; `shuffle` and `sampler`, too.
         shuffle: See there.
         sampler: See there.
@@ -98,6 +98,8 @@ class ImageFileDataset(SampleDataset):
     >>> images.shape, images.dtype, labels.tolist()
     ((3, 16, 24, 3), dtype('uint8'), [0, 1, 0])
     """
+
+    transform: Callable[..., Any] | None = None
 
     def __init__(
         self,
@@ -133,10 +135,12 @@ class ImageFileDataset(SampleDataset):
             )
         self.paths = SharedList([os.fspath(path) for path in paths])
         self.labels = _labels_of(labels, len(self.paths))
+        self._one_hot = 0  # of so many classes
         self.class_names: list[str] | None = None
         self.image_size = _size_of(image_size)
-        self.transform = transform
-        self._transform_draws = _takes_a_generator(transform)
+        if transform is not None:
+            self.transform = transform
+        self._transform_draws = takes_rng(self.transform)
         self.color_mode = _one_of("color_mode", color_mode, _MODES)
         self.interpolation = _one_of(
             "interpolation", interpolation, _RESAMPLING
@@ -149,6 +153,10 @@ class ImageFileDataset(SampleDataset):
         self.crop_to_aspect_ratio = bool(crop_to_aspect_ratio)
         self.pad_to_aspect_ratio = bool(pad_to_aspect_ratio)
         self.dtype = np.dtype(dtype)
+        if not np.can_cast(np.uint8, self.dtype) and decoder is None:
+            raise ValueError(
+                f"`dtype` must hold 0 to 255. Received: {self.dtype}"
+            )
         self.decoder = decoder
         if decoder is None:
             _require_pillow()
@@ -239,9 +247,7 @@ class ImageFileDataset(SampleDataset):
                 )
             dataset = cls(
                 [paths[place] for place in places],
-                None
-                if numbers is None
-                else _in_mode(numbers[places], label_mode, names),
+                _in_mode(numbers, label_mode, places),
                 image_size,
                 batch_size,
                 color_mode=color_mode,
@@ -253,6 +259,8 @@ class ImageFileDataset(SampleDataset):
                 **kwargs,
             )
             dataset.class_names = names
+            if label_mode == "categorical" and names is not None:
+                dataset._one_hot = len(names)
             return dataset
 
         if not validation_split:
@@ -265,7 +273,7 @@ class ImageFileDataset(SampleDataset):
             return make(order[split:], shuffle)
         return make(order[:split], shuffle), make(order[split:], False)
 
-    @property
+    @attribute
     def num_samples(self) -> int:
         """The number of files."""
         return len(self.paths)
@@ -279,17 +287,35 @@ class ImageFileDataset(SampleDataset):
             error.add_note(f"While reading {path}.")
             raise
         if self.transform is not None:
-            drawn = (self.rng,) if self._transform_draws else ()
-            image = self.transform(image, *drawn)
-        return image if self.labels is None else (image, self.labels[index])
+            drawn = {"rng": self.rng} if self._transform_draws else {}
+            image = self.transform(image, **drawn)
+        if self.labels is None:
+            return image
+        label = self.labels[index]
+        if self._one_hot:
+            row = np.zeros(self._one_hot, "float32")
+            row[label] = 1
+            return image, row
+        return image, label
 
     def _read(self, path: str) -> Image:
-        if self.decoder is not None:
-            return np.asarray(self.decoder(path, self.image_size), self.dtype)
-        image = np.asarray(self._decode(path))
-        if image.ndim == 2:
-            image = image[:, :, np.newaxis]
-        return image if image.dtype == self.dtype else image.astype(self.dtype)
+        if self.decoder is None:
+            image = np.asarray(self._decode(path))
+            if image.ndim == 2:
+                image = image[:, :, np.newaxis]
+        else:
+            image = np.asarray(self.decoder(path, self.image_size))
+            floats = image.dtype.kind == self.dtype.kind == "f"
+            if not floats and not np.can_cast(image.dtype, self.dtype):
+                raise TypeError(
+                    f"`decoder` returned {image.dtype}, which does not become "
+                    f"{self.dtype} unchanged. Pass its type as `dtype`."
+                )
+        if image.dtype != self.dtype:
+            return image.astype(self.dtype)
+        # One that is read only is Pillow's; a transform may write to it.
+        own = image.flags.writeable or self.transform is None
+        return image if own else image.copy()
 
     def _decode(self, path: str) -> Any:
         from PIL import Image as pillow
@@ -316,8 +342,13 @@ class ImageFileDataset(SampleDataset):
                 upright = upright.convert(mode)
         if self.crop_to_aspect_ratio:
             shrunk = upright.size[0] / size[0], upright.size[1] / size[1]
+            left, upper = round(box[0] * shrunk[0]), round(box[1] * shrunk[1])
+            kept = (
+                max(1, round((box[2] - box[0]) * shrunk[0])),
+                max(1, round((box[3] - box[1]) * shrunk[1])),
+            )
             upright = upright.crop(
-                [round(edge * shrunk[n % 2]) for n, edge in enumerate(box)]
+                (left, upper, left + kept[0], upper + kept[1])
             )
         resized = upright.resize(wanted, resampling)
         if wanted == (width, height):
@@ -335,10 +366,13 @@ class ImageFileDataset(SampleDataset):
         """
         height, width = self.image_size
         whole = (0.0, 0.0, float(size[0]), float(size[1]))
-        ratio = width / height
         if self.crop_to_aspect_ratio:
-            kept = min(size[0], size[1] * ratio), min(size[1], size[0] / ratio)
-            left, upper = (size[0] - kept[0]) / 2, (size[1] - kept[1]) / 2
+            # To the pixel what Keras takes.
+            kept = (
+                max(1, min(size[0], int(size[1] * width / height))),
+                max(1, min(size[1], int(size[0] * height / width))),
+            )
+            left, upper = (size[0] - kept[0]) // 2, (size[1] - kept[1]) // 2
             return (left, upper, left + kept[0], upper + kept[1]), (
                 width,
                 height,
@@ -386,7 +420,15 @@ def _labels_of(labels: npt.ArrayLike | None, count: int) -> Any:
             f"`labels` must have one label for each of the {count} paths. "
             f"Received an array of shape {found.shape}."
         )
-    return found.astype("float32" if found.dtype.kind == "f" else "int32")
+    if found.dtype.kind == "f":
+        return found.astype("float32", copy=False)
+    narrow = found.astype("int32", copy=False)
+    if (narrow != found).any():
+        raise ValueError(
+            "Integer `labels` arrive as int32. Received: from "
+            f"{found.min()} to {found.max()}."
+        )
+    return narrow
 
 
 def _size_of(image_size: int | Sequence[int]) -> tuple[int, int]:
@@ -410,27 +452,6 @@ def _one_of(name: str, value: Any, allowed: Iterable[str]) -> str:
             f"`{name}` must be one of {listed}. Received: {value!r}"
         )
     return str(value)
-
-
-def _takes_a_generator(transform: Callable[..., Any] | None) -> bool:
-    """Whether a function has a second argument that it cannot do without."""
-    if transform is None:
-        return False
-    if not callable(transform):
-        raise TypeError(
-            f"`transform` must be a function. Received: {transform!r}"
-        )
-    try:
-        parameters = inspect.signature(transform).parameters.values()
-    except ValueError:
-        return False  # written in C, without a signature
-    required = [
-        p
-        for p in parameters
-        if p.default is p.empty
-        and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    return len(required) > 1
 
 
 # -- folders -----------------------------------------------------------------
@@ -489,14 +510,15 @@ def _files_below(directory: str, follow_links: bool) -> Iterator[str]:
 
 
 def _in_mode(
-    numbers: npt.NDArray[Any], mode: str | None, names: list[str] | None
-) -> npt.NDArray[Any]:
+    numbers: npt.NDArray[Any] | None,
+    mode: str | None,
+    places: npt.NDArray[np.int64],
+) -> npt.NDArray[Any] | None:
+    if numbers is None:
+        return None
     if mode == "binary":
-        return numbers.astype("float32")[:, np.newaxis]
-    if mode == "categorical":
-        rows: npt.NDArray[Any] = np.eye(len(names or ()), dtype="float32")
-        numbers = rows[numbers]
-    return numbers
+        return numbers[places].astype("float32")[:, np.newaxis]
+    return numbers[places]
 
 
 def _check_split(

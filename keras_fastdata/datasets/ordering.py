@@ -7,9 +7,10 @@ position alone, and is computed a batch at a time.
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,7 @@ from keras_fastdata.dataset import FastPyDataset
 
 Indices = npt.NDArray[np.int64]
 Sampler = Callable[[np.random.Generator, int], npt.ArrayLike]
+_T = TypeVar("_T")
 
 _DRAWN = 4096  # positions whose random numbers are drawn at a time
 _EPOCHS_KEPT = 2  # the one that ends, and the one that begins
@@ -25,6 +27,24 @@ _EPOCHS_KEPT = 2  # the one that ends, and the one that begins
 # First elements of the keys of `rng_for`, of which samples have the plain ones.
 _WEIGHTS = 1 << 62
 _SAMPLER = _WEIGHTS + 1
+SAMPLE = _WEIGHTS + 2
+
+
+class attribute(Generic[_T]):
+    """A property that gives way to an attribute of the instance's own."""
+
+    def __init__(self, compute: Callable[[Any], _T]) -> None:
+        self._compute = compute
+        self.__doc__ = compute.__doc__
+
+    @overload
+    def __get__(self, owner: None, kind: type) -> attribute[_T]: ...
+
+    @overload
+    def __get__(self, owner: Any, kind: type) -> _T: ...
+
+    def __get__(self, owner: Any, kind: type) -> Any:
+        return self if owner is None else self._compute(owner)
 
 
 class SampledDataset(FastPyDataset):
@@ -42,8 +62,8 @@ class SampledDataset(FastPyDataset):
             of weights, one for each sample, at least 0: as many samples as
             there are, drawn with replacement in proportion. Or a function
             `sampler(rng, num_samples)` that returns as many indices, drawn
-            from the NumPy generator `rng`. It is called once in an epoch by
-            each process that builds, and must return the same each time.
+            from the NumPy generator `rng`. Each process that builds calls it
+            in each epoch; it must return the same in all.
         **kwargs: Those of `FastPyDataset`.
 
     Raises:
@@ -64,6 +84,10 @@ class SampledDataset(FastPyDataset):
         super().__init__(shuffle=order, **kwargs)
         self.batch_size = _at_least_one("batch_size", batch_size)
         self.drop_remainder = bool(drop_remainder)
+        if shuffle not in (None, True, False):
+            raise TypeError(
+                f"`shuffle` must be True, False or None. Received: {shuffle!r}"
+            )
         self._shuffles = bool(shuffle)
         if shuffle and sampler is not None:
             raise ValueError(
@@ -76,7 +100,7 @@ class SampledDataset(FastPyDataset):
             self._shares = _cumulated(sampler)
         self._drawn: dict[int, Indices] = {}  # by epoch
 
-    @property
+    @attribute
     def num_samples(self) -> int:
         """Samples in an epoch."""
         raise NotImplementedError(
@@ -95,7 +119,15 @@ class SampledDataset(FastPyDataset):
 
         Returns:
             An int64 array of shape `(n,)`, n at most `batch_size`.
+
+        Raises:
+            IndexError: There is no such batch.
         """
+        if not 0 <= index < len(self):
+            raise IndexError(
+                f"There is no batch {index}; {type(self).__name__} has "
+                f"{len(self)}."
+            )
         start = index * self.batch_size
         stop = min(start + self.batch_size, self.num_samples)
         positions = np.arange(start, stop, dtype=np.int64)
@@ -107,10 +139,13 @@ class SampledDataset(FastPyDataset):
             return self.epoch_order(self.num_samples).at(positions)
         return positions
 
-    @property
-    def _comes_in_runs(self) -> bool:
-        """Whether the samples of a batch are neighbours."""
-        return not (self._shuffles or self._draws_again)
+    def mark_changed(self) -> None:
+        # Not by assignment, which would call this again.
+        vars(self)["_drawn"] = {}
+        super().mark_changed()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_drawn": {}}
 
     @property
     def _draws_again(self) -> bool:
@@ -154,6 +189,24 @@ class SampledDataset(FastPyDataset):
             # In one go: threads share it.
             self._drawn = {e: kept[e] for e in sorted(kept)[-_EPOCHS_KEPT:]}
         return found
+
+
+def takes_rng(function: Callable[..., Any] | None) -> bool:
+    """Whether a function wants a generator, as a parameter named `rng`.
+
+    Raises:
+        TypeError: It is no function.
+    """
+    if function is None:
+        return False
+    if not callable(function):
+        raise TypeError(
+            f"`transform` must be a function. Received: {function!r}"
+        )
+    try:
+        return "rng" in inspect.signature(function).parameters
+    except ValueError:
+        return False  # written in C, without a signature
 
 
 def _at_least_one(name: str, value: Any) -> int:

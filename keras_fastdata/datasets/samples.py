@@ -14,7 +14,12 @@ import numpy.typing as npt
 
 from keras_fastdata.dataset import FastPyDataset
 from keras_fastdata.datasets.collate import Padded, Padding, collate
-from keras_fastdata.datasets.ordering import SampledDataset, Sampler
+from keras_fastdata.datasets.ordering import (
+    SAMPLE,
+    SampledDataset,
+    Sampler,
+    attribute,
+)
 
 
 class _SampleRng:
@@ -77,8 +82,8 @@ class SampleDataset(SampledDataset):
             of weights, one for each sample, at least 0: as many samples as
             there are, drawn with replacement in proportion. Or a function
             `sampler(rng, num_samples)` that returns as many indices, drawn
-            from the NumPy generator `rng`. It is called once in an epoch by
-            each process that builds, and must return the same each time.
+            from the NumPy generator `rng`. Each process that builds calls it
+            in each epoch; it must return the same in all.
         **kwargs: Those of `FastPyDataset`.
 
     Raises:
@@ -88,7 +93,7 @@ class SampleDataset(SampledDataset):
 
     In `get_sample`, `self.rng` is the sample's own: what it draws depends on
     seed, epoch and the sample's index, not on the batch the sample lands in.
-    `np.random` and `random` are seeded for each batch.
+    `np.random` and `random` are seeded for each batch, except in threads.
 
     Example:
 
@@ -132,7 +137,7 @@ class SampleDataset(SampledDataset):
         self.source = source
         self._padded = Padded(pad_to, pad_value)
 
-    @property
+    @attribute
     def num_samples(self) -> int:
         """Samples in an epoch; `len(source)` unless it is overridden."""
         return len(self._its_source("num_samples"))
@@ -158,14 +163,16 @@ class SampleDataset(SampledDataset):
         for place, index in enumerate(indices.tolist()):
             # One that is drawn twice has another generator each time.
             drawn = (first + place,) if self._draws_again else ()
-            _current.key, _current.rng = (index, *drawn), None
+            # A sample may be made of those of another such dataset.
+            outer = _current.key, _current.rng
+            _current.key, _current.rng = (SAMPLE, index, *drawn), None
             try:
                 sample = self.get_sample(index)
             except Exception as error:
                 error.add_note(f"In sample {index}.")
                 raise
             finally:
-                _current.key = _current.rng = None
+                _current.key, _current.rng = outer
             yield sample
 
     def _its_source(self, missing: str) -> Any:

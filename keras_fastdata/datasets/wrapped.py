@@ -32,8 +32,9 @@ def accelerate(dataset: Any, workers: int = 1, **kwargs: Any) -> FastPyDataset:
             from `np.random`, or runs Python, pass `use_multiprocessing=True`.
 
     Returns:
-        A dataset to pass to `fit` instead. It has the attributes of the first.
-        Call its `mark_changed()` after editing that.
+        A dataset to pass to `fit` instead. It has the attributes of the first,
+        and setting one sets it there. Call its `mark_changed()` after editing
+        that in place.
 
     Raises:
         TypeError: `dataset` has no batches by number, or an argument is
@@ -114,6 +115,16 @@ class _Wrapped(FastPyDataset):
                 f"{type(self).__name__!r} object has no attribute {name!r}"
             )
         return getattr(dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        dataset = vars(self).get("dataset")
+        if hasattr(type(self), name) or name not in getattr(
+            dataset, "__dict__", ()
+        ):
+            super().__setattr__(name, value)
+        else:
+            setattr(dataset, name, value)
+            self.mark_changed()
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(vars(self))

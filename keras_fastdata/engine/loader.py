@@ -101,14 +101,21 @@ class Pass(Iterator[Any]):
         """Says whether another epoch follows, to be begun ahead of its time.
 
         Its first batches are asked for when there is room behind the last of
-        this one. Give this pass to `Loader.open_pass` to have them.
+        this one. Call `open_following` to have them.
         """
         self._walk.leads_on = leads_on
 
-    def take_following(self) -> _Walk | None:
-        """The epoch that was begun ahead of its time, if any."""
-        following, self._walk.following = self._walk.following, None
-        return following
+    def open_following(self) -> Pass:
+        """A pass through the next epoch, in the same kind of order."""
+        walk = self._walk
+        following = walk.following
+        if following is None:
+            following = _Walk(walk.shuffle)
+            following.may_lead = walk.may_lead
+        opened = Pass(self._loader, self._dataset, following)
+        # Only now: an interrupt must not leave it to nobody.
+        walk.following = None
+        return opened
 
     def time_batches(self, timed: bool) -> None:
         """Has the batches that are asked for from now on come with a span."""
@@ -188,6 +195,8 @@ class _Walk:
             not begun, what it will be if nobody else begins one before.
         begun: Whether that number is its own.
         leads_on: Whether a walk like this one is to follow.
+        may_lead: Whether that may begin ahead of its time: not where epochs
+            of different passes take turns.
         following: That one, once tickets of it may be out.
         position: Of the next batch to deliver.
         issued: Positions below this one have been asked for.
@@ -199,6 +208,7 @@ class _Walk:
         remembers: Whether the first batch is kept for a `rewind`.
         ended: Whether the last batch was delivered, or an error.
         timed: Whether tickets ask for a `Timing`.
+        depth: Batches known to be ready when one was last asked for.
         settled_s: How long workers were then waited for to rest.
         spans: Of timed batches that have been opened, by index.
         span: Of the batch delivered last.
@@ -210,6 +220,7 @@ class _Walk:
         self.epoch: int | None = None
         self.begun = False
         self.leads_on = False
+        self.may_lead = True
         self.following: _Walk | None = None
         self.position = 0
         self.issued = 0
@@ -222,6 +233,7 @@ class _Walk:
         self.remembers = False
         self.ended = False
         self.timed = False
+        self.depth = 0
         self.settled_s = 0.0
         self.spans: dict[int, Span] = {}
         self.span: Span | None = None
@@ -239,6 +251,12 @@ class _Walk:
         """Batches asked for and not delivered, also of the next walk."""
         ahead = len(self.waiting) + len(self.ready)
         return ahead if self.following is None else ahead + self.following.ahead
+
+    @property
+    def at_hand(self) -> int:
+        """Batches that are known to be ready, also of the next walk."""
+        following = self.following
+        return len(self.ready) + (0 if following is None else following.at_hand)
 
     @property
     def is_running_out(self) -> bool:
@@ -281,9 +299,6 @@ class Loader:
         self._largest = 0  # bytes of the largest batch so far
         self._lookahead = _lookahead(settings, 0)
         self._look_s = 0.0  # when to look after the workers in any case
-        # Whether an epoch may be begun ahead of its time: not where epochs of
-        # different passes take turns.
-        self._leads_on = True
         self._changed = False
         # True while a call is under way, and left so by one that was broken
         # off (by Ctrl-C, say): then nothing the workers hold is to be relied
@@ -301,20 +316,11 @@ class Loader:
             self._drawn_seed = random.getrandbits(63)
         return self._drawn_seed
 
-    def open_pass(
-        self, dataset: build.Dataset, shuffle: bool, after: Pass | None = None
-    ) -> Pass:
-        """A new pass; its epoch begins with its first batch.
-
-        Args:
-            dataset: What this loader feeds from.
-            shuffle: Whether the order is drawn, unless the settings say.
-            after: The pass of the epoch before, with the same order.
-        """
+    def open_pass(self, dataset: build.Dataset, shuffle: bool) -> Pass:
+        """A new pass; its epoch begins with its first batch."""
         if self._settings.shuffle is not None:
             shuffle = self._settings.shuffle
-        following = None if after is None else after.take_following()
-        return Pass(self, dataset, following or _Walk(shuffle))
+        return Pass(self, dataset, _Walk(shuffle))
 
     def run_hook(self, dataset: build.Dataset, name: str) -> None:
         """Runs `on_epoch_begin` or `on_epoch_end`, seeded by its number."""
@@ -493,7 +499,10 @@ class Loader:
                 self._workers = self._hire(dataset)
         if not walk.begun:
             self._begin(walk, dataset, self._workers)
-        return self._workers, self._plan(walk, dataset)
+        if walk.schedule is None:
+            self._plan(walk, dataset.num_batches)
+        assert walk.schedule is not None
+        return self._workers, walk.schedule
 
     def _begin(
         self, walk: _Walk, dataset: build.Dataset, workers: Workers
@@ -504,6 +513,9 @@ class Loader:
             self._forget_ahead(walk)
             walk.epoch = self.epoch
             walk.schedule = None
+        elif any(a.done.is_lost for a in walk.ready.values()):
+            # The epoch before had no worker restarts left. This one has.
+            self._forget_ahead(walk)
         walk.begun = True
         self.epoch += 1
         workers.begin_epoch()
@@ -511,17 +523,13 @@ class Loader:
             if not other.begun and other.schedule is not None:
                 self._forget_ahead(other)
                 other.schedule = None
-                self._leads_on = False
+                other.may_lead = False
 
-    def _plan(self, walk: _Walk, dataset: build.Dataset) -> Schedule:
-        if walk.schedule is None:
-            assert walk.epoch is not None
-            walk.schedule = plan_epoch(
-                dataset.num_batches,
-                shuffle=walk.shuffle,
-                seed=self.seed,
-                epoch=walk.epoch,
-            )
+    def _plan(self, walk: _Walk, num_batches: int | None) -> Schedule:
+        assert walk.epoch is not None
+        walk.schedule = plan_epoch(
+            num_batches, shuffle=walk.shuffle, seed=self.seed, epoch=walk.epoch
+        )
         return walk.schedule
 
     def _refill(
@@ -539,27 +547,28 @@ class Loader:
                 return
         if (
             walk.leads_on
-            and self._leads_on
+            and walk.may_lead
             and self._settings.kind != "inline"
             and walk.ahead < allowed
             and not schedule.holds(walk.issued)
         ):
-            self._refill_following(workers, walk, allowed)
+            self._refill_following(workers, walk, schedule.num_batches)
 
     def _refill_following(
-        self, workers: Workers, walk: _Walk, allowed: int
+        self, workers: Workers, walk: _Walk, num_batches: int | None
     ) -> None:
-        """Begins the next epoch, behind the last batches of this one."""
-        dataset = self._dataset()
-        if dataset is None:
-            return
+        """Begins the next epoch, behind the last batches of this one.
+
+        It is taken to be as long; whether it is shows when it begins.
+        """
         following = walk.following
         if following is None:
             following = walk.following = _Walk(walk.shuffle)
         following.timed = walk.timed
-        if following.schedule is None:
+        schedule, allowed = following.schedule, self._lookahead
+        if schedule is None:
             following.epoch = self.epoch
-        schedule = self._plan(following, dataset)
+            schedule = self._plan(following, num_batches)
         while walk.ahead < allowed and schedule.holds(following.issued):
             if not self._issue_next(workers, following, schedule):
                 return
@@ -580,8 +589,8 @@ class Loader:
         """Whether it is worth while to issue tickets now.
 
         Waking a worker takes longer than all else that is done for a small
-        batch, so half of the lookahead goes out together; but not at the
-        price of a worker that has nothing to do.
+        batch, so up to half of the lookahead goes out together. While batches
+        lie ready, a worker may wait for that.
         """
         allowed = self._lookahead
         few = max(1, min(allowed // 2, allowed - self._settings.workers))
@@ -599,7 +608,8 @@ class Loader:
     def _take_back(self, workers: Workers, walk: _Walk, allowed: int) -> None:
         """Recalls tickets that a larger batch than any before makes too many.
 
-        A batch that has come already stays, at its position.
+        A batch that has come already stays, at its position; but those of
+        the next walk, which has not begun, are dropped.
         """
         if walk.following is not None:
             self._forget_ahead(walk.following)
@@ -638,6 +648,7 @@ class Loader:
         """
         if thorough or key not in walk.ready or walk.is_running_out:
             self._take_in(workers)
+        walk.depth = walk.at_hand if key in walk.ready else 0
         while key not in walk.ready:
             if schedule is not None and self._has_room(walk):
                 self._refill(workers, walk, schedule)
@@ -787,7 +798,8 @@ class Loader:
                 self._workers.change()
 
     def _walks(self) -> list[_Walk]:
-        walks = [r.walk for r in self._passes]
+        # A copy: another thread may open a pass meanwhile.
+        walks = [r.walk for r in list(self._passes)]
         following = [w.following for w in walks if w.following is not None]
         return [walk for walk in walks + following if not walk.ended]
 
@@ -908,7 +920,7 @@ def _span_of(
         done.worker,
         retries,
         nbytes,
-        0,
+        walk.depth,
         arrival.queued_s,
         began_s,
         built_s,

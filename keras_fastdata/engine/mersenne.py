@@ -84,10 +84,14 @@ class _Memory:
 
     def read(self) -> bytes:
         """The state; empty if it does not lie there as expected."""
-        return bytes(self._view.raw) if self.is_known else b""
+        if not self.is_known:
+            return b""
+        with self.bits.lock:  # another thread may be drawing
+            return bytes(self._view.raw)
 
     def write(self, state: bytes) -> None:
-        self._view.raw = state
+        with self.bits.lock:
+            self._view.raw = state
 
 
 def _packed(state: Any) -> bytes:

@@ -63,9 +63,9 @@ class Permutation:
         if block is None:
             end = min(self._length, (number + 1) * _BLOCK)
             block = self.at(np.arange(number * _BLOCK, end))
-            if len(self._blocks) == _BLOCKS:
-                del self._blocks[next(iter(self._blocks))]
-            self._blocks[number] = block
+            # In one go: threads may share it.
+            kept = list(self._blocks.items())[-(_BLOCKS - 1) :]
+            self._blocks = {**dict(kept), number: block}
         return int(block[place])
 
     def at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -266,7 +266,8 @@ class Recorder:
         if span is not None:
             self._pending.append((span, time.monotonic(), waited_s))
             if len(self._pending) >= 2 * _BLOCK:
-                # The later ones tell how many lay ready before them.
+                # The later ones tell how many lay ready before them; the
+                # engine knows only of those that it has collected.
                 self._take_in(_BLOCK)
 
     def add_hook(self, seconds: float) -> None:
@@ -289,7 +290,7 @@ class Recorder:
         spans = np.array([span for span, _, _ in self._pending])
         spans[:, _DELIVERED] = [moment for _, moment, _ in self._pending]
         spans[:, _WAITED] = [waited_s for _, _, waited_s in self._pending]
-        spans[:, _DEPTH] = _depths(spans)
+        spans[:, _DEPTH] = np.maximum(spans[:, _DEPTH], _depths(spans))
         spans = spans[:count]
         del self._pending[:count]
         self.tally.take_in(spans)
@@ -307,7 +308,7 @@ class Recorder:
 
 
 def _depths(spans: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-    """How many batches lay ready whenever one was asked for.
+    """How many of these batches lay ready whenever one was asked for.
 
     Args:
         spans: Of batches in the order of their delivery.

@@ -326,7 +326,7 @@ class _ArraysInTheSlot:
         dtype = array.dtype
         if dtype.hasobject or dtype.itemsize == 0 or dtype.char == "T":
             return NotImplemented
-        kind: Any = dtype if dtype.kind == "V" else dtype.str
+        kind: Any = dtype if layout.is_extension(dtype) else dtype.str
         if not array.size:
             return rebuild_array, (None, kind, array.shape, "C")
         fortran = array.flags.f_contiguous and not array.flags.c_contiguous

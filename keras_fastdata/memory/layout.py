@@ -14,7 +14,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-_MOST = 256  # remembered; batches of ever new shapes may not fill memory
+# Batches of ever new shapes may not fill memory.
+_MOST = 256  # layouts remembered
+_LARGEST = 16 * 1024  # bytes of one that is
 
 # A pickle begins with another byte.
 _MARK = b"\0"
@@ -79,7 +81,7 @@ def describe(batch: Any, arrays: list[npt.NDArray[Any]]) -> Any:
 
 
 def pack(description: Any) -> bytes:
-    """A description as bytes: the same ones for equal descriptions."""
+    """A description as bytes; usually the same ones for equal ones."""
     found = _packed.get(description)
     if found is None:
         found = _MARK + pickle.dumps(description, protocol=5)
@@ -107,7 +109,9 @@ _layouts: dict[bytes, Layout] = {}
 def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
     if len(known) >= _MOST:
         known.clear()
-    known[key] = value
+    packed = key if isinstance(key, bytes) else value
+    if len(packed) <= _LARGEST:
+        known[key] = value
 
 
 def _describe(
@@ -135,15 +139,22 @@ def _describe(
 def _leaf(array: npt.NDArray[Any]) -> Leaf:
     dtype, flags = array.dtype, array.flags
     kind = dtype.kind
-    if dtype.hasobject or kind == "T" or not array.nbytes:
+    # Structured types may be equal and differ all the same.
+    if dtype.hasobject or kind == "T" or dtype.names or not array.nbytes:
         raise _NotPlainError
-    fortran = flags.f_contiguous and not flags.c_contiguous
+    contiguous = flags.c_contiguous or flags.f_contiguous
     return Leaf(
         array.shape,
-        dtype if kind == "V" else dtype.str,
-        "F" if fortran else "C",
-        flags.writeable,
+        dtype if is_extension(dtype) else dtype.str,
+        "C" if flags.c_contiguous or not contiguous else "F",
+        # Any other is copied, and the copy is nobody else's.
+        flags.writeable or not contiguous,
     )
+
+
+def is_extension(dtype: np.dtype[Any]) -> bool:
+    """Whether NumPy cannot tell a type by its letter and size."""
+    return dtype.kind == "V" or dtype.isbuiltin == 2
 
 
 def _assembler(

@@ -39,6 +39,7 @@ class Done(Protocol):
         worker: Index of the worker that built the batch, from 0.
         nbytes: Bytes that the batch takes while it waits to be delivered.
         by_dataset: Whether `open` raises an `Exception` of the dataset's own.
+        is_lost: Whether it raises another, for want of workers.
         timing: How the batch was built, if the ticket was timed.
     """
 
@@ -47,6 +48,9 @@ class Done(Protocol):
     nbytes: int
     by_dataset: bool
     timing: Timing | None
+
+    @property
+    def is_lost(self) -> bool: ...
 
     def open(self) -> Any:
         """Returns the batch, or raises what building it raised. Once only."""
@@ -158,6 +162,11 @@ class Built:
     by_dataset: bool = False
     nbytes: int = 0
     timing: Timing | None = None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it came to an error that is not the dataset's own."""
+        return self.error is not None and not self.by_dataset
 
     def open(self) -> Any:
         if self.error is not None:

@@ -132,7 +132,7 @@ class _Delivery:
         "timing",
         "worker",
     )
-    by_dataset = False
+    by_dataset = is_lost = False
 
     def __init__(
         self,
