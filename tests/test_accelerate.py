@@ -13,8 +13,9 @@ from PIL import Image
 
 from keras_fastdata import FastPyDataset, accelerate
 
-# Workers import Keras with these datasets; without a backend in half the time.
-QUICK = {"use_multiprocessing": True, "worker_env": {"KERAS_BACKEND": "numpy"}}
+# Workers import Keras with these datasets, which takes seconds; a fork has it.
+FORKED = {"use_multiprocessing": True, "start_method": "fork"}
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork")
 
 
 def walk(dataset, epochs=2):
@@ -30,7 +31,7 @@ def walk(dataset, epochs=2):
 def test_batches_come_in_order_and_draw_alike_in_any_number_of_processes(
     workers,
 ):
-    made = accelerate(Old(), workers, seed=3, **QUICK)
+    made = accelerate(Old(), workers, seed=3, **FORKED)
     found = walk(made)
     assert found == walk(accelerate(Old(), 0, seed=3))
     draws = [draw for epoch in found for _, draw in epoch]
@@ -53,7 +54,7 @@ def test_epoch_hooks_run_in_the_training_process_and_reach_the_workers(
 
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-    with accelerate(inner, workers, **(QUICK if workers else {})) as dataset:
+    with accelerate(inner, workers, **(FORKED if workers else {})) as dataset:
         model.fit(
             dataset, epochs=2, shuffle=False, verbose=0, callbacks=[Note()]
         )
@@ -142,10 +143,13 @@ def flow(source, seed):
     )
 
 
-@pytest.mark.parametrize(("workers", "seed"), [(1, 7), (2, 7), (2, None)])
+@pytest.mark.parametrize(
+    ("workers", "seed", "start_method"),
+    [(1, 7, "fork"), (2, 7, "forkserver"), (2, None, "fork")],
+)
 @pytest.mark.parametrize("source", ["arrays", "folder"])
 def test_images_are_augmented_alike_in_any_number_of_processes(
-    workers, source, seed, folder
+    workers, source, seed, start_method, folder
 ):
     if source == "arrays":
         rows = np.random.default_rng(0).integers(0, 256, (12, 8, 8, 3), "uint8")
@@ -156,7 +160,11 @@ def test_images_are_augmented_alike_in_any_number_of_processes(
     inline = walk(accelerate(flow(source, seed), 0, seed=3))
     np.random.seed(1)
     made = accelerate(
-        flow(source, seed), workers, use_multiprocessing=True, seed=3
+        flow(source, seed),
+        workers,
+        use_multiprocessing=True,
+        start_method=start_method,
+        seed=3,
     )
     assert walk(made) == inline
     images = [x for epoch in inline for x, _ in epoch]
@@ -180,7 +188,7 @@ def test_each_epoch_of_fit_has_every_image_once_in_an_order_of_its_own():
 
     model = Model()
     model.compile(run_eagerly=True)
-    with accelerate(flow(rows, 5), 2, use_multiprocessing=True) as made:
+    with accelerate(flow(rows, 5), 2, **FORKED) as made:
         model.fit(made, epochs=2, verbose=0)
     epochs = [given[-24:-12], given[-12:]]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(12))

@@ -79,7 +79,7 @@ def test_batches_are_slices(place, stored):
             assert y.tolist() == LABELS[start : start + 8].tolist()
 
 
-@everywhere
+@somewhere
 @pytest.mark.parametrize("how", ["shuffle", "weights"])
 def test_rows_and_labels_stay_together_in_any_order(place, stored, how):
     order = {"shuffle": {"shuffle": True}, "weights": {"sampler": LABELS}}[how]

@@ -69,11 +69,6 @@ def accelerate(dataset: Any, workers: int = 1, **kwargs: Any) -> FastPyDataset:
             "not: a generator, or a `tf.data.Dataset`, cannot be asked for "
             "batch 7, and so not be shared out."
         )
-    if _counts_batches(dataset):
-        # Their code needs no backend, which would take seconds and hundreds
-        # of megabytes in each worker.
-        env = {"KERAS_BACKEND": "numpy", **(kwargs.get("worker_env") or {})}
-        kwargs["worker_env"] = env
     hooked = any(_has_hook(dataset, name) for name in _HOOKS)
     wrapper = _WrappedWithHooks if hooked else _Wrapped
     return wrapper(dataset, workers=workers, **kwargs)
