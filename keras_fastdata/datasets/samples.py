@@ -106,8 +106,8 @@ class SampleDataset(SampledDataset):
     >>> with Noisy(batch_size=4, shuffle=True, seed=1) as dataset:
     ...     [x.shape for x, y in dataset]
     [(4, 3), (4, 3), (2, 3)]
-    >>> words = SampleDataset([[1, 2, 3], [4, 5]], pad_to="longest")
-    >>> SampleDataset(list(map(np.array, words.source)), pad_to="longest")[0]
+    >>> ragged = [np.array([1, 2, 3]), np.array([4, 5])]
+    >>> SampleDataset(ragged, pad_to="longest")[0]
     array([[1, 2, 3],
            [4, 5, 0]])
     """
