@@ -19,6 +19,7 @@ PLACES = {
 }
 PLACES_AND_INLINE = PLACES | {"inline": {"workers": 0}}
 everywhere = pytest.mark.parametrize("place", PLACES)
+in_processes = pytest.mark.parametrize("place", ["processes"])
 with_inline = pytest.mark.parametrize("place", PLACES_AND_INLINE)
 TIMEOUT_S = 30
 
@@ -153,7 +154,7 @@ def test_a_fit_that_stops_early_begins_no_epoch_for_the_next(place, tmp_path):
     assert [row[:2] for row in given] == every(3)
 
 
-@everywhere
+@in_processes
 def test_an_epoch_hook_changes_every_batch_of_the_next_epoch(place, tmp_path):
     with Hooked(tmp_path, max_queue_size=3, **PLACES[place]) as dataset:
         given = fitted(dataset)
@@ -193,7 +194,7 @@ def test_a_dataset_that_validates_too_has_its_epochs_in_their_order(
     assert {row[0] for row in given} == {0, 2, 4}
 
 
-@everywhere
+@in_processes
 def test_a_dataset_walked_through_between_epochs_keeps_its_count(
     place, tmp_path
 ):
@@ -212,7 +213,7 @@ def test_a_dataset_walked_through_between_epochs_keeps_its_count(
     assert walked == [[1] * 6, [3] * 6, [5] * 6]
 
 
-@everywhere
+@in_processes
 def test_no_more_than_max_queue_size_batches_wait_across_epochs(
     place, tmp_path
 ):
@@ -228,7 +229,7 @@ def test_no_more_than_max_queue_size_batches_wait_across_epochs(
     assert max(most) == 3
 
 
-@everywhere
+@in_processes
 def test_an_exception_in_a_batch_built_ahead_comes_in_its_own_epoch(
     place, tmp_path
 ):
