@@ -20,7 +20,7 @@ import contextlib
 import os
 import pathlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -146,32 +146,36 @@ def _torch(draft: bool) -> Any:
     return feed
 
 
-def _stock(read: Any) -> Any:
+def _stock(read: Callable[[str], np.ndarray]) -> Any:
     def feed(
         paths: list[str], labels: np.ndarray, stack: contextlib.ExitStack
     ) -> Iterator[Any]:
-        import keras
-        from keras.src.trainers.data_adapters.py_dataset_adapter import (
-            OrderedEnqueuer,
+        batches = Batches(paths, labels, read)
+        loader = peers.open_loader(
+            "stock processes", batches, PRODUCERS, len(paths) // BATCH
         )
-
-        class Dataset(keras.utils.PyDataset):
-            """As in the docstring of `PyDataset`."""
-
-            def __len__(self) -> int:
-                return len(paths) // BATCH
-
-            def __getitem__(self, index: int) -> Any:
-                chosen = paths[index * BATCH : (index + 1) * BATCH]
-                return np.array([read(path) for path in chosen]), labels[:BATCH]
-
-        dataset = Dataset(workers=PRODUCERS, use_multiprocessing=True)
-        enqueuer = OrderedEnqueuer(dataset)
-        enqueuer.start()
-        stack.callback(enqueuer.stop)
-        return iter(enqueuer.get())
+        return again_and_again(stack.enter_context(loader))
 
     return feed
+
+
+class Batches:
+    """A batch of images, read as in the docstring of `PyDataset`."""
+
+    def __init__(
+        self,
+        paths: list[str],
+        labels: np.ndarray,
+        read: Callable[[str], np.ndarray],
+    ) -> None:
+        self.paths = paths
+        self.labels = labels
+        self.read = read
+
+    def __call__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        part = slice(index * BATCH, (index + 1) * BATCH)
+        images = np.array([self.read(path) for path in self.paths[part]])
+        return images, self.labels[part]
 
 
 class Samples:

@@ -11,19 +11,9 @@ import keras
 import numpy as np
 import pytest
 from array_samples import doubled, jittered
+from places import PLACES, everywhere, somewhere
 
 from keras_fastdata import ArrayDataset
-
-PLACES = {
-    "inline": {"workers": 0},
-    "1 thread": {"workers": 1},
-    "4 threads": {"workers": 4},
-    "1 process": {"workers": 1, "use_multiprocessing": True},
-    "2 processes": {"workers": 2, "use_multiprocessing": True},
-    "4 processes": {"workers": 4, "use_multiprocessing": True},
-}
-everywhere = pytest.mark.parametrize("place", PLACES)
-somewhere = pytest.mark.parametrize("place", ["inline", "2 processes"])
 
 ROWS = np.random.default_rng(0).normal(size=(50, 4)).astype("float32")
 LABELS = np.arange(50)

@@ -11,17 +11,10 @@ import numpy as np
 import pytest
 from image_samples import doubled, flipped, halves_of_a_png
 from PIL import Image, ImageOps
+from places import PLACES, everywhere
 
 from keras_fastdata import ImageFileDataset
 
-PLACES = {
-    "inline": {"workers": 0},
-    "1 thread": {"workers": 1},
-    "4 threads": {"workers": 4},
-    "2 processes": {"workers": 2, "use_multiprocessing": True},
-    "4 processes": {"workers": 4, "use_multiprocessing": True},
-}
-everywhere = pytest.mark.parametrize("place", PLACES)
 SIZE = (24, 32)
 
 

@@ -9,20 +9,10 @@ import h5py
 import keras
 import numpy as np
 import pytest
+from places import PLACES, everywhere, somewhere
 from sample_samples import Doubling, Drawing, Failing, Squares, halves
 
 from keras_fastdata import SampleDataset
-
-PLACES = {
-    "inline": {"workers": 0},
-    "1 thread": {"workers": 1},
-    "4 threads": {"workers": 4},
-    "1 process": {"workers": 1, "use_multiprocessing": True},
-    "2 processes": {"workers": 2, "use_multiprocessing": True},
-    "4 processes": {"workers": 4, "use_multiprocessing": True},
-}
-everywhere = pytest.mark.parametrize("place", PLACES)
-somewhere = pytest.mark.parametrize("place", ["inline", "2 processes"])
 
 
 def batches(dataset):

@@ -14,7 +14,6 @@ from keras_fastdata.datasets.ordering import (
     SampledDataset,
     Sampler,
     attribute,
-    takes_rng,
 )
 
 
@@ -59,8 +58,6 @@ class ArrayDataset(SampledDataset):
     [[0, 1], [2, 3], [4]]
     """
 
-    transform: Callable[..., Any] | None = None
-
     def __init__(
         self,
         x: Any,
@@ -81,9 +78,7 @@ class ArrayDataset(SampledDataset):
             sampler=sampler,
             **kwargs,
         )
-        if transform is not None:
-            self.transform = transform
-        self._transform_draws = takes_rng(self.transform)
+        self._take_transform(transform)
         if sample_weight is not None and y is None:
             raise ValueError("`sample_weight` needs `y`.")
         parts = {"x": x, "y": y, "sample_weight": sample_weight}
@@ -121,8 +116,7 @@ class ArrayDataset(SampledDataset):
             for part in self.arrays
         ]
         if self.transform is not None:
-            drawn = {"rng": self.rng} if self._transform_draws else {}
-            return self.transform(*batch, **drawn)
+            return self._transformed(*batch)
         if len(batch) == 1 and not isinstance(batch[0], (tuple, list)):
             return batch[0]
         # Keras takes the second of several inputs for targets, otherwise.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -106,17 +106,19 @@ class _MisfitError(Exception):
     """A sample is not like the first of its batch."""
 
 
-class _Stack:
+class _Stack(Protocol):
     """The batch of one part of a sample."""
 
     def put(self, place: int, part: Any) -> None:
-        raise NotImplementedError
+        """Adds that of the sample at a place, or raises `_MisfitError`."""
+        ...
 
     def batch(self) -> Any:
-        raise NotImplementedError
+        """What has become of all."""
+        ...
 
 
-class _Nested(_Stack):
+class _Nested:
     """Of a tuple, list or dict."""
 
     def __init__(
@@ -157,7 +159,7 @@ class _Nested(_Stack):
         return self._kind(parts)
 
 
-class _Nothing(_Stack):
+class _Nothing:
     """Of `None`, such as the targets of a sample that has none."""
 
     def put(self, place: int, part: Any) -> None:
@@ -168,7 +170,7 @@ class _Nothing(_Stack):
         return None
 
 
-class _Column(_Stack):
+class _Column:
     """Of an array or a number: one array that is filled row by row."""
 
     def __init__(
@@ -224,7 +226,7 @@ class _Column(_Stack):
         return self._array
 
 
-class _Gathered(_Stack):
+class _Gathered:
     """Of what is stacked only when all are there: words, ragged arrays."""
 
     def __init__(

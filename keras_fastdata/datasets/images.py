@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from keras_fastdata.datasets.ordering import Sampler, attribute, takes_rng
+from keras_fastdata.datasets.ordering import Sampler, attribute
 from keras_fastdata.datasets.samples import SampleDataset
+from keras_fastdata.engine.settings import one_of
 from keras_fastdata.shared_list import SharedList
+from keras_fastdata.workers import failures
 
 FORMATS = (".bmp", ".gif", ".jpeg", ".jpg", ".png")
 
@@ -99,8 +101,6 @@ class ImageFileDataset(SampleDataset):
     ((3, 16, 24, 3), dtype('uint8'), [0, 1, 0])
     """
 
-    transform: Callable[..., Any] | None = None
-
     def __init__(
         self,
         paths: Iterable[str | os.PathLike[str]],
@@ -138,13 +138,10 @@ class ImageFileDataset(SampleDataset):
         self._one_hot = 0  # of so many classes
         self.class_names: list[str] | None = None
         self.image_size = _size_of(image_size)
-        if transform is not None:
-            self.transform = transform
-        self._transform_draws = takes_rng(self.transform)
-        self.color_mode = _one_of("color_mode", color_mode, _MODES)
-        self.interpolation = _one_of(
-            "interpolation", interpolation, _RESAMPLING
-        )
+        self._take_transform(transform)
+        one_of("color_mode", color_mode, tuple(_MODES))
+        one_of("interpolation", interpolation, tuple(_RESAMPLING))
+        self.color_mode, self.interpolation = color_mode, interpolation
         if crop_to_aspect_ratio and pad_to_aspect_ratio:
             raise ValueError(
                 "Only one of `crop_to_aspect_ratio` and `pad_to_aspect_ratio` "
@@ -218,11 +215,8 @@ class ImageFileDataset(SampleDataset):
             ValueError: There are no images, or arguments contradict another.
         """
         _check_split(validation_split, subset, shuffle, seed)
-        if label_mode not in ("int", "binary", "categorical", None):
-            raise ValueError(
-                '`label_mode` must be "int", "binary", "categorical" or None. '
-                f"Received: {label_mode!r}"
-            )
+        if label_mode is not None:
+            one_of("label_mode", label_mode, ("int", "binary", "categorical"))
         paths, numbers, names = _files_in(
             os.fspath(directory),
             None if label_mode is None else labels,
@@ -284,11 +278,10 @@ class ImageFileDataset(SampleDataset):
         try:
             image = self._read(path)
         except Exception as error:
-            error.add_note(f"While reading {path}.")
+            failures.note(error, f"While reading {path}.")
             raise
         if self.transform is not None:
-            drawn = {"rng": self.rng} if self._transform_draws else {}
-            image = self.transform(image, **drawn)
+            image = self._transformed(image)
         if self.labels is None:
             return image
         label = self.labels[index]
@@ -445,15 +438,6 @@ def _size_of(image_size: int | Sequence[int]) -> tuple[int, int]:
     return int(sides[0]), int(sides[1])
 
 
-def _one_of(name: str, value: Any, allowed: Iterable[str]) -> str:
-    if value not in allowed:
-        listed = ", ".join(f'"{one}"' for one in allowed)
-        raise ValueError(
-            f"`{name}` must be one of {listed}. Received: {value!r}"
-        )
-    return str(value)
-
-
 # -- folders -----------------------------------------------------------------
 
 
@@ -465,7 +449,7 @@ def _files_in(
 ) -> tuple[list[str], npt.NDArray[Any] | None, list[str] | None]:
     """Paths, class numbers and class names, in Keras's order."""
     if isinstance(labels, str):
-        _one_of("labels", labels, ["inferred"])
+        one_of("labels", labels, ("inferred",))
         names = sorted(
             entry.name
             for entry in os.scandir(directory)
@@ -534,7 +518,7 @@ def _check_split(
             "`subset` which of the two parts this is; pass both or neither."
         )
     if subset is not None:
-        _one_of("subset", subset, ["training", "validation", "both"])
+        one_of("subset", subset, ("training", "validation", "both"))
         if shuffle and seed is None:
             raise ValueError(
                 "Pass a `seed`, so that the training and the validation "

@@ -8,7 +8,6 @@ position alone, and is computed a batch at a time.
 from __future__ import annotations
 
 import inspect
-import operator
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, overload
 
@@ -16,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from keras_fastdata.dataset import FastPyDataset
+from keras_fastdata.engine.settings import boolean, integer
 
 Indices = npt.NDArray[np.int64]
 Sampler = Callable[[np.random.Generator, int], npt.ArrayLike]
@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 _DRAWN = 4096  # positions whose random numbers are drawn at a time
 _EPOCHS_KEPT = 2  # the one that ends, and the one that begins
 
-# First elements of the keys of `rng_for`, of which samples have the plain ones.
+# First elements of our own keys of `rng_for`; a user's are smaller numbers.
 _WEIGHTS = 1 << 62
 _SAMPLER = _WEIGHTS + 1
 SAMPLE = _WEIGHTS + 2
@@ -50,26 +50,14 @@ class attribute(Generic[_T]):
 class SampledDataset(FastPyDataset):
     """What datasets of samples have in common.
 
-    Args:
-        batch_size: Samples in a batch, at least 1.
-        drop_remainder: Whether to leave out a last batch that would be
-            smaller.
-        shuffle: `True`: samples come in a new random order every epoch.
-            `False`: in their own. Either way `fit(shuffle=)` adds nothing.
-            `None`: in their own, and `fit(shuffle=True)`, Keras's default,
-            has whole batches come in another order.
-        sampler: Draws the samples of an epoch, in place of `shuffle`. An array
-            of weights, one for each sample, at least 0: as many samples as
-            there are, drawn with replacement in proportion. Or a function
-            `sampler(rng, num_samples)` that returns as many indices, drawn
-            from the NumPy generator `rng`. Each process that builds calls it
-            in each epoch; it must return the same in all.
-        **kwargs: Those of `FastPyDataset`.
+    Its arguments are described in `SampleDataset`.
 
-    Raises:
-        TypeError: An argument is of the wrong type.
-        ValueError: An argument is out of range.
+    Attributes:
+        transform: For those that have one: a function, or a method of a
+            subclass, or `None`.
     """
+
+    transform: Callable[..., Any] | None = None
 
     def __init__(
         self,
@@ -82,14 +70,10 @@ class SampledDataset(FastPyDataset):
     ) -> None:
         order = None if shuffle is None and sampler is None else False
         super().__init__(shuffle=order, **kwargs)
-        self.batch_size = _at_least_one("batch_size", batch_size)
+        self.batch_size = integer("batch_size", batch_size, least=1)
         self.drop_remainder = bool(drop_remainder)
-        if shuffle not in (None, True, False):
-            raise TypeError(
-                f"`shuffle` must be True, False or None. Received: {shuffle!r}"
-            )
-        self._shuffles = bool(shuffle)
-        if shuffle and sampler is not None:
+        self._shuffles = shuffle is not None and boolean("shuffle", shuffle)
+        if self._shuffles and sampler is not None:
             raise ValueError(
                 "`sampler` draws the samples of an epoch in an order of its "
                 "own; leave out `shuffle`."
@@ -147,6 +131,26 @@ class SampledDataset(FastPyDataset):
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_drawn": {}}
 
+    def _take_transform(self, transform: Callable[..., Any] | None) -> None:
+        """Takes over an argument of the constructor.
+
+        Raises:
+            TypeError: It is no function.
+        """
+        if transform is not None:
+            self.transform = transform
+        if self.transform is not None and not callable(self.transform):
+            raise TypeError(
+                f"`transform` must be a function. Received: {self.transform!r}"
+            )
+        self._transform_draws = _has_rng(self.transform)
+
+    def _transformed(self, *parts: Any) -> Any:
+        """What `transform`, which there is, makes of the parts."""
+        assert self.transform is not None
+        drawn = {"rng": self.rng} if self._transform_draws else {}
+        return self.transform(*parts, **drawn)
+
     @property
     def _draws_again(self) -> bool:
         """Whether a sample may come more than once in an epoch."""
@@ -191,38 +195,6 @@ class SampledDataset(FastPyDataset):
         return found
 
 
-def takes_rng(function: Callable[..., Any] | None) -> bool:
-    """Whether a function wants a generator, as a parameter named `rng`.
-
-    Raises:
-        TypeError: It is no function.
-    """
-    if function is None:
-        return False
-    if not callable(function):
-        raise TypeError(
-            f"`transform` must be a function. Received: {function!r}"
-        )
-    try:
-        return "rng" in inspect.signature(function).parameters
-    except ValueError:
-        return False  # written in C, without a signature
-
-
-def _at_least_one(name: str, value: Any) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(
-            f"`{name}` must be an integer of at least 1. Received: {value!r}"
-        ) from None
-    if number < 1 or isinstance(value, bool):
-        raise ValueError(
-            f"`{name}` must be an integer of at least 1. Received: {value!r}"
-        )
-    return number
-
-
 def _cumulated(weights: Any) -> npt.NDArray[np.float64]:
     """Weights as the shares of all up to and with each; the last is 1."""
     found = np.asarray(weights, np.float64)
@@ -239,3 +211,14 @@ def _cumulated(weights: Any) -> npt.NDArray[np.float64]:
         )
     sums /= sums[-1]
     return sums
+
+
+def _has_rng(function: Callable[..., Any] | None) -> bool:
+    """Whether a function has a parameter named `rng`."""
+    try:
+        return (
+            function is not None
+            and "rng" in inspect.signature(function).parameters
+        )
+    except ValueError:
+        return False  # written in C, without a signature

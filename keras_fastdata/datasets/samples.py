@@ -20,6 +20,7 @@ from keras_fastdata.datasets.ordering import (
     Sampler,
     attribute,
 )
+from keras_fastdata.workers import failures
 
 
 class _SampleRng:
@@ -169,7 +170,7 @@ class SampleDataset(SampledDataset):
             try:
                 sample = self.get_sample(index)
             except Exception as error:
-                error.add_note(f"In sample {index}.")
+                failures.note(error, f"In sample {index}.")
                 raise
             finally:
                 _current.key, _current.rng = outer

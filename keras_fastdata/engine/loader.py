@@ -499,10 +499,8 @@ class Loader:
                 self._workers = self._hire(dataset)
         if not walk.begun:
             self._begin(walk, dataset, self._workers)
-        if walk.schedule is None:
-            self._plan(walk, dataset.num_batches)
-        assert walk.schedule is not None
-        return self._workers, walk.schedule
+        schedule = walk.schedule or self._plan(walk, dataset.num_batches)
+        return self._workers, schedule
 
     def _begin(
         self, walk: _Walk, dataset: build.Dataset, workers: Workers

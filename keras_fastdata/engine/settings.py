@@ -48,7 +48,7 @@ class Settings:
     def __post_init__(self) -> None:
         self._refuse_what_is_not_built_yet()
         check = self._set_checked
-        check("workers", _integer("workers", self.workers, least=0))
+        check("workers", integer("workers", self.workers, least=0))
         if self.workers > MAX_WORKERS:
             raise ValueError(
                 f"`workers` must be at most {MAX_WORKERS}. "
@@ -56,23 +56,23 @@ class Settings:
             )
         check(
             "use_multiprocessing",
-            _boolean("use_multiprocessing", self.use_multiprocessing),
+            boolean("use_multiprocessing", self.use_multiprocessing),
         )
         check(
             "max_queue_size",
-            _integer("max_queue_size", self.max_queue_size, least=1),
+            integer("max_queue_size", self.max_queue_size, least=1),
         )
         if self.max_queue_bytes is not None:
             check(
                 "max_queue_bytes",
-                _integer("max_queue_bytes", self.max_queue_bytes, least=1),
+                integer("max_queue_bytes", self.max_queue_bytes, least=1),
             )
         if self.seed is not None:
-            check("seed", _integer("seed", self.seed, least=0))
+            check("seed", integer("seed", self.seed, least=0))
         if self.shuffle is not None:
-            check("shuffle", _boolean("shuffle", self.shuffle))
+            check("shuffle", boolean("shuffle", self.shuffle))
         if self.start_method is not None:
-            _one_of("start_method", self.start_method, START_METHODS)
+            one_of("start_method", self.start_method, START_METHODS)
             _require_posix("start_method", self.start_method)
         if self.batch_timeout is not None:
             check(
@@ -80,11 +80,11 @@ class Settings:
             )
         check(
             "max_worker_restarts",
-            _integer("max_worker_restarts", self.max_worker_restarts, least=0),
+            integer("max_worker_restarts", self.max_worker_restarts, least=0),
         )
-        _one_of("on_error", self.on_error, ("raise", "skip"))
+        one_of("on_error", self.on_error, ("raise", "skip"))
         if self.executor != "ray":
-            _one_of("executor", self.executor, ("local",))
+            one_of("executor", self.executor, ("local",))
         check("worker_env", _environment(self.worker_env))
 
     @property
@@ -121,7 +121,8 @@ def _not_yet(name: str, value: Any, default: Any) -> NotImplementedError:
     )
 
 
-def _integer(name: str, value: Any, *, least: int) -> int:
+def integer(name: str, value: Any, *, least: int) -> int:
+    """An argument that must be an integer of at least `least`."""
     if isinstance(value, (bool, np.bool_)):
         raise TypeError(f"`{name}` must be an integer. Received: {value!r}")
     try:
@@ -154,7 +155,8 @@ def _seconds(name: str, value: Any) -> float:
     return seconds
 
 
-def _boolean(name: str, value: Any) -> bool:
+def boolean(name: str, value: Any) -> bool:
+    """An argument that must be True or False."""
     # NumPy's bool and 0 / 1 come out of configuration files.
     if value in (True, False):
         return bool(value)
@@ -164,7 +166,8 @@ def _boolean(name: str, value: Any) -> bool:
     )
 
 
-def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    """Refuses an argument that is none of the words allowed."""
     if value not in allowed:
         names = ", ".join(repr(choice) for choice in allowed)
         one_of = "one of " if len(allowed) > 1 else ""
