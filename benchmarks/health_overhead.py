@@ -1,11 +1,11 @@
 """What `LoaderHealth` costs a training step.
 
-    python -m benchmarks.health_overhead [--steps N] [--rounds N]
+    python -m benchmarks.health_overhead [--blocks N]
 
-One process trains a model whose step takes a fraction of a millisecond, on
-batches of 1 KB that are at hand, with the callback and without it in turns.
-What a step takes is that of whole epochs, so all that the callback does
-counts, also at the end of an epoch.
+A model whose step takes a fraction of a millisecond is trained on batches of
+1 KB that are at hand. In one `fit`, blocks of 200 steps that are measured take
+turns with blocks that are not, so that a noisy machine disturbs both alike.
+What it does once an epoch is not in these figures.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ import keras
 import numpy as np
 
 from keras_fastdata import FastPyDataset, LoaderHealth
+from keras_fastdata.health import recorder
 
+BLOCK = 200  # steps
+WARM_UP = 5  # blocks, in which steps compile and workers start
 PLACES = {
     "inline": {"workers": 0},
     "2 threads": {"workers": 2},
@@ -41,55 +44,70 @@ class AtHand(FastPyDataset):
         return self.batch
 
 
+class InTurns(LoaderHealth):
+    """Measures every other block of steps.
+
+    Attributes:
+        blocks: Microseconds per step in each block: those that were not
+            measured, and those that were.
+    """
+
+    def __init__(self, dataset: AtHand) -> None:
+        super().__init__(verbose=0)
+        self.dataset = dataset
+        self.blocks: tuple[list[float], list[float]] = [], []
+        self._measures = True
+        self._block_s = time.perf_counter()
+
+    def on_train_batch_begin(self, batch: int, logs: object = None) -> None:
+        if batch and batch % BLOCK == 0:
+            self._turn(batch // BLOCK)
+        if self._measures:
+            super().on_train_batch_begin(batch, logs)
+
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        self._measure(True)
+        super().on_epoch_end(epoch, logs)
+
+    def _turn(self, block: int) -> None:
+        took_s = time.perf_counter() - self._block_s
+        if block > WARM_UP:
+            self.blocks[self._measures].append(took_s / BLOCK * 1e6)
+        self._measure(not self._measures)
+        self._block_s = time.perf_counter()
+
+    def _measure(self, measures: bool) -> None:
+        heard = self._meter.recorder
+        self._measures = measures
+        (recorder.listen if measures else recorder.leave)(heard)
+        for walk in self.dataset._loader()._walks():
+            walk.interval_s = heard.interval_s if measures else None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--blocks", type=int, default=600)
     arguments = parser.parse_args()
     model = keras.Sequential([keras.Input((7,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     print(
         f"Keras {keras.__version__} on {keras.backend.backend()}; us per step, "
-        f"median of {arguments.rounds} epochs of {arguments.steps} steps"
+        f"medians over {arguments.blocks} blocks of {BLOCK} steps, the cost of "
+        "each against the one before it"
     )
-    print(f"{'':12} {'without':>9} {'with':>9} {'cost':>8}")
+    print(f"{'':12} {'without':>9} {'cost':>6}  quartiles")
     for name, place in PLACES.items():
-        with AtHand(arguments.steps, **place) as dataset:
-            costs = _take_turns(model, dataset, arguments)
-        without, measured = map(statistics.median, zip(*costs, strict=True))
+        with AtHand(BLOCK * arguments.blocks, **place) as dataset:
+            turns = InTurns(dataset)
+            model.fit(dataset, verbose=0, callbacks=[turns])
+        without, measured = turns.blocks
+        costs = [m - w for w, m in zip(without, measured, strict=False)]
+        low, middle, high = statistics.quantiles(costs, n=4)
         print(
-            f"{name:12} {without:>9.1f} {measured:>9.1f} "
-            f"{measured / without - 1:>8.1%}"
+            f"{name:12} {statistics.median(without):>9.1f} {middle:>6.1f}  "
+            f"{low:.1f} to {high:.1f}",
+            flush=True,
         )
-
-
-def _take_turns(
-    model: keras.Model, dataset: AtHand, arguments: argparse.Namespace
-) -> list[tuple[float, float]]:
-    """Microseconds per step without and with the callback, by round."""
-
-    def us_per_step(*callbacks: keras.callbacks.Callback) -> float:
-        clock = _Clock()
-        model.fit(dataset, verbose=0, callbacks=[clock, *callbacks])
-        return clock.elapsed_s / arguments.steps * 1e6
-
-    us_per_step(LoaderHealth(verbose=0))  # compiles, and starts the workers
-    return [
-        (us_per_step(), us_per_step(LoaderHealth(verbose=0)))
-        for _ in range(arguments.rounds)
-    ]
-
-
-class _Clock(keras.callbacks.Callback):
-    """Times an epoch; its end is called first, so that ours counts."""
-
-    elapsed_s = 0.0
-
-    def on_epoch_begin(self, epoch: int, logs: object = None) -> None:
-        self._began = time.perf_counter()
-
-    def on_train_end(self, logs: object = None) -> None:
-        self.elapsed_s = time.perf_counter() - self._began
 
 
 if __name__ == "__main__":

@@ -176,8 +176,11 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         if not self._trains:
             found.remember_first()
         listener = self.listener()
-        # After a probe comes `on_train_begin`, and maybe a recorder with it.
-        found.time_batches(listener is not None or not self._trains)
+        if listener is not None:
+            found.time_batches(listener.interval_s)
+        else:
+            # After a probe comes `on_train_begin`, and maybe a recorder.
+            found.time_batches(None if self._trains else 0.0)
         return found
 
     def listener(self) -> recorder.Recorder | None:
@@ -209,12 +212,17 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
     ) -> None:
         """Accounts for one batch and the wait for it."""
         self._delivered += 1
-        if self.is_heard_by(listener):
-            listener.hear_from(self.py_dataset._loader())
-            listener.rested_s += begun.settled_s
-            listener.add(begun.span, waited_s - begun.settled_s)
-        elif listener is not None:
+        if listener is None:
+            return
+        if not self.is_heard_by(listener):
             listener.aside_s += waited_s
+            return
+        span = begun.span
+        if span is not None:
+            listener.hear_from(self.py_dataset._loader())
+        settled_s = begun.settled_s
+        listener.rested_s += settled_s
+        listener.add(span, waited_s - settled_s)
 
     @property
     def has_delivered(self) -> bool:
@@ -299,7 +307,11 @@ class _Batches(Iterator[Any]):
         if self._over:
             raise StopIteration
         listener = self._adapter.listener()
-        if listener is not None and self._adapter.is_fetching_itself():
+        if (
+            listener is not None
+            and listener.is_sampling
+            and self._adapter.is_fetching_itself()
+        ):
             listener.before_wait()
         began = time.perf_counter()
         if self._pass is None:

@@ -119,6 +119,51 @@ def test_a_batch_that_was_not_timed_is_counted_and_waited_for():
     assert heard.tally.batches == 0
 
 
+def test_a_batch_stands_for_those_beside_it_that_were_not_looked_at():
+    heard = Recorder(interval_s=0.1)
+    short, long = span(0, 0.01, waited_s=9.0), span(1, 0.5)
+    for one in (short, None, None, long, None, short, None):
+        heard.add(one, 0.25)
+    heard.flush()
+    tally = heard.tally
+    assert tally.batches == 7
+    assert tally.wait_s == 7 * 0.25
+    assert tally.nbytes == 7000
+    # The long one is the only one of its kind.
+    assert tally.build_s == pytest.approx(6 * 0.01 + 0.5)
+    assert tally.build.count == tally.wait.count == 7
+    assert tally.slowest[0].batch == 1
+    heard.begin()
+    heard.add(long, 0.0)
+    heard.add(None, 0.0)
+    heard.flush()
+    assert heard.tally.batches == 2
+
+
+@given(st.lists(st.sampled_from("sl-"), max_size=60), st.integers(1, 7))
+def test_every_batch_is_stood_for_once(kinds, block):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recorder, "_BLOCK", block)
+        heard = Recorder(interval_s=0.1)
+        for kind in ["s", *kinds]:
+            heard.add({"s": span(), "l": span(0, 0.5)}.get(kind), 0.0)
+        heard.flush()
+    assert heard.tally.batches == 1 + len(kinds)
+    assert heard.tally.build.count == 1 + len(kinds)
+
+
+def test_the_depth_counts_batches_that_were_not_looked_at():
+    heard = Recorder(interval_s=1.0)
+    now_s = recorder.time.monotonic()
+    for batch in range(40):
+        # All were there, and the queue was long, when the first was asked for.
+        one = span(batch)._replace(stored_s=now_s - 1, depth=0)
+        heard.add(None if batch % 4 else one, 0.0)
+    heard.flush()
+    depth = heard.spans()[:, Span._fields.index("depth")]
+    assert depth.tolist() == [37 - 4 * place for place in range(10)]
+
+
 # -- the ring ----------------------------------------------------------------
 
 
@@ -200,8 +245,9 @@ def test_the_depth_counts_batches_that_lay_ready_when_one_was_asked_for():
         heard.add(span(batch)._replace(stored_s=now_s + stored_s, depth=0), 0.0)
     delivered = np.array([1.5, 3.5, 4, 10])
     for place, moment in enumerate(delivered):
-        told, _, _ = heard._pending[place]
-        heard._pending[place] = told, now_s + moment, 0.25
+        heard._pending[place] = heard._pending[place]._replace(
+            delivered_s=now_s + moment, waited_s=0.25
+        )
     heard.flush()
     depth = heard.spans()[:, Span._fields.index("depth")]
     # The first was waited for, with the second in the queue already.

@@ -6,7 +6,7 @@ There the time an epoch would take with free data is known.
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from keras_fastdata.health import steps
@@ -39,6 +39,7 @@ class World:
         ahead=False,
         slowdown=1.0,
         fetches_ahead=False,
+        interval_s=0.0,
     ):
         self.now_s = 100.0
         self.load_s, self.step_s = load_s, step_s
@@ -49,7 +50,7 @@ class World:
         self.built_s = 0.0  # when the worker will have its next batch
         self.rests = False
         self.compiles = True
-        self.recorder = Recorder()
+        self.recorder = Recorder(interval_s)
         self.seen = []
         self.clock = StepClock(
             "train",
@@ -143,6 +144,24 @@ def test_free_data_would_bring_what_is_predicted(
 
 
 @settings(deadline=None, max_examples=100)
+@example(
+    load_s=0.0,
+    step_s=0.5,
+    asynchronous=True,
+    ahead=False,
+    fetches_ahead=True,
+    count=3,
+    epochs=2,
+)
+@example(
+    load_s=0.0,
+    step_s=0.5,
+    asynchronous=True,
+    ahead=True,
+    fetches_ahead=True,
+    count=2,
+    epochs=2,
+)
 @given(
     load_s=st.floats(0, 0.5),
     step_s=st.floats(0.001, 0.5),
@@ -212,6 +231,50 @@ def test_sampling_takes_at_most_a_hundredth_of_the_time(world):
     spent_s = sum(step.ended_s - step.began_s for step in sampled)
     assert sampled
     assert spent_s < 0.02 * (real.seen[-1].ended_s - real.seen[10].began_s)
+
+
+@pytest.mark.parametrize("fetches_ahead", [False, True])
+@pytest.mark.parametrize("ahead", [False, True], ids=["inline", "worker"])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_short_steps_are_looked_at_in_groups_and_the_figures_are_the_same(
+    world, asynchronous, ahead, fetches_ahead
+):
+    def second_epoch(interval_s):
+        real = world(
+            0.0004, 0.0003, asynchronous, ahead, 1.5, fetches_ahead, interval_s
+        )
+        real.epoch(2000)
+        told = len(real.seen)
+        return real.epoch(2000, 1), real.seen[told:]
+
+    (each, steps_seen), (grouped, groups) = map(second_epoch, (0.0, 0.005))
+    assert len(steps_seen) == 2000
+    assert len(groups) < 450
+    assert sum(group.calls for group in groups) == grouped.steps == 2000
+    number = 0
+    for group in groups:
+        assert group.number == number
+        number += group.calls
+    assert {group.calls for group in groups if group.sampled} == {1}
+    assert grouped.step_s == pytest.approx(each.step_s, rel=0.02)
+    assert grouped.wall_s == pytest.approx(each.wall_s, rel=0.02)
+    assert grouped.data_wait == pytest.approx(each.data_wait, abs=0.02)
+
+
+def test_a_step_that_compiles_amid_short_ones_is_left_out(world):
+    real = world(0, 0.0003, interval_s=0.005)
+    real.epoch(1000)
+    real.compiles = True  # a batch of another shape
+    second = real.epoch(1000, 1)
+    assert second.compiling_s == pytest.approx(COMPILING_S, rel=0.1)
+    assert second.data_wait < 0.1
+
+
+def test_steps_that_were_only_asked_for_are_not_booked_on_what_follows(world):
+    real = world(0, 0.05, asynchronous=True)
+    training = real.epoch(20)
+    assert real.device_s <= real.now_s  # all have been computed
+    assert training.wall_s == pytest.approx(20 * 0.05, rel=0.1)
 
 
 def test_a_single_step_that_compiles_is_all_there_is(world):

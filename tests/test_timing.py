@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import os
 import time
+import types
 
 import pytest
-from samples import Numbered
+from samples import Deadly, Numbered
 from situations import Burning, Sleeping
 
 from keras_fastdata.health.timing import Stopwatch
@@ -23,7 +24,7 @@ everywhere = pytest.mark.parametrize("place", PLACES)
 def _spans(dataset):
     with dataset:
         batches = iter(dataset)
-        batches.time_batches(True)
+        batches.time_batches(0.0)
         return [batches.span for _ in batches]
 
 
@@ -66,7 +67,7 @@ def test_unless_batches_are_timed_there_is_no_span(place):
 def test_workers_that_rest_begin_nothing_until_the_next_batch(place):
     with Numbered(length=12, **PLACES[place]) as dataset:
         batches = iter(dataset)
-        batches.time_batches(True)
+        batches.time_batches(0.0)
         seen = []
         for number in range(12):
             batches.fetch(quietly=number == 4)
@@ -93,23 +94,45 @@ def test_nothing_stays_open_after_close(place):
     assert [name for name in open_files() if "schedstat" in name] == []
 
 
-def test_of_short_builds_the_kernel_is_asked_now_and_then():
+@pytest.fixture
+def clock(monkeypatch):
+    clock = types.SimpleNamespace(now_s=100.0)
+    monkeypatch.setattr(
+        "keras_fastdata.health.timing.time.monotonic", lambda: clock.now_s
+    )
+    return clock
+
+
+def test_of_short_builds_the_kernel_is_asked_now_and_then(clock):
     stopwatch = Stopwatch()
     asked = []
     for _ in range(64):
-        stopwatch.start(True)
+        stopwatch.start(0.0)
         stopwatch.built()
         asked.append(not math.isnan(stopwatch.stop().cpu_s))
+        clock.now_s += 0.001
     stopwatch.close()
-    assert asked[0]
-    assert 3 <= sum(asked) <= 16
+    assert asked == [place % 5 == 0 for place in range(64)]
 
 
-def test_of_a_build_after_a_long_one_the_kernel_is_asked():
+def test_of_short_builds_one_is_told_of_now_and_then_and_of_long_ones_all(
+    clock,
+):
     stopwatch = Stopwatch()
-    for seconds in (0, 0.002, 0):
-        stopwatch.start(True)
-        time.sleep(seconds)
+    told = []
+    for place in range(12):
+        stopwatch.start(0.005)
+        clock.now_s += 0.002 if place < 6 else 0.006
+        told.append(stopwatch.stop() is not None)
+    stopwatch.close()
+    assert told == [True, False, False] * 2 + [True] * 6
+
+
+def test_of_a_build_after_a_long_one_the_kernel_is_asked(clock):
+    stopwatch = Stopwatch()
+    for seconds in (0, 0.006, 0):
+        stopwatch.start(0.0)
+        clock.now_s += seconds
         stopwatch.built()
         latest = stopwatch.stop()
     stopwatch.close()
@@ -118,7 +141,7 @@ def test_of_a_build_after_a_long_one_the_kernel_is_asked():
 
 def test_a_stopwatch_that_is_not_started_says_nothing():
     stopwatch = Stopwatch()
-    stopwatch.start(False)
+    stopwatch.start(None)
     stopwatch.built()
     assert stopwatch.stop() is None
     stopwatch.close()
@@ -130,6 +153,34 @@ def test_without_the_kernels_word_a_delay_is_0(monkeypatch):
         "keras_fastdata.health.timing._SCHEDSTAT", "/proc/nothing/here"
     )
     stopwatch = Stopwatch()
-    stopwatch.start(True)
+    stopwatch.start(0.0)
     timing = stopwatch.stop()
     assert timing.delay_s == 0.0
+
+
+@everywhere
+def test_of_batches_that_come_quickly_the_first_of_every_epoch_has_a_span(
+    place,
+):
+    with Numbered(length=30, **PLACES[place]) as dataset:
+        for _ in range(2):
+            batches = iter(dataset)
+            batches.time_batches(3600.0)
+            seen = [batches.span and batches.span.batch for _ in batches]
+            assert seen == [0] + [None] * 29
+
+
+def test_a_batch_that_was_built_again_has_a_span_however_quickly_it_came(
+    tmp_path,
+):
+    with Deadly(
+        tmp_path / "once",
+        at=30,
+        length=40,
+        workers=2,
+        use_multiprocessing=True,
+    ) as dataset:
+        batches = iter(dataset)
+        batches.time_batches(3600.0)
+        spans = [batches.span for _ in batches]
+    assert [(s.batch, s.retries) for s in spans if s] == [(0, 0), (30, 1)]

@@ -37,6 +37,7 @@ from keras_fastdata.errors import LoaderError
 from keras_fastdata.health import words
 from keras_fastdata.health.recorder import Span
 from keras_fastdata.health.staff import Staff
+from keras_fastdata.health.timing import Timing
 from keras_fastdata.workers import failures
 from keras_fastdata.workers.base import Done, Ticket, Workers
 from keras_fastdata.workers.inline import InlineWorkers
@@ -117,9 +118,14 @@ class Pass(Iterator[Any]):
         walk.following = None
         return opened
 
-    def time_batches(self, timed: bool) -> None:
-        """Has the batches that are asked for from now on come with a span."""
-        self._walk.timed = timed
+    def time_batches(self, interval_s: float | None) -> None:
+        """Has the batches that are asked for from now on come with a span.
+
+        Args:
+            interval_s: One of them in this time, and all that take as long;
+                0 for all of them. `None`: without.
+        """
+        self._walk.interval_s = interval_s
 
     @property
     def span(self) -> Span | None:
@@ -207,7 +213,8 @@ class _Walk:
         delivered: How many batches have been delivered.
         remembers: Whether the first batch is kept for a `rewind`.
         ended: Whether the last batch was delivered, or an error.
-        timed: Whether tickets ask for a `Timing`.
+        interval_s: How often there is to be a span; see `time_batches`.
+        next_span_s: When there is to be another.
         depth: Batches known to be ready when one was last asked for.
         settled_s: How long workers were then waited for to rest.
         spans: Of timed batches that have been opened, by index.
@@ -232,11 +239,23 @@ class _Walk:
         self.remembered: dict[int, Any] = {}
         self.remembers = False
         self.ended = False
-        self.timed = False
+        self.interval_s: float | None = None
+        self.next_span_s = 0.0
         self.depth = 0
         self.settled_s = 0.0
         self.spans: dict[int, Span] = {}
         self.span: Span | None = None
+
+    def wants_span(self, timing: Timing) -> bool:
+        """Whether to look at a batch that was built so."""
+        interval_s = self.interval_s
+        if interval_s is None:
+            return False
+        stored_s = timing.stored_s
+        if stored_s >= self.next_span_s:
+            self.next_span_s = stored_s + interval_s
+            return True
+        return stored_s - timing.began_s >= interval_s or timing.retries > 0
 
     def knows(self, position: int, index: int) -> bool:
         """Whether the batch there has come, or is left out."""
@@ -440,7 +459,7 @@ class Loader:
             ahead.epoch = walk.epoch
             ahead.schedule = schedule
             ahead.skipped = walk.skipped
-            ahead.timed = walk.timed
+            ahead.interval_s = walk.interval_s
             ahead.spans = walk.spans
             wanted = [i for i in range(count) if schedule.holds(i)]
             for index in wanted:
@@ -562,7 +581,7 @@ class Loader:
         following = walk.following
         if following is None:
             following = walk.following = _Walk(walk.shuffle)
-        following.timed = walk.timed
+        following.interval_s = walk.interval_s
         schedule, allowed = following.schedule, self._lookahead
         if schedule is None:
             following.epoch = self.epoch
@@ -623,9 +642,12 @@ class Loader:
     ) -> bool:
         serial = next(self._serials)
         assert walk.epoch is not None
-        if not workers.submit(Ticket(serial, walk.epoch, index, walk.timed)):
+        interval_s = walk.interval_s
+        if interval_s is not None and not walk.delivered:
+            interval_s = 0.0  # the first one counts, however soon it comes
+        if not workers.submit(Ticket(serial, walk.epoch, index, interval_s)):
             return False
-        queued_s = time.monotonic() if walk.timed else 0.0
+        queued_s = 0.0 if interval_s is None else time.monotonic()
         self._routes[serial] = _Route(walk, key, queued_s)
         walk.waiting.add(serial)
         return True
@@ -712,7 +734,8 @@ class Loader:
         done = arrival.done
         try:
             try:
-                if done.timing is None:
+                timing = done.timing
+                if timing is None or not walk.wants_span(timing):
                     return done.open()
                 began_s = time.monotonic()
                 batch = done.open()

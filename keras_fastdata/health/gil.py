@@ -63,7 +63,7 @@ class GilProbe:
         try:
             batches, since_s = -1, time.monotonic()
             while True:
-                stopwatch.start(True)
+                stopwatch.start(0.0)
                 over = self._over.wait(_PAUSE_S)
                 slept = stopwatch.stop()
                 recorder = self._recorder()

@@ -22,6 +22,7 @@ from keras_fastdata.health.recorder import Recorder, Source
 from keras_fastdata.health.staff import Staff
 from keras_fastdata.health.steps import Step, StepClock
 from keras_fastdata.health.summary import EpochHealth
+from keras_fastdata.health.timing import INTERVAL_S
 from keras_fastdata.health.verdict import Facts, judge
 
 # Reading a worker's memory walks its page tables.
@@ -91,7 +92,8 @@ class Meter:
         fetches_ahead: bool,
         sink: Sink | None = None,
     ) -> None:
-        self.recorder = Recorder()
+        # A sink wants all of them.
+        self.recorder = Recorder(0.0 if sink is not None else INTERVAL_S)
         self.recorder.on_source = self._meet
         self.steps: collections.deque[Step] = collections.deque(
             maxlen=STEPS_KEPT

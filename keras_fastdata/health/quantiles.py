@@ -30,11 +30,20 @@ class Distribution:
         """How many durations were added."""
         return int(self._counts.sum())
 
-    def add(self, seconds: npt.NDArray[np.float64]) -> None:
-        """Adds durations: an array of shape `(n,)`."""
+    def add(
+        self,
+        seconds: npt.NDArray[np.float64],
+        times: npt.NDArray[np.int64] | int = 1,
+    ) -> None:
+        """Adds durations.
+
+        Args:
+            seconds: An array of shape `(n,)`.
+            times: How often each of them came; likewise, or of all.
+        """
         ratio = np.maximum(seconds, _LEAST_S) / _LEAST_S
         bucket = np.ceil(np.log(ratio) / _LOG_GROWTH).astype(np.int64)
-        np.add.at(self._counts, np.minimum(bucket, _BUCKETS - 1), 1)
+        np.add.at(self._counts, np.minimum(bucket, _BUCKETS - 1), times)
 
     def quantile(self, share: float) -> float:
         """The duration that `share` of all are not longer than; 0 if none."""

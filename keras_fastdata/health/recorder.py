@@ -6,6 +6,10 @@ batches that are delivered for that thread, whichever thread fetches them (with
 
 Bounded: the latest spans are kept in a ring; of all others only sums and
 distributions remain.
+
+Cheap: of batches that follow each other closely, one is looked at in every
+`Recorder.interval_s`, and stands for those between. Those that took longer to
+build than that, or were built again, are all looked at.
 """
 
 from __future__ import annotations
@@ -68,6 +72,7 @@ class Span(NamedTuple):
 
 
 _DEPTH = Span._fields.index("depth")
+_BEGAN = Span._fields.index("began_s")
 _STORED = Span._fields.index("stored_s")
 _DELIVERED = Span._fields.index("delivered_s")
 _WAITED = Span._fields.index("waited_s")
@@ -114,15 +119,29 @@ class Source(Protocol):
         ...
 
 
+class _Seen(NamedTuple):
+    """A batch that was looked at: its span, what that cannot know, and
+    its place among all batches, from 1."""
+
+    span: Span
+    delivered_s: float
+    waited_s: float
+    place: int
+
+
 class Tally:
     """Sums over the batches of a stretch of training.
+
+    Waits are those of all batches; all else is known of those that were
+    looked at, each of which counts for those that it stands for.
 
     Attributes:
         batches: How many were delivered.
         nbytes: Of their arrays.
         build: Distribution of the seconds `__getitem__` took.
         wait: Distribution of the seconds batches were waited for.
-        build_s, store_s, open_s, wait_s, depth: Sums over batches.
+        wait_s: The sum of those.
+        build_s, store_s, open_s, depth: Sums over batches.
         asked_s: What building and storing took of those batches whose CPU
             time was asked for.
         asked_cpu_s, asked_delay_s: CPU time of these, and waits for a core.
@@ -161,26 +180,34 @@ class Tally:
         took_s = self.build_s + self.store_s
         return took_s / self.asked_s if self.asked_s > 0 else 0.0
 
-    def take_in(self, spans: npt.NDArray[np.float64]) -> None:
-        """Adds spans, of shape `(n, len(Span._fields))`."""
+    def take_in(
+        self,
+        spans: npt.NDArray[np.float64],
+        times: npt.NDArray[np.int64],
+    ) -> None:
+        """Adds batches that were looked at.
+
+        Args:
+            spans: Of shape `(n, len(Span._fields))`.
+            times: How many batches each of them stands for: `(n,)`.
+        """
         column = dict(zip(Span._fields, spans.T, strict=True))
         if not self.batches:
             self.first_wait_s = float(column["waited_s"][0])
         build = column["built_s"] - column["began_s"]
-        self.batches += len(spans)
-        self.nbytes += int(column["nbytes"].sum())
-        self.build.add(build)
-        self.wait.add(column["waited_s"])
-        self.build_s += float(build.sum())
+        self.batches += int(times.sum())
+        self.nbytes += int(column["nbytes"] @ times)
+        self.build.add(build, times)
+        self.wait.add(column["waited_s"], times)
+        self.build_s += float(build @ times)
         took = column["stored_s"] - column["began_s"]
         asked = ~np.isnan(column["cpu_s"])
-        self.asked_s += float(took[asked].sum())
-        self.asked_cpu_s += float(column["cpu_s"][asked].sum())
-        self.asked_delay_s += float(column["delay_s"][asked].sum())
-        self.store_s += float((took - build).sum())
-        self.open_s += float(column["opened_s"].sum())
-        self.wait_s += float(column["waited_s"].sum())
-        self.depth += float(column["depth"].sum())
+        self.asked_s += float(took[asked] @ times[asked])
+        self.asked_cpu_s += float(column["cpu_s"][asked] @ times[asked])
+        self.asked_delay_s += float(column["delay_s"][asked] @ times[asked])
+        self.store_s += float((took - build) @ times)
+        self.open_s += float(column["opened_s"] @ times)
+        self.depth += float(column["depth"] @ times)
         again = column["retries"] > 0
         self.retried += int(again.sum())
         self.retried_wait_s += float(column["waited_s"][again].sum())
@@ -202,7 +229,12 @@ class Tally:
 class Recorder:
     """Listens to the batches of one thread.
 
+    Args:
+        interval_s: Of batches and steps that take less than this, one is
+            looked at in this time; 0 for every single one.
+
     Attributes:
+        interval_s: The argument.
         waited_s: Time spent in the iterators of our datasets, in all.
         aside_s: Time that belongs to no training step: a validation that is
             being set up.
@@ -214,11 +246,14 @@ class Recorder:
         predicts: Whether it listens to a `predict`, which has no probe.
         on_spans: Called with spans as they are taken in, in order.
         wants_quiet: Whether workers are to rest while the next step runs.
-        before_wait: Called before that thread itself waits for a batch.
+        is_sampling: Whether the step under way is one by itself, between two
+            device synchronizations.
+        before_wait: Called before that thread then waits for a batch itself.
         tally: Of the present stretch; see `begin`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, interval_s: float = 0.0) -> None:
+        self.interval_s = interval_s
         self.waited_s = 0.0
         self.aside_s = 0.0
         self.rested_s = 0.0
@@ -229,10 +264,12 @@ class Recorder:
         self._source: weakref.ref[Source] | None = None
         self.predicts = False
         self.wants_quiet = False
+        self.is_sampling = False
         self.before_wait: Callable[[], None] = _nothing
         self.on_spans: Callable[[npt.NDArray[np.float64]], None] = _nobody
         self.tally = Tally()
-        self._pending: list[tuple[Span, float, float]] = []
+        self._pending: list[_Seen] = []
+        self._seen = 0  # of the batches, those that spans stand for
         self._ring = np.empty((SPANS_KEPT, len(Span._fields)))
         self._rung = 0  # spans ever written to the ring
 
@@ -240,6 +277,7 @@ class Recorder:
         """Starts a new stretch, with sums of its own."""
         self.flush()
         self.tally = Tally()
+        self._seen = self.batches
 
     @property
     def source(self) -> Source | None:
@@ -258,13 +296,16 @@ class Recorder:
         """Takes note of a batch that has been delivered.
 
         Args:
-            span: Its story; `None` if it was not timed.
+            span: Its story; `None` if it was not looked at.
             waited_s: How long it was waited for.
         """
         self.batches += 1
         self.waited_s += waited_s
+        self.tally.wait_s += waited_s
         if span is not None:
-            self._pending.append((span, time.monotonic(), waited_s))
+            self._pending.append(
+                _Seen(span, time.monotonic(), waited_s, self.batches)
+            )
             if len(self._pending) >= 2 * _BLOCK:
                 # The later ones tell how many lay ready before them; the
                 # engine knows only of those that it has collected.
@@ -284,16 +325,26 @@ class Recorder:
     def flush(self) -> None:
         """Takes in the spans that have come since."""
         if self._pending:
-            self._take_in(len(self._pending))
+            self._take_in(len(self._pending), last=True)
 
-    def _take_in(self, count: int) -> None:
-        spans = np.array([span for span, _, _ in self._pending])
-        spans[:, _DELIVERED] = [moment for _, moment, _ in self._pending]
-        spans[:, _WAITED] = [waited_s for _, _, waited_s in self._pending]
-        spans[:, _DEPTH] = np.maximum(spans[:, _DEPTH], _depths(spans))
-        spans = spans[:count]
+    def _take_in(self, count: int, *, last: bool = False) -> None:
+        seen = self._pending
+        spans = np.array([one.span for one in seen])
+        spans[:, _DELIVERED] = [one.delivered_s for one in seen]
+        spans[:, _WAITED] = [one.waited_s for one in seen]
+        places = np.array([one.place for one in seen])
+        spans[:, _DEPTH] = np.maximum(spans[:, _DEPTH], _depths(spans, places))
+        spans, places = spans[:count], places[:count]
         del self._pending[:count]
-        self.tally.take_in(spans)
+        took_s = spans[:, _STORED] - spans[:, _BEGAN]
+        times = _times(
+            took_s < self.interval_s,
+            places,
+            self._seen,
+            self.batches if last else int(places[-1]),
+        )
+        self._seen += int(times.sum())
+        self.tally.take_in(spans, times)
         places = np.arange(self._rung, self._rung + len(spans)) % SPANS_KEPT
         self._ring[places] = spans
         self._rung += len(spans)
@@ -307,17 +358,50 @@ class Recorder:
         return np.roll(self._ring, -(self._rung % SPANS_KEPT), axis=0)
 
 
-def _depths(spans: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-    """How many of these batches lay ready whenever one was asked for.
+def _depths(
+    spans: npt.NDArray[np.float64], places: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """How many batches lay ready whenever one of these was asked for.
 
     Args:
         spans: Of batches in the order of their delivery.
+        places: Where each of them is among all batches.
     """
     asked_s = spans[:, _DELIVERED] - spans[:, _WAITED]
     stored_s = np.sort(spans[:, _STORED])
     stored = np.searchsorted(stored_s, asked_s, side="right")
-    depths: npt.NDArray[np.int64] = stored - np.arange(len(spans))
-    return np.maximum(depths, 0)
+    # The place of the first one that was not there yet.
+    first = np.append(places, places[-1] + 1)[stored]
+    return np.maximum(first - places, 0)
+
+
+def _times(
+    short: npt.NDArray[np.bool_],
+    places: npt.NDArray[np.int64],
+    before: int,
+    until: int,
+) -> npt.NDArray[np.int64]:
+    """How many batches each one that was looked at stands for.
+
+    One that took long stands for itself. Others stand for those before them
+    that were not looked at, and the last of them for those after it.
+
+    Args:
+        short: Which did not take long.
+        places: Where each is among all batches.
+        before: The place of the latest that is accounted for.
+        until: The place of the last to account for.
+    """
+    times = np.ones(len(places), np.int64)
+    standing = np.flatnonzero(short)
+    if not len(standing):
+        standing = np.array([len(places) - 1])
+    # Those that were not looked at, up to each.
+    unseen = places - before - np.arange(1, len(places) + 1)
+    unseen = unseen[standing]
+    unseen[-1] = until - before - len(places)
+    times[standing] += np.diff(unseen, prepend=0)
+    return times
 
 
 def _nobody(spans: npt.NDArray[np.float64]) -> None:

@@ -13,6 +13,9 @@ what remains without the wait is what a step needs by itself. Then
     free_s    = what the epoch would take with free data
     data_wait = 1 - free_s / wall_s
 
+Steps that follow each other closely are looked at together, one group in every
+`Recorder.interval_s`; samples are single steps.
+
 Sampling disturbs: meanwhile the queue fills up, or runs dry. So to the wall
 time a step that was sampled counts as much as the others do on average. Steps
 that compile (the first; the first with another shape) are told by their length
@@ -43,16 +46,20 @@ _LONG_STEPS = 1024  # remembered one by one, to tell which compiled
 
 
 class Step(NamedTuple):
-    """One call of the training function. Moments by `time.monotonic`.
+    """One call of the training function, or a few short ones in a row.
+
+    Moments are those of `time.monotonic`.
 
     Attributes:
         phase: "train", "validation", "evaluate" or "predict".
         epoch: As Keras counts, from 0.
         number: Of its first batch in the epoch, from 0.
         began_s: When it began.
-        ended_s: When the next one began, or the epoch ended.
+        ended_s: When the next one that was looked at began, or the epoch
+            ended.
         waited_s: How long it waited for data meanwhile.
         sampled: Whether the device had done all before and after it.
+        calls: How many these were.
     """
 
     phase: str
@@ -62,6 +69,7 @@ class Step(NamedTuple):
     ended_s: float
     waited_s: float
     sampled: bool
+    calls: int = 1
 
     @property
     def own_s(self) -> float:
@@ -133,6 +141,7 @@ class StepClock:
         self._stretches = 0
         self._next_s = 0.0  # when a sample is due again
         self._running = False
+        self._look_s = 0.0  # when to look at what has become of steps
 
     def begin(self, epoch: int) -> None:
         """Starts a stretch: an epoch, or a validation."""
@@ -147,6 +156,8 @@ class StepClock:
         self._mark_rest_s = self._recorder.rested_s
         self._began_rest_s = self._mark_rest_s
         self._number: int | None = None  # of the step under way
+        self._calls = 0  # of the training function, since that began
+        self._look_s = 0.0
         self._sampling = False
         self._own_s = 0.0
         self._before_s = 0.0  # own time before the first step
@@ -157,6 +168,9 @@ class StepClock:
 
     def step(self, number: int) -> None:
         """A step begins, and with that the one before has ended."""
+        if time.monotonic() < self._look_s:
+            self._calls += 1
+            return
         if not self._running:
             return
         due = self._is_due()
@@ -166,12 +180,18 @@ class StepClock:
         fetched_quietly = self._recorder.wants_quiet or not self._fetches_ahead
         self._end_step(due and fetched_quietly)
         self._recorder.wants_quiet = due
-        self._number = number
+        self._number, self._calls = number, 1
+        if due or self._sampling:
+            self._look_s = 0.0  # at the very next step
+        else:
+            self._look_s = self._mark_s + self._recorder.interval_s
 
     def end(self) -> Stretch:
         """Ends the stretch, and says what it took."""
         self._end_step(False, last=True)
         self._running = self._recorder.wants_quiet = False
+        self._recorder.is_sampling = False
+        self._look_s = 0.0
         need_s = self._need_s()
         compiled = []
         if not math.isnan(need_s):
@@ -179,18 +199,17 @@ class StepClock:
             compiled = [step for step in self._long if step.host_s > limit_s]
         compiling_s = sum(step.host_s for step in compiled)
         own_s = self._own_s - compiling_s
-        steps = self._count - len(compiled)
+        steps = self._count - sum(step.calls for step in compiled)
+        wall_s = self._undisturbed_s(compiled)
         if steps and not math.isnan(need_s):
             free_s = self._before_s + steps * need_s
             if self._asynchronous or free_s < _CONTENDED * own_s:
                 own_s = free_s
-        return Stretch(
-            self._count,
-            self._undisturbed_s(compiled),
-            own_s,
-            need_s,
-            compiling_s,
-        )
+        if self._asynchronous:
+            # Of the few steps of a short epoch, those may have been sampled
+            # at whose end the host met the device.
+            wall_s = max(wall_s, min(self._mark_s - self._began_s, own_s))
+        return Stretch(self._count, wall_s, own_s, need_s, compiling_s)
 
     def _undisturbed_s(self, compiled: list[_LongStep]) -> float:
         """What it would have taken, had no step been sampled or compiled."""
@@ -198,7 +217,8 @@ class StepClock:
         wall_s -= self._recorder.aside_s - self._began_aside_s
         wall_s -= sum(step.host_s for step in compiled)
         disturbed = self._disturbed
-        usual = self._count - disturbed - len(compiled)
+        usual = self._count - disturbed
+        usual -= sum(step.calls for step in compiled)
         if usual <= 0:
             return wall_s - (self._recorder.rested_s - self._began_rest_s)
         usual_s = self._usual_s - sum(step.whole_s for step in compiled)
@@ -237,7 +257,7 @@ class StepClock:
         if self._number is None:
             self._before_s += own_s
         else:
-            self._count += 1
+            self._count += self._calls
             self._tell(
                 Step(
                     self._phase,
@@ -247,6 +267,7 @@ class StepClock:
                     now_s,
                     waited_s,
                     self._sampling,
+                    self._calls,
                 )
             )
             if self._sampling:
@@ -259,12 +280,12 @@ class StepClock:
             host_s -= self._mark_s + waited_s
             whole_s = own_s + waited_s - (aside_s - self._mark_aside_s)
             if self._sampling or self._recorder.wants_quiet:
-                self._disturbed += 1
+                self._disturbed += self._calls
                 self._disturbed_s += whole_s
             else:
                 self._usual_s += whole_s
                 self._note_if_long(host_s, whole_s)
-        self._sampling = sample_next
+        self._sampling = self._recorder.is_sampling = sample_next
         self._mark_s, self._mark_wait_s = now_s, wait_s
         self._mark_aside_s = aside_s
         self._mark_rest_s = self._recorder.rested_s
@@ -283,7 +304,7 @@ class StepClock:
     def _note_if_long(self, host_s: float, whole_s: float) -> None:
         if host_s <= _COMPILING_S:
             return
-        self._long.append(_LongStep(host_s, whole_s))
+        self._long.append(_LongStep(host_s, whole_s, self._calls))
         if len(self._long) > _LONG_STEPS:
             limit_s = _compiling_limit_s(self._need_s())
             self._long = [s for s in self._long if s.host_s > limit_s]
@@ -291,10 +312,11 @@ class StepClock:
 
 
 class _LongStep(NamedTuple):
-    """A step that may have compiled: without the wait, and with it."""
+    """Steps of which one may have compiled: without the wait, and with."""
 
     host_s: float
     whole_s: float
+    calls: int
 
 
 def _compiling_limit_s(need_s: float) -> float:

@@ -257,6 +257,8 @@ def _of_steps(record: Record, stretch: Stretch) -> list[Bar]:
         if step.ended_s < stretch.begin_s or step.began_s > stretch.end_s:
             continue
         title = f"step {step.number} of {step.phase} {step.epoch + 1}: "
+        if step.calls > 1:
+            title = f"{step.calls} steps from {title.removeprefix('step ')}"
         turn_s = min(step.began_s + step.waited_s, step.ended_s)
         bars += [
             Bar(

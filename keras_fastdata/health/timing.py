@@ -17,10 +17,10 @@ from typing import NamedTuple
 _SCHEDSTAT = "/proc/thread-self/schedstat"
 _SCHEDSTAT_BYTES = 96
 
-# Asking the kernel takes some 6 us. Of builds that are shorter than this it
-# is asked about one in so many.
-_SHORT_S = 0.0005
-_SHORT_BUILDS = 16
+# Looking at a batch and a step takes some 25 us of a training loop, whose
+# caches are full of other things, and asking the kernel 6 us: together less
+# than a hundredth of this.
+INTERVAL_S = 0.005
 
 
 class Timing(NamedTuple):
@@ -33,7 +33,7 @@ class Timing(NamedTuple):
             need not.
         cpu_s: CPU time that was used meanwhile; by the worker process with
             all its threads, or else by the thread. NaN where it was not asked
-            for: of most builds that are short.
+            for: it is once in `INTERVAL_S`.
         delay_s: How long its thread was ready to run and had no core; likewise
             NaN, and 0 where the kernel does not tell.
         retries: Workers that died over it, or were replaced, before.
@@ -58,40 +58,50 @@ class Stopwatch:
     def __init__(self, cpu_s: Callable[[], float] = time.thread_time) -> None:
         self._cpu_s = cpu_s
         self._schedstat: int | None = None
-        self._timed = self._asks = False
-        self._unasked = _SHORT_BUILDS  # builds since the kernel was asked
+        self._interval_s: float | None = None
+        self._asks = False
+        self._next_s = 0.0  # when to ask the kernel again
         self._began = self._built = self._cpu = self._delay = 0.0
 
-    def start(self, timed: bool) -> None:
-        """Called before a build; unless `timed`, all else costs nothing."""
-        self._timed = timed
-        if not timed:
+    def start(self, interval_s: float | None) -> None:
+        """Called before a build.
+
+        Args:
+            interval_s: Of builds that take less than this, one is to be told
+                of in this time; `None`: of none at all.
+        """
+        self._interval_s = interval_s
+        if interval_s is None:
             return
-        self._unasked += 1
-        self._asks = self._unasked >= _SHORT_BUILDS
+        self._built = 0.0
+        self._began = now = time.monotonic()
+        self._asks = now >= self._next_s
         if self._asks:
+            self._next_s = now + INTERVAL_S
             self._delay = self._delay_s()
             self._cpu = self._cpu_s()
-        self._built = 0.0
-        self._began = time.monotonic()
+            self._began = time.monotonic()
 
     def built(self) -> None:
         """Called when `__getitem__` has returned."""
-        if self._timed:
+        if self._interval_s is not None:
             self._built = time.monotonic()
 
     def stop(self) -> Timing | None:
-        """Called when the batch is where it shall be, or has failed."""
-        if not self._timed:
+        """Called when the batch is where it shall be, or has failed.
+
+        Returns:
+            How it was built; `None` if that need not be told.
+        """
+        if self._interval_s is None:
             return None
         ended = time.monotonic()
         cpu = delay = math.nan
         if self._asks:
             cpu = self._cpu_s() - self._cpu
             delay = self._delay_s() - self._delay
-            self._unasked = 0
-        if ended - self._began > _SHORT_S:
-            self._unasked = _SHORT_BUILDS
+        elif ended - self._began < self._interval_s:
+            return None
         return Timing(self._began, self._built or ended, ended, cpu, delay)
 
     def close(self) -> None:

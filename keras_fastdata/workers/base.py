@@ -22,13 +22,14 @@ class Ticket:
         serial: Unique among the tickets of one set of workers, from 1.
         epoch: The epoch the batch is for.
         index: The batch's index in the dataset.
-        timed: Whether to tell how it was built.
+        interval_s: How often to tell how batches are built; see
+            `health.timing.Stopwatch.start`.
     """
 
     serial: int
     epoch: int
     index: int
-    timed: bool = False
+    interval_s: float | None = None
 
 
 class Done(Protocol):
@@ -40,7 +41,7 @@ class Done(Protocol):
         nbytes: Bytes that the batch takes while it waits to be delivered.
         by_dataset: Whether `open` raises an `Exception` of the dataset's own.
         is_lost: Whether it raises another, for want of workers.
-        timing: How the batch was built, if the ticket was timed.
+        timing: How the batch was built, if the ticket asks for it.
     """
 
     serial: int
@@ -152,7 +153,7 @@ class Built:
         error: What it raised, if not.
         by_dataset: Whether the dataset's own code raised it, an `Exception`.
         nbytes: Not measured: such a batch takes no shared memory.
-        timing: How it was built, if the ticket was timed.
+        timing: How it was built, if the ticket asks for it.
     """
 
     serial: int

@@ -349,7 +349,7 @@ class _Worker:
         writer = codec.SlotWriter(self._segment, task.slot, self._in_place)
         batch: list[Any] = []
         began = time.monotonic_ns()
-        self._stopwatch.start(task.timed)
+        self._stopwatch.start(task.interval_s)
         try:
             batch.append(
                 self._builder.build(

@@ -48,7 +48,7 @@ _TIMED = 4  # the message has a `Timing`
 
 
 _VERSION = struct.Struct("<QQ")
-_TASK = struct.Struct("<QQqII?")
+_TASK = struct.Struct("<QQqIId")
 _RESULT = struct.Struct("<BBHQQQII")
 _TIMING = struct.Struct("<5d")
 TASK_BYTES = _TASK.size
@@ -64,7 +64,8 @@ class Task:
         index: Index of the batch.
         version: The dataset's state that it is to be built from.
         slot: The slot to build it in.
-        timed: Whether the result is to come with its `Timing`.
+        interval_s: How often results are to come with a `Timing`; see
+            `health.timing.Stopwatch.start`.
     """
 
     serial: int
@@ -72,7 +73,7 @@ class Task:
     index: int
     version: int
     slot: int
-    timed: bool = False
+    interval_s: float | None = None
 
     def pack(self) -> bytes:
         return _TASK.pack(
@@ -81,12 +82,14 @@ class Task:
             self.index,
             self.version,
             self.slot,
-            self.timed,
+            -1.0 if self.interval_s is None else self.interval_s,
         )
 
     @staticmethod
     def unpack(datagram: bytes) -> Task:
-        return Task(*_TASK.unpack(datagram))
+        serial, epoch, index, version, slot, interval_s = _TASK.unpack(datagram)
+        asked = interval_s if interval_s >= 0 else None
+        return Task(serial, epoch, index, version, slot, asked)
 
 
 class Result(NamedTuple):
@@ -103,7 +106,7 @@ class Result(NamedTuple):
         body: A batch's structure, a failure, a record; empty if spilled.
         extents_nbytes: Size of `extents`, wherever they are.
         body_nbytes: Size of `body`, wherever it is.
-        timing: How it was built, if the task was timed.
+        timing: How it was built, if the task asks for it.
     """
 
     kind: Kind

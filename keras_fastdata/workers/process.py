@@ -331,7 +331,7 @@ class ProcessWorkers:
                 ticket.index,
                 self._version,
                 sent.slot,
-                ticket.timed,
+                ticket.interval_s,
             )
             try:
                 self._tasks.send(task.pack(), socket.MSG_DONTWAIT)
@@ -638,8 +638,10 @@ class ProcessWorkers:
             ended=ended,
         )
         # A batch is not to blame for the death of a nursery.
-        if suspect is not None:
-            suspect.strikes += not fell
+        if suspect is not None and not fell:
+            suspect.strikes += 1
+            if suspect.ticket.interval_s is not None:
+                suspect.ticket.interval_s = 0.0  # this one is told of
         return list(self._judge(suspect, worker, exit_code))
 
     def _fail_all(
