@@ -9,12 +9,14 @@ if TYPE_CHECKING:
     from keras_fastdata.callbacks.loader_health import LoaderHealth
     from keras_fastdata.dataset import FastPyDataset
     from keras_fastdata.datasets.arrays import ArrayDataset
+    from keras_fastdata.datasets.generators import GeneratorDataset
     from keras_fastdata.datasets.images import ImageFileDataset
     from keras_fastdata.datasets.samples import SampleDataset
     from keras_fastdata.datasets.wrapped import accelerate
     from keras_fastdata.errors import (
         BatchTimeoutError,
         DatasetPicklingError,
+        EndOfData,
         LoaderError,
         WorkerDiedError,
     )
@@ -31,7 +33,9 @@ __all__ = [
     "ArrayDataset",
     "BatchTimeoutError",
     "DatasetPicklingError",
+    "EndOfData",
     "FastPyDataset",
+    "GeneratorDataset",
     "ImageFileDataset",
     "LoaderError",
     "LoaderHealth",
@@ -50,7 +54,9 @@ _HOMES = {
     "ArrayDataset": "keras_fastdata.datasets.arrays",
     "BatchTimeoutError": "keras_fastdata.errors",
     "DatasetPicklingError": "keras_fastdata.errors",
+    "EndOfData": "keras_fastdata.errors",
     "FastPyDataset": "keras_fastdata.dataset",
+    "GeneratorDataset": "keras_fastdata.datasets.generators",
     "ImageFileDataset": "keras_fastdata.datasets.images",
     "LoaderError": "keras_fastdata.errors",
     "LoaderHealth": "keras_fastdata.callbacks.loader_health",

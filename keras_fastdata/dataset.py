@@ -227,9 +227,10 @@ class FastPyDataset(_Base):
 
     @property
     def num_batches(self) -> int | None:
-        """Batches in an epoch; `None` for a dataset without an end.
+        """Batches in an epoch; `None` if nobody knows.
 
-        Without an end `fit` needs `steps_per_epoch`, and nothing is shuffled.
+        Then `fit` needs `steps_per_epoch`, unless `__getitem__` raises
+        `EndOfData` where there is no batch any more; and nothing is shuffled.
         Override it where `__len__` will not do. It is read again at the
         start of every epoch.
         """

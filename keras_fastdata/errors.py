@@ -6,6 +6,8 @@
         ├── BatchTimeoutError        a batch took longer than `batch_timeout`
         └── DatasetPicklingError     the dataset cannot travel to a process
 
+`EndOfData` is none: a dataset raises it, as an iterator does `StopIteration`.
+
 An exception raised by a user's `__getitem__` is not wrapped in any of these:
 it arrives as itself. Only one that cannot be rebuilt in the training process
 becomes a `LoaderError`, which then carries its full text.
@@ -14,6 +16,26 @@ becomes a `LoaderError`, which then carries its full text.
 from __future__ import annotations
 
 from typing import Any
+
+
+class EndOfData(Exception):
+    """Raised by `__getitem__(index)` where there is no such batch any more.
+
+    For datasets whose `num_batches` is `None`: the epoch ends before this
+    batch. Elsewhere it is an error like any other.
+
+    Example:
+
+    >>> from keras_fastdata import EndOfData, FastPyDataset
+    >>> class Pages(FastPyDataset):
+    ...     num_batches = None
+    ...     def __getitem__(self, index):
+    ...         if index == 3:
+    ...             raise EndOfData
+    ...         return f"page {index}"
+    >>> list(Pages(workers=2))
+    ['page 0', 'page 1', 'page 2']
+    """
 
 
 class LoaderError(RuntimeError):

@@ -230,11 +230,11 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         return self._delivered > 0
 
     def nothing_good(self) -> LoaderError:
-        """The error for a dataset of which every batch raises."""
-        return LoaderError(
-            f"{type(self.py_dataset).__name__} has no batch that does not "
-            "raise."
-        )
+        """The error for a dataset that has none, or only such as raise."""
+        name = type(self.py_dataset).__name__
+        if self._pass is not None and not self._pass.is_shortened:
+            return LoaderError(f"{name} has no batch: it ended at once.")
+        return LoaderError(f"{name} has no batch that does not raise.")
 
     def book_skipped(self, begun: Pass) -> None:
         """Accounts for the batches newly left out."""
@@ -322,7 +322,7 @@ class _Batches(Iterator[Any]):
             )
         except StopIteration:
             self._over = True
-            if self._pass.is_shortened:
+            if self._pass.is_shortened or self._pass.has_met_its_end:
                 if self._pass.is_empty:
                     raise self._adapter.nothing_good() from None
                 if self._adapter.has_delivered:

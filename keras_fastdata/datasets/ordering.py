@@ -28,6 +28,7 @@ _EPOCHS_KEPT = 2  # the one that ends, and the one that begins
 _WEIGHTS = 1 << 62
 _SAMPLER = _WEIGHTS + 1
 SAMPLE = _WEIGHTS + 2
+GENERATORS = _WEIGHTS + 3
 
 
 class attribute(Generic[_T]):

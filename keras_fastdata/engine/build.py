@@ -317,12 +317,18 @@ class _GlobalsWatch:
         self._local.before = None
         if self._moved < self._TELLING and self._watched < self._BUILDS_WATCHED:
             self._watched += 1
-            self._local.before = self._positions()
+            crossings = preserved_globals.crossings
+            self._local.before = self._positions(), crossings
 
     def end(self, dataset: str) -> None:
         """Called after it, unless it raised."""
         before = self._local.before
-        if before is not None and before != self._positions():
+        if before is None:
+            return
+        positions, crossings = before
+        if preserved_globals.depth or preserved_globals.crossings != crossings:
+            return  # another thread builds inline, and seeds them meanwhile
+        if positions != self._positions():
             self._moved += 1
             if self._moved == self._TELLING:
                 warnings.warn(

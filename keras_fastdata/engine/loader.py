@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 from keras_fastdata.engine import build, pickling
 from keras_fastdata.engine.schedule import Schedule, plan_epoch
 from keras_fastdata.engine.settings import Settings
-from keras_fastdata.errors import LoaderError
+from keras_fastdata.errors import EndOfData, LoaderError
 from keras_fastdata.health import words
 from keras_fastdata.health.recorder import Span
 from keras_fastdata.health.staff import Staff
@@ -147,6 +147,11 @@ class Pass(Iterator[Any]):
         """Whether no batch has been delivered."""
         return not self._walk.delivered
 
+    @property
+    def has_met_its_end(self) -> bool:
+        """Whether it was the dataset that said where it ends."""
+        return self._walk.met_its_end
+
     def take_skipped(self) -> dict[int, str]:
         """Batches left out since the last call: index and traceback."""
         skipped = self._walk.skipped
@@ -213,6 +218,7 @@ class _Walk:
         delivered: How many batches have been delivered.
         remembers: Whether the first batch is kept for a `rewind`.
         ended: Whether the last batch was delivered, or an error.
+        met_its_end: Whether `EndOfData` was what ended it.
         interval_s: How often there is to be a span; see `time_batches`.
         next_span_s: When there is to be another.
         depth: Batches known to be ready when one was last asked for.
@@ -238,7 +244,7 @@ class _Walk:
         self.delivered = 0
         self.remembered: dict[int, Any] = {}
         self.remembers = False
-        self.ended = False
+        self.ended = self.met_its_end = False
         self.interval_s: float | None = None
         self.next_span_s = 0.0
         self.depth = 0
@@ -436,6 +442,9 @@ class Loader:
                         workers, walk, walk.position, schedule, thorough
                     )
                     batch = self._open(walk, arrival, index)
+                    if batch is _END:
+                        self._torn = False
+                        return _END
                 walk.position += 1
             walk.span = walk.spans.pop(index, None)
             if walk.remembers:
@@ -472,6 +481,8 @@ class Loader:
                     self._issue(workers, ahead, index, key=index)
                 arrival = self._await(workers, ahead, index, None, True)
                 batch = self._open(ahead, arrival, index)
+                if batch is _END:
+                    break
                 if batch is not _SKIPPED:
                     walk.peeked[index] = batch
                     found.append(batch)
@@ -488,7 +499,7 @@ class Loader:
             walk.peeked.update(walk.remembered)
             walk.remembered = {}
             walk.position = walk.delivered = 0
-            walk.ended = False
+            walk.ended = walk.met_its_end = False
 
     # -- the way of a batch -------------------------------------------------
 
@@ -730,7 +741,7 @@ class Loader:
                 self._workers.expect(self._lookahead)
 
     def _open(self, walk: _Walk, arrival: _Arrival, index: int) -> Any:
-        """The batch at `index`, or `_SKIPPED`."""
+        """The batch at `index`, or `_SKIPPED`; `_END` if there is none."""
         done = arrival.done
         try:
             try:
@@ -745,6 +756,10 @@ class Loader:
                 )
                 return batch
             except Exception as error:
+                if _is_the_end(walk, error):
+                    self._retire(walk)
+                    walk.met_its_end = True
+                    return _END
                 if not done.by_dataset or self._settings.on_error == "raise":
                     raise
                 self._skip(walk, index, error)
@@ -908,6 +923,12 @@ class Loader:
         walk.waiting.clear()
         walk.ready.clear()
         walk.issued = walk.position
+
+
+def _is_the_end(walk: _Walk, error: Exception) -> bool:
+    """Whether this ends an epoch whose length nobody knew."""
+    assert walk.schedule is not None
+    return isinstance(error, EndOfData) and walk.schedule.num_batches is None
 
 
 def _lookahead(settings: Settings, largest: int) -> int:

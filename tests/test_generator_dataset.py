@@ -1,0 +1,410 @@
+"""Generators: each item once, in one order, from as many workers as wanted."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import keras
+import numpy as np
+import pytest
+from generator_samples import (
+    Dying,
+    DyingForgetful,
+    DyingShorter,
+    DyingTold,
+    Ending,
+    Numbers,
+    failing,
+    pairs,
+    ragged,
+    shuffled,
+    uneven,
+    without_end,
+)
+from places import PLACES, everywhere, somewhere
+
+from keras_fastdata import (
+    EndOfData,
+    GeneratorDataset,
+    LoaderError,
+)
+
+PROCESSES = {"workers": 4, "use_multiprocessing": True}
+
+
+def epochs(dataset, count):
+    """So many epochs, each a list."""
+    with dataset:
+        return [[np.asarray(b).tolist() for b in dataset] for _ in range(count)]
+
+
+# -- which items, in which order ---------------------------------------------
+
+
+@everywhere
+@pytest.mark.parametrize("count", [0, 1, 3, 17])
+def test_items_come_once_and_in_turns_wherever_they_are_made(place, count):
+    dataset = GeneratorDataset(Numbers(count), num_shards=4, **PLACES[place])
+    assert epochs(dataset, 2) == [[[n] for n in range(count)]] * 2
+
+
+@everywhere
+def test_a_shard_that_has_ended_is_left_out(place):
+    dataset = GeneratorDataset(uneven, num_shards=4, **PLACES[place])
+    assert epochs(dataset, 1) == [[10, 20, 30, 21, 31, 32]]
+
+
+@pytest.mark.filterwarnings("error:.*share those generators")
+@everywhere
+def test_what_is_drawn_does_not_depend_on_the_workers(place):
+    draws = ["rng"]
+    if "thread" not in place:
+        draws += ["numpy", "random"]
+    numbers = Numbers(13, draws=draws)
+    wanted = GeneratorDataset(numbers, num_shards=4, workers=0, seed=3)
+    found = GeneratorDataset(numbers, num_shards=4, seed=3, **PLACES[place])
+    first, second = epochs(wanted, 2)
+    assert epochs(found, 2) == [first, second]
+    assert [batch[0] for batch in second] == list(range(13))
+    drawn = [tuple(batch[1:]) for batch in first + second]
+    assert len(set(drawn)) == 26
+
+
+@somewhere
+def test_an_order_that_is_drawn_is_another_in_each_epoch(place):
+    dataset = GeneratorDataset(shuffled, seed=0, **PLACES["inline"])
+    found = epochs(dataset, 3)
+    assert [sorted(epoch) for epoch in found] == [list(range(20))] * 3
+    assert found[0] != found[1] != found[2]
+    assert epochs(GeneratorDataset(shuffled, seed=0, workers=0), 3) == found
+
+
+def test_workers_have_a_shard_each_unless_told_otherwise():
+    dataset = GeneratorDataset(uneven, workers=3)
+    assert epochs(dataset, 1) == [[10, 20, 21]]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_factory_without_shards_is_left_to_one(workers):
+    dataset = GeneratorDataset(ragged, workers=workers)
+    assert epochs(dataset, 2) == [[[1.0], [1.0] * 3, [1.0] * 2]] * 2
+
+
+def test_an_epoch_that_was_broken_off_is_followed_by_a_whole_one():
+    with GeneratorDataset(Numbers(9), **PROCESSES) as dataset:
+        for batch in dataset:
+            if batch[0] == 3:
+                break
+        assert [int(b[0]) for b in dataset] == list(range(9))
+
+
+# -- batches of items --------------------------------------------------------
+
+
+@everywhere
+def test_items_are_stacked(place):
+    factory = functools.partial(pairs, 10)
+    with GeneratorDataset(factory, 3, num_shards=2, **PLACES[place]) as dataset:
+        batches = list(dataset)
+    ys = [y.tolist() for x, y in batches]
+    assert ys == [[0, 4, 8], [2, 6, 10], [12, 16], [14, 18]]
+    for x, y in batches:
+        assert y.dtype == np.float32
+        np.testing.assert_array_equal(
+            x["x"], np.stack([y / 2] * 3, 1), strict=True
+        )
+
+
+def test_a_remainder_may_be_left_out():
+    dataset = GeneratorDataset(
+        Numbers(10), 3, num_shards=2, drop_remainder=True
+    )
+    found = epochs(dataset, 1)[0]
+    assert np.ravel(found).tolist() == [0, 2, 4, 1, 3, 5]
+
+
+def test_ragged_items_are_padded():
+    dataset = GeneratorDataset(ragged, 3, pad_to="longest", pad_value=-1)
+    assert epochs(dataset, 1) == [[[[1, -1, -1], [1, 1, 1], [1, 1, -1]]]]
+
+
+# -- how long an epoch is ----------------------------------------------------
+
+
+@somewhere
+def test_an_epoch_may_be_shorter_than_the_data(place):
+    dataset = GeneratorDataset(
+        Numbers(9), num_batches=4, num_shards=2, **PLACES[place]
+    )
+    assert len(epochs(dataset, 1)[0]) == 4
+    assert epochs(dataset, 2) == [[[0], [1], [2], [3]]] * 2
+
+
+@somewhere
+def test_it_may_go_on_where_the_epoch_before_has_ended(place):
+    dataset = GeneratorDataset(
+        Numbers(5),
+        num_batches=4,
+        restart=False,
+        **PLACES[place] | {"workers": 1},
+    )
+    found = [int(b[0]) for epoch in epochs(dataset, 4) for b in epoch]
+    assert found == [*range(5), *range(5), *range(5), 0]
+
+
+def test_shards_that_go_on_begin_anew_each_where_it_ends():
+    dataset = GeneratorDataset(
+        uneven, num_batches=9, restart=False, num_shards=3, workers=2
+    )
+    assert epochs(dataset, 1) == [[10, 20, 10, 21, 10, 20, 10, 21, 10]]
+
+
+def test_too_few_batches_are_an_error_that_says_what_to_do():
+    with (
+        GeneratorDataset(Numbers(3), num_batches=5) as dataset,
+        pytest.raises(LoaderError, match="after 3 of the 5 batches"),
+    ):
+        list(dataset)
+
+
+def test_an_iterator_is_walked_through_once():
+    with GeneratorDataset(iter(range(5))) as dataset:
+        assert list(dataset) == list(range(5))
+        assert list(dataset) == []
+
+
+def test_an_iterator_may_be_cut_into_epochs():
+    dataset = GeneratorDataset(iter(range(7)), 2, num_batches=2)
+    with dataset:
+        assert [b.tolist() for b in dataset] == [[0, 1], [2, 3]]
+        assert [b.tolist() for b in dataset] == [[4, 5], [6]]
+
+
+# -- what is refused ---------------------------------------------------------
+
+
+def test_an_iterator_for_processes_is_refused_with_two_ways_out():
+    with pytest.raises(ValueError, match="cannot go to a worker") as caught:
+        GeneratorDataset(without_end(), use_multiprocessing=True)
+    assert "without calling it" in str(caught.value)
+    assert "use_multiprocessing=False" in str(caught.value)
+
+
+@pytest.mark.parametrize("factory", [without_end, iter([1])])
+def test_what_cannot_be_shared_out_is_refused_with_two_ways_out(factory):
+    with pytest.raises(ValueError, match="each would give the same") as caught:
+        GeneratorDataset(factory, workers=2)
+    assert "factory(shard_index, num_shards)" in str(caught.value)
+    assert "workers=1" in str(caught.value)
+
+
+def test_a_factory_that_needs_something_else_is_refused():
+    with pytest.raises(TypeError, match=r"it needs \(path\)"):
+        GeneratorDataset(lambda path: iter(path))
+    with pytest.raises(TypeError, match=r"needs \(a, b, c\)"):
+        GeneratorDataset(lambda a, b, c: iter([]))
+
+
+@pytest.mark.parametrize(
+    ("factory", "kwargs", "error", "words"),
+    [
+        ([1, 2], {}, TypeError, "SampleDataset"),
+        (ragged, {"on_error": "skip"}, ValueError, "has ended"),
+        (ragged, {"shuffle": True}, TypeError, "takes no `shuffle`"),
+        (ragged, {"restart": False}, ValueError, "needs `num_batches`"),
+        (ragged, {"num_shards": 0}, ValueError, "num_shards"),
+        (ragged, {"batch_size": 0}, ValueError, "batch_size"),
+        (ragged, {"bacth_size": 3}, TypeError, "bacth_size"),
+        (iter([]), {"restart": True}, ValueError, "through once"),
+    ],
+)
+def test_arguments_are_checked(factory, kwargs, error, words):
+    with pytest.raises(error, match=words):
+        GeneratorDataset(factory, **kwargs)
+
+
+def test_what_a_factory_returns_must_be_iterable():
+    with (
+        GeneratorDataset(lambda: 5) as dataset,
+        pytest.raises(TypeError, match="returned a int"),
+    ):
+        list(dataset)
+
+
+# -- failures ----------------------------------------------------------------
+
+
+@everywhere
+def test_what_a_generator_raises_arrives_and_names_the_shard(place):
+    with GeneratorDataset(failing, num_shards=2, **PLACES[place]) as dataset:
+        batches = iter(dataset)
+        assert [next(batches) for _ in range(3)] == [1, 1, 2]
+        with pytest.raises(KeyError, match="nothing here") as caught:
+            next(batches)
+        assert "In batch 1 of shard 1 of 2." in caught.value.__notes__
+        # And from the beginning again.
+        assert next(iter(dataset)) == 1
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "fork"])
+@pytest.mark.parametrize("num_shards", [4, 6])
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_after_the_death_of_a_worker_each_item_still_comes_once(
+    tmp_path, num_shards, start_method
+):
+    dataset = GeneratorDataset(
+        Dying(tmp_path, 400, at=201),
+        num_shards=num_shards,
+        start_method=start_method,
+        **PROCESSES,
+    )
+    assert epochs(dataset, 2) == [list(range(400))] * 2
+    assert (tmp_path / "died").exists()
+
+
+@pytest.mark.long
+def test_of_a_hundred_thousand_items_each_comes_once_though_a_worker_dies(
+    tmp_path,
+):
+    dataset = GeneratorDataset(Dying(tmp_path, 100_000, at=50_001), **PROCESSES)
+    assert epochs(dataset, 1) == [list(range(100_000))]
+    assert (tmp_path / "died").exists()
+
+
+def test_a_factory_that_can_is_told_where_to_start(tmp_path):
+    dataset = GeneratorDataset(DyingTold(tmp_path, 400, at=201), **PROCESSES)
+    assert epochs(dataset, 1) == [list(range(400))]
+    starts = (tmp_path / "starts 1").read_text().split()
+    assert starts == ["0", "50"]
+    assert (tmp_path / "starts 0").read_text().split() == ["0"]
+
+
+@pytest.mark.parametrize("num_shards", [4, 8])
+def test_generators_that_give_something_else_the_second_time_are_found_out(
+    tmp_path, num_shards
+):
+    factory = DyingForgetful(tmp_path, 100, at=51)
+    with (
+        GeneratorDataset(
+            factory, num_shards=num_shards, **PROCESSES
+        ) as dataset,
+        pytest.raises(LoaderError, match="cannot be replayed"),
+    ):
+        list(dataset)
+
+
+def test_generators_that_end_sooner_the_second_time_are_found_out(tmp_path):
+    factory = DyingShorter(tmp_path, 100, at=51)
+    with (
+        GeneratorDataset(factory, **PROCESSES) as dataset,
+        pytest.raises(LoaderError, match="cannot be replayed"),
+    ):
+        list(dataset)
+
+
+# -- through Keras -----------------------------------------------------------
+
+
+def _model():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", metrics=["mae"])
+    return model
+
+
+class Counts(keras.callbacks.Callback):
+    """How many batches each epoch has."""
+
+    def __init__(self):
+        super().__init__()
+        self.epochs = []
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epochs.append(0)
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.epochs[-1] += 1
+
+
+def labelled(shard_index, num_shards):
+    for number in range(shard_index, 14, num_shards):
+        yield np.full((4, 3), number / 14, "float32"), np.ones((4, 1))
+
+
+def endless(shard_index, num_shards):
+    while True:
+        yield from labelled(shard_index, num_shards)
+
+
+@pytest.mark.backend
+@somewhere
+def test_fit_takes_all_that_there_is_without_a_warning(place):
+    model, counts = _model(), Counts()
+    with (
+        GeneratorDataset(labelled, num_shards=2, **PLACES[place]) as dataset,
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("error", ".*ran out of data")
+        model.fit(
+            dataset,
+            validation_data=dataset,
+            epochs=3,
+            verbose=0,
+            callbacks=[counts],
+        )
+        assert counts.epochs == [14, 14, 14]
+        assert len(model.predict(dataset, verbose=0)) == 56
+        model.evaluate(dataset, verbose=0)
+
+
+@pytest.mark.backend
+def test_fit_takes_steps_of_what_has_no_end():
+    model, counts = _model(), Counts()
+    with GeneratorDataset(
+        endless, num_batches=5, restart=False, workers=2
+    ) as dataset:
+        model.fit(dataset, epochs=3, verbose=0, callbacks=[counts])
+    assert counts.epochs == [5, 5, 5]
+    counts = Counts()
+    with GeneratorDataset(endless, workers=2) as dataset:
+        model.fit(
+            dataset,
+            steps_per_epoch=6,
+            epochs=2,
+            verbose=0,
+            callbacks=[counts],
+        )
+    assert counts.epochs == [6, 6]
+
+
+@pytest.mark.backend
+def test_a_generator_without_items_is_said_to_have_none():
+    with (
+        GeneratorDataset(Numbers(0), workers=0) as dataset,
+        pytest.raises(LoaderError, match="has no batch: it ended"),
+    ):
+        _model().fit(dataset, verbose=0)
+
+
+# -- the end of data, for anyone ---------------------------------------------
+
+
+@pytest.mark.backend
+@everywhere
+def test_a_dataset_may_say_where_it_ends(place):
+    with Ending(6, **PLACES[place]) as dataset:
+        assert [int(y[0, 0]) for x, y in dataset] == list(range(6))
+        counts = Counts()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", ".*ran out of data")
+            _model().fit(dataset, epochs=2, verbose=0, callbacks=[counts])
+        assert counts.epochs == [6, 6]
+
+
+@somewhere
+def test_where_the_length_is_known_an_early_end_is_an_error(place):
+    with (
+        Ending(3, said=5, **PLACES[place]) as dataset,
+        pytest.raises(EndOfData),
+    ):
+        list(dataset)
