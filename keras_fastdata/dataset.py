@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -55,6 +56,10 @@ class _ForeignInternals:
     settings: Settings
 
 
+# What differs from epoch to epoch.
+_VARYING = frozenset(["rng", "rng_for", "epoch_order", "epoch"])
+
+
 class _WhileBuilding(Generic[_T]):
     """A name that yields to an attribute of the user's own.
 
@@ -80,6 +85,8 @@ class _WhileBuilding(Generic[_T]):
             return self
         context = build.current_context()
         if context is not None:
+            if self._name in _VARYING:
+                context.asked = self._name
             return getattr(context, self._name)
         return getattr(_Outside(dataset), self._name)
 
@@ -134,7 +141,22 @@ class FastPyDataset(_Base):
             than one, is an error.
         shard: Not available yet; "auto" or `None`. Every training process
             gets all batches.
-        cache: Not available yet; `None`.
+        cache: Where batches are kept once they were built, and from the next
+            epoch on come from, by index, without being built or copied again.
+            "memory": in this process. Else the path of a directory, where
+            they also outlive it. Their arrays are read-only. A batch that
+            depends on the epoch (`self.rng`, `self.epoch` and the like; the
+            random generators, but for threads) is a `LoaderError`; so is an
+            epoch hook. Editing the dataset empties the cache. Batches of
+            other things than arrays in tuples, lists and dicts are not kept.
+            `None`: nowhere.
+        cache_bytes: How much that may be; what is beyond it is built in every
+            epoch. `None`: for "memory", half of the memory that is free when
+            the first epoch begins; no bound for a directory.
+        cache_version: For a directory: any string or integer; another one
+            makes its batches invalid. So does a change of the dataset's
+            class, of its attributes, or of files whose paths it holds; but
+            functions that `__getitem__` calls are not looked at.
         executor: "local".
         worker_env: Environment variables for worker processes, over defaults
             that hide accelerators and give BLAS and OpenMP one thread each.
@@ -180,7 +202,9 @@ class FastPyDataset(_Base):
         max_worker_restarts: int = 3,
         on_error: str = "raise",
         shard: tuple[int, int] | str | None = "auto",
-        cache: str | None = None,
+        cache: str | os.PathLike[str] | None = None,
+        cache_bytes: int | None = None,
+        cache_version: str | int | None = None,
         executor: str = "local",
         worker_env: Mapping[str, str] | None = None,
         **unknown: Any,
@@ -205,6 +229,8 @@ class FastPyDataset(_Base):
             on_error=on_error,
             shard=shard,
             cache=cache,
+            cache_bytes=cache_bytes,
+            cache_version=cache_version,
             executor=executor,
             worker_env=worker_env,
         )

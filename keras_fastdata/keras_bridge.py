@@ -105,7 +105,9 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         return self._as_iterator(data_adapter_utils.get_jax_iterator)
 
     def get_torch_dataloader(self) -> Any:
-        return data_adapter_utils.get_torch_dataloader(_Batches(self))
+        # PyTorch knows no tensors that cannot be written to.
+        batches = _Batches(self, writable=True)
+        return data_adapter_utils.get_torch_dataloader(batches)
 
     def get_tf_dataset(self) -> Any:
         import tensorflow as tf
@@ -296,10 +298,18 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
 
 
 class _Batches(Iterator[Any]):
-    """The batches of one pass, which begins when the first is asked for."""
+    """The batches of one pass, which begins when the first is asked for.
 
-    def __init__(self, adapter: FastPyDatasetAdapter) -> None:
+    Args:
+        adapter: Whose they are.
+        writable: Whether to copy those that are cached, and read-only.
+    """
+
+    def __init__(
+        self, adapter: FastPyDatasetAdapter, *, writable: bool = False
+    ) -> None:
         self._adapter = adapter
+        self._writable = writable
         self._pass: Pass | None = None
         self._over = False
 
@@ -335,6 +345,8 @@ class _Batches(Iterator[Any]):
         finally:
             if self._pass.is_shortened:
                 self._adapter.book_skipped(self._pass)
+        if self._writable and self._pass.is_from_cache:
+            batch = keras.tree.map_structure(np.copy, batch)
         waited_s = time.perf_counter() - began
         self._adapter.book(listener, self._pass, waited_s)
         return self._adapter.standardize(batch)

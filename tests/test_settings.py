@@ -49,6 +49,8 @@ _DEFAULTS = {
     "on_error": "raise",
     "shard": "auto",
     "cache": None,
+    "cache_bytes": None,
+    "cache_version": None,
     "executor": "local",
     "worker_env": None,
 }
@@ -75,7 +77,9 @@ _ACCEPTED = {
     "max_worker_restarts": [0, 3, 1_000, (np.int64(2), 2)],
     "on_error": ["raise", "skip"],
     "shard": ["auto", None],
-    "cache": [None],
+    "cache": [None, "memory", (pathlib.PurePosixPath("memory"), "memory")],
+    "cache_bytes": [None, 1, 1 << 40, (np.uint64(9), 9)],
+    "cache_version": [None, 0, 3, "", "b"],
     "executor": ["local"],
     "worker_env": [
         None,
@@ -132,6 +136,9 @@ _WRONG_TYPE = {
     "use_multiprocessing": ["yes", None, 2, [], "True"],
     "max_queue_size": [10.0, "10", None, False],
     "max_queue_bytes": [1e9, "1GB", True],
+    "cache": [3, True, b"memory", ["memory"]],
+    "cache_bytes": [1e9, "1GB", True],
+    "cache_version": [1.0, True, ("a", 1)],
     "seed": [1.5, "0", False, (1, 2), np.random.SeedSequence(0)],
     "shuffle": ["batch", 2, "False"],
     "batch_timeout": [True, np.False_, "5", [5], 1j, decimal.Decimal(5)],
@@ -149,6 +156,7 @@ _WRONG_VALUE = {
     "workers": [-1, np.int64(-2)],
     "max_queue_size": [0, -1, np.int8(0)],
     "max_queue_bytes": [0, -1],
+    "cache_bytes": [0, -1],
     "seed": [-1, np.int64(-1)],
     "start_method": ["thread", "", "Fork", 5],
     "batch_timeout": [0, 0.0, -1, -0.5, math.nan, math.inf, -math.inf],
@@ -167,6 +175,9 @@ _ALLOWED = {
     "batch_timeout": "seconds",
     "max_worker_restarts": "integer",
     "on_error": "'raise', 'skip'",
+    "cache": "path of a directory",
+    "cache_bytes": "integer",
+    "cache_version": "string or an integer",
     "executor": "'local'",
     "worker_env": "dict of strings to strings",
 }
@@ -174,6 +185,7 @@ _LEAST = {
     "workers": 0,
     "max_queue_size": 1,
     "max_queue_bytes": 1,
+    "cache_bytes": 1,
     "seed": 0,
     "max_worker_restarts": 0,
 }
@@ -230,8 +242,6 @@ def test_an_environment_variable_that_cannot_be_is_refused_by_its_name():
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("cache", "memory"),
-        ("cache", 1024),
         ("executor", "ray"),
         ("workers", "auto"),
         ("shard", (0, 2)),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import pickle
 import random
 import threading
 import warnings
@@ -21,6 +22,7 @@ import numpy.typing as npt
 from keras_fastdata.engine import seeding
 from keras_fastdata.engine.permutation import Permutation
 from keras_fastdata.engine.preserving import preserved_globals
+from keras_fastdata.errors import LoaderError
 from keras_fastdata.memory.arena import aligned_empty
 
 Empty = Callable[..., npt.NDArray[Any]]
@@ -56,6 +58,7 @@ class Context:
     worker_index: int | None
     empty: Empty = aligned_empty
     _rng: np.random.Generator | None = None
+    asked: str = ""  # which of what depends on the epoch was asked for last
 
     @property
     def rng(self) -> np.random.Generator:
@@ -161,6 +164,7 @@ class Builder:
             global generators: then those are left alone.
         private: Whether the process is the worker's own, so that the global
             generators need not be put back.
+        cached: Whether batches are to be the same in every epoch.
     """
 
     def __init__(
@@ -170,7 +174,9 @@ class Builder:
         *,
         shared: bool = False,
         private: bool = False,
+        cached: bool = False,
     ) -> None:
+        self._cached = cached
         self._dataset = dataset
         self._seed = seed
         self._shared = shared
@@ -219,20 +225,46 @@ class Builder:
         worker_index: int,
         empty: Empty = aligned_empty,
     ) -> Any:
-        """Builds the batch at `index`, as `__getitem__` returns it."""
+        """Builds the batch at `index`, as `__getitem__` returns it.
+
+        Raises:
+            LoaderError: It depends on the epoch, and is to be kept.
+        """
         context = Context(self._seed, epoch, index, worker_index, empty)
         with _building(context, alone=not self._shared):
             if self._watch is not None:
                 self._watch.begin()
-                batch = self.dataset[index]
+                batch = self._made(context)
                 self._watch.end(type(self.dataset).__name__)
                 return batch
             if self._private:
                 self._reseed(epoch, index)
-                return self.dataset[index]
+                return self._made(context)
             with preserved_globals():
                 self._reseed(epoch, index)
-                return self.dataset[index]
+                return self._made(context)
+
+    def _made(self, context: Context) -> Any:
+        dataset = self.dataset
+        if not self._cached:
+            return dataset[context.index]
+        generators = [] if self._shared else self._find_generators(dataset)
+        states = [pickle.dumps(generator) for generator in generators]
+        batch = dataset[context.index]
+        used = context.asked and f"self.{context.asked}"
+        if not used and not self._shared:
+            used = seeding.drawn_from()
+        if states != [pickle.dumps(generator) for generator in generators]:
+            used = used or "a random generator that the dataset holds"
+        if used:
+            raise LoaderError(
+                f"`cache` keeps batches for all epochs to come, and batch "
+                f"{context.index} of {type(dataset).__name__} is another one "
+                f"in every epoch: it used {used}. Leave out `cache`; or draw "
+                "from a generator of its own, such as "
+                "`np.random.default_rng(index)`."
+            )
+        return batch
 
     def adopt(self, newer: Builder) -> None:
         """Brings the worker's dataset to the state of a newer one, in place.
@@ -274,9 +306,9 @@ class Builder:
         return Context(self._seed, 0, 0, worker_index)
 
 
-def builder_in_worker(dataset: Dataset, seed: int) -> Builder:
+def builder_in_worker(dataset: Dataset, seed: int, cached: bool) -> Builder:
     """The builder of a worker process, which has the dataset to itself."""
-    return Builder(lambda: dataset, seed, private=True)
+    return Builder(lambda: dataset, seed, private=True, cached=cached)
 
 
 def run_hook(

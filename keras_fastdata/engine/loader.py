@@ -31,6 +31,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from keras_fastdata.engine import build, pickling
+from keras_fastdata.engine.cache import Cache
+from keras_fastdata.engine.fingerprint import open_cache
 from keras_fastdata.engine.schedule import Schedule, plan_epoch
 from keras_fastdata.engine.settings import Settings
 from keras_fastdata.errors import EndOfData, LoaderError
@@ -39,13 +41,14 @@ from keras_fastdata.health.recorder import Span
 from keras_fastdata.health.staff import Staff
 from keras_fastdata.health.timing import Timing
 from keras_fastdata.workers import failures
-from keras_fastdata.workers.base import Done, Ticket, Workers
+from keras_fastdata.workers.base import Built, Done, Ticket, Workers
 from keras_fastdata.workers.inline import InlineWorkers
 from keras_fastdata.workers.interrupts import Uninterrupted
 from keras_fastdata.workers.thread import ThreadWorkers
 
 _WAIT_S = 0.5  # between two looks at what else there is to do
 _LOOK_S = 0.005  # between two looks at workers whose batches are here
+_CACHED_AHEAD = 4  # times the lookahead is how far to look past cached ones
 _SETTLE_S = 1.0  # for workers to finish what they are at
 _LEAVE_S = 5.0  # for a daemon thread to leave the loader at exit
 
@@ -152,6 +155,11 @@ class Pass(Iterator[Any]):
         """Whether it was the dataset that said where it ends."""
         return self._walk.met_its_end
 
+    @property
+    def is_from_cache(self) -> bool:
+        """Whether the latest batch is cached, and so read-only."""
+        return self._walk.is_from_cache
+
     def take_skipped(self) -> dict[int, str]:
         """Batches left out since the last call: index and traceback."""
         skipped = self._walk.skipped
@@ -213,12 +221,14 @@ class _Walk:
         issued: Positions below this one have been asked for.
         waiting: The serials of tickets that are out.
         ready: Batches that have come, by position.
+        cached: Positions whose batches are to come from the cache.
         peeked: Batches that were opened before their turn, by index.
         skipped: Batches left out, by index, each with its traceback.
         delivered: How many batches have been delivered.
         remembers: Whether the first batch is kept for a `rewind`.
         ended: Whether the last batch was delivered, or an error.
         met_its_end: Whether `EndOfData` was what ended it.
+        is_from_cache: Whether the latest batch came from the cache.
         interval_s: How often there is to be a span; see `time_batches`.
         next_span_s: When there is to be another.
         depth: Batches known to be ready when one was last asked for.
@@ -239,12 +249,14 @@ class _Walk:
         self.issued = 0
         self.waiting: set[int] = set()
         self.ready: dict[int, _Arrival] = {}
+        self.cached: set[int] = set()
         self.peeked: dict[int, Any] = {}
         self.skipped: dict[int, str] = {}
         self.delivered = 0
         self.remembered: dict[int, Any] = {}
         self.remembers = False
         self.ended = self.met_its_end = False
+        self.is_from_cache = False
         self.interval_s: float | None = None
         self.next_span_s = 0.0
         self.depth = 0
@@ -267,6 +279,7 @@ class _Walk:
         """Whether the batch there has come, or is left out."""
         return (
             position in self.ready
+            or position in self.cached
             or index in self.peeked
             or index in self.skipped
         )
@@ -323,6 +336,7 @@ class Loader:
         self._hooks_run = 0
         self._largest = 0  # bytes of the largest batch so far
         self._lookahead = _lookahead(settings, 0)
+        self._cache: Cache | None = None  # made when it is needed
         self._look_s = 0.0  # when to look after the workers in any case
         self._changed = False
         # True while a call is under way, and left so by one that was broken
@@ -420,6 +434,7 @@ class Loader:
                 return _END
             workers, schedule = self._prepare(walk, dataset)
             walk.settled_s = 0.0
+            walk.is_from_cache = False
             if not quietly:
                 workers.resume()
             thorough = self._is_time_to_look()
@@ -437,6 +452,8 @@ class Loader:
                     self._refill(workers, walk, schedule)
                 if index in walk.peeked:
                     batch = walk.peeked.pop(index)
+                elif walk.position in walk.cached:
+                    batch = self._from_cache(walk, index)
                 elif index not in walk.skipped:
                     arrival = self._await(
                         workers, walk, walk.position, schedule, thorough
@@ -470,13 +487,21 @@ class Loader:
             ahead.skipped = walk.skipped
             ahead.interval_s = walk.interval_s
             ahead.spans = walk.spans
-            wanted = [i for i in range(count) if schedule.holds(i)]
+            wanted = [
+                index
+                for index in range(count)
+                if schedule.holds(index) and not self._is_cached(index)
+            ]
             for index in wanted:
                 self._issue(workers, ahead, index, key=index)
             found: list[Any] = []
             for index in itertools.count():
                 if len(found) == count or not schedule.holds(index):
                     break
+                if self._cache is not None and self._cache.holds(index):
+                    walk.peeked[index] = self._cache.get(index)
+                    found.append(walk.peeked[index])
+                    continue
                 if index not in wanted:
                     self._issue(workers, ahead, index, key=index)
                 arrival = self._await(workers, ahead, index, None, True)
@@ -527,6 +552,8 @@ class Loader:
         if self._workers is None:
             with Uninterrupted():
                 self._workers = self._hire(dataset)
+        if self._cache is None and self._settings.cache is not None:
+            self._cache = open_cache(dataset, self._settings)
         if not walk.begun:
             self._begin(walk, dataset, self._workers)
         schedule = walk.schedule or self._plan(walk, dataset.num_batches)
@@ -567,9 +594,12 @@ class Loader:
         allowed = self._lookahead
         if walk.ahead > allowed:
             self._take_back(workers, walk, allowed)
+        # Batches that are cached take no ticket; there may be any number.
+        end = walk.position + _CACHED_AHEAD * allowed
         while (
             # Batches behind it may fill the queue; it must come all the same.
-            walk.ahead < allowed or walk.issued == walk.position
+            (walk.ahead < allowed and walk.issued < end)
+            or walk.issued == walk.position
         ) and schedule.holds(walk.issued):
             if not self._issue_next(workers, walk, schedule):
                 return
@@ -597,7 +627,12 @@ class Loader:
         if schedule is None:
             following.epoch = self.epoch
             schedule = self._plan(following, num_batches)
-        while walk.ahead < allowed and schedule.holds(following.issued):
+        end = _CACHED_AHEAD * allowed
+        while (
+            walk.ahead < allowed
+            and following.issued < end
+            and schedule.holds(following.issued)
+        ):
             if not self._issue_next(workers, following, schedule):
                 return
 
@@ -606,10 +641,11 @@ class Loader:
     ) -> bool:
         """Has the next batch built, unless it is known; `False`: no room."""
         index = schedule.index_at(walk.issued)
-        if not walk.knows(walk.issued, index) and not self._issue(
-            workers, walk, index, key=walk.issued
-        ):
-            return False
+        if not walk.knows(walk.issued, index):
+            if self._is_cached(index):
+                walk.cached.add(walk.issued)
+            elif not self._issue(workers, walk, index, key=walk.issued):
+                return False
         walk.issued += 1
         return True
 
@@ -747,20 +783,25 @@ class Loader:
             try:
                 timing = done.timing
                 if timing is None or not walk.wants_span(timing):
-                    return done.open()
-                began_s = time.monotonic()
-                batch = done.open()
-                opened_s = time.monotonic() - began_s
-                walk.spans[index] = _span_of(
-                    walk, index, arrival, opened_s, done.nbytes or _size(batch)
-                )
+                    batch = done.open()
+                else:
+                    began_s = time.monotonic()
+                    batch = done.open()
+                    opened_s = time.monotonic() - began_s
+                    nbytes = done.nbytes or _size(batch)
+                    walk.spans[index] = _span_of(
+                        walk, index, arrival, opened_s, nbytes
+                    )
+                if self._cache is not None:
+                    self._cache.put(index, batch)
                 return batch
             except Exception as error:
                 if _is_the_end(walk, error):
                     self._retire(walk)
                     walk.met_its_end = True
                     return _END
-                if not done.by_dataset or self._settings.on_error == "raise":
+                ours = isinstance(error, LoaderError)
+                if ours or not done.by_dataset or not self._may_skip:
                     raise
                 self._skip(walk, index, error)
                 return _SKIPPED
@@ -769,6 +810,30 @@ class Loader:
             self._retire(walk)
             self._torn = False
             raise
+
+    def _is_cached(self, index: int) -> bool:
+        return self._cache is not None and self._cache.holds(index)
+
+    def _from_cache(self, walk: _Walk, index: int) -> Any:
+        """A batch that an earlier epoch has built."""
+        assert self._cache is not None
+        walk.cached.discard(walk.position)
+        began_s = time.monotonic()
+        batch = self._cache.get(index)
+        walk.is_from_cache = True
+        timing = Timing(began_s, began_s, began_s, 0.0, 0.0)
+        if walk.wants_span(timing):
+            built = Built(0, 0, timing=timing)
+            opened_s = time.monotonic() - began_s
+            walk.depth = 1
+            walk.spans[index] = _span_of(
+                walk, index, _Arrival(built, began_s), opened_s, _size(batch)
+            )
+        return batch
+
+    @property
+    def _may_skip(self) -> bool:
+        return self._settings.on_error == "skip"
 
     def _skip(self, walk: _Walk, index: int, error: Exception) -> None:
         """Leaves a batch out, unless there have been too many.
@@ -817,6 +882,7 @@ class Loader:
             arrival.done.discard()
         walk.waiting.clear()
         walk.ready.clear()
+        walk.cached.clear()
         walk.peeked.clear()
         walk.issued = walk.position
 
@@ -829,6 +895,7 @@ class Loader:
                 walk.schedule = None  # the length may have changed too
                 walk.skipped.clear()
         self._changed = False
+        self._cache = None  # it is of the state before
         if self._workers is not None:
             with pickling.explained(self._dataset):
                 self._workers.change()
@@ -862,12 +929,16 @@ class Loader:
                 ),
             )
             with pickling.explained(reference):
-                maker = _BuilderMaker(reference, self.seed)
+                cached = settings.cache is not None
+                maker = _BuilderMaker(reference, self.seed, cached)
                 workers = ProcessWorkers(plan, maker)
         else:
             threads = settings.kind == "thread"
             builder = build.Builder(
-                functools.partial(_alive, reference), self.seed, shared=threads
+                functools.partial(_alive, reference),
+                self.seed,
+                shared=threads,
+                cached=settings.cache is not None,
             )
             if threads:
                 workers = ThreadWorkers(
@@ -922,6 +993,7 @@ class Loader:
     def _let_go(walk: _Walk) -> None:
         walk.waiting.clear()
         walk.ready.clear()
+        walk.cached.clear()
         walk.issued = walk.position
 
 
@@ -988,16 +1060,18 @@ def _size(batch: Any) -> int:
 class _BuilderMaker:
     """Makes a worker's builder; travels with the dataset it refers to."""
 
-    def __init__(self, dataset: weakref.ref[build.Dataset], seed: int) -> None:
+    def __init__(
+        self, dataset: weakref.ref[build.Dataset], seed: int, cached: bool
+    ) -> None:
         self._dataset = dataset
-        self._seed = seed
+        self._fixed = seed, cached
 
     def __call__(self) -> build.Builder:
-        return build.builder_in_worker(_alive(self._dataset), self._seed)
+        return build.builder_in_worker(_alive(self._dataset), *self._fixed)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        arguments = build.builder_in_worker, _alive(self._dataset), self._seed
-        return functools.partial, arguments
+        arguments = _alive(self._dataset), *self._fixed
+        return functools.partial, (build.builder_in_worker, *arguments)
 
 
 def _alive(reference: weakref.ref[build.Dataset]) -> build.Dataset:

@@ -59,6 +59,12 @@ def seed(random_bytes: bytes) -> None:
         np.random.seed(np.frombuffer(random_bytes[:16], np.uint32))
 
 
+def has_drawn() -> bool:
+    """Whether `np.random` has drawn since it was seeded, if that is known."""
+    state = _present().read()
+    return bool(state) and state[SEED_NBYTES:] != _AT_THE_END
+
+
 class _Memory:
     """The memory of a bit generator.
 

@@ -38,6 +38,9 @@ _MAX_VISITS = 10_000  # objects looked at in one search
 PRIVATE = "_fastdata"  # the attribute of a dataset that is not the user's
 
 
+_PYTHON_AT_THE_END = 624  # of `random`: nothing drawn from its state yet
+
+
 def sequence(seed: int, *key: int) -> np.random.SeedSequence:
     """The seed sequence of one stream."""
     return np.random.SeedSequence(seed, spawn_key=key)
@@ -58,6 +61,15 @@ def reseed_globals(seed: int, *key: int) -> None:
     torch = loaded_torch()
     if torch is not None:
         torch.default_generator.manual_seed(int.from_bytes(rest[16:], "little"))
+
+
+def drawn_from() -> str:
+    """Which of these has been drawn from since; empty if none."""
+    if mersenne.has_drawn():
+        return "np.random"
+    if random.getstate()[1][-1] != _PYTHON_AT_THE_END:
+        return "random"
+    return ""
 
 
 def reseed_generator(found: Any, stream: np.random.SeedSequence) -> None:

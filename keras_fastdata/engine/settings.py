@@ -8,6 +8,7 @@ import numbers
 import operator
 import os
 from collections.abc import Mapping
+from types import NoneType
 from typing import Any, Literal
 
 import numpy as np
@@ -41,7 +42,9 @@ class Settings:
     max_worker_restarts: int = 3
     on_error: str = "raise"
     shard: Any = "auto"
-    cache: Any = None
+    cache: str | os.PathLike[str] | None = None
+    cache_bytes: int | None = None
+    cache_version: str | int | None = None
     executor: str = "local"
     worker_env: Mapping[str, str] | None = None
 
@@ -83,6 +86,7 @@ class Settings:
             integer("max_worker_restarts", self.max_worker_restarts, least=0),
         )
         one_of("on_error", self.on_error, ("raise", "skip"))
+        self._check_cache()
         if self.executor != "ray":
             one_of("executor", self.executor, ("local",))
         check("worker_env", _environment(self.worker_env))
@@ -103,12 +107,37 @@ class Settings:
                 "`workers='auto'` is not available yet. Pass a number: 0 "
                 "builds batches in the caller, n >= 1 in n workers."
             )
-        if self.cache is not None:
-            raise _not_yet("cache", self.cache, default["cache"])
         if self.executor == "ray":
             raise _not_yet("executor", self.executor, default["executor"])
         if self.shard not in ("auto", None):
             raise _not_yet("shard", self.shard, default["shard"])
+
+    def _check_cache(self) -> None:
+        if self.cache is not None:
+            if not isinstance(self.cache, (str, os.PathLike)):
+                raise TypeError(
+                    '`cache` must be "memory", or the path of a directory, or '
+                    f"None. Received: {self.cache!r}"
+                )
+            self._set_checked("cache", os.fspath(self.cache))
+        if self.cache_bytes is not None:
+            nbytes = integer("cache_bytes", self.cache_bytes, least=1)
+            self._set_checked("cache_bytes", nbytes)
+        version = self.cache_version
+        if isinstance(version, bool) or not isinstance(
+            version, (str, int, NoneType)
+        ):
+            raise TypeError(
+                "`cache_version` must be a string or an integer. Received: "
+                f"{version!r}"
+            )
+        if self.cache not in (None, "memory") and version is None:
+            raise ValueError(
+                f"`cache={self.cache!r}` is a directory, whose batches outlive "
+                "the program. Pass `cache_version` with it, and another one "
+                "whenever code that makes batches changes: functions that "
+                "`__getitem__` calls are not looked at."
+            )
 
     def _set_checked(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)

@@ -32,6 +32,15 @@ def _pss_of(pid: int) -> int | None:
     return None
 
 
+def free() -> int:
+    """Bytes that this process may still take; 0 if nobody tells."""
+    found = cgroup.fields("/proc/meminfo").get("MemAvailable", 0) * 1024
+    limit, used, _ = _cgroup()
+    if limit is not None and used is not None:
+        found = min(found, max(0, limit - used))
+    return found
+
+
 def left_now() -> str:
     """A sentence on free memory, of the machine and of a cgroup's limit."""
     parts = []

@@ -98,6 +98,50 @@ def unpack(packed: bytes) -> Layout | None:
     return found
 
 
+def read_only(description: Any) -> Any:
+    """The same batch, of which no array can be written to."""
+    if isinstance(description, Leaf):
+        return description._replace(writeable=False)
+    kind, *keys, parts = description
+    return kind, *keys, tuple(map(read_only, parts))
+
+
+def as_json(description: Any) -> Any:
+    """A description as `json` takes it."""
+    if isinstance(description, Leaf):
+        dtype = description.dtype
+        name = dtype if isinstance(dtype, str) else {"name": dtype.name}
+        return {
+            "shape": description.shape,
+            "dtype": name,
+            "order": description.order,
+        }
+    kind, *keys, parts = description
+    return [kind.__name__, *keys, list(map(as_json, parts))]
+
+
+def from_json(found: Any) -> Any:
+    """The description that `as_json` gave; of arrays that are read-only.
+
+    Raises:
+        ValueError: It is none; or a `KeyError` or `TypeError`.
+    """
+    if isinstance(found, dict):
+        dtype = found["dtype"]
+        if isinstance(dtype, dict):
+            import ml_dtypes
+
+            dtype = np.dtype(getattr(ml_dtypes, dtype["name"]))
+        elif np.dtype(dtype).hasobject:
+            raise ValueError("an array of objects")
+        shape = tuple(map(int, found["shape"]))
+        order: Literal["C", "F"] = "F" if found["order"] == "F" else "C"
+        return Leaf(shape, dtype, order, writeable=False)
+    name, *keys, parts = found
+    kind = {"tuple": tuple, "list": list, "dict": dict}[name]
+    return kind, *map(tuple, keys), tuple(map(from_json, parts))
+
+
 class _NotPlainError(Exception):
     """The batch holds something else."""
 

@@ -52,7 +52,7 @@ class Payload:
 
     def __init__(self, obj: Any) -> None:
         self.fd, self._end = -1, 0
-        self._write(*_take_apart(obj))
+        self._write(*take_apart(obj))
 
     def renew(self, obj: Any) -> bool:
         """Adds the present state of the object.
@@ -60,7 +60,7 @@ class Payload:
         Returns:
             Whether there was anything to write.
         """
-        pickled, buffers = _take_apart(obj)
+        pickled, buffers = take_apart(obj)
         found = [self._find(buffer) for buffer in buffers]
         if found == self._extents and self._holds(self._pickle, pickled):
             return False
@@ -162,7 +162,7 @@ def write_payload(obj: Any) -> int:
 def can_be_written(obj: Any) -> bool:
     """Whether `write_payload` would take `obj`."""
     try:
-        _take_apart(obj)
+        take_apart(obj)
     except Exception:
         # Pickling runs the user's `__reduce__` and `__getstate__`: anything.
         return False
@@ -187,7 +187,7 @@ def read_payload(fd: int, start: int = 0) -> Any:
     )
 
 
-def _take_apart(obj: Any) -> tuple[memoryview, list[memoryview]]:
+def take_apart(obj: Any) -> tuple[memoryview, list[memoryview]]:
     """The pickle of an object, and the buffers that travel beside it."""
     buffers: list[memoryview] = []
     stream = io.BytesIO()

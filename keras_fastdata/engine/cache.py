@@ -1,0 +1,272 @@
+"""Built batches, kept from epoch to epoch: in memory, or in files.
+
+Only plain batches are kept (see memory/layout.py). What is served is a view:
+the arrays of a batch lie in memory that is never written again, or in a file
+that is mapped, and cannot be written to.
+
+A file is taken for a batch only if all of it is as it was written, which a
+checksum tells. Nothing in it is code: what a batch looks like is JSON.
+
+    | magic | size and checksum of the head | head: JSON | array | array ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import mmap
+import os
+import pathlib
+import struct
+import zlib
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from keras_fastdata.health import memory
+from keras_fastdata.memory import layout
+from keras_fastdata.memory.arena import aligned_empty, round_up
+
+_MAGIC = b"keras_fastdata batch 1\n"
+_SIZES = struct.Struct("<QI")  # bytes of the head, and their checksum
+
+_log = logging.getLogger("keras_fastdata")
+
+
+class Cache(Protocol):
+    """Batches by index."""
+
+    def holds(self, index: int) -> bool:
+        """Whether it has that batch."""
+        ...
+
+    def get(self, index: int) -> Any:
+        """A batch that it has; its arrays cannot be written to."""
+        ...
+
+    def put(self, index: int, batch: Any) -> None:
+        """Keeps a copy of a batch, if there is room."""
+        ...
+
+
+class MemoryCache:
+    """Batches in this process's memory.
+
+    Args:
+        name: Class name of the dataset.
+        most: Bytes that they may take; `None`: half of what is free now.
+    """
+
+    def __init__(self, name: str, most: int | None) -> None:
+        self._room = _Room(name, memory.free() // 2 if most is None else most)
+        self._batches: dict[int, tuple[layout.Layout, list[Any]]] = {}
+
+    def holds(self, index: int) -> bool:
+        return index in self._batches
+
+    def get(self, index: int) -> Any:
+        described, buffers = self._batches[index]
+        return described.assemble(buffers)
+
+    def put(self, index: int, batch: Any) -> None:
+        if index in self._batches:
+            return
+        plain = _plain(batch, self._room)
+        if plain is None:
+            return
+        description, arrays = plain
+        buffers = []
+        for array in arrays:
+            flat = aligned_empty(array.nbytes, np.uint8)
+            np.copyto(flat, _bytes_of(array))
+            _lock(flat)
+            buffers.append(flat)
+        described = layout.Layout(layout.read_only(description))
+        self._batches[index] = described, buffers
+
+
+class DiskCache:
+    """Batches in files of one directory, which outlive the process.
+
+    Args:
+        name: Class name of the dataset.
+        directory: Where; is made if need be.
+        most: Bytes that all files there may take; `None`: no bound.
+    """
+
+    def __init__(
+        self, name: str, directory: pathlib.Path, most: int | None
+    ) -> None:
+        self._directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+        self._room = _Room(name, most, _size_of(directory))
+        self._open: dict[int, tuple[layout.Layout, list[Any]]] = {}
+        self._looked_for: set[int] = set()
+
+    def holds(self, index: int) -> bool:
+        if index in self._open:
+            return True
+        if index in self._looked_for:
+            return False
+        self._looked_for.add(index)
+        path = self._path(index)
+        try:
+            self._open[index] = _read(path)
+        except FileNotFoundError:
+            return False
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            _log.warning(
+                "%s is not a batch that was cached, or is damaged (%s); it is "
+                "built again.",
+                path,
+                error,
+            )
+            return False
+        return True
+
+    def get(self, index: int) -> Any:
+        described, buffers = self._open[index]
+        return described.assemble(buffers)
+
+    def put(self, index: int, batch: Any) -> None:
+        if index in self._open:
+            return
+        plain = _plain(batch, self._room)
+        if plain is None:
+            return
+        path = self._path(index)
+        try:
+            _write(path, *plain)
+            self._open[index] = _read(path)
+        except OSError as error:
+            self._room.close(f"{path} cannot be written ({error})")
+
+    def _path(self, index: int) -> pathlib.Path:
+        return self._directory / f"{index}.batch"
+
+
+class _Room:
+    """How much more may be kept; says so once where there is no more."""
+
+    def __init__(self, name: str, most: int | None, used: int = 0) -> None:
+        self._name = name
+        self._most = most
+        self._used = used
+        self._closed = False
+
+    def take(self, nbytes: int) -> bool:
+        """Whether so many bytes may be kept; from then on they are."""
+        if self._closed:
+            return False
+        if self._most is not None and self._used + nbytes > self._most:
+            self.close(
+                f"{self._used:,} bytes are in use, and `cache_bytes` is "
+                f"{self._most:,}"
+            )
+            return False
+        self._used += nbytes
+        return True
+
+    def close(self, reason: str) -> None:
+        """Keeps nothing more."""
+        if not self._closed:
+            self._closed = True
+            _log.warning(
+                "No more batches of %s are cached: %s. The others are built "
+                "in every epoch.",
+                self._name,
+                reason,
+            )
+
+
+def _plain(batch: Any, room: _Room) -> tuple[Any, list[Any]] | None:
+    """What a batch looks like and its arrays, if it can be kept."""
+    arrays: list[npt.NDArray[Any]] = []
+    description = layout.describe(batch, arrays)
+    if description is None:
+        room.close(
+            "they hold other things than arrays in tuples, lists and dicts"
+        )
+        return None
+    if not room.take(sum(array.nbytes for array in arrays)):
+        return None
+    return description, arrays
+
+
+def _lock(array: npt.NDArray[Any]) -> None:
+    """Has nobody write to an array, nor unlock a view of it."""
+    owner: Any = array
+    while isinstance(owner, np.ndarray):
+        owner.flags.writeable = False
+        owner = owner.base
+
+
+def _bytes_of(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    """An array's bytes, in the order in which its layout has them."""
+    if not (array.flags.c_contiguous or array.flags.f_contiguous):
+        array = np.ascontiguousarray(array)
+    return array.ravel("K").view(np.uint8)
+
+
+def _size_of(directory: pathlib.Path) -> int:
+    return sum(path.stat().st_size for path in directory.glob("*.batch"))
+
+
+def _write(
+    path: pathlib.Path, description: Any, arrays: list[npt.NDArray[Any]]
+) -> None:
+    """Writes a batch; whoever reads meanwhile finds the file before."""
+    parts = [_bytes_of(array) for array in arrays]
+    head = json.dumps(
+        {
+            "layout": layout.as_json(description),
+            "arrays": [[p.nbytes, zlib.crc32(p.data)] for p in parts],
+        }
+    ).encode()
+    beside = path.with_suffix(f".{os.getpid()}")
+    try:
+        with open(beside, "wb") as file:
+            file.write(_MAGIC + _SIZES.pack(len(head), zlib.crc32(head)))
+            file.write(head)
+            for part in parts:
+                file.write(bytes(round_up(file.tell()) - file.tell()))
+                file.write(part.data)
+        os.replace(beside, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(beside)
+        raise
+
+
+def _read(path: pathlib.Path) -> tuple[layout.Layout, list[Any]]:
+    """Maps a batch.
+
+    Raises:
+        OSError: There is no such file, or it cannot be read.
+        ValueError: It is not as it was written; and a few others.
+    """
+    with open(path, "rb") as file:
+        if not os.fstat(file.fileno()).st_size:
+            raise ValueError("it is empty")
+        view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    start = len(_MAGIC) + _SIZES.size
+    if view[: len(_MAGIC)] != _MAGIC or view.nbytes < start:
+        raise ValueError("it begins with something else")
+    size, checksum = _SIZES.unpack_from(view, len(_MAGIC))
+    head = view[start : start + size]
+    if zlib.crc32(head) != checksum:
+        raise ValueError("its head has another checksum")
+    known = json.loads(bytes(head))
+    described = layout.Layout(layout.from_json(known["layout"]))
+    at, buffers = start + size, []
+    for nbytes, checksum in known["arrays"]:
+        at = round_up(at)
+        buffer = view[at : at + nbytes]
+        if buffer.nbytes != nbytes or zlib.crc32(buffer) != checksum:
+            raise ValueError("an array has another checksum")
+        buffers.append(buffer)
+        at += nbytes
+    described.assemble(buffers)  # fits
+    return described, buffers

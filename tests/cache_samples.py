@@ -1,0 +1,88 @@
+"""Datasets whose builds are counted, for workers that do not import Keras."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+from keras_fastdata import FastPyDataset
+
+
+class Noted(FastPyDataset):
+    """Batch i is full of i; every build leaves a line in a file."""
+
+    def __init__(self, notes, length=8, start=0, **kwargs):
+        super().__init__(**kwargs)
+        self.notes = str(notes)
+        self.length = length
+        self.start = start
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        with open(self.notes, "a") as file:
+            file.write(f"{index}\n")
+        value = self.start + index
+        x = {
+            "c": np.full((4, 3), value, "float32"),
+            "fortran": np.full((2, 3), value, order="F").T.copy("A"),
+            "scalar": np.array(value, "int16"),
+        }
+        return x, [np.full((4, 1), value, "uint8")]
+
+
+class Trainable(FastPyDataset):
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        rng = np.random.default_rng(index)
+        x = rng.normal(size=(8, 3)).astype("float32")
+        return x, x.sum(1, keepdims=True)
+
+
+class Varying(FastPyDataset):
+    """Uses what differs from epoch to epoch."""
+
+    def __init__(self, what, **kwargs):
+        super().__init__(**kwargs)
+        self.what = what
+        self.own = np.random.default_rng(0)
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        match self.what:
+            case "self.rng":
+                self.rng.random()
+            case "self.rng_for":
+                self.rng_for(index)
+            case "self.epoch_order":
+                self.epoch_order(5)
+            case "self.epoch":
+                self.epoch  # noqa: B018 - asking is enough
+            case "np.random":
+                np.random.random()
+            case "random":
+                random.random()
+            case "a random generator that the dataset holds":
+                self.own.random()
+        return np.array([index])
+
+
+class Hooked(Trainable):
+    def on_epoch_end(self):
+        pass
+
+
+class Worded(FastPyDataset):
+    """Has batches that are no arrays."""
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return np.array([f"word {index}"], object)

@@ -1,0 +1,382 @@
+"""Batches that are kept from epoch to epoch, and from run to run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pathlib
+import textwrap
+import types
+import warnings
+
+import keras
+import numpy as np
+import pytest
+from cache_samples import Hooked, Noted, Trainable, Varying, Worded
+from places import PLACES, everywhere, somewhere
+
+from keras_fastdata import LoaderError, LoaderHealth, SampleDataset
+
+KINDS = ["memory", "directory"]
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.fixture
+def cached(tmp_path):
+    """Makes datasets whose builds are noted, with a cache of a kind."""
+
+    def make(kind="directory", **kwargs):
+        cache = "memory" if kind == "memory" else tmp_path / "cache"
+        kwargs = {"cache_version": 1, "workers": 0, **kwargs}
+        return Noted(tmp_path / "notes", cache=cache, **kwargs)
+
+    return make
+
+
+@pytest.fixture
+def built(tmp_path):
+    """The indices that have been built since this was asked last, sorted."""
+
+    def read():
+        notes = tmp_path / "notes"
+        text = notes.read_text() if notes.exists() else ""
+        notes.unlink(missing_ok=True)
+        return sorted(map(int, text.split()))
+
+    return read
+
+
+def values(epoch):
+    """What the batches of an epoch are full of."""
+    return [int(x["scalar"]) for x, y in epoch]
+
+
+# -- what is served ----------------------------------------------------------
+
+
+@everywhere
+@kinds
+def test_from_the_second_epoch_on_nothing_is_built(cached, built, kind, place):
+    with cached(kind, **PLACES[place]) as dataset:
+        first = list(dataset)
+        assert built() == list(range(8))
+        for _ in range(2):
+            again = list(dataset)
+            keras.tree.map_structure(
+                lambda one, other: np.testing.assert_array_equal(
+                    one, other, strict=True
+                ),
+                first,
+                again,
+            )
+        assert built() == []
+
+
+@kinds
+def test_what_is_served_cannot_be_written_to(cached, kind):
+    dataset = cached(kind)
+    list(dataset)
+    for x, (y,) in dataset:
+        for array in (x["c"], x["fortran"], x["scalar"], y):
+            assert not array.flags.writeable
+            with pytest.raises(ValueError, match="read-only"):
+                array[...] = 0
+            with pytest.raises(ValueError, match="cannot set WRITEABLE"):
+                array.flags.writeable = True
+
+
+@kinds
+def test_batches_are_served_without_a_copy(cached, kind):
+    dataset = cached(kind)
+    list(dataset)
+    one, other = (next(iter(dataset))[0]["c"] for _ in range(2))
+    assert one is not other
+    assert np.shares_memory(one, other)
+
+
+def test_what_a_user_does_to_a_batch_of_the_first_epoch_is_not_kept(cached):
+    dataset = cached("memory")
+    for x, _ in dataset:
+        x["c"][...] = -1
+    assert [x["c"].max() for x, _ in dataset] == list(range(8))
+
+
+@somewhere
+def test_an_order_is_drawn_all_the_same(cached, built, place):
+    with cached("memory", shuffle=True, seed=0, **PLACES[place]) as dataset:
+        orders = []
+        for _ in range(3):
+            walk = dataset._loader().open_pass(dataset, shuffle=True)
+            orders.append(values(walk))
+        assert built() == list(range(8))
+    assert all(sorted(order) == list(range(8)) for order in orders)
+    assert orders[0] != orders[1] != orders[2]
+
+
+@somewhere
+def test_walks_side_by_side_get_every_batch_once(cached, place):
+    with cached("memory", length=30, **PLACES[place]) as dataset:
+        pairs = list(zip(dataset, dataset, strict=True))
+        left, right = zip(*pairs, strict=True)
+        assert values(left) == values(right) == list(range(30))
+        assert values(dataset) == list(range(30))
+
+
+@somewhere
+@kinds
+def test_what_does_not_fit_is_built_in_every_epoch(
+    cached, built, kind, place, caplog
+):
+    nbytes = sum(a.nbytes for a in keras.tree.flatten(cached()[0]))
+    built()
+    dataset = cached(kind, cache_bytes=3 * nbytes, **PLACES[place])
+    with dataset, caplog.at_level(logging.WARNING):
+        for epoch in range(3):
+            assert values(dataset) == list(range(8))
+            assert built() == list(range(8))[3 * bool(epoch) :]
+    (record,) = caplog.records
+    assert "`cache_bytes` is" in record.getMessage()
+
+
+def test_other_things_than_arrays_are_not_kept(caplog):
+    dataset = Worded(cache="memory", workers=0)
+    for _ in range(2):
+        assert [batch[0] for batch in dataset] == [
+            f"word {i}" for i in range(3)
+        ]
+    (record,) = caplog.records
+    assert "other things than arrays" in record.getMessage()
+
+
+@kinds
+def test_a_dataset_that_was_edited_is_built_anew(cached, built, kind):
+    dataset = cached(kind)
+    list(dataset)
+    built()
+    dataset.start = 100
+    assert values(dataset) == list(range(100, 108))
+    assert built() == list(range(8))
+    assert values(dataset) == list(range(100, 108))
+    assert built() == []
+
+
+# -- what is refused ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["inline", "1 thread", "2 processes"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "self.rng",
+        "self.rng_for",
+        "self.epoch_order",
+        "self.epoch",
+        "np.random",
+        "random",
+        "a random generator that the dataset holds",
+    ],
+)
+def test_batches_that_differ_between_epochs_are_refused(what, place):
+    if "thread" in place and not what.startswith("self."):
+        pytest.skip("threads share these, and leave them alone")
+    with (
+        Varying(what, cache="memory", on_error="skip", **PLACES[place]) as data,
+        pytest.raises(LoaderError, match=f"it used {what}.") as caught,
+    ):
+        list(data)
+    assert "batch 0 of Varying" in str(caught.value)
+    with Varying("nothing", cache="memory", **PLACES[place]) as data:
+        assert [list(data), list(data)] == [[0, 1, 2]] * 2
+
+
+def test_samples_in_another_order_each_epoch_are_refused():
+    dataset = SampleDataset(
+        range(8), 2, shuffle=True, cache="memory", workers=0
+    )
+    with pytest.raises(LoaderError, match=r"used self\.epoch_order"):
+        list(dataset)
+
+
+def test_an_epoch_hook_is_refused():
+    with pytest.raises(LoaderError, match=r"Hooked\.on_epoch_end"):
+        list(Hooked(cache="memory", workers=0))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "words"),
+    [
+        ({"cache": "batches"}, ValueError, "Pass `cache_version`"),
+        ({"cache": 3}, TypeError, "path of a directory"),
+        ({"cache": "memory", "cache_bytes": 0}, ValueError, "cache_bytes"),
+        ({"cache": "x", "cache_version": 1.5}, TypeError, "cache_version"),
+    ],
+)
+def test_arguments_are_checked(kwargs, error, words):
+    with pytest.raises(error, match=words):
+        Trainable(**kwargs)
+
+
+# -- from run to run ---------------------------------------------------------
+
+
+@somewhere
+def test_a_later_run_builds_nothing(cached, built, place):
+    with cached(**PLACES[place]) as dataset:
+        list(dataset)
+    built()
+    with cached(**PLACES[place]) as dataset:
+        assert values(dataset) == list(range(8))
+    assert built() == []
+
+
+def test_settings_that_do_not_change_batches_leave_the_cache_valid(
+    cached, built
+):
+    list(cached(seed=1))
+    built()
+    with cached(seed=2, **PLACES["2 processes"]) as dataset:
+        assert values(dataset) == list(range(8))
+    assert built() == []
+
+
+def test_other_attributes_or_another_version_are_another_cache(cached, built):
+    for change in ({}, {"start": 1}, {"length": 7}, {"cache_version": 2}):
+        dataset = cached(**change)
+        list(dataset)
+        assert built() == list(range(len(dataset)))
+    list(cached())
+    assert built() == []
+
+
+def test_a_file_that_changed_makes_another_cache(cached, built, tmp_path):
+    path = tmp_path / "image.png"
+    path.write_bytes(b"first")
+
+    def run():
+        dataset = cached()
+        dataset.files = {"images": [path, str(tmp_path / "missing.png")]}
+        list(dataset)
+        return built()
+
+    assert run() == list(range(8))
+    assert run() == []
+    path.write_bytes(b"second")
+    assert run() == list(range(8))
+    os.utime(path, ns=(1, 1))
+    assert run() == list(range(8))
+
+
+def test_a_class_that_changed_makes_another_cache(tmp_path, monkeypatch):
+    source = textwrap.dedent(
+        """
+        import numpy as np
+        from keras_fastdata import FastPyDataset
+
+        class Scaled(FastPyDataset):
+            def __len__(self):
+                return 2
+
+            def __getitem__(self, index):
+                return np.array([index * FACTOR])
+        """
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def run(factor):
+        name = f"scaled_{factor}"
+        path = tmp_path / f"{name}.py"
+        path.write_text(source.replace("FACTOR", str(factor)))
+        module = types.ModuleType(name)
+        module.__file__ = str(path)
+        exec(compile(path.read_text(), path, "exec"), vars(module))
+        monkeypatch.setitem(__import__("sys").modules, name, module)
+        module.Scaled.__module__ = name
+        data = module.Scaled(cache=tmp_path / "c", cache_version=1, workers=0)
+        return [int(batch[0]) for batch in data]
+
+    assert run(2) == [0, 2]
+    assert run(3) == [0, 3]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["a byte", "the head", "its end", "all of it", "something else", "magic"],
+)
+def test_a_damaged_file_is_not_trusted(cached, built, damage, tmp_path, caplog):
+    list(cached())
+    built()
+    (path,) = (tmp_path / "cache").glob("*/3.batch")
+    data = bytearray(path.read_bytes())
+    match damage:
+        case "a byte":
+            data[-2] ^= 1
+        case "the head":
+            data[60] ^= 1
+        case "its end":
+            del data[-20:]
+        case "all of it":
+            data.clear()
+        case "something else":
+            data[:] = b"\x80\x05." * 100
+        case "magic":
+            del data[10:]
+    path.write_bytes(data)
+    assert values(cached()) == list(range(8))
+    assert built() == [3]
+    (record,) = caplog.records
+    assert "3.batch is not a batch that was cached" in record.getMessage()
+    assert values(cached()) == list(range(8))
+    assert built() == []
+
+
+def test_a_directory_that_cannot_be_written_to_is_said_to_be_one(
+    cached, built, monkeypatch, caplog
+):
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("keras_fastdata.engine.cache.os.replace", refuse)
+    dataset = cached()
+    for _ in range(2):
+        assert values(dataset) == list(range(8))
+        assert built() == list(range(8))
+    (record,) = caplog.records
+    assert "No space left on device" in record.getMessage()
+    left = list(pathlib.Path(dataset.notes).parent.rglob("*.batch*"))
+    assert left == []
+
+
+# -- through Keras -----------------------------------------------------------
+
+
+def _fit(dataset, *callbacks):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with dataset:
+        return model.fit(
+            dataset,
+            epochs=3,
+            shuffle=False,
+            verbose=0,
+            callbacks=list(callbacks),
+        ).history["loss"]
+
+
+@pytest.mark.backend
+@kinds
+@pytest.mark.parametrize("place", ["inline", "1 thread", "2 processes"])
+def test_fit_learns_the_same(kind, place, tmp_path):
+    cache = "memory" if kind == "memory" else tmp_path
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*not writable")
+        found = _fit(Trainable(cache=cache, cache_version=0, **PLACES[place]))
+    assert found == _fit(Trainable(**PLACES[place]))
+
+
+@pytest.mark.backend
+@somewhere
+def test_epochs_from_the_cache_are_measured(place):
+    health = LoaderHealth(verbose=0)
+    _fit(Trainable(cache="memory", **PLACES[place]), health)
+    assert [e.batches for e in health.summary().epochs] == [6, 6, 6]
