@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -16,6 +17,7 @@ from keras_fastdata.engine import build, seeding
 from keras_fastdata.engine.loader import Loader
 from keras_fastdata.engine.permutation import Permutation
 from keras_fastdata.engine.settings import Settings
+from keras_fastdata.errors import EndOfData
 from keras_fastdata.memory.arena import aligned_empty
 from keras_fastdata.workers import role
 
@@ -467,8 +469,12 @@ class FastPyDataset(_Base):
 
     def _plain_iterator(self) -> Iterator[Any]:
         count = self.num_batches
-        indices = itertools.count() if count is None else range(count)
-        return (self[index] for index in indices)
+        if count is not None:
+            yield from (self[index] for index in range(count))
+            return
+        with contextlib.suppress(EndOfData):
+            for index in itertools.count():
+                yield self[index]
 
 
 class _Outside:

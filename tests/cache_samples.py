@@ -86,3 +86,65 @@ class Worded(FastPyDataset):
 
     def __getitem__(self, index):
         return np.array([f"word {index}"], object)
+
+
+class Reseeded(Trainable):
+    def reseed(self, seed_sequence):
+        pass
+
+
+class Mixed(FastPyDataset):
+    """Of which one batch has an array twice."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.builds = []
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        self.builds.append(index)
+        x = np.full(3, index)
+        return (x, x) if index == 1 else (x, -x)
+
+
+def scaled_by(factor):
+    """A class whose batches depend on a variable around it."""
+
+    class Scaled(FastPyDataset):
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, index):
+            return np.array([index * factor])
+
+    return Scaled
+
+
+class Attributed(FastPyDataset):
+    """A class whose batches depend on an attribute of it."""
+
+    factor = 1
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return np.array([index * self.factor])
+
+
+class DrawsMuch(FastPyDataset):
+    """Draws until the generator's position is what it was."""
+
+    def __init__(self, what, **kwargs):
+        super().__init__(**kwargs)
+        self.what = what
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        if self.what == "np.random":
+            return np.random.rand(64, 39)
+        return np.array([random.random() for _ in range(312)])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from keras_fastdata import EndOfData, FastPyDataset
+from keras_fastdata import EndOfData, FastPyDataset, GeneratorDataset
 
 
 class Numbers:
@@ -61,6 +61,16 @@ def failing(shard_index, num_shards):
     if shard_index == 1:
         raise KeyError("nothing here")
     yield 2
+
+
+def labelled(shard_index, num_shards):
+    for number in range(shard_index, 14, num_shards):
+        yield np.full((4, 3), number / 14, "float32"), np.ones((4, 1))
+
+
+def endless(shard_index, num_shards):
+    while True:
+        yield from labelled(shard_index, num_shards)
 
 
 class Dying:
@@ -131,3 +141,54 @@ class Ending(FastPyDataset):
             raise EndOfData
         x = np.full((4, 3), index, "float32")
         return x, np.full((4, 1), index, "float32")
+
+
+class Walks(FastPyDataset):
+    """Batch i is how many batches another dataset has."""
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return np.array([len(list(Ending(3, workers=0)))])
+
+
+class Hooked(GeneratorDataset):
+    """Has something to do between epochs."""
+
+    def on_epoch_end(self):
+        self.seen = getattr(self, "seen", 0) + 1
+
+
+def with_defaults(low=5, high=8):
+    yield from range(low, high)
+
+
+def numbers_from(start, stop, rng=None):
+    yield from range(start, stop)
+
+
+def reusing(shard_index, num_shards):
+    """Fills one buffer again and again."""
+    buffer = np.zeros(2)
+    for number in range(shard_index, 6, num_shards):
+        buffer[0] = number
+        yield buffer, {"x": buffer[:1]}
+
+
+def ending():
+    yield from range(5)
+    raise EndOfData
+
+
+class Closing:
+    """Leaves a file when its generator is closed."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __call__(self):
+        try:
+            yield from range(100)
+        finally:
+            Path(self.path).touch()

@@ -32,6 +32,18 @@ class Numbered(FastPyDataset):
         return x, np.full((self.shape[0], 1), index, "float32")
 
 
+class Ragged(Numbered):
+    """Batch i is full of i; the last one is shorter."""
+
+    def __init__(self, length=7, **kwargs):
+        super().__init__(length, **kwargs)
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        rows = 4 if index < self.length - 1 else 3
+        return x[:rows], y[:rows]
+
+
 class Random(FastPyDataset):
     """Draws from every generator that is to be seeded per batch."""
 

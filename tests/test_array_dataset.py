@@ -10,7 +10,7 @@ import h5py
 import keras
 import numpy as np
 import pytest
-from array_samples import doubled, jittered
+from array_samples import Doubling, doubled, jittered
 from places import PLACES, everywhere, somewhere
 
 from keras_fastdata import ArrayDataset
@@ -304,11 +304,6 @@ def test_a_subclass_may_choose_the_rows(shuffle):
     assert shuffle or y.tolist() == LABELS[::-1].tolist()
     with pytest.raises(IndexError, match="there are 50"):
         epoch(Beyond(ROWS, LABELS, batch_size=8, shuffle=shuffle, workers=0))
-
-
-class Doubling(ArrayDataset):
-    def transform(self, x, rng):
-        return 2 * x, rng.random(len(x))
 
 
 @everywhere

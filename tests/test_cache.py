@@ -5,14 +5,27 @@ from __future__ import annotations
 import logging
 import os
 import pathlib
+import struct
 import textwrap
 import types
 import warnings
+import zlib
 
 import keras
 import numpy as np
 import pytest
-from cache_samples import Hooked, Noted, Trainable, Varying, Worded
+from cache_samples import (
+    Attributed,
+    DrawsMuch,
+    Hooked,
+    Mixed,
+    Noted,
+    Reseeded,
+    Trainable,
+    Varying,
+    Worded,
+    scaled_by,
+)
 from places import PLACES, everywhere, somewhere
 
 from keras_fastdata import LoaderError, LoaderHealth, SampleDataset
@@ -148,6 +161,15 @@ def test_other_things_than_arrays_are_not_kept(caplog):
     assert "other things than arrays" in record.getMessage()
 
 
+def test_a_batch_that_cannot_be_kept_does_not_keep_others_from_it(caplog):
+    dataset = Mixed(cache="memory", workers=0)
+    for _ in range(3):
+        assert [int(x[0]) for x, y in dataset] == [0, 1, 2, 3]
+    assert dataset.builds == [0, 1, 2, 3, 1, 1]
+    (record,) = caplog.records
+    assert "Not all batches of Mixed" in record.getMessage()
+
+
 @kinds
 def test_a_dataset_that_was_edited_is_built_anew(cached, built, kind):
     dataset = cached(kind)
@@ -197,9 +219,22 @@ def test_samples_in_another_order_each_epoch_are_refused():
         list(dataset)
 
 
-def test_an_epoch_hook_is_refused():
-    with pytest.raises(LoaderError, match=r"Hooked\.on_epoch_end"):
-        list(Hooked(cache="memory", workers=0))
+@pytest.mark.parametrize(
+    ("kind", "method"), [(Hooked, "on_epoch_end"), (Reseeded, "reseed")]
+)
+def test_what_may_change_batches_between_epochs_is_refused(kind, method):
+    with pytest.raises(LoaderError, match=rf"{kind.__name__}\.{method}"):
+        list(kind(cache="memory", workers=0))
+
+
+@somewhere
+@pytest.mark.parametrize("what", ["np.random", "random"])
+def test_who_draws_as_often_as_a_generator_is_long_is_refused(what, place):
+    with (
+        DrawsMuch(what, cache="memory", **PLACES[place]) as dataset,
+        pytest.raises(LoaderError, match=f"it used {what}"),
+    ):
+        list(dataset)
 
 
 @pytest.mark.parametrize(
@@ -298,6 +333,80 @@ def test_a_class_that_changed_makes_another_cache(tmp_path, monkeypatch):
     assert run(3) == [0, 3]
 
 
+def _numbers(kind, folder):
+    made = kind(cache=folder, cache_version=1, workers=0)
+    return [int(batch[0]) for batch in made]
+
+
+def test_what_a_class_depends_on_makes_another_cache(tmp_path, monkeypatch):
+    for factor in (2, 3, 2):
+        assert _numbers(scaled_by(factor), tmp_path) == [0, factor]
+        monkeypatch.setattr(Attributed, "factor", factor)
+        assert _numbers(Attributed, tmp_path) == [0, factor]
+
+    def patched(self, index):
+        return np.array([index - 1])
+
+    monkeypatch.setattr(Attributed, "__getitem__", patched)
+    assert _numbers(Attributed, tmp_path) == [-1, 0]
+    assert len(list(tmp_path.iterdir())) == 5
+
+
+def test_a_file_among_the_keys_of_a_dict_is_looked_at(cached, built, tmp_path):
+    path = tmp_path / "image.png"
+    for content in (b"one", b"three"):
+        path.write_bytes(content)
+        dataset = cached()
+        dataset.labels = {str(path): 3}
+        list(dataset)
+        assert built() == list(range(8))
+
+
+def test_a_folder_that_the_cache_is_in_may_change(cached, built, tmp_path):
+    for again in (False, True):
+        dataset = cached()
+        dataset.folder = tmp_path
+        list(dataset)
+        (tmp_path / "another").touch()
+        assert built() == ([] if again else list(range(8)))
+
+
+def test_no_more_files_stay_open_than_a_few(cached, built):
+    before = len(os.listdir("/proc/self/fd"))
+    dataset = cached(length=250)
+    for _ in range(3):
+        assert values(dataset) == list(range(250))
+    assert len(os.listdir("/proc/self/fd")) < before + 150
+    assert built() == list(range(250))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        '{"shape": [1], "dtype": {"name": "no such"}, "order": "C"}',
+        '{"shape": [1e400], "dtype": "<f4", "order": "C"}',
+        '{"shape": [1], "dtype": "i4,,", "order": "C"}',
+        '{"shape": [1], "dtype": "O", "order": "C"}',
+        '["set", []]',
+        "[" * 5000 + "]" * 5000,
+    ],
+    ids=range(6),
+)
+def test_a_hostile_file_is_not_trusted(cached, built, layout, tmp_path, caplog):
+    list(cached())
+    built()
+    (path,) = (tmp_path / "cache").glob("*/3.batch")
+    head = b'{"layout": %s, "arrays": [[4, 558161692]]}' % layout.encode()
+    data = b"keras_fastdata batch 1\n"
+    data += struct.pack("<QI", len(head), zlib.crc32(head)) + head
+    data += bytes(-len(data) % 64) + bytes(4)
+    path.write_bytes(data)
+    assert values(cached()) == list(range(8))
+    assert built() == [3]
+    (record,) = caplog.records
+    assert "is not a batch that was cached" in record.getMessage()
+
+
 @pytest.mark.parametrize(
     "damage",
     ["a byte", "the head", "its end", "all of it", "something else", "magic"],
@@ -342,7 +451,7 @@ def test_a_directory_that_cannot_be_written_to_is_said_to_be_one(
         assert built() == list(range(8))
     (record,) = caplog.records
     assert "No space left on device" in record.getMessage()
-    left = list(pathlib.Path(dataset.notes).parent.rglob("*.batch*"))
+    left = list(pathlib.Path(dataset.notes).parent.rglob("*.partial"))
     assert left == []
 
 

@@ -9,17 +9,26 @@ import keras
 import numpy as np
 import pytest
 from generator_samples import (
+    Closing,
     Dying,
     DyingForgetful,
     DyingShorter,
     DyingTold,
     Ending,
+    Hooked,
     Numbers,
+    Walks,
+    ending,
+    endless,
     failing,
+    labelled,
+    numbers_from,
     pairs,
     ragged,
+    reusing,
     shuffled,
     uneven,
+    with_defaults,
     without_end,
 )
 from places import PLACES, everywhere, somewhere
@@ -129,6 +138,30 @@ def test_ragged_items_are_padded():
     assert epochs(dataset, 1) == [[[[1, -1, -1], [1, 1, 1], [1, 1, -1]]]]
 
 
+@somewhere
+def test_a_buffer_that_is_filled_again_is_copied_into_its_batch(place):
+    with GeneratorDataset(reusing, 3, num_shards=1, **PLACES[place]) as dataset:
+        found = [(x[:, 0].tolist(), y["x"].tolist()) for x, y in dataset]
+    assert found == [
+        ([0, 1, 2], [[0], [1], [2]]),
+        ([3, 4, 5], [[3], [4], [5]]),
+    ]
+
+
+@somewhere
+def test_a_generator_may_say_itself_that_it_has_ended(place):
+    dataset = GeneratorDataset(ending, 3, num_shards=1, **PLACES[place])
+    assert epochs(dataset, 1) == [[[0, 1, 2], [3, 4]]]
+
+
+def test_parameters_that_are_the_users_own_are_left_to_them():
+    assert epochs(GeneratorDataset(with_defaults), 1) == [[5, 6, 7]]
+    bound = functools.partial(numbers_from, start=10, stop=13)
+    assert epochs(GeneratorDataset(bound), 1) == [[10, 11, 12]]
+    with pytest.raises(ValueError, match="each would give the same"):
+        GeneratorDataset(with_defaults, workers=2)
+
+
 # -- how long an epoch is ----------------------------------------------------
 
 
@@ -181,6 +214,21 @@ def test_an_iterator_may_be_cut_into_epochs():
         assert [b.tolist() for b in dataset] == [[4, 5], [6]]
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_its_end_closes_generators(workers, tmp_path):
+    with GeneratorDataset(Closing(tmp_path / "a"), workers=workers) as dataset:
+        next(iter(dataset))
+    assert (tmp_path / "a").exists()
+
+
+def test_its_number_of_workers_is_told_and_stays():
+    dataset = GeneratorDataset(Numbers(9), workers=3)
+    assert dataset.workers == 3
+    assert GeneratorDataset(Numbers(9), workers=0).workers == 0
+    with pytest.raises(AttributeError, match="workers"):
+        dataset.workers = 4
+
+
 # -- what is refused ---------------------------------------------------------
 
 
@@ -213,6 +261,8 @@ def test_a_factory_that_needs_something_else_is_refused():
         (ragged, {"on_error": "skip"}, ValueError, "has ended"),
         (ragged, {"shuffle": True}, TypeError, "takes no `shuffle`"),
         (ragged, {"restart": False}, ValueError, "needs `num_batches`"),
+        (ragged, {"cache": "memory"}, ValueError, "no `cache`"),
+        (ragged, {"num_batches": 0}, ValueError, "num_batches"),
         (ragged, {"num_shards": 0}, ValueError, "num_shards"),
         (ragged, {"batch_size": 0}, ValueError, "batch_size"),
         (ragged, {"bacth_size": 3}, TypeError, "bacth_size"),
@@ -326,16 +376,6 @@ class Counts(keras.callbacks.Callback):
         self.epochs[-1] += 1
 
 
-def labelled(shard_index, num_shards):
-    for number in range(shard_index, 14, num_shards):
-        yield np.full((4, 3), number / 14, "float32"), np.ones((4, 1))
-
-
-def endless(shard_index, num_shards):
-    while True:
-        yield from labelled(shard_index, num_shards)
-
-
 @pytest.mark.backend
 @somewhere
 def test_fit_takes_all_that_there_is_without_a_warning(place):
@@ -399,6 +439,21 @@ def test_a_dataset_may_say_where_it_ends(place):
             warnings.filterwarnings("error", ".*ran out of data")
             _model().fit(dataset, epochs=2, verbose=0, callbacks=[counts])
         assert counts.epochs == [6, 6]
+
+
+@pytest.mark.backend
+def test_the_first_batch_of_an_iterator_is_not_lost_to_a_hook():
+    counts = Counts()
+    with Hooked(labelled(0, 1)) as dataset:
+        _model().fit(dataset, verbose=0, callbacks=[counts])
+    assert counts.epochs == [14]
+    assert dataset.seen
+
+
+@somewhere
+def test_a_dataset_may_walk_through_one_that_says_where_it_ends(place):
+    with Walks(**PLACES[place]) as dataset:
+        assert [int(batch[0]) for batch in dataset] == [3, 3]
 
 
 @somewhere

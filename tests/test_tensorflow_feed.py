@@ -13,7 +13,7 @@ if keras.backend.backend() != "tensorflow":
     pytest.skip("TensorFlow alone is fed so", allow_module_level=True)
 
 import tensorflow as tf  # noqa: E402
-from samples import Numbered  # noqa: E402
+from samples import Numbered, Ragged  # noqa: E402
 
 from keras_fastdata import FastPyDataset, tensorflow_feed  # noqa: E402
 from keras_fastdata.memory.arena import aligned_empty  # noqa: E402
@@ -24,18 +24,6 @@ PLACES = {
     "processes": {"workers": 2, "use_multiprocessing": True},
 }
 everywhere = pytest.mark.parametrize("place", PLACES)
-
-
-class Ragged(Numbered):
-    """Batch i is full of i; the last one is shorter."""
-
-    def __init__(self, length=7, **kwargs):
-        super().__init__(length, **kwargs)
-
-    def __getitem__(self, index):
-        x, y = super().__getitem__(index)
-        rows = 4 if index < self.length - 1 else 3
-        return x[:rows], y[:rows]
 
 
 class Counting(keras.Model):

@@ -48,18 +48,20 @@ class GeneratorDataset(FastPyDataset):
 
     - `rng`, a `np.random.Generator` of seed, epoch and shard. `np.random` and
       `random` are seeded before every batch as well, except in threads.
-    - `start`, how many batches the generator shall leave out (items, without
-      `batch_size`). After the death of a worker a new generator is told so;
-      without this parameter it gives them all again, and they are dropped.
+    - `start`, how many items the generator shall leave out. After the death of
+      a worker that has one shard, a new generator is told so; otherwise it
+      gives them all again, and they are dropped. That counts as one batch for
+      `batch_timeout`.
 
     Args:
         factory: Such a function; for `workers` up to 1 in threads or inline
-            it may be an iterator, which can be walked through once.
+            it may be an iterator, which can be walked through once. What a
+            thread has read ahead is lost with `close`.
         batch_size: Items in a batch, at least 1, stacked as samples are in
             `SampleDataset`. `None`: each item is a batch. Defaults to `None`.
         num_shards: Generators, at least 1. `None`: one for each worker.
-        num_batches: Batches in an epoch. `None`: all that there are; of a
-            generator without an end `fit` then needs `steps_per_epoch`.
+        num_batches: Batches in an epoch, at least 1. `None`: all that there
+            are; `fit` then needs `steps_per_epoch` where there is no end.
         restart: Whether every epoch starts anew. `False`: it goes on where
             the one before ended, and starts anew where the data ends; this
             needs `num_batches`. `None`: `True`, but for an iterator.
@@ -122,7 +124,7 @@ class GeneratorDataset(FastPyDataset):
         if batch_size is not None:
             batch_size = integer("batch_size", batch_size, least=1)
         if num_batches is not None:
-            num_batches = integer("num_batches", num_batches, least=0)
+            num_batches = integer("num_batches", num_batches, least=1)
         shared = kwargs.get("use_multiprocessing", False)
         source = _Source.of(factory)
         if num_shards is None:
@@ -145,6 +147,10 @@ class GeneratorDataset(FastPyDataset):
         self._num_batches = num_batches
         # Each has its shards to itself, and the ways of a dataset for itself.
         count = min(max(1, workers), num_shards)
+        if kwargs.get("max_queue_bytes") is not None:
+            given = kwargs["max_queue_bytes"]
+            most = integer("max_queue_bytes", given, least=1)
+            kwargs["max_queue_bytes"] = max(1, most // count)
         self._shards = [
             GeneratorShards(
                 source,
@@ -162,6 +168,12 @@ class GeneratorDataset(FastPyDataset):
             for index in range(count)
         ]
         self._walk: _Walk | None = None
+        self._workers = count if workers else 0
+
+    @property  # type: ignore[misc]
+    def workers(self) -> int:
+        """Number of workers; it cannot be changed."""
+        return self._workers
 
     @property
     def num_batches(self) -> int | None:
@@ -171,6 +183,8 @@ class GeneratorDataset(FastPyDataset):
     def __getitem__(self, index: int) -> Any:
         """The next batch; it is one from the beginning, for an index of 0."""
         walk = self._walk
+        if walk is not None and walk.latest[:2] == (self.epoch, index):
+            return walk.latest[2]  # Keras asks for the first one twice
         if walk is None or not walk.leads_to(self.epoch, index):
             walk = self._walk_to(index)
         walk.epoch, walk.index = self.epoch, index
@@ -184,12 +198,15 @@ class GeneratorDataset(FastPyDataset):
             raise
         else:
             walk.index += 1
+            if not self._restarts:
+                walk.latest = self.epoch, index, batch
             return batch
+        way_out = "Pass the true number, or `None`"
+        if self._restarts:
+            way_out += "; or `restart=False`, which starts anew where data ends"
         raise LoaderError(
             f"The generators have ended after {index} of the "
-            f"{self._num_batches} batches that `num_batches` says. Pass the "
-            "true number, or `None`; or `restart=False`, which starts anew "
-            "where the data ends."
+            f"{self._num_batches} batches that `num_batches` says. {way_out}."
         )
 
     def close(self) -> None:
@@ -220,10 +237,12 @@ class _Walk:
     Attributes:
         epoch: The dataset's epoch.
         index: Of the batch that is next.
+        latest: An epoch, an index, and the batch that was given for them.
     """
 
     def __init__(self, shards: list[GeneratorShards], key: int) -> None:
         self.epoch, self.index = -1, 0
+        self.latest: tuple[int, int, Any] = (-1, -1, None)
         self._chains: dict[int, int] = {}  # checksums, by shard
         self._rounds: list[Iterator[Any]] = []
         for one in shards:
@@ -313,6 +332,11 @@ class GeneratorShards(FastPyDataset):
             running.skip(index)
         return running.next()
 
+    def on_worker_stop(self) -> None:
+        running: _Running | None = vars(self).pop("_running", None)
+        if running is not None:
+            running.close()
+
     def __getstate__(self) -> dict[str, Any]:
         # Generators stay where they are.
         return {k: v for k, v in vars(self).items() if k != "_running"}
@@ -355,6 +379,11 @@ class _Running:
                 )
             self.next(dropped=True)
 
+    def close(self) -> None:
+        """Ends the generators."""
+        for shard in self._live:
+            shard.close()
+
     def next(self, *, dropped: bool = False) -> Any:
         """What the next turn comes to."""
         if self._failed or not self._live:
@@ -395,6 +424,11 @@ class _Shard:
         self._chain = _UNKNOWN
         return True
 
+    def close(self) -> None:
+        """Ends the generator, unless it is the user's own iterator."""
+        if not self._owner._source.is_iterator:
+            getattr(self._generator, "close", lambda: None)()
+
     def next(self, dropped: bool) -> Any:
         """The next batch, or the end; see `GeneratorShards`."""
         items = self._take()
@@ -409,7 +443,7 @@ class _Shard:
         if before != _UNKNOWN:
             for item in items:
                 self._chain = _checksum(item, self._chain)
-        first = self._position * len(items)
+        first = self._position * (self._owner._batch_size or 1)
         self._position += 1
         told = np.array([_BATCH, before, self._chain])
         if dropped:
@@ -421,18 +455,22 @@ class _Shard:
     def _take(self) -> list[Any]:
         """The items of the next batch; none at the end."""
         owner = self._owner
+        items: list[Any] = []
         self._seed()
         try:
             if self._generator is None:
                 self._generator = self._made()
-            size = owner._batch_size or 1
-            items = list(itertools.islice(self._generator, size))
+            if owner._batch_size is None:
+                return list(itertools.islice(self._generator, 1))
+            for item in itertools.islice(self._generator, owner._batch_size):
+                items.append(_copied(item))
         except EndOfData:
-            return []
+            pass
         except Exception as error:
             failures.note(error, f"In batch {self._position} of {self._name}.")
             raise
-        return [] if owner._drop_remainder and len(items) < size else items
+        short = len(items) < (owner._batch_size or 1)
+        return [] if short and owner._drop_remainder else items
 
     @property
     def _name(self) -> str:
@@ -497,8 +535,8 @@ class _Source(NamedTuple):
             parameters = dict(inspect.signature(factory).parameters)
         except ValueError:
             return _Source(factory)  # written in C, without a signature
-        rng = parameters.pop("rng", None) is not None
-        start = parameters.pop("start", None) is not None
+        rng = _is_free(parameters, "rng", factory)
+        start = _is_free(parameters, "start", factory)
         kinds = inspect.Parameter
         places = [
             p
@@ -512,7 +550,10 @@ class _Source(NamedTuple):
             and p.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)
         ]
         many = any(p.kind is kinds.VAR_POSITIONAL for p in parameters.values())
-        shards = many or len(places) >= 2
+        named = [p.name for p in places[:2]] == ["shard_index", "num_shards"]
+        # Others that have defaults are the user's own.
+        wanted = [p.default is kinds.empty for p in places[:2]]
+        shards = many or named or wanted == [True, True]
         if any(p not in (places[:2] if shards else []) for p in needed):
             names = ", ".join(p.name for p in needed)
             raise TypeError(
@@ -571,11 +612,36 @@ def _check_kwargs(kwargs: Mapping[str, Any]) -> None:
             "GeneratorDataset takes no `shuffle`: its generators decide the "
             "order. Shuffle there, with the parameter `rng`."
         )
+    if kwargs.get("cache") is not None:
+        raise ValueError(
+            "GeneratorDataset takes no `cache`: its batches have no index by "
+            "which to keep them."
+        )
     if kwargs.get("on_error", "raise") != "raise":
         raise ValueError(
             "GeneratorDataset needs `on_error='raise'`: a generator that has "
             "raised has ended. Catch what can be left out in the generator."
         )
+
+
+def _is_free(parameters: dict[str, Any], name: str, factory: Any) -> bool:
+    """Takes a parameter out; whether it is there for us to fill in."""
+    found = parameters.get(name)
+    if found is None or name in getattr(factory, "keywords", {}):
+        return False
+    del parameters[name]
+    return found.default in (inspect.Parameter.empty, None, 0)
+
+
+def _copied(item: Any) -> Any:
+    """An item that stays as it is when the generator goes on."""
+    if isinstance(item, np.ndarray):
+        return item.copy()
+    if type(item) is dict:
+        return {key: _copied(part) for key, part in item.items()}
+    if type(item) in (tuple, list):
+        return type(item)(map(_copied, item))
+    return item
 
 
 def _checksum(part: Any, before: int) -> int:
@@ -588,7 +654,7 @@ def _checksum(part: Any, before: int) -> int:
         for value in part:
             before = _checksum(value, before)
         return zlib.crc32(b"%d" % len(part), before)
-    if hasattr(part, "__array__") and hasattr(part, "dtype"):
+    if isinstance(part, (np.ndarray, np.generic)):
         return _checksum_of_array(np.asarray(part), before)
     if isinstance(part, (int, float, complex, str, bytes, type(None))):
         return zlib.crc32(repr(part).encode(), before)

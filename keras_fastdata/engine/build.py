@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import pickle
 import random
 import threading
 import warnings
@@ -245,26 +244,34 @@ class Builder:
                 return self._made(context)
 
     def _made(self, context: Context) -> Any:
-        dataset = self.dataset
+        dataset, index = self.dataset, context.index
         if not self._cached:
-            return dataset[context.index]
-        generators = [] if self._shared else self._find_generators(dataset)
-        states = [pickle.dumps(generator) for generator in generators]
-        batch = dataset[context.index]
-        used = context.asked and f"self.{context.asked}"
-        if not used and not self._shared:
-            used = seeding.drawn_from()
-        if states != [pickle.dumps(generator) for generator in generators]:
-            used = used or "a random generator that the dataset holds"
-        if used:
-            raise LoaderError(
-                f"`cache` keeps batches for all epochs to come, and batch "
-                f"{context.index} of {type(dataset).__name__} is another one "
-                f"in every epoch: it used {used}. Leave out `cache`; or draw "
-                "from a generator of its own, such as "
-                "`np.random.default_rng(index)`."
-            )
-        return batch
+            return dataset[index]
+        for last in (False, True):
+            context.asked = ""
+            before = self._states()
+            batch = dataset[index]
+            after = self._states()
+            used = context.asked and f"self.{context.asked}"
+            for name, state in before.items():
+                used = used or (name if state != after[name] else "")
+            if not used:
+                return batch
+            if context.asked or last:
+                break
+            # Another thread may have drawn: once more, to be sure.
+        raise LoaderError(
+            f"`cache` keeps batches for all epochs to come, and batch {index} "
+            f"of {type(dataset).__name__} is another one in every epoch: it "
+            f"used {used}. Leave out `cache`; or draw from a generator of its "
+            "own, such as `np.random.default_rng(index)`."
+        )
+
+    def _states(self) -> dict[str, Any]:
+        """How far random generators are, unless threads share them."""
+        if self._shared:
+            return {}
+        return seeding.states(self._find_generators(self.dataset))
 
     def adopt(self, newer: Builder) -> None:
         """Brings the worker's dataset to the state of a newer one, in place.

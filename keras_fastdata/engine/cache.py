@@ -12,6 +12,7 @@ checksum tells. Nothing in it is code: what a batch looks like is JSON.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import json
 import logging
@@ -19,8 +20,9 @@ import mmap
 import os
 import pathlib
 import struct
+import tempfile
 import zlib
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +34,17 @@ from keras_fastdata.memory.arena import aligned_empty, round_up
 _MAGIC = b"keras_fastdata batch 1\n"
 _SIZES = struct.Struct("<QI")  # bytes of the head, and their checksum
 
+# Each mapping takes a descriptor, of which a process often has 1,024.
+_MOST_OPEN = 128
+
 _log = logging.getLogger("keras_fastdata")
+
+
+class _Opened(NamedTuple):
+    """What a batch looks like, and where its arrays lie."""
+
+    described: layout.Layout
+    buffers: list[Any]
 
 
 class Cache(Protocol):
@@ -60,8 +72,9 @@ class MemoryCache:
     """
 
     def __init__(self, name: str, most: int | None) -> None:
-        self._room = _Room(name, memory.free() // 2 if most is None else most)
-        self._batches: dict[int, tuple[layout.Layout, list[Any]]] = {}
+        # Nobody may tell how much is free.
+        self._room = _Room(name, most or memory.free() // 2 or None)
+        self._batches: dict[int, _Opened] = {}
 
     def holds(self, index: int) -> bool:
         return index in self._batches
@@ -84,7 +97,7 @@ class MemoryCache:
             _lock(flat)
             buffers.append(flat)
         described = layout.Layout(layout.read_only(description))
-        self._batches[index] = described, buffers
+        self._batches[index] = _Opened(described, buffers)
 
 
 class DiskCache:
@@ -93,7 +106,7 @@ class DiskCache:
     Args:
         name: Class name of the dataset.
         directory: Where; is made if need be.
-        most: Bytes that all files there may take; `None`: no bound.
+        most: Bytes that the files there may take; `None`: no bound.
     """
 
     def __init__(
@@ -102,21 +115,45 @@ class DiskCache:
         self._directory = directory
         directory.mkdir(parents=True, exist_ok=True)
         self._room = _Room(name, most, _size_of(directory))
-        self._open: dict[int, tuple[layout.Layout, list[Any]]] = {}
-        self._looked_for: set[int] = set()
+        self._open: collections.OrderedDict[int, _Opened] = (
+            collections.OrderedDict()
+        )
+        self._held: dict[int, bool] = {}  # by index, once it was looked for
 
     def holds(self, index: int) -> bool:
-        if index in self._open:
-            return True
-        if index in self._looked_for:
-            return False
-        self._looked_for.add(index)
+        found = self._held.get(index)
+        if found is None:
+            found = self._held[index] = self._finds(index)
+        return found
+
+    def get(self, index: int) -> Any:
+        if index not in self._open:
+            self._keep_open(index, _read(self._path(index), trusted=True))
+        described, buffers = self._open[index]
+        return described.assemble(buffers)
+
+    def put(self, index: int, batch: Any) -> None:
+        if self._held.get(index):
+            return
+        plain = _plain(batch, self._room)
+        if plain is None:
+            return
         path = self._path(index)
         try:
-            self._open[index] = _read(path)
+            _write(path, *plain)
+            self._keep_open(index, _read(path))
+        except Exception as error:
+            self._room.close(f"{path} cannot be written ({error})")
+        else:
+            self._held[index] = True
+
+    def _finds(self, index: int) -> bool:
+        path = self._path(index)
+        try:
+            self._keep_open(index, _read(path))
         except FileNotFoundError:
             return False
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except Exception as error:  # whatever somebody has put there
             _log.warning(
                 "%s is not a batch that was cached, or is damaged (%s); it is "
                 "built again.",
@@ -126,22 +163,10 @@ class DiskCache:
             return False
         return True
 
-    def get(self, index: int) -> Any:
-        described, buffers = self._open[index]
-        return described.assemble(buffers)
-
-    def put(self, index: int, batch: Any) -> None:
-        if index in self._open:
-            return
-        plain = _plain(batch, self._room)
-        if plain is None:
-            return
-        path = self._path(index)
-        try:
-            _write(path, *plain)
-            self._open[index] = _read(path)
-        except OSError as error:
-            self._room.close(f"{path} cannot be written ({error})")
+    def _keep_open(self, index: int, opened: _Opened) -> None:
+        self._open[index] = opened
+        if len(self._open) > _MOST_OPEN:
+            self._open.popitem(last=False)
 
     def _path(self, index: int) -> pathlib.Path:
         return self._directory / f"{index}.batch"
@@ -155,6 +180,7 @@ class _Room:
         self._most = most
         self._used = used
         self._closed = False
+        self._has_told = False
 
     def take(self, nbytes: int) -> bool:
         """Whether so many bytes may be kept; from then on they are."""
@@ -171,11 +197,16 @@ class _Room:
 
     def close(self, reason: str) -> None:
         """Keeps nothing more."""
-        if not self._closed:
-            self._closed = True
+        self._closed = True
+        self.refuse("No more batches", reason)
+
+    def refuse(self, which: str, reason: str) -> None:
+        """Says, the first time, that something is not kept."""
+        if not self._has_told:
+            self._has_told = True
             _log.warning(
-                "No more batches of %s are cached: %s. The others are built "
-                "in every epoch.",
+                "%s of %s are cached: %s. The others are built in every epoch.",
+                which,
                 self._name,
                 reason,
             )
@@ -186,8 +217,10 @@ def _plain(batch: Any, room: _Room) -> tuple[Any, list[Any]] | None:
     arrays: list[npt.NDArray[Any]] = []
     description = layout.describe(batch, arrays)
     if description is None:
-        room.close(
-            "they hold other things than arrays in tuples, lists and dicts"
+        room.refuse(
+            "Not all batches",
+            "some hold other things than arrays, each of them once, in "
+            "tuples, lists and dicts",
         )
         return None
     if not room.take(sum(array.nbytes for array in arrays)):
@@ -225,9 +258,9 @@ def _write(
             "arrays": [[p.nbytes, zlib.crc32(p.data)] for p in parts],
         }
     ).encode()
-    beside = path.with_suffix(f".{os.getpid()}")
+    made, beside = tempfile.mkstemp(".partial", f"{path.stem}-", path.parent)
     try:
-        with open(beside, "wb") as file:
+        with open(made, "wb") as file:
             file.write(_MAGIC + _SIZES.pack(len(head), zlib.crc32(head)))
             file.write(head)
             for part in parts:
@@ -240,8 +273,12 @@ def _write(
         raise
 
 
-def _read(path: pathlib.Path) -> tuple[layout.Layout, list[Any]]:
+def _read(path: pathlib.Path, *, trusted: bool = False) -> _Opened:
     """Maps a batch.
+
+    Args:
+        path: The file.
+        trusted: Whether all of it has been looked at before.
 
     Raises:
         OSError: There is no such file, or it cannot be read.
@@ -264,9 +301,10 @@ def _read(path: pathlib.Path) -> tuple[layout.Layout, list[Any]]:
     for nbytes, checksum in known["arrays"]:
         at = round_up(at)
         buffer = view[at : at + nbytes]
-        if buffer.nbytes != nbytes or zlib.crc32(buffer) != checksum:
+        fits = buffer.nbytes == nbytes
+        if not fits or not (trusted or zlib.crc32(buffer) == checksum):
             raise ValueError("an array has another checksum")
         buffers.append(buffer)
         at += nbytes
     described.assemble(buffers)  # fits
-    return described, buffers
+    return _Opened(described, buffers)

@@ -2,30 +2,34 @@
 
 A fingerprint covers the dataset's class and those it inherits from, all its
 attributes, and size and time of every file whose path they hold. A change of
-any of these makes another one; so may a new version of Python or of a library.
+any of these makes another one; so may a new version of Python or of a library,
+and so does every run, where the dataset holds sets, or instances of a class of
+`__main__`.
 What `__getitem__` calls is beyond it, hence `cache_version`.
 """
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import hashlib
-import inspect
 import os
 import pathlib
+import stat
 import types
-import weakref
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
-from keras_fastdata.engine import build, pickling
+from keras_fastdata.engine import build
 from keras_fastdata.engine.cache import Cache, DiskCache, MemoryCache
 from keras_fastdata.engine.seeding import PRIVATE
 from keras_fastdata.engine.settings import Settings
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.memory import payload
 
+_LEFT_OUT = ("builtins", "keras", "keras_fastdata")  # modules of classes
 _DEPTH = 4  # of attributes, lists, dicts in which paths are looked for
 
 
@@ -36,12 +40,12 @@ def open_cache(dataset: build.Dataset, settings: Settings) -> Cache:
         LoaderError: The dataset changes between epochs.
     """
     name = type(dataset).__name__
-    for hook in ("on_epoch_begin", "on_epoch_end"):
+    for hook in ("on_epoch_begin", "on_epoch_end", "reseed"):
         if build.overrides(dataset, hook):
             raise LoaderError(
                 f"`cache` keeps batches by index for all epochs to come, and "
                 f"{name}.{hook} may give an index another batch. Leave out "
-                "`cache`; or leave shuffling to `shuffle=True`, and the hook "
+                "`cache`; or leave shuffling to `shuffle=True`, and the method "
                 "out."
             )
     if settings.cache == "memory":
@@ -62,44 +66,75 @@ def fingerprint(dataset: build.Dataset, version: str | int | None) -> str:
     digest.update(repr(version).encode())
     for kind in type(dataset).__mro__:
         digest.update(kind.__qualname__.encode())
-        digest.update(_source_of(kind))
-    state = dict(dataset.__getstate__() or {})  # type: ignore[call-overload]
-    state.pop(PRIVATE, None)
-    with pickling.explained(weakref.ref(dataset)):
+        if kind.__module__.partition(".")[0] not in _LEFT_OUT:
+            for name, value in sorted(vars(kind).items()):
+                if name.startswith("__") and not callable(value):
+                    continue  # Python's own, and not all of it there at once
+                digest.update(f"|{name}|".encode())
+                for part in _parts_of(value):
+                    digest.update(part)
+    state = dataset.__getstate__()
+    if isinstance(state, dict):
+        state = {k: v for k, v in state.items() if k != PRIVATE}
+    try:
         pickled, buffers = payload.take_apart(state)
+    except Exception as error:
+        raise LoaderError(
+            f"What {type(dataset).__name__} holds cannot be compared with what "
+            "made the batches in the directory `cache`, because it cannot be "
+            f"pickled ({error}). Make it in `on_worker_start`, leave it out in "
+            '`__getstate__`, or pass `cache="memory"`.'
+        ) from error
     digest.update(pickled)
     for buffer in buffers:
         digest.update(buffer)
-    for path in _paths(state.values(), _DEPTH):
+    for path in _paths([state], _DEPTH):
         try:
             found = os.stat(path)
         except (OSError, ValueError):
+            continue
+        if not stat.S_ISREG(found.st_mode):
             continue
         digest.update(f"{path}|{found.st_size}|{found.st_mtime_ns}|".encode())
     return digest.hexdigest()
 
 
-def _source_of(kind: type) -> bytes:
-    """What a class is made of."""
-    home = kind.__module__.partition(".")[0]
-    if home in ("builtins", "keras", "keras_fastdata"):
-        return b""
-    try:
-        return inspect.getsource(kind).encode()
-    except (OSError, TypeError):
-        return b"".join(_code_of(vars(kind).values()))
-
-
-def _code_of(values: Iterable[Any]) -> Iterator[bytes]:
-    """The code of functions whose source is gone."""
-    for value in values:
-        code = getattr(value, "__code__", value)
-        if isinstance(code, types.CodeType):
-            yield code.co_code
-            yield repr(code.co_names).encode()
-            yield from _code_of(code.co_consts)
-        elif isinstance(value, (int, float, str, bytes)):
-            yield repr(value).encode()
+def _parts_of(value: Any, depth: int = _DEPTH) -> Iterator[bytes]:
+    """What tells whether an attribute of a class is another one."""
+    if isinstance(value, (staticmethod, classmethod)):
+        value = value.__func__
+    if isinstance(value, property):
+        for function in (value.fget, value.fset):
+            yield from _parts_of(function, depth)
+    elif isinstance(value, types.FunctionType):
+        yield from _parts_of(value.__code__, depth)
+        if depth:
+            yield from _parts_of(value.__defaults__, depth - 1)
+            for cell in value.__closure__ or ():
+                with contextlib.suppress(ValueError):  # not assigned yet
+                    yield from _parts_of(cell.cell_contents, depth - 1)
+    elif isinstance(value, types.CodeType):
+        yield value.co_code
+        yield repr((value.co_names, value.co_varnames)).encode()
+        for constant in value.co_consts:
+            yield from _parts_of(constant, depth)
+    elif isinstance(value, (tuple, list)):
+        yield f"{type(value).__name__} of {len(value)}".encode()
+        if depth:
+            for part in value:
+                yield from _parts_of(part, depth - 1)
+    elif isinstance(value, (set, frozenset)):
+        yield repr(sorted(map(repr, value))).encode()
+    elif isinstance(value, dict):
+        if depth:
+            for key in value:
+                yield repr(key).encode()
+                yield from _parts_of(value[key], depth - 1)
+    elif isinstance(value, np.ndarray):
+        yield f"{value.dtype} {value.shape}".encode()
+        yield value.tobytes()
+    elif isinstance(value, (int, float, complex, str, bytes, type(None))):
+        yield f"{type(value).__name__} {value!r}".encode()
 
 
 def _paths(values: Iterable[Any], depth: int) -> Iterator[str]:
@@ -115,11 +150,13 @@ def _paths(values: Iterable[Any], depth: int) -> Iterator[str]:
         elif isinstance(value, np.ndarray):
             if value.dtype.kind in "OU":
                 yield from _paths(value.reshape(-1).tolist(), 0)
-        elif not depth or isinstance(value, (range, bytes, memoryview)):
+        elif not depth:
             continue
         elif isinstance(value, dict):
-            yield from _paths(value.values(), depth - 1)
-        elif isinstance(value, (Sequence, Set)):  # `SharedList` is one too
+            yield from _paths([*value, *value.values()], depth - 1)
+        elif isinstance(
+            value, (list, tuple, set, frozenset, collections.deque)
+        ) or type(value).__module__.startswith("keras_fastdata.shared_list"):
             yield from _paths(value, depth - 1)
         else:
             for name in ("filename", "name"):  # of open files

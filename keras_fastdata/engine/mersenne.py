@@ -59,10 +59,9 @@ def seed(random_bytes: bytes) -> None:
         np.random.seed(np.frombuffer(random_bytes[:16], np.uint32))
 
 
-def has_drawn() -> bool:
-    """Whether `np.random` has drawn since it was seeded, if that is known."""
-    state = _present().read()
-    return bool(state) and state[SEED_NBYTES:] != _AT_THE_END
+def state() -> bytes:
+    """The state of `np.random`; empty if it cannot be read like this."""
+    return _present().read()
 
 
 class _Memory:

@@ -11,6 +11,7 @@ in a fifth of the time.
 from __future__ import annotations
 
 import hashlib
+import pickle
 import random
 import sys
 import types
@@ -38,9 +39,6 @@ _MAX_VISITS = 10_000  # objects looked at in one search
 PRIVATE = "_fastdata"  # the attribute of a dataset that is not the user's
 
 
-_PYTHON_AT_THE_END = 624  # of `random`: nothing drawn from its state yet
-
-
 def sequence(seed: int, *key: int) -> np.random.SeedSequence:
     """The seed sequence of one stream."""
     return np.random.SeedSequence(seed, spawn_key=key)
@@ -63,13 +61,19 @@ def reseed_globals(seed: int, *key: int) -> None:
         torch.default_generator.manual_seed(int.from_bytes(rest[16:], "little"))
 
 
-def drawn_from() -> str:
-    """Which of these has been drawn from since; empty if none."""
-    if mersenne.has_drawn():
-        return "np.random"
-    if random.getstate()[1][-1] != _PYTHON_AT_THE_END:
-        return "random"
-    return ""
+def states(generators: list[Any]) -> dict[str, Any]:
+    """How far these are, and generators that `find_generators` found."""
+    torch = loaded_torch()
+    return {
+        "np.random": mersenne.state(),
+        "random": random.getstate(),
+        "torch": torch and torch.get_rng_state().numpy().tobytes(),
+        "a random generator that the dataset holds": [
+            pickle.dumps(found)
+            for found in generators
+            if not isinstance(found, random.SystemRandom)
+        ],
+    }
 
 
 def reseed_generator(found: Any, stream: np.random.SeedSequence) -> None:

@@ -1,0 +1,45 @@
+"""Datasets that write down what is built, for workers without Keras."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+from samples import Numbered
+
+TIMEOUT_S = 30
+
+
+class Noted(Numbered):
+    """Writes down every build; the rows of a batch say its epoch and level."""
+
+    def __init__(self, directory, length=6, **kwargs):
+        super().__init__(length, **kwargs)
+        self.directory = directory
+        self.level = 0
+
+    def __getitem__(self, index):
+        with open(self.directory / "builds", "a") as file:
+            file.write(f"{self.epoch} {index} {self.level}\n")
+        y = [[index, self.epoch, self.level, self.rng.integers(2**20)]] * 4
+        return np.zeros((4, 3), "float32"), np.array(y, "float32")
+
+    def builds(self):
+        """(epoch, index) of every build, in the order of their beginning."""
+        return [(epoch, index) for epoch, index, _ in self.builds_and_levels()]
+
+    def builds_and_levels(self):
+        path = self.directory / "builds"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [tuple(map(int, line.split())) for line in lines]
+
+    def wait_for(self, *wanted):
+        deadline = time.monotonic() + TIMEOUT_S
+        while not set(wanted) <= set(self.builds()):
+            assert time.monotonic() < deadline, self.builds()
+            time.sleep(0.01)
+
+
+class Hooked(Noted):
+    def on_epoch_end(self):
+        self.level += 1
