@@ -11,7 +11,8 @@ made once, in the folder for temporary files.
 
 "torch" and "stock" decode whole images with Pillow, as their tutorials do;
 "torch draft" has the code of ours. "docstring" is the class in the docstring of
-`keras.utils.PyDataset`, with scikit-image.
+`keras.utils.PyDataset`, with scikit-image. "generator" is Keras's
+`ImageDataGenerator` with rotations, in the caller; and with `accelerate`.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ LOADERS = (
     "torch draft",
     "stock",
     "docstring",
+    "generator",
+    "generator accelerated",
 )
 
 
@@ -159,6 +162,28 @@ def _stock(read: Callable[[str], np.ndarray]) -> Any:
     return feed
 
 
+def _generator(place: dict[str, Any]) -> Any:
+    def feed(
+        paths: list[str], labels: np.ndarray, stack: contextlib.ExitStack
+    ) -> Iterator[Any]:
+        from keras.src.legacy.preprocessing.image import ImageDataGenerator
+
+        from keras_fastdata import accelerate
+
+        images = ImageDataGenerator(
+            rotation_range=20, horizontal_flip=True
+        ).flow_from_directory(
+            pathlib.Path(paths[0]).parent.parent,
+            target_size=(SIDE, SIDE),
+            batch_size=BATCH,
+            seed=1,
+        )
+        dataset = accelerate(images, max_queue_size=peers.AHEAD, **place)
+        return again_and_again(stack.enter_context(dataset))
+
+    return feed
+
+
 class Batches:
     """A batch of images, read as in the docstring of `PyDataset`."""
 
@@ -233,6 +258,10 @@ _FEEDS: dict[str, Any] = {
     "torch draft": _torch(draft=True),
     "stock": _stock(read_with_pillow),
     "docstring": _stock(read_with_skimage),
+    "generator": _generator({"workers": 0}),
+    "generator accelerated": _generator(
+        {"workers": PRODUCERS, "use_multiprocessing": True}
+    ),
 }
 
 

@@ -91,6 +91,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         self._trains = False  # whether the probe, if there is one, is over
         self.early_end = _EarlyEnd()
         self._delivered = 0  # in this epoch of Keras's
+        self._has_steps = False  # whether the user said how many there are
         self._another_follows = False
         self._has_hooks = any(
             build.overrides(x, name)
@@ -148,6 +149,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
             )
         self._within_epoch = True
         self._delivered = 0
+        self._has_steps = _caller_has_steps()
         # What the hooks change is not known before they have run.
         self._another_follows = not self._has_hooks and _epoch_follows()
         if (listener := self.listener()) is not None:
@@ -226,9 +228,10 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         listener.rested_s += settled_s
         listener.add(span, waited_s - settled_s)
 
-    @property
-    def has_delivered(self) -> bool:
-        """Whether this epoch of Keras's has had a batch."""
+    def may_end_early(self, begun: Pass) -> bool:
+        """Whether it is no news to the user that there is nothing more."""
+        if begun.has_met_its_end and self._has_steps:
+            return False  # they wanted more
         return self._delivered > 0
 
     def nothing_good(self) -> LoaderError:
@@ -335,7 +338,7 @@ class _Batches(Iterator[Any]):
             if self._pass.is_shortened or self._pass.has_met_its_end:
                 if self._pass.is_empty:
                     raise self._adapter.nothing_good() from None
-                if self._adapter.has_delivered:
+                if self._adapter.may_end_early(self._pass):
                     self._adapter.early_end.announce()
             raise
         except Exception as error:
@@ -407,6 +410,15 @@ def _epoch_follows() -> bool:
                 )
         frame = frame.f_back
     return False
+
+
+def _caller_has_steps() -> bool:
+    """Whether the `EpochIterator` that calls the caller was given steps."""
+    known = sys._getframe(2).f_locals
+    has_steps = getattr(known.get("self"), "steps_per_epoch", None) is not None
+    if sys.version_info < (3, 13):
+        known.clear()  # as in `_epoch_follows`
+    return has_steps
 
 
 def _alive(

@@ -418,6 +418,15 @@ def test_fit_takes_steps_of_what_has_no_end():
 
 
 @pytest.mark.backend
+def test_keras_warns_of_fewer_batches_than_steps():
+    with (
+        GeneratorDataset(labelled, workers=0) as dataset,
+        pytest.warns(UserWarning, match="ran out of data"),
+    ):
+        _model().fit(dataset, steps_per_epoch=20, verbose=0)
+
+
+@pytest.mark.backend
 def test_a_generator_without_items_is_said_to_have_none():
     with (
         GeneratorDataset(Numbers(0), workers=0) as dataset,
