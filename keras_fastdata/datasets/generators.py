@@ -15,6 +15,7 @@ has to be what was delivered: batches carry a checksum of all before them.
 
 from __future__ import annotations
 
+import collections
 import inspect
 import itertools
 import random
@@ -33,6 +34,9 @@ from keras_fastdata.workers import failures
 
 _BATCH, _LAST = 0, 1  # what a turn of a shard came to
 _UNKNOWN = -1  # a checksum, where the factory left out what was before
+# Of data that goes on: the first batches of a `fit`, where a hook has changed
+# the dataset after Keras had looked at them.
+_ASKED_FOR_AGAIN = 2
 _CHECKED = 1024  # bytes at either end of an array that go into a checksum
 
 
@@ -183,8 +187,9 @@ class GeneratorDataset(FastPyDataset):
     def __getitem__(self, index: int) -> Any:
         """The next batch; it is one from the beginning, for an index of 0."""
         walk = self._walk
-        if walk is not None and walk.latest[:2] == (self.epoch, index):
-            return walk.latest[2]  # Keras asks for the first one twice
+        for place, batch in walk.latest if walk is not None else ():
+            if place == (self.epoch, index):
+                return batch
         if walk is None or not walk.leads_to(self.epoch, index):
             walk = self._walk_to(index)
         walk.epoch, walk.index = self.epoch, index
@@ -199,7 +204,7 @@ class GeneratorDataset(FastPyDataset):
         else:
             walk.index += 1
             if not self._restarts:
-                walk.latest = self.epoch, index, batch
+                walk.latest.append(((self.epoch, index), batch))
             return batch
         way_out = "Pass the true number, or `None`"
         if self._restarts:
@@ -237,12 +242,14 @@ class _Walk:
     Attributes:
         epoch: The dataset's epoch.
         index: Of the batch that is next.
-        latest: An epoch, an index, and the batch that was given for them.
+        latest: Epoch and index of batches given last, and these.
     """
 
     def __init__(self, shards: list[GeneratorShards], key: int) -> None:
         self.epoch, self.index = -1, 0
-        self.latest: tuple[int, int, Any] = (-1, -1, None)
+        self.latest: collections.deque[tuple[tuple[int, int], Any]] = (
+            collections.deque(maxlen=_ASKED_FOR_AGAIN)
+        )
         self._chains: dict[int, int] = {}  # checksums, by shard
         self._rounds: list[Iterator[Any]] = []
         for one in shards:
