@@ -39,6 +39,9 @@ MEGABYTES = 8  # that the training process may have grown by
 NURSERY_MEGABYTES = 1
 # CPython and glibc map and unmap an arena now and then.
 MAPPINGS = 8
+# A nursery may be at a message, or a death, whose descriptors it then closes.
+# All here is done more often than this.
+DESCRIPTORS = 4
 
 
 @dataclasses.dataclass
@@ -95,7 +98,7 @@ class Flat:
         for name, has in now.items():
             was = self.before[name]
             told = f"{name}: {was} -> {has}"
-            assert has.descriptors == was.descriptors, told
+            assert has.descriptors <= was.descriptors + DESCRIPTORS, told
             assert has.threads == was.threads, told
             assert has.mappings <= was.mappings + MAPPINGS, told
             more = NURSERY_MEGABYTES if "nursery" in name else MEGABYTES
