@@ -109,12 +109,14 @@ def test_ctrl_c_again_and_again_leaves_no_process(times, zygote):
 def test_after_ctrl_c_the_same_process_fits_again(zygote, tmp_path):
     log = tmp_path / "log"
     script = (
-        f"data = Data(200, pause_s=0.002, log={str(log)!r})\n"
+        # So long that no signal comes after its end.
+        f"data = Data(100_000, pause_s=0.002, log={str(log)!r})\n"
         "for _ in range(2):\n"
         "    try:\n"
         "        fit(data, Tell())\n"
         "    except KeyboardInterrupt:\n"
         "        say('caught')\n"
+        "data.length = 200\n"
         "say(loss_of(data))\n"
         "say(numbers(data) == list(range(200)))\n"
     )
