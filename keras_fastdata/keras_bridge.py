@@ -33,6 +33,7 @@ from keras.src.trainers.data_adapters import data_adapter_utils
 from keras.src.trainers.data_adapters.py_dataset_adapter import (
     PyDatasetAdapter,
 )
+from keras.src.trainers.epoch_iterator import EpochIterator
 from keras.src.trainers.trainer import Trainer
 
 from keras_fastdata.engine import build
@@ -398,10 +399,7 @@ def _epoch_follows() -> bool:
                 epoch = known.get("epoch", known.get("initial_epoch"))
                 # With steps, an epoch may end anywhere in the dataset.
                 steps = known.get("steps_per_epoch")
-                if sys.version_info < (3, 13):
-                    # It lives as long as the frame, and would keep what is in
-                    # it until it is asked for again: a copy of the weights.
-                    known.clear()
+                _forget(known)
                 return (
                     isinstance(epochs, int)
                     and isinstance(epoch, int)
@@ -415,10 +413,21 @@ def _epoch_follows() -> bool:
 def _caller_has_steps() -> bool:
     """Whether the `EpochIterator` that calls the caller was given steps."""
     known = sys._getframe(2).f_locals
-    has_steps = getattr(known.get("self"), "steps_per_epoch", None) is not None
+    caller = known.get("self")
+    if not isinstance(caller, EpochIterator):
+        return False
+    _forget(known)
+    return caller.steps_per_epoch is not None
+
+
+def _forget(known: dict[str, Any]) -> None:
+    """Empties the copy of its locals that a frame of Keras's has given.
+
+    It lives as long as the frame, and would keep what is in it until it is
+    asked for again: a copy of the weights.
+    """
     if sys.version_info < (3, 13):
-        known.clear()  # as in `_epoch_follows`
-    return has_steps
+        known.clear()
 
 
 def _alive(

@@ -76,7 +76,7 @@ def endless(shard_index, num_shards):
 class Dying:
     """Numbers, of which one ends the process that comes to it, once."""
 
-    def __init__(self, directory, count, at, factory=None):
+    def __init__(self, directory, count, at):
         self.directory = Path(directory)
         self.count = count
         self.at = at

@@ -82,7 +82,7 @@ def test_what_is_drawn_does_not_depend_on_the_workers(place):
 
 @somewhere
 def test_an_order_that_is_drawn_is_another_in_each_epoch(place):
-    dataset = GeneratorDataset(shuffled, seed=0, **PLACES["inline"])
+    dataset = GeneratorDataset(shuffled, num_shards=1, seed=0, **PLACES[place])
     found = epochs(dataset, 3)
     assert [sorted(epoch) for epoch in found] == [list(range(20))] * 3
     assert found[0] != found[1] != found[2]

@@ -135,19 +135,7 @@ class GeneratorDataset(FastPyDataset):
             num_shards = max(1, workers)
         num_shards = integer("num_shards", num_shards, least=1)
         source.check(num_shards, shared)
-        if restart is None:
-            restart = not source.is_iterator
-        self._restarts = boolean("restart", restart)
-        if not restart and num_batches is None and not source.is_iterator:
-            raise ValueError(
-                "`restart=False` needs `num_batches`, the length of an epoch "
-                "after which the next one goes on."
-            )
-        if restart and source.is_iterator:
-            raise ValueError(
-                "`restart=True` needs a function that makes a generator; an "
-                "iterator can be walked through once."
-            )
+        self._restarts = source.restarts(restart, num_batches)
         self._num_batches = num_batches
         # Each has its shards to itself, and the ways of a dataset for itself.
         count = min(max(1, workers), num_shards)
@@ -163,7 +151,7 @@ class GeneratorDataset(FastPyDataset):
                 batch_size,
                 bool(drop_remainder),
                 Padded(pad_to, pad_value),
-                repeats=not restart and not source.is_iterator,
+                repeats=not self._restarts and not source.is_iterator,
                 workers=min(1, workers),
                 seed=0,  # what is drawn depends on keys from our own
                 max_queue_size=max(1, -(-max_queue_size // count)),
@@ -593,6 +581,31 @@ class _Source(NamedTuple):
                 "called there; or leave it to a thread of this process, with "
                 "`use_multiprocessing=False`."
             )
+
+    def restarts(self, asked: bool | None, num_batches: int | None) -> bool:
+        """Whether every epoch starts anew.
+
+        Args:
+            asked: What the user wants; `None` leaves it to us.
+            num_batches: Batches in an epoch; `None`: all there are.
+
+        Raises:
+            ValueError: It cannot be as the user wants it.
+        """
+        restarts = boolean(
+            "restart", not self.is_iterator if asked is None else asked
+        )
+        if restarts and self.is_iterator:
+            raise ValueError(
+                "`restart=True` needs a function that makes a generator; an "
+                "iterator can be walked through once."
+            )
+        if not restarts and num_batches is None and not self.is_iterator:
+            raise ValueError(
+                "`restart=False` needs `num_batches`, the length of an epoch "
+                "after which the next one goes on."
+            )
+        return restarts
 
     def make(
         self, index: int, num_shards: int, named: Mapping[str, Any]

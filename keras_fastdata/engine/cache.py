@@ -141,7 +141,7 @@ class DiskCache:
         path = self._path(index)
         try:
             _write(path, *plain)
-            self._keep_open(index, _read(path))
+            self._keep_open(index, _read(path, trusted=True))
         except Exception as error:
             self._room.close(f"{path} cannot be written ({error})")
         else:
@@ -278,7 +278,7 @@ def _read(path: pathlib.Path, *, trusted: bool = False) -> _Opened:
 
     Args:
         path: The file.
-        trusted: Whether all of it has been looked at before.
+        trusted: Whether this process wrote it, or has looked at all of it.
 
     Raises:
         OSError: There is no such file, or it cannot be read.

@@ -60,7 +60,7 @@ def fingerprint(dataset: build.Dataset, version: str | int | None) -> str:
     """A name for all batches of a dataset, of 32 hexadecimal digits.
 
     Raises:
-        DatasetPicklingError: Some attribute cannot be pickled.
+        LoaderError: What the dataset holds cannot be pickled.
     """
     digest = hashlib.blake2b(digest_size=16)
     digest.update(repr(version).encode())

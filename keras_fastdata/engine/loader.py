@@ -498,14 +498,13 @@ class Loader:
             for index in itertools.count():
                 if len(found) == count or not schedule.holds(index):
                     break
-                if self._cache is not None and self._cache.holds(index):
-                    walk.peeked[index] = self._cache.get(index)
-                    found.append(walk.peeked[index])
-                    continue
-                if index not in wanted:
-                    self._issue(workers, ahead, index, key=index)
-                arrival = self._await(workers, ahead, index, None, True)
-                batch = self._open(ahead, arrival, index)
+                if self._is_cached(index):
+                    batch = self._from_cache(ahead, index)
+                else:
+                    if index not in wanted:
+                        self._issue(workers, ahead, index, key=index)
+                    arrival = self._await(workers, ahead, index, None, True)
+                    batch = self._open(ahead, arrival, index)
                 if batch is _END:
                     break
                 if batch is not _SKIPPED:
@@ -800,8 +799,11 @@ class Loader:
                     self._retire(walk)
                     walk.met_its_end = True
                     return _END
-                ours = isinstance(error, LoaderError)
-                if ours or not done.by_dataset or not self._may_skip:
+                if (
+                    self._settings.on_error == "raise"
+                    or not done.by_dataset
+                    or isinstance(error, LoaderError)
+                ):
                     raise
                 self._skip(walk, index, error)
                 return _SKIPPED
@@ -830,10 +832,6 @@ class Loader:
                 walk, index, _Arrival(built, began_s), opened_s, _size(batch)
             )
         return batch
-
-    @property
-    def _may_skip(self) -> bool:
-        return self._settings.on_error == "skip"
 
     def _skip(self, walk: _Walk, index: int, error: Exception) -> None:
         """Leaves a batch out, unless there have been too many.

@@ -158,7 +158,7 @@ class StepClock:
         self._number: int | None = None  # of the step under way
         self._calls = 0  # of the training function, since that began
         self._look_s = 0.0
-        self._sampling = False
+        self._recorder.is_sampling = False
         self._own_s = 0.0
         self._before_s = 0.0  # own time before the first step
         self._usual_s = self._disturbed_s = 0.0  # of these, with their waits
@@ -181,7 +181,7 @@ class StepClock:
         self._end_step(due and fetched_quietly)
         self._recorder.wants_quiet = due
         self._number, self._calls = number, 1
-        if due or self._sampling:
+        if due or self._recorder.is_sampling:
             self._look_s = 0.0  # at the very next step
         else:
             self._look_s = self._mark_s + self._recorder.interval_s
@@ -226,7 +226,7 @@ class StepClock:
 
     def pause(self) -> None:
         """The thread is about to wait for a batch, maybe in mid-step."""
-        if self._sampling:
+        if self._recorder.is_sampling:
             self._synchronize()
 
     def _is_due(self) -> bool:
@@ -235,10 +235,12 @@ class StepClock:
             return False  # the first compiles, or its batch is late
         if (
             self._stretches <= _WARMING_UP
-            and self._fresh + self._sampling < _FRESH_SAMPLES
+            and self._fresh + self._recorder.is_sampling < _FRESH_SAMPLES
         ):
             return True
-        return not self._sampling and time.monotonic() >= self._next_s
+        return (
+            not self._recorder.is_sampling and time.monotonic() >= self._next_s
+        )
 
     def _no_step_s(self) -> float:
         """Time that went into no step, since the recorder was made."""
@@ -247,7 +249,7 @@ class StepClock:
 
     def _end_step(self, sample_next: bool, *, last: bool = False) -> None:
         now_s = host_s = time.monotonic()
-        if self._sampling or sample_next or last:
+        if self._recorder.is_sampling or sample_next or last:
             self._synchronize()
             now_s = time.monotonic()
         wait_s, aside_s = self._no_step_s(), self._recorder.aside_s
@@ -266,11 +268,11 @@ class StepClock:
                     self._mark_s,
                     now_s,
                     waited_s,
-                    self._sampling,
+                    self._recorder.is_sampling,
                     self._calls,
                 )
             )
-            if self._sampling:
+            if self._recorder.is_sampling:
                 self._samples.append(own_s)
                 self._fresh += 1
                 rested_s = self._recorder.rested_s - self._mark_rest_s
@@ -279,13 +281,13 @@ class StepClock:
             # It is the host that compiles; waiting for the device is not it.
             host_s -= self._mark_s + waited_s
             whole_s = own_s + waited_s - (aside_s - self._mark_aside_s)
-            if self._sampling or self._recorder.wants_quiet:
+            if self._recorder.is_sampling or self._recorder.wants_quiet:
                 self._disturbed += self._calls
                 self._disturbed_s += whole_s
             else:
                 self._usual_s += whole_s
                 self._note_if_long(host_s, whole_s)
-        self._sampling = self._recorder.is_sampling = sample_next
+        self._recorder.is_sampling = sample_next
         self._mark_s, self._mark_wait_s = now_s, wait_s
         self._mark_aside_s = aside_s
         self._mark_rest_s = self._recorder.rested_s
