@@ -3,7 +3,7 @@
 python -m benchmarks [--only NAME ...] [--where LABEL=VALUE|VALUE ...]
     [--rounds N] [--seconds S] [--quick] [--json FILE] [--plot FILE] [--list]
 
-`soak`, `chaos` and `health_overhead` have command lines of their own.
+`auto`, `soak`, `chaos` and `health_overhead` have command lines of their own.
 """
 
 from __future__ import annotations

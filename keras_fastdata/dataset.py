@@ -9,7 +9,14 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Generic,
+    Literal,
+    TypeVar,
+    overload,
+)
 
 import numpy as np
 
@@ -105,7 +112,13 @@ class FastPyDataset(_Base):
     Args:
         workers: Where batches are built. 0: in the caller, when asked for.
             n >= 1: ahead of time, by n threads, or by n processes with
-            `use_multiprocessing=True`; at most 1,024. Defaults to 1.
+            `use_multiprocessing=True`; at most 1,024. "auto": found out
+            while training, and anew when builds or steps change. It begins
+            in the caller, and where workers would bring more tries threads
+            or processes: at most 16, the length of the queue, and what the
+            cores have room for. Threads only where batches seem not to draw
+            from what threads share; `__getitem__` must then stand to be
+            called by several at once. Defaults to 1.
         use_multiprocessing: Whether workers are processes. Threads suit
             builds that wait (for files, the network) or run in NumPy;
             processes suit builds that run Python code. Defaults to `False`.
@@ -192,7 +205,7 @@ class FastPyDataset(_Base):
 
     def __init__(
         self,
-        workers: int = 1,
+        workers: int | Literal["auto"] = 1,
         use_multiprocessing: bool = False,
         max_queue_size: int = 10,
         *,
@@ -288,6 +301,7 @@ class FastPyDataset(_Base):
         here is repeatable.
         """
 
+    @build.idle
     def on_worker_start(self) -> None:
         """Called once in each worker, before its first batch.
 
@@ -296,6 +310,7 @@ class FastPyDataset(_Base):
         `self`: there, use `threading.local()`, or `self.worker_index`.
         """
 
+    @build.idle
     def on_worker_stop(self) -> None:
         """Called once in each worker that ends in peace.
 
@@ -389,17 +404,17 @@ class FastPyDataset(_Base):
 
     @property
     def workers(self) -> int:
-        """Number of workers; see the class."""
-        return self._internals().settings.workers
+        """Number of workers, at the moment; see the class."""
+        return self._settings_in_effect().count
 
     @workers.setter
-    def workers(self, value: int) -> None:
+    def workers(self, value: int | Literal["auto"]) -> None:
         self._replace(workers=value)
 
     @property
     def use_multiprocessing(self) -> bool:
-        """Whether workers are processes; see the class."""
-        return self._internals().settings.use_multiprocessing
+        """Whether workers are processes, at the moment; see the class."""
+        return self._settings_in_effect().use_multiprocessing
 
     @use_multiprocessing.setter
     def use_multiprocessing(self, value: bool) -> None:
@@ -460,6 +475,12 @@ class FastPyDataset(_Base):
         if internals.loader is None:
             internals.loader = Loader(self, internals.settings)
         return internals.loader
+
+    def _settings_in_effect(self) -> Settings:
+        internals = self._internals()
+        if internals.loader is None:
+            return internals.settings
+        return internals.loader.settings
 
     def _replace(self, **changes: Any) -> None:
         internals = self._internals()

@@ -243,7 +243,6 @@ def test_an_environment_variable_that_cannot_be_is_refused_by_its_name():
     ("name", "value"),
     [
         ("executor", "ray"),
-        ("workers", "auto"),
         ("shard", (0, 2)),
         ("shard", (0, 1)),
     ],
@@ -254,11 +253,8 @@ def test_what_is_not_available_yet_says_so_and_what_to_do(name, value):
         Numbered(**{name: value})
     message = str(caught.value)
     assert message.startswith(f"`{name}={value!r}` is not available yet")
-    if name == "workers":
-        assert "Pass a number" in message
-    else:
-        default = _DEFAULTS[name]
-        assert f"leave `{name}` at its default, {default!r}." in message
+    default = _DEFAULTS[name]
+    assert f"leave `{name}` at its default, {default!r}." in message
 
 
 def test_unknown_arguments_are_all_named_beside_those_there_are():
@@ -326,8 +322,6 @@ def test_a_wrong_value_is_refused_by_the_setters_and_changes_nothing():
         dataset.workers = -1
     with pytest.raises(TypeError, match=r"`workers`.*'2'"):
         dataset.workers = "2"
-    with pytest.raises(NotImplementedError, match="workers='auto'"):
-        dataset.workers = "auto"
     with pytest.raises(TypeError, match=r"`use_multiprocessing`.*'no'"):
         dataset.use_multiprocessing = "no"
     with pytest.raises(ValueError, match=r"`max_queue_size`.*at least 1.*0"):

@@ -17,6 +17,7 @@ from keras_fastdata.health import report as pages
 from keras_fastdata.health.fragment import summary_html
 from keras_fastdata.health.meter import Meter
 from keras_fastdata.health.record import Record
+from keras_fastdata.health.staff import Decision
 from keras_fastdata.health.summary import (
     EpochHealth,
     HealthSummary,
@@ -112,6 +113,7 @@ class LoaderHealth(_Base):
         self._fits = False
         self._epochs: list[EpochHealth] = []
         self._validations: list[EpochHealth] = []
+        self._decisions: tuple[Decision, ...] = ()
         self._trained: EpochHealth | None = None  # the epoch under way
         self._epoch = 0
         self._skipped: list[recorder.Skipped] = []
@@ -139,7 +141,7 @@ class LoaderHealth(_Base):
 
         While that runs: of the epochs that have ended.
         """
-        return summarize(self._epochs, self._validations)
+        return summarize(self._epochs, self._validations, self._decisions)
 
     def plot(self) -> Figure:
         """Draws what the latest `fit`, `evaluate` or `predict` did.
@@ -254,6 +256,7 @@ class LoaderHealth(_Base):
 
         self._stop()
         self._epochs, self._validations = [], []
+        self._decisions = ()
         self._line = None
         self._record = None
         self._began = datetime.datetime.now().astimezone()
@@ -315,7 +318,15 @@ class LoaderHealth(_Base):
             self._meter.begin(phase, self._epoch)
 
     def _end(self) -> EpochHealth | None:
-        return None if self._meter is None else self._meter.end()
+        meter = self._meter
+        if meter is None:
+            return None
+        health = meter.end()
+        # Of a fit, the training rather than the validation.
+        subject = next(iter(meter.subjects.values()), None)
+        if subject is not None and subject.staff is not None:
+            self._decisions = subject.staff.decisions
+        return health
 
     def _end_training(self) -> None:
         """Ends the epoch's training, which its validation may have done."""

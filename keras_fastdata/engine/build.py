@@ -153,6 +153,23 @@ class _building:
             _process_context = self._before
 
 
+class Observer(Protocol):
+    """Wants to know what batches draw from, so as not to share it."""
+
+    @property
+    def observes(self) -> bool:
+        """Whether it wants to know of the next one."""
+        ...
+
+    def drew(self, what: str) -> None:
+        """Told of a batch built inline that draws from `what`."""
+        ...
+
+
+class SharedDraw(LoaderError):
+    """A batch built by a thread may have drawn from what threads share."""
+
+
 class Builder:
     """Builds batches of one dataset.
 
@@ -164,6 +181,8 @@ class Builder:
         private: Whether the process is the worker's own, so that the global
             generators need not be put back.
         cached: Whether batches are to be the same in every epoch.
+        observer: Told of a batch that draws from what threads share; a
+            thread then raises `SharedDraw` instead of returning it.
     """
 
     def __init__(
@@ -174,15 +193,19 @@ class Builder:
         shared: bool = False,
         private: bool = False,
         cached: bool = False,
+        observer: Observer | None = None,
     ) -> None:
         self._cached = cached
+        self._observer = observer
         self._dataset = dataset
         self._seed = seed
         self._shared = shared
         self._private = private
         self._generators: list[Any] = []
         self._searched: int | None = None
-        self._watch = _GlobalsWatch() if shared else None
+        self._watch: _GlobalsWatch | None = None
+        if shared:
+            self._watch = _GlobalsWatch(warns=observer is None)
         self._given: set[str] = set()
         self._own: set[str] = set()
 
@@ -228,6 +251,7 @@ class Builder:
 
         Raises:
             LoaderError: It depends on the epoch, and is to be kept.
+            SharedDraw: It may have drawn, which is not to be.
         """
         context = Context(self._seed, epoch, index, worker_index, empty)
         with _building(context, alone=not self._shared):
@@ -241,7 +265,24 @@ class Builder:
                 return self._made(context)
             with preserved_globals():
                 self._reseed(epoch, index)
-                return self._made(context)
+                return self._observed(context)
+
+    def _observed(self, context: Context) -> Any:
+        """The batch, once the observer knows what it draws from."""
+        observer = self._observer
+        if observer is None or not observer.observes:
+            return self._made(context)
+        if overrides(self.dataset, "reseed"):
+            observer.drew("what `reseed` seeds")
+        elif self._find_generators(self.dataset):
+            observer.drew("the random generators that the dataset holds")
+        else:
+            before = seeding.states([])
+            batch = self._made(context)
+            if before != seeding.states([]):
+                observer.drew("`np.random` and `random`")
+            return batch
+        return self._made(context)
 
     def _made(self, context: Context) -> Any:
         dataset, index = self.dataset, context.index
@@ -338,23 +379,30 @@ def run_hook(
 
 
 class _GlobalsWatch:
-    """Warns once when threads draw from generators that they share."""
+    """Notices when threads draw from generators that they share.
+
+    Args:
+        warns: Whether to warn once, and look at the first builds alone; or to
+            raise `SharedDraw`, whenever one may have drawn.
+    """
 
     # One moved build may be somebody else's draw in another thread.
     _TELLING = 2
     # Looking costs some 30 us a batch; a dataset that draws does so early.
     _BUILDS_WATCHED = 64
 
-    def __init__(self) -> None:
+    def __init__(self, *, warns: bool) -> None:
+        self._warns = warns
         self._moved = 0
         self._watched = 0
-
         self._local = threading.local()
 
     def begin(self) -> None:
         """Called before a build, by the thread that builds."""
         self._local.before = None
-        if self._moved < self._TELLING and self._watched < self._BUILDS_WATCHED:
+        early = self._moved < self._TELLING
+        early = early and self._watched < self._BUILDS_WATCHED
+        if early or not self._warns:
             self._watched += 1
             crossings = preserved_globals.crossings
             self._local.before = self._positions(), crossings
@@ -368,6 +416,11 @@ class _GlobalsWatch:
         if preserved_globals.depth or preserved_globals.crossings != crossings:
             return  # another thread builds inline, and seeds them meanwhile
         if positions != self._positions():
+            if not self._warns:
+                raise SharedDraw(
+                    "While a thread built a batch, `np.random` or `random` "
+                    "was drawn from."
+                )
             self._moved += 1
             if self._moved == self._TELLING:
                 warnings.warn(
@@ -382,4 +435,10 @@ class _GlobalsWatch:
     @staticmethod
     def _positions() -> tuple[Any, ...]:
         legacy: Any = np.random.get_state()
-        return legacy[2], int(legacy[1][0]), hash(random.getstate())
+        torch = seeding.loaded_torch()
+        return (
+            legacy[2],
+            int(legacy[1][0]),
+            hash(random.getstate()),
+            torch and torch.get_rng_state().numpy().tobytes(),
+        )

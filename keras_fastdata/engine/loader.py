@@ -19,6 +19,7 @@ else arrives is discarded.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import itertools
 import logging
@@ -31,11 +32,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from keras_fastdata.engine import build, pickling
+from keras_fastdata.engine.auto import Auto
 from keras_fastdata.engine.cache import Cache
 from keras_fastdata.engine.fingerprint import open_cache
 from keras_fastdata.engine.schedule import Schedule, plan_epoch
 from keras_fastdata.engine.settings import Settings
-from keras_fastdata.errors import EndOfData, LoaderError
+from keras_fastdata.errors import DatasetPicklingError, EndOfData, LoaderError
 from keras_fastdata.health import words
 from keras_fastdata.health.recorder import Span
 from keras_fastdata.health.staff import Staff
@@ -55,6 +57,7 @@ _LEAVE_S = 5.0  # for a daemon thread to leave the loader at exit
 
 _END = object()  # what `Loader.deliver` returns after the last batch
 _SKIPPED = object()  # stands for a batch that is left out
+_AGAIN = object()  # stands for one to be built again, by other workers
 _MOST_SKIPPED = 0.1  # of an epoch's batches; one is always allowed
 
 _log = logging.getLogger("keras_fastdata")
@@ -319,7 +322,8 @@ class Loader:
 
     def __init__(self, dataset: build.Dataset, settings: Settings) -> None:
         self.epoch = 0  # the next one to begin
-        self._settings = settings
+        self._auto = _auto(settings, dataset)
+        self._settings = settings if self._auto is None else self._auto.settings
         self._name = type(dataset).__name__
         self._dataset = weakref.ref(dataset)
         self._drawn_seed = settings.seed
@@ -381,13 +385,18 @@ class Loader:
 
     @property
     def settings(self) -> Settings:
-        """The constructor arguments of its dataset."""
+        """The constructor arguments of its dataset, as they are in effect."""
         return self._settings
 
     def staff(self) -> Staff | None:
         """Who the workers are; `None` before there are any."""
-        workers = self._workers
-        return None if workers is None else workers.staff()
+        workers, auto = self._workers, self._auto
+        if workers is None:
+            return None
+        staff = workers.staff()
+        if auto is not None:
+            staff = dataclasses.replace(staff, decisions=auto.decisions)
+        return staff
 
     def mark_changed(self) -> None:
         """Has every batch not yet delivered built from the dataset anew."""
@@ -396,11 +405,19 @@ class Loader:
     def reconfigure(self, settings: Settings) -> None:
         """Goes on with other settings, and other workers if need be."""
         with self._own_lock():
-            self._settings = settings
-            self._lookahead = _lookahead(settings, self._largest)
+            dataset = self._dataset()
+            self._auto = None if dataset is None else _auto(settings, dataset)
             if settings.seed is not None:
                 self._drawn_seed = settings.seed
-            self._torn = True
+            self._take_up(
+                settings if self._auto is None else self._auto.settings
+            )
+
+    def _take_up(self, settings: Settings) -> None:
+        """Has other workers build what has not been delivered."""
+        self._settings = settings
+        self._lookahead = _lookahead(settings, self._largest)
+        self._torn = True
 
     def _own_lock(self) -> threading.RLock:
         """This process's lock: one that was forked may never be released."""
@@ -427,6 +444,21 @@ class Loader:
 
     def deliver(
         self, walk: _Walk, dataset: build.Dataset, quietly: bool = False
+    ) -> Any:
+        with self._own_lock():
+            auto = self._auto
+            if auto is None:
+                return self._deliver(walk, dataset, quietly)
+            counts = walk.delivered > 0 and not quietly
+            auto.ask()
+            batch = self._deliver(walk, dataset, quietly)
+            counts = counts and batch is not _END and not walk.is_from_cache
+            if auto.deliver(counts=counts):
+                self._take_up(auto.settings)
+            return batch
+
+    def _deliver(
+        self, walk: _Walk, dataset: build.Dataset, quietly: bool
     ) -> Any:
         with self._own_lock():
             self._go_on()
@@ -462,6 +494,10 @@ class Loader:
                     if batch is _END:
                         self._torn = False
                         return _END
+                    if batch is _AGAIN:
+                        workers, schedule = self._prepare(walk, dataset)
+                        batch = _SKIPPED
+                        continue
                 walk.position += 1
             walk.span = walk.spans.pop(index, None)
             if walk.remembers:
@@ -503,6 +539,13 @@ class Loader:
                 else:
                     if index not in wanted:
                         self._issue(workers, ahead, index, key=index)
+                    arrival = self._await(workers, ahead, index, None, True)
+                    batch = self._open(ahead, arrival, index)
+                if batch is _AGAIN:
+                    workers, schedule = self._prepare(walk, dataset)
+                    self._let_go(ahead)
+                    wanted = []
+                    self._issue(workers, ahead, index, key=index)
                     arrival = self._await(workers, ahead, index, None, True)
                     batch = self._open(ahead, arrival, index)
                 if batch is _END:
@@ -550,7 +593,7 @@ class Loader:
             self._change()
         if self._workers is None:
             with Uninterrupted():
-                self._workers = self._hire(dataset)
+                self._workers = self._employ(dataset)
         if self._cache is None and self._settings.cache is not None:
             self._cache = open_cache(dataset, self._settings)
         if not walk.begun:
@@ -656,7 +699,7 @@ class Loader:
         lie ready, a worker may wait for that.
         """
         allowed = self._lookahead
-        few = max(1, min(allowed // 2, allowed - self._settings.workers))
+        few = max(1, min(allowed // 2, allowed - self._settings.count))
         room = allowed - walk.ahead
         return not 0 <= room < few or walk.issued <= walk.position
 
@@ -691,6 +734,8 @@ class Loader:
         interval_s = walk.interval_s
         if interval_s is not None and not walk.delivered:
             interval_s = 0.0  # the first one counts, however soon it comes
+        if self._auto is not None:
+            interval_s = self._auto.interval_s(interval_s)
         if not workers.submit(Ticket(serial, walk.epoch, index, interval_s)):
             return False
         queued_s = 0.0 if interval_s is None else time.monotonic()
@@ -781,6 +826,8 @@ class Loader:
         try:
             try:
                 timing = done.timing
+                if self._auto is not None:
+                    self._auto.opened(timing)
                 if timing is None or not walk.wants_span(timing):
                     batch = done.open()
                 else:
@@ -794,6 +841,11 @@ class Loader:
                 if self._cache is not None:
                     self._cache.put(index, batch)
                 return batch
+            except build.SharedDraw:
+                assert self._auto is not None
+                self._auto.drew("`np.random` and `random`")
+                self._take_up(self._auto.settings)
+                return _AGAIN
             except Exception as error:
                 if _is_the_end(walk, error):
                     self._retire(walk)
@@ -906,6 +958,18 @@ class Loader:
 
     # -- workers ------------------------------------------------------------
 
+    def _employ(self, dataset: build.Dataset) -> Workers:
+        """Workers as the settings have them, or such as can be had."""
+        try:
+            return self._hire(dataset)
+        except DatasetPicklingError as error:
+            if self._auto is None:
+                raise
+            self._auto.cannot_be_sent(error)
+            self._settings = self._auto.settings
+            self._lookahead = _lookahead(self._settings, self._largest)
+            return self._hire(dataset)
+
     def _hire(self, dataset: build.Dataset) -> Workers:
         settings, reference = self._settings, self._dataset
         workers: Workers
@@ -915,7 +979,7 @@ class Loader:
 
             plan = Plan(
                 dataset=self._name,
-                count=settings.workers,
+                count=settings.count,
                 start_method=settings.start_method or "forkserver",
                 lookahead=settings.max_queue_size,
                 max_restarts=settings.max_worker_restarts,
@@ -937,12 +1001,13 @@ class Loader:
                 self.seed,
                 shared=threads,
                 cached=settings.cache is not None,
+                observer=self._auto,
             )
             if threads:
                 workers = ThreadWorkers(
                     builder,
                     self._name,
-                    settings.workers,
+                    settings.count,
                     settings.batch_timeout,
                 )
             else:
@@ -995,6 +1060,10 @@ class Loader:
         walk.issued = walk.position
 
 
+def _auto(settings: Settings, dataset: build.Dataset) -> Auto | None:
+    return Auto(settings, dataset) if settings.workers == "auto" else None
+
+
 def _is_the_end(walk: _Walk, error: Exception) -> bool:
     """Whether this ends an epoch whose length nobody knew."""
     assert walk.schedule is not None
@@ -1013,7 +1082,7 @@ def _lookahead(settings: Settings, largest: int) -> int:
     if settings.kind != "process" or settings.max_queue_bytes is None:
         return settings.max_queue_size
     if not largest:
-        return min(settings.max_queue_size, settings.workers)
+        return min(settings.max_queue_size, settings.count)
     fitting = settings.max_queue_bytes // largest
     return max(1, min(settings.max_queue_size, fitting))
 

@@ -31,7 +31,7 @@ class Settings:
         NotImplementedError: A value that a later version will accept.
     """
 
-    workers: int = 1
+    workers: int | Literal["auto"] = 1
     use_multiprocessing: bool = False
     max_queue_size: int = 10
     max_queue_bytes: int | None = None
@@ -51,16 +51,11 @@ class Settings:
     def __post_init__(self) -> None:
         self._refuse_what_is_not_built_yet()
         check = self._set_checked
-        check("workers", integer("workers", self.workers, least=0))
-        if self.workers > MAX_WORKERS:
-            raise ValueError(
-                f"`workers` must be at most {MAX_WORKERS}. "
-                f"Received: {self.workers}"
-            )
         check(
             "use_multiprocessing",
             boolean("use_multiprocessing", self.use_multiprocessing),
         )
+        self._check_workers()
         check(
             "max_queue_size",
             integer("max_queue_size", self.max_queue_size, least=1),
@@ -93,20 +88,36 @@ class Settings:
 
     @property
     def kind(self) -> Kind:
-        """Where batches are built."""
-        if not self.workers:
+        """Where batches are built; to begin with, if that is not decided."""
+        if not self.count:
             return "inline"
         return "process" if self.use_multiprocessing else "thread"
+
+    @property
+    def count(self) -> int:
+        """How many workers; 0 if that is not decided yet."""
+        return 0 if self.workers == "auto" else self.workers
+
+    def _check_workers(self) -> None:
+        if self.workers == "auto":
+            if self.use_multiprocessing:
+                raise ValueError(
+                    "`workers='auto'` chooses between threads and processes "
+                    "itself. Leave out `use_multiprocessing`, or give the "
+                    "number of workers."
+                )
+            return
+        workers = integer("workers", self.workers, least=0)
+        if workers > MAX_WORKERS:
+            raise ValueError(
+                f"`workers` must be at most {MAX_WORKERS}. Received: {workers}"
+            )
+        self._set_checked("workers", workers)
 
     def _refuse_what_is_not_built_yet(self) -> None:
         default = {
             field.name: field.default for field in dataclasses.fields(self)
         }
-        if self.workers == "auto":  # type: ignore[comparison-overlap]
-            raise NotImplementedError(
-                "`workers='auto'` is not available yet. Pass a number: 0 "
-                "builds batches in the caller, n >= 1 in n workers."
-            )
         if self.executor == "ray":
             raise _not_yet("executor", self.executor, default["executor"])
         if self.shard not in ("auto", None):

@@ -47,8 +47,15 @@ def summary_html(summary: HealthSummary) -> str:
         f"<p><b>{html.escape(verdict.kind)}</b>: {html.escape(figures)}</p>"
         f"<p>{html.escape(verdict.evidence)}<br>"
         f"{html.escape(verdict.advice)}</p>"
+        f"{_decided(summary)}"
         f"{_table(summary)}</div>"
     )
+
+
+def _decided(summary: HealthSummary) -> str:
+    if not summary.decisions:
+        return ""
+    return f"<p>{html.escape(str(summary.decisions[-1]))}</p>"
 
 
 def _table(summary: HealthSummary) -> str:

@@ -178,6 +178,9 @@ def _phases(summary: HealthSummary) -> list[EpochHealth]:
 
 def _settings(record: Record) -> list[tuple[str, str]]:
     shown = dict(record.settings)
+    for decision in record.summary.decisions:
+        name = f"workers, from batch {decision.batches} on"
+        shown[name] = f"{decision.place}. {decision.reason}"
     if shown.get("worker_env"):
         # Variables may hold passwords, and reports are passed on.
         names = ", ".join(sorted(shown["worker_env"]))

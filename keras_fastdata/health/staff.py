@@ -21,6 +21,29 @@ class Loss:
 
 
 @dataclasses.dataclass(frozen=True)
+class Decision:
+    """What `workers="auto"` has decided.
+
+    Attributes:
+        batches: How many batches had been delivered.
+        place: Where batches are built from then on, such as "2 processes".
+        settled: Whether it is to stay, or was only a trial.
+        reason: In a sentence or two.
+    """
+
+    batches: int
+    place: str
+    settled: bool
+    reason: str
+
+    def __str__(self) -> str:
+        return (
+            f"workers='auto' is at {self.place} since batch {self.batches}: "
+            f"{self.reason}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class Staff:
     """A set of workers, as it is at one moment.
 
@@ -30,6 +53,7 @@ class Staff:
         pids: Their processes, by index; empty unless they are processes.
         losses: The latest of those that were lost.
         shared_nbytes: Shared memory in use for batches.
+        decisions: What `workers="auto"` has decided so far.
     """
 
     kind: str
@@ -37,3 +61,4 @@ class Staff:
     pids: dict[int, int] = dataclasses.field(default_factory=dict)
     losses: tuple[Loss, ...] = ()
     shared_nbytes: int = 0
+    decisions: tuple[Decision, ...] = ()

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 
 from keras_fastdata.health import words
+from keras_fastdata.health.staff import Decision
 from keras_fastdata.health.verdict import Verdict
 
 _MOST_ROWS = 12  # of a table; then the first and the last epochs
@@ -100,6 +101,8 @@ class HealthSummary:
         wall_s: Seconds of all epochs.
         epochs: Each of them, without validation.
         validations: The validations of a `fit`.
+        decisions: What `workers="auto"` decided, and why; of a `fit`, for
+            the training data.
     """
 
     verdict: Verdict | None
@@ -107,6 +110,7 @@ class HealthSummary:
     wall_s: float
     epochs: tuple[EpochHealth, ...]
     validations: tuple[EpochHealth, ...] = ()
+    decisions: tuple[Decision, ...] = ()
 
     def __str__(self) -> str:
         if self.verdict is None:
@@ -115,11 +119,15 @@ class HealthSummary:
         parts = [f"{verdict.kind}: {verdict.evidence}", verdict.advice]
         if len(self.epochs) > 1:
             parts.insert(0, _table(self.epochs))
+        if self.decisions:
+            parts.append(str(self.decisions[-1]))
         return "\n".join(parts)
 
 
 def summarize(
-    epochs: list[EpochHealth], validations: list[EpochHealth]
+    epochs: list[EpochHealth],
+    validations: list[EpochHealth],
+    decisions: tuple[Decision, ...] = (),
 ) -> HealthSummary:
     """One summary over epochs."""
     wall_s = sum(e.wall_s for e in epochs)
@@ -130,6 +138,7 @@ def summarize(
         wall_s=wall_s,
         epochs=tuple(epochs),
         validations=tuple(validations),
+        decisions=decisions,
     )
 
 

@@ -1,0 +1,118 @@
+"""`workers="auto"` in a loader: what the tuner is told, and what it decides.
+
+The tuner reads no clock and knows no workers; a loader knows nothing of
+tuning. This stands between the two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+
+from keras_fastdata.engine import build
+from keras_fastdata.engine.settings import Settings
+from keras_fastdata.engine.tuning import INLINE, Place, Sample, Tuner
+from keras_fastdata.health import cores
+from keras_fastdata.health.staff import Decision
+from keras_fastdata.health.timing import INTERVAL_S, Timing
+
+_log = logging.getLogger("keras_fastdata")
+
+
+class Auto:
+    """Where the batches of a dataset are built, while that is found out.
+
+    Args:
+        settings: The constructor arguments.
+        dataset: Theirs.
+    """
+
+    def __init__(self, settings: Settings, dataset: build.Dataset) -> None:
+        self._settings = settings
+        # What a worker opens is its own: it could neither be shared by
+        # threads, nor sent to processes.
+        opens = build.overrides(dataset, "on_worker_start")
+        self._tuner = Tuner(
+            cores.read().allowed,
+            settings.max_queue_size,
+            Place(1, True) if opens else INLINE,
+        )
+        if opens:
+            self._bar(False, "`on_worker_start` opens what is one worker's.")
+        self._timing: Timing | None = None
+        self._asked_s = self._returned_s = 0.0
+        self._asked_cpu_s = self._returned_cpu_s = 0.0
+
+    @property
+    def settings(self) -> Settings:
+        """The constructor arguments, with workers in number."""
+        place = self._tuner.place
+        return dataclasses.replace(
+            self._settings,
+            workers=place.workers,
+            use_multiprocessing=place.are_processes,
+        )
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """What was decided so far, and why."""
+        return tuple(self._tuner.decisions)
+
+    def interval_s(self, wanted_s: float | None) -> float:
+        """How often batches are to be timed, where another wants it too."""
+        needed_s = INTERVAL_S if self._tuner.is_settled else 0.0
+        return needed_s if wanted_s is None else min(needed_s, wanted_s)
+
+    def ask(self) -> None:
+        """Called when a batch is asked for."""
+        self._timing = None
+        self._asked_cpu_s = time.process_time()
+        self._asked_s = time.perf_counter()
+
+    def opened(self, timing: Timing | None) -> None:
+        """Told how the batch was built; not called for one that was not."""
+        self._timing = timing
+
+    def deliver(self, *, counts: bool) -> bool:
+        """Called when it is there.
+
+        Args:
+            counts: Whether it came in the middle of an epoch, and undisturbed.
+
+        Returns:
+            Whether `settings` are others now.
+        """
+        before = self._tuner.place
+        returned_s = time.perf_counter()
+        if counts:
+            self._tuner.add(
+                Sample(
+                    self._asked_s - self._returned_s,
+                    self._asked_cpu_s - self._returned_cpu_s,
+                    returned_s - self._asked_s,
+                    self._timing,
+                )
+            )
+        self._returned_cpu_s = time.process_time()
+        self._returned_s = time.perf_counter()
+        return self._tuner.place != before
+
+    def cannot_be_sent(self, error: Exception) -> None:
+        """Rules out processes, to which the dataset cannot be sent."""
+        lines = str(error).strip().splitlines()
+        self._bar(True, f"No processes: {lines[0] if lines else error!r}")
+
+    @property
+    def observes(self) -> bool:
+        """Whether it matters that a batch built inline draws."""
+        tuner = self._tuner
+        return not tuner.is_settled and not tuner.is_barred(processes=False)
+
+    def drew(self, what: str) -> None:
+        """Rules out threads, which share what a batch draws from."""
+        self._bar(False, f"No threads, which would share {what}.")
+
+    def _bar(self, processes: bool, reason: str) -> None:
+        self._tuner.bar(processes=processes, reason=reason)
+        _log.info("workers='auto': %s", reason)

@@ -1,0 +1,96 @@
+"""Datasets for `workers="auto"`; this module does not import Keras."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import numpy as np
+
+from keras_fastdata import FastPyDataset
+
+
+class Waits(FastPyDataset):
+    """A batch waits for 15 ms; it is of `self.rng` and of its index."""
+
+    def __init__(self, length=60, **kwargs):
+        super().__init__(**kwargs)
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        time.sleep(0.015)
+        return self.draw(index), np.full((4, 1), index, "float32")
+
+    def draw(self, index):
+        return self.rng.random((4, 3), "float32")
+
+
+class Draws(Waits):
+    """It draws from the global generators, from batch `since` on."""
+
+    def __init__(self, since=0, **kwargs):
+        super().__init__(**kwargs)
+        self.since = since
+
+    def draw(self, index):
+        drawn = super().draw(index)
+        if index >= self.since:
+            drawn = np.float32(np.random.rand(4, 3) + random.random())
+        return drawn
+
+
+class Holds(Waits):
+    """It draws from a generator of its own."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.generator = np.random.default_rng(3)
+
+    def draw(self, index):
+        return self.generator.random((4, 3), "float32")
+
+
+class Reseeds(Waits):
+    """It has something of its own to seed."""
+
+    def reseed(self, seed_sequence):
+        self.drawn = seed_sequence.generate_state(12)
+
+    def draw(self, index):
+        return np.float32(self.drawn.reshape(4, 3) / 2**32)
+
+
+class Opens(Waits):
+    """Each worker opens something that only it can use."""
+
+    def on_worker_start(self):
+        self.opened = threading.Lock()
+
+    def draw(self, index):
+        with self.opened:
+            return super().draw(index)
+
+
+class Computes(Waits):
+    """Python code."""
+
+    def __getitem__(self, index):
+        return np.full((4, 3), sum(range(100_000)) + index)
+
+
+class StaysHere(Draws):
+    """It cannot be sent to a process."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.frames = (n for n in range(3))
+
+
+KINDS = {
+    kind.__name__: kind
+    for kind in (Waits, Draws, Holds, Reseeds, Opens, Computes, StaysHere)
+}

@@ -1,0 +1,190 @@
+"""`workers="auto"`: the same batches, wherever they turn out to be built."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+
+import keras
+import numpy as np
+import pytest
+from auto_samples import KINDS, Computes, Draws, Opens, StaysHere, Waits
+
+from keras_fastdata import GeneratorDataset, LoaderHealth
+from keras_fastdata.engine.auto import Auto
+from keras_fastdata.engine.tuning import Barred, Place
+
+
+def batches_of(dataset, epochs=3):
+    with dataset:
+        return [batch for _ in range(epochs) for batch in dataset]
+
+
+def places(dataset):
+    return [decision.place for decision in dataset._loader().staff().decisions]
+
+
+def assert_same(found, expected):
+    assert len(found) == len(expected)
+    for batch, other in zip(found, expected, strict=True):
+        np.testing.assert_equal(batch, other)
+
+
+@pytest.fixture
+def goes(monkeypatch):
+    """Has every tuner go from place to place, after so many batches each."""
+
+    def go(*tour, after=7):
+        def tune(self):
+            for place in itertools.cycle(tour):
+                self._move(Place(*place), "The test says so.", settled=False)
+                with contextlib.suppress(Barred):
+                    for _ in range(after):
+                        yield
+
+        monkeypatch.setattr("keras_fastdata.engine.tuning.Tuner._tune", tune)
+
+    return go
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_are_those_of_a_fixed_number_of_workers(kind):
+    expected = batches_of(KINDS[kind](workers=0, seed=4))
+    assert_same(batches_of(KINDS[kind](workers="auto", seed=4)), expected)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_batches_come_once_and_in_order_however_often_it_moves(goes, shuffle):
+    expected = batches_of(Waits(workers=0, seed=4, shuffle=shuffle))
+    goes((0, False), (3, False), (2, True), (1, False), (4, True))
+    dataset = Waits(workers="auto", seed=4, shuffle=shuffle)
+    with dataset:
+        found = [batch for _ in range(3) for batch in dataset]
+        assert len(places(dataset)) > 20
+    assert_same(found, expected)
+
+
+def test_builds_that_wait_come_to_threads_and_the_settings_say_so():
+    with Waits(workers="auto") as dataset:
+        assert dataset.workers == 0
+        assert not dataset.use_multiprocessing
+        for _ in range(3):
+            for _ in dataset:
+                pass
+        assert dataset.workers > 1
+        assert not dataset.use_multiprocessing
+        assert "thread" in places(dataset)[-1]
+
+
+@pytest.mark.parametrize("kind", ["Draws", "Holds", "Reseeds", "Opens"])
+def test_what_threads_would_share_is_never_built_by_threads(kind):
+    with KINDS[kind](workers="auto") as dataset:
+        for _ in range(3):
+            for _ in dataset:
+                pass
+        assert not any("thread" in place for place in places(dataset))
+        assert dataset.use_multiprocessing
+
+
+def test_a_draw_that_comes_late_ends_threads_and_its_batch_is_built_again():
+    with Draws(120, workers=0, seed=4, length=200) as dataset:
+        expected = list(dataset)
+    with Draws(120, workers="auto", seed=4, length=200) as dataset:
+        batches = iter(dataset)
+        found = list(itertools.islice(batches, 110))
+        assert dataset.workers > 1
+        assert not dataset.use_multiprocessing
+        found += batches
+        assert dataset.use_multiprocessing or not dataset.workers
+        decisions = dataset._loader().staff().decisions
+    assert_same(found, expected)
+    assert any("would share `np.random`" in d.reason for d in decisions)
+
+
+def test_the_first_batches_may_be_such_that_draw_late(goes):
+    # TensorFlow looks at batches 0 and 1 before their turn.
+    goes((2, False), (0, False), after=30)
+    expected = batches_of(Draws(workers=0, seed=4, length=4))
+    dataset = Draws(workers="auto", seed=4, length=4)
+    with dataset:
+        walk = dataset._loader().open_pass(dataset, shuffle=False)
+        peeked = walk.peek(2)
+        assert_same(peeked, expected[:2])
+        assert_same(list(walk), expected[:4])
+
+
+def test_a_dataset_that_cannot_be_sent_is_built_here():
+    with StaysHere(workers="auto", seed=4) as dataset:
+        assert len([batch for _ in range(3) for batch in dataset]) == 180
+        assert dataset.workers == 0
+        reasons = " ".join(
+            d.reason for d in dataset._loader().staff().decisions
+        )
+    assert "No processes:" in reasons
+    assert "frames" in reasons
+
+
+def test_what_a_worker_opens_is_opened_in_processes_alone():
+    with Opens(workers="auto") as dataset:
+        next(iter(dataset))
+        assert dataset.workers == 1
+        assert dataset.use_multiprocessing
+        assert not hasattr(dataset, "opened")
+
+
+@pytest.mark.parametrize("kind", ["Waits", "Draws"])
+def test_a_model_sees_the_same_data_and_health_says_what_was_decided(
+    kind, capsys
+):
+    def trained(workers):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        health = LoaderHealth()
+        with KINDS[kind](workers=workers, seed=2) as dataset:
+            history = model.fit(
+                dataset, epochs=3, verbose=0, callbacks=[health]
+            )
+        return history.history["loss"], health.summary()
+
+    expected, fixed = trained(0)
+    losses, found = trained("auto")
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert fixed.decisions == ()
+    assert found.decisions[-1].place in str(found)
+    assert "workers='auto' is at" in capsys.readouterr().out
+
+
+def test_builds_that_compute_never_come_to_more_workers_than_cores():
+    with Computes(workers="auto", length=150) as dataset:
+        for _ in dataset:
+            pass
+        for place in places(dataset):
+            assert place == "inline" or int(place.split()[0]) <= 16
+        assert isinstance(dataset._loader()._auto, Auto)
+
+
+def test_it_can_be_set_and_unset_later():
+    with Waits(workers=2, seed=4) as dataset:
+        expected = list(dataset)
+        dataset.workers = "auto"
+        assert dataset.workers == 0
+        found = list(dataset)
+        dataset.workers = 1
+        assert dataset.workers == 1
+        assert dataset._loader().staff() is None or not places(dataset)
+        list(dataset)
+    assert len(found) == len(expected)
+
+
+def test_processes_cannot_be_asked_for_beside_it():
+    with pytest.raises(ValueError, match="chooses between threads and"):
+        Waits(workers="auto", use_multiprocessing=True)
+    dataset = Waits(workers="auto")
+    with pytest.raises(ValueError, match="chooses between threads and"):
+        dataset.use_multiprocessing = True
+
+
+def test_a_dataset_of_generators_takes_a_number():
+    with pytest.raises(TypeError, match=r"`workers`.*'auto'"):
+        GeneratorDataset(lambda: iter(()), workers="auto")
