@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from keras_fastdata.callbacks.dataset_checkpoint import DatasetCheckpoint
     from keras_fastdata.callbacks.loader_health import LoaderHealth
     from keras_fastdata.dataset import FastPyDataset
     from keras_fastdata.datasets.arrays import ArrayDataset
@@ -32,6 +33,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ArrayDataset",
     "BatchTimeoutError",
+    "DatasetCheckpoint",
     "DatasetPicklingError",
     "EndOfData",
     "FastPyDataset",
@@ -53,6 +55,7 @@ __all__ = [
 _HOMES = {
     "ArrayDataset": "keras_fastdata.datasets.arrays",
     "BatchTimeoutError": "keras_fastdata.errors",
+    "DatasetCheckpoint": "keras_fastdata.callbacks.dataset_checkpoint",
     "DatasetPicklingError": "keras_fastdata.errors",
     "EndOfData": "keras_fastdata.errors",
     "FastPyDataset": "keras_fastdata.dataset",

@@ -23,7 +23,8 @@ import numpy as np
 from keras_fastdata.engine import build, seeding
 from keras_fastdata.engine.loader import Loader
 from keras_fastdata.engine.permutation import Permutation
-from keras_fastdata.engine.settings import Settings
+from keras_fastdata.engine.resume import State
+from keras_fastdata.engine.settings import Settings, integer
 from keras_fastdata.errors import EndOfData
 from keras_fastdata.memory.arena import aligned_empty
 from keras_fastdata.workers import role
@@ -372,6 +373,50 @@ class FastPyDataset(_Base):
         if role.is_worker():
             return self._plain_iterator()
         return self._loader().open_pass(self, shuffle=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Says where the dataset stands, for `load_state_dict`.
+
+        That is the next batch after the one delivered last; batches that are
+        only built ahead do not count. In a callback of `fit` a framework may
+        have fetched some that it has not trained on: `DatasetCheckpoint`
+        knows of those.
+
+        Returns:
+            A small dict of what JSON knows. Workers of other kinds and
+            numbers make no difference to it.
+        """
+        return self._state_of(self._loader().state(self))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Has the next epoch begin where another dataset stood.
+
+        For a dataset made as that one was, before its first epoch. The rest
+        of that epoch comes first, byte for byte. Epoch hooks that had run
+        there are run here, seeded as they were.
+
+        Args:
+            state_dict: What `state_dict` returned.
+
+        Raises:
+            ValueError: It is of a dataset of another length, with another
+                seed, or with other epoch hooks.
+            LoaderError: Its epoch hooks did not do what they had done.
+        """
+        state = State.from_dict(state_dict, type(self).__name__)
+        self._loader().restore(self, state)
+        self._internals().outside_rng = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Has the next epoch be number `epoch`, from 0, of any.
+
+        Its order and bytes are then those it has in a run from the first
+        epoch on: for `fit(initial_epoch=epoch)`. Epoch hooks are not run.
+        """
+        self._loader().set_epoch(self, integer("epoch", epoch, least=0))
+
+    def _state_of(self, state: State) -> dict[str, Any]:
+        return state.as_dict()
 
     def mark_changed(self) -> None:
         """Says that the dataset was edited in place.

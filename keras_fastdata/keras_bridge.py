@@ -17,6 +17,7 @@ a batch of the first epoch and must not cost the epoch that batch.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import threading
 import time
@@ -155,16 +156,17 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         self._another_follows = not self._has_hooks and _epoch_follows()
         if (listener := self.listener()) is not None:
             listener.wants_quiet = False  # of a `fit` that was broken off
-        self._run_hook("on_epoch_begin")
+        self._run_hook("on_epoch_begin", starting=not self._trains)
 
     def on_epoch_end(self) -> None:
         self.early_end.settle()
-        if not self._trains:
+        starting = not self._trains
+        if starting:
             # `fit` and `evaluate` call this once before they begin, after
             # the probe. In `predict` it is the end, and nothing follows.
             self._trains = True
             self._take_back()
-        self._run_hook("on_epoch_end")
+        self._run_hook("on_epoch_end", starting=starting)
         self._within_epoch = False
 
     def take_pass(self, batches: _Batches) -> Pass:
@@ -264,13 +266,32 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
             self._begun, self._pass = self._pass, None
             self._begun.rewind()
 
-    def _run_hook(self, name: str) -> None:
+    def state(self, steps: int | None) -> dict[str, Any]:
+        """`state_dict()` of the dataset while it trains.
+
+        Args:
+            steps: Those that were trained on in Keras's present epoch; `None`
+                after its end.
+        """
         dataset = self.py_dataset
-        if build.overrides(dataset, name):
+        if self._pass is None:
+            state: dict[str, Any] = dataset.state_dict()
+            return state
+        behind = 0 if steps is None else max(0, self._delivered - steps)
+        told: dict[str, Any] = dataset._state_of(self._pass.state(behind))
+        return told
+
+    def _run_hook(self, name: str, *, starting: bool) -> None:
+        dataset = self.py_dataset
+        loader = dataset._loader()
+        skips = loader.skips_hook(name, starting=starting)
+        if not skips and build.overrides(dataset, name):
             began = time.perf_counter()
-            dataset._loader().run_hook(dataset, name)
+            loader.run_hook(dataset, name)
             if (listener := self.listener()) is not None:
                 listener.add_hook(time.perf_counter() - began)
+        if not starting:
+            loader.within_epoch = name == "on_epoch_begin"
 
     def _sign(self) -> Any:
         """The signature TensorFlow wants, from batches 0 and 1 as in Keras.
@@ -382,6 +403,37 @@ class _ForTensorFlow(Iterator[Any]):
         except BaseException as error:
             self._early_end.announce(error)
             raise StopIteration from None
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """The `fit` around a callback.
+
+    Attributes:
+        adapter: Of its training data; `None` if that is not ours.
+        initial_epoch: What it was told to begin with.
+    """
+
+    adapter: FastPyDatasetAdapter | None
+    initial_epoch: int
+
+
+def training() -> Training:
+    """The `fit` around the caller, a callback."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        known = frame.f_locals
+        trains = frame.f_code.co_name == "fit"
+        if trains and isinstance(known.get("self"), Trainer):
+            iterator = known.get("epoch_iterator")
+            adapter = getattr(iterator, "data_adapter", None)
+            initial_epoch = int(known.get("initial_epoch") or 0)
+            _forget(known)
+            if not isinstance(adapter, FastPyDatasetAdapter):
+                adapter = None
+            return Training(adapter, initial_epoch)
+        frame = frame.f_back
+    return Training(None, 0)
 
 
 def _epoch_follows() -> bool:

@@ -28,6 +28,7 @@ import numpy as np
 from keras_fastdata.dataset import FastPyDataset
 from keras_fastdata.datasets.collate import Padded, Padding, collate
 from keras_fastdata.datasets.ordering import GENERATORS
+from keras_fastdata.engine.resume import State
 from keras_fastdata.engine.settings import boolean, integer
 from keras_fastdata.errors import EndOfData, LoaderError
 from keras_fastdata.workers import failures
@@ -136,6 +137,7 @@ class GeneratorDataset(FastPyDataset):
         num_shards = integer("num_shards", num_shards, least=1)
         source.check(num_shards, shared)
         self._restarts = source.restarts(restart, num_batches)
+        self._num_shards = num_shards
         self._num_batches = num_batches
         # Each has its shards to itself, and the ways of a dataset for itself.
         count = min(max(1, workers), num_shards)
@@ -211,6 +213,27 @@ class GeneratorDataset(FastPyDataset):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_walk": None}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """As of any dataset; the items before that place are made again."""
+        shards = state_dict.get("num_shards")
+        if shards != self._num_shards:
+            raise ValueError(
+                f"The state is of {shards} shards, and this "
+                f"{type(self).__name__} has {self._num_shards}. Pass "
+                f"`num_shards={shards}`, with any number of workers."
+            )
+        super().load_state_dict(state_dict)
+
+    def _state_of(self, state: State) -> dict[str, Any]:
+        if not self._restarts:
+            raise LoaderError(
+                f"{type(self).__name__} goes on from epoch to epoch, so that "
+                "the place of a batch tells nothing of where its generators "
+                "stand. With `restart=True` they begin anew with each epoch, "
+                "and can be resumed."
+            )
+        return {**super()._state_of(state), "num_shards": self._num_shards}
 
     def _walk_to(self, index: int) -> _Walk:
         """The walk that has batch `index` of this epoch next."""

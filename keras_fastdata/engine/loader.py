@@ -31,7 +31,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from keras_fastdata.engine import build, pickling
+from keras_fastdata.engine import build, pickling, resume
 from keras_fastdata.engine.auto import Auto
 from keras_fastdata.engine.cache import Cache
 from keras_fastdata.engine.fingerprint import open_cache
@@ -50,6 +50,7 @@ from keras_fastdata.workers.thread import ThreadWorkers
 
 _WAIT_S = 0.5  # between two looks at what else there is to do
 _LOOK_S = 0.005  # between two looks at workers whose batches are here
+_TRAIL = 256  # deliveries that can be told of later
 _CACHED_AHEAD = 4  # times the lookahead is how far to look past cached ones
 _SETTLE_S = 1.0  # for workers to finish what they are at
 _LEAVE_S = 5.0  # for a daemon thread to leave the loader at exit
@@ -145,8 +146,12 @@ class Pass(Iterator[Any]):
 
     @property
     def is_shortened(self) -> bool:
-        """Whether any batch was left out."""
-        return bool(self._walk.skipped)
+        """Whether any batch was left out, or is from an earlier run."""
+        return bool(self._walk.skipped) or self._walk.start > 0
+
+    def state(self, behind: int) -> resume.State:
+        """Where the dataset stood before the latest `behind` batches."""
+        return self._loader.state(self._dataset, self._walk, behind)
 
     @property
     def is_empty(self) -> bool:
@@ -229,6 +234,8 @@ class _Walk:
         skipped: Batches left out, by index, each with its traceback.
         delivered: How many batches have been delivered.
         remembers: Whether the first batch is kept for a `rewind`.
+        trail: The positions after the latest deliveries.
+        start: The position it began at; 0, unless an earlier run did.
         ended: Whether the last batch was delivered, or an error.
         met_its_end: Whether `EndOfData` was what ended it.
         is_from_cache: Whether the latest batch came from the cache.
@@ -258,6 +265,8 @@ class _Walk:
         self.delivered = 0
         self.remembered: dict[int, Any] = {}
         self.remembers = False
+        self.trail: collections.deque[int] = collections.deque(maxlen=_TRAIL)
+        self.start = 0
         self.ended = self.met_its_end = False
         self.is_from_cache = False
         self.interval_s: float | None = None
@@ -337,7 +346,12 @@ class Loader:
         self._dropped: collections.deque[weakref.ref[Pass]] = (
             collections.deque()
         )
-        self._hooks_run = 0
+        self._hooks: list[tuple[str, int]] = []  # that have run
+        self._digest: tuple[int, str] | None = None  # after so many of them
+        self._latest: _Walk | None = None  # that a batch was delivered from
+        self._resume: resume.State | None = None  # where the next one begins
+        self._is_restored = False  # and Keras has begun no epoch since
+        self.within_epoch = False  # of Keras's
         self._largest = 0  # bytes of the largest batch so far
         self._lookahead = _lookahead(settings, 0)
         self._cache: Cache | None = None  # made when it is needed
@@ -368,7 +382,8 @@ class Loader:
     def run_hook(self, dataset: build.Dataset, name: str) -> None:
         """Runs `on_epoch_begin` or `on_epoch_end`, seeded by its number."""
         with self._own_lock():
-            number, self._hooks_run = self._hooks_run, self._hooks_run + 1
+            number = len(self._hooks)
+            self._hooks.append((name, self.epoch))
             torn, self._torn = self._torn, True
             try:
                 build.run_hook(dataset, name, self.seed, number, self.epoch)
@@ -377,6 +392,114 @@ class Loader:
                 raise
             self._changed = True
             self._torn = torn
+
+    # -- where it stands ----------------------------------------------------
+
+    def state(
+        self,
+        dataset: build.Dataset,
+        walk: _Walk | None = None,
+        behind: int = 0,
+    ) -> resume.State:
+        """Where a walk is, or the latest one.
+
+        Args:
+            dataset: The dataset.
+            walk: The walk.
+            behind: How many of its batches are not to count.
+        """
+        with self._own_lock():
+            walk = walk or self._latest
+            epoch, position, shuffle = self.epoch, 0, None
+            if self._resume is not None:
+                return self._resume
+            if walk is not None and walk.begun and (behind or not walk.ended):
+                assert walk.epoch is not None
+                epoch, shuffle = walk.epoch, walk.shuffle
+                position = walk.position
+                if behind:
+                    trail = walk.trail
+                    position = walk.start
+                    if behind < len(trail):
+                        position = trail[-1 - behind]
+                # Nothing tells whether the end has been asked for.
+                if position == dataset.num_batches:
+                    epoch, position = epoch + 1, 0
+            return resume.State(
+                self.seed,
+                epoch,
+                position,
+                dataset.num_batches,
+                shuffle,
+                self.within_epoch,
+                tuple(self._hooks),
+                self._digest_of(dataset),
+            )
+
+    def _digest_of(self, dataset: build.Dataset) -> str:
+        count = len(self._hooks)
+        if self._digest is None or self._digest[0] != count:
+            self._digest = count, resume.digest(dataset) if count else ""
+        return self._digest[1]
+
+    def restore(self, dataset: build.Dataset, state: resume.State) -> None:
+        """Has the next walk begin where another dataset stood.
+
+        Raises:
+            ValueError: It is another dataset.
+            LoaderError: Its epoch hooks do not do what they did.
+        """
+        with self._own_lock():
+            seed = self._settings.seed
+            if seed is None and self._hooks:
+                seed = self._drawn_seed
+            hooks = tuple(self._hooks)
+            state.check(self._name, seed, dataset.num_batches, hooks)
+            self._drawn_seed = state.seed
+            for name, epoch in state.hooks[len(hooks) :]:
+                self.epoch = epoch
+                self.run_hook(dataset, name)
+            state.check_digest(self._name, self._digest_of(dataset))
+            if state.within and not state.position:
+                # It was at the end of an epoch.
+                self.epoch = state.epoch
+                if build.overrides(dataset, "on_epoch_end"):
+                    self.run_hook(dataset, "on_epoch_end")
+                state = dataclasses.replace(state, within=False)
+            self._go_to(state)
+            self._is_restored = bool(self._hooks)
+            self.within_epoch = state.within
+
+    def set_epoch(self, dataset: build.Dataset, epoch: int) -> None:
+        """Has the next walk begin that epoch."""
+        with self._own_lock():
+            self._go_to(
+                resume.State(
+                    self.seed, epoch, 0, dataset.num_batches, shuffle=None
+                )
+            )
+
+    def _go_to(self, state: resume.State) -> None:
+        self.epoch, self._resume = state.epoch, state
+        self._changed = self._torn = True
+        for walk in self._walks():
+            walk.following = None
+            if not walk.delivered:
+                walk.begun, walk.schedule, walk.epoch = False, None, None
+
+    def skips_hook(self, name: str, *, starting: bool) -> bool:
+        """Whether a hook that Keras calls has run already.
+
+        Args:
+            name: Its name.
+            starting: Whether Keras is only about to begin its first epoch.
+        """
+        if not self._is_restored:
+            return False
+        if starting:
+            return True
+        self._is_restored = False
+        return name == "on_epoch_begin" and self.within_epoch
 
     @property
     def name(self) -> str:
@@ -506,6 +629,8 @@ class Loader:
                 walk.remembered = {} if walk.delivered else {index: batch}
                 walk.remembers = not walk.delivered
             walk.delivered += 1
+            walk.trail.append(walk.position)
+            self._latest = walk
             if thorough or self._has_room(walk):
                 self._refill(workers, walk, schedule)
             self._torn = False
@@ -562,10 +687,11 @@ class Loader:
                 self._start_over()
             if walk.ended or walk.delivered > len(walk.remembered):
                 self._forget_ahead(walk)
-                walk.issued = 0
+                walk.issued = walk.start
             walk.peeked.update(walk.remembered)
             walk.remembered = {}
-            walk.position = walk.delivered = 0
+            walk.position, walk.delivered = walk.start, 0
+            walk.trail.clear()
             walk.ended = walk.met_its_end = False
 
     # -- the way of a batch -------------------------------------------------
@@ -613,6 +739,9 @@ class Loader:
         elif any(a.done.is_lost for a in walk.ready.values()):
             # The epoch before had no worker restarts left. This one has.
             self._forget_ahead(walk)
+        if self._resume is not None:
+            self._begin_at(walk, self._resume)
+            self._resume = None
         walk.begun = True
         self.epoch += 1
         workers.begin_epoch()
@@ -621,6 +750,16 @@ class Loader:
                 self._forget_ahead(other)
                 other.schedule = None
                 other.may_lead = False
+
+    def _begin_at(self, walk: _Walk, state: resume.State) -> None:
+        """Begins a walk where an earlier run has left it."""
+        if state.shuffle not in (None, walk.shuffle):
+            raise ValueError(
+                f"The state is of an epoch with shuffle={state.shuffle}, and "
+                f"this one of {self._name} has shuffle={walk.shuffle}. Pass "
+                "the same `shuffle`, to the dataset or to `fit`."
+            )
+        walk.position = walk.issued = walk.start = state.position
 
     def _plan(self, walk: _Walk, num_batches: int | None) -> Schedule:
         assert walk.epoch is not None
@@ -941,7 +1080,7 @@ class Loader:
         for walk in self._walks():
             self._forget_ahead(walk)
             walk.remembered = {}
-            if not walk.position:
+            if walk.position == walk.start:
                 walk.schedule = None  # the length may have changed too
                 walk.skipped.clear()
         self._changed = False

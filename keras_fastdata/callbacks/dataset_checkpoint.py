@@ -1,0 +1,286 @@
+"""`DatasetCheckpoint`: a training that was killed goes on with its data."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sys
+import tempfile
+from typing import TYPE_CHECKING, Any
+
+from keras_fastdata.engine.settings import boolean, integer
+from keras_fastdata.workers import role
+
+if TYPE_CHECKING or role.is_worker():
+    # A worker that imports the user's module must not import Keras for this.
+    _Base = object
+
+    def _registered(cls: type) -> type:
+        return cls
+else:
+    import keras
+
+    _Base = keras.callbacks.Callback
+    _registered = keras.saving.register_keras_serializable(
+        package="keras_fastdata"
+    )
+
+_Saved = dict[str, Any]
+
+# Weights are saved by somebody else, who may be killed in between: the states
+# of two moments are kept, and that of the weights is taken.
+_KEPT = 2
+
+_log = logging.getLogger("keras_fastdata")
+
+
+@_registered
+class DatasetCheckpoint(_Base):
+    """Saves where the training data stands, and restores it.
+
+    Put it behind `keras.callbacks.BackupAndRestore` with the same `save_freq`:
+    a `fit` that was killed and is called again, in a new process, has the
+    weights, the epoch and the optimizer from there, and from here the batches
+    of that epoch that it had not trained on, with the bytes they would have
+    had. That epoch is shorter by those before. Number and kind of workers may
+    be others than they were.
+
+    Without `BackupAndRestore`, load the weights yourself, and say by
+    `fit(initial_epoch=...)` where to go on: in the middle of that epoch, if
+    the latest state is, and else at its beginning.
+
+    With `steps_per_epoch` the data goes on where it was, and the epoch that
+    is resumed has all of its steps again. What `fit` gets must be a
+    `FastPyDataset`; its validation data begins anew each time in any case.
+
+    Args:
+        path: The file to save to, JSON of about a kilobyte. It is replaced in
+            one piece, so that it is whole at any time.
+        save_freq: "epoch", or after how many batches to save.
+        delete_checkpoint: Whether to remove the file when `fit` has come to
+            its end, so that the next one begins at the beginning. Defaults
+            to `True`, as for `BackupAndRestore`.
+
+    Raises:
+        ValueError: An argument is out of range. In `fit`: the state in the
+            file is of another dataset; or a `BackupAndRestore` comes behind.
+        LoaderError: In `fit`, the dataset's epoch hooks do not do what they
+            did.
+
+    Example:
+
+    >>> from keras_fastdata import DatasetCheckpoint
+    >>> DatasetCheckpoint("data.json", save_freq=100).get_config()["save_freq"]
+    100
+    """
+
+    model: Any
+    # Nothing here needs Keras to wait for a step; see `keras.callbacks`.
+    async_safe = True
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        save_freq: int | str = "epoch",
+        delete_checkpoint: bool = True,
+    ) -> None:
+        super().__init__()
+        self.path = os.fspath(path)
+        if save_freq != "epoch":
+            if isinstance(save_freq, str):
+                raise ValueError(
+                    '`save_freq` must be "epoch" or a number of batches. '
+                    f"Received: {save_freq!r}"
+                )
+            save_freq = integer("save_freq", save_freq, least=1)
+        self.save_freq = save_freq
+        self.delete_checkpoint = boolean("delete_checkpoint", delete_checkpoint)
+        self._adapter: Any = None
+        self._beside: list[Any] = []
+        self._states: list[_Saved] = []
+        self._epoch = 0
+        self._ended_epochs = 0  # as BackupAndRestore counts: from 0 again
+        self._last_batch = 0
+        self._since_saved = 0
+
+    def get_config(self) -> dict[str, Any]:
+        """The constructor's arguments, for `keras.saving`."""
+        return {
+            "path": self.path,
+            "save_freq": self.save_freq,
+            "delete_checkpoint": self.delete_checkpoint,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> DatasetCheckpoint:
+        """The callback that `get_config` describes."""
+        return cls(**config)
+
+    # -- called by Keras ----------------------------------------------------
+
+    def set_params(self, params: Any) -> None:
+        """Keras calls this when `fit`, `evaluate` or `predict` begins."""
+        super().set_params(params)  # type: ignore[misc]
+        caller = sys._getframe(1).f_locals.get("self")
+        self._beside = list(getattr(caller, "callbacks", ()))
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        from keras_fastdata import keras_bridge
+
+        training = keras_bridge.training()
+        self._adapter = training.adapter
+        if self._adapter is None:
+            _log.warning(
+                "DatasetCheckpoint has nothing to save: the training data of "
+                "this `fit` is no FastPyDataset."
+            )
+            return
+        backup = self._backup()
+        self._states = self._read()
+        self._ended_epochs = self._last_batch = self._since_saved = 0
+        epoch = getattr(self.model, "_initial_epoch", None)
+        epoch = epoch or training.initial_epoch
+        state = self._state_for(epoch, backup)
+        dataset = self._adapter.py_dataset
+        if state is not None:
+            dataset.load_state_dict(state["dataset"])
+            if state["epoch"] != epoch:
+                # It was saved behind the last batch of its epoch; or in an
+                # epoch that was itself resumed, which BackupAndRestore takes
+                # for epoch 0.
+                self.model._initial_epoch = state["epoch"]
+        elif epoch:
+            dataset.set_epoch(epoch)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epoch = epoch
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        # Counts as BackupAndRestore does, so as to save when it does.
+        if not isinstance(self.save_freq, int) or self._adapter is None:
+            return
+        new = batch <= self._last_batch
+        self._since_saved += batch + 1 if new else batch - self._last_batch
+        self._last_batch = batch
+        if self._since_saved >= self.save_freq:
+            self._since_saved = 0
+            self._save(batch + 1)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._epoch = self._ended_epochs = epoch + 1
+        self._last_batch = 0
+        if self.save_freq == "epoch" and self._adapter is not None:
+            self._save(None)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self._adapter = None
+        if self.delete_checkpoint:
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(self.path)
+
+    # -- the file -----------------------------------------------------------
+
+    def _save(self, steps: int | None) -> None:
+        """Saves the state after so many steps of an epoch, or its end."""
+        state = self._adapter.state(steps)
+        is_over = steps is not None and not state["position"]
+        saved_at = [self._ended_epochs, self._last_batch]
+        found: _Saved = {
+            "epoch": self._epoch + is_over,
+            "saved_at": saved_at,
+            "dataset": state,
+        }
+        # A resumed epoch counts from 0 again: the latest of a moment.
+        others = [s for s in self._states if s["saved_at"] != saved_at]
+        self._states = [*others, found][-_KEPT:]
+        folder = os.path.dirname(os.path.abspath(self.path))
+        os.makedirs(folder, exist_ok=True)
+        # A file that is there is whole, whenever this is killed.
+        handle, temporary = tempfile.mkstemp(".tmp", "checkpoint-", folder)
+        try:
+            with os.fdopen(handle, "w") as file:
+                json.dump({"states": self._states}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, self.path)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(temporary)
+            raise
+
+    def _read(self) -> list[_Saved]:
+        try:
+            with open(self.path) as file:
+                states: list[_Saved] = json.load(file)["states"]
+        except FileNotFoundError:
+            return []
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{self.path} was not written by DatasetCheckpoint: "
+                f"{error!r}. Pass another `path`, or remove the file."
+            ) from error
+        return states
+
+    def _backup(self) -> Any:
+        """The `BackupAndRestore` beside this."""
+        import keras
+
+        before = True
+        for callback in self._beside:
+            if callback is self:
+                before = False
+            elif isinstance(callback, keras.callbacks.BackupAndRestore):
+                if not before:
+                    raise ValueError(
+                        "DatasetCheckpoint must come behind BackupAndRestore "
+                        "in `callbacks`: what that restores tells where the "
+                        "data is to go on."
+                    )
+                return callback
+        return None
+
+    def _state_for(self, epoch: int, backup: Any) -> _Saved | None:
+        """The state to go on from, if `fit` is to begin with that epoch."""
+        if backup is not None:
+            saved_at = _saved_at(backup)
+            for found in reversed(self._states):
+                if found["saved_at"] == saved_at:
+                    return found
+            if saved_at is None or saved_at[1] == 0:
+                return None  # the beginning of an epoch
+            raise ValueError(
+                f"The weights of {backup.backup_dir} were saved after batch "
+                f"{saved_at[1]} of epoch {saved_at[0]}, and {self.path} does "
+                "not say where the data stood then. Pass the same `save_freq` "
+                "to BackupAndRestore and DatasetCheckpoint, and remove both "
+                "checkpoints to begin anew."
+            )
+        for found in reversed(self._states):
+            if found["epoch"] == epoch:
+                return found
+        if self._states:
+            latest = self._states[-1]["epoch"]
+            _log.warning(
+                "%s says where the data stood in epoch %d, and `fit` begins "
+                "with epoch %d: it is not used. Pass `initial_epoch=%d` to go "
+                "on, and load the weights of that epoch, or use "
+                "`keras.callbacks.BackupAndRestore`.",
+                self.path,
+                latest,
+                epoch,
+                latest,
+            )
+        return None
+
+
+def _saved_at(backup: Any) -> list[int] | None:
+    """Epoch and batch of what a `BackupAndRestore` has restored."""
+    path = os.path.join(backup.backup_dir, "training_metadata.json")
+    try:
+        with open(path) as file:
+            found = json.load(file)
+        return [int(found["epoch"]), int(found["batch"])]
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,195 @@
+"""Where a dataset stands: what `state_dict` returns, and what is refused.
+
+A batch is a function of the dataset, seed, epoch and index, so that a place in
+the order is all there is to know. Only what epoch hooks have done to the
+dataset is more than that: hooks are seeded by their number, so they are run
+again, and a digest tells whether the dataset has become what it was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from keras_fastdata.engine.seeding import PRIVATE
+from keras_fastdata.errors import LoaderError
+
+VERSION = 1
+_DEPTH = 6  # of objects within objects that a digest covers
+_GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
+_MANY = 1000  # items that are looked at as an array, if they make one
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """A place in the batches of a dataset.
+
+    Attributes:
+        seed: Base seed.
+        epoch: The epoch of the next batch,
+        position: and how many batches come before it there.
+        num_batches: Length of an epoch, or `None`.
+        shuffle: Whether its order is drawn; `None` before it has begun.
+        within: Whether Keras was between the begin and the end of an epoch,
+            and so whether the end hook was still to come.
+        hooks: The epoch hooks that have run, each as its name and epoch.
+        digest: Of the dataset after them; empty if there were none.
+    """
+
+    seed: int
+    epoch: int
+    position: int
+    num_batches: int | None
+    shuffle: bool | None
+    within: bool = False
+    hooks: tuple[tuple[str, int], ...] = ()
+    digest: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same, of what JSON knows."""
+        state = {"version": VERSION, **dataclasses.asdict(self)}
+        state["hooks"] = [list(hook) for hook in self.hooks]
+        return state
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any], dataset: str) -> State:
+        """What `as_dict` made.
+
+        Raises:
+            ValueError: It did not.
+        """
+        names = {field.name for field in dataclasses.fields(cls)}
+        if not isinstance(state, Mapping) or "version" not in state:
+            raise ValueError(
+                f"This is no state of a dataset: {state!r:.200}. Pass what "
+                f"`state_dict()` of a {dataset} has returned."
+            )
+        if state["version"] != VERSION:
+            raise ValueError(
+                f"The state has version {state['version']!r}, and this "
+                f"keras_fastdata knows version {VERSION}."
+            )
+        if missing := sorted(names - set(state)):
+            raise ValueError(f"The state lacks: {', '.join(missing)}.")
+        fields = {name: state[name] for name in names}
+        fields["hooks"] = tuple(
+            (str(name), int(epoch)) for name, epoch in state["hooks"]
+        )
+        return cls(**fields)
+
+    def check(
+        self,
+        dataset: str,
+        seed: int | None,
+        num_batches: int | None,
+        hooks: tuple[tuple[str, int], ...],
+    ) -> None:
+        """Refuses to go on here in a dataset that is another one.
+
+        Args:
+            dataset: Its class name.
+            seed: Its seed; `None` if that is still free.
+            num_batches: Its length.
+            hooks: Those that have run.
+
+        Raises:
+            ValueError: It is.
+        """
+        if num_batches != self.num_batches:
+            raise ValueError(
+                f"The state is of a dataset of {self.num_batches} batches an "
+                f"epoch, and this {dataset} has {num_batches}. Give it the "
+                "data and the batch size it had."
+            )
+        if seed is not None and seed != self.seed:
+            raise ValueError(
+                f"The state is of a dataset with seed={self.seed}, and this "
+                f"{dataset} has seed={seed}. Pass that one, or none, which "
+                "takes over the state's."
+            )
+        if hooks != self.hooks[: len(hooks)]:
+            raise ValueError(
+                f"The epoch hooks of this {dataset} have run as "
+                f"{_listed(hooks)}; those of the state as "
+                f"{_listed(self.hooks)}. Resume with a new dataset, on the "
+                "same backend of Keras, with the same hooks."
+            )
+
+    def check_digest(self, dataset: str, digest: str) -> None:
+        """Refuses a dataset whose hooks did not do what they did before.
+
+        Raises:
+            LoaderError: They did not.
+        """
+        if digest != self.digest:
+            raise LoaderError(
+                f"The {len(self.hooks)} calls of epoch hooks that the state "
+                f"knows of were repeated, but {dataset} is not what it was: "
+                "its attributes differ. Hooks can be repeated if they depend "
+                "on the dataset, on `self.rng`, `np.random` or `random`, and "
+                "on `self.epoch`; and if nobody else assigns attributes."
+            )
+
+
+def _listed(hooks: tuple[tuple[str, int], ...]) -> str:
+    names = [name for name, _ in hooks]
+    return f"{', '.join(names[:3]) or 'none'}{', ...' if names[3:] else ''}"
+
+
+def digest(dataset: Any) -> str:
+    """What tells whether the attributes of a dataset have the same values.
+
+    Of what is no number, text, array or container of them, the type counts,
+    and its own attributes; random generators do not, for they are seeded.
+    """
+    found = hashlib.blake2b(digest_size=16)
+    attributes = vars(dataset)
+    _feed(found, {k: v for k, v in attributes.items() if k != PRIVATE}, _DEPTH)
+    return found.hexdigest()
+
+
+def _feed(found: Any, value: Any, depth: int) -> None:
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, (bool, int, float, complex, str)):
+        found.update(f"{value!r};".encode("utf-8", "surrogatepass"))
+    elif isinstance(value, (bytes, bytearray)):
+        found.update(value)
+    elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        found.update(f"{value.dtype.str}{value.shape};".encode())
+        found.update(np.ascontiguousarray(value).view("uint8").data)
+    elif isinstance(value, _GENERATORS) or depth == 0:
+        return
+    elif isinstance(value, (list, tuple, np.ndarray)):
+        array = _as_array(value)
+        if array is not None:
+            _feed(found, array, depth)
+            return
+        found.update(f"[{len(value)};".encode())
+        for item in value:
+            _feed(found, item, depth - 1)
+    elif isinstance(value, (set, frozenset)):
+        found.update(f"{{{sorted(map(repr, value))};".encode())
+    elif isinstance(value, Mapping):
+        for key in sorted(value, key=repr):
+            found.update(f"{key!r}:".encode("utf-8", "surrogatepass"))
+            _feed(found, value[key], depth - 1)
+    else:
+        found.update(f"{type(value).__qualname__};".encode())
+        _feed(found, getattr(value, "__dict__", {}), depth - 1)
+
+
+def _as_array(value: Any) -> np.ndarray[Any, Any] | None:
+    """A long list of numbers or texts, as one."""
+    if len(value) < _MANY or isinstance(value, np.ndarray):
+        return None
+    kinds = set(map(type, value))
+    if len(kinds) == 1 and kinds <= {int, float, str, bool}:
+        array = np.asarray(value)
+        return None if array.dtype.hasobject else array
+    return None

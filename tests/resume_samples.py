@@ -1,0 +1,130 @@
+"""Datasets that are resumed, and the training that is killed.
+
+    python resume_samples.py DIRECTORY KIND PLACE DIE_AFTER SAVE_FREQ EPOCHS
+
+trains, notes every batch and kills itself after so many (0: never).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+
+import numpy as np
+
+from keras_fastdata import FastPyDataset
+
+PLACES = {
+    "inline": {"workers": 0},
+    "2 threads": {"workers": 2},
+    "2 processes": {"workers": 2, "use_multiprocessing": True},
+    "3 spawned": {
+        "workers": 3,
+        "use_multiprocessing": True,
+        "start_method": "spawn",
+    },
+}
+
+
+class Drawn(FastPyDataset):
+    """Batches of `self.rng`; their index comes first."""
+
+    def __init__(self, length=7, **kwargs):
+        super().__init__(**kwargs)
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        x = self.rng.random((4, 3), "float32")
+        x[:, 0] = index
+        return x, x.sum(axis=1, keepdims=True)
+
+
+class Reshuffled(Drawn):
+    """The commonest idiom: an index that is shuffled in `on_epoch_end`."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.order = np.arange(4 * self.length)
+        self.notes = {"epochs": 0, "kinds": {"a", "b"}}
+
+    def __getitem__(self, index):
+        x = self.rng.random((4, 3), "float32")
+        x[:, 1] = self.order[4 * index : 4 * index + 4]
+        return x, x.sum(axis=1, keepdims=True)
+
+    def on_epoch_end(self):
+        np.random.shuffle(self.order)
+        self.notes["epochs"] += 1
+
+
+class Begun(Reshuffled):
+    """It shuffles in both hooks."""
+
+    def on_epoch_begin(self):
+        self.order = self.rng.permutation(self.order)
+
+
+KINDS = {kind.__name__: kind for kind in (Drawn, Reshuffled, Begun)}
+
+
+def digest(x):
+    return hashlib.sha256(np.asarray(x, "float32").tobytes()).hexdigest()[:16]
+
+
+def train(directory, kind, place, die_after, save_freq, epochs):
+    import keras
+
+    from keras_fastdata import DatasetCheckpoint
+    from keras_fastdata.keras_bridge import FastPyDatasetAdapter
+
+    keras.utils.set_random_seed(1)
+    dataset = KINDS[kind](seed=5, **PLACES[place])
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(1e-4, momentum=0.5), "mse")
+
+    standardize = FastPyDatasetAdapter._standardize_batch
+
+    def noting(adapter, batch):
+        notes.write(f"{digest(batch[0])}\n")
+        notes.flush()
+        return standardize(adapter, batch)
+
+    class Dies(keras.callbacks.Callback):
+        """Behind the checkpoints, so that they have saved."""
+
+        def on_train_begin(self, logs=None):
+            self.count = 0
+            # What is fetched from now on is trained on.
+            FastPyDatasetAdapter._standardize_batch = noting
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.count += 1
+            if self.count == die_after:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    freq = save_freq if save_freq == "epoch" else int(save_freq)
+    backup = keras.callbacks.BackupAndRestore(
+        f"{directory}/backup", save_freq=freq
+    )
+    checkpoint = DatasetCheckpoint(f"{directory}/data.json", save_freq=freq)
+    with dataset, open(f"{directory}/batches", "w") as notes:
+        model.fit(
+            dataset,
+            epochs=epochs,
+            verbose=0,
+            callbacks=[backup, checkpoint, Dies()],
+        )
+    weights = [w.tolist() for w in model.get_weights()]
+    with open(f"{directory}/weights.json", "w") as file:
+        json.dump(weights, file)
+
+
+if __name__ == "__main__":
+    directory, kind, place, die_after, save_freq, epochs = sys.argv[1:]
+    train(directory, kind, place, int(die_after), save_freq, int(epochs))

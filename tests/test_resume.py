@@ -1,0 +1,425 @@
+"""Going on where an earlier run has stood, to the byte."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+from places import PLACES, everywhere
+from resume_samples import KINDS, Begun, Drawn, Reshuffled
+from resume_samples import PLACES as KILLED_PLACES
+
+from keras_fastdata import (
+    DatasetCheckpoint,
+    GeneratorDataset,
+    LoaderError,
+    SampleDataset,
+)
+
+_SCRIPT = pathlib.Path(__file__).with_name("resume_samples.py")
+_EPOCHS = 4
+_LENGTH = 7
+
+
+def through_json(state):
+    return json.loads(json.dumps(state))
+
+
+def assert_same(found, expected):
+    assert len(found) == len(expected)
+    for batch, other in zip(found, expected, strict=True):
+        np.testing.assert_equal(batch, other)
+
+
+# -- without Keras ------------------------------------------------------------
+
+
+@everywhere
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_loop_goes_on_with_the_next_batch(place, shuffle):
+    with Drawn(seed=3, shuffle=shuffle) as dataset:
+        expected = [batch for _ in range(3) for batch in dataset]
+    for seen in (0, 1, 4, 6, 7, 9, 14, 20):
+        with Drawn(seed=3, shuffle=shuffle, **PLACES[place]) as dataset:
+            batches = itertools.chain.from_iterable(
+                iter(dataset) for _ in range(3)
+            )
+            for _ in range(seen):
+                next(batches)
+            state = through_json(dataset.state_dict())
+        with Drawn(shuffle=shuffle) as other:
+            other.load_state_dict(state)
+            assert other.state_dict() == state
+            found = []
+            while len(found) < len(expected) - seen:
+                found += other
+        assert_same(found, expected[seen:])
+
+
+def test_a_state_is_small_and_says_its_version():
+    with SampleDataset(np.zeros((10**6, 2)), 2, seed=1) as dataset:
+        for _ in itertools.islice(dataset, 3):
+            pass
+        state = dataset.state_dict()
+    assert state["version"] == 1
+    assert (state["epoch"], state["position"]) == (0, 3)
+    assert len(json.dumps(state)) < 1000
+
+
+def test_what_is_only_built_ahead_does_not_count():
+    with Drawn(workers=4, max_queue_size=6) as dataset:
+        batches = iter(dataset)
+        next(batches)
+        assert dataset.state_dict()["position"] == 1
+
+
+def test_a_seed_that_was_drawn_is_taken_over():
+    with Drawn() as dataset:
+        batches = iter(dataset)
+        next(batches)
+        state = dataset.state_dict()
+        expected = list(batches)
+    with Drawn() as other:
+        other.load_state_dict(state)
+        assert_same(list(other), expected)
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        ({"seed": 4}, r"seed=3, and this Drawn has seed=4"),
+        ({"seed": 3, "length": 8}, "of 7 batches.*this Drawn has 8"),
+    ],
+    ids=["seed", "length"],
+)
+def test_the_state_of_another_dataset_is_refused_with_the_difference(
+    made, message
+):
+    state = Drawn(seed=3).state_dict()
+    with pytest.raises(ValueError, match=message):
+        Drawn(**made).load_state_dict(state)
+
+
+def test_what_is_no_state_is_refused():
+    state = Drawn(seed=3).state_dict()
+    for wrong, message in (
+        ({}, "no state"),
+        ([], "no state"),
+        ({**state, "version": 9}, "version 9"),
+        ({k: v for k, v in state.items() if k != "epoch"}, "lacks: epoch"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Drawn(seed=3).load_state_dict(wrong)
+
+
+def test_another_order_is_refused():
+    with Drawn(seed=3, shuffle=True) as dataset:
+        next(iter(dataset))
+        state = dataset.state_dict()
+    with Drawn(seed=3, shuffle=False) as other:
+        other.load_state_dict(state)
+        with pytest.raises(ValueError, match=r"shuffle=True.*shuffle=False"):
+            next(iter(other))
+
+
+def test_an_epoch_can_be_chosen():
+    with Drawn(seed=3, shuffle=True) as dataset:
+        expected = [list(dataset) for _ in range(4)]
+    with Drawn(seed=3, shuffle=True, workers=2) as dataset:
+        dataset.set_epoch(3)
+        assert_same(list(dataset), expected[3])
+        dataset.set_epoch(1)
+        assert_same(list(dataset), expected[1])
+        assert_same(list(dataset), expected[2])
+    with pytest.raises(ValueError, match="`epoch`"):
+        Drawn().set_epoch(-1)
+
+
+def test_generators_that_begin_anew_are_resumed_and_others_say_they_cannot():
+    def items(shard_index, num_shards):
+        yield from range(shard_index, 40, num_shards)
+
+    def made(**kwargs):
+        return GeneratorDataset(items, 4, num_shards=2, seed=1, **kwargs)
+
+    with made() as dataset:
+        expected = [batch for _ in range(2) for batch in dataset]
+    with made(workers=2) as dataset:
+        list(dataset)
+        for _ in itertools.islice(dataset, 3):
+            pass
+        state = through_json(dataset.state_dict())
+    with made() as other:
+        other.load_state_dict(state)
+        assert_same(list(other), expected[13:])
+    with pytest.raises(ValueError, match="num_shards=2"):
+        GeneratorDataset(items, 4, num_shards=3).load_state_dict(state)
+    with (
+        made(restart=False, num_batches=3) as dataset,
+        pytest.raises(LoaderError, match="goes on from epoch to epoch"),
+    ):
+        dataset.state_dict()
+
+
+def test_a_cache_does_not_mind():
+    def made(**kwargs):
+        return SampleDataset(list(range(20)), 4, cache="memory", **kwargs)
+
+    with made(seed=1) as dataset:
+        batches = list(dataset)
+        for _ in itertools.islice(dataset, 2):
+            pass
+        state = dataset.state_dict()
+    with made(seed=1) as other:
+        other.load_state_dict(state)
+        assert_same(list(other), batches[2:])
+        assert_same(list(other), batches)
+
+
+# -- epoch hooks --------------------------------------------------------------
+
+
+def model_of():
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(1e-4), "mse")
+    return model
+
+
+class Seen(keras.callbacks.Callback):
+    """The batches trained on, by digest; and the states between them."""
+
+    def __init__(self, dataset):
+        super().__init__()
+        self.dataset = dataset
+        self.states = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.states.append(through_json(self.dataset.state_dict()))
+
+
+@pytest.mark.parametrize("kind", [Reshuffled, Begun])
+def test_a_state_can_be_loaded_before_fit_and_hooks_do_what_they_did(kind):
+    def losses(dataset, **kwargs):
+        history = model_of().fit(dataset, verbose=0, shuffle=False, **kwargs)
+        return history.history["loss"]
+
+    with kind(seed=5) as dataset:
+        seen = Seen(dataset)
+        losses(dataset, epochs=3, callbacks=[seen])
+        order = dataset.order.copy()
+    with kind(seed=5) as other:
+        other.load_state_dict(seen.states[9])
+        # The rest of the second epoch, then the third.
+        losses(other, epochs=2)
+        np.testing.assert_array_equal(other.order, order)
+        assert other.state_dict()["epoch"] == 3
+
+
+def test_hooks_that_do_something_else_are_found_out():
+    with Reshuffled(seed=5) as dataset:
+        seen = Seen(dataset)
+        model_of().fit(
+            dataset, epochs=2, verbose=0, shuffle=False, callbacks=[seen]
+        )
+    other = Reshuffled(seed=5)
+    other.order = other.order[::-1].copy()
+    with pytest.raises(LoaderError, match="Reshuffled is not what it was"):
+        other.load_state_dict(seen.states[9])
+
+
+# -- in fit -------------------------------------------------------------------
+
+
+def run(directory, *arguments):
+    return subprocess.run(
+        [sys.executable, str(_SCRIPT), str(directory), *map(str, arguments)],
+        timeout=120,
+        capture_output=True,
+        text=True,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(_SCRIPT.parent.parent),
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+        },
+        check=False,
+    )
+
+
+def notes_of(directory):
+    return (directory / "batches").read_text().split()
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory):
+    """What a training that nobody kills has seen, and its weights."""
+    known = {}
+
+    def get(kind):
+        if kind not in known:
+            directory = tmp_path_factory.mktemp(kind)
+            done = run(directory, kind, "inline", 0, "epoch", _EPOCHS)
+            assert done.returncode == 0, done.stderr
+            assert not (directory / "data.json").exists()
+            weights = json.loads((directory / "weights.json").read_text())
+            known[kind] = notes_of(directory), weights
+        return known[kind]
+
+    return get
+
+
+def kill_and_resume(tmp_path, undisturbed, kind, deaths, freq, places):
+    """Kills a training again and again, and lets the last one end."""
+    batches, weights = undisturbed(kind)
+    assert len(batches) == _LENGTH * _EPOCHS
+    saved = 0
+    every = _LENGTH if freq == "epoch" else freq
+    for death, place in zip([*deaths, 0], places, strict=True):
+        done = run(tmp_path, kind, place, death, freq, _EPOCHS)
+        seen = notes_of(tmp_path)
+        if not death:
+            break
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        assert seen[:death] == batches[saved : saved + death]
+        if freq == "epoch":
+            saved = (saved + death) // every * every
+        else:
+            saved += death // every * every
+    assert done.returncode == 0, done.stderr
+    assert seen == batches[saved:]
+    found = json.loads((tmp_path / "weights.json").read_text())
+    for mine, theirs in zip(found, weights, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    assert not (tmp_path / "data.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "deaths", "freq", "places"),
+    [
+        ("Drawn", [10], 3, ["2 threads", "2 processes"]),
+        ("Drawn", [9], "epoch", ["2 processes", "inline"]),
+        # Saved behind the last batch of an epoch, and in one that is resumed.
+        ("Reshuffled", [14, 3], 7, ["inline", "2 processes", "2 threads"]),
+        ("Begun", [9, 3], 2, ["2 processes", "3 spawned", "inline"]),
+    ],
+    ids=["steps", "epochs", "an epoch's end", "twice"],
+)
+def test_a_training_that_was_killed_goes_on_with_what_it_had_not_seen(
+    tmp_path, undisturbed, kind, deaths, freq, places
+):
+    kill_and_resume(tmp_path, undisturbed, kind, deaths, freq, places)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(20))
+def test_a_training_that_is_killed_anywhere_goes_on(
+    tmp_path, undisturbed, seed
+):
+    draw = random.Random(seed)
+    freq = draw.choice([1, 2, 3, 5, "epoch"])
+    deaths = [draw.randint(1, 12), draw.randint(1, 6)]
+    places = [draw.choice([*KILLED_PLACES]) for _ in range(3)]
+    kind = draw.choice([*KINDS])
+    kill_and_resume(tmp_path, undisturbed, kind, deaths, freq, places)
+
+
+def fit(dataset, *callbacks, **kwargs):
+    return model_of().fit(
+        dataset, verbose=0, callbacks=list(callbacks), **kwargs
+    )
+
+
+def test_an_initial_epoch_has_the_data_of_that_epoch(tmp_path):
+    def losses(**kwargs):
+        checkpoint = DatasetCheckpoint(tmp_path / "data.json")
+        with Drawn(seed=3) as dataset:
+            rows = []
+            model = model_of()
+            model.compile(keras.optimizers.SGD(0.0), "mse")
+            history = model.fit(
+                dataset, verbose=0, callbacks=[checkpoint], **kwargs
+            )
+            rows += history.history["loss"]
+        return rows
+
+    expected = losses(epochs=4)
+    found = losses(epochs=4, initial_epoch=2)
+    np.testing.assert_allclose(found, expected[2:], rtol=1e-6)
+
+
+def test_a_state_for_another_epoch_than_fit_begins_with_is_left_alone(
+    tmp_path, caplog
+):
+    path = tmp_path / "data.json"
+    checkpoint = DatasetCheckpoint(path, delete_checkpoint=False)
+    with Drawn(seed=3) as dataset:
+        fit(dataset, checkpoint, epochs=2)
+    saved = json.loads(path.read_text())
+    assert [s["epoch"] for s in saved["states"]] == [1, 2]
+    with Drawn(seed=3) as dataset:
+        fit(dataset, checkpoint, epochs=1)
+        assert dataset.state_dict()["epoch"] == 1
+    assert "`initial_epoch=2`" in caplog.text
+
+
+def test_the_checkpoint_must_come_behind_the_backup(tmp_path):
+    backup = keras.callbacks.BackupAndRestore(tmp_path / "backup")
+    checkpoint = DatasetCheckpoint(tmp_path / "data.json")
+    with (
+        Drawn() as dataset,
+        pytest.raises(ValueError, match="must come behind BackupAndRestore"),
+    ):
+        fit(dataset, checkpoint, backup)
+
+
+def test_weights_of_a_moment_that_was_not_saved_are_an_error(tmp_path):
+    backup = tmp_path / "backup"
+    backup.mkdir()
+    (backup / "training_metadata.json").write_text('{"epoch": 0, "batch": 3}')
+    with (
+        Drawn() as dataset,
+        pytest.raises(ValueError, match="after batch 3 of epoch 0"),
+    ):
+        fit(
+            dataset,
+            keras.callbacks.BackupAndRestore(str(backup)),
+            DatasetCheckpoint(tmp_path / "data.json"),
+        )
+
+
+def test_a_file_of_somebody_elses_is_refused(tmp_path):
+    path = tmp_path / "data.json"
+    path.write_text("not ours")
+    with (
+        Drawn() as dataset,
+        pytest.raises(ValueError, match="not written by DatasetCheckpoint"),
+    ):
+        fit(dataset, DatasetCheckpoint(path))
+    assert path.read_text() == "not ours"
+
+
+def test_data_of_another_kind_is_said_to_be_left_out(tmp_path, caplog):
+    x = np.zeros((8, 3), "float32")
+    path = tmp_path / "data.json"
+    model_of().fit(x, x[:, :1], verbose=0, callbacks=[DatasetCheckpoint(path)])
+    assert "is no FastPyDataset" in caplog.text
+    assert not path.exists()
+
+
+def test_the_checkpoint_survives_keras_saving(tmp_path):
+    checkpoint = DatasetCheckpoint(tmp_path / "a", 5, delete_checkpoint=False)
+    config = keras.saving.serialize_keras_object(checkpoint)
+    found = keras.saving.deserialize_keras_object(config)
+    assert found.get_config() == checkpoint.get_config()
+    for wrong in ("batch", 0, 1.5, None):
+        with pytest.raises((ValueError, TypeError), match="`save_freq`"):
+            DatasetCheckpoint("a", wrong)
