@@ -3,7 +3,7 @@ Title: Going on after a crash
 Author: keras_fastdata contributors
 Date created: 2026/11/21
 Last modified: 2026/11/21
-Description: A training that is killed in mid-epoch goes on with the batches it had not seen.
+Description: A killed training goes on with the batches it had not seen.
 Accelerator: None
 """
 
