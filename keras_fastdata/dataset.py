@@ -155,8 +155,14 @@ class FastPyDataset(_Base):
             traceback; the epoch is shorter by it, and `predict` returns so
             much less. More than a tenth of the dataset's batches, and more
             than one, is an error.
-        shard: Not available yet; "auto" or `None`. Every training process
-            gets all batches.
+        shard: Which batches are this process's, where several train together.
+            `(index, count)`: of each `count` that follow one another in the
+            epoch's order, number `index`; so the order is the same for any
+            `count`. The last ones are filled up from the beginning, so that
+            every process has as many. "auto": what `keras.distribution`, a
+            multi-worker strategy of `tf.distribute` in scope,
+            `jax.distributed` or `torch.distributed` says, in this order; all
+            batches, where none is in use. `None`: all batches.
         cache: Where batches are kept once they were built, and from the next
             epoch on come from, by index, without being built or copied again.
             "memory": in this process. Else the path of a directory, where
@@ -330,6 +336,9 @@ class FastPyDataset(_Base):
         Args:
             seed_sequence: The batch's own, from seed, epoch and index.
         """
+
+    # Whether any batch can be had without those before it.
+    _has_random_access = True
 
     # -- while a batch is built ----------------------------------------------
 

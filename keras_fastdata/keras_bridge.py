@@ -101,6 +101,13 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         )
         self._fit_thread = threading.get_ident()
 
+    @property
+    def num_batches(self) -> int | None:
+        """Batches in an epoch, of this process."""
+        dataset = self.py_dataset
+        length: int | None = dataset._loader().length(dataset)
+        return length
+
     def get_numpy_iterator(self) -> Iterator[Any]:
         return self._as_iterator(data_adapter_utils.get_numpy_iterator)
 

@@ -76,7 +76,7 @@ _ACCEPTED = {
     ],
     "max_worker_restarts": [0, 3, 1_000, (np.int64(2), 2)],
     "on_error": ["raise", "skip"],
-    "shard": ["auto", None],
+    "shard": ["auto", None, ([0, 1], (0, 1)), ((np.int64(1), 2), (1, 2))],
     "cache": [None, "memory", (pathlib.PurePosixPath("memory"), "memory")],
     "cache_bytes": [None, 1, 1 << 40, (np.uint64(9), 9)],
     "cache_version": [None, 0, 3, "", "b"],
@@ -243,8 +243,6 @@ def test_an_environment_variable_that_cannot_be_is_refused_by_its_name():
     ("name", "value"),
     [
         ("executor", "ray"),
-        ("shard", (0, 2)),
-        ("shard", (0, 1)),
     ],
     ids=str,
 )

@@ -17,7 +17,7 @@ from keras_fastdata.health import report as pages
 from keras_fastdata.health.fragment import summary_html
 from keras_fastdata.health.meter import Meter
 from keras_fastdata.health.record import Record
-from keras_fastdata.health.staff import Decision
+from keras_fastdata.health.staff import Staff
 from keras_fastdata.health.summary import (
     EpochHealth,
     HealthSummary,
@@ -113,7 +113,7 @@ class LoaderHealth(_Base):
         self._fits = False
         self._epochs: list[EpochHealth] = []
         self._validations: list[EpochHealth] = []
-        self._decisions: tuple[Decision, ...] = ()
+        self._staff: Staff | None = None  # of the training data
         self._trained: EpochHealth | None = None  # the epoch under way
         self._epoch = 0
         self._skipped: list[recorder.Skipped] = []
@@ -141,7 +141,7 @@ class LoaderHealth(_Base):
 
         While that runs: of the epochs that have ended.
         """
-        return summarize(self._epochs, self._validations, self._decisions)
+        return summarize(self._epochs, self._validations, self._staff)
 
     def plot(self) -> Figure:
         """Draws what the latest `fit`, `evaluate` or `predict` did.
@@ -256,7 +256,7 @@ class LoaderHealth(_Base):
 
         self._stop()
         self._epochs, self._validations = [], []
-        self._decisions = ()
+        self._staff = None
         self._line = None
         self._record = None
         self._began = datetime.datetime.now().astimezone()
@@ -324,8 +324,8 @@ class LoaderHealth(_Base):
         health = meter.end()
         # Of a fit, the training rather than the validation.
         subject = next(iter(meter.subjects.values()), None)
-        if subject is not None and subject.staff is not None:
-            self._decisions = subject.staff.decisions
+        if subject is not None:
+            self._staff = subject.staff
         return health
 
     def _end_training(self) -> None:

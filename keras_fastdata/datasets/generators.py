@@ -214,6 +214,8 @@ class GeneratorDataset(FastPyDataset):
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_walk": None}
 
+    _has_random_access = False
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """As of any dataset; the items before that place are made again."""
         shards = state_dict.get("num_shards")

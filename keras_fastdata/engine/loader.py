@@ -37,6 +37,7 @@ from keras_fastdata.engine.cache import Cache
 from keras_fastdata.engine.fingerprint import open_cache
 from keras_fastdata.engine.schedule import Schedule, plan_epoch
 from keras_fastdata.engine.settings import Settings
+from keras_fastdata.engine.shards import Shard, shard_of
 from keras_fastdata.errors import DatasetPicklingError, EndOfData, LoaderError
 from keras_fastdata.health import words
 from keras_fastdata.health.recorder import Span
@@ -355,6 +356,7 @@ class Loader:
         self._largest = 0  # bytes of the largest batch so far
         self._lookahead = _lookahead(settings, 0)
         self._cache: Cache | None = None  # made when it is needed
+        self._shard = Shard()  # known last
         self._look_s = 0.0  # when to look after the workers in any case
         self._changed = False
         # True while a call is under way, and left so by one that was broken
@@ -422,9 +424,11 @@ class Loader:
                     position = walk.start
                     if behind < len(trail):
                         position = trail[-1 - behind]
+                assert walk.schedule is not None
                 # Nothing tells whether the end has been asked for.
-                if position == dataset.num_batches:
+                if position == walk.schedule.num_batches:
                     epoch, position = epoch + 1, 0
+                position *= walk.schedule.shard.count
             return resume.State(
                 self.seed,
                 epoch,
@@ -454,6 +458,7 @@ class Loader:
             if seed is None and self._hooks:
                 seed = self._drawn_seed
             hooks = tuple(self._hooks)
+            self.shard(dataset).position(state.position)
             state.check(self._name, seed, dataset.num_batches, hooks)
             self._drawn_seed = state.seed
             for name, epoch in state.hooks[len(hooks) :]:
@@ -519,7 +524,22 @@ class Loader:
         staff = workers.staff()
         if auto is not None:
             staff = dataclasses.replace(staff, decisions=auto.decisions)
+        if self._shard.count > 1:
+            staff = dataclasses.replace(staff, shard=str(self._shard))
         return staff
+
+    def shard(self, dataset: build.Dataset) -> Shard:
+        """Which batches are this process's, as things are now."""
+        shard = shard_of(self._settings.shard, dataset)
+        if shard != self._shard:
+            self._shard = shard
+            if shard.count > 1:
+                _log.info("%s: %s.", self._name, shard)
+        return shard
+
+    def length(self, dataset: build.Dataset) -> int | None:
+        """How many batches of an epoch are this process's."""
+        return self.shard(dataset).length(dataset.num_batches)
 
     def mark_changed(self) -> None:
         """Has every batch not yet delivered built from the dataset anew."""
@@ -724,7 +744,7 @@ class Loader:
             self._cache = open_cache(dataset, self._settings)
         if not walk.begun:
             self._begin(walk, dataset, self._workers)
-        schedule = walk.schedule or self._plan(walk, dataset.num_batches)
+        schedule = walk.schedule or self._plan(walk, dataset)
         return self._workers, schedule
 
     def _begin(
@@ -732,7 +752,7 @@ class Loader:
     ) -> None:
         """Gives a walk its epoch, for which no other can be prepared now."""
         foretold = walk.schedule
-        if foretold is None or foretold.num_batches != dataset.num_batches:
+        if foretold is None or foretold.total != dataset.num_batches:
             self._forget_ahead(walk)
             walk.epoch = self.epoch
             walk.schedule = None
@@ -740,7 +760,7 @@ class Loader:
             # The epoch before had no worker restarts left. This one has.
             self._forget_ahead(walk)
         if self._resume is not None:
-            self._begin_at(walk, self._resume)
+            self._begin_at(walk, self._resume, dataset)
             self._resume = None
         walk.begun = True
         self.epoch += 1
@@ -751,7 +771,9 @@ class Loader:
                 other.schedule = None
                 other.may_lead = False
 
-    def _begin_at(self, walk: _Walk, state: resume.State) -> None:
+    def _begin_at(
+        self, walk: _Walk, state: resume.State, dataset: build.Dataset
+    ) -> None:
         """Begins a walk where an earlier run has left it."""
         if state.shuffle not in (None, walk.shuffle):
             raise ValueError(
@@ -759,12 +781,22 @@ class Loader:
                 f"this one of {self._name} has shuffle={walk.shuffle}. Pass "
                 "the same `shuffle`, to the dataset or to `fit`."
             )
-        walk.position = walk.issued = walk.start = state.position
+        walk.start = self.shard(dataset).position(state.position)
+        walk.position = walk.issued = walk.start
 
-    def _plan(self, walk: _Walk, num_batches: int | None) -> Schedule:
+    def _plan(
+        self,
+        walk: _Walk,
+        dataset: build.Dataset,
+        like: Schedule | None = None,
+    ) -> Schedule:
         assert walk.epoch is not None
         walk.schedule = plan_epoch(
-            num_batches, shuffle=walk.shuffle, seed=self.seed, epoch=walk.epoch
+            dataset.num_batches if like is None else like.total,
+            shuffle=walk.shuffle,
+            seed=self.seed,
+            epoch=walk.epoch,
+            shard=self.shard(dataset) if like is None else like.shard,
         )
         return walk.schedule
 
@@ -791,10 +823,10 @@ class Loader:
             and walk.ahead < allowed
             and not schedule.holds(walk.issued)
         ):
-            self._refill_following(workers, walk, schedule.num_batches)
+            self._refill_following(workers, walk, schedule)
 
     def _refill_following(
-        self, workers: Workers, walk: _Walk, num_batches: int | None
+        self, workers: Workers, walk: _Walk, before: Schedule
     ) -> None:
         """Begins the next epoch, behind the last batches of this one.
 
@@ -807,7 +839,7 @@ class Loader:
         schedule, allowed = following.schedule, self._lookahead
         if schedule is None:
             following.epoch = self.epoch
-            schedule = self._plan(following, num_batches)
+            schedule = self._plan(following, _alive(self._dataset), before)
         end = _CACHED_AHEAD * allowed
         while (
             walk.ahead < allowed

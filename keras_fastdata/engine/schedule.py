@@ -6,6 +6,9 @@ import dataclasses
 
 from keras_fastdata.engine import seeding
 from keras_fastdata.engine.permutation import Permutation
+from keras_fastdata.engine.shards import Shard
+
+_ALL = Shard()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,25 +16,42 @@ class Schedule:
     """The order of one epoch.
 
     Attributes:
-        num_batches: Batches in the epoch; `None` if it never ends.
-        order: The batch index at each position, or `None` where the index is
-            the position itself.
+        total: Batches in the epoch, over all shards; `None` if it never ends.
+        order: The batch index at each place of all, or `None` where the index
+            is the place itself.
+        shard: Which of those places are here.
     """
 
-    num_batches: int | None
+    total: int | None
     order: Permutation | None
+    shard: Shard = _ALL
+
+    @property
+    def num_batches(self) -> int | None:
+        """Batches in the epoch, of this shard; `None` if it never ends."""
+        return self.shard.length(self.total)
 
     def index_at(self, position: int) -> int:
         """The index of the batch at `position`, which counts from 0."""
+        if self.shard.count > 1:
+            position = self.shard.place(position, self.total)
         return position if self.order is None else self.order[position]
 
     def holds(self, position: int) -> bool:
         """Whether the epoch has a batch at `position`."""
-        return self.num_batches is None or position < self.num_batches
+        num_batches = self.total
+        if self.shard.count > 1:
+            num_batches = self.num_batches
+        return num_batches is None or position < num_batches
 
 
 def plan_epoch(
-    num_batches: int | None, *, shuffle: bool, seed: int, epoch: int
+    num_batches: int | None,
+    *,
+    shuffle: bool,
+    seed: int,
+    epoch: int,
+    shard: Shard = _ALL,
 ) -> Schedule:
     """Plans one epoch.
 
@@ -42,8 +62,9 @@ def plan_epoch(
             million it takes neither time nor memory.
         seed: Base seed of the dataset.
         epoch: Number of the epoch, from 0.
+        shard: The part of it that is planned.
     """
     if num_batches is None or not shuffle:
-        return Schedule(num_batches, None)
+        return Schedule(num_batches, None, shard)
     stream = seeding.sequence(seed, seeding.ORDER, epoch)
-    return Schedule(num_batches, Permutation(num_batches, stream))
+    return Schedule(num_batches, Permutation(num_batches, stream), shard)

@@ -81,6 +81,7 @@ class Settings:
             integer("max_worker_restarts", self.max_worker_restarts, least=0),
         )
         one_of("on_error", self.on_error, ("raise", "skip"))
+        check("shard", _shard(self.shard))
         self._check_cache()
         if self.executor != "ray":
             one_of("executor", self.executor, ("local",))
@@ -120,8 +121,6 @@ class Settings:
         }
         if self.executor == "ray":
             raise _not_yet("executor", self.executor, default["executor"])
-        if self.shard not in ("auto", None):
-            raise _not_yet("shard", self.shard, default["shard"])
 
     def _check_cache(self) -> None:
         if self.cache is not None:
@@ -222,6 +221,25 @@ def _require_posix(name: str, value: str) -> None:
             f"`{name}={value!r}` needs fork, which this platform lacks. "
             "Use threads (`use_multiprocessing=False`)."
         )
+
+
+def _shard(value: Any) -> tuple[int, int] | str | None:
+    if value is None or (isinstance(value, str) and value == "auto"):
+        return value
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise TypeError(
+            "`shard` must be (index, count), the number of this process and "
+            'how many there are; or "auto", or None. '
+            f"Received: {value!r}"
+        )
+    index = integer("shard[0]", value[0], least=0)
+    count = integer("shard[1]", value[1], least=1)
+    if index >= count:
+        raise ValueError(
+            f"`shard` must be (index, count) with index < count. Received: "
+            f"{value!r}"
+        )
+    return index, count
 
 
 def _environment(value: Any) -> dict[str, str] | None:

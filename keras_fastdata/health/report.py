@@ -178,6 +178,8 @@ def _phases(summary: HealthSummary) -> list[EpochHealth]:
 
 def _settings(record: Record) -> list[tuple[str, str]]:
     shown = dict(record.settings)
+    if record.summary.shard:
+        shown["this process has"] = record.summary.shard
     for decision in record.summary.decisions:
         name = f"workers, from batch {decision.batches} on"
         shown[name] = f"{decision.place}. {decision.reason}"

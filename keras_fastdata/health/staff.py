@@ -54,6 +54,7 @@ class Staff:
         losses: The latest of those that were lost.
         shared_nbytes: Shared memory in use for batches.
         decisions: What `workers="auto"` has decided so far.
+        shard: Which batches are this process's; empty if all are.
     """
 
     kind: str
@@ -62,3 +63,4 @@ class Staff:
     losses: tuple[Loss, ...] = ()
     shared_nbytes: int = 0
     decisions: tuple[Decision, ...] = ()
+    shard: str = ""

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from keras_fastdata.health import words
-from keras_fastdata.health.staff import Decision
+from keras_fastdata.health.staff import Decision, Staff
 from keras_fastdata.health.verdict import Verdict
 
 _MOST_ROWS = 12  # of a table; then the first and the last epochs
@@ -103,6 +103,8 @@ class HealthSummary:
         validations: The validations of a `fit`.
         decisions: What `workers="auto"` decided, and why; of a `fit`, for
             the training data.
+        shard: Which batches of the training data were this process's; empty
+            if all were.
     """
 
     verdict: Verdict | None
@@ -111,6 +113,7 @@ class HealthSummary:
     epochs: tuple[EpochHealth, ...]
     validations: tuple[EpochHealth, ...] = ()
     decisions: tuple[Decision, ...] = ()
+    shard: str = ""
 
     def __str__(self) -> str:
         if self.verdict is None:
@@ -119,6 +122,8 @@ class HealthSummary:
         parts = [f"{verdict.kind}: {verdict.evidence}", verdict.advice]
         if len(self.epochs) > 1:
             parts.insert(0, _table(self.epochs))
+        if self.shard:
+            parts.append(f"This process has {self.shard}.")
         if self.decisions:
             parts.append(str(self.decisions[-1]))
         return "\n".join(parts)
@@ -127,7 +132,7 @@ class HealthSummary:
 def summarize(
     epochs: list[EpochHealth],
     validations: list[EpochHealth],
-    decisions: tuple[Decision, ...] = (),
+    staff: Staff | None = None,
 ) -> HealthSummary:
     """One summary over epochs."""
     wall_s = sum(e.wall_s for e in epochs)
@@ -138,7 +143,8 @@ def summarize(
         wall_s=wall_s,
         epochs=tuple(epochs),
         validations=tuple(validations),
-        decisions=decisions,
+        decisions=() if staff is None else staff.decisions,
+        shard="" if staff is None else staff.shard,
     )
 
 
