@@ -55,6 +55,7 @@ _HEAVY = {
 _PUBLIC = [
     "ArrayDataset",
     "BatchTimeoutError",
+    "DatasetCheckpoint",
     "DatasetPicklingError",
     "EndOfData",
     "FastPyDataset",
