@@ -93,6 +93,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         self._trains = False  # whether the probe, if there is one, is over
         self.early_end = _EarlyEnd()
         self._delivered = 0  # in this epoch of Keras's
+        self._resumed: EpochIterator | None = None  # in such an epoch
         self._has_steps = False  # whether the user said how many there are
         self._another_follows = False
         self._has_hooks = any(
@@ -100,6 +101,16 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
             for name in ("on_epoch_begin", "on_epoch_end")
         )
         self._fit_thread = threading.get_ident()
+
+    @property
+    def is_within_epoch(self) -> bool:
+        """Whether Keras is between the begin and the end of an epoch."""
+        return self._within_epoch
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether epoch hooks may change the dataset."""
+        return self._has_hooks
 
     @property
     def num_batches(self) -> int | None:
@@ -159,6 +170,9 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         self._within_epoch = True
         self._delivered = 0
         self._has_steps = _caller_has_steps()
+        self._resumed = None
+        if self._trains:
+            self._shorten(sys._getframe(1).f_locals.get("self"))
         # What the hooks change is not known before they have run.
         self._another_follows = not self._has_hooks and _epoch_follows()
         if (listener := self.listener()) is not None:
@@ -167,6 +181,9 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
 
     def on_epoch_end(self) -> None:
         self.early_end.settle()
+        resumed, self._resumed = self._resumed, None
+        if resumed is not None:
+            resumed._num_batches = self.num_batches
         starting = not self._trains
         if starting:
             # `fit` and `evaluate` call this once before they begin, after
@@ -175,6 +192,18 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
             self._take_back()
         self._run_hook("on_epoch_end", starting=starting)
         self._within_epoch = False
+
+    def _shorten(self, iterator: Any) -> None:
+        """Tells Keras of an epoch that is resumed how long it is.
+
+        If nobody knows, Keras learns from its end, and is to unlearn that.
+        """
+        loader = self.py_dataset._loader()
+        if isinstance(iterator, EpochIterator) and loader.resumes:
+            self._resumed = iterator
+            rest = loader.rest(self.py_dataset)
+            if rest is not None and not iterator.steps_per_epoch:
+                iterator._num_batches = rest
 
     def take_pass(self, batches: _Batches) -> Pass:
         """The pass for an iterator that is asked for its first batch."""

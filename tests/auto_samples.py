@@ -12,7 +12,7 @@ from keras_fastdata import FastPyDataset
 
 
 class Waits(FastPyDataset):
-    """A batch waits for 15 ms; it is of `self.rng` and of its index."""
+    """A batch waits for 6 ms; it is of `self.rng` and of its index."""
 
     def __init__(self, length=60, **kwargs):
         super().__init__(**kwargs)
@@ -22,7 +22,7 @@ class Waits(FastPyDataset):
         return self.length
 
     def __getitem__(self, index):
-        time.sleep(0.015)
+        time.sleep(0.006)
         return self.draw(index), np.full((4, 1), index, "float32")
 
     def draw(self, index):
@@ -73,6 +73,22 @@ class Opens(Waits):
     def draw(self, index):
         with self.opened:
             return super().draw(index)
+
+
+class Closes(Waits):
+    """Each worker closes something when it ends."""
+
+    def on_worker_stop(self):
+        pass
+
+
+class Raises(Waits):
+    """A batch draws and raises."""
+
+    def draw(self, index):
+        if index == 30:
+            raise ValueError(f"drew {np.random.rand()}")
+        return super().draw(index)
 
 
 class Computes(Waits):

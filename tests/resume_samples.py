@@ -2,7 +2,8 @@
 
     python resume_samples.py DIRECTORY KIND PLACE DIE_AFTER SAVE_FREQ EPOCHS
 
-trains, notes every batch and kills itself after so many (0: never).
+trains, notes every batch and kills itself after so many (0: never); with
+DIES_AT=saving in the environment, before the weights of that moment are saved.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 
 import numpy as np
 
-from keras_fastdata import FastPyDataset
+from keras_fastdata import EndOfData, FastPyDataset
 
 PLACES = {
     "inline": {"workers": 0},
@@ -63,6 +64,34 @@ class Reshuffled(Drawn):
         self.notes["epochs"] += 1
 
 
+class Shrinks(Drawn):
+    """Each epoch is shorter by a batch; a file is opened on first use."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.file = None
+
+    def __getitem__(self, index):
+        if self.file is None:
+            self.file = open(os.devnull)  # noqa: SIM115
+        self.opened = True
+        return super().__getitem__(index)
+
+    def on_epoch_end(self):
+        self.length -= 1
+
+
+class Ends(Drawn):
+    """Nobody knows how long it is."""
+
+    num_batches = None
+
+    def __getitem__(self, index):
+        if index == self.length:
+            raise EndOfData
+        return super().__getitem__(index)
+
+
 class Begun(Reshuffled):
     """It shuffles in both hooks."""
 
@@ -70,7 +99,9 @@ class Begun(Reshuffled):
         self.order = self.rng.permutation(self.order)
 
 
-KINDS = {kind.__name__: kind for kind in (Drawn, Reshuffled, Begun)}
+KINDS = {
+    kind.__name__: kind for kind in (Drawn, Reshuffled, Begun, Shrinks, Ends)
+}
 
 
 def digest(x):
@@ -86,7 +117,11 @@ def train(directory, kind, place, die_after, save_freq, epochs):
     keras.utils.set_random_seed(1)
     dataset = KINDS[kind](seed=5, **PLACES[place])
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-    model.compile(keras.optimizers.SGD(1e-4, momentum=0.5), "mse")
+    model.compile(
+        keras.optimizers.SGD(1e-4, momentum=0.5),
+        "mse",
+        steps_per_execution=int(os.environ.get("STEPS_PER_EXECUTION", 1)),
+    )
 
     standardize = FastPyDatasetAdapter._standardize_batch
 
@@ -105,8 +140,28 @@ def train(directory, kind, place, die_after, save_freq, epochs):
 
         def on_train_batch_end(self, batch, logs=None):
             self.count += 1
-            if self.count == die_after:
+            if self.count == die_after and at != "saving":
                 os.kill(os.getpid(), signal.SIGKILL)
+
+    class Counts(keras.callbacks.Callback):
+        """Before the checkpoints."""
+
+        def on_train_begin(self, logs=None):
+            self.count = 0
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.count += 1
+
+    counts = Counts()
+    at = os.environ.get("DIES_AT")
+    save_weights = keras.callbacks.BackupAndRestore._save_model
+
+    def save(backup):
+        if counts.count == die_after and at == "saving":
+            os.kill(os.getpid(), signal.SIGKILL)
+        save_weights(backup)
+
+    keras.callbacks.BackupAndRestore._save_model = save
 
     freq = save_freq if save_freq == "epoch" else int(save_freq)
     backup = keras.callbacks.BackupAndRestore(
@@ -118,7 +173,7 @@ def train(directory, kind, place, die_after, save_freq, epochs):
             dataset,
             epochs=epochs,
             verbose=0,
-            callbacks=[backup, checkpoint, Dies()],
+            callbacks=[counts, backup, checkpoint, Dies()],
         )
     weights = [w.tolist() for w in model.get_weights()]
     with open(f"{directory}/weights.json", "w") as file:

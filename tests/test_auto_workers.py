@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import random
 
 import keras
 import numpy as np
 import pytest
-from auto_samples import KINDS, Computes, Draws, Opens, StaysHere, Waits
+from auto_samples import (
+    KINDS,
+    Closes,
+    Draws,
+    Opens,
+    Raises,
+    StaysHere,
+    Waits,
+)
 
 from keras_fastdata import GeneratorDataset, LoaderHealth
-from keras_fastdata.engine.auto import Auto
 from keras_fastdata.engine.tuning import Barred, Place
 
 
@@ -64,16 +72,14 @@ def test_batches_come_once_and_in_order_however_often_it_moves(goes, shuffle):
     assert_same(found, expected)
 
 
-def test_builds_that_wait_come_to_threads_and_the_settings_say_so():
+def test_the_settings_say_where_it_is(goes):
+    goes((0, False), (4, False), after=30)
     with Waits(workers="auto") as dataset:
-        assert dataset.workers == 0
-        assert not dataset.use_multiprocessing
-        for _ in range(3):
-            for _ in dataset:
-                pass
-        assert dataset.workers > 1
-        assert not dataset.use_multiprocessing
-        assert "thread" in places(dataset)[-1]
+        assert (dataset.workers, dataset.use_multiprocessing) == (0, False)
+        for _ in itertools.islice(dataset, 40):
+            pass
+        assert (dataset.workers, dataset.use_multiprocessing) == (4, False)
+        assert places(dataset) == ["inline", "4 threads"]
 
 
 @pytest.mark.parametrize("kind", ["Draws", "Holds", "Reseeds", "Opens"])
@@ -83,10 +89,13 @@ def test_what_threads_would_share_is_never_built_by_threads(kind):
             for _ in dataset:
                 pass
         assert not any("thread" in place for place in places(dataset))
-        assert dataset.use_multiprocessing
+        assert dataset._loader()._auto._tuner.is_barred(processes=False)
 
 
-def test_a_draw_that_comes_late_ends_threads_and_its_batch_is_built_again():
+def test_a_draw_that_comes_late_ends_threads_and_its_batch_is_built_again(
+    goes,
+):
+    goes((3, False), (0, False), after=1000)
     with Draws(120, workers=0, seed=4, length=200) as dataset:
         expected = list(dataset)
     with Draws(120, workers="auto", seed=4, length=200) as dataset:
@@ -95,10 +104,81 @@ def test_a_draw_that_comes_late_ends_threads_and_its_batch_is_built_again():
         assert dataset.workers > 1
         assert not dataset.use_multiprocessing
         found += batches
-        assert dataset.use_multiprocessing or not dataset.workers
-        decisions = dataset._loader().staff().decisions
+        assert dataset.workers == 0
+        assert dataset._loader()._auto._tuner.is_barred(processes=False)
     assert_same(found, expected)
-    assert any("would share `np.random`" in d.reason for d in decisions)
+
+
+def test_draws_are_noticed_while_somebody_builds_inline(goes):
+    with Draws(15, workers=0, seed=4) as dataset:
+        expected = list(dataset)
+    goes((3, False), (0, False), after=1000)
+    with (
+        Draws(15, workers="auto", seed=4) as dataset,
+        Waits(workers=0) as other,
+    ):
+        batches, others = iter(dataset), iter(other)
+        found = [next(batches)]
+        for _ in range(20):
+            next(others)
+        found += batches
+    assert_same(found, expected)
+
+
+def test_a_draw_of_somebody_elses_does_not_end_threads(goes):
+    expected = batches_of(Waits(workers=0, seed=4))
+    goes((3, False), (0, False), after=1000)
+    with Waits(workers="auto", seed=4) as dataset:
+        found = []
+        for batch in itertools.chain(dataset, dataset, dataset):
+            found.append(batch)
+            if len(found) % 30 == 5:
+                random.random()
+        assert dataset.workers == 3
+    assert_same(found, expected)
+
+
+def test_an_error_after_a_draw_is_the_one_it_is_inline(goes):
+    def error_of(**kwargs):
+        with (
+            Raises(seed=4, **kwargs) as dataset,
+            pytest.raises(ValueError, match="drew") as caught,
+        ):
+            list(dataset)
+        return str(caught.value)
+
+    expected = error_of(workers=0)
+    goes((3, False), (0, False), after=1000)
+    assert error_of(workers="auto") == expected
+
+
+def test_what_cannot_be_sent_later_is_built_here_from_then_on(goes):
+    goes((2, True), (0, False), after=1000)
+    with Waits(workers="auto", seed=4) as dataset:
+        batches = iter(dataset)
+        next(batches)
+        assert dataset.use_multiprocessing
+        dataset.lock = (n for n in range(3))
+        next(batches)
+        assert dataset.workers == 0
+
+
+def test_what_a_worker_closes_is_closed_in_processes_alone():
+    with Closes(workers="auto") as dataset:
+        next(iter(dataset))
+        assert (dataset.workers, dataset.use_multiprocessing) == (1, True)
+
+
+def test_an_interrupt_while_it_decides_does_no_harm(monkeypatch):
+    def interrupted(samples):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("keras_fastdata.engine.tuning._costs", interrupted)
+    with Waits(workers="auto", seed=4) as dataset:
+        with pytest.raises(KeyboardInterrupt):
+            list(dataset)
+        assert len(list(dataset)) == 60
 
 
 def test_the_first_batches_may_be_such_that_draw_late(goes):
@@ -132,6 +212,7 @@ def test_what_a_worker_opens_is_opened_in_processes_alone():
         assert not hasattr(dataset, "opened")
 
 
+@pytest.mark.backend
 @pytest.mark.parametrize("kind", ["Waits", "Draws"])
 def test_a_model_sees_the_same_data_and_health_says_what_was_decided(
     kind, capsys
@@ -153,15 +234,6 @@ def test_a_model_sees_the_same_data_and_health_says_what_was_decided(
     assert fixed.decisions == ()
     assert found.decisions[-1].place in str(found)
     assert "workers='auto' is at" in capsys.readouterr().out
-
-
-def test_builds_that_compute_never_come_to_more_workers_than_cores():
-    with Computes(workers="auto", length=150) as dataset:
-        for _ in dataset:
-            pass
-        for place in places(dataset):
-            assert place == "inline" or int(place.split()[0]) <= 16
-        assert isinstance(dataset._loader()._auto, Auto)
 
 
 def test_it_can_be_set_and_unset_later():

@@ -15,8 +15,8 @@ import keras
 import numpy as np
 import pytest
 from places import PLACES, everywhere
-from resume_samples import KINDS, Begun, Drawn, Reshuffled
 from resume_samples import PLACES as KILLED_PLACES
+from resume_samples import Begun, Drawn, Reshuffled
 
 from keras_fastdata import (
     DatasetCheckpoint,
@@ -28,6 +28,10 @@ from keras_fastdata import (
 _SCRIPT = pathlib.Path(__file__).with_name("resume_samples.py")
 _EPOCHS = 4
 _LENGTH = 7
+
+
+def long(*values):
+    return pytest.param(*values, marks=pytest.mark.long)
 
 
 def through_json(state):
@@ -207,6 +211,7 @@ class Seen(keras.callbacks.Callback):
         self.states.append(through_json(self.dataset.state_dict()))
 
 
+@pytest.mark.backend
 @pytest.mark.parametrize("kind", [Reshuffled, Begun])
 def test_a_state_can_be_loaded_before_fit_and_hooks_do_what_they_did(kind):
     def losses(dataset, **kwargs):
@@ -240,7 +245,7 @@ def test_hooks_that_do_something_else_are_found_out():
 # -- in fit -------------------------------------------------------------------
 
 
-def run(directory, *arguments):
+def run(directory, *arguments, **environment):
     return subprocess.run(
         [sys.executable, str(_SCRIPT), str(directory), *map(str, arguments)],
         timeout=120,
@@ -250,6 +255,7 @@ def run(directory, *arguments):
             **os.environ,
             "PYTHONPATH": str(_SCRIPT.parent.parent),
             "TF_CPP_MIN_LOG_LEVEL": "3",
+            **environment,
         },
         check=False,
     )
@@ -264,10 +270,11 @@ def undisturbed(tmp_path_factory):
     """What a training that nobody kills has seen, and its weights."""
     known = {}
 
-    def get(kind):
+    def get(kind, **environment):
         if kind not in known:
             directory = tmp_path_factory.mktemp(kind)
-            done = run(directory, kind, "inline", 0, "epoch", _EPOCHS)
+            arguments = kind, "inline", 0, "epoch", _EPOCHS
+            done = run(directory, *arguments, **environment)
             assert done.returncode == 0, done.stderr
             assert not (directory / "data.json").exists()
             weights = json.loads((directory / "weights.json").read_text())
@@ -280,7 +287,6 @@ def undisturbed(tmp_path_factory):
 def kill_and_resume(tmp_path, undisturbed, kind, deaths, freq, places):
     """Kills a training again and again, and lets the last one end."""
     batches, weights = undisturbed(kind)
-    assert len(batches) == _LENGTH * _EPOCHS
     saved = 0
     every = _LENGTH if freq == "epoch" else freq
     for death, place in zip([*deaths, 0], places, strict=True):
@@ -300,13 +306,14 @@ def kill_and_resume(tmp_path, undisturbed, kind, deaths, freq, places):
     assert not (tmp_path / "data.json").exists()
 
 
+@pytest.mark.backend
 @pytest.mark.parametrize(
     ("kind", "deaths", "freq", "places"),
     [
         ("Drawn", [10], 3, ["2 threads", "2 processes"]),
-        ("Drawn", [9], "epoch", ["2 processes", "inline"]),
+        long("Drawn", [9], "epoch", ["2 processes", "inline"]),
         # Saved behind the last batch of an epoch, and in one that is resumed.
-        ("Reshuffled", [14, 3], 7, ["inline", "2 processes", "2 threads"]),
+        long("Reshuffled", [14, 3], 7, ["inline", "2 processes", "2 threads"]),
         ("Begun", [9, 3], 2, ["2 processes", "3 spawned", "inline"]),
     ],
     ids=["steps", "epochs", "an epoch's end", "twice"],
@@ -317,7 +324,105 @@ def test_a_training_that_was_killed_goes_on_with_what_it_had_not_seen(
     kill_and_resume(tmp_path, undisturbed, kind, deaths, freq, places)
 
 
+@pytest.mark.parametrize(
+    ("kind", "death", "freq", "saved"),
+    [
+        ("Drawn", 6, 3, 3),
+        long("Reshuffled", 14, "epoch", 7),
+        long("Shrinks", 9, 1, 8),
+    ],
+)
+def test_weights_that_were_not_saved_any_more_get_the_data_of_those_before(
+    tmp_path, undisturbed, kind, death, freq, saved
+):
+    batches, weights = undisturbed(kind)
+    arguments = kind, "2 threads", death, freq, _EPOCHS
+    done = run(tmp_path, *arguments, DIES_AT="saving")
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    done = run(tmp_path, kind, "2 processes", 0, freq, _EPOCHS)
+    assert done.returncode == 0, done.stderr
+    assert notes_of(tmp_path) == batches[saved:]
+    found = json.loads((tmp_path / "weights.json").read_text())
+    for mine, theirs in zip(found, weights, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "death", "freq", "saved"),
+    [
+        ("Ends", 12, 4, 12),
+        long("Ends", 7, 7, 7),
+        long("Shrinks", 10, 3, 9),
+    ],
+    ids=["unknown length", "its end", "another length"],
+)
+def test_an_epoch_that_is_resumed_says_nothing_of_those_after_it(
+    tmp_path, undisturbed, kind, death, freq, saved
+):
+    batches, _ = undisturbed(kind)
+    done = run(tmp_path, kind, "inline", death, freq, _EPOCHS)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    done = run(tmp_path, kind, "2 threads", 0, freq, _EPOCHS)
+    assert done.returncode == 0, done.stderr
+    found = notes_of(tmp_path)
+    if kind == "Ends" and saved == 7:
+        # That the epoch had ended, nobody knew: there is one more.
+        found = found[: len(batches) - 7]
+    assert found == batches[saved:]
+
+
+@pytest.mark.backend
+def test_a_resumed_epoch_need_not_be_a_whole_number_of_executions(
+    tmp_path, undisturbed
+):
+    batches, _ = undisturbed("Drawn")
+    arguments = "Drawn", "2 threads"
+    two = {"STEPS_PER_EXECUTION": "2"}
+    # BackupAndRestore counts a step less in the first execution.
+    done = run(tmp_path, *arguments, 2, 3, _EPOCHS, **two)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    done = run(tmp_path, *arguments, 0, 3, _EPOCHS, **two)
+    assert done.returncode == 0, done.stderr
+    assert notes_of(tmp_path) == batches[4:]
+
+
+@pytest.mark.backend
+def test_a_dataset_that_also_validates_goes_on_with_its_own_numbers(tmp_path):
+    def trained(directory, dies_in=None):
+        orders = []
+
+        class Dies(keras.callbacks.Callback):
+            def on_train_batch_begin(self, batch, logs=None):
+                orders.append(dataset._loader().epoch)
+
+            def on_epoch_begin(self, epoch, logs=None):
+                if epoch == dies_in:
+                    raise RuntimeError("it dies")
+
+        dataset = Drawn(seed=3)
+        backup = keras.callbacks.BackupAndRestore(str(directory / "backup"))
+        checkpoint = DatasetCheckpoint(directory / "data.json")
+        with dataset:
+            try:
+                fit(
+                    dataset,
+                    backup,
+                    checkpoint,
+                    Dies(),
+                    epochs=4,
+                    validation_data=dataset,
+                )
+            except RuntimeError:
+                assert dies_in
+        return orders
+
+    whole = trained(tmp_path / "whole")
+    first = trained(tmp_path / "part", dies_in=2)
+    assert first + trained(tmp_path / "part") == whole
+
+
 @pytest.mark.long
+@pytest.mark.backend
 @pytest.mark.parametrize("seed", range(20))
 def test_a_training_that_is_killed_anywhere_goes_on(
     tmp_path, undisturbed, seed
@@ -326,7 +431,7 @@ def test_a_training_that_is_killed_anywhere_goes_on(
     freq = draw.choice([1, 2, 3, 5, "epoch"])
     deaths = [draw.randint(1, 12), draw.randint(1, 6)]
     places = [draw.choice([*KILLED_PLACES]) for _ in range(3)]
-    kind = draw.choice([*KINDS])
+    kind = draw.choice(["Drawn", "Reshuffled", "Begun"])
     kill_and_resume(tmp_path, undisturbed, kind, deaths, freq, places)
 
 
@@ -336,6 +441,7 @@ def fit(dataset, *callbacks, **kwargs):
     )
 
 
+@pytest.mark.backend
 def test_an_initial_epoch_has_the_data_of_that_epoch(tmp_path):
     def losses(**kwargs):
         checkpoint = DatasetCheckpoint(tmp_path / "data.json")

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import sys
-import tempfile
 from typing import TYPE_CHECKING, Any
 
 from keras_fastdata.engine.settings import boolean, integer
@@ -40,8 +39,8 @@ _log = logging.getLogger("keras_fastdata")
 class DatasetCheckpoint(_Base):
     """Saves where the training data stands, and restores it.
 
-    Put it behind `keras.callbacks.BackupAndRestore` with the same `save_freq`:
-    a `fit` that was killed and is called again, in a new process, has the
+    Put it behind `keras.callbacks.BackupAndRestore`, and it saves when that
+    does: a `fit` that was killed and is called again, in a new process, has the
     weights, the epoch and the optimizer from there, and from here the batches
     of that epoch that it had not trained on, with the bytes they would have
     had. That epoch is shorter by those before. Number and kind of workers may
@@ -58,7 +57,8 @@ class DatasetCheckpoint(_Base):
     Args:
         path: The file to save to, JSON of about a kilobyte. It is replaced in
             one piece, so that it is whole at any time.
-        save_freq: "epoch", or after how many batches to save.
+        save_freq: "epoch", or after how many batches to save; of no effect
+            beside `BackupAndRestore`.
         delete_checkpoint: Whether to remove the file when `fit` has come to
             its end, so that the next one begins at the beginning. Defaults
             to `True`, as for `BackupAndRestore`.
@@ -100,9 +100,9 @@ class DatasetCheckpoint(_Base):
         self._adapter: Any = None
         self._beside: list[Any] = []
         self._states: list[_Saved] = []
+        self._backup: Any = None
         self._epoch = 0
-        self._ended_epochs = 0  # as BackupAndRestore counts: from 0 again
-        self._last_batch = 0
+        self._last_batch = -1
         self._since_saved = 0
 
     def get_config(self) -> dict[str, Any]:
@@ -137,12 +137,12 @@ class DatasetCheckpoint(_Base):
                 "this `fit` is no FastPyDataset."
             )
             return
-        backup = self._backup()
+        self._backup = backup = self._find_backup()
         self._states = self._read()
-        self._ended_epochs = self._last_batch = self._since_saved = 0
+        self._since_saved = 0
         epoch = getattr(self.model, "_initial_epoch", None)
         epoch = epoch or training.initial_epoch
-        state = self._state_for(epoch, backup)
+        state = self._state_for(epoch)
         dataset = self._adapter.py_dataset
         if state is not None:
             dataset.load_state_dict(state["dataset"])
@@ -152,79 +152,39 @@ class DatasetCheckpoint(_Base):
                 # for epoch 0.
                 self.model._initial_epoch = state["epoch"]
         elif epoch:
-            dataset.set_epoch(epoch)
+            self._begin_with(epoch)
+        if backup is not None:
+            self._save_before(backup)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch = epoch
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        # Counts as BackupAndRestore does, so as to save when it does.
-        if not isinstance(self.save_freq, int) or self._adapter is None:
-            return
-        new = batch <= self._last_batch
-        self._since_saved += batch + 1 if new else batch - self._last_batch
+        if batch <= self._last_batch:
+            self._last_batch = -1  # of a new epoch
+        self._since_saved += batch - self._last_batch
         self._last_batch = batch
-        if self._since_saved >= self.save_freq:
-            self._since_saved = 0
+        if (
+            isinstance(self.save_freq, int)
+            and self._backup is None
+            and self._since_saved >= self.save_freq
+        ):
             self._save(batch + 1)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._epoch = self._ended_epochs = epoch + 1
-        self._last_batch = 0
-        if self.save_freq == "epoch" and self._adapter is not None:
+        self._epoch, self._last_batch = epoch + 1, -1
+        if self.save_freq == "epoch" and self._backup is None:
             self._save(None)
 
     def on_train_end(self, logs: Any = None) -> None:
-        self._adapter = None
+        self._adapter = self._backup = None
         if self.delete_checkpoint:
             with contextlib.suppress(FileNotFoundError):
                 os.remove(self.path)
 
-    # -- the file -----------------------------------------------------------
+    # -- beside BackupAndRestore ----------------------------------------------
 
-    def _save(self, steps: int | None) -> None:
-        """Saves the state after so many steps of an epoch, or its end."""
-        state = self._adapter.state(steps)
-        is_over = steps is not None and not state["position"]
-        saved_at = [self._ended_epochs, self._last_batch]
-        found: _Saved = {
-            "epoch": self._epoch + is_over,
-            "saved_at": saved_at,
-            "dataset": state,
-        }
-        # A resumed epoch counts from 0 again: the latest of a moment.
-        others = [s for s in self._states if s["saved_at"] != saved_at]
-        self._states = [*others, found][-_KEPT:]
-        folder = os.path.dirname(os.path.abspath(self.path))
-        os.makedirs(folder, exist_ok=True)
-        # A file that is there is whole, whenever this is killed.
-        handle, temporary = tempfile.mkstemp(".tmp", "checkpoint-", folder)
-        try:
-            with os.fdopen(handle, "w") as file:
-                json.dump({"states": self._states}, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, self.path)
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(temporary)
-            raise
-
-    def _read(self) -> list[_Saved]:
-        try:
-            with open(self.path) as file:
-                states: list[_Saved] = json.load(file)["states"]
-        except FileNotFoundError:
-            return []
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{self.path} was not written by DatasetCheckpoint: "
-                f"{error!r}. Pass another `path`, or remove the file."
-            ) from error
-        return states
-
-    def _backup(self) -> Any:
-        """The `BackupAndRestore` beside this."""
+    def _find_backup(self) -> Any:
         import keras
 
         before = True
@@ -241,21 +201,108 @@ class DatasetCheckpoint(_Base):
                 return callback
         return None
 
-    def _state_for(self, epoch: int, backup: Any) -> _Saved | None:
-        """The state to go on from, if `fit` is to begin with that epoch."""
+    def _save_before(self, backup: Any) -> None:
+        """Has a state saved just before the weights that belong to it.
+
+        Killed in between, the weights are the older ones; and their state is
+        still in the file.
+        """
+        save_weights = type(backup)._save_model
+
+        def save() -> None:
+            if self._adapter is not None and self._backup is backup:
+                within = self._adapter.is_within_epoch
+                batch = backup._last_batch_seen
+                if not within:
+                    self._epoch = backup._current_epoch
+                self._save(batch + 1 if within else None)
+            save_weights(backup)
+
+        backup._save_model = save
+
+    def _moment(self, epoch: int, batch: int) -> list[int]:
+        """What tells which weights a state belongs to."""
+        optimizer = getattr(self.model, "optimizer", None)
+        steps = 0 if optimizer is None else int(optimizer.iterations)
+        return [epoch, batch, steps]
+
+    def _begin_with(self, epoch: int) -> None:
+        """Begins a later epoch, of which nothing was saved."""
+        dataset = self._adapter.py_dataset
+        if self._adapter.has_hooks:
+            raise ValueError(
+                f"`fit` is to begin with epoch {epoch}, and {self.path} does "
+                f"not say what {type(dataset).__name__} was like then, which "
+                "its epoch hooks change. Begin anew, or leave out "
+                "DatasetCheckpoint."
+            )
+        dataset.set_epoch(epoch)
+
+    # -- the file -----------------------------------------------------------
+
+    def _save(self, steps: int | None) -> None:
+        """Saves the state after so many steps of an epoch, or its end."""
+        if self._adapter is None:
+            return
+        self._since_saved = 0
+        state = self._adapter.state(steps)
+        is_over = steps is not None and not state["position"]
+        backup, saved_at = self._backup, None
         if backup is not None:
-            saved_at = _saved_at(backup)
+            saved_at = self._moment(
+                backup._current_epoch, backup._last_batch_seen
+            )
+        found: _Saved = {
+            "epoch": self._epoch + is_over,
+            "saved_at": saved_at,
+            "dataset": state,
+        }
+        others = [
+            s
+            for s in self._states
+            if saved_at is None or s["saved_at"] != saved_at
+        ]
+        self._states = [*others, found][-_KEPT:]
+        folder = os.path.dirname(os.path.abspath(self.path))
+        os.makedirs(folder, exist_ok=True)
+        # A file that is there is whole, whenever this is killed.
+        temporary = f"{self.path}.tmp"
+        with open(temporary, "w") as file:
+            json.dump({"states": self._states}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, self.path)
+
+    def _read(self) -> list[_Saved]:
+        try:
+            with open(self.path) as file:
+                states: list[_Saved] = json.load(file)["states"]
+        except FileNotFoundError:
+            return []
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{self.path} was not written by DatasetCheckpoint: "
+                f"{error!r}. Pass another `path`, or remove the file."
+            ) from error
+        return states
+
+    def _state_for(self, epoch: int) -> _Saved | None:
+        """The state to go on from, if `fit` is to begin with that epoch."""
+        if self._backup is not None:
+            restored = _restored(self._backup)
+            if restored is None:
+                return None  # there are no weights to go on with
+            saved_at = self._moment(*restored)
             for found in reversed(self._states):
                 if found["saved_at"] == saved_at:
                     return found
-            if saved_at is None or saved_at[1] == 0:
+            if not self._states and not restored[1]:
                 return None  # the beginning of an epoch
             raise ValueError(
-                f"The weights of {backup.backup_dir} were saved after batch "
-                f"{saved_at[1]} of epoch {saved_at[0]}, and {self.path} does "
-                "not say where the data stood then. Pass the same `save_freq` "
-                "to BackupAndRestore and DatasetCheckpoint, and remove both "
-                "checkpoints to begin anew."
+                f"The weights of {self._backup.backup_dir} were saved after "
+                f"batch {restored[1]} of epoch {restored[0]}, and {self.path} "
+                "does not say where the data stood then. Was it saved by "
+                "another training? Remove both checkpoints to begin anew."
             )
         for found in reversed(self._states):
             if found["epoch"] == epoch:
@@ -275,12 +322,12 @@ class DatasetCheckpoint(_Base):
         return None
 
 
-def _saved_at(backup: Any) -> list[int] | None:
+def _restored(backup: Any) -> tuple[int, int] | None:
     """Epoch and batch of what a `BackupAndRestore` has restored."""
     path = os.path.join(backup.backup_dir, "training_metadata.json")
     try:
         with open(path) as file:
             found = json.load(file)
-        return [int(found["epoch"]), int(found["batch"])]
+        return int(found["epoch"]), int(found["batch"])
     except FileNotFoundError:
         return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import time
 
 from keras_fastdata.engine import build
@@ -32,15 +33,23 @@ class Auto:
         self._settings = settings
         # What a worker opens is its own: it could neither be shared by
         # threads, nor sent to processes.
-        opens = build.overrides(dataset, "on_worker_start")
+        opens = any(
+            build.overrides(dataset, name)
+            for name in ("on_worker_start", "on_worker_stop")
+        )
+        can_fork = hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
+        opens = opens and can_fork
         self._tuner = Tuner(
             cores.read().allowed,
             settings.max_queue_size,
             Place(1, True) if opens else INLINE,
         )
         if opens:
-            self._bar(False, "`on_worker_start` opens what is one worker's.")
+            self._bar(False, "`on_worker_start` opens what is a worker's own.")
+        if not can_fork:
+            self._bar(True, "No processes on this platform.")
         self._timing: Timing | None = None
+        self._worker = 0
         self._asked_s = self._returned_s = 0.0
         self._asked_cpu_s = self._returned_cpu_s = 0.0
 
@@ -70,9 +79,9 @@ class Auto:
         self._asked_cpu_s = time.process_time()
         self._asked_s = time.perf_counter()
 
-    def opened(self, timing: Timing | None) -> None:
+    def opened(self, timing: Timing | None, worker: int) -> None:
         """Told how the batch was built; not called for one that was not."""
-        self._timing = timing
+        self._timing, self._worker = timing, worker
 
     def deliver(self, *, counts: bool) -> bool:
         """Called when it is there.
@@ -92,22 +101,34 @@ class Auto:
                     self._asked_cpu_s - self._returned_cpu_s,
                     returned_s - self._asked_s,
                     self._timing,
+                    self._worker,
                 )
             )
         self._returned_cpu_s = time.process_time()
         self._returned_s = time.perf_counter()
         return self._tuner.place != before
 
-    def cannot_be_sent(self, error: Exception) -> None:
-        """Rules out processes, to which the dataset cannot be sent."""
+    def cannot_be_had(self, error: Exception) -> bool:
+        """Rules out the present kind of workers; `False` if it is inline."""
+        place = self._tuner.place
+        if not place.workers:
+            return False
+        kind = "processes" if place.are_processes else "threads"
         lines = str(error).strip().splitlines()
-        self._bar(True, f"No processes: {lines[0] if lines else error!r}")
+        why = lines[0] if lines else repr(error)
+        self._bar(place.are_processes, f"No {kind}: {why}")
+        return True
 
     @property
     def observes(self) -> bool:
         """Whether it matters that a batch built inline draws."""
         tuner = self._tuner
-        return not tuner.is_settled and not tuner.is_barred(processes=False)
+        if tuner.is_barred(processes=False):
+            return False
+        place = tuner.place
+        return not tuner.is_settled or (
+            place.workers > 0 and not place.are_processes
+        )
 
     def drew(self, what: str) -> None:
         """Rules out threads, which share what a batch draws from."""

@@ -167,7 +167,10 @@ class Observer(Protocol):
 
 
 class SharedDraw(LoaderError):
-    """A batch built by a thread may have drawn from what threads share."""
+    """A batch built by a thread may have drawn from what threads share.
+
+    Whether it has shows when it is built where nobody else builds.
+    """
 
 
 class Builder:
@@ -257,9 +260,10 @@ class Builder:
         with _building(context, alone=not self._shared):
             if self._watch is not None:
                 self._watch.begin()
-                batch = self._made(context)
-                self._watch.end(type(self.dataset).__name__)
-                return batch
+                try:
+                    return self._made(context)
+                finally:
+                    self._watch.end(type(self.dataset).__name__)
             if self._private:
                 self._reseed(epoch, index)
                 return self._made(context)
@@ -277,11 +281,12 @@ class Builder:
         elif self._find_generators(self.dataset):
             observer.drew("the random generators that the dataset holds")
         else:
-            before = seeding.states([])
-            batch = self._made(context)
-            if before != seeding.states([]):
-                observer.drew("`np.random` and `random`")
-            return batch
+            before = _positions()
+            try:
+                return self._made(context)
+            finally:
+                if before != _positions():
+                    observer.drew("`np.random` and `random`")
         return self._made(context)
 
     def _made(self, context: Context) -> Any:
@@ -405,22 +410,24 @@ class _GlobalsWatch:
         if early or not self._warns:
             self._watched += 1
             crossings = preserved_globals.crossings
-            self._local.before = self._positions(), crossings
+            self._local.before = _positions(), crossings
 
     def end(self, dataset: str) -> None:
-        """Called after it, unless it raised."""
+        """Called after it."""
         before = self._local.before
         if before is None:
             return
         positions, crossings = before
-        if preserved_globals.depth or preserved_globals.crossings != crossings:
-            return  # another thread builds inline, and seeds them meanwhile
-        if positions != self._positions():
-            if not self._warns:
-                raise SharedDraw(
-                    "While a thread built a batch, `np.random` or `random` "
-                    "was drawn from."
-                )
+        # Another thread may build inline, and seed them meanwhile.
+        crossed = (
+            preserved_globals.depth or preserved_globals.crossings != crossings
+        )
+        if not self._warns and (crossed or positions != _positions()):
+            raise SharedDraw(
+                "While a thread built a batch, `np.random` or `random` was "
+                "drawn from, by it or by another."
+            )
+        if not crossed and positions != _positions():
             self._moved += 1
             if self._moved == self._TELLING:
                 warnings.warn(
@@ -432,13 +439,15 @@ class _GlobalsWatch:
                     stacklevel=2,
                 )
 
-    @staticmethod
-    def _positions() -> tuple[Any, ...]:
-        legacy: Any = np.random.get_state()
-        torch = seeding.loaded_torch()
-        return (
-            legacy[2],
-            int(legacy[1][0]),
-            hash(random.getstate()),
-            torch and torch.get_rng_state().numpy().tobytes(),
-        )
+
+def _positions() -> tuple[Any, ...]:
+    """How far the global generators are."""
+    numpy: Any = np.random.get_state(legacy=False)
+    state = numpy["state"]
+    torch = seeding.loaded_torch()
+    return (
+        numpy["has_gauss"],
+        (state["pos"], int(state["key"][0])) if "pos" in state else repr(state),
+        hash(random.getstate()),
+        torch and torch.get_rng_state().numpy().tobytes(),
+    )

@@ -349,12 +349,13 @@ class Loader:
         )
         self._hooks: list[tuple[str, int]] = []  # that have run
         self._digest: tuple[int, str] | None = None  # after so many of them
+        self._attributes = frozenset(vars(dataset))  # which no build has set
         self._latest: _Walk | None = None  # that a batch was delivered from
         self._resume: resume.State | None = None  # where the next one begins
         self._is_restored = False  # and Keras has begun no epoch since
         self.within_epoch = False  # of Keras's
         self._largest = 0  # bytes of the largest batch so far
-        self._lookahead = _lookahead(settings, 0)
+        self._lookahead = _lookahead(self._settings, 0)
         self._cache: Cache | None = None  # made when it is needed
         self._shard = Shard()  # known last
         self._look_s = 0.0  # when to look after the workers in any case
@@ -427,7 +428,7 @@ class Loader:
                 assert walk.schedule is not None
                 # Nothing tells whether the end has been asked for.
                 if position == walk.schedule.num_batches:
-                    epoch, position = epoch + 1, 0
+                    epoch, position = self.epoch, 0
                 position *= walk.schedule.shard.count
             return resume.State(
                 self.seed,
@@ -443,7 +444,8 @@ class Loader:
     def _digest_of(self, dataset: build.Dataset) -> str:
         count = len(self._hooks)
         if self._digest is None or self._digest[0] != count:
-            self._digest = count, resume.digest(dataset) if count else ""
+            found = resume.digest(dataset, self._attributes) if count else ""
+            self._digest = count, found
         return self._digest[1]
 
     def restore(self, dataset: build.Dataset, state: resume.State) -> None:
@@ -459,11 +461,12 @@ class Loader:
                 seed = self._drawn_seed
             hooks = tuple(self._hooks)
             self.shard(dataset).position(state.position)
-            state.check(self._name, seed, dataset.num_batches, hooks)
+            state.check(self._name, seed, hooks)
             self._drawn_seed = state.seed
             for name, epoch in state.hooks[len(hooks) :]:
                 self.epoch = epoch
                 self.run_hook(dataset, name)
+            state.check_length(self._name, dataset.num_batches)
             state.check_digest(self._name, self._digest_of(dataset))
             if state.within and not state.position:
                 # It was at the end of an epoch.
@@ -534,7 +537,11 @@ class Loader:
         if shard != self._shard:
             self._shard = shard
             if shard.count > 1:
-                _log.info("%s: %s.", self._name, shard)
+                if self._settings.seed is None:
+                    self._drawn_seed = 0  # the same one in all processes
+                found = self._settings.shard == "auto"
+                level = logging.WARNING if found else logging.INFO
+                _log.log(level, "%s has %s.", self._name, shard)
         return shard
 
     def length(self, dataset: build.Dataset) -> int | None:
@@ -591,14 +598,39 @@ class Loader:
         with self._own_lock():
             auto = self._auto
             if auto is None:
-                return self._deliver(walk, dataset, quietly)
+                return self._deliver_any(walk, dataset, quietly)
             counts = walk.delivered > 0 and not quietly
             auto.ask()
-            batch = self._deliver(walk, dataset, quietly)
+            batch = self._deliver_any(walk, dataset, quietly)
             counts = counts and batch is not _END and not walk.is_from_cache
             if auto.deliver(counts=counts):
                 self._take_up(auto.settings)
             return batch
+
+    def _deliver_any(
+        self, walk: _Walk, dataset: build.Dataset, quietly: bool
+    ) -> Any:
+        """The next batch; of the next epoch, where a resumed one has none."""
+        batch = self._deliver(walk, dataset, quietly)
+        if batch is _END and walk.start and not walk.delivered:
+            walk.start = walk.position = walk.issued = 0
+            walk.ended = walk.met_its_end = walk.begun = False
+            walk.schedule = None
+            walk.skipped.clear()
+            batch = self._deliver(walk, dataset, quietly)
+        return batch
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the next walk is to begin elsewhere."""
+        return self._resume is not None
+
+    def rest(self, dataset: build.Dataset) -> int | None:
+        """How many batches a resumed epoch is to have; `None` if all."""
+        state, length = self._resume, self.length(dataset)
+        if state is None or not state.position or length is None:
+            return None
+        return length - self.shard(dataset).position(state.position)
 
     def _deliver(
         self, walk: _Walk, dataset: build.Dataset, quietly: bool
@@ -638,9 +670,11 @@ class Loader:
                         self._torn = False
                         return _END
                     if batch is _AGAIN:
+                        batch = self._build_here(workers, walk, index)
+                        if batch is _END:
+                            return _END
                         workers, schedule = self._prepare(walk, dataset)
-                        batch = _SKIPPED
-                        continue
+                        walk.issued = max(walk.issued, walk.position + 1)
                 walk.position += 1
             walk.span = walk.spans.pop(index, None)
             if walk.remembers:
@@ -687,12 +721,9 @@ class Loader:
                     arrival = self._await(workers, ahead, index, None, True)
                     batch = self._open(ahead, arrival, index)
                 if batch is _AGAIN:
+                    batch = self._build_here(workers, ahead, index)
                     workers, schedule = self._prepare(walk, dataset)
-                    self._let_go(ahead)
-                    wanted = []
-                    self._issue(workers, ahead, index, key=index)
-                    arrival = self._await(workers, ahead, index, None, True)
-                    batch = self._open(ahead, arrival, index)
+                    wanted = []  # the others had to be given up
                 if batch is _END:
                     break
                 if batch is not _SKIPPED:
@@ -737,6 +768,8 @@ class Loader:
                 self._retire(reference.walk.following)
         if self._changed:
             self._change()
+        if not walk.begun:
+            self.shard(dataset)  # which may decide the seed
         if self._workers is None:
             with Uninterrupted():
                 self._workers = self._employ(dataset)
@@ -744,7 +777,10 @@ class Loader:
             self._cache = open_cache(dataset, self._settings)
         if not walk.begun:
             self._begin(walk, dataset, self._workers)
-        schedule = walk.schedule or self._plan(walk, dataset)
+        schedule = walk.schedule
+        if schedule is None:
+            shard = self.shard(dataset)
+            schedule = self._plan(walk, dataset.num_batches, shard)
         return self._workers, schedule
 
     def _begin(
@@ -785,18 +821,15 @@ class Loader:
         walk.position = walk.issued = walk.start
 
     def _plan(
-        self,
-        walk: _Walk,
-        dataset: build.Dataset,
-        like: Schedule | None = None,
+        self, walk: _Walk, num_batches: int | None, shard: Shard
     ) -> Schedule:
         assert walk.epoch is not None
         walk.schedule = plan_epoch(
-            dataset.num_batches if like is None else like.total,
+            num_batches,
             shuffle=walk.shuffle,
             seed=self.seed,
             epoch=walk.epoch,
-            shard=self.shard(dataset) if like is None else like.shard,
+            shard=shard,
         )
         return walk.schedule
 
@@ -839,7 +872,7 @@ class Loader:
         schedule, allowed = following.schedule, self._lookahead
         if schedule is None:
             following.epoch = self.epoch
-            schedule = self._plan(following, _alive(self._dataset), before)
+            schedule = self._plan(following, before.total, before.shard)
         end = _CACHED_AHEAD * allowed
         while (
             walk.ahead < allowed
@@ -998,7 +1031,7 @@ class Loader:
             try:
                 timing = done.timing
                 if self._auto is not None:
-                    self._auto.opened(timing)
+                    self._auto.opened(timing, done.worker)
                 if timing is None or not walk.wants_span(timing):
                     batch = done.open()
                 else:
@@ -1013,9 +1046,6 @@ class Loader:
                     self._cache.put(index, batch)
                 return batch
             except build.SharedDraw:
-                assert self._auto is not None
-                self._auto.drew("`np.random` and `random`")
-                self._take_up(self._auto.settings)
                 return _AGAIN
             except Exception as error:
                 if _is_the_end(walk, error):
@@ -1035,6 +1065,37 @@ class Loader:
             self._retire(walk)
             self._torn = False
             raise
+
+    def _build_here(self, workers: Workers, walk: _Walk, index: int) -> Any:
+        """Builds a batch again in the caller, while nobody else builds.
+
+        Whatever threads have built meanwhile is as doubtful, and given up.
+        """
+        assert self._auto is not None
+        assert walk.epoch is not None
+        for other in {*self._walks(), walk}:
+            self._forget_ahead(other)
+        workers.resume()  # cancelled tickets are answered at once
+        while workers.busy:
+            self._torn = False
+            workers.wait(_WAIT_S)
+            self._go_on()
+            self._torn = True
+            self._take_in(workers)
+        builder = build.Builder(
+            functools.partial(_alive, self._dataset),
+            self.seed,
+            cached=self._settings.cache is not None,
+            observer=self._auto,
+        )
+        here = InlineWorkers(builder, self._name)
+        here.submit(Ticket(0, walk.epoch, index))
+        (built,) = here.collect()
+        batch = self._open(walk, _Arrival(built, 0.0), index)
+        self._torn = False
+        if self._auto.settings != self._settings:
+            self._take_up(self._auto.settings)
+        return batch
 
     def _is_cached(self, index: int) -> bool:
         return self._cache is not None and self._cache.holds(index)
@@ -1118,8 +1179,15 @@ class Loader:
         self._changed = False
         self._cache = None  # it is of the state before
         if self._workers is not None:
-            with pickling.explained(self._dataset):
-                self._workers.change()
+            try:
+                with pickling.explained(self._dataset):
+                    self._workers.change()
+            except DatasetPicklingError as error:
+                if self._auto is None or not self._auto.cannot_be_had(error):
+                    raise
+                self._take_up(self._auto.settings)
+                self._start_over()
+                self._torn = True
 
     def _walks(self) -> list[_Walk]:
         # A copy: another thread may open a pass meanwhile.
@@ -1133,10 +1201,9 @@ class Loader:
         """Workers as the settings have them, or such as can be had."""
         try:
             return self._hire(dataset)
-        except DatasetPicklingError as error:
-            if self._auto is None:
+        except (LoaderError, OSError) as error:
+            if self._auto is None or not self._auto.cannot_be_had(error):
                 raise
-            self._auto.cannot_be_sent(error)
             self._settings = self._auto.settings
             self._lookahead = _lookahead(self._settings, self._largest)
             return self._hire(dataset)

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import random
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,8 @@ from keras_fastdata.errors import LoaderError
 
 VERSION = 1
 _DEPTH = 6  # of objects within objects that a digest covers
-_GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
+_PLAIN = (bool, int, float, complex, str)
+_MOST_BYTES = 1 << 26  # of an array that are looked at, about
 _MANY = 1000  # items that are looked at as an array, if they make one
 
 
@@ -86,7 +86,6 @@ class State:
         self,
         dataset: str,
         seed: int | None,
-        num_batches: int | None,
         hooks: tuple[tuple[str, int], ...],
     ) -> None:
         """Refuses to go on here in a dataset that is another one.
@@ -94,18 +93,11 @@ class State:
         Args:
             dataset: Its class name.
             seed: Its seed; `None` if that is still free.
-            num_batches: Its length.
             hooks: Those that have run.
 
         Raises:
             ValueError: It is.
         """
-        if num_batches != self.num_batches:
-            raise ValueError(
-                f"The state is of a dataset of {self.num_batches} batches an "
-                f"epoch, and this {dataset} has {num_batches}. Give it the "
-                "data and the batch size it had."
-            )
         if seed is not None and seed != self.seed:
             raise ValueError(
                 f"The state is of a dataset with seed={self.seed}, and this "
@@ -118,6 +110,19 @@ class State:
                 f"{_listed(hooks)}; those of the state as "
                 f"{_listed(self.hooks)}. Resume with a new dataset, on the "
                 "same backend of Keras, with the same hooks."
+            )
+
+    def check_length(self, dataset: str, num_batches: int | None) -> None:
+        """Refuses a dataset of another length, after its hooks have run.
+
+        Raises:
+            ValueError: It is.
+        """
+        if num_batches != self.num_batches:
+            raise ValueError(
+                f"The state is of a dataset of {self.num_batches} batches an "
+                f"epoch, and this {dataset} has {num_batches}. Give it the "
+                "data and the batch size it had."
             )
 
     def check_digest(self, dataset: str, digest: str) -> None:
@@ -141,29 +146,40 @@ def _listed(hooks: tuple[tuple[str, int], ...]) -> str:
     return f"{', '.join(names[:3]) or 'none'}{', ...' if names[3:] else ''}"
 
 
-def digest(dataset: Any) -> str:
-    """What tells whether the attributes of a dataset have the same values.
+def digest(dataset: Any, names: Collection[str]) -> str:
+    """What tells whether attributes of a dataset have the same values.
 
-    Of what is no number, text, array or container of them, the type counts,
-    and its own attributes; random generators do not, for they are seeded.
+    Numbers, texts, arrays, and containers of them count; other objects, such
+    as may be opened on first use, do not. Of a memory map the file's name
+    counts, and of an array of more than 64 MB a part.
+
+    Args:
+        dataset: The dataset.
+        names: The attributes.
     """
     found = hashlib.blake2b(digest_size=16)
     attributes = vars(dataset)
-    _feed(found, {k: v for k, v in attributes.items() if k != PRIVATE}, _DEPTH)
+    known = {k: attributes.get(k) for k in names if k != PRIVATE}
+    _feed(found, known, _DEPTH)
     return found.hexdigest()
 
 
 def _feed(found: Any, value: Any, depth: int) -> None:
     if isinstance(value, np.generic):
         value = value.item()
-    if value is None or isinstance(value, (bool, int, float, complex, str)):
+    if isinstance(value, _PLAIN):
         found.update(f"{value!r};".encode("utf-8", "surrogatepass"))
     elif isinstance(value, (bytes, bytearray)):
         found.update(value)
     elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
         found.update(f"{value.dtype.str}{value.shape};".encode())
-        found.update(np.ascontiguousarray(value).view("uint8").data)
-    elif isinstance(value, _GENERATORS) or depth == 0:
+        if isinstance(value, np.memmap):
+            found.update(f"{value.filename};".encode())
+            return
+        step = 1 + value.nbytes // _MOST_BYTES
+        part = value.reshape(-1)[::step]
+        found.update(np.ascontiguousarray(part).view("uint8").data)
+    elif depth == 0:
         return
     elif isinstance(value, (list, tuple, np.ndarray)):
         array = _as_array(value)
@@ -174,14 +190,14 @@ def _feed(found: Any, value: Any, depth: int) -> None:
         for item in value:
             _feed(found, item, depth - 1)
     elif isinstance(value, (set, frozenset)):
-        found.update(f"{{{sorted(map(repr, value))};".encode())
+        plain = sorted(repr(v) for v in value if isinstance(v, _PLAIN))
+        found.update(f"{{{len(value)}{plain};".encode("utf-8", "replace"))
     elif isinstance(value, Mapping):
-        for key in sorted(value, key=repr):
+        for key in sorted(
+            (k for k in value if isinstance(k, _PLAIN)), key=repr
+        ):
             found.update(f"{key!r}:".encode("utf-8", "surrogatepass"))
             _feed(found, value[key], depth - 1)
-    else:
-        found.update(f"{type(value).__qualname__};".encode())
-        _feed(found, getattr(value, "__dict__", {}), depth - 1)
 
 
 def _as_array(value: Any) -> np.ndarray[Any, Any] | None:

@@ -5,7 +5,7 @@ one. From that follows how many workers could be of use, and of which kind;
 what they do bring is tried, one choice after the other, and the cheapest that
 is nearly as quick as the quickest is kept:
 
-    first place: what a build and a step need          12 batches
+    first place: what a build and a step need          some 30 batches
     each choice: warm up, then time per batch          some 40 batches
     the best one is kept; another look only when builds or steps change
 
@@ -36,13 +36,13 @@ _WAITS = 0.5  # of a build that is computing: less is waiting
 _COMPUTES = 0.8  # of a build: more does not wait to speak of
 _CHANGED = 1.5  # times longer or shorter: another situation
 
-_FIRST = 12  # batches by which builds and steps are known
-_FEWEST = 4  # the same, where they take long
+_FEWEST = 4  # batches by which builds and steps are known, if they take long
 _TRIAL = 24  # batches by which a choice is known, or
 _LONG_TRIAL = 40  # where they are quick
 _TRIAL_S = 0.1  # that is, where a trial would be shorter than this
 _ENOUGH_S = 1.0  # a trial of few batches may end then
 _WATCHED = 256  # batches between two looks at what has been settled
+_MOST_PATIENCE = 16  # times that
 _BLOCKS = 4  # of samples; what disturbs one of them does not count
 
 
@@ -75,12 +75,14 @@ class Sample(NamedTuple):
         gap_cpu_s: CPU time of the process meanwhile, of all its threads.
         wait_s: From then until it was there.
         timing: How it was built, if that is known.
+        worker: Who built it.
     """
 
     gap_s: float
     gap_cpu_s: float
     wait_s: float
     timing: Timing | None
+    worker: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,13 +166,20 @@ class Tuner:
         self._most = min(most, _MOST)
         self._barred: dict[bool, str] = {}  # processes or threads, and why
         self._batches = 0
+        self._set_out()
+
+    def _set_out(self) -> None:
         self._course = self._tune()
         next(self._course)
 
     def add(self, sample: Sample) -> None:
         """Takes note of a batch; `place` may be another one after it."""
         self._batches += 1
-        self._course.send(sample)
+        try:
+            self._course.send(sample)
+        except BaseException:
+            self._set_out()  # Ctrl-C has ended it
+            raise
 
     def is_barred(self, *, processes: bool) -> bool:
         """Whether a kind of workers has been ruled out."""
@@ -188,18 +197,17 @@ class Tuner:
         patience = 1
         while True:
             try:
-                yield from self._search()
-                known = yield from self._measure(0, _WATCHED, _WATCHED)
-                # Ever longer looks: what changes often cannot be followed.
-                while not known.is_unlike(
-                    seen := (
-                        yield from self._measure(
-                            0, patience * _WATCHED, patience * _WATCHED
-                        )
-                    )
-                ):
-                    pass
-                patience *= 2
+                expected = yield from self._search()
+                known = yield from self._measure(0, 8, _WATCHED, _WATCHED)
+                seen = known
+                if patience > 1 or not expected.is_unlike(known):
+                    # Ever longer looks: what changes often cannot be followed.
+                    count = patience * _WATCHED
+                    while not known.is_unlike(seen):
+                        seen = yield from self._measure(0, 8, count, count)
+                else:
+                    known = expected  # by too few batches
+                patience = min(2 * patience, _MOST_PATIENCE)
                 why = _what_changed(known, seen)
             except Barred:
                 why = self._barred[self.place.are_processes]
@@ -207,10 +215,11 @@ class Tuner:
                 self._first = INLINE
             self._move(self._first, why, settled=False)
 
-    def _search(self) -> Generator[None, Sample, None]:
-        """Finds the best place, from the first one on."""
-        costs = yield from self._measure(2, _FIRST, _FIRST, _FEWEST)
-        best, best_s = self.place, costs.period_s
+    def _search(self) -> Generator[None, Sample, Costs]:
+        """Finds the best place, from the first one on; what it costs there."""
+        costs = yield from self._measure(2, _FEWEST)
+        best, at_best = self.place, costs
+        best_s = costs.period_s
         reasons = [_describe(costs)]
         for place in self._choices(costs):
             ideal_s = costs.at_best(place.workers, self._cores)
@@ -219,20 +228,19 @@ class Tuner:
             self._move(place, f"{_describe(costs)} To be tried.", settled=False)
             try:
                 # Memory that was never used before is slow: all of the queue.
-                found = yield from self._measure(
-                    self._most + 2, _TRIAL, _LONG_TRIAL
-                )
+                found = yield from self._measure(self._most + 2)
             except Barred:
                 reasons.append(self._barred[place.are_processes])
                 continue
             reasons.append(f"{place}: {words.duration(found.period_s)}.")
             if found.period_s < _WORTH * best_s:
-                best, best_s = place, found.period_s
+                best, at_best, best_s = place, found, found.period_s
             if best_s <= _NEAR * ideal_s:
                 break
         if len(reasons) == 1:
             reasons.append("Workers would bring nothing.")
         self._move(best, " ".join(reasons), settled=True)
+        return at_best
 
     def _choices(self, costs: Costs) -> Iterator[Place]:
         """What is worth a trial, the likeliest first.
@@ -251,18 +259,26 @@ class Tuner:
         self.decisions.append(decision)
 
     def _measure(
-        self, skip: int, count: int, most: int, fewest: int = 8
+        self,
+        skip: int,
+        fewest: int = 8,
+        count: int = _TRIAL,
+        most: int = _LONG_TRIAL,
     ) -> Generator[None, Sample, Costs]:
         """Looks at batches until it is known what they cost.
 
         Args:
-            skip: Those that do not count, to begin with.
-            count: How many to look at,
-            most: or as many as this, where they are quick;
-            fewest: or at least so many, where they take long.
+            skip: Those that do not count, to begin with; and up to as many
+                again, until each worker has built one.
+            fewest: How many to look at, where they take long;
+            count: or else this,
+            most: or as many as this, where they are quick.
         """
-        for _ in range(skip):
-            yield
+        workers: set[int] = set()
+        for skipped in range(2 * skip):
+            if skipped >= skip and len(workers) >= self.place.workers:
+                break
+            workers.add((yield).worker)
         samples: list[Sample] = []
         spent_s = 0.0
         while (

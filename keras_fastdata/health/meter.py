@@ -162,7 +162,10 @@ class Meter:
         if self._sink is not None:
             self._sink.end()
         tally = self.recorder.tally
-        source, settings = self.recorder.source, self._settings
+        source = self.recorder.source
+        if source is not None:
+            self._settings = source.settings  # "auto" may have changed them
+        settings = self._settings
         if not tally.batches:
             return None
         staff = None if source is None else source.staff()
