@@ -310,7 +310,7 @@ def kill_and_resume(tmp_path, undisturbed, kind, deaths, freq, places):
 @pytest.mark.parametrize(
     ("kind", "deaths", "freq", "places"),
     [
-        ("Drawn", [10], 3, ["2 threads", "2 processes"]),
+        long("Drawn", [10], 3, ["2 threads", "2 processes"]),
         long("Drawn", [9], "epoch", ["2 processes", "inline"]),
         # Saved behind the last batch of an epoch, and in one that is resumed.
         long("Reshuffled", [14, 3], 7, ["inline", "2 processes", "2 threads"]),
@@ -327,7 +327,7 @@ def test_a_training_that_was_killed_goes_on_with_what_it_had_not_seen(
 @pytest.mark.parametrize(
     ("kind", "death", "freq", "saved"),
     [
-        ("Drawn", 6, 3, 3),
+        ("Begun", 6, 3, 3),
         long("Reshuffled", 14, "epoch", 7),
         long("Shrinks", 9, 1, 8),
     ],
@@ -371,6 +371,7 @@ def test_an_epoch_that_is_resumed_says_nothing_of_those_after_it(
     assert found == batches[saved:]
 
 
+@pytest.mark.long
 @pytest.mark.backend
 def test_a_resumed_epoch_need_not_be_a_whole_number_of_executions(
     tmp_path, undisturbed
