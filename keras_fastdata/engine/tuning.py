@@ -34,6 +34,8 @@ _WORTH = 0.93  # of the time per batch: a choice must be as much quicker
 _NEAR = 1.15  # times what can be expected at best: good enough to stop
 _WAITS = 0.5  # of a build that is computing: less is waiting
 _COMPUTES = 0.8  # of a build: more does not wait to speak of
+_NOTICED = 0.2  # of the time per batch: less does not matter
+_MISTAKEN = 3.0  # times longer or shorter than a trial has said
 _CHANGED = 1.5  # times longer or shorter: another situation
 
 _FEWEST = 4  # batches by which builds and steps are known, if they take long
@@ -130,12 +132,12 @@ class Costs:
         # A little less than a whole worker is no reason for another.
         return max(1, min(most, math.ceil(workers - 0.1)))
 
-    def is_unlike(self, other: Costs) -> bool:
-        """Whether the two do not describe the same situation."""
+    def is_unlike(self, other: Costs, times: float) -> bool:
+        """Whether either takes so many times as long in one of the two."""
         pairs = (self.build_s, other.build_s), (self.step_s, other.step_s)
-        least_s = 0.05 * max(self.period_s, other.period_s)
+        least_s = _NOTICED * max(self.period_s, other.period_s)
         return any(
-            max(pair) > least_s and max(pair) > _CHANGED * min(pair)
+            max(pair) > least_s and max(pair) > times * min(pair)
             for pair in pairs
         )
 
@@ -200,10 +202,10 @@ class Tuner:
                 expected = yield from self._search()
                 known = yield from self._measure(0, 8, _WATCHED, _WATCHED)
                 seen = known
-                if patience > 1 or not expected.is_unlike(known):
+                if patience > 1 or not expected.is_unlike(known, _MISTAKEN):
                     # Ever longer looks: what changes often cannot be followed.
                     count = patience * _WATCHED
-                    while not known.is_unlike(seen):
+                    while not known.is_unlike(seen, _CHANGED):
                         seen = yield from self._measure(0, 8, count, count)
                 else:
                     known = expected  # by too few batches
@@ -220,6 +222,8 @@ class Tuner:
         costs = yield from self._measure(2, _FEWEST)
         best, at_best = self.place, costs
         best_s = costs.period_s
+        if not best.workers:  # looking at what it draws from takes time
+            best_s = min(best_s, costs.step_s + costs.build_s)
         reasons = [_describe(costs)]
         for place in self._choices(costs):
             ideal_s = costs.at_best(place.workers, self._cores)
