@@ -35,6 +35,7 @@ _NEAR = 1.15  # times what can be expected at best: good enough to stop
 _WAITS = 0.5  # of a build that is computing: less is waiting
 _COMPUTES = 0.8  # of a build: more does not wait to speak of
 _NOTICED = 0.2  # of the time per batch: less does not matter
+_CHEAP = 0.15  # of the time per batch: hiding a build would bring no more
 _MISTAKEN = 3.0  # times longer or shorter than a trial has said
 _CHANGED = 1.5  # times longer or shorter: another situation
 
@@ -251,6 +252,8 @@ class Tuner:
 
         Threads suit builds that wait, and processes those that compute.
         """
+        if costs.build_s < _CHEAP * costs.period_s:
+            return
         workers = costs.useful(self._cores, self._most)
         processes_first = costs.computing >= _WAITS
         for are_processes in (processes_first, not processes_first):
