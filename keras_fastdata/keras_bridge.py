@@ -169,10 +169,13 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
             )
         self._within_epoch = True
         self._delivered = 0
-        self._has_steps = _caller_has_steps()
+        iterator = _calling_iterator()
+        self._has_steps = (
+            iterator is not None and iterator.steps_per_epoch is not None
+        )
         self._resumed = None
-        if self._trains:
-            self._shorten(sys._getframe(1).f_locals.get("self"))
+        if self._trains and iterator is not None:
+            self._shorten(iterator)
         # What the hooks change is not known before they have run.
         self._another_follows = not self._has_hooks and _epoch_follows()
         if (listener := self.listener()) is not None:
@@ -193,13 +196,13 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         self._run_hook("on_epoch_end", starting=starting)
         self._within_epoch = False
 
-    def _shorten(self, iterator: Any) -> None:
+    def _shorten(self, iterator: EpochIterator) -> None:
         """Tells Keras of an epoch that is resumed how long it is.
 
         If nobody knows, Keras learns from its end, and is to unlearn that.
         """
         loader = self.py_dataset._loader()
-        if isinstance(iterator, EpochIterator) and loader.resumes:
+        if loader.resumes:
             self._resumed = iterator
             rest = loader.rest(self.py_dataset)
             if rest is not None and not iterator.steps_per_epoch:
@@ -456,20 +459,16 @@ class Training:
 
 def training() -> Training:
     """The `fit` around the caller, a callback."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        known = frame.f_locals
-        trains = frame.f_code.co_name == "fit"
-        if trains and isinstance(known.get("self"), Trainer):
-            iterator = known.get("epoch_iterator")
-            adapter = getattr(iterator, "data_adapter", None)
-            initial_epoch = int(known.get("initial_epoch") or 0)
-            _forget(known)
-            if not isinstance(adapter, FastPyDatasetAdapter):
-                adapter = None
-            return Training(adapter, initial_epoch)
-        frame = frame.f_back
-    return Training(None, 0)
+    found = _call_of_keras("fit")
+    if found is None:
+        return Training(None, 0)
+    _, known = found
+    adapter = getattr(known.get("epoch_iterator"), "data_adapter", None)
+    initial_epoch = int(known.get("initial_epoch") or 0)
+    _forget(known)
+    if not isinstance(adapter, FastPyDatasetAdapter):
+        adapter = None
+    return Training(adapter, initial_epoch)
 
 
 def _epoch_follows() -> bool:
@@ -477,35 +476,47 @@ def _epoch_follows() -> bool:
 
     Keras tells nobody but callbacks, and a dataset is none.
     """
+    found = _call_of_keras("fit", "evaluate", "predict")
+    if found is None:
+        return False
+    name, known = found
+    epochs = known.get("epochs") if name == "fit" else None
+    epoch = known.get("epoch", known.get("initial_epoch"))
+    # With steps, an epoch may end anywhere in the dataset.
+    steps = known.get("steps_per_epoch")
+    _forget(known)
+    return (
+        isinstance(epochs, int)
+        and isinstance(epoch, int)
+        and epoch + 1 < epochs
+        and steps is None
+    )
+
+
+def _call_of_keras(*names: str) -> tuple[str, dict[str, Any]] | None:
+    """The innermost call of such methods of a model, and its locals.
+
+    Pass those to `_forget` when they have been read.
+    """
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_name
-        if name in ("fit", "evaluate", "predict"):
+        if name in names:
             known = frame.f_locals
             if isinstance(known.get("self"), Trainer):
-                epochs = known.get("epochs") if name == "fit" else None
-                epoch = known.get("epoch", known.get("initial_epoch"))
-                # With steps, an epoch may end anywhere in the dataset.
-                steps = known.get("steps_per_epoch")
-                _forget(known)
-                return (
-                    isinstance(epochs, int)
-                    and isinstance(epoch, int)
-                    and epoch + 1 < epochs
-                    and steps is None
-                )
+                return name, known
         frame = frame.f_back
-    return False
+    return None
 
 
-def _caller_has_steps() -> bool:
-    """Whether the `EpochIterator` that calls the caller was given steps."""
+def _calling_iterator() -> EpochIterator | None:
+    """The `EpochIterator` that calls the caller."""
     known = sys._getframe(2).f_locals
     caller = known.get("self")
     if not isinstance(caller, EpochIterator):
-        return False
+        return None
     _forget(known)
-    return caller.steps_per_epoch is not None
+    return caller
 
 
 def _forget(known: dict[str, Any]) -> None:

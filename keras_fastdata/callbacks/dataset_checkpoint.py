@@ -7,24 +7,10 @@ import json
 import logging
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from keras_fastdata.callbacks.base import Callback, registered
 from keras_fastdata.engine.settings import boolean, integer
-from keras_fastdata.workers import role
-
-if TYPE_CHECKING or role.is_worker():
-    # A worker that imports the user's module must not import Keras for this.
-    _Base = object
-
-    def _registered(cls: type) -> type:
-        return cls
-else:
-    import keras
-
-    _Base = keras.callbacks.Callback
-    _registered = keras.saving.register_keras_serializable(
-        package="keras_fastdata"
-    )
 
 _Saved = dict[str, Any]
 
@@ -35,8 +21,8 @@ _KEPT = 2
 _log = logging.getLogger("keras_fastdata")
 
 
-@_registered
-class DatasetCheckpoint(_Base):
+@registered
+class DatasetCheckpoint(Callback):
     """Saves where the training data stands, and restores it.
 
     Put it behind `keras.callbacks.BackupAndRestore`, and it saves when that

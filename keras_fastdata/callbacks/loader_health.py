@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from keras_fastdata.callbacks import device
+from keras_fastdata.callbacks.base import Callback, registered
 from keras_fastdata.callbacks.event_files import EventFiles, log_dirs_beside
 from keras_fastdata.health import plot, recorder, words
 from keras_fastdata.health import report as pages
@@ -25,28 +26,13 @@ from keras_fastdata.health.summary import (
 )
 from keras_fastdata.health.trace import TraceWriter
 from keras_fastdata.health.verdict import Kind
-from keras_fastdata.workers import role
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-if TYPE_CHECKING or role.is_worker():
-    # A worker that imports the user's module must not import Keras for this.
-    _Base = object
 
-    def _registered(cls: type) -> type:
-        return cls
-else:
-    import keras
-
-    _Base = keras.callbacks.Callback
-    _registered = keras.saving.register_keras_serializable(
-        package="keras_fastdata"
-    )
-
-
-@_registered
-class LoaderHealth(_Base):
+@registered
+class LoaderHealth(Callback):
     """Says why training waits for its data, and what to change.
 
     Adds `data_wait` to the logs of every epoch: the share of its wall time,

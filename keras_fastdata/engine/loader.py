@@ -59,7 +59,7 @@ _LEAVE_S = 5.0  # for a daemon thread to leave the loader at exit
 
 _END = object()  # what `Loader.deliver` returns after the last batch
 _SKIPPED = object()  # stands for a batch that is left out
-_AGAIN = object()  # stands for one to be built again, by other workers
+_AGAIN = object()  # stands for one to be built again, in the caller
 _MOST_SKIPPED = 0.1  # of an epoch's batches; one is always allowed
 
 _log = logging.getLogger("keras_fastdata")
@@ -635,60 +635,59 @@ class Loader:
     def _deliver(
         self, walk: _Walk, dataset: build.Dataset, quietly: bool
     ) -> Any:
-        with self._own_lock():
-            self._go_on()
-            if walk.ended:
-                return _END
-            workers, schedule = self._prepare(walk, dataset)
-            walk.settled_s = 0.0
-            walk.is_from_cache = False
-            if not quietly:
+        self._go_on()
+        if walk.ended:
+            return _END
+        workers, schedule = self._prepare(walk, dataset)
+        walk.settled_s = 0.0
+        walk.is_from_cache = False
+        if not quietly:
+            workers.resume()
+        thorough = self._is_time_to_look()
+        batch = _SKIPPED
+        while batch is _SKIPPED:
+            if not schedule.holds(walk.position):
                 workers.resume()
-            thorough = self._is_time_to_look()
-            batch = _SKIPPED
-            while batch is _SKIPPED:
-                if not schedule.holds(walk.position):
-                    workers.resume()
-                    self._retire(walk)
+                self._retire(walk)
+                self._torn = False
+                return _END
+            index = schedule.index_at(walk.position)
+            if quietly:
+                self._settle(workers, walk, schedule, index)
+            if walk.issued <= walk.position:
+                self._refill(workers, walk, schedule)
+            if index in walk.peeked:
+                batch = walk.peeked.pop(index)
+            elif walk.position in walk.cached:
+                batch = self._from_cache(walk, index)
+            elif index not in walk.skipped:
+                arrival = self._await(
+                    workers, walk, walk.position, schedule, thorough
+                )
+                batch = self._open(walk, arrival, index)
+                if batch is _END:
                     self._torn = False
                     return _END
-                index = schedule.index_at(walk.position)
-                if quietly:
-                    self._settle(workers, walk, schedule, index)
-                if walk.issued <= walk.position:
-                    self._refill(workers, walk, schedule)
-                if index in walk.peeked:
-                    batch = walk.peeked.pop(index)
-                elif walk.position in walk.cached:
-                    batch = self._from_cache(walk, index)
-                elif index not in walk.skipped:
-                    arrival = self._await(
-                        workers, walk, walk.position, schedule, thorough
-                    )
-                    batch = self._open(walk, arrival, index)
+                if batch is _AGAIN:
+                    batch = self._build_here(workers, walk, index)
                     if batch is _END:
-                        self._torn = False
                         return _END
-                    if batch is _AGAIN:
-                        batch = self._build_here(workers, walk, index)
-                        if batch is _END:
-                            return _END
-                        workers, schedule = self._prepare(walk, dataset)
-                        walk.issued = max(walk.issued, walk.position + 1)
-                walk.position += 1
-            walk.span = walk.spans.pop(index, None)
-            if walk.remembers:
-                if walk.span is not None:
-                    walk.spans[index] = walk.span
-                walk.remembered = {} if walk.delivered else {index: batch}
-                walk.remembers = not walk.delivered
-            walk.delivered += 1
-            walk.trail.append(walk.position)
-            self._latest = walk
-            if thorough or self._has_room(walk):
-                self._refill(workers, walk, schedule)
-            self._torn = False
-            return batch
+                    workers, schedule = self._prepare(walk, dataset)
+                    walk.issued = max(walk.issued, walk.position + 1)
+            walk.position += 1
+        walk.span = walk.spans.pop(index, None)
+        if walk.remembers:
+            if walk.span is not None:
+                walk.spans[index] = walk.span
+            walk.remembered = {} if walk.delivered else {index: batch}
+            walk.remembers = not walk.delivered
+        walk.delivered += 1
+        walk.trail.append(walk.position)
+        self._latest = walk
+        if thorough or self._has_room(walk):
+            self._refill(workers, walk, schedule)
+        self._torn = False
+        return batch
 
     def peek(
         self, walk: _Walk, dataset: build.Dataset, count: int

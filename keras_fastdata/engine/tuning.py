@@ -201,13 +201,12 @@ class Tuner:
         while True:
             try:
                 expected = yield from self._search()
-                known = yield from self._measure(0, 8, _WATCHED, _WATCHED)
+                known = yield from self._watch(_WATCHED)
                 seen = known
                 if patience > 1 or not expected.is_unlike(known, _MISTAKEN):
                     # Ever longer looks: what changes often cannot be followed.
-                    count = patience * _WATCHED
                     while not known.is_unlike(seen, _CHANGED):
-                        seen = yield from self._measure(0, 8, count, count)
+                        seen = yield from self._watch(patience * _WATCHED)
                 else:
                     known = expected  # by too few batches
                 patience = min(2 * patience, _MOST_PATIENCE)
@@ -265,6 +264,10 @@ class Tuner:
         decision = Decision(self._batches, str(place), settled, reason)
         self.decisions.append(decision)
 
+    def _watch(self, count: int) -> Generator[None, Sample, Costs]:
+        """Looks at so many batches, however long they take."""
+        return self._measure(0, count, count, count)
+
     def _measure(
         self,
         skip: int,
@@ -290,7 +293,7 @@ class Tuner:
         spent_s = 0.0
         while (
             len(samples) < count or (len(samples) < most and spent_s < _TRIAL_S)
-        ) and (len(samples) < fewest or spent_s < _ENOUGH_S or count > _TRIAL):
+        ) and (len(samples) < fewest or spent_s < _ENOUGH_S):
             sample = yield
             samples.append(sample)
             spent_s += sample.gap_s + sample.wait_s
