@@ -179,14 +179,29 @@ class FastPyDataset(_Base):
             makes its batches invalid. So does a change of the dataset's
             class, of its attributes, or of files whose paths it holds; but
             functions that `__getitem__` calls are not looked at.
-        executor: "local".
+        executor: "local": workers are threads or processes of this machine,
+            as above. "ray": they are Ray actors, on this machine or a
+            cluster (`pip install 'keras-fastdata[ray]'`), with all that is
+            said here of worker processes. Their batches come through Ray's
+            object store, and large arrays in them are read-only views of it;
+            of the dataset's own arrays, those of 1 MiB and more are there
+            once per node, and read-only in the workers. `ray.init` is called
+            unless it has been; Ray listens on ports of its own, and keeps its
+            store in /dev/shm.
         worker_env: Environment variables for worker processes, over defaults
             that hide accelerators and give BLAS and OpenMP one thread each.
+        ray_options: With `executor="ray"`, a dict. "address": "host:port" of
+            a cluster; else what `ray.init` finds, or a Ray of its own on this
+            machine. "init": a dict of other arguments of `ray.init`.
+            "timeout_s": how long the cluster may take to answer, and to have
+            a place for a first worker, 60 by default. All others are those
+            of a Ray actor's `options`: "num_cpus" and "resources" that one
+            worker takes, "scheduling_strategy" ("SPREAD" by default),
+            "runtime_env", ...
 
     Raises:
         TypeError: An argument is unknown or of the wrong type.
         ValueError: An argument is out of range.
-        NotImplementedError: A value that is not available yet.
 
     While batches are fetched, `LoaderError` and its subclasses are raised, and
     whatever `__getitem__` raises.
@@ -229,6 +244,7 @@ class FastPyDataset(_Base):
         cache_version: str | int | None = None,
         executor: str = "local",
         worker_env: Mapping[str, str] | None = None,
+        ray_options: Mapping[str, Any] | None = None,
         **unknown: Any,
     ) -> None:
         if unknown:
@@ -255,6 +271,7 @@ class FastPyDataset(_Base):
             cache_version=cache_version,
             executor=executor,
             worker_env=worker_env,
+            ray_options=ray_options,
         )
         vars(self)[seeding.PRIVATE] = _Internals(settings, self)
 

@@ -366,7 +366,7 @@ class _Batches(Iterator[Any]):
 
     Args:
         adapter: Whose they are.
-        writable: Whether to copy those that are cached, and read-only.
+        writable: Whether to copy arrays that are read-only.
     """
 
     def __init__(
@@ -409,8 +409,8 @@ class _Batches(Iterator[Any]):
         finally:
             if self._pass.is_shortened:
                 self._adapter.book_skipped(self._pass)
-        if self._writable and self._pass.is_from_cache:
-            batch = keras.tree.map_structure(np.copy, batch)
+        if self._writable and self._pass.is_read_only:
+            batch = keras.tree.map_structure(_own, batch)
         waited_s = time.perf_counter() - began
         self._adapter.book(listener, self._pass, waited_s)
         return self._adapter.standardize(batch)
@@ -581,6 +581,13 @@ def _for_tensorflow(leaf: Any) -> Any:
     if data_adapter_utils.is_scipy_sparse(leaf):
         return data_adapter_utils.scipy_sparse_to_tf_sparse(leaf)
     return _strings_as_tensors(leaf)
+
+
+def _own(leaf: Any) -> Any:
+    """An array that may be written to, for frameworks that insist."""
+    if isinstance(leaf, np.ndarray) and not leaf.flags.writeable:
+        return leaf.copy()
+    return leaf
 
 
 def _strings_as_tensors(leaf: Any) -> Any:

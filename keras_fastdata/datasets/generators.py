@@ -118,6 +118,8 @@ class GeneratorDataset(FastPyDataset):
         **kwargs: Any,
     ) -> None:
         _check_kwargs(kwargs)
+        if kwargs.get("executor") == "ray":
+            kwargs["use_multiprocessing"] = True  # Ray's workers are those
         super().__init__(
             workers=0,
             shuffle=False,

@@ -165,9 +165,9 @@ class Pass(Iterator[Any]):
         return self._walk.met_its_end
 
     @property
-    def is_from_cache(self) -> bool:
-        """Whether the latest batch is cached, and so read-only."""
-        return self._walk.is_from_cache
+    def is_read_only(self) -> bool:
+        """Whether the latest batch is one that others may look at too."""
+        return self._walk.is_from_cache or self._loader.lends_read_only
 
     def take_skipped(self) -> dict[int, str]:
         """Batches left out since the last call: index and traceback."""
@@ -619,6 +619,11 @@ class Loader:
             walk.skipped.clear()
             batch = self._deliver(walk, dataset, quietly)
         return batch
+
+    @property
+    def lends_read_only(self) -> bool:
+        """Whether batches are views of what nobody may write to."""
+        return self._settings.kind == "ray"
 
     @property
     def resumes(self) -> bool:
@@ -1210,27 +1215,11 @@ class Loader:
     def _hire(self, dataset: build.Dataset) -> Workers:
         settings, reference = self._settings, self._dataset
         workers: Workers
-        if settings.kind == "process":
-            # Needs what only POSIX has.
-            from keras_fastdata.workers.process import Plan, ProcessWorkers
-
-            plan = Plan(
-                dataset=self._name,
-                count=settings.count,
-                start_method=settings.start_method or "forkserver",
-                lookahead=settings.max_queue_size,
-                max_restarts=settings.max_worker_restarts,
-                batch_timeout=settings.batch_timeout,
-                worker_env=(
-                    None
-                    if settings.worker_env is None
-                    else dict(settings.worker_env)
-                ),
-            )
+        if settings.kind in ("process", "ray"):
             with pickling.explained(reference):
                 cached = settings.cache is not None
                 maker = _BuilderMaker(reference, self.seed, cached)
-                workers = ProcessWorkers(plan, maker)
+                workers = self._hire_elsewhere(maker)
         else:
             threads = settings.kind == "thread"
             builder = build.Builder(
@@ -1258,6 +1247,29 @@ class Loader:
             self._leaving,
         )
         return workers
+
+    def _hire_elsewhere(self, maker: _BuilderMaker) -> Workers:
+        """Workers that have a copy of the dataset each."""
+        settings = self._settings
+        worker_env = settings.worker_env
+        common: dict[str, Any] = {
+            "dataset": self._name,
+            "count": settings.count,
+            "lookahead": settings.max_queue_size,
+            "max_restarts": settings.max_worker_restarts,
+            "batch_timeout": settings.batch_timeout,
+            "worker_env": None if worker_env is None else dict(worker_env),
+        }
+        if settings.kind == "ray":
+            from keras_fastdata.workers import cluster, ray
+
+            options = cluster.Options.of(settings.ray_options)
+            return ray.RayWorkers(ray.Plan(options=options, **common), maker)
+        # Needs what only POSIX has.
+        from keras_fastdata.workers.process import Plan, ProcessWorkers
+
+        method = settings.start_method or "forkserver"
+        return ProcessWorkers(Plan(start_method=method, **common), maker)
 
     def _start_over(self) -> None:
         """Ends the workers; walks go on where they were, with new ones."""
@@ -1316,7 +1328,8 @@ def _lookahead(settings: Settings, largest: int) -> int:
     """
     if settings.kind == "inline":
         return 1
-    if settings.kind != "process" or settings.max_queue_bytes is None:
+    apart = settings.kind in ("process", "ray")
+    if not apart or settings.max_queue_bytes is None:
         return settings.max_queue_size
     if not largest:
         return min(settings.max_queue_size, settings.count)

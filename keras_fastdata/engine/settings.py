@@ -13,10 +13,12 @@ from typing import Any, Literal
 
 import numpy as np
 
+from keras_fastdata.workers import cluster
+
 MAX_WORKERS = 1024  # as many lines as the arena's board has
 START_METHODS = ("forkserver", "spawn", "fork")
 
-Kind = Literal["inline", "thread", "process"]
+Kind = Literal["inline", "thread", "process", "ray"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,7 +30,6 @@ class Settings:
     Raises:
         TypeError: An argument is of the wrong type.
         ValueError: An argument is out of range.
-        NotImplementedError: A value that a later version will accept.
     """
 
     workers: int | Literal["auto"] = 1
@@ -47,9 +48,9 @@ class Settings:
     cache_version: str | int | None = None
     executor: str = "local"
     worker_env: Mapping[str, str] | None = None
+    ray_options: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        self._refuse_what_is_not_built_yet()
         check = self._set_checked
         check(
             "use_multiprocessing",
@@ -83,15 +84,16 @@ class Settings:
         one_of("on_error", self.on_error, ("raise", "skip"))
         check("shard", _shard(self.shard))
         self._check_cache()
-        if self.executor != "ray":
-            one_of("executor", self.executor, ("local",))
         check("worker_env", _environment(self.worker_env))
+        self._check_executor()
 
     @property
     def kind(self) -> Kind:
         """Where batches are built; to begin with, if that is not decided."""
         if not self.count:
             return "inline"
+        if self.executor == "ray":
+            return "ray"
         return "process" if self.use_multiprocessing else "thread"
 
     @property
@@ -115,12 +117,26 @@ class Settings:
             )
         self._set_checked("workers", workers)
 
-    def _refuse_what_is_not_built_yet(self) -> None:
-        default = {
-            field.name: field.default for field in dataclasses.fields(self)
-        }
-        if self.executor == "ray":
-            raise _not_yet("executor", self.executor, default["executor"])
+    def _check_executor(self) -> None:
+        one_of("executor", self.executor, ("local", "ray"))
+        if self.executor != "ray":
+            if self.ray_options is not None:
+                raise ValueError(
+                    "`ray_options` is for `executor='ray'`, and the executor "
+                    f"is {self.executor!r}."
+                )
+            return
+        cluster.Options.of(self.ray_options)
+        if self.workers == "auto":
+            raise ValueError(
+                "`workers='auto'` chooses among what this machine has. With "
+                "`executor='ray'`, give the number of workers."
+            )
+        if self.start_method is not None:
+            raise ValueError(
+                f"`start_method={self.start_method!r}` is for processes of "
+                "this machine. With `executor='ray'`, Ray starts the workers."
+            )
 
     def _check_cache(self) -> None:
         if self.cache is not None:
@@ -151,13 +167,6 @@ class Settings:
 
     def _set_checked(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
-
-
-def _not_yet(name: str, value: Any, default: Any) -> NotImplementedError:
-    return NotImplementedError(
-        f"`{name}={value!r}` is not available yet; leave `{name}` at its "
-        f"default, {default!r}."
-    )
 
 
 def integer(name: str, value: Any, *, least: int) -> int:

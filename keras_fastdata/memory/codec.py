@@ -18,7 +18,7 @@ import struct
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, SupportsIndex
+from typing import Any, Literal, NamedTuple, Protocol, SupportsIndex
 
 import cloudpickle
 import numpy as np
@@ -64,6 +64,27 @@ class Encoded(NamedTuple):
     extents: bytes
     used: int
     kept: bool
+
+
+class Writer(Protocol):
+    """Where the arrays of a batch go."""
+
+    def write(self, source: Bytes) -> tuple[int, int]:
+        """Takes bytes; returns where they begin, and how many they are."""
+        ...
+
+    def place(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """A contiguous copy of `array`, which `write` need not copy."""
+        ...
+
+    def seal(self, extents: list[tuple[int, int]]) -> bool:
+        """Whether the dataset kept arrays that it may yet write to."""
+        ...
+
+    @property
+    def used(self) -> int:
+        """Bytes taken so far."""
+        ...
 
 
 class SlotWriter:
@@ -169,13 +190,13 @@ class SlotWriter:
         return self._segment.root(self._slot, start, nbytes), start
 
 
-def encode(batch: list[Any], writer: SlotWriter) -> Encoded:
+def encode(batch: list[Any], writer: Writer) -> Encoded:
     """Writes a batch into its slot.
 
     Args:
         batch: A list that holds the batch and nothing else. It is emptied, so
             that whoever still holds a part of the batch can be found.
-        writer: The slot to write to.
+        writer: The slot to write to, or what stands for it.
 
     Raises:
         Exception: Whatever pickling the batch raises.
@@ -221,13 +242,23 @@ def decode(encoded: Encoded, arena: Arena, slot: int) -> Any:
         else:
             buffers.append(aligned_copy(root[start : start + nbytes]))
     try:
-        plain = layout.unpack(encoded.structure)
-        if plain is not None:
-            return plain.assemble(buffers)
-        return pickle.loads(encoded.structure, buffers=buffers)
+        return assemble(encoded.structure, buffers)
     finally:
         if not lend and not encoded.kept:
             arena.put(slot)
+
+
+def sizes(encoded: Encoded) -> tuple[int, ...]:
+    """Bytes of each array of a batch."""
+    return tuple(size for _, size in _EXTENT.iter_unpack(encoded.extents))
+
+
+def assemble(structure: bytes, buffers: list[Bytes]) -> Any:
+    """Puts a batch together whose arrays lie in `buffers`, one each."""
+    plain = layout.unpack(structure)
+    if plain is not None:
+        return plain.assemble(buffers)
+    return pickle.loads(structure, buffers=buffers)
 
 
 def read_appended(segment: Segment, slot: int, used: int, nbytes: int) -> bytes:
@@ -268,7 +299,7 @@ def rebuild_jax_sparse(data: Any, indices: Any, shape: Any) -> Any:
 
 
 def _write_plain(
-    batch: Any, writer: SlotWriter, extents: list[tuple[int, int]]
+    batch: Any, writer: Writer, extents: list[tuple[int, int]]
 ) -> bytes | None:
     """Writes a batch that has a layout, and returns that."""
     arrays: list[npt.NDArray[Any]] = []
@@ -281,7 +312,7 @@ def _write_plain(
 
 
 def _write_pickled(
-    batch: Any, writer: SlotWriter, extents: list[tuple[int, int]]
+    batch: Any, writer: Writer, extents: list[tuple[int, int]]
 ) -> bytes:
     """Writes any other batch, and returns its pickle."""
 
@@ -302,7 +333,7 @@ def _write_pickled(
     return structure.getvalue()
 
 
-def _octets(array: npt.NDArray[Any], writer: SlotWriter) -> Bytes:
+def _octets(array: npt.NDArray[Any], writer: Writer) -> Bytes:
     """The bytes of an array, in C order or, where it has it, in Fortran's.
 
     Viewed as bytes: the buffer protocol knows no datetime or bfloat16. An
@@ -320,7 +351,7 @@ def _octets(array: npt.NDArray[Any], writer: SlotWriter) -> Bytes:
 class _ArraysInTheSlot:
     """The reductions that both picklers share."""
 
-    writer: SlotWriter
+    writer: Writer
 
     def reduce_array(self, array: npt.NDArray[Any]) -> Any:
         dtype = array.dtype
@@ -351,7 +382,7 @@ class _BatchPickler(_ArraysInTheSlot, pickle.Pickler):
     def __init__(
         self,
         file: io.BytesIO,
-        writer: SlotWriter,
+        writer: Writer,
         keep: Callable[[pickle.PickleBuffer], None],
     ) -> None:
         super().__init__(file, protocol=5, buffer_callback=keep)
@@ -365,7 +396,7 @@ class _BatchCloudPickler(_ArraysInTheSlot, cloudpickle.Pickler):  # type: ignore
     def __init__(
         self,
         file: io.BytesIO,
-        writer: SlotWriter,
+        writer: Writer,
         keep: Callable[[pickle.PickleBuffer], None],
     ) -> None:
         super().__init__(file, protocol=5, buffer_callback=keep)

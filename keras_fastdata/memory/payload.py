@@ -80,7 +80,7 @@ class Payload:
 
     def _find(self, buffer: memoryview) -> _Extent | None:
         """Where in the latest state that very array is, unless it changed."""
-        extent = self._places.get(_place_of(buffer))
+        extent = self._places.get(place_of(buffer))
         if extent is not None and self._holds(extent, buffer):
             return extent
         return None
@@ -142,7 +142,7 @@ class Payload:
         self._pickle = _Extent(table, pickled.nbytes)
         self._extents = extents
         self._places = {
-            _place_of(buffer): extent
+            place_of(buffer): extent
             for buffer, extent in zip(buffers, extents, strict=True)
         }
 
@@ -197,7 +197,7 @@ def take_apart(obj: Any) -> tuple[memoryview, list[memoryview]]:
     return stream.getbuffer(), buffers
 
 
-def _place_of(buffer: memoryview) -> tuple[int, int]:
+def place_of(buffer: memoryview) -> tuple[int, int]:
     """Where in this process's memory it lies, and how long it is."""
     if not buffer.nbytes:
         return 0, 0

@@ -468,7 +468,7 @@ def _settle_in(start: Start) -> None:
         open("/proc/self/oom_score_adj", "w") as f,
     ):
         f.write(str(_OOM_SCORE))
-    sys.breakpointhook = _no_breakpoint
+    sys.breakpointhook = failures.no_breakpoint
     # A fork has the trainer's; nobody could tell whom a line is for.
     with contextlib.suppress(OSError):
         sys.stdin = open(os.devnull)  # noqa: SIM115
@@ -479,12 +479,6 @@ def _settle_in(start: Start) -> None:
 def _umask() -> int:
     """The file mode creation mask, which os.umask cannot read unchanged."""
     return int(stack.status_of("self").get("Umask", "022"), 8)
-
-
-def _no_breakpoint(*_: Any, **__: Any) -> None:
-    if os.environ.get("PYTHONBREAKPOINT") == "0":
-        return
-    raise failures.no_debugger()
 
 
 def _status_of(request: SystemExit) -> int:

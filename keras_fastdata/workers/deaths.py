@@ -30,6 +30,7 @@ class Death:
         again: Whether that batch has cost a worker before.
         restarts_used_up: `max_worker_restarts`, if that is why there is an
             error at all.
+        how: What is known of its end, where no exit code can say.
     """
 
     dataset: str
@@ -41,6 +42,7 @@ class Death:
     ticket: Ticket | None
     again: bool
     restarts_used_up: int | None
+    how: str = ""
 
     def news(self, restarts: int, most: int) -> str:
         """What to log about a worker that is replaced."""
@@ -78,9 +80,10 @@ class Death:
 
     def _text(self) -> str:
         again = ", for the second time" if self.again else ""
+        remedy = "" if self.how else f" {_remedy(self.exit_code)}"
         return (
-            f"{self._what()}{again}.{self._used_up()} "
-            f"{_remedy(self.exit_code)}{self._look('end')}"
+            f"{self._what()}{again}.{self._used_up()}{remedy}"
+            f"{self._look('end')}"
         )
 
     def _what(self) -> str:
@@ -97,7 +100,8 @@ class Death:
             )
         return (
             f"Worker {self.worker} (pid {self.pid}) of {self.dataset} "
-            f"{_how(self.exit_code)}{doing}"
+            f"{'died' if self.how else _how(self.exit_code)}{doing}"
+            f"{f' ({self.how})' if self.how else ''}"
         )
 
     def _timeout_text(self, overdue: Overdue) -> str:

@@ -132,6 +132,12 @@ def no_debugger() -> LoaderError:
     )
 
 
+def no_breakpoint(*_: Any, **__: Any) -> None:
+    """What `breakpoint()` does in a worker process."""
+    if os.environ.get("PYTHONBREAKPOINT") != "0":
+        raise no_debugger()
+
+
 # -- in the worker -------------------------------------------------------------
 
 

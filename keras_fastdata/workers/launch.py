@@ -39,10 +39,13 @@ _END_TIMEOUT_S = 5.0  # for the kernel to deliver SIGKILL
 
 # A worker sees no accelerator, and does not multiply the cores by the threads
 # of BLAS and OpenMP. `worker_env` overrides.
-CLEAN_ENVIRONMENT = {
+NO_ACCELERATOR = {
     "CUDA_VISIBLE_DEVICES": "",
     "HIP_VISIBLE_DEVICES": "",
     "JAX_PLATFORMS": "cpu",
+}
+CLEAN_ENVIRONMENT = {
+    **NO_ACCELERATOR,
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",

@@ -1,0 +1,297 @@
+"""A worker that is a Ray actor: its own side.
+
+Everything that it is asked is answered, also by what went wrong: nothing here
+raises but what ends the process. The arrays of a batch go into Ray's object
+store by themselves, beside an answer that says how to put them together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, SupportsIndex
+
+import numpy as np
+import numpy.typing as npt
+
+from keras_fastdata.health.timing import Stopwatch, Timing
+from keras_fastdata.memory import codec
+from keras_fastdata.memory.arena import Bytes, aligned_empty
+from keras_fastdata.workers import (
+    cluster,
+    failures,
+    relay,
+    role,
+    stack,
+)
+from keras_fastdata.workers.base import Builds, Ticket, where
+from keras_fastdata.workers.messages import Kind
+
+# Smaller arrays of the dataset travel in its pickle, and the worker may write
+# to them; larger ones are there once per node, and read-only.
+SHARED_BYTES = 1 << 20
+
+
+class State(NamedTuple):
+    """A dataset on its way: references into Ray's object store.
+
+    Attributes:
+        version: From 1; a later state has a higher one.
+        pickled: Where the pickle is.
+        buffers: Where each array is that it leaves out; small ones come along
+            as they are.
+    """
+
+    version: int
+    pickled: Any
+    buffers: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """What a worker is told before it can build.
+
+    Attributes:
+        worker: Its index.
+        dataset: The dataset's class name, for messages.
+        state: The dataset.
+        cwd: The training process's working directory; `None` to stay.
+        path: Its `sys.path`.
+        argv: Its `sys.argv`.
+        habits: How it logs and warns.
+    """
+
+    worker: int
+    dataset: str
+    state: State
+    cwd: str | None
+    path: list[str]
+    argv: list[str]
+    habits: relay.Habits
+
+
+class Place(NamedTuple):
+    """Where a worker is.
+
+    Attributes:
+        pid: Its process.
+        node: The node's id in the cluster.
+        host: The node's name or address, for messages.
+        machine: See `cluster.machine`.
+    """
+
+    pid: int
+    node: str
+    host: str
+    machine: str
+
+
+class Answer(NamedTuple):
+    """What became of a request.
+
+    Attributes:
+        failure: What it raised, taken apart, or `None`.
+        by_start: Whether the failure leaves the worker without a dataset.
+        structure: The batch without its arrays.
+        sizes: Bytes of each array.
+        build_s: How long building took.
+        timing: How it was built, if the ticket asks for it.
+        told: Log records and warnings since the last answer.
+        at_s: The worker's `time.monotonic`.
+    """
+
+    failure: bytes | None = None
+    by_start: bool = False
+    structure: bytes = b""
+    sizes: tuple[int, ...] = ()
+    build_s: float = 0.0
+    timing: Timing | None = None
+    told: tuple[tuple[Kind, bytes], ...] = ()
+    at_s: float = math.nan
+
+
+class _Gathered:
+    """Takes the arrays of a batch as they are; Ray copies them."""
+
+    def __init__(self) -> None:
+        self.arrays: list[Bytes] = []
+
+    def empty(
+        self,
+        shape: SupportsIndex | Sequence[SupportsIndex],
+        dtype: npt.DTypeLike = "float32",
+    ) -> npt.NDArray[Any]:
+        return aligned_empty(shape, dtype)
+
+    def write(self, source: Bytes) -> tuple[int, int]:
+        if source.nbytes:
+            self.arrays.append(source)
+        return 0, source.nbytes
+
+    def place(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        copy = aligned_empty(array.shape, array.dtype)
+        np.copyto(copy, array)
+        return copy
+
+    def seal(self, extents: list[tuple[int, int]]) -> bool:
+        return False
+
+    @property
+    def used(self) -> int:
+        return sum(array.nbytes for array in self.arrays)
+
+
+class Actor:
+    """What the training process holds a handle of.
+
+    All methods run in one thread, one after another, but for `stack`.
+    """
+
+    def __init__(self) -> None:
+        role.become_worker()
+        self._told: list[tuple[Kind, bytes]] = []
+        self._stopwatch = Stopwatch(time.process_time)
+        self._thread = 0
+        self._builder: Builds | None = None
+
+    def place(self) -> Place:
+        """Says where it is, and so that it is."""
+        import ray
+
+        node = ray.get_runtime_context().get_node_id()
+        return Place(os.getpid(), node, os.uname().nodename, cluster.machine())
+
+    def load(self, start: Start) -> Answer:
+        """Loads the dataset, and runs `on_worker_start`."""
+        self._thread = threading.get_ident()
+        self._start = start
+        self._version = start.state.version
+        self._name = f"Ray worker {start.worker} (pid {os.getpid()})"
+        _settle_in(start)
+        relay.install(self._tell)
+        try:
+            make_builder = self._fetch(start.state)
+            self._builder = make_builder()
+            # Once more, now that the user's modules are imported.
+            start.habits.apply()
+            relay.take_over()
+            self._builder.start(start.worker)
+        except SystemExit:
+            raise
+        except BaseException as error:
+            return self._given_up(error)
+        return Answer(told=self._take_told())
+
+    def build(
+        self, ticket: Ticket, state: State | None
+    ) -> tuple[Answer, list[Bytes]]:
+        """Builds one batch, from a new state of the dataset if there is one."""
+        if self._builder is None:
+            raise RuntimeError("no dataset was loaded")
+        if state is not None and state.version > self._version:
+            try:
+                self._builder.adopt(self._fetch(state)())
+                self._version = state.version
+            except Exception as error:
+                return self._given_up(error), []
+        return self._build(self._builder, ticket)
+
+    def stop(self) -> Answer:
+        """Runs `on_worker_stop`, which the builder keeps from raising."""
+        builder, self._builder = self._builder, None
+        if builder is not None:
+            builder.stop(self._start.worker)
+        self._stopwatch.close()
+        return Answer(told=self._take_told())
+
+    def stack(self) -> str:
+        """Where `build` or `load` is at the moment."""
+        return stack.of_thread(self._thread)
+
+    def _build(
+        self, builder: Builds, ticket: Ticket
+    ) -> tuple[Answer, list[Bytes]]:
+        gathered = _Gathered()
+        batch: list[Any] = []
+        failure: bytes | None = None
+        structure, sizes = b"", tuple[int, ...]()
+        began = time.monotonic()
+        self._stopwatch.start(ticket.interval_s)
+        try:
+            batch.append(
+                builder.build(ticket.epoch, ticket.index, self._start.worker)
+            )
+            self._stopwatch.built()
+            encoded = codec.encode(batch, gathered)
+            structure, sizes = encoded.structure, codec.sizes(encoded)
+        except SystemExit:
+            raise
+        except BaseException as error:
+            batch.clear()
+            gathered.arrays.clear()
+            failures.note(error, where(self._start.dataset, ticket, self._name))
+            failure = failures.take_apart(error)
+        timing = self._stopwatch.stop()
+        ended = time.monotonic()
+        answer = Answer(
+            failure=failure,
+            structure=structure,
+            sizes=sizes,
+            build_s=ended - began,
+            timing=timing,
+            told=self._take_told(),
+            at_s=ended,
+        )
+        return answer, gathered.arrays
+
+    def _fetch(self, state: State) -> Callable[[], Builds]:
+        """Rebuilds the builder's maker; its large arrays stay in the store."""
+        import ray
+
+        references = [state.pickled, *state.buffers]
+        shared = [r for r in references if isinstance(r, ray.ObjectRef)]
+        found = iter(ray.get(shared))
+        pickled, *buffers = (
+            next(found) if isinstance(r, ray.ObjectRef) else bytearray(r)
+            for r in references
+        )
+        make_builder: Callable[[], Builds] = pickle.loads(
+            pickled, buffers=buffers
+        )
+        return make_builder
+
+    def _tell(self, kind: Kind, body: bytes) -> None:
+        self._told.append((kind, body))
+
+    def _take_told(self) -> tuple[tuple[Kind, bytes], ...]:
+        told, self._told = self._told, []
+        return tuple(told)
+
+    def _given_up(self, error: BaseException) -> Answer:
+        failures.note(
+            error,
+            f"While {self._start.dataset} was loaded or its "
+            f"`on_worker_start` ran, in {self._name}.",
+        )
+        return Answer(
+            failures.take_apart(error), by_start=True, told=self._take_told()
+        )
+
+
+def _settle_in(start: Start) -> None:
+    """Gives the process the training process's place, as far as it is here."""
+    if start.cwd is not None:
+        with contextlib.suppress(OSError):
+            os.chdir(start.cwd)
+    here = set(sys.path)
+    sys.path += [p for p in start.path if p not in here and os.path.exists(p)]
+    sys.argv[:] = start.argv
+    start.habits.apply()
+    sys.breakpointhook = failures.no_breakpoint

@@ -1,0 +1,270 @@
+"""Joining a Ray cluster, and leaving it.
+
+The cluster is shared by all loaders of the process, and by the user: one that
+the user has joined (`ray.init`) is used and never left. Otherwise the first
+loader joins, or starts a Ray of its own on this machine, and the last one to
+end its workers leaves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import numbers
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from keras_fastdata.errors import LoaderError
+
+# What actors are made with is the engine's business: it replaces those that
+# die, and keeps their tickets in order.
+_OURS = (
+    "concurrency_groups",
+    "get_if_exists",
+    "lifetime",
+    "max_concurrency",
+    "max_pending_calls",
+    "max_restarts",
+    "max_task_retries",
+    "name",
+    "num_returns",
+)
+_TIMEOUT_S = 60.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """`ray_options`, taken apart.
+
+    Attributes:
+        init: Arguments of `ray.init`.
+        actor: Arguments of each actor's `options`.
+        timeout_s: How long joining may take, and the first worker's place.
+
+    Raises:
+        TypeError: An option is of the wrong type.
+        ValueError: An option that cannot be had.
+    """
+
+    init: dict[str, Any] = dataclasses.field(default_factory=dict)
+    actor: dict[str, Any] = dataclasses.field(default_factory=dict)
+    timeout_s: float = _TIMEOUT_S
+
+    @property
+    def runtime_env(self) -> dict[str, Any]:
+        """What the user wants workers to have, or to find there."""
+        return {
+            **(self.init.get("runtime_env") or {}),
+            **(self.actor.get("runtime_env") or {}),
+        }
+
+    @staticmethod
+    def of(given: Any) -> Options:
+        """Options as the user gave them."""
+        if given is None:
+            return Options()
+        if not isinstance(given, Mapping) or not all(
+            isinstance(name, str) for name in given
+        ):
+            raise TypeError(
+                "`ray_options` must be a dict, such as {'address': "
+                f"'10.0.0.1:6379', 'num_cpus': 1}}. Received: {given!r}"
+            )
+        actor = dict(given)
+        init = actor.pop("init", {})
+        if not isinstance(init, Mapping):
+            raise TypeError(
+                "`ray_options['init']` must be a dict of arguments of "
+                f"`ray.init`. Received: {init!r}"
+            )
+        init = dict(init)
+        if "address" in actor:
+            init["address"] = _address(actor.pop("address"))
+        timeout_s = _seconds(actor.pop("timeout_s", _TIMEOUT_S))
+        for name in _OURS:
+            if name in actor:
+                raise ValueError(
+                    f"`ray_options[{name!r}]` is not the user's to set: dead "
+                    "workers are replaced as `max_worker_restarts` says, and "
+                    "each builds one batch at a time."
+                )
+        return Options(init, actor, timeout_s)
+
+
+def _address(address: Any) -> str | None:
+    if address is not None and not isinstance(address, str):
+        raise TypeError(
+            "`ray_options['address']` must be a string, such as "
+            f"'10.0.0.1:6379', or None. Received: {address!r}"
+        )
+    if address is not None and address.startswith("ray://"):
+        raise ValueError(
+            f"`ray_options['address']={address!r}` is that of a proxy (Ray "
+            "Client), through which every batch would be copied. Run the "
+            "training on a node of the cluster, and leave the address out, "
+            "or give 'host:port' of its head node (6379 as a rule)."
+        )
+    return address
+
+
+def _seconds(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(
+            "`ray_options['timeout_s']` must be a number of seconds. "
+            f"Received: {value!r}"
+        )
+    seconds = float(value)
+    if not seconds > 0:
+        raise ValueError(
+            "`ray_options['timeout_s']` must be more than 0. "
+            f"Received: {value!r}"
+        )
+    return seconds
+
+
+class _Membership:
+    """Who uses Ray in this process.
+
+    Attributes:
+        users: How many loaders do.
+        pid: The process that this is said of.
+        joined: Whether it was for them that Ray was joined.
+        lock: Guards the three. Reentrant, because a dataset may be
+            collected, and so closed, while it is held.
+    """
+
+    def __init__(self) -> None:
+        self.users = 0
+        self.pid = os.getpid()
+        self.joined = False
+        self.lock = threading.RLock()
+
+
+_membership = _Membership()
+
+
+def _of_this_process() -> _Membership:
+    global _membership
+    if _membership.pid != os.getpid():
+        _membership = _Membership()  # the other one is the parent's
+    return _membership
+
+
+def join(options: Options) -> Callable[[], None]:
+    """Joins Ray, unless that was done.
+
+    Returns:
+        What leaves it again; idempotent.
+
+    Raises:
+        LoaderError: Ray is not installed, or the cluster not to be reached.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise LoaderError(
+            "`executor='ray'` needs Ray: pip install 'keras-fastdata[ray]'."
+        ) from error
+    member = _of_this_process()
+    with member.lock:
+        if not ray.is_initialized():
+            _init(options)
+            member.joined = True
+        member.users += 1
+    return functools.partial(_leave, member, [True])
+
+
+def _leave(member: _Membership, stays: list[bool]) -> None:
+    import ray
+
+    with member.lock:
+        if not stays or member.pid != os.getpid():
+            return
+        stays.clear()
+        member.users -= 1
+        if member.joined and not member.users:
+            member.joined = False
+            ray.shutdown()
+
+
+def _init(options: Options) -> None:
+    """`ray.init`, with an error instead of an endless wait."""
+    import ray
+
+    address = options.init.get("address") or os.environ.get("RAY_ADDRESS")
+    if address and ":" in address:
+        _probe(address, options.timeout_s)
+    arguments: dict[str, Any] = {"logging_level": logging.WARNING}
+    if not address:
+        arguments["include_dashboard"] = False
+    try:
+        with _no_statistics():
+            ray.init(**{**arguments, **options.init})
+    except Exception as error:
+        # Ray raises ConnectionError, RuntimeError, TimeoutError, ValueError
+        # and others here.
+        where = f"the cluster at {address}" if address else "Ray"
+        raise LoaderError(
+            f"{where[0].upper()}{where[1:]} could not be joined: {error}"
+        ) from error
+
+
+def _probe(address: str, timeout_s: float) -> None:
+    """Makes sure that somebody listens: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout_s).close()
+    except (OSError, ValueError) as error:
+        raise LoaderError(
+            f"Nobody answers at {address!r}, where the Ray cluster was to be "
+            f"({error}). `ray start --head` prints the address of a cluster; "
+            "without one (no 'address' in `ray_options`, no RAY_ADDRESS) a "
+            "Ray of its own is started on this machine."
+        ) from error
+
+
+@contextlib.contextmanager
+def _no_statistics() -> Iterator[None]:
+    """Keeps a Ray that is started here from reporting its usage."""
+    name = "RAY_USAGE_STATS_ENABLED"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+
+
+def is_alive(node: str) -> bool:
+    """Whether a node of the cluster is still part of it."""
+    import ray
+
+    return any(n["NodeID"] == node and n["Alive"] for n in ray.nodes())
+
+
+def store_nbytes() -> int:
+    """Size of the object store of this machine's node."""
+    import ray
+
+    here = ray.get_runtime_context().get_node_id()
+    for node in ray.nodes():
+        if node["NodeID"] == here:
+            return int(node["Resources"].get("object_store_memory", 0))
+    return 0
+
+
+@functools.cache
+def machine() -> str:
+    """Names what processes share a clock and numbers of processes on."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()

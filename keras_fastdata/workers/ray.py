@@ -1,0 +1,927 @@
+"""Workers that are Ray actors, and the training process's side of them.
+
+    submit -> backlog -> whichever actor has least to do
+    collect <-- ray.wait <-- references to what the actors return
+
+Ray starts the processes, on whatever node, and moves the batches: each lies in
+the object store of the node that built it, is fetched to this one ahead of its
+turn, and is read from there without a copy. Order, seeds, retries, limits of
+time and the books of who builds what are the same as everywhere; Ray is told
+to restart and to retry nothing.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import logging
+import os
+import select
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from keras_fastdata.errors import LoaderError
+from keras_fastdata.health.staff import Loss, Staff
+from keras_fastdata.health.timing import Timing
+from keras_fastdata.memory import codec, payload
+from keras_fastdata.memory.arena import Bytes, aligned_copy
+from keras_fastdata.workers import (
+    actor,
+    cluster,
+    deaths,
+    failures,
+    launch,
+    relay,
+)
+from keras_fastdata.workers.base import Builds, Built, Done, Ticket, where
+from keras_fastdata.workers.interrupts import Uninterrupted
+from keras_fastdata.workers.watch import Overdue, Watch, Work, building, loading
+
+_GRACE_S = 2.0  # for a worker to end by itself when asked to
+_STACK_S = 2.0  # for one that is stuck to say where
+_IDLE_S = 0.05  # between two looks, where there is nothing to wait for
+_STRIKES = 2  # deaths of workers over one batch before the batch is blamed
+_MOST_LOSSES = 1000  # remembered
+
+# A worker whose builds take less than this has its next ticket before it has
+# answered: asking takes a millisecond or two.
+_QUICK_S = 0.1
+
+# Shares of this node's object store: for batches that the consumer keeps (the
+# others are copied out of it), and for those and all that are asked for. More,
+# and Ray would write some of them to the disk.
+_HELD = 0.25
+_TAKEN = 0.5
+
+_log = logging.getLogger("keras_fastdata")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How the actors of one loader are to be run.
+
+    Attributes:
+        dataset: The dataset's class name, for messages.
+        count: Number of workers, at least 1.
+        lookahead: Batches that may wait to be delivered.
+        max_restarts: Worker deaths survived in one epoch.
+        batch_timeout: Seconds that one batch may take, or `None`.
+        worker_env: Environment variables over the clean defaults.
+        options: What the user says of Ray.
+    """
+
+    dataset: str
+    count: int
+    lookahead: int
+    max_restarts: int
+    batch_timeout: float | None
+    worker_env: dict[str, str] | None
+    options: cluster.Options
+
+
+@dataclasses.dataclass(eq=False)
+class _Sent:
+    """A ticket on its way.
+
+    Attributes:
+        ticket: The engine's order.
+        strikes: Workers that have died over it.
+        reference: To the answer, once it is with a worker.
+        is_wanted: Whether it has not been cancelled.
+    """
+
+    ticket: Ticket
+    strikes: int = 0
+    reference: Any = None
+    is_wanted: bool = True
+
+
+@dataclasses.dataclass(eq=False)
+class _Worker:
+    """An actor.
+
+    Attributes:
+        index: From 0, below the number of workers.
+        handle: Ray's.
+        hired: When it was asked for, by `time.monotonic`.
+        start: What is to be answered before it is ready: where it is, then
+            whether it has loaded the dataset; `None` when it is.
+        version: Of the dataset's state that it has.
+        place: Where it is, once it has told.
+        pidfd: Its process, if it is on this machine; else -1.
+        desk: The tickets that it was given, oldest first.
+        began: Since when it has been at the oldest.
+        build_s: How long its last batch took; infinite before that.
+        overdue: Why it was killed, if it was.
+        killed: When, by `time.monotonic`.
+    """
+
+    index: int
+    handle: Any
+    hired: float
+    start: Any
+    version: int
+    place: actor.Place | None = None
+    pidfd: int = -1
+    desk: collections.deque[_Sent] = dataclasses.field(
+        default_factory=collections.deque
+    )
+    began: float = 0.0
+    build_s: float = float("inf")
+    overdue: Overdue | None = None
+    killed: float = 0.0
+
+    @property
+    def is_ready(self) -> bool:
+        return self.start is None
+
+    @property
+    def name(self) -> str:
+        if self.place is None:
+            return f"Ray worker {self.index}"
+        pid, _, host, _ = self.place
+        return f"Ray worker {self.index} (pid {pid} on {host})"
+
+    @property
+    def awaited(self) -> Iterator[Any]:
+        """The references that it is to answer."""
+        if self.start is not None:
+            yield self.start
+        for sent in self.desk:
+            yield sent.reference
+
+
+class _Lease(weakref.ref[Any]):
+    """A weak reference to an array in the store that knows its size."""
+
+    __slots__ = ("nbytes",)
+    nbytes: int
+
+
+class _Held:
+    """What the consumer keeps in the object store.
+
+    Args:
+        limit: Bytes that it may; more is copied out on delivery.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._nbytes = 0
+        self._leases: dict[int, _Lease] = {}
+        # C code, for the reason given in memory/arena.py.
+        self._died: collections.deque[_Lease] = collections.deque()
+
+    def lend(self, array: Bytes) -> Bytes:
+        """A view to build on, whose end is heard of."""
+        root: Bytes = np.frombuffer(array.data, np.uint8)
+        lease = _Lease(root, self._died.append)
+        lease.nbytes = root.nbytes
+        self._leases[id(lease)] = lease
+        self._nbytes += root.nbytes
+        return root
+
+    @property
+    def has_room(self) -> bool:
+        return self.nbytes < self._limit
+
+    @property
+    def nbytes(self) -> int:
+        while self._died:
+            lease = self._died.popleft()
+            del self._leases[id(lease)]
+            self._nbytes -= lease.nbytes
+        return self._nbytes
+
+
+class _Delivery:
+    """A batch in the object store, waiting to be opened."""
+
+    by_dataset = is_lost = False
+
+    def __init__(
+        self,
+        dataset: str,
+        sent: _Sent,
+        worker: _Worker,
+        answer: actor.Answer,
+        arrays: list[Bytes],
+        held: _Held,
+    ) -> None:
+        self.serial = sent.ticket.serial
+        self.worker = worker.index
+        self.nbytes = sum(answer.sizes)
+        self.timing = _here(answer, worker, sent.strikes)
+        self._where = where(dataset, sent.ticket, worker.name, "loading")
+        self._structure, self._sizes = answer.structure, answer.sizes
+        self._arrays = arrays
+        self._held = held
+
+    def open(self) -> Any:
+        arrays, self._arrays = self._arrays, []
+        given = iter(arrays)
+        lends = self._held.has_room
+        buffers = []
+        for nbytes in self._sizes:
+            if not nbytes:
+                buffers.append(np.empty(0, np.uint8))
+            elif lends and nbytes >= codec.SMALL_BYTES:
+                buffers.append(self._held.lend(next(given)))
+            else:
+                buffers.append(aligned_copy(next(given)))
+        try:
+            return codec.assemble(self._structure, buffers)
+        except Exception as error:
+            failures.note(error, self._where)
+            raise
+
+    def discard(self) -> None:
+        self._arrays = []
+
+
+class RayWorkers:
+    """Builds in Ray actors.
+
+    Args:
+        plan: How many, made how.
+        make_builder: Makes a worker's builder. It is pickled at once, and
+            again at each `change`, with the dataset it refers to.
+
+    Raises:
+        LoaderError: Ray is not installed, or the cluster not to be reached.
+        Exception: Whatever pickling the dataset raises.
+    """
+
+    def __init__(self, plan: Plan, make_builder: Callable[[], Builds]) -> None:
+        self._plan = plan
+        self._make_builder = make_builder
+        self._watch = Watch(
+            plan.batch_timeout,
+            "`batch_timeout` replaces a worker that is stuck.",
+        )
+        self._backlog: collections.deque[_Sent] = collections.deque()
+        self._workers: dict[int, _Worker] = {}
+        self._restarts = 0
+        self._unreplaced: set[int] = set()
+        self._last_death: tuple[_Worker, str] | None = None
+        self._fallen: set[str] = set()  # nodes
+        self._losses: collections.deque[Loss] = collections.deque(
+            maxlen=_MOST_LOSSES
+        )
+        self._receiver = relay.Receiver()
+        self._told: collections.deque[tuple[Any, bytes]] = collections.deque()
+        self._largest = 0
+        self._ready_once = False
+        self._paused = self._closed = False
+        # Pickled first: no cluster is needed to say that it cannot be.
+        taken_apart = payload.take_apart(make_builder)
+        with contextlib.ExitStack() as undo:
+            self._leave = cluster.join(plan.options)
+            undo.callback(self._leave)
+            self._dataset = _Shipment()
+            self._dataset.put(*taken_apart)
+            self._make_actor = _actor_maker(plan)
+            self._store = cluster.store_nbytes()
+            self._held = _Held(int(self._store * _HELD))
+            undo.pop_all()
+
+    # -- what the engine calls ----------------------------------------------
+
+    def submit(self, ticket: Ticket) -> bool:
+        if not self._has_room():
+            return False
+        self._backlog.append(_Sent(ticket))
+        self._hand_out()
+        return True
+
+    def wait(self, timeout_s: float) -> None:
+        import ray
+
+        timeout_s = min(timeout_s, self._watch.interval_s)
+        awaited = [r for w in self._workers.values() for r in w.awaited]
+        if awaited:
+            ray.wait(awaited, timeout=timeout_s, fetch_local=True)
+        else:
+            time.sleep(min(timeout_s, _IDLE_S))
+
+    def collect(self) -> Iterable[Done]:
+        self._hire()
+        done: list[Done] = []
+        ready = self._ready()
+        for worker in list(self._workers.values()):
+            while worker.start is not None and worker.start in ready:
+                ready.discard(worker.start)
+                done += self._welcome(worker)
+            while worker.desk and worker.desk[0].reference in ready:
+                done += self._receive(worker)
+        if self._watch.is_due():
+            done += self._look_at_workers()
+        self._hire()
+        if self._last_death and len(self._unreplaced) == self._plan.count:
+            done += self._fail_all(*self._last_death)
+        self._hand_out()
+        self._hand_on()
+        return done
+
+    def cancel(self, serials: Iterable[int]) -> None:
+        gone = set(serials)
+        kept = [s for s in self._backlog if s.ticket.serial not in gone]
+        self._backlog = collections.deque(kept)
+        for worker in self._workers.values():
+            for sent in worker.desk:
+                if sent.ticket.serial in gone:
+                    sent.is_wanted = False
+
+    def pause(self) -> None:
+        self._paused = True
+
+    def resume(self) -> None:
+        if self._paused:
+            self._paused = False
+            self._hand_out()
+
+    @property
+    def busy(self) -> bool:
+        return any(worker.desk for worker in self._workers.values())
+
+    def change(self) -> None:
+        self._dataset.put(*payload.take_apart(self._make_builder))
+
+    def expect(self, ahead: int) -> None:
+        """Nothing to do: the store keeps no memory ready."""
+
+    def begin_epoch(self) -> None:
+        self._restarts = 0
+        self._unreplaced.clear()
+
+    def staff(self) -> Staff:
+        return Staff(
+            "ray",
+            self._plan.count,
+            {
+                index: worker.place.pid
+                for index, worker in self._workers.items()
+                if worker.place is not None and worker.pidfd >= 0
+            },
+            tuple(self._losses),
+            self._held.nbytes,
+        )
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        with Uninterrupted():
+            self._closed = True
+            self._end_workers()
+            self._dataset.drop()
+            self._leave()
+        self._hand_on()
+
+    # -- giving out tickets -------------------------------------------------
+
+    def _has_room(self) -> bool:
+        """Whether the object store has room for another batch.
+
+        One batch is always allowed. Before any has come, so are as many as
+        there are workers.
+        """
+        out = len(self._backlog) + sum(
+            len(worker.desk) for worker in self._workers.values()
+        )
+        if not out:
+            return True
+        if not self._largest:
+            return out < self._plan.count
+        taken = (out + 1) * self._largest + self._held.nbytes
+        return taken <= self._store * _TAKEN
+
+    def _hand_out(self) -> None:
+        """Gives tickets to the workers that have the least to do."""
+        while self._backlog and not self._paused:
+            free = [
+                worker
+                for worker in self._workers.values()
+                if worker.is_ready
+                and not worker.killed
+                and len(worker.desk) < (2 if worker.build_s < _QUICK_S else 1)
+            ]
+            if not free:
+                return
+            self._give(min(free, key=lambda w: len(w.desk)))
+
+    def _give(self, worker: _Worker) -> None:
+        sent = self._backlog[0]
+        state = None
+        if worker.version < self._dataset.state.version:
+            state = self._dataset.state
+        sent.reference = worker.handle.build.remote(sent.ticket, state)
+        self._backlog.popleft()
+        worker.version = self._dataset.state.version
+        if not worker.desk:
+            worker.began = time.monotonic()
+        worker.desk.append(sent)
+
+    # -- receiving ----------------------------------------------------------
+
+    def _ready(self) -> set[Any]:
+        """The references of which the answer is here."""
+        import ray
+
+        awaited = [r for w in self._workers.values() for r in w.awaited]
+        if not awaited:
+            return set()
+        ready, _ = ray.wait(
+            awaited, num_returns=len(awaited), timeout=0, fetch_local=True
+        )
+        return set(ready)
+
+    def _welcome(self, worker: _Worker) -> list[Done]:
+        """Takes in what a worker says that is not ready yet."""
+        try:
+            answer = self._get(worker.start)
+        except _Gone as gone:
+            if self._was_never_there(worker, gone):
+                raise LoaderError(self._cannot_begin(worker, gone)) from gone
+            return self._bury(worker, str(gone))
+        if isinstance(answer, actor.Place):
+            worker.place = answer
+            worker.pidfd = _pidfd(answer)
+            start = self._start_of(worker.index)
+            worker.version = start.state.version
+            worker.hired = time.monotonic()
+            worker.start = worker.handle.load.remote(start)
+            return []
+        self._listen(answer)
+        worker.start = None
+        self._ready_once = True
+        return []
+
+    def _receive(self, worker: _Worker) -> list[Done]:
+        """Takes in the answer to a worker's oldest ticket."""
+        sent = worker.desk[0]
+        try:
+            answer, arrays = self._get(sent.reference)
+        except _Lost:
+            # The batch is lost, and not the worker, as far as is known.
+            worker.desk.popleft()
+            worker.began = time.monotonic()
+            if sent.is_wanted:
+                self._backlog.appendleft(sent)
+            return []
+        except _Gone as gone:
+            return self._bury(worker, str(gone))
+        worker.desk.popleft()
+        worker.began = time.monotonic()
+        worker.build_s = answer.build_s
+        self._listen(answer)
+        self._watch.learn(answer.build_s)
+        self._largest = max(self._largest, sum(answer.sizes))
+        if not sent.is_wanted:
+            return []
+        if answer.failure is not None:
+            error = failures.put_together(answer.failure)
+            usual = isinstance(error, Exception)
+            serial = sent.ticket.serial
+            return [Built(serial, worker.index, error=error, by_dataset=usual)]
+        return [
+            _Delivery(
+                self._plan.dataset,
+                sent,
+                worker,
+                answer,
+                arrays,
+                self._held,
+            )
+        ]
+
+    def _get(self, reference: Any) -> Any:
+        """What a worker has answered.
+
+        Raises:
+            _Gone: The worker has died, or cannot be reached.
+            _Lost: The answer has died with its node.
+            LoaderError: Ray cannot go on.
+        """
+        import ray
+        from ray import exceptions
+
+        try:
+            return ray.get(reference)
+        except (
+            exceptions.RayActorError,
+            exceptions.WorkerCrashedError,
+            exceptions.NodeDiedError,
+            exceptions.OutOfMemoryError,
+            exceptions.RuntimeEnvSetupError,
+            exceptions.ActorUnschedulableError,
+        ) as error:
+            raise _Gone(error) from error
+        except exceptions.ObjectLostError as error:
+            raise _Lost from error
+        except exceptions.RayError as error:
+            raise LoaderError(
+                f"Ray could not deliver a batch of {self._plan.dataset}: "
+                f"{error}"
+            ) from error
+
+    def _listen(self, answer: actor.Answer) -> None:
+        """Hears what an answer is about besides a ticket.
+
+        Raises:
+            BaseException: What has left the worker without a dataset.
+        """
+        self._told.extend(answer.told)
+        if answer.by_start and answer.failure is not None:
+            raise failures.put_together(answer.failure)
+
+    def _hand_on(self) -> None:
+        while self._told:
+            self._receiver.receive(*self._told.popleft())
+
+    # -- making workers -----------------------------------------------------
+
+    def _hire(self) -> None:
+        """Asks for the workers that are missing, as far as allowed."""
+        for index in range(self._plan.count):
+            if index not in self._workers and index not in self._unreplaced:
+                with Uninterrupted():
+                    handle = self._make_actor()
+                    self._workers[index] = _Worker(
+                        index,
+                        handle,
+                        time.monotonic(),
+                        handle.place.remote(),
+                        self._dataset.state.version,
+                    )
+
+    def _start_of(self, index: int) -> actor.Start:
+        cwd = None
+        with contextlib.suppress(OSError):  # it has been deleted
+            cwd = os.getcwd()
+        if "working_dir" in self._plan.options.runtime_env:
+            cwd = None
+        return actor.Start(
+            index,
+            self._plan.dataset,
+            self._dataset.state,
+            cwd,
+            list(sys.path),
+            list(getattr(sys, "argv", [])),
+            relay.Habits.of_this_process(),
+        )
+
+    def _was_never_there(self, worker: _Worker, gone: _Gone) -> bool:
+        """Whether a worker could not be made, rather than died."""
+        return worker.place is None and not worker.killed and gone.is_at_start
+
+    def _cannot_begin(self, worker: _Worker, gone: _Gone) -> str:
+        return (
+            f"{worker.name} of {self._plan.dataset} could not be made: {gone}\n"
+            "The nodes need the same Python, keras_fastdata, and what the "
+            "dataset imports. `ray_options={'runtime_env': {'pip': [...], "
+            "'working_dir': '.'}}` brings them there."
+        )
+
+    # -- workers that are stuck ---------------------------------------------
+
+    def _look_at_workers(self) -> list[Done]:
+        """Kills workers whose time is up; leaves behind what survives that."""
+        now = time.monotonic()
+        self._look_for_a_place(now)
+        for overdue in self._watch.look(list(self._works(now))):
+            worker = self._workers[overdue.work.worker]
+            worker.overdue, worker.killed = overdue, now
+            _kill(worker.handle)
+        done: list[Done] = []
+        for worker in list(self._workers.values()):
+            if worker.killed and now - worker.killed > _GRACE_S:
+                done += self._bury(worker, "It was killed, and does not answer")
+        return done
+
+    def _works(self, now: float) -> Iterator[Work]:
+        """What each worker is busy with."""
+        name = self._plan.dataset
+        for index, worker in self._workers.items():
+            if worker.killed or worker.place is None:
+                continue
+            ask = functools.partial(_stack_of, worker.handle)
+            if not worker.is_ready:
+                what = loading(name, worker.name)
+                since = worker.hired
+                yield Work(index, what, None, now - since, ask, starting=True)
+            elif worker.desk:
+                ticket = worker.desk[0].ticket
+                what = building(name, ticket, worker.name)
+                yield Work(index, what, ticket, now - worker.began, ask)
+
+    def _look_for_a_place(self, now: float) -> None:
+        """Raises when the cluster has had no place for any worker in time."""
+        if self._ready_once or not self._workers:
+            return
+        limit_s = self._plan.options.timeout_s
+        if any(
+            worker.place is not None or now - worker.hired <= limit_s
+            for worker in self._workers.values()
+        ):
+            return
+        import ray
+
+        raise LoaderError(
+            f"None of the {self._plan.count} Ray workers of "
+            f"{self._plan.dataset} had a place in the cluster within "
+            f"{limit_s:g} s (`ray_options['timeout_s']`). They ask for "
+            f"{self._plan.options.actor or 'nothing in particular'}. The "
+            f"cluster has {_resources(ray.cluster_resources())}; free are "
+            f"{_resources(ray.available_resources())}."
+        )
+
+    # -- the end of workers -------------------------------------------------
+
+    def _bury(self, worker: _Worker, how: str) -> list[Done]:
+        """Accounts for a worker that ended without being asked to.
+
+        What it held is built again, by its replacement or another worker,
+        unless it may not be: then those tickets end in an error.
+        """
+        self._dismiss(worker)
+        place = worker.place
+        self._losses.append(
+            Loss(time.monotonic(), worker.index, place.pid if place else 0)
+        )
+        # The end of a node is one death, however many workers it had.
+        fell = place is not None and not cluster.is_alive(place.node)
+        if place is None or not fell or place.node not in self._fallen:
+            self._restarts += 1
+        if place is not None and fell:
+            self._fallen.add(place.node)
+            how = f"Its node has left the cluster. {how}"
+        self._last_death = worker, how
+        if self._restarts > self._plan.max_restarts:
+            self._unreplaced.add(worker.index)
+        suspect = None
+        if worker.desk:
+            # It builds one after the other: the oldest, when it died.
+            suspect, *others = worker.desk
+            self._backlog.extendleft(
+                sent for sent in reversed(others) if sent.is_wanted
+            )
+            if not suspect.is_wanted:
+                suspect = None
+            elif not fell:
+                suspect.strikes += 1
+                if suspect.ticket.interval_s is not None:
+                    suspect.ticket.interval_s = 0.0  # this one is told of
+        worker.desk.clear()
+        return self._judge(suspect, worker, how)
+
+    def _judge(
+        self, sent: _Sent | None, worker: _Worker, how: str
+    ) -> list[Done]:
+        """Decides about the batch that a worker died over, if it did."""
+        death = self._death_of(worker, how, sent)
+        most = self._plan.max_restarts
+        if self._restarts <= most and not death.again:
+            _log.warning("%s", death.news(self._restarts, most))
+            if sent is not None:
+                self._backlog.appendleft(sent)
+            return []
+        if sent is None:
+            return []
+        error = death.error()
+        return [Built(sent.ticket.serial, worker.index, error=error)]
+
+    def _fail_all(self, worker: _Worker, how: str) -> Iterator[Done]:
+        """Ends all there is: no worker is left, and none may be hired."""
+        tickets = [sent.ticket for sent in self._backlog]
+        self._backlog.clear()
+        for ticket in tickets:
+            error = self._death_of(worker, how, None).error()
+            yield Built(ticket.serial, worker.index, error=error)
+
+    def _death_of(
+        self, worker: _Worker, how: str, sent: _Sent | None
+    ) -> deaths.Death:
+        return deaths.Death(
+            dataset=self._plan.dataset,
+            worker=worker.index,
+            pid=worker.place.pid if worker.place else 0,
+            exit_code=None,
+            overdue=worker.overdue,
+            starting=not worker.is_ready,
+            ticket=sent.ticket if sent else None,
+            again=bool(sent and sent.strikes >= _STRIKES),
+            restarts_used_up=(
+                self._plan.max_restarts
+                if self._restarts > self._plan.max_restarts
+                else None
+            ),
+            how=how,
+        )
+
+    def _dismiss(self, worker: _Worker) -> None:
+        """Forgets a worker, and makes sure that it has ended."""
+        del self._workers[worker.index]
+        _kill(worker.handle)
+        if worker.pidfd >= 0:
+            os.close(worker.pidfd)
+            worker.pidfd = -1
+
+    def _end_workers(self) -> None:
+        """Asks the workers to end, and kills those that do not."""
+        import ray
+
+        workers, self._workers = self._workers, {}
+        self._backlog.clear()
+        try:
+            if ray.is_initialized():
+                self._stop(list(workers.values()))
+                for worker in workers.values():
+                    _kill(worker.handle)
+            _await_ends([w.pidfd for w in workers.values() if w.pidfd >= 0])
+        finally:
+            for worker in workers.values():
+                if worker.pidfd >= 0:
+                    os.close(worker.pidfd)
+
+    def _stop(self, workers: list[_Worker]) -> None:
+        """Runs `on_worker_stop` where there is somebody to run it."""
+        import ray
+
+        stopping = [
+            worker.handle.stop.remote()
+            for worker in workers
+            if worker.is_ready and not worker.killed
+        ]
+        if not stopping:
+            return
+        ended, _ = ray.wait(
+            stopping, num_returns=len(stopping), timeout=_GRACE_S
+        )
+        for reference in ended:
+            with contextlib.suppress(_Gone, _Lost, LoaderError):
+                self._told.extend(self._get(reference).told)
+
+
+class _Shipment:
+    """A dataset in Ray's object store, and its later states.
+
+    Arrays that have not changed are not put there again.
+
+    Attributes:
+        state: The latest one.
+    """
+
+    def __init__(self) -> None:
+        self.state = actor.State(0, None, ())
+        # By place in this process's memory: where an array is in the store,
+        # and a view of that.
+        self._put: dict[tuple[int, int], tuple[Any, Bytes]] = {}
+
+    def put(self, pickled: memoryview, buffers: list[memoryview]) -> None:
+        """Puts a state there that was taken apart."""
+        import ray
+
+        put: dict[tuple[int, int], tuple[Any, Bytes]] = {}
+        parts: list[Any] = []
+        for buffer in buffers:
+            if buffer.nbytes < actor.SHARED_BYTES:
+                parts.append(bytes(buffer))
+                continue
+            array: Bytes = np.frombuffer(buffer, np.uint8)
+            place = payload.place_of(buffer)
+            found = self._put.get(place)
+            if found is None or not np.array_equal(found[1], array):
+                reference = ray.put(array)
+                found = reference, ray.get(reference)
+            put[place] = found
+            parts.append(found[0])
+        self._put = put
+        version = self.state.version + 1
+        self.state = actor.State(version, ray.put(bytes(pickled)), tuple(parts))
+
+    def drop(self) -> None:
+        """Gives it up."""
+        self._put.clear()
+        self.state = actor.State(0, None, ())
+
+
+class _Gone(Exception):
+    """A worker has died, or cannot be reached.
+
+    Attributes:
+        is_at_start: Whether it could not even be made.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(_text_of(error))
+        self.is_at_start = getattr(error, "actor_init_failed", True)
+
+
+class _Lost(Exception):
+    """A batch is no longer anywhere."""
+
+
+def _text_of(error: Exception) -> str:
+    """What Ray says of a death, without what we know ourselves."""
+    ours = ("class_name:", "actor_id:", "pid:", "namespace:", "ip:")
+    lines = (line.strip() for line in str(error).splitlines())
+    return " ".join(
+        line for line in lines if line and not line.startswith(ours)
+    )
+
+
+def _actor_maker(plan: Plan) -> Callable[[], Any]:
+    """What asks for one more actor."""
+    import ray
+
+    options = dict(plan.options.actor)
+    runtime_env = dict(options.pop("runtime_env", None) or {})
+    clean = launch.CLEAN_ENVIRONMENT
+    if options.get("num_gpus"):
+        seen = launch.NO_ACCELERATOR
+        clean = {name: clean[name] for name in clean if name not in seen}
+    runtime_env["env_vars"] = {
+        **clean,
+        **runtime_env.get("env_vars", {}),
+        **(plan.worker_env or {}),
+    }
+    # A second thread says where the first one is stuck.
+    remote: Any = ray.remote(concurrency_groups={"ask": 1})(actor.Actor)
+    made = remote.options(
+        **{"scheduling_strategy": "SPREAD", **options},
+        runtime_env=runtime_env,
+        max_restarts=0,
+        max_task_retries=0,
+    )
+    maker: Callable[[], Any] = made.remote
+    return maker
+
+
+def _stack_of(handle: Any) -> str:
+    """Where a worker is stuck; takes up to `_STACK_S`."""
+    import ray
+    from ray import exceptions
+
+    try:
+        asked = handle.stack.options(concurrency_group="ask").remote()
+        return str(ray.get(asked, timeout=_STACK_S))
+    except exceptions.RayError:
+        return "It does not answer, so its stack cannot be had."
+
+
+def _kill(handle: Any) -> None:
+    import ray
+    from ray import exceptions
+
+    with contextlib.suppress(exceptions.RayError, ValueError):
+        ray.kill(handle, no_restart=True)
+
+
+def _pidfd(place: actor.Place) -> int:
+    """The process, if it is one of this machine's; else -1."""
+    if place.machine != cluster.machine():
+        return -1
+    try:
+        return os.pidfd_open(place.pid)
+    except OSError:
+        return -1
+
+
+def _await_ends(pidfds: list[int]) -> None:
+    """Waits for processes to end, for a while."""
+    deadline = time.monotonic() + _GRACE_S
+    for pidfd in pidfds:
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+
+
+def _here(answer: actor.Answer, worker: _Worker, strikes: int) -> Timing | None:
+    """When a batch was built, by this machine's clock."""
+    timing = answer.timing
+    if timing is None:
+        return None
+    if strikes:
+        timing = timing._replace(retries=strikes)
+    place = worker.place
+    if place is None or place.machine == cluster.machine():
+        return timing
+    # Clocks of two machines have nothing in common; it came just now.
+    behind_s = time.monotonic() - answer.at_s
+    return timing._replace(
+        began_s=timing.began_s + behind_s,
+        built_s=timing.built_s + behind_s,
+        stored_s=timing.stored_s + behind_s,
+    )
+
+
+def _resources(found: dict[str, float]) -> str:
+    plain = {n: v for n, v in found.items() if not n.startswith("node:")}
+    return ", ".join(f"{value:g} {name}" for name, value in plain.items())
