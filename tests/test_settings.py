@@ -53,6 +53,7 @@ _DEFAULTS = {
     "cache_version": None,
     "executor": "local",
     "worker_env": None,
+    "ray_options": None,
 }
 
 # Argument: values, each with what it becomes where that is something else.
@@ -80,13 +81,14 @@ _ACCEPTED = {
     "cache": [None, "memory", (pathlib.PurePosixPath("memory"), "memory")],
     "cache_bytes": [None, 1, 1 << 40, (np.uint64(9), 9)],
     "cache_version": [None, 0, 3, "", "b"],
-    "executor": ["local"],
+    "executor": ["local", "ray"],
     "worker_env": [
         None,
         {},
         {"OMP_NUM_THREADS": "2", "EMPTY": ""},
         (types.MappingProxyType({"A": "1"}), {"A": "1"}),
     ],
+    "ray_options": [None],  # others are for Ray alone, and below
 }
 
 
@@ -178,7 +180,7 @@ _ALLOWED = {
     "cache": "path of a directory",
     "cache_bytes": "integer",
     "cache_version": "string or an integer",
-    "executor": "'local'",
+    "executor": "'local', 'ray'",
     "worker_env": "dict of strings to strings",
 }
 _LEAST = {
@@ -239,20 +241,60 @@ def test_an_environment_variable_that_cannot_be_is_refused_by_its_name():
     assert repr("1\0") in str(caught.value)
 
 
+_RAY_OPTIONS = [
+    ("16 CPUs", TypeError, "must be a dict"),
+    ({3: 1}, TypeError, "must be a dict"),
+    ({"init": 3}, TypeError, "arguments of `ray.init`"),
+    ({"address": 6379}, TypeError, "must be a string"),
+    ({"address": "ray://head:10001"}, ValueError, "a proxy"),
+    ({"timeout_s": "long"}, TypeError, "a number of seconds"),
+    ({"timeout_s": True}, TypeError, "a number of seconds"),
+    ({"timeout_s": 0}, ValueError, "more than 0"),
+    ({"timeout_s": math.nan}, ValueError, "more than 0"),
+    ({"max_restarts": 3}, ValueError, "max_worker_restarts"),
+    ({"name": "mine"}, ValueError, "not the user's to set"),
+]
+
+
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("options", "error", "text"),
+    _RAY_OPTIONS,
+    ids=[str(o[0])[:30] for o in _RAY_OPTIONS],
+)
+def test_an_option_for_ray_that_cannot_be_had_is_refused(options, error, text):
+    with pytest.raises(error, match=text) as caught:
+        Numbered(executor="ray", ray_options=options)
+    assert "`ray_options" in str(caught.value)
+
+
+def test_options_for_ray_are_kept():
+    options = {"num_cpus": 1, "address": "head:6379", "timeout_s": 5}
+    found = _settings_of(executor="ray", ray_options=options)
+    assert found.ray_options == options
+
+
+@pytest.mark.parametrize(
+    ("other", "text"),
     [
-        ("executor", "ray"),
+        ({"workers": "auto"}, "`workers='auto'`"),
+        ({"start_method": "spawn"}, "`start_method='spawn'`"),
     ],
     ids=str,
 )
-def test_what_is_not_available_yet_says_so_and_what_to_do(name, value):
-    with pytest.raises(NotImplementedError) as caught:
-        Numbered(**{name: value})
-    message = str(caught.value)
-    assert message.startswith(f"`{name}={value!r}` is not available yet")
-    default = _DEFAULTS[name]
-    assert f"leave `{name}` at its default, {default!r}." in message
+def test_what_ray_cannot_do_is_refused(other, text):
+    with pytest.raises(ValueError, match="`executor=") as caught:
+        Numbered(executor="ray", **other)
+    assert text in str(caught.value)
+
+
+def test_options_for_ray_need_ray():
+    with pytest.raises(ValueError, match="executor='ray'"):
+        Numbered(ray_options={"num_cpus": 1})
+
+
+def test_ray_without_workers_builds_in_the_caller():
+    assert _settings_of(executor="ray", workers=0).kind == "inline"
+    assert _settings_of(executor="ray").kind == "ray"
 
 
 def test_unknown_arguments_are_all_named_beside_those_there_are():

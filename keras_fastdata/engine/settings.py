@@ -127,6 +127,8 @@ class Settings:
                 )
             return
         cluster.Options.of(self.ray_options)
+        if self.ray_options is not None:
+            self._set_checked("ray_options", dict(self.ray_options))
         if self.workers == "auto":
             raise ValueError(
                 "`workers='auto'` chooses among what this machine has. With "

@@ -200,7 +200,7 @@ def _init(options: Options) -> None:
     if address and ":" in address:
         _probe(address, options.timeout_s)
     arguments: dict[str, Any] = {"logging_level": logging.WARNING}
-    if not address:
+    if address in (None, "", "local"):
         arguments["include_dashboard"] = False
     try:
         with _no_statistics():

@@ -47,6 +47,7 @@ from keras_fastdata.workers.watch import Overdue, Watch, Work, building, loading
 _GRACE_S = 2.0  # for a worker to end by itself when asked to
 _STACK_S = 2.0  # for one that is stuck to say where
 _IDLE_S = 0.05  # between two looks, where there is nothing to wait for
+_FALL_S = 60.0  # in which the workers of a node are lost with it
 _STRIKES = 2  # deaths of workers over one batch before the batch is blamed
 _MOST_LOSSES = 1000  # remembered
 
@@ -271,7 +272,7 @@ class RayWorkers:
         self._restarts = 0
         self._unreplaced: set[int] = set()
         self._last_death: tuple[_Worker, str] | None = None
-        self._fallen: set[str] = set()  # nodes
+        self._fallen: dict[str, float] = {}  # nodes, and when
         self._losses: collections.deque[Loss] = collections.deque(
             maxlen=_MOST_LOSSES
         )
@@ -302,12 +303,10 @@ class RayWorkers:
         return True
 
     def wait(self, timeout_s: float) -> None:
-        import ray
-
         timeout_s = min(timeout_s, self._watch.interval_s)
         awaited = [r for w in self._workers.values() for r in w.awaited]
         if awaited:
-            ray.wait(awaited, timeout=timeout_s, fetch_local=True)
+            _wait(awaited, 1, timeout_s)
         else:
             time.sleep(min(timeout_s, _IDLE_S))
 
@@ -415,6 +414,30 @@ class RayWorkers:
             if not free:
                 return
             self._give(min(free, key=lambda w: len(w.desk)))
+        self._relieve()
+
+    def _relieve(self) -> None:
+        """Has idle workers build what waits behind a batch that is slow.
+
+        It cannot be taken back: it is built twice, and delivered once.
+        """
+        if self._backlog or self._paused:
+            return
+        workers = self._workers.values()
+        idle = sum(w.is_ready and not w.desk and not w.killed for w in workers)
+        since = time.monotonic() - _QUICK_S
+        for worker in workers:
+            if not idle:
+                return
+            if len(worker.desk) < 2 or worker.began > since:
+                continue
+            last = worker.desk[-1]
+            if last.is_wanted:
+                last.is_wanted = False
+                self._backlog.append(_Sent(last.ticket, last.strikes))
+                idle -= 1
+        if self._backlog:
+            self._hand_out()
 
     def _give(self, worker: _Worker) -> None:
         sent = self._backlog[0]
@@ -432,15 +455,10 @@ class RayWorkers:
 
     def _ready(self) -> set[Any]:
         """The references of which the answer is here."""
-        import ray
-
         awaited = [r for w in self._workers.values() for r in w.awaited]
         if not awaited:
             return set()
-        ready, _ = ray.wait(
-            awaited, num_returns=len(awaited), timeout=0, fetch_local=True
-        )
-        return set(ready)
+        return set(_wait(awaited, len(awaited), 0))
 
     def _welcome(self, worker: _Worker) -> list[Done]:
         """Takes in what a worker says that is not ready yet."""
@@ -449,7 +467,7 @@ class RayWorkers:
         except _Gone as gone:
             if self._was_never_there(worker, gone):
                 raise LoaderError(self._cannot_begin(worker, gone)) from gone
-            return self._bury(worker, str(gone))
+            return self._bury(worker, str(gone), missing=gone.is_missing)
         if isinstance(answer, actor.Place):
             worker.place = answer
             worker.pidfd = _pidfd(answer)
@@ -476,7 +494,7 @@ class RayWorkers:
                 self._backlog.appendleft(sent)
             return []
         except _Gone as gone:
-            return self._bury(worker, str(gone))
+            return self._bury(worker, str(gone), missing=gone.is_missing)
         worker.desk.popleft()
         worker.began = time.monotonic()
         worker.build_s = answer.build_s
@@ -522,7 +540,8 @@ class RayWorkers:
             exceptions.RuntimeEnvSetupError,
             exceptions.ActorUnschedulableError,
         ) as error:
-            raise _Gone(error) from error
+            missing = isinstance(error, exceptions.ActorUnavailableError)
+            raise _Gone(error, is_missing=missing) from error
         except exceptions.ObjectLostError as error:
             raise _Lost from error
         except exceptions.RayError as error:
@@ -644,24 +663,29 @@ class RayWorkers:
 
     # -- the end of workers -------------------------------------------------
 
-    def _bury(self, worker: _Worker, how: str) -> list[Done]:
+    def _bury(
+        self, worker: _Worker, how: str, *, missing: bool = False
+    ) -> list[Done]:
         """Accounts for a worker that ended without being asked to.
 
         What it held is built again, by its replacement or another worker,
         unless it may not be: then those tickets end in an error.
+
+        Args:
+            worker: The one.
+            how: What is known of its end.
+            missing: Whether it cannot be reached, and may have lost its node.
         """
         self._dismiss(worker)
         place = worker.place
         self._losses.append(
             Loss(time.monotonic(), worker.index, place.pid if place else 0)
         )
-        # The end of a node is one death, however many workers it had.
+        # A batch is not to blame for the end of a node.
         fell = place is not None and not cluster.is_alive(place.node)
-        if place is None or not fell or place.node not in self._fallen:
-            self._restarts += 1
-        if place is not None and fell:
-            self._fallen.add(place.node)
+        if fell:
             how = f"Its node has left the cluster. {how}"
+        self._restarts += not self._is_of_a_fallen_node(worker, fell or missing)
         self._last_death = worker, how
         if self._restarts > self._plan.max_restarts:
             self._unreplaced.add(worker.index)
@@ -680,6 +704,20 @@ class RayWorkers:
                     suspect.ticket.interval_s = 0.0  # this one is told of
         worker.desk.clear()
         return self._judge(suspect, worker, how)
+
+    def _is_of_a_fallen_node(self, worker: _Worker, fell: bool) -> bool:
+        """Whether its end is one with that of another worker there.
+
+        The end of a node is one death, however many workers it had.
+        """
+        if worker.place is None or not fell:
+            return False
+        node, now = worker.place.node, time.monotonic()
+        since = self._fallen.get(node)
+        if since is not None and now - since < _FALL_S:
+            return True
+        self._fallen[node] = now
+        return False
 
     def _judge(
         self, sent: _Sent | None, worker: _Worker, how: str
@@ -752,19 +790,14 @@ class RayWorkers:
 
     def _stop(self, workers: list[_Worker]) -> None:
         """Runs `on_worker_stop` where there is somebody to run it."""
-        import ray
-
         stopping = [
             worker.handle.stop.remote()
             for worker in workers
-            if worker.is_ready and not worker.killed
+            if worker.place is not None and not worker.killed
         ]
         if not stopping:
             return
-        ended, _ = ray.wait(
-            stopping, num_returns=len(stopping), timeout=_GRACE_S
-        )
-        for reference in ended:
+        for reference in _wait(stopping, len(stopping), _GRACE_S):
             with contextlib.suppress(_Gone, _Lost, LoaderError):
                 self._told.extend(self._get(reference).told)
 
@@ -817,11 +850,13 @@ class _Gone(Exception):
 
     Attributes:
         is_at_start: Whether it could not even be made.
+        is_missing: Whether it is not known to have died.
     """
 
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error: Exception, *, is_missing: bool) -> None:
         super().__init__(_text_of(error))
         self.is_at_start = getattr(error, "actor_init_failed", True)
+        self.is_missing = is_missing
 
 
 class _Lost(Exception):
@@ -862,6 +897,22 @@ def _actor_maker(plan: Plan) -> Callable[[], Any]:
     )
     maker: Callable[[], Any] = made.remote
     return maker
+
+
+def _wait(references: list[Any], count: int, timeout_s: float) -> list[Any]:
+    """Those that are here, after waiting for so many of them to come."""
+    import ray
+
+    try:
+        ready, _ = ray.wait(
+            references, num_returns=count, timeout=timeout_s, fetch_local=True
+        )
+    except SystemError as error:
+        # What a signal's handler raises meanwhile comes out as its cause.
+        if error.__cause__ is not None:
+            raise error.__cause__ from None
+        raise
+    return list(ready)
 
 
 def _stack_of(handle: Any) -> str:
