@@ -17,6 +17,7 @@ import warnings
 
 import keras
 import numpy as np
+import psutil
 import pytest
 import ray_samples
 from ray_samples import Drawn
@@ -426,42 +427,39 @@ def test_a_node_that_ends_in_mid_epoch_changes_no_byte(
         ray_samples.Gated, tmp_path, workers=8, gated=range(3, 40), length=40
     ) as dataset:
 
-        def busy():
+        def lost():
             """Workers of that node that are in the middle of a batch."""
             return [
-                index
-                for index, place in _workers_of(dataset).items()
+                place.pid
+                for place in _workers_of(dataset).values()
                 if place.node == node.node_id
                 and list(tmp_path.glob(f"at-*-{place.pid}"))
             ]
 
         with _consumer(dataset):
-            _wait_for(busy)
-            lost = len(busy())
+            _wait_for(lost)
+            pids = lost()
             nodes.remove_node(node, allow_graceful=graceful)
-        staff = dataset._fastdata.loader._workers.staff()
-    assert len(staff.losses) >= lost
+            _wait_for(lambda: not any(map(psutil.pid_exists, pids)))
+        losses = dataset._fastdata.loader._workers.staff().losses
+    assert {loss.pid for loss in losses} >= set(pids)
     texts = [r.getMessage() for r in caplog.records]
-    assert not graceful or any("Its node has left" in text for text in texts)
+    assert len(texts) == len(losses)
     assert all("restart 1 of at most 3" in text for text in texts)
 
 
 def test_what_waits_behind_a_slow_batch_is_built_by_who_is_free(tmp_path):
-    with _on_ray(
-        ray_samples.Gated, tmp_path, workers=2, gated=[0], length=40
-    ) as dataset:
-        _make_ready(dataset)
-        dataset.set_epoch(ray_samples.GATED_EPOCH)
-        found = []
-        consumer = threading.Thread(target=lambda: found.extend(dataset))
-        consumer.start()
+    with (
+        _on_ray(
+            ray_samples.Gated, tmp_path, workers=2, gated=[0], length=40
+        ) as dataset,
+        _consumer(dataset) as found,
+    ):
         # The queue is ten long: all of it but the first is built meanwhile.
         _wait_for(
             lambda: all(list(tmp_path.glob(f"at-{n}-*")) for n in range(10))
         )
         assert not found
-        (tmp_path / "open").touch()
-        consumer.join(_WAIT_S)
 
 
 def test_an_interrupt_while_waiting_is_an_interrupt(tmp_path):
@@ -474,14 +472,11 @@ def test_an_interrupt_while_waiting_is_an_interrupt(tmp_path):
         batches = iter(dataset)
         found = [next(batches) for _ in range(4)]
         main = threading.main_thread().ident
-        for _ in range(3):
-            timer = threading.Timer(
-                0.5, signal.pthread_kill, (main, signal.SIGINT)
-            )
-            timer.start()
-            with pytest.raises(KeyboardInterrupt):
-                next(batches)
-            timer.join()
+        timer = threading.Timer(0.5, signal.pthread_kill, (main, signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            next(batches)
+        timer.join()
         (tmp_path / "shut").unlink()
         found += batches
     _equal(found, _inline(dataset, epoch))
@@ -563,6 +558,7 @@ def test_a_ray_of_its_own_leaves_nothing():
     ], done.stderr
 
 
+@pytest.mark.long
 def test_the_end_of_the_program_ends_the_workers():
     done = _run("""
         import os, ray
