@@ -50,6 +50,7 @@ def facts(**changes):
 
 IDLE = {"cpu_s": 0.1, "delay_s": 0.0}
 FULL = {"cores": 2, "busy_cores": 1.98}
+RAY = {"workers_are": "ray", "workers": 4, "cores": 64, "busy_cores": None}
 THREADS = {"workers_are": "thread", "workers": 4, "gil_held": 0.9}
 
 
@@ -76,6 +77,9 @@ THREADS = {"workers_are": "thread", "workers": 4, "gil_held": 0.9}
         ("cores_full", {"cores": 64, "busy_cores": 60.0}),
         ("cores_full", {"cores": 1, "busy_cores": 0.8}),
         ("transfer_bound", {"store_s": 12.0}),
+        ("transfer_bound", RAY | {"build_s": 9.0}),
+        ("build_cpu_bound", RAY | {"build_s": 35.0, "cpu_s": 34.0}),
+        ("io_bound", RAY | {"build_s": 35.0, "cpu_s": 0.5}),
         ("transfer_bound", {"build_s": 1.0, "open_s": 0.5, "store_s": 0.6}),
         ("stragglers", {"slowest": (Slow(4.0, 17, 3.0), Slow(3, 9, 2.5))}),
         (
@@ -239,3 +243,13 @@ def test_one_batch_is_not_one_batches():
     assert words.count(1, "batch") == "1 batch"
     assert words.count(2, "batch") == "2 batches"
     assert words.count(1234, "time") == "1,234 times"
+
+
+def test_advice_for_workers_on_ray_is_about_those():
+    busy = facts(**RAY | {"build_s": 35.0, "cpu_s": 34.0})
+    assert "there are 64 cores" in judge(busy).evidence
+    assert "Pass `workers=18`" in judge(busy).advice
+    assert "use_multiprocessing" not in judge(busy).advice
+    idle = judge(facts(**RAY | {"build_s": 9.0}))
+    assert "4 workers build 22% of the time" in idle.evidence
+    assert "`executor='local'`" in idle.advice

@@ -173,6 +173,10 @@ class Meter:
         self.subjects[phase] = Subject(self._name, settings, staff)
         workers = 0 if settings.kind == "inline" else settings.workers
         now = cores.read()
+        busy_cores = cores.busy_cores(self._cores, now)
+        allowed = now.allowed
+        if staff is not None and staff.cores is not None:
+            allowed, busy_cores = staff.cores, None  # nobody tells
         facts = Facts(
             workers_are=settings.kind,
             workers=workers,
@@ -194,8 +198,8 @@ class Meter:
             retried_wait_s=tally.retried_wait_s,
             restarts=sum(loss.at_s >= self._began_s for loss in losses),
             slowest=tuple(tally.slowest),
-            cores=now.allowed,
-            busy_cores=cores.busy_cores(self._cores, now),
+            cores=allowed,
+            busy_cores=busy_cores,
             gil_held=self._probe.take(),
         )
         if facts.restarts:

@@ -48,13 +48,14 @@ class Staff:
     """A set of workers, as it is at one moment.
 
     Attributes:
-        kind: "inline", "thread" or "process".
+        kind: "inline", "thread", "process" or "ray".
         count: How many workers there are; 0 for inline.
-        pids: Their processes, by index; empty unless they are processes.
+        pids: Their processes, by index, as far as they are of this machine.
         losses: The latest of those that were lost.
         shared_nbytes: Shared memory in use for batches.
         decisions: What `workers="auto"` has decided so far.
         shard: Which batches are this process's; empty if all are.
+        cores: Those of the cluster they are on; `None` if on this machine.
     """
 
     kind: str
@@ -64,3 +65,4 @@ class Staff:
     shared_nbytes: int = 0
     decisions: tuple[Decision, ...] = ()
     shard: str = ""
+    cores: float | None = None

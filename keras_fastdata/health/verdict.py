@@ -26,6 +26,7 @@ _FULL = 0.1  # of the cores, and
 _FULL_CORES = 0.3  # as many cores free, are as good as none
 _GIL_HELD = 0.35  # of the time, and
 _ONE_CORE = 1.2  # all threads together compute no more than this
+_IDLE = 0.5  # of the time: workers on Ray that do not build so long
 _SOME = 0.2  # of a build: computing that full cores have no room for
 _LONGEST_QUEUE = 1000  # that is ever advised
 
@@ -74,7 +75,7 @@ class Facts:
     """What was measured in one epoch. Durations are in seconds.
 
     Attributes:
-        workers_are: "inline", "thread" or "process".
+        workers_are: "inline", "thread", "process" or "ray".
         workers: How many; 0 for inline.
         max_queue_size: Batches that may wait to be delivered.
         batches: How many were delivered.
@@ -91,7 +92,7 @@ class Facts:
         retried_wait_s: The waits for those.
         restarts: Workers that were lost.
         slowest: The batches that took longest.
-        cores: Cores that this process may use.
+        cores: Cores that this process may use; with Ray, the cluster's.
         busy_cores: How many of them were busy, on average; `None` if unknown.
         gil_held: Share of the time that a thread that wants the GIL has to
             wait for it; NaN if unknown.
@@ -204,8 +205,7 @@ def _kind_of(facts: Facts) -> Kind:
         1, facts.workers
     ):
         return Kind.LATE_START
-    moving_s = facts.store_s + facts.open_s
-    if facts.workers_are == "process" and moving_s > facts.build_s:
+    if _is_transfer_bound(facts):
         return Kind.TRANSFER_BOUND
     gil = _is_gil_bound(facts)
     waits = not gil and facts.computing < _MOST_OF
@@ -224,6 +224,14 @@ def _is_unstable(facts: Facts) -> bool:
         share > _UNSTABLE_WAIT
         or facts.restarts > _UNSTABLE_RATE * facts.batches
     )
+
+
+def _is_transfer_bound(facts: Facts) -> bool:
+    if facts.workers_are == "ray":
+        # Nobody times what Ray does: what is not building, is that.
+        return facts.build_s < _IDLE * facts.workers * facts.wall_s
+    moving_s = facts.store_s + facts.open_s
+    return facts.workers_are == "process" and moving_s > facts.build_s
 
 
 def _is_gil_bound(facts: Facts) -> bool:
@@ -307,6 +315,8 @@ def _cores_full(facts: Facts) -> tuple[str, str]:
 
 
 def _transfer_bound(facts: Facts) -> tuple[str, str]:
+    if facts.workers_are == "ray":
+        return _transfer_bound_on_ray(facts)
     moving_s = facts.store_s + facts.open_s
     evidence = (
         f"Building a batch takes {_per_batch(facts, facts.build_s)}, moving "
@@ -318,6 +328,21 @@ def _transfer_bound(facts: Facts) -> tuple[str, str]:
         "in the model; or build the batch where it will lie, in an array from "
         "`self.empty(shape, dtype)`, which is not copied. Builds this quick "
         "may do without processes: try `use_multiprocessing=False`."
+    )
+    return evidence, advice
+
+
+def _transfer_bound_on_ray(facts: Facts) -> tuple[str, str]:
+    busy = facts.build_s / max(facts.workers * facts.wall_s, 1e-9)
+    evidence = (
+        f"Building a batch takes {_per_batch(facts, facts.build_s)}, and "
+        f"{facts.workers} workers build {words.share(busy)} of the time; what "
+        f"is waited for is Ray, which moves "
+        f"{words.size(facts.nbytes / facts.batches)} a batch."
+    )
+    advice = (
+        "Move less: hand over uint8 or float16 instead of float32 and convert "
+        "in the model. Or build where the training is: `executor='local'`."
     )
     return evidence, advice
 
@@ -425,12 +450,12 @@ def _more_processes(facts: Facts) -> str:
     """So many that steps need not wait, as far as cores are free."""
     builds_s = facts.cpu_s + facts.store_s
     wanted = math.ceil(builds_s / max(facts.free_s, 1e-9))
-    scales = facts.workers_are == "process" or (
+    scales = facts.workers_are in ("process", "ray") or (
         facts.workers > 1 and not _is_gil_bound(facts)
     )
     ours = facts.workers if scales else 0
     count = max(1, min(wanted, math.floor(facts.room + 0.3)), ours + 1)
-    if scales and facts.workers_are == "thread":
+    if scales and facts.workers_are in ("thread", "ray"):
         call = f"`workers={count}`"
     else:
         call = f"`workers={count}, use_multiprocessing=True`"

@@ -64,6 +64,7 @@ class Start:
         state: The dataset.
         cwd: The training process's working directory; `None` to stay.
         path: Its `sys.path`.
+        leads: Whether that comes before the worker's own.
         argv: Its `sys.argv`.
         habits: How it logs and warns.
     """
@@ -73,6 +74,7 @@ class Start:
     state: State
     cwd: str | None
     path: list[str]
+    leads: bool
     argv: list[str]
     habits: relay.Habits
 
@@ -290,8 +292,9 @@ def _settle_in(start: Start) -> None:
     if start.cwd is not None:
         with contextlib.suppress(OSError):
             os.chdir(start.cwd)
-    here = set(sys.path)
-    sys.path += [p for p in start.path if p not in here and os.path.exists(p)]
+    theirs = [p for p in start.path if not p or os.path.exists(p)]
+    paths = [*theirs, *sys.path] if start.leads else [*sys.path, *theirs]
+    sys.path[:] = dict.fromkeys(paths)  # each once, where it is first
     sys.argv[:] = start.argv
     start.habits.apply()
     sys.breakpointhook = failures.no_breakpoint

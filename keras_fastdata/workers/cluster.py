@@ -260,6 +260,13 @@ def store_nbytes() -> int:
     return 0
 
 
+def cores() -> float:
+    """How many the nodes of the cluster have to give."""
+    import ray
+
+    return float(ray.cluster_resources().get("CPU", 0.0))
+
+
 @functools.cache
 def machine() -> str:
     """Names what processes share a clock and numbers of processes on."""

@@ -290,6 +290,7 @@ class RayWorkers:
             self._dataset.put(*taken_apart)
             self._make_actor = _actor_maker(plan)
             self._store = cluster.store_nbytes()
+            self._cores = cluster.cores()
             self._held = _Held(int(self._store * _HELD))
             undo.pop_all()
 
@@ -371,6 +372,7 @@ class RayWorkers:
             },
             tuple(self._losses),
             self._held.nbytes,
+            cores=self._cores,
         )
 
     def close(self) -> None:
@@ -584,14 +586,15 @@ class RayWorkers:
         cwd = None
         with contextlib.suppress(OSError):  # it has been deleted
             cwd = os.getcwd()
-        if "working_dir" in self._plan.options.runtime_env:
-            cwd = None
+        # What the user has brought to the nodes goes before what is here.
+        leads = not set(self._plan.options.runtime_env) - {"env_vars"}
         return actor.Start(
             index,
             self._plan.dataset,
             self._dataset.state,
-            cwd,
+            cwd if leads else None,
             list(sys.path),
+            leads,
             list(getattr(sys, "argv", [])),
             relay.Habits.of_this_process(),
         )
