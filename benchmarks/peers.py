@@ -4,7 +4,8 @@ All take a workload and yield nested NumPy arrays, in order, epoch after epoch.
 Where it can be chosen, 8 batches are made ahead.
 
 - fastdata: `FastPyDataset` with worker processes. "fastdata empty" builds in
-  memory from `self.empty`, "fastdata threads" has threads.
+  memory from `self.empty`, "fastdata threads" has threads, "fastdata ray" has
+  Ray actors.
 - stock inline, stock threads, stock processes: `keras.utils.PyDataset`,
   through the adapter that `fit` uses (a plain `for` over one has no workers).
   One thread is no thread to Keras, so threads need two producers.
@@ -18,7 +19,7 @@ Where it can be chosen, 8 batches are made ahead.
 - tf generator: `tf.data.Dataset.from_generator`, prefetched. Two producers are
   two generators, interleaved deterministically; they share the GIL.
 - ray: one actor for each producer, asked in turns; arrays are views of Ray's
-  object store.
+  object store. "ray loop" asks for one batch at a time, as a plain loop does.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class Loader:
 class Fastdata(Loader):
     """Ours, with processes."""
 
-    needs = ("benchmarks.ours",)
+    needs: tuple[str, ...] = ("benchmarks.ours",)
     processes = True
     in_place = False
 
@@ -100,7 +101,12 @@ class Fastdata(Loader):
             workers=self.workers,
             use_multiprocessing=self.processes,
             max_queue_size=self.ahead,
+            **self.more(),
         )
+
+    def more(self) -> dict[str, Any]:
+        """Further arguments of the dataset."""
+        return {}
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.dataset)
@@ -122,6 +128,16 @@ class FastdataThreads(Fastdata):
     """Ours, with threads."""
 
     processes = False
+
+
+class FastdataRay(Fastdata):
+    """Ours, with Ray actors."""
+
+    needs = ("benchmarks.ours", "ray")
+
+    def more(self) -> dict[str, Any]:
+        init = _local_ray(self)
+        return {"executor": "ray", "ray_options": {"init": init}}
 
 
 class Stock(Loader):
@@ -306,19 +322,15 @@ class Ray(Loader):
     """Ray actors, and views of its object store."""
 
     needs = ("ray",)
+    asks_ahead = True
 
     def open(self) -> None:
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         import ray
 
-        nbytes = sum(array.nbytes for array in leaves(self.workload(0)))
         ray.init(
-            num_cpus=self.workers,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="ERROR",
             ignore_reinit_error=True,  # by the loader of the validation
-            object_store_memory=max(200 * 2**20, 2 * self.ahead * nbytes),
+            **_local_ray(self),
         )
         actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(
             _Builder
@@ -333,7 +345,7 @@ class Ray(Loader):
         for index in range(self.batches):
             actor = self.actors[index % self.workers]
             ahead.append(actor.build.remote(index))
-            if len(ahead) > self.ahead:
+            if len(ahead) > self.ahead * self.asks_ahead:
                 yield ray.get(ahead.popleft())
         while ahead:
             yield ray.get(ahead.popleft())
@@ -344,10 +356,17 @@ class Ray(Loader):
         ray.shutdown()
 
 
+class RayLoop(Ray):
+    """Ray actors, each asked for a batch when it is wanted."""
+
+    asks_ahead = False
+
+
 LOADERS: dict[str, type[Loader]] = {
     "fastdata": Fastdata,
     "fastdata empty": FastdataEmpty,
     "fastdata threads": FastdataThreads,
+    "fastdata ray": FastdataRay,
     "stock inline": Stock,
     "stock threads": StockThreads,
     "stock processes": StockProcesses,
@@ -356,6 +375,7 @@ LOADERS: dict[str, type[Loader]] = {
     "spdl": Spdl,
     "tf generator": TfGenerator,
     "ray": Ray,
+    "ray loop": RayLoop,
 }
 
 
@@ -402,6 +422,18 @@ def open_loader(
 ) -> Loader:
     """Opens a loader by name; see `Loader` for the rest."""
     return LOADERS[name](workload, workers, batches, ahead)
+
+
+def _local_ray(loader: Loader) -> dict[str, Any]:
+    """Arguments of `ray.init` for a Ray with room for what is made ahead."""
+    nbytes = sum(array.nbytes for array in leaves(loader.workload(0)))
+    return {
+        "num_cpus": loader.workers,
+        "include_dashboard": False,
+        "log_to_driver": False,
+        "logging_level": "ERROR",
+        "object_store_memory": max(200 * 2**20, 3 * loader.ahead * nbytes),
+    }
 
 
 class _Strided:

@@ -20,6 +20,7 @@ COLORS = {
     "fastdata": "#c2410c",
     "fastdata empty": "#ea580c",
     "fastdata threads": "#fb923c",
+    "fastdata ray": "#fdba74",
     "stock inline": "#1e3a5f",
     "stock threads": "#2563eb",
     "stock processes": "#60a5fa",
@@ -28,11 +29,13 @@ COLORS = {
     "spdl": "#0f766e",
     "tf generator": "#a16207",
     "ray": "#64748b",
+    "ray loop": "#94a3b8",
 }
 NAMES = {
     "fastdata": "FastPyDataset",
     "fastdata empty": "with self.empty",
     "fastdata threads": "its threads",
+    "fastdata ray": "its Ray actors",
     "stock inline": "no loader at all",
     "stock threads": "Keras threads",
     "stock processes": "Keras processes",
@@ -41,6 +44,7 @@ NAMES = {
     "spdl": "SPDL",
     "tf generator": "from_generator",
     "ray": "Ray actors",
+    "ray loop": "one at a time",
 }
 LABEL_GAP = 0.052  # of the height of the axes
 

@@ -197,6 +197,7 @@ class Actor:
         """Builds one batch, from a new state of the dataset if there is one."""
         if self._builder is None:
             raise RuntimeError("no dataset was loaded")
+        self._thread = threading.get_ident()
         if state is not None and state.version > self._version:
             try:
                 self._builder.adopt(self._fetch(state)())

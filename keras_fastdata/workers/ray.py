@@ -152,7 +152,7 @@ class _Worker:
 
     @property
     def awaited(self) -> Iterator[Any]:
-        """The references that it is to answer."""
+        """The references that it is to answer, in this order."""
         if self.start is not None:
             yield self.start
         for sent in self.desk:
@@ -278,6 +278,7 @@ class RayWorkers:
         )
         self._receiver = relay.Receiver()
         self._told: collections.deque[tuple[Any, bytes]] = collections.deque()
+        self._arrived: list[Any] = []  # what the last wait has found
         self._largest = 0
         self._ready_once = False
         self._paused = self._closed = False
@@ -305,9 +306,9 @@ class RayWorkers:
 
     def wait(self, timeout_s: float) -> None:
         timeout_s = min(timeout_s, self._watch.interval_s)
-        awaited = [r for w in self._workers.values() for r in w.awaited]
-        if awaited:
-            _wait(awaited, 1, timeout_s)
+        first = [next(w.awaited, None) for w in self._workers.values()]
+        if awaited := [reference for reference in first if reference]:
+            self._arrived = _wait(awaited, 1, timeout_s)
         else:
             time.sleep(min(timeout_s, _IDLE_S))
 
@@ -457,10 +458,11 @@ class RayWorkers:
 
     def _ready(self) -> set[Any]:
         """The references of which the answer is here."""
+        arrived, self._arrived = self._arrived, []
+        if arrived:
+            return set(arrived)
         awaited = [r for w in self._workers.values() for r in w.awaited]
-        if not awaited:
-            return set()
-        return set(_wait(awaited, len(awaited), 0))
+        return set(_wait(awaited, len(awaited), 0)) if awaited else set()
 
     def _welcome(self, worker: _Worker) -> list[Done]:
         """Takes in what a worker says that is not ready yet."""
