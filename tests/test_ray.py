@@ -206,12 +206,14 @@ def test_large_arrays_are_views_of_the_store_and_small_ones_are_not():
         assert batch["name"] == f"batch {index}"
 
 
+@pytest.mark.long
 def test_actors_do_not_import_keras():
     with _on_ray(ray_samples.Modules, workers=1) as dataset:
         assert "keras_fastdata" in (found := next(iter(dataset))["modules"])
     assert not {"keras", "tensorflow", "jax", "torch"} & set(found)
 
 
+@pytest.mark.long
 def test_workers_are_on_every_node():
     with _on_ray(ray_samples.Place, workers=6, length=60) as dataset:
         _make_ready(dataset)
@@ -251,6 +253,7 @@ def test_changes_of_the_dataset_reach_the_workers_and_only_those():
         )
 
 
+@pytest.mark.long
 def test_a_dataset_may_write_to_its_small_arrays_and_is_told_of_large_ones():
     with _on_ray(ray_samples.Scratch, 1000) as dataset:
         assert [b[0] for b in dataset] == list(range(12))
@@ -269,6 +272,7 @@ def test_generators_run_in_actors():
     assert found == [[n, n] for n in range(24)]
 
 
+@pytest.mark.long
 def test_batches_that_the_store_has_no_room_for_are_not_asked_for():
     nbytes = 8 * 2**20
     with _on_ray(
@@ -308,6 +312,7 @@ def _on_ray_again(dataset):
         yield from dataset
 
 
+@pytest.mark.long
 def test_a_batch_that_raises_can_be_skipped():
     with (
         _on_ray(ray_samples.Bad, on_error="skip") as dataset,
@@ -326,6 +331,7 @@ def test_a_dataset_that_cannot_be_loaded_says_why():
     assert "While Unloadable was loaded" in "".join(caught.value.__notes__)
 
 
+@pytest.mark.long
 def test_files_are_opened_and_closed_once_in_each_worker(tmp_path):
     with _on_ray(ray_samples.Opened, tmp_path) as dataset:
         _make_ready(dataset)
@@ -347,6 +353,7 @@ def test_log_records_and_warnings_reach_this_process(caplog):
     assert len(mine) == 12
 
 
+@pytest.mark.long
 def test_workers_have_the_environment_that_they_are_given():
     with _on_ray(
         ray_samples.Variables, worker_env={"MINE": "yes"}, workers=1
@@ -399,6 +406,7 @@ def test_a_batch_that_kills_two_workers_is_named(tmp_path):
     assert caught.value.pid
 
 
+@pytest.mark.long
 def test_without_a_restart_left_the_death_is_the_error(tmp_path):
     with (
         _on_ray(
@@ -409,6 +417,7 @@ def test_without_a_restart_left_the_death_is_the_error(tmp_path):
         list(dataset)
 
 
+@pytest.mark.long
 def test_an_actor_killed_from_outside_between_batches_is_replaced():
     with _on_ray(Drawn, length=40) as dataset:
         batches = iter(dataset)
@@ -418,7 +427,11 @@ def test_an_actor_killed_from_outside_between_batches_is_replaced():
     _equal(found, _here(length=40))
 
 
-@pytest.mark.parametrize("graceful", [True, False], ids=["ended", "killed"])
+@pytest.mark.parametrize(
+    "graceful",
+    [True, pytest.param(False, marks=pytest.mark.long)],
+    ids=["ended", "killed"],
+)
 def test_a_node_that_ends_in_mid_epoch_changes_no_byte(
     nodes, graceful, tmp_path, caplog
 ):
@@ -448,6 +461,7 @@ def test_a_node_that_ends_in_mid_epoch_changes_no_byte(
     assert all("restart 1 of at most 3" in text for text in texts)
 
 
+@pytest.mark.long
 def test_what_waits_behind_a_slow_batch_is_built_by_who_is_free(tmp_path):
     with (
         _on_ray(
@@ -491,6 +505,7 @@ def test_a_batch_that_takes_too_long_is_built_by_another(tmp_path, caplog):
     assert "in sleep_for_ever" in text
 
 
+@pytest.mark.long
 def test_a_batch_that_takes_too_long_twice_is_an_error(tmp_path):
     with (
         _on_ray(
@@ -572,6 +587,7 @@ def test_the_end_of_the_program_ends_the_workers():
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 def test_ray_that_the_user_has_joined_stays(nodes):
     with _on_ray(Drawn, workers=1) as dataset:
         list(dataset)
@@ -594,6 +610,7 @@ def test_an_address_where_nobody_answers_is_an_error_at_once():
     assert "Nobody answers at '127.0.0.1:" in done.stdout, done.stderr
 
 
+@pytest.mark.long
 def test_nothing_of_ray_is_imported_unless_asked_for():
     done = _run("""
         import sys
