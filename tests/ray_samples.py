@@ -125,6 +125,13 @@ class Kinds(Drawn):
         }
 
 
+class Unpicklable(Drawn):
+    """An array, a function that only cloudpickle takes, another array."""
+
+    def __getitem__(self, index):
+        return np.full(9, index), lambda: index, np.full(20_000, -index)
+
+
 class Place(Drawn):
     """Batches say where they were built."""
 

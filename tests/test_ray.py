@@ -213,6 +213,14 @@ def test_actors_do_not_import_keras():
     assert not {"keras", "tensorflow", "jax", "torch"} & set(found)
 
 
+def test_batches_that_are_pickled_at_the_second_try_keep_their_arrays():
+    with _on_ray(ray_samples.Unpicklable, workers=1) as dataset:
+        for index, (small, function, large) in enumerate(dataset):
+            assert function() == index
+            assert small.tolist() == [index] * 9
+            assert (large == -index).all()
+
+
 @pytest.mark.long
 def test_workers_are_on_every_node():
     with _on_ray(ray_samples.Place, workers=6, length=60) as dataset:
@@ -278,14 +286,41 @@ def test_batches_that_the_store_has_no_room_for_are_not_asked_for():
     with _on_ray(
         Drawn, length=40, size=nbytes // 16, max_queue_size=100
     ) as dataset:
+        slowly = []
+        for batch in dataset:
+            workers = dataset._fastdata.loader._workers
+            taken = workers.staff().shared_nbytes
+            assert taken <= workers._store // 2 + nbytes
+            slowly.append(float(batch[0][0, 0]))
+            if len(slowly) < 10:
+                time.sleep(0.1)
+        del batch
         held = list(dataset)
-        workers = dataset._fastdata.loader._workers
-        most = workers._store // 4 + nbytes
-        assert 0 < workers.staff().shared_nbytes <= most
-    _equal(held, _here(length=40, size=nbytes // 16))
+        assert 0 < workers.staff().shared_nbytes <= workers._store // 4 + nbytes
+    local = {"workers": 2, "use_multiprocessing": True}
+    with Drawn(length=40, size=nbytes // 16, **local) as dataset:
+        assert slowly == [float(batch[0][0, 0]) for batch in dataset]
+        _equal(held, list(dataset))
     from ray._private.internal_api import memory_summary
 
     assert "Spilled" not in memory_summary(stats_only=True)
+
+
+def test_an_answer_takes_memory_until_its_last_array_dies():
+    from keras_fastdata.workers.ray import _InStore
+
+    store = _InStore()
+    arrays = [np.zeros(100, "uint8"), np.ones(50, "uint8")]
+    one, other = store.lend(arrays, 150)
+    view = other[10:20]
+    store.wait(7)
+    assert (store.lent, store.nbytes) == (150, 157)
+    del one, other
+    assert store.lent == 150
+    assert view.tolist() == [1] * 10
+    del view
+    store.wait(-7)
+    assert (store.lent, store.nbytes) == (0, 0)
 
 
 # -- what workers are told, and tell -----------------------------------------
@@ -371,7 +406,7 @@ def test_loader_health_measures_and_judges():
     model = keras.Sequential([keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     health = LoaderHealth(verbose=0)
-    with _on_ray(Drawn, length=40) as dataset:
+    with _on_ray(Drawn, length=40, workers=1) as dataset:
         model.fit(dataset, epochs=2, verbose=0, callbacks=[health])
     summary = health.summary()
     assert [epoch.batches for epoch in summary.epochs] == [40, 40]
@@ -506,6 +541,31 @@ def test_a_batch_that_takes_too_long_is_built_by_another(tmp_path, caplog):
 
 
 @pytest.mark.long
+def test_a_worker_that_has_built_is_not_late_while_nobody_asks(caplog):
+    with _on_ray(Drawn, size=16_384, batch_timeout=0.5) as dataset:
+        _make_ready(dataset)
+        batches = iter(dataset)
+        count = sum(1 for _ in zip(range(3), batches, strict=False))
+        time.sleep(1.5)
+        count += sum(1 for _ in batches)
+    assert count == 12
+    assert not caplog.records
+
+
+@pytest.mark.long
+def test_workers_whose_nodes_are_all_gone_are_missed(nodes):
+    node = nodes.add_node(**nodes.one, resources={"rare": 2})
+    options = {"resources": {"rare": 1}, "timeout_s": 2}
+    with _on_ray(Drawn, workers=2, length=200, ray_options=options) as dataset:
+        _make_ready(dataset)
+        batches = iter(dataset)
+        next(batches)
+        nodes.remove_node(node)
+        with pytest.raises(LoaderError, match="within 2 s"):
+            list(batches)
+
+
+@pytest.mark.long
 def test_a_batch_that_takes_too_long_twice_is_an_error(tmp_path):
     with (
         _on_ray(
@@ -574,17 +634,54 @@ def test_a_ray_of_its_own_leaves_nothing():
 
 
 @pytest.mark.long
-def test_the_end_of_the_program_ends_the_workers():
-    done = _run("""
-        import os, ray
-        from ray_samples import Drawn
-        own = {"address": "local"}
-        dataset = Drawn(workers=2, executor="ray", ray_options=own)
+def test_the_end_of_the_program_stops_the_workers_in_peace(tmp_path):
+    done = _run(f"""
+        import tempfile
+        from ray_samples import Opened
+        early = tempfile.TemporaryDirectory()  # has an exit handler made
+        own = {{"address": "local"}}
+        dataset = Opened(
+            {str(tmp_path)!r}, workers=1, executor="ray", ray_options=own
+        )
         print(len(list(dataset)))
         """)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "12\n"
     assert "Traceback" not in done.stderr
+    assert (tmp_path / "worker-0").read_text() == "closed"
+
+
+@pytest.mark.long
+def test_a_ray_that_is_shut_down_or_was_the_parents_is_an_error():
+    done = _run("""
+        import os, ray
+        from ray_samples import Drawn
+        from keras_fastdata import LoaderError
+        own = {"address": "local"}
+        dataset = Drawn(workers=2, executor="ray", ray_options=own)
+        batches = iter(dataset)
+        next(batches)
+        if not (pid := os.fork()):
+            try:
+                next(iter(Drawn(executor="ray")))
+            except LoaderError as error:
+                print(error, flush=True)
+            os._exit(0)
+        os.waitpid(pid, 0)
+        next(batches)
+        ray.shutdown()
+        try:
+            list(batches)
+        except LoaderError as error:
+            print(error)
+        print(ray.is_initialized())
+        dataset.close()
+        print(len(list(dataset)))
+        """)
+    forked, left, joined, again = done.stdout.splitlines()
+    assert "This process was forked" in forked, done.stderr
+    assert "Ray was shut down" in left
+    assert (joined, again) == ("False", "12"), done.stderr
 
 
 @pytest.mark.long

@@ -712,7 +712,8 @@ class Loader:
                 if schedule.holds(index) and not self._is_cached(index)
             ]
             for index in wanted:
-                self._issue(workers, ahead, index, key=index)
+                if not self._issue(workers, ahead, index, key=index):
+                    break
             found: list[Any] = []
             for index in itertools.count():
                 if len(found) == count or not schedule.holds(index):
@@ -720,14 +721,13 @@ class Loader:
                 if self._is_cached(index):
                     batch = self._from_cache(ahead, index)
                 else:
-                    if index not in wanted:
-                        self._issue(workers, ahead, index, key=index)
+                    self._ask_for(workers, ahead, index)
                     arrival = self._await(workers, ahead, index, None, True)
                     batch = self._open(ahead, arrival, index)
                 if batch is _AGAIN:
                     batch = self._build_here(workers, ahead, index)
+                    # The others had to be given up.
                     workers, schedule = self._prepare(walk, dataset)
-                    wanted = []  # the others had to be given up
                 if batch is _END:
                     break
                 if batch is not _SKIPPED:
@@ -950,6 +950,21 @@ class Loader:
         self._routes[serial] = _Route(walk, key, queued_s)
         walk.waiting.add(serial)
         return True
+
+    def _ask_for(self, workers: Workers, walk: _Walk, index: int) -> None:
+        """Makes sure that the batch at `index` is asked for, or here.
+
+        There may be no room for it before others have come.
+        """
+        out = {self._routes[serial].key for serial in walk.waiting}
+        while index not in out and index not in walk.ready:
+            if self._issue(workers, walk, index, key=index):
+                return
+            self._torn = False
+            workers.wait(_WAIT_S)
+            self._go_on()
+            self._torn = True
+            self._take_in(workers)
 
     def _await(
         self,
@@ -1290,8 +1305,13 @@ class Loader:
             workers.close()
 
     def _forget_the_parents(self) -> None:
-        """In a forked child: the workers are the parent's; touch nothing."""
+        """In a forked child: the workers are the parent's; touch nothing.
+
+        Not even to forget them: some would tell the parent's friends.
+        """
         self._pid = os.getpid()
+        ready = [list(walk.ready.values()) for walk in self._walks()]
+        _the_parents.append((self._workers, ready))
         self._workers = None
         self._torn = False
         if self._finalizer is not None:
@@ -1307,6 +1327,10 @@ class Loader:
         walk.ready.clear()
         walk.cached.clear()
         walk.issued = walk.position
+
+
+# What a forked child must not finalize.
+_the_parents: list[Any] = []
 
 
 def _auto(settings: Settings, dataset: build.Dataset) -> Auto | None:

@@ -248,9 +248,9 @@ def decode(encoded: Encoded, arena: Arena, slot: int) -> Any:
             arena.put(slot)
 
 
-def sizes(encoded: Encoded) -> tuple[int, ...]:
-    """Bytes of each array of a batch."""
-    return tuple(size for _, size in _EXTENT.iter_unpack(encoded.extents))
+def extents(encoded: Encoded) -> list[tuple[int, int]]:
+    """Where each array of a batch begins, and its bytes."""
+    return [*_EXTENT.iter_unpack(encoded.extents)]
 
 
 def assemble(structure: bytes, buffers: list[Bytes]) -> Any:

@@ -15,8 +15,8 @@ import pickle
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, SupportsIndex
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -120,22 +120,19 @@ class Answer(NamedTuple):
 
 
 class _Gathered:
-    """Takes the arrays of a batch as they are; Ray copies them."""
+    """Takes the arrays of a batch as they are; Ray copies them.
+
+    Where an array begins in a slot, it has a number here.
+    """
+
+    used = 0
 
     def __init__(self) -> None:
-        self.arrays: list[Bytes] = []
-
-    def empty(
-        self,
-        shape: SupportsIndex | Sequence[SupportsIndex],
-        dtype: npt.DTypeLike = "float32",
-    ) -> npt.NDArray[Any]:
-        return aligned_empty(shape, dtype)
+        self._arrays: list[Bytes] = []
 
     def write(self, source: Bytes) -> tuple[int, int]:
-        if source.nbytes:
-            self.arrays.append(source)
-        return 0, source.nbytes
+        self._arrays.append(source)
+        return len(self._arrays) - 1, source.nbytes
 
     def place(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         copy = aligned_empty(array.shape, array.dtype)
@@ -145,9 +142,9 @@ class _Gathered:
     def seal(self, extents: list[tuple[int, int]]) -> bool:
         return False
 
-    @property
-    def used(self) -> int:
-        return sum(array.nbytes for array in self.arrays)
+    def arrays(self, extents: list[tuple[int, int]]) -> list[Bytes]:
+        """Those of the batch, but for empty ones."""
+        return [self._arrays[number] for number, size in extents if size]
 
 
 class Actor:
@@ -224,7 +221,8 @@ class Actor:
         gathered = _Gathered()
         batch: list[Any] = []
         failure: bytes | None = None
-        structure, sizes = b"", tuple[int, ...]()
+        structure = b""
+        extents: list[tuple[int, int]] = []
         began = time.monotonic()
         self._stopwatch.start(ticket.interval_s)
         try:
@@ -233,12 +231,11 @@ class Actor:
             )
             self._stopwatch.built()
             encoded = codec.encode(batch, gathered)
-            structure, sizes = encoded.structure, codec.sizes(encoded)
+            structure, extents = encoded.structure, codec.extents(encoded)
         except SystemExit:
             raise
         except BaseException as error:
             batch.clear()
-            gathered.arrays.clear()
             failures.note(error, where(self._start.dataset, ticket, self._name))
             failure = failures.take_apart(error)
         timing = self._stopwatch.stop()
@@ -246,13 +243,13 @@ class Actor:
         answer = Answer(
             failure=failure,
             structure=structure,
-            sizes=sizes,
+            sizes=tuple(size for _, size in extents),
             build_s=ended - began,
             timing=timing,
             told=self._take_told(),
             at_s=ended,
         )
-        return answer, gathered.arrays
+        return answer, gathered.arrays(extents)
 
     def _fetch(self, state: State) -> Callable[[], Builds]:
         """Rebuilds the builder's maker; its large arrays stay in the store."""

@@ -15,8 +15,9 @@ import logging
 import numbers
 import os
 import socket
+import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from keras_fastdata.errors import LoaderError
@@ -133,7 +134,8 @@ class _Membership:
     Attributes:
         users: How many loaders do.
         pid: The process that this is said of.
-        joined: Whether it was for them that Ray was joined.
+        joined: The session that was joined for them; `None` if the user's.
+        is_own: Whether that is a Ray that was started for them.
         lock: Guards the three. Reentrant, because a dataset may be
             collected, and so closed, while it is held.
     """
@@ -141,25 +143,67 @@ class _Membership:
     def __init__(self) -> None:
         self.users = 0
         self.pid = os.getpid()
-        self.joined = False
+        self.joined: tuple[Any, ...] | None = None
+        self.is_own = False
         self.lock = threading.RLock()
 
 
 _membership = _Membership()
+_is_inherited = False
 
 
-def _of_this_process() -> _Membership:
-    global _membership
-    if _membership.pid != os.getpid():
-        _membership = _Membership()  # the other one is the parent's
-    return _membership
+def _after_fork() -> None:
+    """In a child: a Ray that was joined is the parent's, and does not work."""
+    global _membership, _is_inherited
+    _membership = _Membership()
+    ray: Any = sys.modules.get("ray")
+    _is_inherited = ray is not None and ray.is_initialized()
 
 
-def join(options: Options) -> Callable[[], None]:
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+class Session:
+    """A loader's part in Ray. It lasts until `leave`.
+
+    Attributes:
+        identity: Tells it from one that the user joined later.
+    """
+
+    def __init__(self, member: _Membership) -> None:
+        self._member: _Membership | None = member
+        self.identity = _identity()
+
+    @property
+    def is_on(self) -> bool:
+        """Whether Ray has not been left, or joined anew, by the user."""
+        return self.identity == _identity()
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether others may use its memory when this process has left."""
+        return self._member is None or not self._member.is_own
+
+    def leave(self) -> None:
+        """Leaves Ray with the last loader. Idempotent."""
+        member, self._member = self._member, None
+        if member is None or member.pid != os.getpid():
+            return
+        with member.lock:
+            member.users -= 1
+            joined = member.joined
+            if member.users or joined is None:
+                return
+            member.joined = None
+            if joined == _identity():
+                import ray
+
+                ray.shutdown()
+
+
+def join(options: Options) -> Session:
     """Joins Ray, unless that was done.
-
-    Returns:
-        What leaves it again; idempotent.
 
     Raises:
         LoaderError: Ray is not installed, or the cluster not to be reached.
@@ -170,26 +214,43 @@ def join(options: Options) -> Callable[[], None]:
         raise LoaderError(
             "`executor='ray'` needs Ray: pip install 'keras-fastdata[ray]'."
         ) from error
-    member = _of_this_process()
+    if _is_inherited:
+        raise LoaderError(
+            "This process was forked from one that had joined Ray, and cannot "
+            "use it. Start it afresh (`subprocess`, or `multiprocessing` with "
+            "'spawn')."
+        )
+    member = _membership
     with member.lock:
         if not ray.is_initialized():
             _init(options)
-            member.joined = True
+            member.joined = _identity()
+            member.is_own = _has_started_it()
+        elif member.joined != _identity():
+            member.joined = None  # the user has joined another one
         member.users += 1
-    return functools.partial(_leave, member, [True])
+        return Session(member)
 
 
-def _leave(member: _Membership, stays: list[bool]) -> None:
+def _has_started_it() -> bool:
+    """Whether Ray's head node is a child of this process."""
     import ray
 
-    with member.lock:
-        if not stays or member.pid != os.getpid():
-            return
-        stays.clear()
-        member.users -= 1
-        if member.joined and not member.users:
-            member.joined = False
-            ray.shutdown()
+    try:
+        node = ray._private.worker._global_node
+        return bool(node is not None and node.is_head())
+    except AttributeError:
+        return False  # nothing public tells
+
+
+def _identity() -> tuple[Any, ...] | None:
+    """Which Ray this process has joined; `None` for none."""
+    import ray
+
+    if not ray.is_initialized():
+        return None
+    context = ray.get_runtime_context()
+    return context.get_node_id(), context.get_job_id()
 
 
 def _init(options: Options) -> None:

@@ -12,14 +12,17 @@ to restart and to retry nothing.
 
 from __future__ import annotations
 
+import atexit
 import collections
 import contextlib
 import dataclasses
 import functools
 import logging
+import math
 import os
 import select
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -45,6 +48,7 @@ from keras_fastdata.workers.interrupts import Uninterrupted
 from keras_fastdata.workers.watch import Overdue, Watch, Work, building, loading
 
 _GRACE_S = 2.0  # for a worker to end by itself when asked to
+_GET_S = 5.0  # for an answer that is here
 _STACK_S = 2.0  # for one that is stuck to say where
 _IDLE_S = 0.05  # between two looks, where there is nothing to wait for
 _FALL_S = 60.0  # in which the workers of a node are lost with it
@@ -120,6 +124,7 @@ class _Worker:
         desk: The tickets that it was given, oldest first.
         began: Since when it has been at the oldest.
         build_s: How long its last batch took; infinite before that.
+        behind_s: How far its machine's clock is behind this one's, at most.
         overdue: Why it was killed, if it was.
         killed: When, by `time.monotonic`.
     """
@@ -135,7 +140,8 @@ class _Worker:
         default_factory=collections.deque
     )
     began: float = 0.0
-    build_s: float = float("inf")
+    build_s: float = math.inf
+    behind_s: float = math.inf
     overdue: Overdue | None = None
     killed: float = 0.0
 
@@ -160,46 +166,62 @@ class _Worker:
 
 
 class _Lease(weakref.ref[Any]):
-    """A weak reference to an array in the store that knows its size."""
+    """A weak reference to an array in the store, and whose part it is."""
 
-    __slots__ = ("nbytes",)
-    nbytes: int
+    __slots__ = ("answer",)
+    answer: list[int]  # how many arrays of it are held, and its bytes
 
 
-class _Held:
-    """What the consumer keeps in the object store.
+class _InStore:
+    """What this process keeps in its node's object store, of all datasets.
 
-    Args:
-        limit: Bytes that it may; more is copied out on delivery.
+    An answer lies there until the last of its arrays has died.
     """
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._nbytes = 0
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._lent = 0
+        self._undelivered = 0
         self._leases: dict[int, _Lease] = {}
         # C code, for the reason given in memory/arena.py.
         self._died: collections.deque[_Lease] = collections.deque()
 
-    def lend(self, array: Bytes) -> Bytes:
-        """A view to build on, whose end is heard of."""
-        root: Bytes = np.frombuffer(array.data, np.uint8)
-        lease = _Lease(root, self._died.append)
-        lease.nbytes = root.nbytes
-        self._leases[id(lease)] = lease
-        self._nbytes += root.nbytes
-        return root
+    def lend(self, arrays: list[Bytes], nbytes: int) -> list[Bytes]:
+        """Views to build on, whose ends are heard of."""
+        answer = [len(arrays), nbytes]
+        roots: list[Bytes] = [np.frombuffer(a.data, np.uint8) for a in arrays]
+        with self._lock:
+            for root in roots:
+                lease = _Lease(root, self._died.append)
+                lease.answer = answer
+                self._leases[id(lease)] = lease
+            self._lent += nbytes
+        return roots
+
+    def wait(self, nbytes: int) -> None:
+        """Counts a batch that waits to be delivered; less than 0: no more."""
+        with self._lock:
+            self._undelivered += nbytes
 
     @property
-    def has_room(self) -> bool:
-        return self.nbytes < self._limit
+    def lent(self) -> int:
+        """Bytes that views are lent of."""
+        with self._lock:
+            while self._died:
+                lease = self._died.popleft()
+                del self._leases[id(lease)]
+                lease.answer[0] -= 1
+                if not lease.answer[0]:
+                    self._lent -= lease.answer[1]
+            return self._lent
 
     @property
     def nbytes(self) -> int:
-        while self._died:
-            lease = self._died.popleft()
-            del self._leases[id(lease)]
-            self._nbytes -= lease.nbytes
-        return self._nbytes
+        """Bytes in all."""
+        return self.lent + self._undelivered
+
+
+_in_store = _InStore()
 
 
 class _Delivery:
@@ -214,7 +236,7 @@ class _Delivery:
         worker: _Worker,
         answer: actor.Answer,
         arrays: list[Bytes],
-        held: _Held,
+        limit: int,
     ) -> None:
         self.serial = sent.ticket.serial
         self.worker = worker.index
@@ -223,20 +245,27 @@ class _Delivery:
         self._where = where(dataset, sent.ticket, worker.name, "loading")
         self._structure, self._sizes = answer.structure, answer.sizes
         self._arrays = arrays
-        self._held = held
+        self._limit = limit
+        _in_store.wait(self.nbytes)
 
     def open(self) -> Any:
-        arrays, self._arrays = self._arrays, []
-        given = iter(arrays)
-        lends = self._held.has_room
-        buffers = []
-        for nbytes in self._sizes:
-            if not nbytes:
-                buffers.append(np.empty(0, np.uint8))
-            elif lends and nbytes >= codec.SMALL_BYTES:
-                buffers.append(self._held.lend(next(given)))
-            else:
-                buffers.append(aligned_copy(next(given)))
+        nbytes = self.nbytes
+        arrays = iter(self._take())
+        buffers = [
+            next(arrays) if size else np.empty(0, np.uint8)
+            for size in self._sizes
+        ]
+        large = [
+            n for n, b in enumerate(buffers) if b.nbytes >= codec.SMALL_BYTES
+        ]
+        lends = large and _in_store.lent < self._limit
+        if lends:
+            roots = _in_store.lend([buffers[n] for n in large], nbytes)
+            for number, root in zip(large, roots, strict=True):
+                buffers[number] = root
+        for number, buffer in enumerate(buffers):
+            if not lends or buffer.nbytes < codec.SMALL_BYTES:
+                buffers[number] = aligned_copy(buffer)
         try:
             return codec.assemble(self._structure, buffers)
         except Exception as error:
@@ -244,7 +273,13 @@ class _Delivery:
             raise
 
     def discard(self) -> None:
-        self._arrays = []
+        self._take()
+
+    def _take(self) -> list[Bytes]:
+        arrays, self._arrays = self._arrays, []
+        _in_store.wait(-self.nbytes)
+        self.nbytes = 0
+        return arrays
 
 
 class RayWorkers:
@@ -280,24 +315,25 @@ class RayWorkers:
         self._told: collections.deque[tuple[Any, bytes]] = collections.deque()
         self._arrived: list[Any] = []  # what the last wait has found
         self._largest = 0
-        self._ready_once = False
         self._paused = self._closed = False
         # Pickled first: no cluster is needed to say that it cannot be.
         taken_apart = payload.take_apart(make_builder)
         with contextlib.ExitStack() as undo:
-            self._leave = cluster.join(plan.options)
-            undo.callback(self._leave)
+            self._session = cluster.join(plan.options)
+            undo.callback(self._session.leave)
             self._dataset = _Shipment()
             self._dataset.put(*taken_apart)
             self._make_actor = _actor_maker(plan)
             self._store = cluster.store_nbytes()
             self._cores = cluster.cores()
-            self._held = _Held(int(self._store * _HELD))
             undo.pop_all()
+        # Before Ray's own, which was registered before.
+        atexit.register(self.close)
 
     # -- what the engine calls ----------------------------------------------
 
     def submit(self, ticket: Ticket) -> bool:
+        self._check_session()
         if not self._has_room():
             return False
         self._backlog.append(_Sent(ticket))
@@ -305,6 +341,7 @@ class RayWorkers:
         return True
 
     def wait(self, timeout_s: float) -> None:
+        self._check_session()
         timeout_s = min(timeout_s, self._watch.interval_s)
         first = [next(w.awaited, None) for w in self._workers.values()]
         if awaited := [reference for reference in first if reference]:
@@ -313,6 +350,7 @@ class RayWorkers:
             time.sleep(min(timeout_s, _IDLE_S))
 
     def collect(self) -> Iterable[Done]:
+        self._check_session()
         self._hire()
         done: list[Done] = []
         ready = self._ready()
@@ -321,7 +359,10 @@ class RayWorkers:
                 ready.discard(worker.start)
                 done += self._welcome(worker)
             while worker.desk and worker.desk[0].reference in ready:
-                done += self._receive(worker)
+                received = self._receive(worker)
+                if received is None:
+                    break
+                done += received
         if self._watch.is_due():
             done += self._look_at_workers()
         self._hire()
@@ -353,6 +394,7 @@ class RayWorkers:
         return any(worker.desk for worker in self._workers.values())
 
     def change(self) -> None:
+        self._check_session()
         self._dataset.put(*payload.take_apart(self._make_builder))
 
     def expect(self, ahead: int) -> None:
@@ -368,23 +410,35 @@ class RayWorkers:
             self._plan.count,
             {
                 index: worker.place.pid
-                for index, worker in self._workers.items()
+                for index, worker in list(self._workers.items())
                 if worker.place is not None and worker.pidfd >= 0
             },
             tuple(self._losses),
-            self._held.nbytes,
+            _in_store.nbytes,
             cores=self._cores,
         )
 
     def close(self) -> None:
         if self._closed:
             return
-        with Uninterrupted():
+        with Uninterrupted(), contextlib.ExitStack() as last:
             self._closed = True
+            atexit.unregister(self.close)
+            if not (self._session.is_shared and _in_store.lent):
+                # Or else the store gives their memory to somebody else.
+                last.callback(self._session.leave)
+            last.callback(self._dataset.drop)
             self._end_workers()
-            self._dataset.drop()
-            self._leave()
         self._hand_on()
+
+    def _check_session(self) -> None:
+        """Asks Ray, which joins by itself whatever it finds when used."""
+        if not self._session.is_on:
+            raise LoaderError(
+                f"Ray was shut down (`ray.shutdown`) while "
+                f"{self._plan.dataset} had its workers there. Close the "
+                "dataset before."
+            )
 
     # -- giving out tickets -------------------------------------------------
 
@@ -401,8 +455,8 @@ class RayWorkers:
             return True
         if not self._largest:
             return out < self._plan.count
-        taken = (out + 1) * self._largest + self._held.nbytes
-        return taken <= self._store * _TAKEN
+        taken = (out + 1) * self._largest + _in_store.nbytes
+        return taken <= (self._store - self._dataset.nbytes) * _TAKEN
 
     def _hand_out(self) -> None:
         """Gives tickets to the workers that have the least to do."""
@@ -472,6 +526,10 @@ class RayWorkers:
             if self._was_never_there(worker, gone):
                 raise LoaderError(self._cannot_begin(worker, gone)) from gone
             return self._bury(worker, str(gone), missing=gone.is_missing)
+        except _Lost:
+            return self._bury(worker, "Its answer was lost", missing=True)
+        except _NotYet:
+            return []
         if isinstance(answer, actor.Place):
             worker.place = answer
             worker.pidfd = _pidfd(answer)
@@ -482,21 +540,36 @@ class RayWorkers:
             return []
         self._listen(answer)
         worker.start = None
-        self._ready_once = True
         return []
 
-    def _receive(self, worker: _Worker) -> list[Done]:
-        """Takes in the answer to a worker's oldest ticket."""
+    def _ask_again(self, sent: _Sent, worker: _Worker) -> list[Done]:
+        """Has a batch built again that got lost on its way."""
+        sent.strikes += 1
+        if not sent.is_wanted:
+            return []
+        if sent.strikes <= _STRIKES:
+            self._backlog.appendleft(sent)
+            return []
+        error = LoaderError(
+            f"Batch {sent.ticket.index} of epoch {sent.ticket.epoch} of "
+            f"{self._plan.dataset} was built {sent.strikes} times, and each "
+            "time lost in Ray's object store before it could be fetched from "
+            "there. Look at the network between the nodes."
+        )
+        return [Built(sent.ticket.serial, worker.index, error=error)]
+
+    def _receive(self, worker: _Worker) -> list[Done] | None:
+        """Takes in the answer to a worker's oldest ticket; `None`: not yet."""
         sent = worker.desk[0]
         try:
             answer, arrays = self._get(sent.reference)
+        except _NotYet:
+            return None
         except _Lost:
             # The batch is lost, and not the worker, as far as is known.
             worker.desk.popleft()
             worker.began = time.monotonic()
-            if sent.is_wanted:
-                self._backlog.appendleft(sent)
-            return []
+            return self._ask_again(sent, worker)
         except _Gone as gone:
             return self._bury(worker, str(gone), missing=gone.is_missing)
         worker.desk.popleft()
@@ -519,7 +592,7 @@ class RayWorkers:
                 worker,
                 answer,
                 arrays,
-                self._held,
+                int(self._store * _HELD),
             )
         ]
 
@@ -527,6 +600,7 @@ class RayWorkers:
         """What a worker has answered.
 
         Raises:
+            _NotYet: It is not here after all.
             _Gone: The worker has died, or cannot be reached.
             _Lost: The answer has died with its node.
             LoaderError: Ray cannot go on.
@@ -535,7 +609,9 @@ class RayWorkers:
         from ray import exceptions
 
         try:
-            return ray.get(reference)
+            return ray.get(reference, timeout=_GET_S)
+        except exceptions.GetTimeoutError as error:
+            raise _NotYet from error
         except (
             exceptions.RayActorError,
             exceptions.WorkerCrashedError,
@@ -632,8 +708,9 @@ class RayWorkers:
     def _works(self, now: float) -> Iterator[Work]:
         """What each worker is busy with."""
         name = self._plan.dataset
+        built = self._answered()
         for index, worker in self._workers.items():
-            if worker.killed or worker.place is None:
+            if worker.killed or worker.place is None or index in built:
                 continue
             ask = functools.partial(_stack_of, worker.handle)
             if not worker.is_ready:
@@ -645,16 +722,28 @@ class RayWorkers:
                 what = building(name, ticket, worker.name)
                 yield Work(index, what, ticket, now - worker.began, ask)
 
+    def _answered(self) -> set[int]:
+        """Workers whose oldest answer is on some node, if not yet on this."""
+        first = {
+            reference: index
+            for index, worker in self._workers.items()
+            if (reference := next(worker.awaited, None))
+        }
+        if not first:
+            return set()
+        there = _wait([*first], len(first), 0, fetch=False)
+        return {first[reference] for reference in there}
+
     def _look_for_a_place(self, now: float) -> None:
         """Raises when the cluster has had no place for any worker in time."""
-        if self._ready_once or not self._workers:
-            return
         limit_s = self._plan.options.timeout_s
-        if any(
+        if not self._workers or any(
             worker.place is not None or now - worker.hired <= limit_s
             for worker in self._workers.values()
         ):
             return
+        if _wait([worker.start for worker in self._workers.values()], 1, 0):
+            return  # nobody has looked for long
         import ray
 
         raise LoaderError(
@@ -715,9 +804,10 @@ class RayWorkers:
 
         The end of a node is one death, however many workers it had.
         """
-        if worker.place is None or not fell:
+        if worker.place is not None and not fell:
             return False
-        node, now = worker.place.node, time.monotonic()
+        node = worker.place.node if worker.place else ""  # one of them
+        now = time.monotonic()
         since = self._fallen.get(node)
         if since is not None and now - since < _FALL_S:
             return True
@@ -778,13 +868,14 @@ class RayWorkers:
 
     def _end_workers(self) -> None:
         """Asks the workers to end, and kills those that do not."""
-        import ray
-
         workers, self._workers = self._workers, {}
         self._backlog.clear()
+        self._arrived = []
         try:
-            if ray.is_initialized():
-                self._stop(list(workers.values()))
+            if self._session.is_on:
+                with contextlib.suppress(Exception):
+                    # Ray may be at its end, in whatever way.
+                    self._stop(list(workers.values()))
                 for worker in workers.values():
                     _kill(worker.handle)
             _await_ends([w.pidfd for w in workers.values() if w.pidfd >= 0])
@@ -803,7 +894,7 @@ class RayWorkers:
         if not stopping:
             return
         for reference in _wait(stopping, len(stopping), _GRACE_S):
-            with contextlib.suppress(_Gone, _Lost, LoaderError):
+            with contextlib.suppress(_Gone, _Lost, _NotYet, LoaderError):
                 self._told.extend(self._get(reference).told)
 
 
@@ -814,10 +905,12 @@ class _Shipment:
 
     Attributes:
         state: The latest one.
+        nbytes: What it takes there.
     """
 
     def __init__(self) -> None:
         self.state = actor.State(0, None, ())
+        self.nbytes = 0
         # By place in this process's memory: where an array is in the store,
         # and a view of that.
         self._put: dict[tuple[int, int], tuple[Any, Bytes]] = {}
@@ -841,6 +934,7 @@ class _Shipment:
             put[place] = found
             parts.append(found[0])
         self._put = put
+        self.nbytes = pickled.nbytes + sum(size for _, size in put)
         version = self.state.version + 1
         self.state = actor.State(version, ray.put(bytes(pickled)), tuple(parts))
 
@@ -862,6 +956,10 @@ class _Gone(Exception):
         super().__init__(_text_of(error))
         self.is_at_start = getattr(error, "actor_init_failed", True)
         self.is_missing = is_missing
+
+
+class _NotYet(Exception):
+    """An answer is on its way, again."""
 
 
 class _Lost(Exception):
@@ -904,13 +1002,21 @@ def _actor_maker(plan: Plan) -> Callable[[], Any]:
     return maker
 
 
-def _wait(references: list[Any], count: int, timeout_s: float) -> list[Any]:
-    """Those that are here, after waiting for so many of them to come."""
+def _wait(
+    references: list[Any], count: int, timeout_s: float, *, fetch: bool = True
+) -> list[Any]:
+    """Those that are here, after waiting for so many of them to come.
+
+    Without `fetch`, those that are anywhere.
+    """
     import ray
 
     try:
         ready, _ = ray.wait(
-            references, num_returns=count, timeout=timeout_s, fetch_local=True
+            references,
+            num_returns=count,
+            timeout=timeout_s,
+            fetch_local=fetch,
         )
     except SystemError as error:
         # What a signal's handler raises meanwhile comes out as its cause.
@@ -934,9 +1040,9 @@ def _stack_of(handle: Any) -> str:
 
 def _kill(handle: Any) -> None:
     import ray
-    from ray import exceptions
 
-    with contextlib.suppress(exceptions.RayError, ValueError):
+    with contextlib.suppress(Exception):
+        # Ray may be at its end, in whatever way.
         ray.kill(handle, no_restart=True)
 
 
@@ -969,8 +1075,9 @@ def _here(answer: actor.Answer, worker: _Worker, strikes: int) -> Timing | None:
     place = worker.place
     if place is None or place.machine == cluster.machine():
         return timing
-    # Clocks of two machines have nothing in common; it came just now.
-    behind_s = time.monotonic() - answer.at_s
+    # Clocks of two machines have nothing in common: at best it came at once.
+    worker.behind_s = min(worker.behind_s, time.monotonic() - answer.at_s)
+    behind_s = worker.behind_s
     return timing._replace(
         began_s=timing.began_s + behind_s,
         built_s=timing.built_s + behind_s,
