@@ -147,7 +147,9 @@ def flow(source, seed):
     ("workers", "seed", "start_method"),
     [(1, 7, "fork"), (2, 7, "forkserver"), (2, None, "fork")],
 )
-@pytest.mark.parametrize("source", ["arrays", "folder"])
+@pytest.mark.parametrize(
+    "source", ["folder", pytest.param("arrays", marks=pytest.mark.long)]
+)
 def test_images_are_augmented_alike_in_any_number_of_processes(
     workers, source, seed, start_method, folder
 ):

@@ -93,6 +93,7 @@ def test_python_c_trains():
     assert _run(["-c", script]) == "main runs\ntrained 2\n"
 
 
+@pytest.mark.long
 def test_python_m_trains(tmp_path):
     package = tmp_path / "mine"
     package.mkdir()
@@ -106,6 +107,7 @@ def test_python_m_trains(tmp_path):
     assert out == "main runs\ntrained 2\n"
 
 
+@pytest.mark.long
 def test_ipython_trains(tmp_path):
     script = tmp_path / "session.ipy"
     script.write_text(SCRIPT.replace("METHOD", "None"))

@@ -308,6 +308,7 @@ def test_a_file_without_a_main_guard_is_profiled(tmp_path):
     assert (elsewhere / "log").read_text() == "run\n"
 
 
+@pytest.mark.long
 def test_json_is_alone_on_standard_output(tmp_path):
     done = _run("profile", f"{_FILE}:Chatty", *_QUICK, "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -420,6 +421,7 @@ def test_ctrl_c_exits_130_and_says_nothing(tmp_path):
     assert (process.returncode, out, _said(err)) == (130, "", "")
 
 
+@pytest.mark.long
 def test_a_terminal_shows_progress(tmp_path):
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "keras_fastdata", "profile", *_QUICK]

@@ -691,6 +691,7 @@ def test_ray_that_the_user_has_joined_stays(nodes):
     assert ray.is_initialized()
 
 
+@pytest.mark.long
 def test_an_address_where_nobody_answers_is_an_error_at_once():
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))

@@ -350,7 +350,7 @@ def test_weights_that_were_not_saved_any_more_get_the_data_of_those_before(
 @pytest.mark.parametrize(
     ("kind", "death", "freq", "saved"),
     [
-        ("Ends", 12, 4, 12),
+        long("Ends", 12, 4, 12),
         long("Ends", 7, 7, 7),
         long("Shrinks", 10, 3, 9),
     ],

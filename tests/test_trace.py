@@ -422,6 +422,7 @@ def test_an_exception_that_ends_the_interpreter_leaves_a_trace(tmp_path, path):
     assert len(_of(_read(path), "build")) == 4
 
 
+@pytest.mark.long
 def test_a_forked_child_leaves_the_trace_to_its_parent(tmp_path, path):
     done = _run(
         tmp_path,
