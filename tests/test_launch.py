@@ -83,6 +83,7 @@ def test_a_script_without_a_main_guard_trains(method, tmp_path):
     assert _run([str(script)]) == "main runs\ntrained 2\n"
 
 
+@pytest.mark.long
 def test_standard_input_trains():
     script = SCRIPT.replace("METHOD", "None")
     assert _run(["-"], input=script) == "main runs\ntrained 2\n"

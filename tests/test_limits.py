@@ -617,6 +617,7 @@ def in_a_read_only_place(keywords):
     return epochs_of(keywords)
 
 
+@pytest.mark.long
 def test_batches_arrive_where_no_folder_can_be_written_to(tmp_path):
     locked = tmp_path / "locked"
     locked.mkdir()
@@ -717,6 +718,7 @@ def _with_mount(mount):
     return command
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:`start_method='fork'`")
 def test_without_proc_a_loader_works_or_says_so(tmp_path):
     mount = _with_mount("mount -t tmpfs tmpfs /proc")

@@ -75,6 +75,7 @@ def test_a_script_catches_ctrl_c_itself(zygote):
         trainer.leaves_nothing()
 
 
+@pytest.mark.long
 def test_ctrl_c_while_workers_start(zygote):
     script = (
         "class Slow(Data):\n"

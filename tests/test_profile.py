@@ -155,6 +155,7 @@ def test_a_dataset_that_runs_python_is_advised_processes():
     assert found.call.endswith(", use_multiprocessing=True)")
 
 
+@pytest.mark.long
 def test_one_core_is_advised_no_more_than_one_worker_that_computes(tmp_path):
     done = _run(
         *["profile", f"{_FILE}:Looping", "--json", "--batches", "6"],

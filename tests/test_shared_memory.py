@@ -87,6 +87,7 @@ def test_batches_of_every_size_arrive():
             assert batch[-1:].tolist() == [9][:size] if size != 1 else True
 
 
+@pytest.mark.long
 def test_a_batch_of_gigabytes_arrives():
     with Sized([2**31 + 5], workers=1, use_multiprocessing=True) as dataset:
         (batch,) = dataset

@@ -486,6 +486,7 @@ def test_a_thread_stuck_at_what_nobody_wants_any_more_is_replaced():
         assert not dataset.gate.is_set()
 
 
+@pytest.mark.long
 def test_a_second_thread_found_stuck_in_the_next_epoch_does_it_no_harm():
     with _opened(StuckThread(at=(2, 3), workers=2)) as dataset:
         with pytest.raises(BatchTimeoutError):

@@ -416,6 +416,7 @@ def _run(tmp_path, script):
     )
 
 
+@pytest.mark.long
 def test_an_exception_that_ends_the_interpreter_leaves_a_trace(tmp_path, path):
     done = _run(tmp_path, "raise ValueError('in training')")
     assert "in training" in done.stderr
@@ -438,6 +439,7 @@ def test_a_forked_child_leaves_the_trace_to_its_parent(tmp_path, path):
     assert len(_of(_read(path), "build")) == 4
 
 
+@pytest.mark.long
 def test_what_a_killed_process_leaves_can_be_completed(tmp_path, path):
     done = _run(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
     assert done.returncode == -9

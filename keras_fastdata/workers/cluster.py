@@ -15,6 +15,7 @@ import logging
 import numbers
 import os
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -185,15 +186,19 @@ class Session:
         """Whether others may use its memory when this process has left."""
         return self._member is None or not self._member.is_own
 
-    def leave(self) -> None:
-        """Leaves Ray with the last loader. Idempotent."""
+    def leave(self, *, stay: bool = False) -> None:
+        """Leaves Ray with the last loader. Idempotent.
+
+        Args:
+            stay: To leave that to a later loader, or to the program's end.
+        """
         member, self._member = self._member, None
         if member is None or member.pid != os.getpid():
             return
         with member.lock:
             member.users -= 1
             joined = member.joined
-            if member.users or joined is None:
+            if stay or member.users or joined is None:
                 return
             member.joined = None
             if joined == _identity():
@@ -276,7 +281,10 @@ def _init(options: Options) -> None:
 
 
 def _probe(address: str, timeout_s: float) -> None:
-    """Makes sure that somebody listens: Ray itself would try for minutes."""
+    """Makes sure that a cluster answers, in a process that can be ended.
+
+    Where nobody listens, or somebody else does, Ray tries for minutes.
+    """
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout_s).close()
@@ -287,6 +295,26 @@ def _probe(address: str, timeout_s: float) -> None:
             "without one (no 'address' in `ray_options`, no RAY_ADDRESS) a "
             "Ray of its own is started on this machine."
         ) from error
+    code = f"import ray; ray.init(address={address!r}, log_to_driver=False)"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", code],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise LoaderError(
+            f"Something listens at {address!r}, but no Ray cluster could be "
+            f"joined there within {timeout_s:g} s (`ray_options['timeout_s']`)."
+        ) from None
+    if done.returncode:
+        said = done.stderr.strip().rpartition("\n")[2]
+        raise LoaderError(
+            f"The Ray cluster at {address!r} could not be joined: {said}"
+        )
 
 
 @contextlib.contextmanager

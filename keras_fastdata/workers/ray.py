@@ -22,9 +22,7 @@ import math
 import os
 import select
 import sys
-import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -45,6 +43,7 @@ from keras_fastdata.workers import (
 )
 from keras_fastdata.workers.base import Builds, Built, Done, Ticket, where
 from keras_fastdata.workers.interrupts import Uninterrupted
+from keras_fastdata.workers.store import Shipment, in_store
 from keras_fastdata.workers.watch import Overdue, Watch, Work, building, loading
 
 _GRACE_S = 2.0  # for a worker to end by itself when asked to
@@ -150,6 +149,12 @@ class _Worker:
         return self.start is None
 
     @property
+    def room(self) -> int:
+        """How many tickets it may have."""
+        alone = any(sent.strikes for sent in self.desk)
+        return 2 if self.build_s < _QUICK_S and not alone else 1
+
+    @property
     def name(self) -> str:
         if self.place is None:
             return f"Ray worker {self.index}"
@@ -163,65 +168,6 @@ class _Worker:
             yield self.start
         for sent in self.desk:
             yield sent.reference
-
-
-class _Lease(weakref.ref[Any]):
-    """A weak reference to an array in the store, and whose part it is."""
-
-    __slots__ = ("answer",)
-    answer: list[int]  # how many arrays of it are held, and its bytes
-
-
-class _InStore:
-    """What this process keeps in its node's object store, of all datasets.
-
-    An answer lies there until the last of its arrays has died.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._lent = 0
-        self._undelivered = 0
-        self._leases: dict[int, _Lease] = {}
-        # C code, for the reason given in memory/arena.py.
-        self._died: collections.deque[_Lease] = collections.deque()
-
-    def lend(self, arrays: list[Bytes], nbytes: int) -> list[Bytes]:
-        """Views to build on, whose ends are heard of."""
-        answer = [len(arrays), nbytes]
-        roots: list[Bytes] = [np.frombuffer(a.data, np.uint8) for a in arrays]
-        with self._lock:
-            for root in roots:
-                lease = _Lease(root, self._died.append)
-                lease.answer = answer
-                self._leases[id(lease)] = lease
-            self._lent += nbytes
-        return roots
-
-    def wait(self, nbytes: int) -> None:
-        """Counts a batch that waits to be delivered; less than 0: no more."""
-        with self._lock:
-            self._undelivered += nbytes
-
-    @property
-    def lent(self) -> int:
-        """Bytes that views are lent of."""
-        with self._lock:
-            while self._died:
-                lease = self._died.popleft()
-                del self._leases[id(lease)]
-                lease.answer[0] -= 1
-                if not lease.answer[0]:
-                    self._lent -= lease.answer[1]
-            return self._lent
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in all."""
-        return self.lent + self._undelivered
-
-
-_in_store = _InStore()
 
 
 class _Delivery:
@@ -246,7 +192,7 @@ class _Delivery:
         self._structure, self._sizes = answer.structure, answer.sizes
         self._arrays = arrays
         self._limit = limit
-        _in_store.wait(self.nbytes)
+        in_store.wait(self.nbytes)
 
     def open(self) -> Any:
         nbytes = self.nbytes
@@ -258,9 +204,9 @@ class _Delivery:
         large = [
             n for n, b in enumerate(buffers) if b.nbytes >= codec.SMALL_BYTES
         ]
-        lends = large and _in_store.lent < self._limit
+        lends = large and in_store.lent < self._limit
         if lends:
-            roots = _in_store.lend([buffers[n] for n in large], nbytes)
+            roots = in_store.lend([buffers[n] for n in large], nbytes)
             for number, root in zip(large, roots, strict=True):
                 buffers[number] = root
         for number, buffer in enumerate(buffers):
@@ -277,7 +223,7 @@ class _Delivery:
 
     def _take(self) -> list[Bytes]:
         arrays, self._arrays = self._arrays, []
-        _in_store.wait(-self.nbytes)
+        in_store.wait(-self.nbytes)
         self.nbytes = 0
         return arrays
 
@@ -321,7 +267,7 @@ class RayWorkers:
         with contextlib.ExitStack() as undo:
             self._session = cluster.join(plan.options)
             undo.callback(self._session.leave)
-            self._dataset = _Shipment()
+            self._dataset = Shipment()
             self._dataset.put(*taken_apart)
             self._make_actor = _actor_maker(plan)
             self._store = cluster.store_nbytes()
@@ -414,7 +360,7 @@ class RayWorkers:
                 if worker.place is not None and worker.pidfd >= 0
             },
             tuple(self._losses),
-            _in_store.nbytes,
+            in_store.nbytes,
             cores=self._cores,
         )
 
@@ -424,9 +370,9 @@ class RayWorkers:
         with Uninterrupted(), contextlib.ExitStack() as last:
             self._closed = True
             atexit.unregister(self.close)
-            if not (self._session.is_shared and _in_store.lent):
-                # Or else the store gives their memory to somebody else.
-                last.callback(self._session.leave)
+            # Its store would give what views are lent of to somebody else.
+            stay = self._session.is_shared and in_store.lent > 0
+            last.callback(self._session.leave, stay=stay)
             last.callback(self._dataset.drop)
             self._end_workers()
         self._hand_on()
@@ -455,18 +401,22 @@ class RayWorkers:
             return True
         if not self._largest:
             return out < self._plan.count
-        taken = (out + 1) * self._largest + _in_store.nbytes
+        taken = (out + 1) * self._largest + in_store.nbytes
         return taken <= (self._store - self._dataset.nbytes) * _TAKEN
 
     def _hand_out(self) -> None:
         """Gives tickets to the workers that have the least to do."""
         while self._backlog and not self._paused:
+            # A batch that has cost a worker is built alone, so that it is
+            # known whether it was that one.
+            alone = self._backlog[0].strikes > 0
             free = [
                 worker
                 for worker in self._workers.values()
                 if worker.is_ready
                 and not worker.killed
-                and len(worker.desk) < (2 if worker.build_s < _QUICK_S else 1)
+                and len(worker.desk) < worker.room
+                and not (alone and worker.desk)
             ]
             if not free:
                 return
@@ -783,19 +733,15 @@ class RayWorkers:
         self._last_death = worker, how
         if self._restarts > self._plan.max_restarts:
             self._unreplaced.add(worker.index)
-        suspect = None
-        if worker.desk:
-            # It builds one after the other: the oldest, when it died.
-            suspect, *others = worker.desk
-            self._backlog.extendleft(
-                sent for sent in reversed(others) if sent.is_wanted
-            )
-            if not suspect.is_wanted:
-                suspect = None
-            elif not fell:
-                suspect.strikes += 1
-                if suspect.ticket.interval_s is not None:
-                    suspect.ticket.interval_s = 0.0  # this one is told of
+        held = [sent for sent in worker.desk if sent.is_wanted]
+        if not fell:
+            # The oldest, or the next, if an answer was lost with the worker.
+            for sent in held:
+                sent.strikes += 1
+                if sent.ticket.interval_s is not None:
+                    sent.ticket.interval_s = 0.0  # this one is told of
+        suspect = next(iter(held), None)
+        self._backlog.extendleft(reversed(held[1:]))
         worker.desk.clear()
         return self._judge(suspect, worker, how)
 
@@ -896,52 +842,6 @@ class RayWorkers:
         for reference in _wait(stopping, len(stopping), _GRACE_S):
             with contextlib.suppress(_Gone, _Lost, _NotYet, LoaderError):
                 self._told.extend(self._get(reference).told)
-
-
-class _Shipment:
-    """A dataset in Ray's object store, and its later states.
-
-    Arrays that have not changed are not put there again.
-
-    Attributes:
-        state: The latest one.
-        nbytes: What it takes there.
-    """
-
-    def __init__(self) -> None:
-        self.state = actor.State(0, None, ())
-        self.nbytes = 0
-        # By place in this process's memory: where an array is in the store,
-        # and a view of that.
-        self._put: dict[tuple[int, int], tuple[Any, Bytes]] = {}
-
-    def put(self, pickled: memoryview, buffers: list[memoryview]) -> None:
-        """Puts a state there that was taken apart."""
-        import ray
-
-        put: dict[tuple[int, int], tuple[Any, Bytes]] = {}
-        parts: list[Any] = []
-        for buffer in buffers:
-            if buffer.nbytes < actor.SHARED_BYTES:
-                parts.append(bytes(buffer))
-                continue
-            array: Bytes = np.frombuffer(buffer, np.uint8)
-            place = payload.place_of(buffer)
-            found = self._put.get(place)
-            if found is None or not np.array_equal(found[1], array):
-                reference = ray.put(array)
-                found = reference, ray.get(reference)
-            put[place] = found
-            parts.append(found[0])
-        self._put = put
-        self.nbytes = pickled.nbytes + sum(size for _, size in put)
-        version = self.state.version + 1
-        self.state = actor.State(version, ray.put(bytes(pickled)), tuple(parts))
-
-    def drop(self) -> None:
-        """Gives it up."""
-        self._put.clear()
-        self.state = actor.State(0, None, ())
 
 
 class _Gone(Exception):
