@@ -28,16 +28,17 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
-from keras_fastdata.engine import build, pickling, resume
+from keras_fastdata.engine import build, hiring, pickling, resume
 from keras_fastdata.engine.auto import Auto
 from keras_fastdata.engine.cache import Cache
 from keras_fastdata.engine.fingerprint import open_cache
 from keras_fastdata.engine.schedule import Schedule, plan_epoch
 from keras_fastdata.engine.settings import Settings
 from keras_fastdata.engine.shards import Shard, shard_of
+from keras_fastdata.engine.walk import Arrival, Route, Walk, size_of, span_of
 from keras_fastdata.errors import DatasetPicklingError, EndOfData, LoaderError
 from keras_fastdata.health import words
 from keras_fastdata.health.recorder import Span
@@ -47,14 +48,11 @@ from keras_fastdata.workers import failures
 from keras_fastdata.workers.base import Built, Done, Ticket, Workers
 from keras_fastdata.workers.inline import InlineWorkers
 from keras_fastdata.workers.interrupts import Uninterrupted
-from keras_fastdata.workers.thread import ThreadWorkers
 
 _WAIT_S = 0.5  # between two looks at what else there is to do
 _LOOK_S = 0.005  # between two looks at workers whose batches are here
-_TRAIL = 256  # deliveries that can be told of later
 _CACHED_AHEAD = 4  # times the lookahead is how far to look past cached ones
 _SETTLE_S = 1.0  # for workers to finish what they are at
-_LEAVE_S = 5.0  # for a daemon thread to leave the loader at exit
 
 
 _END = object()  # what `Loader.deliver` returns after the last batch
@@ -79,7 +77,7 @@ class Pass(Iterator[Any]):
     """One walk through a dataset: an epoch, as an iterator of batches."""
 
     def __init__(
-        self, loader: Loader, dataset: build.Dataset, walk: _Walk
+        self, loader: Loader, dataset: build.Dataset, walk: Walk
     ) -> None:
         self._loader = loader
         # The dataset must not be collected while it is being walked through.
@@ -119,7 +117,7 @@ class Pass(Iterator[Any]):
         walk = self._walk
         following = walk.following
         if following is None:
-            following = _Walk(walk.shuffle)
+            following = Walk(walk.shuffle)
             following.may_lead = walk.may_lead
         opened = Pass(self._loader, self._dataset, following)
         # Only now: an interrupt must not leave it to nobody.
@@ -198,128 +196,11 @@ class Pass(Iterator[Any]):
         self._loader.rewind(self._walk)
 
 
-class _Route(NamedTuple):
-    """Where the batch of a ticket belongs, and when that was issued."""
-
-    walk: _Walk
-    key: int
-    queued_s: float
-
-
-class _Arrival(NamedTuple):
-    """A result that has come; its moment is 0 unless it was timed."""
-
-    done: Done
-    queued_s: float
-
-
-class _Walk:
-    """The state of one pass; the loader's, behind its lock.
-
-    Attributes:
-        shuffle: Whether the order is drawn.
-        schedule: The order, once the first batch was asked for.
-        epoch: The number of the epoch, from then on; or, of a walk that has
-            not begun, what it will be if nobody else begins one before.
-        begun: Whether that number is its own.
-        leads_on: Whether a walk like this one is to follow.
-        may_lead: Whether that may begin ahead of its time: not where epochs
-            of different passes take turns.
-        following: That one, once tickets of it may be out.
-        position: Of the next batch to deliver.
-        issued: Positions below this one have been asked for.
-        waiting: The serials of tickets that are out.
-        ready: Batches that have come, by position.
-        cached: Positions whose batches are to come from the cache.
-        peeked: Batches that were opened before their turn, by index.
-        skipped: Batches left out, by index, each with its traceback.
-        delivered: How many batches have been delivered.
-        remembers: Whether the first batch is kept for a `rewind`.
-        trail: The positions after the latest deliveries.
-        start: The position it began at; 0, unless an earlier run did.
-        ended: Whether the last batch was delivered, or an error.
-        met_its_end: Whether `EndOfData` was what ended it.
-        is_from_cache: Whether the latest batch came from the cache.
-        interval_s: How often there is to be a span; see `time_batches`.
-        next_span_s: When there is to be another.
-        depth: Batches known to be ready when one was last asked for.
-        settled_s: How long workers were then waited for to rest.
-        spans: Of timed batches that have been opened, by index.
-        span: Of the batch delivered last.
-    """
-
-    def __init__(self, shuffle: bool) -> None:
-        self.shuffle = shuffle
-        self.schedule: Schedule | None = None
-        self.epoch: int | None = None
-        self.begun = False
-        self.leads_on = False
-        self.may_lead = True
-        self.following: _Walk | None = None
-        self.position = 0
-        self.issued = 0
-        self.waiting: set[int] = set()
-        self.ready: dict[int, _Arrival] = {}
-        self.cached: set[int] = set()
-        self.peeked: dict[int, Any] = {}
-        self.skipped: dict[int, str] = {}
-        self.delivered = 0
-        self.remembered: dict[int, Any] = {}
-        self.remembers = False
-        self.trail: collections.deque[int] = collections.deque(maxlen=_TRAIL)
-        self.start = 0
-        self.ended = self.met_its_end = False
-        self.is_from_cache = False
-        self.interval_s: float | None = None
-        self.next_span_s = 0.0
-        self.depth = 0
-        self.settled_s = 0.0
-        self.spans: dict[int, Span] = {}
-        self.span: Span | None = None
-
-    def wants_span(self, timing: Timing) -> bool:
-        """Whether to look at a batch that was built so."""
-        interval_s = self.interval_s
-        if interval_s is None:
-            return False
-        stored_s = timing.stored_s
-        if stored_s >= self.next_span_s:
-            self.next_span_s = stored_s + interval_s
-            return True
-        return stored_s - timing.began_s >= interval_s or timing.retries > 0
-
-    def knows(self, position: int, index: int) -> bool:
-        """Whether the batch there has come, or is left out."""
-        return (
-            position in self.ready
-            or position in self.cached
-            or index in self.peeked
-            or index in self.skipped
-        )
-
-    @property
-    def ahead(self) -> int:
-        """Batches asked for and not delivered, also of the next walk."""
-        ahead = len(self.waiting) + len(self.ready)
-        return ahead if self.following is None else ahead + self.following.ahead
-
-    @property
-    def at_hand(self) -> int:
-        """Batches that are known to be ready, also of the next walk."""
-        following = self.following
-        return len(self.ready) + (0 if following is None else following.at_hand)
-
-    @property
-    def is_running_out(self) -> bool:
-        """Whether most of those are still to come, as far as is known."""
-        return len(self.waiting) > len(self.ready)
-
-
 class _PassRef(weakref.ref[Pass]):
     """A weak reference to a pass that knows its walk."""
 
     __slots__ = ("walk",)
-    walk: _Walk
+    walk: Walk
 
 
 class Loader:
@@ -342,7 +223,7 @@ class Loader:
         self._workers: Workers | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._serials = itertools.count(1)
-        self._routes: dict[int, _Route] = {}  # by serial
+        self._routes: dict[int, Route] = {}  # by serial
         self._passes: set[_PassRef] = set()
         self._dropped: collections.deque[weakref.ref[Pass]] = (
             collections.deque()
@@ -350,7 +231,7 @@ class Loader:
         self._hooks: list[tuple[str, int]] = []  # that have run
         self._digest: tuple[int, str] | None = None  # after so many of them
         self._attributes = frozenset(vars(dataset))  # which no build has set
-        self._latest: _Walk | None = None  # that a batch was delivered from
+        self._latest: Walk | None = None  # that a batch was delivered from
         self._resume: resume.State | None = None  # where the next one begins
         self._is_restored = False  # and Keras has begun no epoch since
         self.within_epoch = False  # of Keras's
@@ -380,7 +261,7 @@ class Loader:
         """A new pass; its epoch begins with its first batch."""
         if self._settings.shuffle is not None:
             shuffle = self._settings.shuffle
-        return Pass(self, dataset, _Walk(shuffle))
+        return Pass(self, dataset, Walk(shuffle))
 
     def run_hook(self, dataset: build.Dataset, name: str) -> None:
         """Runs `on_epoch_begin` or `on_epoch_end`, seeded by its number."""
@@ -401,7 +282,7 @@ class Loader:
     def state(
         self,
         dataset: build.Dataset,
-        walk: _Walk | None = None,
+        walk: Walk | None = None,
         behind: int = 0,
     ) -> resume.State:
         """Where a walk is, or the latest one.
@@ -586,14 +467,14 @@ class Loader:
 
     # -- what a pass calls --------------------------------------------------
 
-    def enroll(self, opened: Pass, walk: _Walk) -> None:
+    def enroll(self, opened: Pass, walk: Walk) -> None:
         # The callback is C code, for the reason given in memory/arena.py.
         reference = _PassRef(opened, self._dropped.append)
         reference.walk = walk
         self._passes.add(reference)
 
     def deliver(
-        self, walk: _Walk, dataset: build.Dataset, quietly: bool = False
+        self, walk: Walk, dataset: build.Dataset, quietly: bool = False
     ) -> Any:
         with self._own_lock():
             auto = self._auto
@@ -608,7 +489,7 @@ class Loader:
             return batch
 
     def _deliver_any(
-        self, walk: _Walk, dataset: build.Dataset, quietly: bool
+        self, walk: Walk, dataset: build.Dataset, quietly: bool
     ) -> Any:
         """The next batch; of the next epoch, where a resumed one has none."""
         batch = self._deliver(walk, dataset, quietly)
@@ -638,7 +519,7 @@ class Loader:
         return length - self.shard(dataset).position(state.position)
 
     def _deliver(
-        self, walk: _Walk, dataset: build.Dataset, quietly: bool
+        self, walk: Walk, dataset: build.Dataset, quietly: bool
     ) -> Any:
         self._go_on()
         if walk.ended:
@@ -694,13 +575,11 @@ class Loader:
         self._torn = False
         return batch
 
-    def peek(
-        self, walk: _Walk, dataset: build.Dataset, count: int
-    ) -> list[Any]:
+    def peek(self, walk: Walk, dataset: build.Dataset, count: int) -> list[Any]:
         with self._own_lock():
             workers, schedule = self._prepare(walk, dataset)
             workers.resume()
-            ahead = _Walk(shuffle=False)
+            ahead = Walk(shuffle=False)
             ahead.epoch = walk.epoch
             ahead.schedule = schedule
             ahead.skipped = walk.skipped
@@ -736,7 +615,7 @@ class Loader:
             self._torn = False
             return found
 
-    def rewind(self, walk: _Walk) -> None:
+    def rewind(self, walk: Walk) -> None:
         with self._own_lock():
             if self._torn:
                 self._start_over()
@@ -752,7 +631,7 @@ class Loader:
     # -- the way of a batch -------------------------------------------------
 
     def _prepare(
-        self, walk: _Walk, dataset: build.Dataset
+        self, walk: Walk, dataset: build.Dataset
     ) -> tuple[Workers, Schedule]:
         """Makes workers, dataset and walk ready for the next ticket.
 
@@ -788,7 +667,7 @@ class Loader:
         return self._workers, schedule
 
     def _begin(
-        self, walk: _Walk, dataset: build.Dataset, workers: Workers
+        self, walk: Walk, dataset: build.Dataset, workers: Workers
     ) -> None:
         """Gives a walk its epoch, for which no other can be prepared now."""
         foretold = walk.schedule
@@ -812,7 +691,7 @@ class Loader:
                 other.may_lead = False
 
     def _begin_at(
-        self, walk: _Walk, state: resume.State, dataset: build.Dataset
+        self, walk: Walk, state: resume.State, dataset: build.Dataset
     ) -> None:
         """Begins a walk where an earlier run has left it."""
         if state.shuffle not in (None, walk.shuffle):
@@ -825,7 +704,7 @@ class Loader:
         walk.position = walk.issued = walk.start
 
     def _plan(
-        self, walk: _Walk, num_batches: int | None, shard: Shard
+        self, walk: Walk, num_batches: int | None, shard: Shard
     ) -> Schedule:
         assert walk.epoch is not None
         walk.schedule = plan_epoch(
@@ -837,9 +716,7 @@ class Loader:
         )
         return walk.schedule
 
-    def _refill(
-        self, workers: Workers, walk: _Walk, schedule: Schedule
-    ) -> None:
+    def _refill(self, workers: Workers, walk: Walk, schedule: Schedule) -> None:
         """Issues tickets as far ahead as the settings allow."""
         allowed = self._lookahead
         if walk.ahead > allowed:
@@ -863,7 +740,7 @@ class Loader:
             self._refill_following(workers, walk, schedule)
 
     def _refill_following(
-        self, workers: Workers, walk: _Walk, before: Schedule
+        self, workers: Workers, walk: Walk, before: Schedule
     ) -> None:
         """Begins the next epoch, behind the last batches of this one.
 
@@ -871,7 +748,7 @@ class Loader:
         """
         following = walk.following
         if following is None:
-            following = walk.following = _Walk(walk.shuffle)
+            following = walk.following = Walk(walk.shuffle)
         following.interval_s = walk.interval_s
         schedule, allowed = following.schedule, self._lookahead
         if schedule is None:
@@ -887,7 +764,7 @@ class Loader:
                 return
 
     def _issue_next(
-        self, workers: Workers, walk: _Walk, schedule: Schedule
+        self, workers: Workers, walk: Walk, schedule: Schedule
     ) -> bool:
         """Has the next batch built, unless it is known; `False`: no room."""
         index = schedule.index_at(walk.issued)
@@ -899,7 +776,7 @@ class Loader:
         walk.issued += 1
         return True
 
-    def _has_room(self, walk: _Walk) -> bool:
+    def _has_room(self, walk: Walk) -> bool:
         """Whether it is worth while to issue tickets now.
 
         Waking a worker takes longer than all else that is done for a small
@@ -919,7 +796,7 @@ class Loader:
         self._look_s = now_s + _LOOK_S
         return True
 
-    def _take_back(self, workers: Workers, walk: _Walk, allowed: int) -> None:
+    def _take_back(self, workers: Workers, walk: Walk, allowed: int) -> None:
         """Recalls tickets that a larger batch than any before makes too many.
 
         A batch that has come already stays, at its position; but those of
@@ -935,7 +812,7 @@ class Loader:
         walk.waiting -= late
 
     def _issue(
-        self, workers: Workers, walk: _Walk, index: int, *, key: int
+        self, workers: Workers, walk: Walk, index: int, *, key: int
     ) -> bool:
         serial = next(self._serials)
         assert walk.epoch is not None
@@ -947,11 +824,11 @@ class Loader:
         if not workers.submit(Ticket(serial, walk.epoch, index, interval_s)):
             return False
         queued_s = 0.0 if interval_s is None else time.monotonic()
-        self._routes[serial] = _Route(walk, key, queued_s)
+        self._routes[serial] = Route(walk, key, queued_s)
         walk.waiting.add(serial)
         return True
 
-    def _ask_for(self, workers: Workers, walk: _Walk, index: int) -> None:
+    def _ask_for(self, workers: Workers, walk: Walk, index: int) -> None:
         """Makes sure that the batch at `index` is asked for, or here.
 
         There may be no room for it before others have come.
@@ -969,11 +846,11 @@ class Loader:
     def _await(
         self,
         workers: Workers,
-        walk: _Walk,
+        walk: Walk,
         key: int,
         schedule: Schedule | None,
         thorough: bool,
-    ) -> _Arrival:
+    ) -> Arrival:
         """Waits until the batch that `key` stands for has come.
 
         Args:
@@ -1000,7 +877,7 @@ class Loader:
             self._route(done)
 
     def _settle(
-        self, workers: Workers, walk: _Walk, schedule: Schedule, index: int
+        self, workers: Workers, walk: Walk, schedule: Schedule, index: int
     ) -> None:
         """Has the workers rest once the batch at `index`, the next, has come.
 
@@ -1036,14 +913,14 @@ class Loader:
     def _route(self, done: Done) -> None:
         walk, key, queued_s = self._routes.pop(done.serial)
         walk.waiting.discard(done.serial)
-        walk.ready[key] = _Arrival(done, queued_s)
+        walk.ready[key] = Arrival(done, queued_s)
         if done.nbytes > self._largest:
             self._largest = done.nbytes
             self._lookahead = _lookahead(self._settings, self._largest)
             if self._workers is not None:
                 self._workers.expect(self._lookahead)
 
-    def _open(self, walk: _Walk, arrival: _Arrival, index: int) -> Any:
+    def _open(self, walk: Walk, arrival: Arrival, index: int) -> Any:
         """The batch at `index`, or `_SKIPPED`; `_END` if there is none."""
         done = arrival.done
         try:
@@ -1057,8 +934,8 @@ class Loader:
                     began_s = time.monotonic()
                     batch = done.open()
                     opened_s = time.monotonic() - began_s
-                    nbytes = done.nbytes or _size(batch)
-                    walk.spans[index] = _span_of(
+                    nbytes = done.nbytes or size_of(batch)
+                    walk.spans[index] = span_of(
                         walk, index, arrival, opened_s, nbytes
                     )
                 if self._cache is not None:
@@ -1085,7 +962,7 @@ class Loader:
             self._torn = False
             raise
 
-    def _build_here(self, workers: Workers, walk: _Walk, index: int) -> Any:
+    def _build_here(self, workers: Workers, walk: Walk, index: int) -> Any:
         """Builds a batch again in the caller, while nobody else builds.
 
         Whatever threads have built meanwhile is as doubtful, and given up.
@@ -1102,7 +979,7 @@ class Loader:
             self._torn = True
             self._take_in(workers)
         builder = build.Builder(
-            functools.partial(_alive, self._dataset),
+            functools.partial(hiring.alive, self._dataset),
             self.seed,
             cached=self._settings.cache is not None,
             observer=self._auto,
@@ -1110,7 +987,7 @@ class Loader:
         here = InlineWorkers(builder, self._name)
         here.submit(Ticket(0, walk.epoch, index))
         (built,) = here.collect()
-        batch = self._open(walk, _Arrival(built, 0.0), index)
+        batch = self._open(walk, Arrival(built, 0.0), index)
         self._torn = False
         if self._auto.settings != self._settings:
             self._take_up(self._auto.settings)
@@ -1119,7 +996,7 @@ class Loader:
     def _is_cached(self, index: int) -> bool:
         return self._cache is not None and self._cache.holds(index)
 
-    def _from_cache(self, walk: _Walk, index: int) -> Any:
+    def _from_cache(self, walk: Walk, index: int) -> Any:
         """A batch that an earlier epoch has built."""
         assert self._cache is not None
         walk.cached.discard(walk.position)
@@ -1131,12 +1008,12 @@ class Loader:
             built = Built(0, 0, timing=timing)
             opened_s = time.monotonic() - began_s
             walk.depth = 1
-            walk.spans[index] = _span_of(
-                walk, index, _Arrival(built, began_s), opened_s, _size(batch)
+            walk.spans[index] = span_of(
+                walk, index, Arrival(built, began_s), opened_s, size_of(batch)
             )
         return batch
 
-    def _skip(self, walk: _Walk, index: int, error: Exception) -> None:
+    def _skip(self, walk: Walk, index: int, error: Exception) -> None:
         """Leaves a batch out, unless there have been too many.
 
         Raises:
@@ -1167,13 +1044,13 @@ class Loader:
 
     # -- dropping what was built ahead --------------------------------------
 
-    def _retire(self, walk: _Walk) -> None:
+    def _retire(self, walk: Walk) -> None:
         """Ends a walk and frees all it holds."""
         self._forget_ahead(walk)
         walk.remembered = {}
         walk.ended = True
 
-    def _forget_ahead(self, walk: _Walk) -> None:
+    def _forget_ahead(self, walk: Walk) -> None:
         """Takes back the tickets of a walk and drops what came of others."""
         if walk.waiting and self._workers is not None:
             self._workers.cancel(walk.waiting)
@@ -1208,7 +1085,7 @@ class Loader:
                 self._start_over()
                 self._torn = True
 
-    def _walks(self) -> list[_Walk]:
+    def _walks(self) -> list[Walk]:
         # A copy: another thread may open a pass meanwhile.
         walks = [r.walk for r in list(self._passes)]
         following = [w.following for w in walks if w.following is not None]
@@ -1219,72 +1096,22 @@ class Loader:
     def _employ(self, dataset: build.Dataset) -> Workers:
         """Workers as the settings have them, or such as can be had."""
         try:
-            return self._hire(dataset)
+            workers = self._hire()
         except (LoaderError, OSError) as error:
             if self._auto is None or not self._auto.cannot_be_had(error):
                 raise
             self._settings = self._auto.settings
             self._lookahead = _lookahead(self._settings, self._largest)
-            return self._hire(dataset)
-
-    def _hire(self, dataset: build.Dataset) -> Workers:
-        settings, reference = self._settings, self._dataset
-        workers: Workers
-        if settings.kind in ("process", "ray"):
-            with pickling.explained(reference):
-                cached = settings.cache is not None
-                maker = _BuilderMaker(reference, self.seed, cached)
-                workers = self._hire_elsewhere(maker)
-        else:
-            threads = settings.kind == "thread"
-            builder = build.Builder(
-                functools.partial(_alive, reference),
-                self.seed,
-                shared=threads,
-                cached=settings.cache is not None,
-                observer=self._auto,
-            )
-            if threads:
-                workers = ThreadWorkers(
-                    builder,
-                    self._name,
-                    settings.count,
-                    settings.batch_timeout,
-                )
-            else:
-                workers = InlineWorkers(builder, self._name)
-        self._finalizer = weakref.finalize(
-            dataset,
-            _close,
-            workers,
-            os.getpid(),
-            self._own_lock(),
-            self._leaving,
+            workers = self._hire()
+        self._finalizer = hiring.dismissed_with(
+            dataset, workers, self._own_lock(), self._leaving
         )
         return workers
 
-    def _hire_elsewhere(self, maker: _BuilderMaker) -> Workers:
-        """Workers that have a copy of the dataset each."""
-        settings = self._settings
-        worker_env = settings.worker_env
-        common: dict[str, Any] = {
-            "dataset": self._name,
-            "count": settings.count,
-            "lookahead": settings.max_queue_size,
-            "max_restarts": settings.max_worker_restarts,
-            "batch_timeout": settings.batch_timeout,
-            "worker_env": None if worker_env is None else dict(worker_env),
-        }
-        if settings.kind == "ray":
-            from keras_fastdata.workers import cluster, ray
-
-            options = cluster.Options.of(settings.ray_options)
-            return ray.RayWorkers(ray.Plan(options=options, **common), maker)
-        # Needs what only POSIX has.
-        from keras_fastdata.workers.process import Plan, ProcessWorkers
-
-        method = settings.start_method or "forkserver"
-        return ProcessWorkers(Plan(start_method=method, **common), maker)
+    def _hire(self) -> Workers:
+        return hiring.hire(
+            self._dataset, self._name, self._settings, self.seed, self._auto
+        )
 
     def _start_over(self) -> None:
         """Ends the workers; walks go on where they were, with new ones."""
@@ -1322,7 +1149,7 @@ class Loader:
         self._routes.clear()
 
     @staticmethod
-    def _let_go(walk: _Walk) -> None:
+    def _let_go(walk: Walk) -> None:
         walk.waiting.clear()
         walk.ready.clear()
         walk.cached.clear()
@@ -1337,7 +1164,7 @@ def _auto(settings: Settings, dataset: build.Dataset) -> Auto | None:
     return Auto(settings, dataset) if settings.workers == "auto" else None
 
 
-def _is_the_end(walk: _Walk, error: Exception) -> bool:
+def _is_the_end(walk: Walk, error: Exception) -> bool:
     """Whether this ends an epoch whose length nobody knew."""
     assert walk.schedule is not None
     return isinstance(error, EndOfData) and walk.schedule.num_batches is None
@@ -1359,86 +1186,3 @@ def _lookahead(settings: Settings, largest: int) -> int:
         return min(settings.max_queue_size, settings.count)
     fitting = settings.max_queue_bytes // largest
     return max(1, min(settings.max_queue_size, fitting))
-
-
-def _span_of(
-    walk: _Walk, index: int, arrival: _Arrival, opened_s: float, nbytes: int
-) -> Span:
-    done, timing = arrival.done, arrival.done.timing
-    assert timing is not None
-    assert walk.epoch is not None
-    began_s, built_s, stored_s, cpu_s, delay_s, retries = timing
-    # By position: by name it takes twice as long, and there is one per batch.
-    return Span(
-        walk.epoch,
-        index,
-        done.worker,
-        retries,
-        nbytes,
-        walk.depth,
-        arrival.queued_s,
-        began_s,
-        built_s,
-        stored_s,
-        0.0,
-        opened_s,
-        0.0,
-        cpu_s,
-        delay_s,
-    )
-
-
-def _size(batch: Any) -> int:
-    """Bytes of the arrays of a batch that takes no shared memory."""
-    # Not `optree`, which takes ten times as long for the few there are.
-    if isinstance(batch, tuple | list):
-        return sum(map(_size, batch))
-    if isinstance(batch, dict):
-        return sum(map(_size, batch.values()))
-    return int(getattr(batch, "nbytes", 0) or 0)
-
-
-class _BuilderMaker:
-    """Makes a worker's builder; travels with the dataset it refers to."""
-
-    def __init__(
-        self, dataset: weakref.ref[build.Dataset], seed: int, cached: bool
-    ) -> None:
-        self._dataset = dataset
-        self._fixed = seed, cached
-
-    def __call__(self) -> build.Builder:
-        return build.builder_in_worker(_alive(self._dataset), *self._fixed)
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        arguments = _alive(self._dataset), *self._fixed
-        return functools.partial, (build.builder_in_worker, *arguments)
-
-
-def _alive(reference: weakref.ref[build.Dataset]) -> build.Dataset:
-    dataset = reference()
-    if dataset is None:
-        raise ReferenceError("the dataset has been collected")
-    return dataset
-
-
-def _close(
-    workers: Workers,
-    pid: int,
-    lock: threading.RLock,
-    leaving: threading.Event,
-) -> None:
-    """Ends workers that are this process's own.
-
-    The dataset was collected, and nobody uses them; or the interpreter ends,
-    and a daemon thread may. One that does not leave keeps the workers until
-    the process is gone, and they with it.
-    """
-    if pid != os.getpid():
-        return
-    leaving.set()
-    if lock.acquire(timeout=_LEAVE_S):
-        try:
-            workers.close()
-        finally:
-            lock.release()

@@ -1,0 +1,148 @@
+"""The workers that a dataset's settings ask for: how they come, and go."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from keras_fastdata.engine import build, pickling
+from keras_fastdata.engine.settings import Settings
+from keras_fastdata.workers.base import Workers
+from keras_fastdata.workers.inline import InlineWorkers
+from keras_fastdata.workers.thread import ThreadWorkers
+
+_LEAVE_S = 5.0  # for a daemon thread to leave the loader at exit
+
+
+def hire(
+    reference: weakref.ref[build.Dataset],
+    name: str,
+    settings: Settings,
+    seed: int,
+    observer: build.Observer | None,
+) -> Workers:
+    """Makes the workers of a dataset.
+
+    Args:
+        reference: To the dataset.
+        name: Its class name.
+        settings: What they are to be.
+        seed: The base seed of its batches.
+        observer: Told of batches that draw from what threads share; only
+            workers in this process have one.
+
+    Raises:
+        DatasetPicklingError: They need a copy of it, and it has none.
+        LoaderError: They cannot be had.
+    """
+    cached = settings.cache is not None
+    if settings.kind in ("process", "ray"):
+        with pickling.explained(reference):
+            maker = _BuilderMaker(reference, seed, cached)
+            return _hire_elsewhere(maker, name, settings)
+    threads = settings.kind == "thread"
+    builder = build.Builder(
+        functools.partial(alive, reference),
+        seed,
+        shared=threads,
+        cached=cached,
+        observer=observer,
+    )
+    if not threads:
+        return InlineWorkers(builder, name)
+    return ThreadWorkers(builder, name, settings.count, settings.batch_timeout)
+
+
+def _hire_elsewhere(
+    maker: _BuilderMaker, name: str, settings: Settings
+) -> Workers:
+    """Workers that have a copy of the dataset each."""
+    worker_env = settings.worker_env
+    common: dict[str, Any] = {
+        "dataset": name,
+        "count": settings.count,
+        "lookahead": settings.max_queue_size,
+        "max_restarts": settings.max_worker_restarts,
+        "batch_timeout": settings.batch_timeout,
+        "worker_env": None if worker_env is None else dict(worker_env),
+    }
+    if settings.kind == "ray":
+        from keras_fastdata.workers import cluster, ray
+
+        options = cluster.Options.of(settings.ray_options)
+        return ray.RayWorkers(ray.Plan(options=options, **common), maker)
+    # Needs what only POSIX has.
+    from keras_fastdata.workers.process import Plan, ProcessWorkers
+
+    method = settings.start_method or "forkserver"
+    return ProcessWorkers(Plan(start_method=method, **common), maker)
+
+
+def dismissed_with(
+    dataset: build.Dataset,
+    workers: Workers,
+    lock: threading.RLock,
+    leaving: threading.Event,
+) -> weakref.finalize[Any, Any]:
+    """Has workers end when their dataset is collected, or Python ends.
+
+    Args:
+        dataset: The dataset.
+        workers: Its workers.
+        lock: Held by whoever uses them.
+        leaving: Set when whoever does is to let go of them.
+    """
+    return weakref.finalize(
+        dataset, _dismiss, workers, os.getpid(), lock, leaving
+    )
+
+
+def _dismiss(
+    workers: Workers,
+    pid: int,
+    lock: threading.RLock,
+    leaving: threading.Event,
+) -> None:
+    """Ends workers that are this process's own.
+
+    The dataset was collected, and nobody uses them; or the interpreter ends,
+    and a daemon thread may. One that does not leave keeps the workers until
+    the process is gone, and they with it.
+    """
+    if pid != os.getpid():
+        return
+    leaving.set()
+    if lock.acquire(timeout=_LEAVE_S):
+        try:
+            workers.close()
+        finally:
+            lock.release()
+
+
+class _BuilderMaker:
+    """Makes a worker's builder; travels with the dataset it refers to."""
+
+    def __init__(
+        self, dataset: weakref.ref[build.Dataset], seed: int, cached: bool
+    ) -> None:
+        self._dataset = dataset
+        self._fixed = seed, cached
+
+    def __call__(self) -> build.Builder:
+        return build.builder_in_worker(alive(self._dataset), *self._fixed)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        arguments = alive(self._dataset), *self._fixed
+        return functools.partial, (build.builder_in_worker, *arguments)
+
+
+def alive(reference: weakref.ref[build.Dataset]) -> build.Dataset:
+    """The dataset, which somebody is known to hold."""
+    dataset = reference()
+    if dataset is None:
+        raise ReferenceError("the dataset has been collected")
+    return dataset

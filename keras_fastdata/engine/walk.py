@@ -1,0 +1,171 @@
+"""The state of one walk through a dataset.
+
+It belongs to the loader, which changes it behind its lock.
+"""
+
+from __future__ import annotations
+
+import collections
+from typing import Any, NamedTuple
+
+from keras_fastdata.engine.schedule import Schedule
+from keras_fastdata.health.recorder import Span
+from keras_fastdata.health.timing import Timing
+from keras_fastdata.workers.base import Done
+
+_TRAIL = 256  # deliveries that can be told of later
+
+
+class Route(NamedTuple):
+    """Where the batch of a ticket belongs, and when that was issued."""
+
+    walk: Walk
+    key: int
+    queued_s: float
+
+
+class Arrival(NamedTuple):
+    """A result that has come; its moment is 0 unless it was timed."""
+
+    done: Done
+    queued_s: float
+
+
+class Walk:
+    """How far one pass has come, and what lies ready for it.
+
+    Attributes:
+        shuffle: Whether the order is drawn.
+        schedule: The order, once the first batch was asked for.
+        epoch: The number of the epoch, from then on; or, of a walk that has
+            not begun, what it will be if nobody else begins one before.
+        begun: Whether that number is its own.
+        leads_on: Whether a walk like this one is to follow.
+        may_lead: Whether that may begin ahead of its time: not where epochs
+            of different passes take turns.
+        following: That one, once tickets of it may be out.
+        position: Of the next batch to deliver.
+        issued: Positions below this one have been asked for.
+        waiting: The serials of tickets that are out.
+        ready: Batches that have come, by position.
+        cached: Positions whose batches are to come from the cache.
+        peeked: Batches that were opened before their turn, by index.
+        skipped: Batches left out, by index, each with its traceback.
+        delivered: How many batches have been delivered.
+        remembers: Whether the first batch is kept for a `rewind`.
+        trail: The positions after the latest deliveries.
+        start: The position it began at; 0, unless an earlier run did.
+        ended: Whether the last batch was delivered, or an error.
+        met_its_end: Whether `EndOfData` was what ended it.
+        is_from_cache: Whether the latest batch came from the cache.
+        interval_s: How often there is to be a span; see `time_batches`.
+        next_span_s: When there is to be another.
+        depth: Batches known to be ready when one was last asked for.
+        settled_s: How long workers were then waited for to rest.
+        spans: Of timed batches that have been opened, by index.
+        span: Of the batch delivered last.
+    """
+
+    def __init__(self, shuffle: bool) -> None:
+        self.shuffle = shuffle
+        self.schedule: Schedule | None = None
+        self.epoch: int | None = None
+        self.begun = False
+        self.leads_on = False
+        self.may_lead = True
+        self.following: Walk | None = None
+        self.position = 0
+        self.issued = 0
+        self.waiting: set[int] = set()
+        self.ready: dict[int, Arrival] = {}
+        self.cached: set[int] = set()
+        self.peeked: dict[int, Any] = {}
+        self.skipped: dict[int, str] = {}
+        self.delivered = 0
+        self.remembered: dict[int, Any] = {}
+        self.remembers = False
+        self.trail: collections.deque[int] = collections.deque(maxlen=_TRAIL)
+        self.start = 0
+        self.ended = self.met_its_end = False
+        self.is_from_cache = False
+        self.interval_s: float | None = None
+        self.next_span_s = 0.0
+        self.depth = 0
+        self.settled_s = 0.0
+        self.spans: dict[int, Span] = {}
+        self.span: Span | None = None
+
+    def wants_span(self, timing: Timing) -> bool:
+        """Whether to look at a batch that was built so."""
+        interval_s = self.interval_s
+        if interval_s is None:
+            return False
+        stored_s = timing.stored_s
+        if stored_s >= self.next_span_s:
+            self.next_span_s = stored_s + interval_s
+            return True
+        return stored_s - timing.began_s >= interval_s or timing.retries > 0
+
+    def knows(self, position: int, index: int) -> bool:
+        """Whether the batch there has come, or is left out."""
+        return (
+            position in self.ready
+            or position in self.cached
+            or index in self.peeked
+            or index in self.skipped
+        )
+
+    @property
+    def ahead(self) -> int:
+        """Batches asked for and not delivered, also of the next walk."""
+        ahead = len(self.waiting) + len(self.ready)
+        return ahead if self.following is None else ahead + self.following.ahead
+
+    @property
+    def at_hand(self) -> int:
+        """Batches that are known to be ready, also of the next walk."""
+        following = self.following
+        return len(self.ready) + (0 if following is None else following.at_hand)
+
+    @property
+    def is_running_out(self) -> bool:
+        """Whether most of those are still to come, as far as is known."""
+        return len(self.waiting) > len(self.ready)
+
+
+def span_of(
+    walk: Walk, index: int, arrival: Arrival, opened_s: float, nbytes: int
+) -> Span:
+    """The story of a batch that was timed, but for its delivery."""
+    done, timing = arrival.done, arrival.done.timing
+    assert timing is not None
+    assert walk.epoch is not None
+    began_s, built_s, stored_s, cpu_s, delay_s, retries = timing
+    # By position: by name it takes twice as long, and there is one per batch.
+    return Span(
+        walk.epoch,
+        index,
+        done.worker,
+        retries,
+        nbytes,
+        walk.depth,
+        arrival.queued_s,
+        began_s,
+        built_s,
+        stored_s,
+        0.0,
+        opened_s,
+        0.0,
+        cpu_s,
+        delay_s,
+    )
+
+
+def size_of(batch: Any) -> int:
+    """Bytes of the arrays of a batch that takes no shared memory."""
+    # Not `optree`, which takes ten times as long for the few there are.
+    if isinstance(batch, tuple | list):
+        return sum(map(size_of, batch))
+    if isinstance(batch, dict):
+        return sum(map(size_of, batch.values()))
+    return int(getattr(batch, "nbytes", 0) or 0)
