@@ -9,6 +9,7 @@ import sys
 import keras
 import numpy as np
 import pytest
+import simplejpeg
 from image_samples import doubled, flipped, halves_of_a_png
 from PIL import Image, ImageOps
 from places import PLACES, everywhere
@@ -239,6 +240,49 @@ def test_a_jpeg_that_shrinks_is_decoded_small_and_looks_the_same(
     assert decoded[0][0] <= size[0] / 4
     assert decoded[1] == size
     assert abs(small.astype(int) - whole).mean() < 3
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_a_jpeg_in_its_own_size_has_the_pixels_that_pillow_finds(
+    mode, tmp_path
+):
+    path = tmp_path / "photo.jpg"
+    picture(64, 48).convert(mode).save(path, quality=80)
+    with Image.open(path) as image:
+        wanted = np.asarray(image.convert("RGB"))
+    np.testing.assert_array_equal(read(path, image_size=(48, 64)), wanted)
+
+
+def test_a_jpeg_is_decoded_at_any_eighth_of_its_size(tmp_path, monkeypatch):
+    path = tmp_path / "photo.jpg"
+    picture(500, 375).save(path)
+    decoded = []
+    turn = ImageOps.exif_transpose
+    monkeypatch.setattr(
+        ImageOps,
+        "exif_transpose",
+        lambda image: decoded.append(image.size) or turn(image),
+    )
+    read(path, image_size=224)
+    assert decoded == [(313, 235)]
+
+
+def test_a_jpeg_of_inks_is_read(tmp_path):
+    path = tmp_path / "print.jpg"
+    Image.new("CMYK", (40, 30), (255, 0, 0, 0)).save(path)
+    assert (read(path) == [0, 255, 255]).all()
+
+
+def test_a_jpeg_with_something_in_between_is_read_as_pillow_reads_it(tmp_path):
+    path = tmp_path / "photo.jpg"
+    picture(64, 48).save(path)
+    good = read(path)
+    data = path.read_bytes()
+    at = data.index(b"\xff\xda")  # the scan begins
+    path.write_bytes(data[:at] + b"junk" + data[at:])
+    with pytest.raises(ValueError, match="extraneous"):
+        simplejpeg.decode_jpeg(path.read_bytes())
+    np.testing.assert_array_equal(read(path), good)
 
 
 def _with_border(width, height):
@@ -507,8 +551,9 @@ def test_what_cannot_be_meant_is_refused(make, error, said):
         make()
 
 
-def test_without_pillow_the_extra_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+@pytest.mark.parametrize("missing", ["PIL.Image", "simplejpeg"])
+def test_without_a_decoder_the_extra_is_named(missing, monkeypatch):
+    monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(ImportError, match=r"keras-fastdata\[images\]"):
         ImageFileDataset(["a"])
     assert len(ImageFileDataset(["a"], decoder=halves_of_a_png)) == 1

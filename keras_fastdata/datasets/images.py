@@ -1,11 +1,7 @@
-"""Batches of image files, decoded at the size they are wanted in.
-
-open -> draft (JPEG: decode a smaller image) -> turn upright -> resize
-"""
+"""Batches of image files: which they are, and what goes with each."""
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -13,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from keras_fastdata.datasets import decoding
 from keras_fastdata.datasets.ordering import Sampler, attribute
 from keras_fastdata.datasets.samples import SampleDataset
 from keras_fastdata.engine.settings import one_of
@@ -21,19 +18,7 @@ from keras_fastdata.workers import failures
 
 FORMATS = (".bmp", ".gif", ".jpeg", ".jpg", ".png")
 
-_MODES = {"rgb": "RGB", "rgba": "RGBA", "grayscale": "L"}
-_RESAMPLING = {
-    "nearest": "NEAREST",
-    "bilinear": "BILINEAR",
-    "bicubic": "BICUBIC",
-    "area": "BOX",
-    "lanczos3": "LANCZOS",
-}
-_ORIENTATION = 0x0112  # the EXIF tag
-_LYING = (5, 6, 7, 8)  # orientations that swap height and width
-
 Image = npt.NDArray[Any]
-_Box = tuple[float, float, float, float]  # left, upper, right, lower
 
 
 class ImageFileDataset(SampleDataset):
@@ -42,7 +27,8 @@ class ImageFileDataset(SampleDataset):
     A batch is `images`, or `(images, labels)`: images of shape `(n, height,
     width, channels)`, 0 to 255. They are turned upright as their EXIF data
     says, and resized with antialiasing; of a JPEG that is to shrink, only so
-    much is decoded as its new size needs. Pillow is used, the extra `images`.
+    much is decoded as its new size needs. Pillow and simplejpeg are used, the
+    extra `images`.
 
     Args:
         paths: Paths of the files, one for each sample.
@@ -65,12 +51,12 @@ class ImageFileDataset(SampleDataset):
         dtype: "uint8", a quarter of what "float32" moves, or any other that
             holds 0 to 255. The values are the same.
         decoder: A function `decoder(path, image_size)` that reads a file in
-            place of Pillow, and returns an array of shape `(height, width,
+            place of them, and returns an array of shape `(height, width,
             channels)` and of `dtype`, or one that becomes it unchanged.
         drop_remainder: As in `SampleDataset`; `shuffle` and `sampler`, too.
         shuffle: See there.
         sampler: See there.
-        **kwargs: Those of `FastPyDataset`. Pillow decodes without holding
+        **kwargs: Those of `FastPyDataset`. Images are decoded without holding
             Python's lock, so that threads do as well as processes.
 
     Attributes:
@@ -79,7 +65,7 @@ class ImageFileDataset(SampleDataset):
         class_names: The names of the labels, where a directory told them.
 
     Raises:
-        ImportError: Pillow is not installed, and there is no `decoder`.
+        ImportError: Those are not installed, and there is no `decoder`.
         TypeError: An argument is unknown or of the wrong type.
         ValueError: An argument is out of range.
 
@@ -139,8 +125,8 @@ class ImageFileDataset(SampleDataset):
         self.class_names: list[str] | None = None
         self.image_size = _size_of(image_size)
         self._take_transform(transform)
-        one_of("color_mode", color_mode, tuple(_MODES))
-        one_of("interpolation", interpolation, tuple(_RESAMPLING))
+        one_of("color_mode", color_mode, tuple(decoding.MODES))
+        one_of("interpolation", interpolation, tuple(decoding.RESAMPLING))
         self.color_mode, self.interpolation = color_mode, interpolation
         if crop_to_aspect_ratio and pad_to_aspect_ratio:
             raise ValueError(
@@ -156,7 +142,7 @@ class ImageFileDataset(SampleDataset):
             )
         self.decoder = decoder
         if decoder is None:
-            _require_pillow()
+            decoding.require()
 
     @classmethod
     def from_directory(
@@ -293,9 +279,14 @@ class ImageFileDataset(SampleDataset):
 
     def _read(self, path: str) -> Image:
         if self.decoder is None:
-            image = np.asarray(self._decode(path))
-            if image.ndim == 2:
-                image = image[:, :, np.newaxis]
+            form = decoding.Form(
+                self.image_size,
+                self.color_mode,
+                self.interpolation,
+                self.crop_to_aspect_ratio,
+                self.pad_to_aspect_ratio,
+            )
+            image: Image = decoding.read(path, form)
         else:
             image = np.asarray(self.decoder(path, self.image_size))
             floats = image.dtype.kind == self.dtype.kind == "f"
@@ -309,94 +300,6 @@ class ImageFileDataset(SampleDataset):
         # One that is read only is Pillow's; a transform may write to it.
         own = image.flags.writeable or self.transform is None
         return image if own else image.copy()
-
-    def _decode(self, path: str) -> Any:
-        from PIL import Image as pillow
-        from PIL import ImageOps
-
-        height, width = self.image_size
-        mode = _MODES[self.color_mode]
-        resampling = pillow.Resampling[_RESAMPLING[self.interpolation]]
-        with pillow.open(path) as image:
-            lies = image.getexif().get(_ORIENTATION, 1) in _LYING
-            size = image.size[::-1] if lies else image.size
-            box, wanted = self._fitted(size)
-            # Every part of the box must be there in the size it is wanted in.
-            scale = max(
-                wanted[0] / (box[2] - box[0]), wanted[1] / (box[3] - box[1])
-            )
-            needed = (
-                math.ceil(scale * image.size[0]),
-                math.ceil(scale * image.size[1]),
-            )
-            image.draft("L" if mode == "L" else "RGB", needed)
-            upright = _in_bytes(ImageOps.exif_transpose(image))
-            if upright.mode != mode:
-                upright = upright.convert(mode)
-        if self.crop_to_aspect_ratio:
-            shrunk = upright.size[0] / size[0], upright.size[1] / size[1]
-            left, upper = round(box[0] * shrunk[0]), round(box[1] * shrunk[1])
-            kept = (
-                max(1, round((box[2] - box[0]) * shrunk[0])),
-                max(1, round((box[3] - box[1]) * shrunk[1])),
-            )
-            upright = upright.crop(
-                (left, upper, left + kept[0], upper + kept[1])
-            )
-        resized = upright.resize(wanted, resampling)
-        if wanted == (width, height):
-            return resized
-        whole = pillow.new(mode, (width, height))
-        corner = (width - wanted[0]) // 2, (height - wanted[1]) // 2
-        whole.paste(resized, corner)
-        return whole
-
-    def _fitted(self, size: tuple[int, int]) -> tuple[_Box, tuple[int, int]]:
-        """Which part of an image becomes how large a part of the result.
-
-        Args:
-            size: Of the image: width and height.
-        """
-        height, width = self.image_size
-        whole = (0.0, 0.0, float(size[0]), float(size[1]))
-        if self.crop_to_aspect_ratio:
-            # To the pixel what Keras takes.
-            kept = (
-                max(1, min(size[0], int(size[1] * width / height))),
-                max(1, min(size[1], int(size[0] * height / width))),
-            )
-            left, upper = (size[0] - kept[0]) // 2, (size[1] - kept[1]) // 2
-            return (left, upper, left + kept[0], upper + kept[1]), (
-                width,
-                height,
-            )
-        if self.pad_to_aspect_ratio:
-            scale = min(width / size[0], height / size[1])
-            return whole, (
-                max(1, round(size[0] * scale)),
-                max(1, round(size[1] * scale)),
-            )
-        return whole, (width, height)
-
-
-def _in_bytes(image: Any) -> Any:
-    """An image of 16 bits a channel as one of 8."""
-    if not image.mode.startswith("I"):
-        return image
-    from PIL import Image as pillow
-
-    values = np.asarray(image).astype(np.int64) >> 8
-    return pillow.fromarray(np.clip(values, 0, 255).astype(np.uint8))
-
-
-def _require_pillow() -> None:
-    try:
-        import PIL.Image  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            "ImageFileDataset reads images with Pillow: "
-            "`pip install 'keras-fastdata[images]'`. Or pass a `decoder`."
-        ) from error
 
 
 def _labels_of(labels: npt.ArrayLike | None, count: int) -> Any:

@@ -81,6 +81,7 @@ class Meter:
         sink: What wants to know of every batch and step, if anything does.
 
     Attributes:
+        step: To be called with its number when a step begins.
         recorder: What hears of the batches.
         steps: The latest steps.
         subjects: What was measured, by phase.
@@ -106,6 +107,7 @@ class Meter:
         self._fetches_ahead = fetches_ahead
         self._clocks: dict[str, StepClock] = {}  # by phase
         self._clock: StepClock | None = None
+        self.step: Callable[[int], None] = _nothing
         self._phase = ""
         self._probe = GilProbe(self.recorder)
         self._settings: Any = None
@@ -129,6 +131,7 @@ class Meter:
             )
         self._phase, self._epoch = phase, epoch
         self._clock = self._clocks[phase]
+        self.step = self._clock.step
         self.recorder.begin()
         self.recorder.predicts = phase == "predict"
         self.recorder.before_wait = self._clock.pause
@@ -141,18 +144,13 @@ class Meter:
             self._sink.begin(phase, epoch)
         self._clock.begin(epoch)
 
-    def step(self, number: int) -> None:
-        """A step begins."""
-        if self._clock is not None:
-            self._clock.step(number)
-
     def end(self) -> EpochHealth | None:
         """Ends what was begun.
 
         Returns:
             Its figures; `None` if no batch of ours was delivered in it.
         """
-        clock, self._clock = self._clock, None
+        clock, self._clock, self.step = self._clock, None, _nothing
         if clock is None:
             return None
         stretch = clock.end()
@@ -258,3 +256,7 @@ class Meter:
             self._memory_s = now_s
             self._workers_nbytes = memory.pss(staff.pids.values())
         return self._workers_nbytes
+
+
+def _nothing(number: int) -> None:
+    """Nobody measures."""

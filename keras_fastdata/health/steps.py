@@ -16,10 +16,10 @@ what remains without the wait is what a step needs by itself. Then
 Steps that follow each other closely are looked at together, one group in every
 `Recorder.interval_s`; samples are single steps.
 
-Sampling disturbs: meanwhile the queue fills up, or runs dry. So to the wall
-time a step that was sampled counts as much as the others do on average. Steps
-that compile (the first; the first with another shape) are told by their length
-and left out of both.
+Sampling disturbs: meanwhile the queue fills up, or runs dry. So it becomes
+rarer as a stretch goes on, and to the wall time a step that was sampled counts
+as much as the others do on average. Steps that compile (the first; the first
+with another shape) are told by their length and left out of both.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ _SAMPLES = 32  # remembered
 _FRESH_SAMPLES = 3  # of a stretch: what it needed is known from them alone
 _WARMING_UP = 2  # stretches: caches, clocks and workers settle meanwhile
 _RARE = 100  # times what sampling a step costs is the time until the next one
-_PAUSE_S = 0.25  # and at least this: workers take a moment to be in step again
+_PAUSE_S = 0.25  # and at least this: workers take a moment to be in step again;
+_ENOUGH = 4  # and longer, the more than these a stretch has already
 _CONTENDED = 0.8  # of what steps took: they must have been slowed down
 _COMPILING = 10  # times what a step needs, and
 _COMPILING_S = 0.05  # this much more: it must have been compiling
@@ -277,7 +278,8 @@ class StepClock:
                 self._fresh += 1
                 rested_s = self._recorder.rested_s - self._mark_rest_s
                 cost_s = _RARE * (own_s + rested_s)
-                self._next_s = now_s + max(_PAUSE_S, cost_s)
+                pause_s = _PAUSE_S * max(1.0, self._fresh / _ENOUGH)
+                self._next_s = now_s + max(pause_s, cost_s)
             # It is the host that compiles; waiting for the device is not it.
             host_s -= self._mark_s + waited_s
             whole_s = own_s + waited_s - (aside_s - self._mark_aside_s)
