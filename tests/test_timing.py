@@ -112,7 +112,7 @@ def test_of_short_builds_the_kernel_is_asked_now_and_then(clock):
         asked.append(not math.isnan(stopwatch.stop().cpu_s))
         clock.now_s += 0.001
     stopwatch.close()
-    assert asked == [place % 5 == 0 for place in range(64)]
+    assert asked == [place % 10 == 0 for place in range(64)]
 
 
 def test_of_short_builds_one_is_told_of_now_and_then_and_of_long_ones_all(

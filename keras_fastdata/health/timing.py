@@ -18,9 +18,9 @@ _SCHEDSTAT = "/proc/thread-self/schedstat"
 _SCHEDSTAT_BYTES = 96
 
 # Looking at a batch and a step takes some 25 us of a training loop, whose
-# caches are full of other things, and asking the kernel 6 us: together less
-# than a hundredth of this.
-INTERVAL_S = 0.005
+# caches are full of other things, and asking the kernel 6 us: together a third
+# of a hundredth of this.
+INTERVAL_S = 0.01
 
 
 class Timing(NamedTuple):
