@@ -121,8 +121,8 @@ def test_of_short_builds_one_is_told_of_now_and_then_and_of_long_ones_all(
     stopwatch = Stopwatch()
     told = []
     for place in range(12):
-        stopwatch.start(0.005)
-        clock.now_s += 0.002 if place < 6 else 0.006
+        stopwatch.start(0.01)
+        clock.now_s += 0.004 if place < 6 else 0.012
         told.append(stopwatch.stop() is not None)
     stopwatch.close()
     assert told == [True, False, False] * 2 + [True] * 6
@@ -130,7 +130,7 @@ def test_of_short_builds_one_is_told_of_now_and_then_and_of_long_ones_all(
 
 def test_of_a_build_after_a_long_one_the_kernel_is_asked(clock):
     stopwatch = Stopwatch()
-    for seconds in (0, 0.006, 0):
+    for seconds in (0, 0.012, 0):
         stopwatch.start(0.0)
         clock.now_s += seconds
         stopwatch.built()
