@@ -286,8 +286,15 @@ def _workers():
         worker.pid
         for nursery in psutil.Process().children()
         for worker in nursery.children()
-        if worker.status() != psutil.STATUS_ZOMBIE
+        if _lives(worker)
     ]
+
+
+def _lives(worker):
+    try:
+        return worker.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _descriptors():

@@ -419,6 +419,8 @@ def with_few_processes(keywords):
     The limit binds nobody who is root; hence a user without other processes.
     """
     outcomes = []
+    # TensorFlow aborts where it cannot have its threads: it is to have them.
+    attempt(Numbered(length=4))
     running = _tasks_of_this_user()
     for more in range(-1, 8):
         limit("NPROC", running + more)
