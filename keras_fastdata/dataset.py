@@ -93,7 +93,7 @@ class _WhileBuilding(Generic[_T]):
     def __get__(self, dataset: FastPyDataset | None, owner: type) -> Any:
         if dataset is None:
             return self
-        context = build.current_context()
+        context = build.context_for(dataset, self._name)
         if context is not None:
             if self._name in _VARYING:
                 context.asked = self._name
@@ -504,15 +504,23 @@ class FastPyDataset(_Base):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        # A build may keep notes on `self`; only the training process's own
-        # assignments are a new state.
-        if build.current_context() is None:
-            self.mark_changed()
+        self._note_assigned(name)
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
+        self._note_assigned(name)
+
+    def _note_assigned(self, name: str) -> None:
+        """A build may keep notes on `self`; all else is a new state."""
+        own = self._own_internals()
+        loader = None if own is None else own.loader
+        if loader is None:
+            return
         if build.current_context() is None:
-            self.mark_changed()
+            loader.built.discard(name)
+            loader.mark_changed()
+        else:
+            loader.built.add(name)
 
     def _own_internals(self) -> _Internals | None:
         """What is ours in this dataset, if it is not a copy's original's."""
@@ -560,7 +568,7 @@ class FastPyDataset(_Base):
             internals.loader.reconfigure(internals.settings)
 
     def _plain_iterator(self) -> Iterator[Any]:
-        count = self.num_batches
+        count = build.length_of(self)
         if count is not None:
             yield from (self[index] for index in range(count))
             return

@@ -36,6 +36,7 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import (
 )
 from keras.src.trainers.epoch_iterator import EpochIterator
 from keras.src.trainers.trainer import Trainer
+from keras.src.utils import rng_utils
 
 from keras_fastdata.engine import build
 from keras_fastdata.engine.loader import Pass
@@ -93,8 +94,11 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         self._trains = False  # whether the probe, if there is one, is over
         self.early_end = _EarlyEnd()
         self._delivered = 0  # in this epoch of Keras's
-        self._resumed: EpochIterator | None = None  # in such an epoch
-        self._has_steps = False  # whether the user said how many there are
+        self._in_pass = 0  # delivered in this pass, through several of those
+        self._trained = 0  # steps of this pass in such epochs that are over
+        self._passes_due = 0  # that such an epoch is still to begin, itself
+        self._resumed: EpochIterator | None = None  # in such a pass
+        self._steps: int | None = None  # of an epoch, if the user said
         self._another_follows = False
         self._has_hooks = any(
             build.overrides(x, name)
@@ -111,6 +115,11 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
     def has_hooks(self) -> bool:
         """Whether epoch hooks may change the dataset."""
         return self._has_hooks
+
+    @property
+    def is_seeded(self) -> bool:
+        """Whether what draws a seed draws the same one in every run."""
+        return rng_utils.get_random_seed() is not None
 
     @property
     def num_batches(self) -> int | None:
@@ -170,10 +179,8 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         self._within_epoch = True
         self._delivered = 0
         iterator = _calling_iterator()
-        self._has_steps = (
-            iterator is not None and iterator.steps_per_epoch is not None
-        )
-        self._resumed = None
+        self._steps = iterator.steps_per_epoch if iterator else None
+        self._passes_due = 0 if _is_amid_pass(iterator) else 1
         if self._trains and iterator is not None:
             self._shorten(iterator)
         # What the hooks change is not known before they have run.
@@ -184,8 +191,11 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
 
     def on_epoch_end(self) -> None:
         self.early_end.settle()
-        resumed, self._resumed = self._resumed, None
-        if resumed is not None:
+        if self._passes_due >= 0:  # or else the next one has begun already
+            self._trained += self._steps or 0
+        resumed = self._resumed
+        if resumed is not None and not _is_amid_pass(resumed):
+            self._resumed = None
             resumed._num_batches = self.num_batches
         starting = not self._trains
         if starting:
@@ -197,7 +207,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         self._within_epoch = False
 
     def _shorten(self, iterator: EpochIterator) -> None:
-        """Tells Keras of an epoch that is resumed how long it is.
+        """Tells Keras of a pass that is resumed how long it is.
 
         If nobody knows, Keras learns from its end, and is to unlearn that.
         """
@@ -205,7 +215,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         if loader.resumes:
             self._resumed = iterator
             rest = loader.rest(self.py_dataset)
-            if rest is not None and not iterator.steps_per_epoch:
+            if rest is not None:
                 iterator._num_batches = rest
 
     def take_pass(self, batches: _Batches) -> Pass:
@@ -218,6 +228,8 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         elif found is None:
             found = dataset._loader().open_pass(dataset, self.shuffle)
         self._pass = found
+        self._in_pass = self._trained = 0
+        self._passes_due -= 1
         found.lead_on(self._another_follows)
         if not self._trains:
             found.remember_first()
@@ -258,6 +270,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
     ) -> None:
         """Accounts for one batch and the wait for it."""
         self._delivered += 1
+        self._in_pass += 1
         if listener is None:
             return
         if not self.is_heard_by(listener):
@@ -272,7 +285,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
 
     def may_end_early(self, begun: Pass) -> bool:
         """Whether it is no news to the user that there is nothing more."""
-        if begun.has_met_its_end and self._has_steps:
+        if begun.has_met_its_end and self._steps is not None:
             return False  # they wanted more
         return self._delivered > 0
 
@@ -316,7 +329,10 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         if self._pass is None:
             state: dict[str, Any] = dataset.state_dict()
             return state
-        behind = 0 if steps is None else max(0, self._delivered - steps)
+        behind = 0
+        if steps is not None or self._steps is not None:
+            trained = self._trained + (steps or 0)
+            behind = max(0, self._in_pass - trained)
         told: dict[str, Any] = dataset._state_of(self._pass.state(behind))
         return told
 
@@ -517,6 +533,16 @@ def _calling_iterator() -> EpochIterator | None:
         return None
     _forget(known)
     return caller
+
+
+def _is_amid_pass(iterator: EpochIterator | None) -> bool:
+    """Whether the next epoch goes on where the one before has ended."""
+    return bool(
+        iterator is not None
+        and iterator.steps_per_epoch
+        and iterator._steps_seen
+        and iterator._current_iterator is not None
+    )
 
 
 def _forget(known: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from keras_fastdata.dataset import FastPyDataset
+from keras_fastdata.engine import build
 from keras_fastdata.engine.loader import Loader
 from keras_fastdata.engine.settings import Settings
 from keras_fastdata.errors import DatasetPicklingError
@@ -211,7 +212,7 @@ def _check(dataset: Any, batches: Any, seconds: Any) -> None:
         raise ValueError(
             f"`seconds` must be more than 0, and finite. Received: {seconds!r}"
         )
-    if dataset.num_batches == 0:
+    if build.length_of(dataset) == 0:
         raise ValueError(f"{type(dataset).__name__} has no batches.")
 
 
@@ -348,6 +349,9 @@ def _settings(
         settings,
         workers=workers,
         use_multiprocessing=processes,
+        cache=None,
+        cache_bytes=None,
+        cache_version=None,
         max_queue_size=max(settings.max_queue_size, 2 * workers),
         seed=_SEED if seed is None else seed,
     )
@@ -391,7 +395,7 @@ def _conclude(
     last = trials.get((2, True)) or one_process
     return Profile(
         dataset=type(dataset).__name__,
-        num_batches=dataset.num_batches,
+        num_batches=build.length_of(dataset),
         nbytes=round(tally.nbytes / tally.batches),
         build_s_p50=tally.build.quantile(0.5),
         build_s_p95=tally.build.quantile(0.95),

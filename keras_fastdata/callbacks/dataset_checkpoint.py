@@ -139,6 +139,8 @@ class DatasetCheckpoint(Callback):
                 self.model._initial_epoch = state["epoch"]
         elif epoch:
             self._begin_with(epoch)
+        else:
+            self._warn_of_a_drawn_seed()
         if backup is not None:
             self._save_before(backup)
 
@@ -208,13 +210,32 @@ class DatasetCheckpoint(Callback):
 
     def _moment(self, epoch: int, batch: int) -> list[int]:
         """What tells which weights a state belongs to."""
+        import keras
+
         optimizer = getattr(self.model, "optimizer", None)
-        steps = 0 if optimizer is None else int(optimizer.iterations)
-        return [epoch, batch, steps]
+        if optimizer is None:
+            return [epoch, batch, 0]
+        # Not `int`, which a variable that several devices mirror has not.
+        steps = keras.ops.convert_to_numpy(optimizer.iterations)
+        return [epoch, batch, int(steps)]
+
+    def _warn_of_a_drawn_seed(self) -> None:
+        dataset = self._adapter.py_dataset
+        drawn = dataset._internals().settings.seed is None
+        if drawn and self._adapter.has_hooks and not self._adapter.is_seeded:
+            _log.warning(
+                "%s has no `seed`: its epoch hooks run with one that is drawn "
+                "anew in every process, before DatasetCheckpoint can restore "
+                "it. Pass `seed=` to its constructor, or this `fit` cannot be "
+                "resumed.",
+                type(dataset).__name__,
+            )
 
     def _begin_with(self, epoch: int) -> None:
         """Begins a later epoch, of which nothing was saved."""
         dataset = self._adapter.py_dataset
+        if dataset._loader().epoch == epoch:
+            return  # it was trained on until here
         if self._adapter.has_hooks:
             raise ValueError(
                 f"`fit` is to begin with epoch {epoch}, and {self.path} does "

@@ -79,6 +79,8 @@ class ArrayDataset(SampledDataset):
             **kwargs,
         )
         self._take_transform(transform)
+        if x is None:
+            raise TypeError("`x` must be arrays. Received: None")
         if sample_weight is not None and y is None:
             raise ValueError("`sample_weight` needs `y`.")
         parts = {"x": x, "y": y, "sample_weight": sample_weight}
@@ -86,7 +88,7 @@ class ArrayDataset(SampledDataset):
 
         def usable(leaf: Any, name: str) -> Any:
             array = _usable(leaf, name)
-            lengths.setdefault(len(array), name)
+            lengths.setdefault(array.shape[0], name)
             return array
 
         self.arrays = tuple(
@@ -124,11 +126,14 @@ class ArrayDataset(SampledDataset):
 
     def _rows(self, array: Any, indices: Indices) -> npt.NDArray[Any]:
         """The rows of one array, in memory of the batch's own."""
-        if not 0 <= indices.min() <= indices.max() < len(array):
+        count = array.shape[0]
+        if not 0 <= indices.min() <= indices.max() < count:
             raise IndexError(
                 f"`sample_indices` has samples from {indices.min()} to "
-                f"{indices.max()}; there are {len(array)}."
+                f"{indices.max()}; there are {count}."
             )
+        if _is_sparse(array):
+            return array[indices]  # type: ignore[no-any-return]
         if not isinstance(array, np.ndarray):
             return self._read(array, indices)
         plain = type(array) in (np.ndarray, np.memmap)
@@ -171,6 +176,8 @@ def _run_of(indices: Indices) -> slice | None:
 
 def _usable(leaf: Any, name: str) -> Any:
     """An array, or what can be asked for rows like one."""
+    if _is_sparse(leaf):
+        return leaf.tocsr()  # which has rows
     if hasattr(leaf, "to_numpy"):
         leaf = leaf.to_numpy()
     elif not isinstance(leaf, np.ndarray) and (
@@ -184,6 +191,11 @@ def _usable(leaf: Any, name: str) -> Any:
             f"{leaf!r}, which has no rows."
         )
     return leaf
+
+
+def _is_sparse(leaf: Any) -> bool:
+    """Whether it is a sparse matrix of SciPy's."""
+    return hasattr(leaf, "tocsr")
 
 
 def _mapped(function: Callable[[Any], Any], part: Any) -> Any:

@@ -250,7 +250,8 @@ class _Gathered:
             raise _MisfitError(
                 f"{_called(self._where)} is {leaf.dtype}, not {first.dtype}."
             )
-        self._leaves.append(leaf)
+        # A sample's buffer may be filled again for the next one.
+        self._leaves.append(leaf.copy())
 
     def batch(self) -> Any:
         leaves, self._leaves = self._leaves, []
@@ -346,7 +347,11 @@ def _checked(to: Any) -> Padding:
 def _check_value(value: float, dtype: np.dtype[Any]) -> None:
     """Refuses to fill an array with what it cannot hold."""
     try:
-        fits = bool(np.asarray(value, dtype) == value)
+        filled: Any = np.asarray(value, dtype)
+        fits = bool(filled == value)
+        fits = fits or bool(value != value and filled != filled)  # NaN
+        if np.issubdtype(dtype, np.inexact):  # rounding is no surprise
+            fits = fits or bool(np.isfinite(filled))
     except (OverflowError, ValueError):
         fits = False
     if not fits:

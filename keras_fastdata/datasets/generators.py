@@ -171,6 +171,16 @@ class GeneratorDataset(FastPyDataset):
         """Number of workers; it cannot be changed."""
         return self._workers
 
+    @property  # type: ignore[misc]
+    def use_multiprocessing(self) -> bool:
+        """Whether they are processes; it cannot be changed."""
+        return self._internals().settings.use_multiprocessing
+
+    @property  # type: ignore[misc]
+    def max_queue_size(self) -> int:
+        """Batches that lie ready, in all; it cannot be changed."""
+        return self._internals().settings.max_queue_size
+
     @property
     def num_batches(self) -> int | None:
         """Batches in an epoch; `None`: all that there are."""
@@ -684,6 +694,10 @@ def _copied(item: Any) -> Any:
     """An item that stays as it is when the generator goes on."""
     if isinstance(item, np.ndarray):
         return item.copy()
+    if isinstance(item, (memoryview, bytearray)):
+        return np.array(item)
+    if hasattr(item, "clone"):  # a tensor of torch's
+        return item.clone()
     if type(item) is dict:
         return {key: _copied(part) for key, part in item.items()}
     if type(item) in (tuple, list):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -203,6 +204,8 @@ class ImageFileDataset(SampleDataset):
         _check_split(validation_split, subset, shuffle, seed)
         if label_mode is not None:
             one_of("label_mode", label_mode, ("int", "binary", "categorical"))
+        if class_names is not None and labels != "inferred":
+            raise ValueError('`class_names` needs `labels="inferred"`.')
         paths, numbers, names = _files_in(
             os.fspath(directory),
             None if label_mode is None else labels,
@@ -214,6 +217,8 @@ class ImageFileDataset(SampleDataset):
                 f'`label_mode="binary"` needs two classes. There are '
                 f"{len(names)}: {names}"
             )
+        if label_mode == "categorical" and names is not None:
+            _check_classes(numbers, len(names))
         order = np.arange(len(paths))
         if shuffle and validation_split:
             # As Keras draws it.
@@ -328,12 +333,12 @@ def _labels_of(labels: npt.ArrayLike | None, count: int) -> Any:
 
 
 def _size_of(image_size: int | Sequence[int]) -> tuple[int, int]:
-    sides = (
-        [image_size] * 2 if isinstance(image_size, int) else list(image_size)
-    )
-    if len(sides) != 2 or not all(
-        isinstance(side, (int, np.integer)) and side > 0 for side in sides
-    ):
+    given: Any = image_size
+    try:
+        sides = [operator.index(side) for side in given]
+    except TypeError:  # one for both, or neither
+        sides = [given] * 2 if hasattr(given, "__index__") else []
+    if len(sides) != 2 or min(sides) < 1:
         raise ValueError(
             "`image_size` must be a height and a width, at least 1. Received: "
             f"{image_size!r}"
@@ -373,8 +378,6 @@ def _files_in(
         paths = [path for found in by_class for path in found]
         counts = [len(found) for found in by_class]
         return paths, np.repeat(np.arange(len(names)), counts), names
-    if class_names is not None:
-        raise ValueError('`class_names` needs `labels="inferred"`.')
     paths = list(_files_below(directory, follow_links))
     if labels is None:
         return paths, None, None
@@ -385,6 +388,15 @@ def _files_in(
             f"in {directory}. Received {len(labels)}."
         )
     return paths, numbers, [str(number) for number in np.unique(numbers)]
+
+
+def _check_classes(numbers: Any, count: int) -> None:
+    if len(numbers) and not 0 <= numbers.min() <= numbers.max() < count:
+        raise ValueError(
+            f'`label_mode="categorical"` needs labels from 0 to {count - 1}, '
+            f"one for each of {count} classes. Received: from "
+            f"{numbers.min()} to {numbers.max()}."
+        )
 
 
 def _files_below(directory: str, follow_links: bool) -> Iterator[str]:

@@ -130,7 +130,9 @@ class SampledDataset(FastPyDataset):
         super().mark_changed()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_drawn": {}}
+        state = {**vars(self), "_drawn": {}}
+        state.pop("_transform_known", None)
+        return state
 
     def _take_transform(self, transform: Callable[..., Any] | None) -> None:
         """Takes over an argument of the constructor.
@@ -144,13 +146,22 @@ class SampledDataset(FastPyDataset):
             raise TypeError(
                 f"`transform` must be a function. Received: {self.transform!r}"
             )
-        self._transform_draws = _has_rng(self.transform)
 
     def _transformed(self, *parts: Any) -> Any:
         """What `transform`, which there is, makes of the parts."""
         assert self.transform is not None
-        drawn = {"rng": self.rng} if self._transform_draws else {}
+        drawn = {"rng": self.rng} if self._transform_draws() else {}
         return self.transform(*parts, **drawn)
+
+    def _transform_draws(self) -> bool:
+        # Looked up once; not by assignment, which would be a change. A method
+        # is known by its function, which does not hold the dataset.
+        function = getattr(self.transform, "__func__", self.transform)
+        known, draws = vars(self).get("_transform_known", (None, False))
+        if known is not function:
+            draws = _has_rng(self.transform)
+            vars(self)["_transform_known"] = function, draws
+        return bool(draws)
 
     @property
     def _draws_again(self) -> bool:

@@ -6,7 +6,7 @@ sample_indices(batch) -> get_sample(i), get_sample(j), ... -> collate
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from keras_fastdata.datasets.ordering import (
     Sampler,
     attribute,
 )
+from keras_fastdata.engine import build
 from keras_fastdata.workers import failures
 
 
@@ -35,21 +36,19 @@ class _SampleRng:
     ) -> Any:
         if dataset is None:
             return self
-        if _current.key is None:
+        context = build.context_for(dataset, "rng") or _by_hand
+        if context.part is None:
             return FastPyDataset.rng.__get__(dataset, owner)
-        if _current.rng is None:
-            _current.rng = dataset.rng_for(*_current.key)
-        return _current.rng
+        return context.part.rng(dataset)
 
 
-class _Current(threading.local):
-    """The sample that this thread is getting."""
+class _ByHand(threading.local):
+    """Of a batch that is asked for by hand: the sample being got."""
 
-    key: tuple[int, ...] | None = None
-    rng: np.random.Generator | None = None
+    part: build.Part | None = None
 
 
-_current = _Current()
+_by_hand = _ByHand()
 
 
 class SampleDataset(SampledDataset):
@@ -134,6 +133,8 @@ class SampleDataset(SampledDataset):
             sampler=sampler,
             **kwargs,
         )
+        if hasattr(source, "iloc") and hasattr(source, "to_numpy"):
+            source = _column_of(source)
         _check_source(self, source)
         self.source = source
         self._padded = Padded(pad_to, pad_value)
@@ -164,16 +165,17 @@ class SampleDataset(SampledDataset):
         for place, index in enumerate(indices.tolist()):
             # One that is drawn twice has another generator each time.
             drawn = (first + place,) if self._draws_again else ()
+            context = build.current_context() or _by_hand
             # A sample may be made of those of another such dataset.
-            outer = _current.key, _current.rng
-            _current.key, _current.rng = (SAMPLE, index, *drawn), None
+            outer = context.part
+            context.part = build.Part((SAMPLE, index, *drawn))
             try:
                 sample = self.get_sample(index)
             except Exception as error:
                 failures.note(error, f"In sample {index}.")
                 raise
             finally:
-                _current.key, _current.rng = outer
+                context.part = outer
             yield sample
 
     def _its_source(self, missing: str) -> Any:
@@ -189,6 +191,16 @@ def _is_inherited(dataset: SampleDataset, name: str) -> bool:
     return getattr(type(dataset), name) is getattr(SampleDataset, name)
 
 
+def _column_of(table: Any) -> Any:
+    """A column of pandas's by position, as a sample's number is meant."""
+    if hasattr(table, "columns"):
+        raise TypeError(
+            "`source` must hold samples by number, and a DataFrame has columns "
+            "by name. Pass it to `ArrayDataset`, or one column of it."
+        )
+    return table.to_numpy()
+
+
 def _check_source(dataset: SampleDataset, source: Any) -> None:
     """Refuses what has no samples by number."""
     if source is None:
@@ -198,6 +210,12 @@ def _check_source(dataset: SampleDataset, source: Any) -> None:
         raise TypeError(
             f"`source` must hold samples. Received {source!r}: a path? Open "
             "the file, or write `get_sample`."
+        )
+    if isinstance(source, Mapping) and len(source) and 0 not in source:
+        raise TypeError(
+            f"`source` must hold samples by number, from 0 on. A {kind} has "
+            "them by key. Pass a list of its values; a dict of arrays is for "
+            "`ArrayDataset`."
         )
     if not hasattr(source, "__getitem__"):
         raise TypeError(

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from keras_fastdata.engine import seeding
 from keras_fastdata.engine.permutation import Permutation
 from keras_fastdata.engine.preserving import preserved_globals
+from keras_fastdata.engine.settings import integer
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.memory.arena import aligned_empty
 
@@ -47,24 +48,72 @@ class Dataset(Protocol):
     def num_batches(self) -> int | None: ...
 
 
+class Part:
+    """A sample that a batch is being made of, and its generator.
+
+    Args:
+        key: Of that generator, within the epoch.
+    """
+
+    def __init__(self, key: tuple[int, ...]) -> None:
+        self._key = key
+        self._rng: np.random.Generator | None = None
+
+    def rng(self, dataset: Any) -> np.random.Generator:
+        """The generator, the same one for all threads."""
+        with _making:
+            if self._rng is None:
+                self._rng = dataset.rng_for(*self._key)
+            return self._rng
+
+
+def length_of(dataset: Dataset) -> int | None:
+    """Batches in an epoch; `None` if nobody knows.
+
+    Raises:
+        TypeError: What the dataset says is no integer.
+        ValueError: It is negative.
+    """
+    found = dataset.num_batches
+    return None if found is None else integer("num_batches", found, least=0)
+
+
 @dataclasses.dataclass
 class Context:
-    """What `self.rng`, `self.epoch` ... answer while a batch is built."""
+    """What `self.rng`, `self.epoch` ... answer while a batch is built.
+
+    Attributes:
+        seed: The base seed.
+        epoch: Of the batch.
+        index: Of the batch.
+        worker_index: Of the worker that builds it; `None` outside of workers.
+        empty: What `self.empty` is.
+        dataset: Whose batch it is.
+        threads: How many may build batches of that dataset here at once.
+        asked: Which of what depends on the epoch was asked for last.
+        is_lent: Whether another thread than the one that builds asked.
+        part: The sample that is being got.
+    """
 
     seed: int
     epoch: int
     index: int
     worker_index: int | None
     empty: Empty = aligned_empty
+    dataset: Dataset | None = None
+    threads: int = 1
+    asked: str = ""
+    is_lent: bool = False
+    part: Part | None = None
     _rng: np.random.Generator | None = None
-    asked: str = ""  # which of what depends on the epoch was asked for last
 
     @property
     def rng(self) -> np.random.Generator:
         if self._rng is None:
-            self._rng = seeding.generator(
-                self.seed, seeding.BATCH, self.epoch, self.index
-            )
+            with _making:
+                self._rng = self._rng or seeding.generator(
+                    self.seed, seeding.BATCH, self.epoch, self.index
+                )
         return self._rng
 
     def rng_for(self, *key: int) -> np.random.Generator:
@@ -101,13 +150,16 @@ def overrides(dataset: Dataset, name: str) -> bool:
 
 
 class _Current(threading.local):
-    """The batch that this thread is building."""
+    """What a thread is at."""
 
-    context: Context | None = None
+    context: Context | None = None  # the batch that it is building
+    consumes = False  # whether it has ever asked for batches
 
 
 _current = _Current()
-_process_context: Context | None = None
+_process_context: Context | None = None  # of the one batch that is being built
+_in_threads: dict[int, Context] = {}  # those that worker threads are building
+_making = threading.RLock()  # held while a generator is made
 
 
 def current_context() -> Context | None:
@@ -117,6 +169,52 @@ def current_context() -> Context | None:
     process is building, where there is just one.
     """
     return _current.context or _process_context
+
+
+def context_for(dataset: Dataset, name: str) -> Context | None:
+    """The batch that the caller is at work for, or `None`.
+
+    A thread that `__getitem__` started works for the batch that is being
+    built, where that can be only one.
+
+    Args:
+        dataset: What is asked.
+        name: For what.
+
+    Raises:
+        LoaderError: It can be several.
+    """
+    if _current.context is not None:
+        return _current.context
+    found = _process_context
+    if found is None and _in_threads and not _consumes():
+        building = list(_in_threads.values())
+        building = [c for c in building if c.dataset is dataset] or building
+        if len(building) > 1 or any(c.threads > 1 for c in building):
+            kind = type(dataset).__name__
+            raise LoaderError(
+                f"A thread that {kind}.__getitem__ seems to have started asks "
+                f"for `self.{name}`, while worker threads may be building "
+                "several batches: whose it is cannot be told. Ask for it in "
+                "`__getitem__` itself and hand it to the thread, or build in "
+                "processes (`use_multiprocessing=True`)."
+            )
+        found = building[0] if building else None
+    if found is not None:
+        found.is_lent = True
+    return found
+
+
+def consume() -> None:
+    """Says that the calling thread is one that batches are built for."""
+    _current.consumes = True
+
+
+def _consumes() -> bool:
+    return (
+        _current.consumes
+        or threading.current_thread() is threading.main_thread()
+    )
 
 
 def forget_context() -> None:
@@ -145,12 +243,16 @@ class _building:
         _current.context = self._context
         if self._alone:
             _process_context = self._context
+        else:
+            _in_threads[id(self._context)] = self._context
 
     def __exit__(self, *_: object) -> None:
         global _process_context
         _current.context = self._before
         if self._alone:
             _process_context = self._before
+        else:
+            _in_threads.pop(id(self._context), None)
 
 
 class Observer(Protocol):
@@ -179,8 +281,9 @@ class Builder:
     Args:
         dataset: Gives the dataset; weak where the builder must not keep it.
         seed: Base seed.
-        shared: Whether other threads build at the same time, or draw from the
-            global generators: then those are left alone.
+        threads: How many build at the same time. They share the global
+            generators, with each other and with the rest of the program, so
+            these are left alone. 0: the caller alone builds.
         private: Whether the process is the worker's own, so that the global
             generators need not be put back.
         cached: Whether batches are to be the same in every epoch.
@@ -193,7 +296,7 @@ class Builder:
         dataset: Callable[[], Dataset],
         seed: int,
         *,
-        shared: bool = False,
+        threads: int = 0,
         private: bool = False,
         cached: bool = False,
         observer: Observer | None = None,
@@ -202,12 +305,13 @@ class Builder:
         self._observer = observer
         self._dataset = dataset
         self._seed = seed
-        self._shared = shared
+        self._threads = threads
+        self._shared = threads > 0
         self._private = private
         self._generators: list[Any] = []
         self._searched: int | None = None
         self._watch: _GlobalsWatch | None = None
-        if shared:
+        if self._shared:
             self._watch = _GlobalsWatch(warns=observer is None)
         self._given: set[str] = set()
         self._own: set[str] = set()
@@ -256,7 +360,15 @@ class Builder:
             LoaderError: It depends on the epoch, and is to be kept.
             SharedDraw: It may have drawn, which is not to be.
         """
-        context = Context(self._seed, epoch, index, worker_index, empty)
+        context = Context(
+            self._seed,
+            epoch,
+            index,
+            worker_index,
+            empty,
+            self.dataset,
+            self._threads or 1,
+        )
         with _building(context, alone=not self._shared):
             if self._watch is not None:
                 self._watch.begin()
@@ -287,6 +399,8 @@ class Builder:
             finally:
                 if before != _positions():
                     observer.drew("`np.random` and `random`")
+                if context.is_lent:
+                    observer.drew("what its own threads ask for")
         return self._made(context)
 
     def _made(self, context: Context) -> Any:
@@ -356,7 +470,7 @@ class Builder:
         return self._generators
 
     def _outside(self, worker_index: int) -> Context:
-        return Context(self._seed, 0, 0, worker_index)
+        return Context(self._seed, 0, 0, worker_index, dataset=self.dataset)
 
 
 def builder_in_worker(dataset: Dataset, seed: int, cached: bool) -> Builder:
@@ -374,7 +488,7 @@ def run_hook(
     caller's global generators are put back.
     """
     stream = (seed, seeding.HOOK, number)
-    context = Context(seed, epoch, 0, None)
+    context = Context(seed, epoch, 0, None, dataset=dataset)
     context._rng = seeding.generator(*stream, 2)
     with _building(context, alone=False), preserved_globals():
         seeding.reseed_globals(*stream, 0)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import io
 import json
 import logging
 import mmap
@@ -21,14 +22,16 @@ import os
 import pathlib
 import struct
 import tempfile
+import weakref
 import zlib
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from keras_fastdata.errors import LoaderError
 from keras_fastdata.health import memory
-from keras_fastdata.memory import layout
+from keras_fastdata.memory import layout, limits
 from keras_fastdata.memory.arena import aligned_empty, round_up
 
 _MAGIC = b"keras_fastdata batch 1\n"
@@ -60,6 +63,10 @@ class Cache(Protocol):
 
     def put(self, index: int, batch: Any) -> None:
         """Keeps a copy of a batch, if there is room."""
+        ...
+
+    def lose(self, index: int) -> None:
+        """Says that a batch could not be had after all."""
         ...
 
 
@@ -99,6 +106,9 @@ class MemoryCache:
         described = layout.Layout(layout.read_only(description))
         self._batches[index] = _Opened(described, buffers)
 
+    def lose(self, index: int) -> None:
+        del self._batches[index]
+
 
 class DiskCache:
     """Batches in files of one directory, which outlive the process.
@@ -114,7 +124,9 @@ class DiskCache:
     ) -> None:
         self._directory = directory
         directory.mkdir(parents=True, exist_ok=True)
-        self._room = _Room(name, most, _size_of(directory))
+        # What was kept of other states of the dataset lies beside it.
+        used = sum(map(_size_of, directory.parent.glob(f"{name}-*")))
+        self._room = _Room(name, most, used)
         self._open: collections.OrderedDict[int, _Opened] = (
             collections.OrderedDict()
         )
@@ -147,12 +159,18 @@ class DiskCache:
         else:
             self._held[index] = True
 
+    def lose(self, index: int) -> None:
+        self._held[index] = False
+        self._open.pop(index, None)
+
     def _finds(self, index: int) -> bool:
         path = self._path(index)
         try:
             self._keep_open(index, _read(path))
         except FileNotFoundError:
             return False
+        except LoaderError:
+            raise
         except Exception as error:  # whatever somebody has put there
             _log.warning(
                 "%s is not a batch that was cached, or is damaged (%s); it is "
@@ -284,10 +302,12 @@ def _read(path: pathlib.Path, *, trusted: bool = False) -> _Opened:
         OSError: There is no such file, or it cannot be read.
         ValueError: It is not as it was written; and a few others.
     """
-    with open(path, "rb") as file:
+    with limits.named("A cached batch could not be opened"):
+        file = open(path, "rb")  # noqa: SIM115 - and no other error of its own
+    with file:
         if not os.fstat(file.fileno()).st_size:
             raise ValueError("it is empty")
-        view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        view = _map(file)
     start = len(_MAGIC) + _SIZES.size
     if view[: len(_MAGIC)] != _MAGIC or view.nbytes < start:
         raise ValueError("it begins with something else")
@@ -308,3 +328,22 @@ def _read(path: pathlib.Path, *, trusted: bool = False) -> _Opened:
         at += nbytes
     described.assemble(buffers)  # fits
     return _Opened(described, buffers)
+
+
+_mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()  # of all caches
+
+
+def _map(file: io.BufferedReader) -> memoryview:
+    """A file's bytes, mapped, or read where too many are mapped already.
+
+    On some versions of Python each map has a descriptor of its own.
+    """
+    if len(_mapped) < limits.open_files() // 4:
+        with contextlib.suppress(OSError):
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            _mapped.add(mapped)
+            return memoryview(mapped)
+    size = os.fstat(file.fileno()).st_size
+    read = aligned_empty(size, np.uint8)
+    read = read[: file.readinto(read.data)]
+    return read.data.toreadonly()

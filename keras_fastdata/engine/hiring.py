@@ -48,7 +48,7 @@ def hire(
     builder = build.Builder(
         functools.partial(alive, reference),
         seed,
-        shared=threads,
+        threads=settings.count if threads else 0,
         cached=cached,
         observer=observer,
     )

@@ -58,6 +58,7 @@ _SETTLE_S = 1.0  # for workers to finish what they are at
 _END = object()  # what `Loader.deliver` returns after the last batch
 _SKIPPED = object()  # stands for a batch that is left out
 _AGAIN = object()  # stands for one to be built again, in the caller
+_GONE = object()  # stands for one that is not in the cache any more
 _MOST_SKIPPED = 0.1  # of an epoch's batches; one is always allowed
 
 _log = logging.getLogger("keras_fastdata")
@@ -96,6 +97,7 @@ class Pass(Iterator[Any]):
             quietly: Whether the workers shall rest until another batch is
                 asked for, so that they slow nothing down meanwhile.
         """
+        build.consume()
         try:
             batch = self._loader.deliver(self._walk, self._dataset, quietly)
         except StopIteration as error:
@@ -238,6 +240,8 @@ class Loader:
         self._largest = 0  # bytes of the largest batch so far
         self._lookahead = _lookahead(self._settings, 0)
         self._cache: Cache | None = None  # made when it is needed
+        self.built: set[str] = set()  # attributes that builds have set
+        self._before: dict[str, bytes] = {}  # what attributes were before
         self._shard = Shard()  # known last
         self._look_s = 0.0  # when to look after the workers in any case
         self._changed = False
@@ -253,6 +257,9 @@ class Loader:
 
         `keras.utils.set_random_seed` may be called in between.
         """
+        dataset = self._dataset()
+        if self._drawn_seed is None and dataset is not None:
+            self.shard(dataset)  # which may decide it
         if self._drawn_seed is None:
             self._drawn_seed = random.getrandbits(63)
         return self._drawn_seed
@@ -315,7 +322,7 @@ class Loader:
                 self.seed,
                 epoch,
                 position,
-                dataset.num_batches,
+                build.length_of(dataset),
                 shuffle,
                 self.within_epoch,
                 tuple(self._hooks),
@@ -342,12 +349,12 @@ class Loader:
                 seed = self._drawn_seed
             hooks = tuple(self._hooks)
             self.shard(dataset).position(state.position)
-            state.check(self._name, seed, hooks)
+            state.check(self._name, seed, hooks, self._settings.seed is None)
             self._drawn_seed = state.seed
             for name, epoch in state.hooks[len(hooks) :]:
                 self.epoch = epoch
                 self.run_hook(dataset, name)
-            state.check_length(self._name, dataset.num_batches)
+            state.check_length(self._name, build.length_of(dataset))
             state.check_digest(self._name, self._digest_of(dataset))
             if state.within and not state.position:
                 # It was at the end of an epoch.
@@ -364,7 +371,7 @@ class Loader:
         with self._own_lock():
             self._go_to(
                 resume.State(
-                    self.seed, epoch, 0, dataset.num_batches, shuffle=None
+                    self.seed, epoch, 0, build.length_of(dataset), shuffle=None
                 )
             )
 
@@ -427,7 +434,7 @@ class Loader:
 
     def length(self, dataset: build.Dataset) -> int | None:
         """How many batches of an epoch are this process's."""
-        return self.shard(dataset).length(dataset.num_batches)
+        return self.shard(dataset).length(build.length_of(dataset))
 
     def mark_changed(self) -> None:
         """Has every batch not yet delivered built from the dataset anew."""
@@ -546,6 +553,10 @@ class Loader:
                 batch = walk.peeked.pop(index)
             elif walk.position in walk.cached:
                 batch = self._from_cache(walk, index)
+                if batch is _GONE:
+                    self._forget_ahead(walk)
+                    batch = _SKIPPED
+                    continue
             elif index not in walk.skipped:
                 arrival = self._await(
                     workers, walk, walk.position, schedule, thorough
@@ -597,9 +608,10 @@ class Loader:
             for index in itertools.count():
                 if len(found) == count or not schedule.holds(index):
                     break
+                batch = _GONE
                 if self._is_cached(index):
                     batch = self._from_cache(ahead, index)
-                else:
+                if batch is _GONE:
                     self._ask_for(workers, ahead, index)
                     arrival = self._await(workers, ahead, index, None, True)
                     batch = self._open(ahead, arrival, index)
@@ -653,17 +665,19 @@ class Loader:
             self._change()
         if not walk.begun:
             self.shard(dataset)  # which may decide the seed
+        if self._cache is None and self._settings.cache is not None:
+            self._cache = open_cache(
+                dataset, self._settings, self.built, self._before
+            )
         if self._workers is None:
             with Uninterrupted():
                 self._workers = self._employ(dataset)
-        if self._cache is None and self._settings.cache is not None:
-            self._cache = open_cache(dataset, self._settings)
         if not walk.begun:
             self._begin(walk, dataset, self._workers)
         schedule = walk.schedule
         if schedule is None:
             shard = self.shard(dataset)
-            schedule = self._plan(walk, dataset.num_batches, shard)
+            schedule = self._plan(walk, build.length_of(dataset), shard)
         return self._workers, schedule
 
     def _begin(
@@ -671,7 +685,7 @@ class Loader:
     ) -> None:
         """Gives a walk its epoch, for which no other can be prepared now."""
         foretold = walk.schedule
-        if foretold is None or foretold.total != dataset.num_batches:
+        if foretold is None or foretold.total != build.length_of(dataset):
             self._forget_ahead(walk)
             walk.epoch = self.epoch
             walk.schedule = None
@@ -997,11 +1011,22 @@ class Loader:
         return self._cache is not None and self._cache.holds(index)
 
     def _from_cache(self, walk: Walk, index: int) -> Any:
-        """A batch that an earlier epoch has built."""
+        """A batch that an earlier epoch has built, or `_GONE`."""
         assert self._cache is not None
         walk.cached.discard(walk.position)
         began_s = time.monotonic()
-        batch = self._cache.get(index)
+        try:
+            batch = self._cache.get(index)
+        except (OSError, ValueError) as error:
+            _log.warning(
+                "Batch %d of %s cannot be had from the cache any more (%s); "
+                "it is built again.",
+                index,
+                self._name,
+                error,
+            )
+            self._cache.lose(index)
+            return _GONE
         walk.is_from_cache = True
         timing = Timing(began_s, began_s, began_s, 0.0, 0.0)
         if walk.wants_span(timing):

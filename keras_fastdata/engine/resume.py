@@ -87,6 +87,7 @@ class State:
         dataset: str,
         seed: int | None,
         hooks: tuple[tuple[str, int], ...],
+        is_drawn: bool,
     ) -> None:
         """Refuses to go on here in a dataset that is another one.
 
@@ -94,15 +95,20 @@ class State:
             dataset: Its class name.
             seed: Its seed; `None` if that is still free.
             hooks: Those that have run.
+            is_drawn: Whether that seed is not the user's.
 
         Raises:
             ValueError: It is.
         """
         if seed is not None and seed != self.seed:
+            has = f"has seed={seed}. Pass that one, or none, which takes over "
+            has += "the state's."
+            if is_drawn:
+                has = "has drawn another for its epoch hooks, which have run "
+                has += f"already. Pass `seed={self.seed}` to its constructor."
             raise ValueError(
                 f"The state is of a dataset with seed={self.seed}, and this "
-                f"{dataset} has seed={seed}. Pass that one, or none, which "
-                "takes over the state's."
+                f"{dataset} {has}"
             )
         if hooks != self.hooks[: len(hooks)]:
             raise ValueError(

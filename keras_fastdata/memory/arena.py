@@ -42,6 +42,7 @@ LINE_BYTES = 64
 
 _CLOCK = struct.Struct("<d")
 _LEAST_SLOTS = 256
+_MOST_SLOTS = 4096  # of 1 GiB; for more batches there is no room ahead
 _ADDRESS_SPACE = 1 << 42  # 4 TiB of the 128 TiB a process has on x86-64
 _LEAST_STRIDE = (
     1 << 24
@@ -127,9 +128,10 @@ class Arena:
 
     def __init__(self, warm_slots: int, hold_limit: int) -> None:
         slots = max(_LEAST_SLOTS, 4 * (warm_slots + hold_limit))
+        slots = min(slots, _MOST_SLOTS)
         self.segment = _reserve_segment(slots)
         self._warm_slots = warm_slots
-        self._hold_limit = hold_limit
+        self._hold_limit = min(hold_limit, slots // 2)
         # Last in, first out: the slot used last is the warmest in the caches
         # and has its pages already.
         self._warm: collections.deque[int] = collections.deque()

@@ -24,7 +24,7 @@ def reduce_class(cls: type) -> Any:
         A reduction for pickle, or `NotImplemented` where the class can be
         imported in the worker itself and needs no help.
     """
-    if cls.__module__ != "__main__" and _lookup(cls.__module__, cls) is cls:
+    if is_importable(cls):
         return NotImplemented
     return resolve_class, (
         cls.__module__,
@@ -32,6 +32,11 @@ def reduce_class(cls: type) -> Any:
         _mark(cls),
         cloudpickle.dumps(cls),
     )
+
+
+def is_importable(cls: type) -> bool:
+    """Whether another process has the class under its name."""
+    return cls.__module__ != "__main__" and _lookup(cls.__module__, cls) is cls
 
 
 def resolve_class(

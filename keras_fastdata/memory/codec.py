@@ -16,6 +16,7 @@ import io
 import pickle
 import struct
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, SupportsIndex
@@ -105,6 +106,7 @@ class SlotWriter:
         self._made: list[tuple[weakref.ref[Any], int, int]] = []
         # Address of the slot, once there are arrays outside that lie in it.
         self._address = 0
+        self._lock = threading.Lock()  # `__getitem__` may have threads
 
     def empty(
         self,
@@ -173,8 +175,12 @@ class SlotWriter:
         return self._used
 
     def _allocate(self, nbytes: int) -> tuple[Bytes, int]:
-        start = round_up(self._used)
-        if start + nbytes > self._segment.stride:
+        with self._lock:
+            start = round_up(self._used)
+            fits = start + nbytes <= self._segment.stride
+            if fits:
+                self._used = start + nbytes
+        if not fits:
             remedy = "Make smaller batches."
             if self._segment.stride < USUAL_STRIDE:
                 remedy = (
@@ -186,7 +192,6 @@ class SlotWriter:
                 f"a slot of shared memory ({self._segment.stride:,} bytes). "
                 f"{remedy}"
             )
-        self._used = start + nbytes
         return self._segment.root(self._slot, start, nbytes), start
 
 

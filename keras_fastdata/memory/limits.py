@@ -35,3 +35,13 @@ def named(doing: str) -> Iterator[None]:
         if remedy is None:
             raise
         raise LoaderError(f"{doing}: {error.strerror}. {remedy}") from error
+
+
+def open_files() -> int:
+    """How many files this process may have open; few where nobody tells."""
+    try:
+        import resource
+    except ImportError:  # not POSIX
+        return 256
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1 << 20 if allowed == resource.RLIM_INFINITY else allowed
