@@ -263,7 +263,11 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         self, listener: recorder.Recorder | None
     ) -> TypeGuard[recorder.Recorder]:
         """Whether batches count: those of a probe do not."""
-        return listener is not None and (self._trains or listener.predicts)
+        return (
+            listener is not None
+            and (self._trains or listener.predicts)
+            and listener.is_of(self)
+        )
 
     def book(
         self, listener: recorder.Recorder | None, begun: Pass, waited_s: float
@@ -487,6 +491,12 @@ def training() -> Training:
     return Training(adapter, initial_epoch)
 
 
+def is_within_fit() -> bool:
+    """Whether the caller is an evaluation's or prediction's, amid a `fit`."""
+    names = list(_calls_of_keras("fit", "evaluate", "predict"))
+    return names[:1] != ["fit"] and "fit" in names
+
+
 def _epoch_follows() -> bool:
     """Whether the `fit` around the caller is to run another epoch.
 
@@ -507,6 +517,19 @@ def _epoch_follows() -> bool:
         and epoch + 1 < epochs
         and steps is None
     )
+
+
+def _calls_of_keras(*names: str) -> Iterator[str]:
+    """The calls of such methods of a model that are under way, from within."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_name
+        if name in names:
+            known = frame.f_locals
+            if isinstance(known.get("self"), Trainer):
+                yield name
+            _forget(known)
+        frame = frame.f_back
 
 
 def _call_of_keras(*names: str) -> tuple[str, dict[str, Any]] | None:

@@ -148,3 +148,17 @@ class DrawsMuch(FastPyDataset):
         if self.what == "np.random":
             return np.random.rand(64, 39)
         return np.array([random.random() for _ in range(312)])
+
+
+class Opens(Noted):
+    """Has what cannot be pickled, once a worker has started."""
+
+    def on_worker_start(self):
+        self.lock = (index for index in range(3))  # a generator
+
+    def __getitem__(self, index):
+        if self.table is None:
+            self.table = [index]
+        return super().__getitem__(index)
+
+    table = None

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import pathlib
+import re
+import resource
 import struct
+import subprocess
+import sys
 import textwrap
 import types
 import warnings
@@ -20,6 +25,7 @@ from cache_samples import (
     Hooked,
     Mixed,
     Noted,
+    Opens,
     Reseeded,
     Trainable,
     Varying,
@@ -28,7 +34,12 @@ from cache_samples import (
 )
 from places import PLACES, everywhere, somewhere
 
-from keras_fastdata import LoaderError, LoaderHealth, SampleDataset
+from keras_fastdata import (
+    ArrayDataset,
+    LoaderError,
+    LoaderHealth,
+    SampleDataset,
+)
 
 KINDS = ["memory", "directory"]
 kinds = pytest.mark.parametrize("kind", KINDS)
@@ -369,6 +380,203 @@ def test_a_folder_that_the_cache_is_in_may_change(cached, built, tmp_path):
         list(dataset)
         (tmp_path / "another").touch()
         assert built() == ([] if again else list(range(8)))
+
+
+def _through_partial(value):
+    return functools.partial(int, value)
+
+
+def _cached_property(value):
+    return functools.cached_property(eval(f"lambda self: {value}"))
+
+
+def _cached_method(value):
+    return functools.lru_cache(eval(f"lambda self: {value}"))
+
+
+def _keyword(value):
+    def function(self, *, default=value):
+        return default
+
+    return function
+
+
+def _nested(value):
+    return type("Config", (), {"__qualname__": "Attributed.Config", "k": value})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda value: pathlib.Path(f"/data/v{value}"),
+        np.int64,
+        lambda value: np.dtype(f"uint{8 * value}"),
+        range,
+        lambda value: re.compile(f"a{value}"),
+        lambda value: types.SimpleNamespace(k=value),
+        _through_partial,
+        _cached_property,
+        _cached_method,
+        _keyword,
+        _nested,
+    ],
+    ids=[
+        *("path", "number", "dtype", "range", "pattern", "namespace"),
+        *("partial", "cached property", "cached method", "keyword", "class"),
+    ],
+)
+def test_whatever_a_class_has_makes_another_cache(make, tmp_path, monkeypatch):
+    for number, value in enumerate((1, 2, 1)):
+        monkeypatch.setattr(Attributed, "other", make(value), raising=False)
+        _numbers(Attributed, tmp_path)
+        assert len(list(tmp_path.iterdir())) == min(number + 1, 2)
+
+
+@pytest.mark.parametrize("kind", ["hdf5", "memory map", "view of one"])
+def test_what_is_opened_again_is_looked_at(kind, tmp_path):
+    import h5py
+
+    path = tmp_path / ("x.h5" if kind == "hdf5" else "x.npy")
+
+    def write(value, at):
+        if kind == "hdf5":
+            with h5py.File(path, "w") as file:
+                file["x"] = np.full((4, 2), value)
+        else:
+            np.save(path, np.full((4, 2), value))
+        os.utime(path, ns=(at, at))
+
+    def read():
+        kwargs = {"cache": tmp_path / "cache", "workers": 0}
+        kwargs["cache_version"] = 1
+        if kind == "hdf5":
+            with (
+                h5py.File(path) as file,
+                ArrayDataset(file["x"], batch_size=4, **kwargs) as dataset,
+            ):
+                return [float(x[0, 0]) for x in dataset]
+        mapped = np.load(path, mmap_mode="r")
+        if kind == "view of one":
+            mapped = np.asarray(mapped)
+        with ArrayDataset(mapped, batch_size=4, **kwargs) as dataset:
+            return [float(x[0, 0]) for x in dataset]
+
+    write(1.0, 10**9)
+    assert read() == [1.0]
+    write(2.0, 2 * 10**9)
+    assert read() == [2.0]
+
+
+@pytest.mark.parametrize("holds", ["a set of words", "a class of the script"])
+def test_a_script_that_runs_again_builds_nothing(holds, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent(
+            f"""
+            import dataclasses, pathlib, sys
+            sys.path[:0] = {sys.path!r}
+            import numpy as np
+            from keras_fastdata import FastPyDataset
+
+            @dataclasses.dataclass
+            class Config:
+                scale: int = 2
+
+            class D(FastPyDataset):
+                def __len__(self):
+                    return 3
+                def __getitem__(self, index):
+                    print("built", index)
+                    return np.full(2, index)
+
+            dataset = D(workers=0, cache={str(tmp_path)!r}, cache_version=1)
+            if {holds == "a set of words"}:
+                dataset.words = {{"a", "b", "c", "d", "e"}}
+            else:
+                dataset.config = Config()
+            list(dataset)
+            """
+        )
+    )
+
+    def run(seed):
+        environment = {**os.environ, "PYTHONHASHSEED": str(seed)}
+        done = subprocess.run(
+            [sys.executable, str(script)],
+            capture_output=True,
+            text=True,
+            env=environment,
+            timeout=100,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.count("built")
+
+    assert [run(seed) for seed in (1, 2)] == [3, 0]
+
+
+@pytest.mark.parametrize("place", ["inline", "1 thread"])
+def test_what_workers_and_builds_set_is_no_change(place, tmp_path, built):
+    with Opens(
+        tmp_path / "notes",
+        cache=tmp_path / "cache",
+        cache_version=1,
+        **PLACES[place],
+    ) as dataset:
+        list(dataset)
+        assert built() == list(range(8))
+        dataset.set_epoch(5)
+        list(dataset)
+        assert built() == []
+        dataset.start = 100
+        assert values(dataset) == list(range(100, 108))
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+@somewhere
+def test_a_file_that_is_removed_meanwhile_is_built_again(
+    cached, built, tmp_path, place
+):
+    with cached(length=200, **PLACES[place]) as dataset:
+        list(dataset)
+        built()
+        batches = iter(dataset)
+        seen = [int(next(batches)[0]["scalar"]) for _ in range(20)]
+        for index in (30, 31, 50):
+            (path,) = (tmp_path / "cache").glob(f"*/{index}.batch")
+            path.unlink()
+        seen += values(batches)
+    assert seen == list(range(200))
+    assert built() == [30, 31, 50]
+
+
+def test_all_of_an_epoch_can_be_held_with_few_descriptors(cached, built):
+    before = len(os.listdir("/proc/self/fd"))
+    dataset = cached(length=250)
+    list(dataset)
+    built()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before + 30, hard))
+    try:
+        held = list(dataset)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert values(held) == list(range(250))
+    assert not held[-1][0]["c"].flags.writeable
+    with pytest.raises(ValueError, match="cannot set WRITEABLE"):
+        held[-1][0]["c"].flags.writeable = True
+    assert built() == []
+
+
+def test_what_other_states_have_kept_counts_as_well(cached, built, caplog):
+    def run(version, most):
+        dataset = cached(cache_version=version, cache_bytes=most)
+        list(dataset)
+        list(dataset)
+        return len(built())
+
+    assert run(1, 100_000) == 8
+    assert run(2, 100) == 16
+    assert "bytes are in use" in caplog.text
 
 
 def test_no_more_files_stay_open_than_a_few(cached, built):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import functools
+import logging
 import os
 import sys
 import time
@@ -29,6 +30,9 @@ from keras_fastdata.health.verdict import Kind
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+_log = logging.getLogger("keras_fastdata")
 
 
 @registered
@@ -67,7 +71,8 @@ class LoaderHealth(Callback):
             https://ui.perfetto.dev or chrome://tracing.
 
     Raises:
-        ValueError: `verbose` is neither 0 nor 1.
+        ValueError: `verbose` is neither 0 nor 1. In `fit`: there are two of
+            these callbacks.
         ImportError: `report` is given, and Jinja2 is not installed.
 
     Example:
@@ -97,6 +102,7 @@ class LoaderHealth(Callback):
             pages.require()
         self._meter: Meter | None = None
         self._fits = False
+        self._is_guest = False  # of an evaluation amid that fit
         self._epochs: list[EpochHealth] = []
         self._validations: list[EpochHealth] = []
         self._staff: Staff | None = None  # of the training data
@@ -141,12 +147,15 @@ class LoaderHealth(Callback):
             ImportError: Matplotlib is not installed (the extra `report`).
             RuntimeError: Nothing has been measured yet.
         """
-        if self._record is None:
+        record = self._record
+        if record is None and self._meter is not None:
+            record = self._make_record(self._meter)  # as far as it has come
+        if record is None:
             raise RuntimeError(
                 "There is nothing to plot yet: pass this callback to `fit`, "
-                "`evaluate` or `predict`, and wait for its end."
+                "`evaluate` or `predict`."
             )
-        return plot.plot(self._record)
+        return plot.plot(record)
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
@@ -162,10 +171,21 @@ class LoaderHealth(Callback):
     def set_params(self, params: Any) -> None:
         """Keras calls this when `fit`, `evaluate` or `predict` begins."""
         super().set_params(params)  # type: ignore[misc]
-        self._companions = log_dirs_beside(
-            sys._getframe(1).f_locals.get("self")
-        )
-        self._fits = False  # one that was broken off did not end
+        from keras_fastdata import keras_bridge
+
+        if self._fits and keras_bridge.is_within_fit():
+            # One of its callbacks evaluates, with this one: the fit goes on.
+            self._is_guest = True
+            return
+        caller = sys._getframe(1).f_locals.get("self")
+        beside = list(getattr(caller, "callbacks", ()))
+        if any(isinstance(c, LoaderHealth) and c is not self for c in beside):
+            raise ValueError(
+                "There are two LoaderHealth in `callbacks`. Leave one out: it "
+                "can have `report` and `trace` both."
+            )
+        self._companions = log_dirs_beside(caller)
+        self._fits = self._is_guest = False  # one broken off did not end
         self._stop()
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -179,10 +199,12 @@ class LoaderHealth(Callback):
         self._begin("train")
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if self._meter is not None:
+        if self._meter is not None and not self._is_guest:
             self._meter.step(batch)
 
     def on_test_begin(self, logs: Any = None) -> None:
+        if self._is_guest:
+            return
         if self._fits:
             self._end_training()
             self._begin("validation")
@@ -194,6 +216,9 @@ class LoaderHealth(Callback):
         self.on_train_batch_begin(batch)
 
     def on_test_end(self, logs: Any = None) -> None:
+        if self._is_guest:
+            self._is_guest = False
+            return
         found = self._end()
         if self._fits:
             if found is not None:
@@ -202,6 +227,8 @@ class LoaderHealth(Callback):
             self._conclude(found)
 
     def on_predict_begin(self, logs: Any = None) -> None:
+        if self._is_guest:
+            return
         self._start()
         self._begin("predict")
 
@@ -209,6 +236,9 @@ class LoaderHealth(Callback):
         self.on_train_batch_begin(batch)
 
     def on_predict_end(self, logs: Any = None) -> None:
+        if self._is_guest:
+            self._is_guest = False
+            return
         self._conclude(self._end())
 
     def on_epoch_end(
@@ -230,10 +260,10 @@ class LoaderHealth(Callback):
         self._print_line()
         self._stop()
         self._fits = False
-        self._write_report()
         summary = self.summary()
         if self.verbose and summary.verdict is not None:
             print(summary, flush=True)
+        self._write_report()
 
     # -- measuring ----------------------------------------------------------
 
@@ -296,8 +326,12 @@ class LoaderHealth(Callback):
                 writer.close(record.pids, record.dataset, losses=record.lost)
 
     def _write_report(self) -> None:
-        if self.report is not None and self._record is not None:
+        if self.report is None or self._record is None:
+            return
+        try:
             pages.write_report(self._record, self.report)
+        except OSError as error:  # the training is worth more
+            _log.error("The report could not be written: %s", error)
 
     def _begin(self, phase: str) -> None:
         if self._meter is not None:

@@ -363,25 +363,38 @@ class Loader:
                     self.run_hook(dataset, "on_epoch_end")
                 state = dataclasses.replace(state, within=False)
             self._go_to(state)
+            self._changed = self._torn = True  # workers have another seed
             self._is_restored = bool(self._hooks)
             self.within_epoch = state.within
 
     def set_epoch(self, dataset: build.Dataset, epoch: int) -> None:
         """Has the next walk begin that epoch."""
         with self._own_lock():
+            if epoch == self.epoch and self._resume is None:
+                return
             self._go_to(
                 resume.State(
-                    self.seed, epoch, 0, build.length_of(dataset), shuffle=None
+                    self.seed,
+                    epoch,
+                    0,
+                    build.length_of(dataset),
+                    shuffle=None,
+                    hooks=tuple(self._hooks),
+                    digest=self._digest_of(dataset),
                 )
             )
 
     def _go_to(self, state: resume.State) -> None:
         self.epoch, self._resume = state.epoch, state
-        self._changed = self._torn = True
+        torn, self._torn = self._torn, True
         for walk in self._walks():
-            walk.following = None
+            if walk.following is not None:
+                self._forget_ahead(walk.following)
+                walk.following = None
             if not walk.delivered:
+                self._forget_ahead(walk)
                 walk.begun, walk.schedule, walk.epoch = False, None, None
+        self._torn = torn
 
     def skips_hook(self, name: str, *, starting: bool) -> bool:
         """Whether a hook that Keras calls has run already.
@@ -1023,7 +1036,7 @@ class Loader:
                 "it is built again.",
                 index,
                 self._name,
-                error,
+                str(error),  # and not its frames, for whoever keeps records
             )
             self._cache.lose(index)
             return _GONE

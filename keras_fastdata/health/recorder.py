@@ -76,6 +76,7 @@ _BEGAN = Span._fields.index("began_s")
 _STORED = Span._fields.index("stored_s")
 _DELIVERED = Span._fields.index("delivered_s")
 _WAITED = Span._fields.index("waited_s")
+_RETRIES = Span._fields.index("retries")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,6 +263,7 @@ class Recorder:
         self.skips = 0
         self.on_source: Callable[[Source], None] | None = None
         self._source: weakref.ref[Source] | None = None
+        self._feed: weakref.ref[object] | None = None
         self.predicts = False
         self.wants_quiet = False
         self.is_sampling = False
@@ -278,6 +280,16 @@ class Recorder:
         self.flush()
         self.tally = Tally()
         self._seen = self.batches
+        self._feed = None
+
+    def is_of(self, feed: object) -> bool:
+        """Whether batches come from what the first ones of the stretch did.
+
+        Others are of an evaluation, say, within a callback.
+        """
+        if self._feed is None:
+            self._feed = weakref.ref(feed)
+        return self._feed() is feed
 
     @property
     def source(self) -> Source | None:
@@ -326,6 +338,14 @@ class Recorder:
         """Takes in the spans that have come since."""
         if self._pending:
             self._take_in(len(self._pending), last=True)
+        elif self.batches > self._seen and self._rung:
+            # A few quick ones, of which none was looked at: like the last.
+            count = self.batches - self._seen
+            span = self._ring[(self._rung - 1) % SPANS_KEPT].copy()
+            span[_RETRIES] = 0
+            span[_WAITED] = self.tally.wait_s / count
+            self._seen = self.batches
+            self.tally.take_in(span[np.newaxis], np.array([count]))
 
     def _take_in(self, count: int, *, last: bool = False) -> None:
         seen = self._pending
@@ -414,23 +434,29 @@ def _nothing() -> None:
 
 _MOST_SKIPPED = 1000  # remembered in full; all are counted
 
-_listening: dict[int, weakref.ref[Recorder]] = {}  # by thread
+# By thread; the last one hears. Another one begins where a callback of a fit
+# that is measured calls `evaluate` with a callback that measures that.
+_listening: dict[int, list[weakref.ref[Recorder]]] = {}
 
 
 def listen(recorder: Recorder) -> None:
     """Has a recorder hear of the calling thread's batches, and no other."""
-    _listening[threading.get_ident()] = weakref.ref(recorder)
+    present = _listening.setdefault(threading.get_ident(), [])
+    present.append(weakref.ref(recorder))
 
 
 def leave(recorder: Recorder) -> None:
     """Has a recorder hear of nothing any more. Idempotent."""
     thread = threading.get_ident()
-    reference = _listening.get(thread)
-    if reference is not None and reference() in (recorder, None):
-        del _listening[thread]
+    present = _listening.get(thread, [])
+    present[:] = [r for r in present if r() not in (recorder, None)]
+    if not present:
+        _listening.pop(thread, None)
 
 
 def of(thread: int) -> Recorder | None:
     """The recorder that listens to a thread, by `threading.get_ident`."""
-    reference = _listening.get(thread)
-    return None if reference is None else reference()
+    for reference in reversed(_listening.get(thread, ())):
+        if (found := reference()) is not None:
+            return found
+    return None

@@ -164,6 +164,8 @@ class StepClock:
         self._before_s = 0.0  # own time before the first step
         self._usual_s = self._disturbed_s = 0.0  # of these, with their waits
         self._disturbed = 0  # steps that were sampled, or end quietly
+        self._resting_s = 0.0  # of the disturbed ones, until workers rested
+        self._rested_s = 0.0  # and what they took besides, without the waits
         self._long: list[_LongStep] = []
         self._running = True
 
@@ -223,7 +225,12 @@ class StepClock:
         if usual <= 0:
             return wall_s - (self._recorder.rested_s - self._began_rest_s)
         usual_s = self._usual_s - sum(step.whole_s for step in compiled)
-        return wall_s + disturbed * usual_s / usual - self._disturbed_s
+        # But no more was added than the time that workers rested, or waited
+        # for each other to: a batch that was late by more was late in itself.
+        least_s = self._disturbed_s - self._rested_s - self._resting_s
+        most_s = self._disturbed_s + self._rested_s
+        would_be_s = min(max(disturbed * usual_s / usual, least_s), most_s)
+        return wall_s + would_be_s - self._disturbed_s
 
     def pause(self) -> None:
         """The thread is about to wait for a batch, maybe in mid-step."""
@@ -286,6 +293,8 @@ class StepClock:
             if self._recorder.is_sampling or self._recorder.wants_quiet:
                 self._disturbed += self._calls
                 self._disturbed_s += whole_s
+                self._resting_s += self._recorder.rested_s - self._mark_rest_s
+                self._rested_s += own_s
             else:
                 self._usual_s += whole_s
                 self._note_if_long(host_s, whole_s)

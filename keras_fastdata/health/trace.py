@@ -309,6 +309,7 @@ class _File:
         self._lines: list[str] = []
         self._waiting = 0  # bytes of them
         folder, name = os.path.split(os.path.abspath(path))
+        os.makedirs(folder, exist_ok=True)
         unique = f"{self._pid}-{time.monotonic_ns()}"
         self._temporary = os.path.join(folder, f".{name}.{unique}.part")
         # Not of `tempfile`, which would make a file for its owner alone.

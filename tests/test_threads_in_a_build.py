@@ -1,0 +1,119 @@
+"""`self.rng` and the like, asked for by threads that `__getitem__` starts."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import numpy as np
+import pytest
+from pool_samples import DrawnInPool, Pooled, PooledSamples
+
+from keras_fastdata import FastPyDataset, LoaderError
+from keras_fastdata.memory.arena import Arena
+from keras_fastdata.memory.codec import SlotWriter
+
+PLACES = {
+    "1 thread": {"workers": 1},
+    "2 processes": {"workers": 2, "use_multiprocessing": True},
+    "auto": {"workers": "auto"},
+}
+
+
+@pytest.mark.parametrize("kind", [Pooled, DrawnInPool, PooledSamples])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_thread_of_a_build_is_told_of_its_batch(kind, place):
+    def epochs(**kwargs):
+        with kind(seed=1, **kwargs) as dataset:
+            return [[x.tolist() for x in dataset] for _ in range(3)]
+
+    assert epochs(**PLACES[place]) == epochs(workers=0)
+
+
+def test_what_a_sample_draws_does_not_depend_on_the_batch_it_is_in():
+    def drawn(batch_size):
+        dataset = PooledSamples(batch_size=batch_size, seed=1, workers=0)
+        return np.concatenate(list(dataset)).tolist()
+
+    assert drawn(3) == drawn(4) == drawn(12)
+
+
+def test_where_several_batches_are_built_at_once_it_is_told_what_to_do():
+    with (
+        Pooled(seed=1, workers=2) as dataset,
+        pytest.raises(LoaderError, match=r"self\.\w+.*hand it to the thread"),
+    ):
+        list(dataset)
+
+
+def test_auto_never_builds_such_batches_in_threads():
+    with Pooled(seed=1, workers="auto") as dataset:
+        for _ in range(4):
+            list(dataset)
+        assert dataset._loader()._auto._tuner.is_barred(processes=False)
+
+
+def test_who_consumes_is_told_of_the_next_epoch_while_threads_build():
+    building, go_on = threading.Event(), threading.Event()
+
+    class Waits(FastPyDataset):
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, index):
+            if index == 1:
+                building.set()
+                assert go_on.wait(60)
+            return np.full(2, index)
+
+    with Waits(workers=2) as dataset:
+        batches = iter(dataset)
+        next(batches)
+        assert building.wait(60)
+        asked = []
+
+        def consume():
+            # Another walk, in a thread that is not the main one.
+            iterator = iter(dataset)
+            next(iterator)
+            asked.append((dataset.epoch, dataset.worker_index))
+
+        consumer = threading.Thread(target=consume)
+        assert (dataset.epoch, dataset.worker_index) == (1, None)
+        consumer.start()
+        consumer.join(60)
+        assert asked == [(2, None)]
+        go_on.set()
+        next(batches)
+
+
+def test_threads_get_arrays_of_a_slot_that_do_not_overlap():
+    arena = Arena(warm_slots=1, hold_limit=1)
+    writer = SlotWriter(arena.segment, 0, in_place=True)
+    made = [[] for _ in range(4)]
+    start = threading.Barrier(4)
+
+    def make(arrays):
+        start.wait(60)
+        for _ in range(2000):
+            arrays.append(writer.empty((64, 64), "uint8"))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=make, args=(a,)) for a in made]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    finally:
+        sys.setswitchinterval(interval)
+    places = sorted(
+        array.__array_interface__["data"][0]
+        for arrays in made
+        for array in arrays
+    )
+    assert len(places) == 8000
+    assert min(np.diff(places)) >= 64 * 64
+    made.clear()
+    arena.close()
