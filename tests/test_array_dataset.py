@@ -10,6 +10,7 @@ import h5py
 import keras
 import numpy as np
 import pytest
+import scipy.sparse
 from array_samples import Doubling, doubled, jittered
 from places import PLACES, everywhere, somewhere
 
@@ -237,6 +238,7 @@ def test_a_model_trains_on_arrays_with_weights(place):
             "50 in `x`, 3 in `y`",
         ),
         (functools.partial(ArrayDataset, 3), TypeError, "has no rows"),
+        (functools.partial(ArrayDataset, None, LABELS), TypeError, "`x` must"),
         (functools.partial(ArrayDataset, []), ValueError, "no array"),
         (
             functools.partial(ArrayDataset, ROWS, None, LABELS),
@@ -317,6 +319,29 @@ def test_a_subclass_may_have_a_transform_that_draws(place):
 
 
 @pytest.mark.backend
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("kind", ["csr", "csc", "coo"])
+def test_rows_of_a_sparse_matrix_stay_sparse(kind, shuffle):
+    matrix = scipy.sparse.random(50, 4, 0.3, format=kind, rng=1)
+    dataset = ArrayDataset(
+        matrix, LABELS, batch_size=8, shuffle=shuffle, workers=0
+    )
+    batches = list(dataset)
+    assert all(scipy.sparse.issparse(x) for x, _ in batches)
+    rows = np.concatenate([x.toarray() for x, _ in batches])
+    labels = np.concatenate([y for _, y in batches])
+    np.testing.assert_array_equal(rows, matrix.toarray()[labels])
+
+
+def test_another_transform_may_be_assigned_that_draws():
+    dataset = ArrayDataset(ROWS, transform=np.negative, workers=0)
+    assert next(iter(dataset))[0, 0] == -ROWS[0, 0]
+    dataset.transform = lambda x, rng: x * rng.integers(2, 3)
+    assert next(iter(dataset))[0, 0] == 2 * ROWS[0, 0]
+    dataset.transform = None
+    assert next(iter(dataset))[0, 0] == ROWS[0, 0]
+
+
 def test_several_inputs_without_targets_are_inputs_to_keras():
     inputs = [keras.Input((4,)), keras.Input((4,))]
     model = keras.Model(inputs, keras.layers.Subtract()(inputs))

@@ -148,6 +148,18 @@ def test_a_buffer_that_is_filled_again_is_copied_into_its_batch(place):
     ]
 
 
+def test_a_memory_that_is_filled_again_is_copied_as_well():
+    def refilled():
+        buffer = np.zeros(2, "float32")
+        for number in range(4):
+            buffer[:] = number
+            yield memoryview(buffer)
+
+    with GeneratorDataset(refilled, 2, workers=0) as dataset:
+        found = [batch.tolist() for batch in dataset]
+    assert found == [[[0, 0], [1, 1]], [[2, 2], [3, 3]]]
+
+
 @somewhere
 def test_a_generator_may_say_itself_that_it_has_ended(place):
     dataset = GeneratorDataset(ending, 3, num_shards=1, **PLACES[place])
@@ -227,6 +239,11 @@ def test_its_number_of_workers_is_told_and_stays():
     assert GeneratorDataset(Numbers(9), workers=0).workers == 0
     with pytest.raises(AttributeError, match="workers"):
         dataset.workers = 4
+    with pytest.raises(AttributeError, match="use_multiprocessing"):
+        dataset.use_multiprocessing = True
+    with pytest.raises(AttributeError, match="max_queue_size"):
+        dataset.max_queue_size = 20
+    assert not dataset.use_multiprocessing
 
 
 # -- what is refused ---------------------------------------------------------

@@ -477,6 +477,11 @@ def test_a_split_is_that_of_keras(shuffle, folder):
         ({"labels": [1, 2]}, "one label for each of the"),
         ({"class_names": ["cats", "owls"]}, r"has no \['owls'\]"),
         ({"labels": None, "class_names": ["cats"]}, "inferred"),
+        ({"labels": None, "label_mode": None, "class_names": ["a"]}, "inferr"),
+        (
+            {"labels": list(range(5, 26)), "label_mode": "categorical"},
+            "labels from 0 to",
+        ),
         ({"validation_split": 2.0, "subset": "training"}, "between 0 and 1"),
         ({"validation_split": 0.5}, "both or neither"),
         ({"validation_split": 0.5, "subset": "test"}, "validation"),
@@ -519,6 +524,11 @@ def test_a_folder_without_images_says_what_is_looked_for(tmp_path):
             "height and a width",
         ),
         (
+            functools.partial(ImageFileDataset, ["a"], image_size=None),
+            ValueError,
+            "height and a width",
+        ),
+        (
             functools.partial(ImageFileDataset, ["a"], color_mode="bgr"),
             ValueError,
             "rgba",
@@ -549,6 +559,18 @@ def test_a_folder_without_images_says_what_is_looked_for(tmp_path):
 def test_what_cannot_be_meant_is_refused(make, error, said):
     with pytest.raises(error, match=said):
         make()
+
+
+def test_a_number_of_numpys_is_a_size(paths):
+    assert read(paths[0], image_size=np.int64(16)).shape == (16, 16, 3)
+
+
+def test_without_labels_classes_may_be_named_all_the_same(folder):
+    (name, *_) = sorted(entry.name for entry in folder.iterdir())
+    dataset = ImageFileDataset.from_directory(
+        folder, label_mode=None, class_names=[name]
+    )
+    assert dataset.labels is None
 
 
 @pytest.mark.parametrize("missing", ["PIL.Image", "simplejpeg"])

@@ -216,6 +216,53 @@ def test_ragged_samples_are_padded(pad_to):
     assert batch.tolist() == [[0, 1, -1, -1], [0, 1, 2, 3], [0, 1, 2, -1]]
 
 
+class Column:
+    """As one of pandas's: by label, unless it is asked for `iloc`."""
+
+    def __init__(self, values, labels):
+        self.iloc = values
+        self.labels = labels
+
+    def __len__(self):
+        return len(self.iloc)
+
+    def __getitem__(self, label):
+        return self.iloc[self.labels.index(label)]
+
+    def to_numpy(self):
+        return np.asarray(self.iloc)
+
+
+class Table(Column):
+    columns = ("a",)
+
+
+def test_a_buffer_that_is_filled_again_is_padded_like_any():
+    class Refills(SampleDataset):
+        num_samples = 4
+        buffer = np.zeros(3, "float32")
+
+        def get_sample(self, index):
+            self.buffer[:] = index
+            return self.buffer[: 1 + index % 3]
+
+    (batch,) = batches(Refills(pad_to="longest", pad_value=-1))
+    assert batch.tolist() == [[0, -1, -1], [1, 1, -1], [2, 2, 2], [3, -1, -1]]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 0.1, np.float64(0.1)])
+def test_any_number_pads_floats(value):
+    samples = [np.ones(n, "float32") for n in (1, 2)]
+    (batch,) = batches(SampleDataset(samples, pad_to=2, pad_value=value))
+    np.testing.assert_array_equal(batch[0], np.array([1, value], "float32"))
+
+
+def test_a_column_of_a_table_has_samples_by_position():
+    column = Column([10.0, 11.0, 12.0, 13.0], labels=[2, 0, 3, 9])
+    (batch,) = batches(SampleDataset(column))
+    assert batch.tolist() == [10, 11, 12, 13]
+
+
 def test_each_part_of_a_sample_is_padded_its_own_way():
     samples = [({"a": np.ones((n, n)), "b": np.ones(2)}, n) for n in (1, 2)]
     pad_to = ({"a": (3, 2), "b": None}, None)
@@ -318,6 +365,16 @@ def test_an_exception_names_the_sample(place):
             functools.partial(SampleDataset, [1], sampler=[[1]]),
             ValueError,
             "one for each",
+        ),
+        (
+            functools.partial(SampleDataset, Table([1], labels=[0])),
+            TypeError,
+            "ArrayDataset",
+        ),
+        (
+            functools.partial(SampleDataset, {"a": [1]}),
+            TypeError,
+            "by key.*ArrayDataset",
         ),
         (
             functools.partial(SampleDataset, [1], colour="red"),

@@ -346,4 +346,5 @@ def _map(file: io.BufferedReader) -> memoryview:
     size = os.fstat(file.fileno()).st_size
     read = aligned_empty(size, np.uint8)
     read = read[: file.readinto(read.data)]
-    return read.data.toreadonly()
+    _lock(read)
+    return read.data
