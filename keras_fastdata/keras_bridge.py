@@ -117,6 +117,14 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         return self._has_hooks
 
     @property
+    def next_epoch(self) -> int:
+        """The number of the epoch that is to come, as the dataset counts."""
+        if self._begun is not None:
+            return self._begun.epoch
+        number: int = self.py_dataset._loader().epoch
+        return number
+
+    @property
     def is_seeded(self) -> bool:
         """Whether what draws a seed draws the same one in every run."""
         return rng_utils.get_random_seed() is not None

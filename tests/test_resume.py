@@ -531,3 +531,226 @@ def test_the_checkpoint_survives_keras_saving(tmp_path):
     for wrong in ("batch", 0, 1.5, None):
         with pytest.raises((ValueError, TypeError), match="`save_freq`"):
             DatasetCheckpoint("a", wrong)
+
+
+# -- what goes on beyond an epoch ----------------------------------------------
+
+
+class Dies(keras.callbacks.Callback):
+    """Ends the training when an epoch begins."""
+
+    def __init__(self, epoch):
+        super().__init__()
+        self.epoch = epoch
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == self.epoch:
+            raise RuntimeError("killed")
+
+
+def losses_until(dataset, folder, *callbacks, epochs, steps_per_epoch):
+    """The mean loss of each epoch, of a model that does not learn."""
+    model = model_of()
+    model.compile(keras.optimizers.SGD(0.0), "mse")
+    found = []
+    callbacks = [
+        keras.callbacks.BackupAndRestore(str(folder / "backup")),
+        DatasetCheckpoint(folder / "data.json"),
+        keras.callbacks.LambdaCallback(
+            on_epoch_end=lambda epoch, logs: found.append(logs["loss"])
+        ),
+        *callbacks,
+    ]
+    with dataset:
+        try:
+            model.fit(
+                dataset,
+                verbose=0,
+                epochs=epochs,
+                steps_per_epoch=steps_per_epoch,
+                callbacks=callbacks,
+            )
+        except RuntimeError as error:
+            assert str(error) == "killed"  # noqa: PT017
+    return found
+
+
+@pytest.mark.backend
+@pytest.mark.parametrize("dies_at", [1, 2, 3])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_with_steps_per_epoch_the_data_goes_on_where_it_was(
+    ahead, dies_at, tmp_path, monkeypatch
+):
+    if ahead:
+        # As on an accelerator, where Keras fetches one batch ahead.
+        if keras.backend.backend() != "jax":
+            pytest.skip("Keras does so on JAX alone")
+        monkeypatch.setattr("jax.default_backend", lambda: "gpu")
+
+    def run(folder, *callbacks):
+        dataset = Drawn(length=12, seed=3, shuffle=False)
+        return losses_until(
+            dataset, folder, *callbacks, epochs=6, steps_per_epoch=4
+        )
+
+    expected = run(tmp_path / "undisturbed")
+    found = run(tmp_path, Dies(dies_at))
+    assert len(found) == dies_at
+    found += run(tmp_path)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_on_mirrored_devices_what_was_fetched_ahead_does_not_count(tmp_path):
+    if keras.backend.backend() != "tensorflow":
+        pytest.skip("tf.distribute is TensorFlow's")
+    script = tmp_path / "train.py"
+    script.write_text(
+        f"import sys\nsys.path[:0] = {sys.path!r}\n"
+        """
+import json
+import keras
+import tensorflow as tf
+from resume_samples import Drawn
+from keras_fastdata import DatasetCheckpoint
+
+cpu = tf.config.list_physical_devices("CPU")[0]
+half = tf.config.LogicalDeviceConfiguration()
+tf.config.set_logical_device_configuration(cpu, [half, half])
+with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+
+
+def where(epoch, logs):
+    with open("data.json") as file:
+        print("at", json.load(file)["states"][-1]["dataset"]["position"])
+
+
+model.fit(
+    Drawn(length=12, seed=3, shuffle=False),
+    epochs=3,
+    steps_per_epoch=3,
+    verbose=0,
+    callbacks=[
+        keras.callbacks.BackupAndRestore("backup"),
+        DatasetCheckpoint("data.json"),
+        keras.callbacks.LambdaCallback(on_epoch_end=where),
+    ],
+)
+"""
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["at", "3", "at", "6", "at", "9"]
+
+
+@pytest.mark.backend
+def test_a_dataset_in_hand_is_trained_on_in_a_second_stage(tmp_path):
+    with Reshuffled(seed=3) as dataset:
+        expected = fit(dataset, epochs=4).history["loss"]
+    checkpoint = DatasetCheckpoint(tmp_path / "data.json")
+    model = model_of()
+    found = []
+    with Reshuffled(seed=3) as dataset:
+        for first, last in ((0, 2), (2, 4)):
+            history = model.fit(
+                dataset,
+                epochs=last,
+                initial_epoch=first,
+                callbacks=[checkpoint],
+                verbose=0,
+            )
+            found += history.history["loss"]
+    assert len(found) == len(expected)
+
+
+@pytest.mark.parametrize("is_set", [False, True])
+def test_who_has_hooks_and_no_seed_is_told_before_it_is_too_late(
+    is_set, tmp_path, caplog, monkeypatch
+):
+    seed = 1 if is_set else None
+    monkeypatch.setattr(
+        "keras.src.utils.rng_utils.get_random_seed", lambda: seed
+    )
+    with Reshuffled() as dataset:
+        fit(dataset, DatasetCheckpoint(tmp_path / "data.json"))
+    assert ("has no `seed`" in caplog.text) == (not is_set)
+
+
+def test_who_has_drawn_a_seed_for_hooks_is_told_which_to_pass():
+    with Reshuffled() as dataset:
+        fit(dataset)
+        state = dataset.state_dict()
+        drawn = dataset._loader().seed
+    random.seed(drawn)  # `fit` has set it
+    with Reshuffled() as other:
+        other._loader().run_hook(other, "on_epoch_end")
+        with pytest.raises(ValueError, match=f"Pass `seed={drawn}`"):
+            other.load_state_dict(state)
+
+
+# -- several processes and epochs ----------------------------------------------
+
+
+def test_states_from_before_the_first_batch_agree_on_the_order():
+    def shards():
+        return [Drawn(8, shard=(i, 2), shuffle=True) for i in (0, 1)]
+
+    states = [dataset.state_dict() for dataset in shards()]
+    seen = []
+    for dataset, state in zip(shards(), states, strict=True):
+        dataset.load_state_dict(through_json(state))
+        with dataset:
+            seen += [int(x[0, 0]) for x, _ in dataset]
+    assert sorted(seen) == list(range(8))
+
+
+@pytest.mark.parametrize("place", ["2 processes", "4 threads"])
+def test_choosing_the_epoch_keeps_the_workers(place):
+    with Drawn(seed=3, shuffle=True, **PLACES[place]) as dataset:
+        expected = [list(dataset) for _ in range(4)]
+    with Drawn(seed=3, shuffle=True, **PLACES[place]) as dataset:
+        assert_same(list(dataset), expected[0])
+        workers = dataset._loader()._workers
+        for epoch in (1, 3, 2, 0, 1, 1):
+            dataset.set_epoch(epoch)
+            assert_same(list(dataset), expected[epoch])
+        assert dataset._loader()._workers is workers
+
+
+def test_a_state_of_a_chosen_epoch_knows_the_hooks():
+    with Reshuffled(seed=5) as dataset:
+        fit(dataset, epochs=2)
+        dataset.set_epoch(7)
+        state = through_json(dataset.state_dict())
+        expected = list(dataset)
+    with Reshuffled(seed=5) as other:
+        other.load_state_dict(state)
+        assert_same(list(other), expected)
+
+
+@pytest.mark.parametrize("number", [np.int64(4), np.uint8(4)])
+def test_a_length_of_numpys_is_a_number_to_json(number):
+    class Sized(Drawn):
+        num_batches = number
+
+    with Sized(seed=3) as dataset:
+        next(iter(dataset))
+        assert through_json(dataset.state_dict())["num_batches"] == 4
+
+
+@pytest.mark.parametrize(
+    ("length", "error"), [(2.5, TypeError), (-1, ValueError), ("4", TypeError)]
+)
+def test_a_length_that_cannot_be_one_is_refused(length, error):
+    class Sized(Drawn):
+        num_batches = length
+
+    with Sized() as dataset, pytest.raises(error, match="`num_batches` must"):
+        next(iter(dataset))

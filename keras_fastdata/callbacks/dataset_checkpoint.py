@@ -234,7 +234,7 @@ class DatasetCheckpoint(Callback):
     def _begin_with(self, epoch: int) -> None:
         """Begins a later epoch, of which nothing was saved."""
         dataset = self._adapter.py_dataset
-        if dataset._loader().epoch == epoch:
+        if self._adapter.next_epoch == epoch:
             return  # it was trained on until here
         if self._adapter.has_hooks:
             raise ValueError(

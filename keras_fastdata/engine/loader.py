@@ -155,6 +155,14 @@ class Pass(Iterator[Any]):
         return self._loader.state(self._dataset, self._walk, behind)
 
     @property
+    def epoch(self) -> int:
+        """Its number; or what it will be, if no other begins before."""
+        walk = self._walk
+        if walk.begun and walk.epoch is not None:
+            return walk.epoch
+        return self._loader.epoch
+
+    @property
     def is_empty(self) -> bool:
         """Whether no batch has been delivered."""
         return not self._walk.delivered
