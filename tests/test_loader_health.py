@@ -204,6 +204,67 @@ def test_steps_per_epoch_cut_what_is_measured():
     assert all(0.5 < share <= 1 for share in logs["data_wait"])
 
 
+@pytest.mark.parametrize("workers", [2, 0])
+def test_short_epochs_of_quick_batches_have_a_share_each(workers):
+    dataset = FreeData(length=1000, max_queue_size=64, workers=workers)
+    logs = _fit(dataset, LoaderHealth(0), steps_per_epoch=3, epochs=12)
+    assert len(logs["data_wait"]) == 12
+
+
+# -- within a callback ---------------------------------------------------------
+
+
+class Evaluates(keras.callbacks.Callback):
+    """Evaluates on slow data in the middle of an epoch."""
+
+    def __init__(self, *callbacks, epochs=(0, 1, 2)):
+        super().__init__()
+        self.callbacks, self.epochs = list(callbacks), epochs
+        self.epoch = 0
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 3 and self.epoch in self.epochs:
+            with SlowData(length=4) as data:
+                self.model.evaluate(data, callbacks=self.callbacks, verbose=0)
+
+
+def test_an_evaluation_within_a_callback_is_no_training():
+    health = LoaderHealth(0)
+    _fit(FreeData(), health, SlowSteps(), Evaluates(), epochs=3)
+    epochs = health.summary().epochs
+    assert [epoch.batches for epoch in epochs] == [8, 8, 8]
+    assert [epoch.phase for epoch in epochs] == ["train"] * 3
+    assert max(epoch.build_s_p95 for epoch in epochs) < _WAIT_S / 2
+
+
+def test_an_evaluation_within_a_fit_may_be_measured_too():
+    health, inner = LoaderHealth(0), LoaderHealth(0)
+    logs = _fit(SlowData(), health, Evaluates(inner, epochs=[1]), epochs=3)
+    assert len(logs["data_wait"]) == 3
+    assert [e.batches for e in health.summary().epochs] == [8, 8, 8]
+    (found,) = inner.summary().epochs
+    assert (found.phase, found.batches) == ("evaluate", 4)
+
+
+def test_the_callback_of_the_fit_goes_on_through_an_evaluation_with_it():
+    health = LoaderHealth(0)
+    logs = _fit(SlowData(), health, Evaluates(health, epochs=[1]), epochs=3)
+    assert len(logs["data_wait"]) == 3
+    assert [e.batches for e in health.summary().epochs] == [8, 8, 8]
+    model = _model()
+    with FreeData() as data:
+        model.evaluate(data, callbacks=[health], verbose=0)
+    assert [e.phase for e in health.summary().epochs] == ["evaluate"]
+
+
+def test_two_of_them_are_refused():
+    with pytest.raises(ValueError, match="two LoaderHealth"):
+        _fit(FreeData(), LoaderHealth(0), LoaderHealth(0))
+
+
 # -- validation --------------------------------------------------------------
 
 
@@ -487,6 +548,20 @@ def test_a_page_is_written_at_the_end(tmp_path):
     assert "SlowData" in text
 
 
+def test_a_report_that_cannot_be_written_does_not_end_a_fit(caplog, capsys):
+    pytest.importorskip("jinja2")
+    logs = _fit(SlowData(), LoaderHealth(report="/proc/nowhere/health.html"))
+    assert len(logs["loss"]) == 1
+    assert "The report could not be written" in caplog.text
+    assert "io_bound" in capsys.readouterr().out
+
+
+def test_folders_are_made_for_a_trace(tmp_path):
+    path = tmp_path / "a" / "b" / "trace.json"
+    _fit(SlowData(), LoaderHealth(0, trace=path))
+    assert path.exists()
+
+
 def test_without_jinja2_a_report_is_refused_at_once(monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(ImportError, match=r"keras-fastdata\[report\]"):
@@ -547,6 +622,20 @@ def test_it_plots_and_a_notebook_shows_it():
     _fit(SlowData(), health)
     assert len(health.plot().axes) >= 4
     assert "io_bound" in health._repr_html_()
+
+
+def test_what_a_broken_fit_has_done_can_be_plotted():
+    pytest.importorskip("matplotlib")
+
+    class Breaks(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 5:
+                raise KeyboardInterrupt
+
+    health = LoaderHealth(0)
+    with pytest.raises(KeyboardInterrupt):
+        _fit(SlowData(), health, Breaks())
+    assert len(health.plot().axes) >= 4
 
 
 # -- saving ------------------------------------------------------------------

@@ -198,6 +198,12 @@ class Opening(FastPyDataset):
         return self.rng.normal(size=3), np.zeros(3)
 
 
+def test_builds_are_measured_and_not_the_cache(tmp_path):
+    cached = samples.Sleeping(cache=tmp_path / "cache", cache_version=1)
+    assert _profile(cached).build_s_p50 >= 0.03
+    assert not (tmp_path / "cache").exists()
+
+
 def test_the_dataset_is_afterwards_what_it_was():
     dataset = Opening(workers=3, max_queue_size=4)
     dataset.opened = False

@@ -229,6 +229,37 @@ def test_a_recorder_hears_of_its_own_thread_until_it_leaves():
     assert recorder.of(here) is None
 
 
+def test_the_later_of_two_recorders_hears_until_it_leaves():
+    here = threading.get_ident()
+    first, second = Recorder(), Recorder()
+    recorder.listen(first)
+    recorder.listen(second)
+    assert recorder.of(here) is second
+    recorder.leave(first)
+    assert recorder.of(here) is second
+    recorder.listen(first)
+    recorder.leave(first)
+    recorder.leave(second)
+    assert recorder.of(here) is None
+
+
+def test_batches_of_which_none_was_looked_at_are_like_the_last_before():
+    heard = Recorder(interval_s=1.0)
+    heard.add(span(), 0.5)
+    heard.flush()
+    build_s = heard.tally.build_s
+    heard.begin()
+    for _ in range(3):
+        heard.add(None, 0.25)
+    heard.flush()
+    assert heard.tally.batches == 3
+    assert heard.tally.build_s == pytest.approx(3 * build_s)
+    assert heard.tally.wait_s == 0.75
+    heard.begin()
+    heard.flush()
+    assert heard.tally.batches == 0
+
+
 def test_a_recorder_that_is_gone_hears_of_nothing():
     heard = Recorder()
     recorder.listen(heard)

@@ -202,6 +202,25 @@ def test_steps_that_builds_slow_down_are_known_from_those_beside_which_none_run(
     assert stretch.free_s == pytest.approx(200 * needed_s, rel=0.1)
 
 
+@pytest.mark.parametrize("at", range(1, 10))
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_batch_that_comes_late_counts_whichever_steps_are_sampled(
+    world, asynchronous, at
+):
+    real = world(0.0, 0.05, asynchronous)
+    real.epoch(10)
+    real.clock.begin(1)
+    began_s = real.now_s
+    for step in range(10):
+        real.load_s = 2.5 if step == at else 0.0
+        real.clock.step(step)
+        real.fetch()
+        real.compute()
+    found = real.clock.end()
+    assert found.wall_s == pytest.approx(real.now_s - began_s, rel=0.15)
+    assert found.free_s == pytest.approx(0.5, rel=0.15)
+
+
 def test_slow_steps_of_a_first_epoch_do_not_count_in_the_second(world):
     real = world(0.02, 0.05, ahead=True)
     real.epoch(40)
