@@ -174,11 +174,13 @@ class FastPyDataset(_Base):
             `None`: nowhere.
         cache_bytes: How much that may be; what is beyond it is built in every
             epoch. `None`: for "memory", half of the memory that is free when
-            the first epoch begins; no bound for a directory.
+            the first epoch begins; no bound for a directory, where batches of
+            other states of such a dataset count as well.
         cache_version: For a directory: any string or integer; another one
             makes its batches invalid. So does a change of the dataset's
-            class, of its attributes, or of files whose paths it holds; but
-            functions that `__getitem__` calls are not looked at.
+            class, of its attributes, or of files that it has open or whose
+            paths it holds; but functions that `__getitem__` calls are not
+            looked at, nor attributes that builds set.
         executor: "local": workers are threads or processes of this machine,
             as above. "ray": they are Ray actors, on this machine or a
             cluster (`pip install 'keras-fastdata[ray]'`), with all that is
@@ -207,7 +209,10 @@ class FastPyDataset(_Base):
     whatever `__getitem__` raises.
 
     While a batch is built, `self.rng`, `self.epoch`, `self.worker_index` and
-    `self.empty` answer for that batch.
+    `self.empty` answer for that batch; also threads that `__getitem__` has
+    started. But where several worker threads build at once, ask in
+    `__getitem__` itself and hand the answer on: whose such a thread is cannot
+    be told, and it gets a `LoaderError`.
 
     Example:
 
