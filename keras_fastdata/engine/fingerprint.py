@@ -13,7 +13,6 @@ import contextlib
 import functools
 import hashlib
 import io
-import itertools
 import os
 import pathlib
 import pickletools
@@ -133,9 +132,12 @@ def _digest_of(dataset: build.Dataset, value: Any) -> bytes:
     digest.update(pickled)
     for buffer in buffers:
         digest.update(buffer)
-    # What was opened, a file, a memory map, is pickled as its path.
-    texts = (a for _, a, _ in pickletools.genops(pickled) if type(a) is str)
-    for path in itertools.chain(_paths([value], _DEPTH), texts):
+    paths = list(_paths([value], _DEPTH))
+    if handles.__name__.encode() in pickled:
+        # What is to be opened again, a file, a memory map, is there as a path.
+        opcodes = pickletools.genops(pickled)
+        paths += [text for _, text, _ in opcodes if isinstance(text, str)]
+    for path in dict.fromkeys(paths):
         try:
             found = os.stat(path)
         except (OSError, ValueError):
