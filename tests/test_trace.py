@@ -449,9 +449,10 @@ def test_what_a_killed_process_leaves_can_be_completed(tmp_path, path):
     assert _arrows(_read(path)) == [(0, 0), (1, 1), (2, 2)]
 
 
-def test_a_folder_that_does_not_exist_is_an_error_at_once(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        TraceWriter(tmp_path / "nowhere" / "trace.json")
+def test_a_folder_that_cannot_be_made_is_an_error_at_once(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        TraceWriter(tmp_path / "file" / "folder" / "trace.json")
 
 
 def test_a_full_disk_ends_the_trace_and_not_the_training(
