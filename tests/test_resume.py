@@ -576,7 +576,7 @@ def losses_until(dataset, folder, *callbacks, epochs, steps_per_epoch):
 
 
 @pytest.mark.backend
-@pytest.mark.parametrize("dies_at", [1, 2, 3])
+@pytest.mark.parametrize("dies_at", [long(1), 2, long(3)])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_with_steps_per_epoch_the_data_goes_on_where_it_was(
     ahead, dies_at, tmp_path, monkeypatch

@@ -360,7 +360,10 @@ print(json.dumps([
     assert _in_a_fresh_process(script, tmp_path) == [7, 1, 1, [], []]
 
 
-@pytest.mark.parametrize("name", ["FastPyDataset", "LoaderHealth"])
+@pytest.mark.parametrize(
+    "name",
+    ["FastPyDataset", pytest.param("LoaderHealth", marks=pytest.mark.long)],
+)
 def test_keras_is_imported_when_it_is_needed_and_with_its_backend_alone(
     name, tmp_path
 ):

@@ -626,10 +626,8 @@ def _thaw(path):
         file.write("THAWED")
 
 
-@pytest.mark.parametrize(
-    "start_method",
-    ["forkserver", pytest.param("fork", marks=pytest.mark.long)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("start_method", ["forkserver", "fork"])
 def test_a_frozen_worker_is_left_behind_and_ends_when_it_thaws(
     start_method, monkeypatch, tmp_path, caplog, freezer
 ):
