@@ -467,13 +467,8 @@ def test_what_is_opened_again_is_looked_at(kind, tmp_path):
     assert read() == [2.0]
 
 
-@pytest.mark.parametrize(
-    "holds",
-    [
-        pytest.param("a set of words", marks=pytest.mark.long),
-        "a class of the script",
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("holds", ["a set of words", "a class of the script"])
 def test_a_script_that_runs_again_builds_nothing(holds, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(

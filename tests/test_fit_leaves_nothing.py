@@ -47,7 +47,9 @@ ENDS = {
     ("end", "place"),
     [
         ("is half through an epoch", "process"),
-        ("is half through an epoch", "thread"),
+        pytest.param(
+            "is half through an epoch", "thread", marks=pytest.mark.long
+        ),
     ]
     + [
         pytest.param(end, "process", marks=pytest.mark.long)

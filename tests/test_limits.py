@@ -91,9 +91,8 @@ def under_limit(name, value, keywords):
     return outcomes
 
 
-@pytest.mark.parametrize(
-    "method", ["forkserver", *_for_the_full_run("spawn", "fork")]
-)
+@pytest.mark.long
+@every_method
 def test_sixty_four_descriptors_suffice_for_two_workers(trainers, method):
     run = trainers.run(under_limit, "NOFILE", 64, _processes(method))
     assert run.check() == [WORKED, WORKED]

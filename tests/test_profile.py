@@ -408,6 +408,7 @@ def _said(text):
     return "\n".join(li for li in text.splitlines() if not noise.match(li))
 
 
+@pytest.mark.long
 def test_ctrl_c_exits_130_and_says_nothing(tmp_path):
     command = [sys.executable, "-m", "keras_fastdata", "profile"]
     process = subprocess.Popen(

@@ -600,6 +600,7 @@ def test_with_steps_per_epoch_the_data_goes_on_where_it_was(
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
+@pytest.mark.long
 def test_on_mirrored_devices_what_was_fetched_ahead_does_not_count(tmp_path):
     if keras.backend.backend() != "tensorflow":
         pytest.skip("tf.distribute is TensorFlow's")

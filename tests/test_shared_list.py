@@ -155,6 +155,7 @@ with Samples(workers=1, use_multiprocessing=True) as dataset:
 """
 
 
+@pytest.mark.long
 def test_items_of_a_class_of_main_arrive_in_workers(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)
