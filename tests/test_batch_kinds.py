@@ -209,6 +209,7 @@ if BACKEND == "tensorflow":
                 assert isinstance(found["ragged"], tf.RaggedTensor)
                 assert found["ragged"].to_list() == [[1.0], [2.0, 3.0]]
 
+    @pytest.mark.long
     def test_tf_sparse_inputs_train(place):
         def make(index):
             import tensorflow as tf

@@ -89,6 +89,7 @@ def test_standard_input_trains():
     assert _run(["-"], input=script) == "main runs\ntrained 2\n"
 
 
+@pytest.mark.long
 def test_python_c_trains():
     script = SCRIPT.replace("METHOD", "None")
     assert _run(["-c", script]) == "main runs\ntrained 2\n"
@@ -250,9 +251,8 @@ def test_a_dataset_that_cannot_be_pickled_runs_under_fork():
         assert numbers(batches) == list(range(10))
 
 
-@pytest.mark.parametrize(
-    "method", ["forkserver", pytest.param("spawn", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_a_script_without_standard_streams_loads(method, tmp_path):
     out = tmp_path / "out"
     script = (

@@ -728,6 +728,7 @@ def test_without_proc_a_loader_works_or_says_so(tmp_path):
     assert [o for o in outcomes if not _works_or_says(o, "/proc")] == []
 
 
+@pytest.mark.long
 def test_a_dev_shm_that_is_full_does_not_matter(tmp_path):
     mount = _with_mount(
         "mount -t tmpfs -o size=64k tmpfs /dev/shm && "

@@ -289,6 +289,7 @@ def test_a_dataset_without_batches_is_an_error():
 # -- the command -------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_file_without_a_main_guard_is_profiled(tmp_path):
     # Its folder is on the path, for workers too.
     script = tmp_path / "training.py"

@@ -30,8 +30,11 @@ _EPOCHS = 4
 _LENGTH = 7
 
 
+_LONG = pytest.mark.long
+
+
 def long(*values):
-    return pytest.param(*values, marks=pytest.mark.long)
+    return pytest.param(*values, marks=_LONG)
 
 
 def through_json(state):
@@ -314,7 +317,11 @@ def kill_and_resume(tmp_path, undisturbed, kind, deaths, freq, places):
         long("Drawn", [9], "epoch", ["2 processes", "inline"]),
         # Saved behind the last batch of an epoch, and in one that is resumed.
         long("Reshuffled", [14, 3], 7, ["inline", "2 processes", "2 threads"]),
-        ("Begun", [9, 3], 2, ["2 processes", "3 spawned", "inline"]),
+        pytest.param(
+            *("Begun", [9, 3], 2, ["2 processes", "3 spawned", "inline"]),
+            # Half a minute on JAX and PyTorch.
+            marks=() if keras.backend.backend() == "tensorflow" else _LONG,
+        ),
     ],
     ids=["steps", "epochs", "an epoch's end", "twice"],
 )

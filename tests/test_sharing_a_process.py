@@ -431,7 +431,7 @@ CHILDREN = {
 
 
 # Each takes seconds; the others are for the full run.
-_QUICK = ("SIGKILL", "the rest of the epoch", "close")
+_QUICK = ("SIGKILL", "close")
 
 
 @pytest.mark.parametrize(

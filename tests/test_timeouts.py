@@ -315,6 +315,7 @@ def _wait_for(path):
 # -- what is not stuck -------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_consumer_that_takes_its_time_makes_nobody_late(caplog):
     # More results than the socket takes: the worker waits for its reader.
     dataset = TellsItsProcess(
