@@ -12,5 +12,15 @@ PLACES = {
     "2 processes": {"workers": 2, "use_multiprocessing": True},
     "4 processes": {"workers": 4, "use_multiprocessing": True},
 }
-everywhere = pytest.mark.parametrize("place", PLACES)
+# What these two find, the other four find as a rule.
+_IN_THE_FULL_RUN = ("1 process", "4 threads")
+everywhere = pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(place, marks=pytest.mark.long)
+        if place in _IN_THE_FULL_RUN
+        else place
+        for place in PLACES
+    ],
+)
 somewhere = pytest.mark.parametrize("place", ["inline", "2 processes"])
