@@ -501,7 +501,10 @@ def training() -> Training:
 
 def is_within_fit() -> bool:
     """Whether the caller is an evaluation's or prediction's, amid a `fit`."""
-    names = list(_calls_of_keras("fit", "evaluate", "predict"))
+    names = []
+    for name, known in _calls_of_keras("fit", "evaluate", "predict"):
+        names.append(name)
+        _forget(known)
     return names[:1] != ["fit"] and "fit" in names
 
 
@@ -527,21 +530,13 @@ def _epoch_follows() -> bool:
     )
 
 
-def _calls_of_keras(*names: str) -> Iterator[str]:
-    """The calls of such methods of a model that are under way, from within."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_name
-        if name in names:
-            known = frame.f_locals
-            if isinstance(known.get("self"), Trainer):
-                yield name
-            _forget(known)
-        frame = frame.f_back
-
-
 def _call_of_keras(*names: str) -> tuple[str, dict[str, Any]] | None:
-    """The innermost call of such methods of a model, and its locals.
+    """The innermost of `_calls_of_keras`, if there is any."""
+    return next(_calls_of_keras(*names), None)
+
+
+def _calls_of_keras(*names: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Calls of such methods of a model, and their locals, innermost first.
 
     Pass those to `_forget` when they have been read.
     """
@@ -551,9 +546,8 @@ def _call_of_keras(*names: str) -> tuple[str, dict[str, Any]] | None:
         if name in names:
             known = frame.f_locals
             if isinstance(known.get("self"), Trainer):
-                return name, known
+                yield name, known
         frame = frame.f_back
-    return None
 
 
 def _calling_iterator() -> EpochIterator | None:

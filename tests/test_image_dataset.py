@@ -220,22 +220,28 @@ def test_images_are_turned_upright(orientation, size, tmp_path):
     assert abs(difference).mean() < 2
 
 
+@pytest.fixture
+def decoded(monkeypatch):
+    """The sizes that images have been decoded in."""
+    sizes = []
+    turn = ImageOps.exif_transpose
+    monkeypatch.setattr(
+        ImageOps,
+        "exif_transpose",
+        lambda image: sizes.append(image.size) or turn(image),
+    )
+    return sizes
+
+
 @pytest.mark.parametrize("aspect", ["", "crop", "pad"])
 @pytest.mark.parametrize("size", [(1600, 1200), (700, 1900)], ids=str)
 def test_a_jpeg_that_shrinks_is_decoded_small_and_looks_the_same(
-    aspect, size, tmp_path, monkeypatch
+    aspect, size, tmp_path, decoded
 ):
     path = tmp_path / "photo.jpg"
     picture(*size).save(path, quality=95)
     picture(*size).save(path.with_suffix(".png"))
     how = {f"{aspect}_to_aspect_ratio": True} if aspect else {}
-    decoded = []
-    turn = ImageOps.exif_transpose
-    monkeypatch.setattr(
-        ImageOps,
-        "exif_transpose",
-        lambda image: decoded.append(image.size) or turn(image),
-    )
     small, whole = read(path, **how), read(path.with_suffix(".png"), **how)
     assert decoded[0][0] <= size[0] / 4
     assert decoded[1] == size
@@ -253,16 +259,9 @@ def test_a_jpeg_in_its_own_size_has_the_pixels_that_pillow_finds(
     np.testing.assert_array_equal(read(path, image_size=(48, 64)), wanted)
 
 
-def test_a_jpeg_is_decoded_at_any_eighth_of_its_size(tmp_path, monkeypatch):
+def test_a_jpeg_is_decoded_at_any_eighth_of_its_size(tmp_path, decoded):
     path = tmp_path / "photo.jpg"
     picture(500, 375).save(path)
-    decoded = []
-    turn = ImageOps.exif_transpose
-    monkeypatch.setattr(
-        ImageOps,
-        "exif_transpose",
-        lambda image: decoded.append(image.size) or turn(image),
-    )
     read(path, image_size=224)
     assert decoded == [(313, 235)]
 
