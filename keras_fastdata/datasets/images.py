@@ -28,8 +28,8 @@ class ImageFileDataset(SampleDataset):
     A batch is `images`, or `(images, labels)`: images of shape `(n, height,
     width, channels)`, 0 to 255. They are turned upright as their EXIF data
     says, and resized with antialiasing; of a JPEG that is to shrink, only so
-    much is decoded as its new size needs. Pillow and simplejpeg are used, the
-    extra `images`.
+    much is decoded as its new size needs. Pillow, simplejpeg and
+    cykooz.resizer are used, the extra `images`.
 
     Args:
         paths: Paths of the files, one for each sample.
