@@ -46,6 +46,9 @@ from keras_fastdata.workers import failures
 
 PyDataset = keras.utils.PyDataset
 
+# What Keras makes for its train and test functions; a model may have others.
+_KERAS_STEP = "TensorFlowTrainer._make_function.<locals>.function"
+
 
 def register(dataset_class: type) -> None:
     """Has Keras wrap instances of `dataset_class` in our adapter."""
@@ -72,6 +75,9 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
     """Gives Keras the batches of our loader.
 
     `_standardize_batch`, and with it `class_weight`, is Keras's own.
+
+    Attributes:
+        fit_thread: The thread that trains, by `threading.get_ident`.
     """
 
     def __init__(
@@ -104,7 +110,8 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
             build.overrides(x, name)
             for name in ("on_epoch_begin", "on_epoch_end")
         )
-        self._fit_thread = threading.get_ident()
+        self.fit_thread = threading.get_ident()
+        self._mark = object()  # what a recorder knows it by
 
     @property
     def is_within_epoch(self) -> bool:
@@ -155,28 +162,29 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         if self._output_signature is None:
             began = time.perf_counter()
             self._output_signature = self._sign()
-            if (listener := recorder.of(self._fit_thread)) is not None:
+            if (listener := self.listener()) is not None:
                 listener.aside_s += time.perf_counter() - began
         # TensorFlow keeps this function for ever (in its default graph); it
         # must not keep the dataset, and with it the workers. The caller's
         # EpochIterator keeps the adapter while it trains.
         adapter = weakref.ref(self)
+        signature = self._output_signature
+        if tensorflow_feed.feeds_directly(signature) and _walks_itself():
+            return tensorflow_feed.DirectDataset(
+                signature,
+                lambda: _Batches(_alive(adapter)),
+                self.early_end.announce,
+                _takes_batches,
+            )
         dataset = tf.data.Dataset.from_generator(
             lambda: _ForTensorFlow(_alive(adapter)),
-            output_signature=self._output_signature,
+            output_signature=signature,
         )
         # The workers prefetch; tf.data is to ask for a batch when it is due.
         options = tf.data.Options()
         options.autotune.enabled = False
         options.threading.private_threadpool_size = 1
-        dataset = dataset.with_options(options)
-        if tensorflow_feed.feeds_directly(self._output_signature):
-            dataset = tensorflow_feed.redirect(
-                dataset,
-                lambda: _Batches(_alive(adapter)),
-                self.early_end.announce,
-            )
-        return dataset
+        return dataset.with_options(options)
 
     def on_epoch_begin(self) -> None:
         if self._within_epoch:
@@ -251,11 +259,11 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
 
     def listener(self) -> recorder.Recorder | None:
         """What measures this fit, evaluation or prediction, if anything."""
-        return recorder.of(self._fit_thread)
+        return recorder.of(self.fit_thread)
 
     def is_fetching_itself(self) -> bool:
         """Whether the thread that trains is the one that asks for a batch."""
-        return threading.get_ident() == self._fit_thread
+        return threading.get_ident() == self.fit_thread
 
     def standardize(self, batch: Any) -> Any:
         """Checks and completes a batch as Keras does, and a little more."""
@@ -274,7 +282,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         return (
             listener is not None
             and (self._trains or listener.predicts)
-            and listener.is_of(self)
+            and listener.is_of(self._mark)
         )
 
     def book(
@@ -285,7 +293,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         self._in_pass += 1
         if listener is None:
             return
-        if not self.is_heard_by(listener):
+        if listener.feed is not self._mark and not self.is_heard_by(listener):
             listener.aside_s += waited_s
             return
         span = begun.span
@@ -408,7 +416,7 @@ class _Batches(Iterator[Any]):
     def __next__(self) -> Any:
         if self._over:
             raise StopIteration
-        listener = self._adapter.listener()
+        listener = recorder.of(self._adapter.fit_thread)
         if (
             listener is not None
             and listener.is_sampling
@@ -528,6 +536,54 @@ def _epoch_follows() -> bool:
         and epoch + 1 < epochs
         and steps is None
     )
+
+
+def _takes_batches() -> bool:
+    """Whether what Keras is about to call asks an iterator for its batches.
+
+    Its train and test functions do so where the iterator is not TensorFlow's
+    own, and hand them to a `tf.function`.
+    """
+    import tensorflow as tf
+
+    name, trainer = _trainer()
+    function = None
+    if name == "fit":
+        function = trainer.train_function
+    elif name == "evaluate":
+        function = trainer.test_function
+    return (
+        getattr(function, "__qualname__", "") == _KERAS_STEP
+        and trainer.steps_per_execution == 1
+        and not trainer.run_eagerly
+        and not tf.config.functions_run_eagerly()
+    )
+
+
+def _walks_itself() -> bool:
+    """Whether Keras walks over a dataset as it is, on TensorFlow.
+
+    The strategies of `tf.distribute` make a graph of it.
+    """
+    import tensorflow as tf
+
+    _, trainer = _trainer()
+    return (
+        trainer is not None
+        and not tf.distribute.has_strategy()
+        and trainer.distribute_strategy is tf.distribute.get_strategy()
+    )
+
+
+def _trainer() -> tuple[str, Any]:
+    """The model that Keras is at work with, and what it was asked to do."""
+    found = _call_of_keras("fit", "evaluate", "predict")
+    if found is None:
+        return "", None
+    name, known = found
+    trainer = known["self"]
+    _forget(known)
+    return name, trainer
 
 
 def _call_of_keras(*names: str) -> tuple[str, dict[str, Any]] | None:

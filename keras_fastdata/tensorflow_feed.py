@@ -1,25 +1,27 @@
 """Batches for TensorFlow's `fit`, straight from Python.
 
 `tf.data.Dataset.from_generator` asks for each batch from a thread of its own
-and copies it. Keras passes its iterator to a `tf.function`; and whatever is
-passed to one may say what tensors it stands for. Ours stands for its next
-batch, which is fetched as the call begins, in the thread that trains:
+and copies it. Ours are fetched in the thread that trains, and what is aligned
+is not copied. Whatever is passed to a `tf.function` may say what tensors it
+stands for, and of what type, which is the same for every batch:
 
     train_function(iterator)
-        __tf_tracing_type__    a type that is the same for every batch
-        to_tensors             the next batch; what is aligned is not copied
-        -> inside, get_next() is that batch
+        Batches.__next__       where Keras asks for the next batch itself
+        __tf_tracing_type__    a `Batch`, which stands for its tensors
+        -> inside, a step gets these, nested
 
-With `steps_per_execution` a call asks for further batches, which its graph
-fetches one by one (`tf.py_function`).
+Where Keras passes the iterator on, that stands for its next batch, fetched as
+the call begins; inside, `get_next()` is that batch. With
+`steps_per_execution` a call asks for further batches, which its graph fetches
+one by one (`tf.py_function`).
 
 Imported only where TensorFlow is the Keras backend.
 """
 
 from __future__ import annotations
 
+import abc
 import collections
-import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -52,90 +54,51 @@ def feeds_directly(element_spec: Any) -> bool:
     return all(type(spec) is tf.TensorSpec for spec in specs)
 
 
-def redirect(
-    dataset: tf.data.Dataset,
-    batches: Callable[[], Iterator[Any]],
-    fail: Callable[[BaseException], None],
-) -> tf.data.Dataset:
-    """Has a dataset iterated over in Python take our way.
+class DirectDataset:
+    """What Keras walks over in place of a `tf.data.Dataset`.
 
-    What makes a graph of it, as the strategies of `tf.distribute` do, finds
-    the dataset that it was.
+    To make one of those takes 13 ms, and TensorFlow never forgets it.
 
     Args:
-        dataset: Has those batches.
+        element_spec: What a batch is like.
         batches: Makes an iterator over them, for each walk.
         fail: Told of an exception where it cannot be raised.
+        takes_batches: Whether a walk is to be over `Batch`es, which only a
+            `tf.function` can take apart.
     """
-    plain: Any = type(dataset)
-    redirected = _redirected(plain)
-    dataset.__class__ = redirected
-    object.__setattr__(dataset, "_walk", (batches, fail))
-    return dataset
-
-
-@functools.cache
-def _redirected(plain: type) -> type:
-    class Redirected(plain):  # type: ignore[misc]
-        def __iter__(self) -> Any:
-            if tf.inside_function() or not tf.executing_eagerly():
-                return super().__iter__()
-            batches, fail = self._walk
-            return DirectIterator(batches(), self.element_spec, fail)
-
-    return Redirected
-
-
-class DirectIterator(tf.data.Iterator):  # type: ignore[misc]
-    """What Keras passes to its train function."""
 
     def __init__(
         self,
-        batches: Iterator[Any],
         element_spec: Any,
+        batches: Callable[[], Iterator[Any]],
         fail: Callable[[BaseException], None],
+        takes_batches: Callable[[], bool],
     ) -> None:
+        self.element_spec = element_spec
         self._batches = batches
-        self._type = _Type(element_spec)
-        self._shapes: list[Any] = [None] * len(self._type.specs)  # seen last
         self._fail = fail
+        self._takes_batches = takes_batches
+
+    def __iter__(self) -> Batches | DirectIterator:
+        source = Source(self._batches(), self.element_spec)
+        if self._takes_batches():
+            return Batches(source)
+        return DirectIterator(source, self._fail)
+
+
+class Source:
+    """The tensors of one batch after the other.
+
+    Attributes:
+        element_spec: What a batch is like.
+    """
+
+    def __init__(self, batches: Iterator[Any], element_spec: Any) -> None:
+        self.element_spec = element_spec
+        self._batches = batches
+        self._specs = tf.nest.flatten(element_spec)
+        self._shapes: list[Any] = [None] * len(self._specs)  # seen last
         self._copies = _Copies()
-        number = next(_numbers)
-        with tf.device("CPU:0"):
-            self._number = tf.constant(number, tf.int64)
-        _living[number] = self
-
-    @property
-    def element_spec(self) -> Any:
-        return self._type.element_spec
-
-    @property
-    def _type_spec(self) -> Any:
-        raise TypeError(
-            "An iterator over a FastPyDataset is no composite tensor: it can "
-            "be passed to a tf.function, but not returned from one."
-        )
-
-    def __tf_tracing_type__(self, _: Any) -> _Type:
-        return self._type
-
-    def __iter__(self) -> DirectIterator:
-        return self
-
-    def __next__(self) -> Any:
-        return tf.nest.pack_sequence_as(self.element_spec, self.fetch())
-
-    def get_next(self) -> Any:
-        try:
-            return next(self)
-        except StopIteration:
-            raise _end() from None
-
-    def get_next_as_optional(self) -> Any:
-        try:
-            return tf.experimental.Optional.from_value(next(self))
-        except StopIteration:
-            return tf.experimental.Optional.empty(self.element_spec)
 
     def fetch(self) -> list[tf.Tensor]:
         """The tensors of the next batch.
@@ -154,7 +117,7 @@ class DirectIterator(tf.data.Iterator):  # type: ignore[misc]
         leaves = tf.nest.flatten(batch)
         tensors = []
         for place, leaf in enumerate(leaves):
-            spec = self._type.specs[place]
+            spec = self._specs[place]
             tensor = _tensor(leaf, spec, self._copies)
             shape = tensor.shape
             if shape != self._shapes[place]:
@@ -163,33 +126,120 @@ class DirectIterator(tf.data.Iterator):  # type: ignore[misc]
             tensors.append(tensor)
         return tensors
 
+    def end(self) -> None:
+        """Leaves nothing to fetch."""
+        self._batches = iter(())
+
+
+class Batch:
+    """A batch, for a `tf.function`: inside, it is the nested tensors."""
+
+    __slots__ = ("_type", "tensors")
+
+    def __init__(self, kind: _BatchType, tensors: list[tf.Tensor]) -> None:
+        self._type = kind
+        self.tensors = tensors
+
+    def __tf_tracing_type__(self, _: Any) -> _BatchType:
+        return self._type
+
+
+class Batches(Iterator[Batch]):
+    """What Keras asks for the next batch."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._type = _BatchType(source.element_spec)
+
+    def __next__(self) -> Batch:
+        try:
+            return Batch(self._type, self._source.fetch())
+        except StopIteration:
+            # Keras takes no StopIteration from here.
+            raise _end() from None
+
+
+class DirectIterator(tf.data.Iterator):  # type: ignore[misc]
+    """What Keras passes to its train function."""
+
+    def __init__(
+        self, source: Source, fail: Callable[[BaseException], None]
+    ) -> None:
+        self._source = source
+        self._type = _IteratorType(source.element_spec)
+        self._fail = fail
+        number = next(_numbers)
+        with tf.device("CPU:0"):
+            self._number = tf.constant(number, tf.int64)
+        _living[number] = self
+
+    @property
+    def element_spec(self) -> Any:
+        return self._type.element_spec
+
+    @property
+    def _type_spec(self) -> Any:
+        raise TypeError(
+            "An iterator over a FastPyDataset is no composite tensor: it can "
+            "be passed to a tf.function, but not returned from one."
+        )
+
+    def __tf_tracing_type__(self, _: Any) -> _IteratorType:
+        return self._type
+
+    def __iter__(self) -> DirectIterator:
+        return self
+
+    def __next__(self) -> Any:
+        tensors = self._source.fetch()
+        return tf.nest.pack_sequence_as(self.element_spec, tensors)
+
+    def get_next(self) -> Any:
+        try:
+            return next(self)
+        except StopIteration:
+            raise _end() from None
+
+    def get_next_as_optional(self) -> Any:
+        try:
+            return tf.experimental.Optional.from_value(next(self))
+        except StopIteration:
+            return tf.experimental.Optional.empty(self.element_spec)
+
     def tensors(self) -> list[tf.Tensor]:
         """Those of the next batch, and the iterator's number."""
         try:
-            return [self._number, *self.fetch()]
+            return [self._number, *self._source.fetch()]
         except StopIteration:
             raise _end() from None
 
     def try_to_fetch(self) -> list[Any]:
         """Whether there is a next batch, and its tensors."""
         try:
-            return [True, *self.fetch()]
+            return [True, *self._source.fetch()]
         except StopIteration:
             pass
         except BaseException as error:
-            self._batches = iter(())
+            self._source.end()
             self._fail(error)
         return [False, *map(_nothing, self._type.specs)]
 
 
 class _Type(tf.types.experimental.TraceType):  # type: ignore[misc]
-    """What a `tf.function` knows of an iterator when it is traced."""
+    """What a `tf.function` knows of batches when it is traced.
+
+    Attributes:
+        element_spec: What a batch is like.
+        specs: Of its tensors.
+    """
+
+    _heads: tuple[tf.TensorSpec, ...] = ()  # of tensors before those
 
     def __init__(self, element_spec: Any) -> None:
         self.element_spec = element_spec
         self._key = repr(element_spec)
         self.specs = tf.nest.flatten(element_spec)
-        self._flat = [tf.TensorSpec((), tf.int64), *self.specs]
+        self._flat = [*self._heads, *self.specs]
 
     def is_subtype_of(self, other: Any) -> bool:
         return self._is_like(other) and all(
@@ -210,24 +260,20 @@ class _Type(tf.types.experimental.TraceType):  # type: ignore[misc]
         ]
         if None in specs:
             return None
-        return _Type(tf.nest.pack_sequence_as(self.element_spec, specs[1:]))
+        of_batch = specs[len(self._heads) :]
+        return type(self)(tf.nest.pack_sequence_as(self.element_spec, of_batch))
 
-    def placeholder_value(self, placeholder_context: Any) -> _Traced:
-        return _Traced(
-            self,
-            [
-                spec.placeholder_value(placeholder_context)
-                for spec in self._flat
-            ],
+    def placeholder_value(self, placeholder_context: Any) -> Any:
+        return self._traced(
+            [spec.placeholder_value(placeholder_context) for spec in self._flat]
         )
 
-    def to_tensors(self, value: DirectIterator | _Traced) -> list[tf.Tensor]:
-        return value.tensors()
+    def from_tensors(self, tensors: Iterator[tf.Tensor]) -> Any:
+        return self._traced([spec.from_tensors(tensors) for spec in self._flat])
 
-    def from_tensors(self, tensors: Iterator[tf.Tensor]) -> _Traced:
-        return _Traced(
-            self, [spec.from_tensors(tensors) for spec in self._flat]
-        )
+    @abc.abstractmethod
+    def _traced(self, tensors: list[tf.Tensor]) -> Any:
+        """What the function that is traced gets."""
 
     def flatten(self) -> list[Any]:
         return list(self._flat)
@@ -236,13 +282,13 @@ class _Type(tf.types.experimental.TraceType):  # type: ignore[misc]
         return value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Type) and self._key == other._key
+        return type(other) is type(self) and self._key == other._key
 
     def __hash__(self) -> int:
         return hash(self._key)
 
     def _is_like(self, other: Any) -> bool:
-        if not isinstance(other, _Type):
+        if type(other) is not type(self):
             return False
         try:
             tf.nest.assert_same_structure(self.element_spec, other.element_spec)
@@ -251,10 +297,34 @@ class _Type(tf.types.experimental.TraceType):  # type: ignore[misc]
         return True
 
 
+class _BatchType(_Type):
+    """That of a `Batch`."""
+
+    def to_tensors(self, value: Batch) -> list[tf.Tensor]:
+        return value.tensors
+
+    def _traced(self, tensors: list[tf.Tensor]) -> Any:
+        return tf.nest.pack_sequence_as(self.element_spec, tensors)
+
+
+class _IteratorType(_Type):
+    """That of an iterator, which stands for its next batch."""
+
+    _heads = (tf.TensorSpec((), tf.int64),)  # of its number
+
+    def to_tensors(self, value: DirectIterator | _Traced) -> list[tf.Tensor]:
+        return value.tensors()
+
+    def _traced(self, tensors: list[tf.Tensor]) -> _Traced:
+        return _Traced(self, tensors)
+
+
 class _Traced:
     """The iterator inside a `tf.function` that is being traced."""
 
-    def __init__(self, kind: _Type, tensors: Sequence[tf.Tensor]) -> None:
+    def __init__(
+        self, kind: _IteratorType, tensors: Sequence[tf.Tensor]
+    ) -> None:
         self.element_spec = kind.element_spec
         self._type = kind
         self._number, *first = tensors
@@ -265,7 +335,7 @@ class _Traced:
         """The tensors it stands for."""
         return list(self._tensors)
 
-    def __tf_tracing_type__(self, _: Any) -> _Type:
+    def __tf_tracing_type__(self, _: Any) -> _IteratorType:
         return self._type
 
     def __tf_flatten__(self) -> tuple[Any, tuple[tf.Tensor, ...]]:
@@ -273,7 +343,7 @@ class _Traced:
 
     @classmethod
     def __tf_unflatten__(
-        cls, kind: _Type, tensors: tuple[tf.Tensor, ...]
+        cls, kind: _IteratorType, tensors: tuple[tf.Tensor, ...]
     ) -> _Traced:
         return cls(kind, tensors)
 

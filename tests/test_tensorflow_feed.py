@@ -89,6 +89,97 @@ def test_a_step_that_runs_eagerly_gets_each_batch_once(place):
     assert model.numbers() == 2 * list(range(7))
 
 
+@everywhere
+def test_functions_that_run_eagerly_get_each_batch_once(place):
+    tf.config.run_functions_eagerly(True)
+    try:
+        with Ragged(**PLACES[place]) as dataset:
+            model = trained(dataset)
+    finally:
+        tf.config.run_functions_eagerly(False)
+    assert model.numbers() == 2 * list(range(7))
+
+
+class OwnFunction(Counting):
+    """Has a train function of its own, which asks the iterator itself."""
+
+    def make_train_function(self, force=False):
+        @tf.function
+        def take(iterator):
+            return self.train_step(iterator.get_next())
+
+        self.train_function = take
+        return take
+
+
+@everywhere
+def test_a_train_function_of_the_users_gets_each_batch_once(place):
+    model = OwnFunction()
+    model.compile("sgd")
+    with Ragged(**PLACES[place]) as dataset:
+        model.fit(dataset, epochs=2, shuffle=False, verbose=0)
+    assert model.numbers() == 2 * list(range(7))
+
+
+class Evaluates(keras.callbacks.Callback):
+    """Evaluates and predicts amid an epoch."""
+
+    def __init__(self, dataset):
+        super().__init__()
+        self.dataset = dataset
+        self.found = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 3:
+            loss = self.model.evaluate(self.dataset, verbose=0)
+            self.found.append(float(loss))
+            self.found.append(len(self.model.predict(self.dataset, verbose=0)))
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_evaluation_and_prediction_amid_an_epoch_get_all_batches(steps):
+    inputs = keras.Input((2,))
+    model = keras.Model(inputs, keras.layers.Dense(1, "relu")(inputs))
+    model.compile("sgd", "mse", steps_per_execution=steps)
+    with Pairs() as dataset, Pairs(workers=2) as other:
+        model.evaluate(dataset, verbose=0)
+        evaluates = Evaluates(other)
+        model.fit(
+            dataset,
+            epochs=2,
+            verbose=0,
+            validation_data=other,
+            callbacks=[evaluates],
+        )
+    losses, counts = evaluates.found[::2], evaluates.found[1::2]
+    assert counts == [36] * len(counts)
+    assert len(counts) == 2
+    assert all(np.isfinite(losses))
+
+
+class Pairs(FastPyDataset):
+    """Nine batches of four, with weights."""
+
+    def __len__(self):
+        return 9
+
+    def __getitem__(self, index):
+        x = np.full((4, 2), index, "float32")
+        return x, x[:, :1] * 2, np.ones(4, "float32")
+
+
+@pytest.mark.parametrize("kind", ["same", "wider"])
+def test_a_fit_on_batches_of_another_kind_is_traced_anew_at_most_once(kind):
+    model = Counting()
+    model.compile("sgd")
+    widths = [2, 2] if kind == "same" else [2, 3]
+    for width in widths:
+        batch = np.zeros((3, width), "float32"), np.zeros((3, 1), "float32")
+        with Fixed(*batch, workers=0) as dataset:
+            model.fit(dataset, verbose=0, shuffle=False)
+    assert model.traced == len(set(widths))
+
+
 @pytest.mark.parametrize("steps", [1, 3])
 def test_a_second_fit_takes_the_batches_of_its_own_dataset(steps):
     model = Counting()
@@ -150,7 +241,8 @@ def _signature(*shapes):
 
 
 def _iterator(batches, signature):
-    return tensorflow_feed.DirectIterator(iter(batches), signature, print)
+    source = tensorflow_feed.Source(iter(batches), signature)
+    return tensorflow_feed.DirectIterator(source, print)
 
 
 def test_a_large_aligned_array_is_not_copied():
