@@ -484,6 +484,7 @@ def test_the_last_lines_are_a_table_and_what_to_change(capsys):
     assert max(len(line) for line in lines[:4]) <= 80
 
 
+@pytest.mark.alone  # it is no load that its few short steps wait for
 def test_compute_is_named_where_data_is_free(capsys):
     _fit(FreeData(workers=1), LoaderHealth(), SlowSteps(), epochs=3)
     lines = capsys.readouterr().out.splitlines()

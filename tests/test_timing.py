@@ -112,7 +112,7 @@ def test_of_short_builds_the_kernel_is_asked_now_and_then(clock):
         asked.append(not math.isnan(stopwatch.stop().cpu_s))
         clock.now_s += 0.001
     stopwatch.close()
-    assert asked == [place % 10 == 0 for place in range(64)]
+    assert asked == [place % 20 == 0 for place in range(64)]
 
 
 def test_of_short_builds_one_is_told_of_now_and_then_and_of_long_ones_all(
@@ -122,7 +122,7 @@ def test_of_short_builds_one_is_told_of_now_and_then_and_of_long_ones_all(
     told = []
     for place in range(12):
         stopwatch.start(0.01)
-        clock.now_s += 0.004 if place < 6 else 0.012
+        clock.now_s += 0.008 if place < 6 else 0.012
         told.append(stopwatch.stop() is not None)
     stopwatch.close()
     assert told == [True, False, False] * 2 + [True] * 6
@@ -130,7 +130,7 @@ def test_of_short_builds_one_is_told_of_now_and_then_and_of_long_ones_all(
 
 def test_of_a_build_after_a_long_one_the_kernel_is_asked(clock):
     stopwatch = Stopwatch()
-    for seconds in (0, 0.012, 0):
+    for seconds in (0, 0.025, 0):
         stopwatch.start(0.0)
         clock.now_s += seconds
         stopwatch.built()

@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from keras_fastdata.callbacks import device
@@ -17,7 +18,7 @@ from keras_fastdata.callbacks.event_files import EventFiles, log_dirs_beside
 from keras_fastdata.health import plot, recorder, words
 from keras_fastdata.health import report as pages
 from keras_fastdata.health.fragment import summary_html
-from keras_fastdata.health.meter import Meter
+from keras_fastdata.health.meter import Meter, no_step
 from keras_fastdata.health.record import Record
 from keras_fastdata.health.staff import Staff
 from keras_fastdata.health.summary import (
@@ -103,6 +104,7 @@ class LoaderHealth(Callback):
         self._meter: Meter | None = None
         self._fits = False
         self._is_guest = False  # of an evaluation amid that fit
+        self._step: Callable[[int], None] = no_step  # told of each step
         self._epochs: list[EpochHealth] = []
         self._validations: list[EpochHealth] = []
         self._staff: Staff | None = None  # of the training data
@@ -175,7 +177,7 @@ class LoaderHealth(Callback):
 
         if self._fits and keras_bridge.is_within_fit():
             # One of its callbacks evaluates, with this one: the fit goes on.
-            self._is_guest = True
+            self._is_guest, self._step = True, no_step
             return
         caller = sys._getframe(1).f_locals.get("self")
         beside = list(getattr(caller, "callbacks", ()))
@@ -199,8 +201,7 @@ class LoaderHealth(Callback):
         self._begin("train")
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if self._meter is not None and not self._is_guest:
-            self._meter.step(batch)
+        self._step(batch)
 
     def on_test_begin(self, logs: Any = None) -> None:
         if self._is_guest:
@@ -213,11 +214,11 @@ class LoaderHealth(Callback):
             self._begin("evaluate")
 
     def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self.on_train_batch_begin(batch)
+        self._step(batch)
 
     def on_test_end(self, logs: Any = None) -> None:
         if self._is_guest:
-            self._is_guest = False
+            self._end_visit()
             return
         found = self._end()
         if self._fits:
@@ -233,11 +234,11 @@ class LoaderHealth(Callback):
         self._begin("predict")
 
     def on_predict_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self.on_train_batch_begin(batch)
+        self._step(batch)
 
     def on_predict_end(self, logs: Any = None) -> None:
         if self._is_guest:
-            self._is_guest = False
+            self._end_visit()
             return
         self._conclude(self._end())
 
@@ -316,6 +317,7 @@ class LoaderHealth(Callback):
 
     def _stop(self) -> None:
         meter, self._meter = self._meter, None
+        self._step = no_step
         if meter is not None:
             recorder.leave(meter.recorder)
             meter.close()
@@ -336,9 +338,16 @@ class LoaderHealth(Callback):
     def _begin(self, phase: str) -> None:
         if self._meter is not None:
             self._meter.begin(phase, self._epoch)
+            self._step = self._meter.step
+
+    def _end_visit(self) -> None:
+        """The fit goes on, after an evaluation amid it."""
+        self._is_guest = False
+        if self._meter is not None:
+            self._step = self._meter.step
 
     def _end(self) -> EpochHealth | None:
-        meter = self._meter
+        meter, self._step = self._meter, no_step
         if meter is None:
             return None
         health = meter.end()

@@ -107,7 +107,7 @@ class Meter:
         self._fetches_ahead = fetches_ahead
         self._clocks: dict[str, StepClock] = {}  # by phase
         self._clock: StepClock | None = None
-        self.step: Callable[[int], None] = _nothing
+        self.step: Callable[[int], None] = no_step
         self._phase = ""
         self._probe = GilProbe(self.recorder)
         self._settings: Any = None
@@ -150,7 +150,7 @@ class Meter:
         Returns:
             Its figures; `None` if no batch of ours was delivered in it.
         """
-        clock, self._clock, self.step = self._clock, None, _nothing
+        clock, self._clock, self.step = self._clock, None, no_step
         if clock is None:
             return None
         stretch = clock.end()
@@ -258,5 +258,5 @@ class Meter:
         return self._workers_nbytes
 
 
-def _nothing(number: int) -> None:
+def no_step(number: int) -> None:
     """Nobody measures."""

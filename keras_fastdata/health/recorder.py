@@ -250,6 +250,8 @@ class Recorder:
         is_sampling: Whether the step under way is one by itself, between two
             device synchronizations.
         before_wait: Called before that thread then waits for a batch itself.
+        feed: What the batches of the stretch come from, once it is known; see
+            `is_of`.
         tally: Of the present stretch; see `begin`.
     """
 
@@ -263,7 +265,7 @@ class Recorder:
         self.skips = 0
         self.on_source: Callable[[Source], None] | None = None
         self._source: weakref.ref[Source] | None = None
-        self._feed: weakref.ref[object] | None = None
+        self.feed: object = None
         self.predicts = False
         self.wants_quiet = False
         self.is_sampling = False
@@ -280,16 +282,19 @@ class Recorder:
         self.flush()
         self.tally = Tally()
         self._seen = self.batches
-        self._feed = None
+        self.feed = None
 
     def is_of(self, feed: object) -> bool:
         """Whether batches come from what the first ones of the stretch did.
 
         Others are of an evaluation, say, within a callback.
+
+        Args:
+            feed: What stands for where they come from; it is kept.
         """
-        if self._feed is None:
-            self._feed = weakref.ref(feed)
-        return self._feed() is feed
+        if self.feed is None:
+            self.feed = feed
+        return self.feed is feed
 
     @property
     def source(self) -> Source | None:
@@ -456,7 +461,12 @@ def leave(recorder: Recorder) -> None:
 
 def of(thread: int) -> Recorder | None:
     """The recorder that listens to a thread, by `threading.get_ident`."""
-    for reference in reversed(_listening.get(thread, ())):
-        if (found := reference()) is not None:
-            return found
-    return None
+    present = _listening.get(thread)
+    if not present:
+        return None
+    # As a rule it is there; whoever was broken off may be gone.
+    found = present[-1]()
+    if found is None:
+        living = (reference() for reference in reversed(present))
+        found = next((one for one in living if one is not None), None)
+    return found

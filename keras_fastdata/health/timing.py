@@ -18,9 +18,9 @@ _SCHEDSTAT = "/proc/thread-self/schedstat"
 _SCHEDSTAT_BYTES = 96
 
 # Looking at a batch and a step takes some 25 us of a training loop, whose
-# caches are full of other things, and asking the kernel 6 us: together a third
+# caches are full of other things, and asking the kernel 6 us: together a sixth
 # of a hundredth of this.
-INTERVAL_S = 0.01
+INTERVAL_S = 0.02
 
 
 class Timing(NamedTuple):
