@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import threading
@@ -16,6 +17,13 @@ from keras_fastdata.workers.inline import InlineWorkers
 from keras_fastdata.workers.thread import ThreadWorkers
 
 _LEAVE_S = 5.0  # for a daemon thread to leave the loader at exit
+
+
+@dataclasses.dataclass
+class Leave:
+    """Whether whoever uses the workers is to let go of them."""
+
+    is_asked: bool = False
 
 
 def hire(
@@ -86,7 +94,7 @@ def dismissed_with(
     dataset: build.Dataset,
     workers: Workers,
     lock: threading.RLock,
-    leaving: threading.Event,
+    leave: Leave,
 ) -> weakref.finalize[Any, Any]:
     """Has workers end when their dataset is collected, or Python ends.
 
@@ -94,10 +102,10 @@ def dismissed_with(
         dataset: The dataset.
         workers: Its workers.
         lock: Held by whoever uses them.
-        leaving: Set when whoever does is to let go of them.
+        leave: Asked for when whoever does is to let go of them.
     """
     return weakref.finalize(
-        dataset, _dismiss, workers, os.getpid(), lock, leaving
+        dataset, _dismiss, workers, os.getpid(), lock, leave
     )
 
 
@@ -105,7 +113,7 @@ def _dismiss(
     workers: Workers,
     pid: int,
     lock: threading.RLock,
-    leaving: threading.Event,
+    leave: Leave,
 ) -> None:
     """Ends workers that are this process's own.
 
@@ -115,7 +123,7 @@ def _dismiss(
     """
     if pid != os.getpid():
         return
-    leaving.set()
+    leave.is_asked = True
     if lock.acquire(timeout=_LEAVE_S):
         try:
             workers.close()

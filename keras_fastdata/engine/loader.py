@@ -75,16 +75,24 @@ def _not_the_end(error: StopIteration) -> RuntimeError:
 
 
 class Pass(Iterator[Any]):
-    """One walk through a dataset: an epoch, as an iterator of batches."""
+    """One walk through a dataset: an epoch, as an iterator of batches.
+
+    Attributes:
+        span: How the latest batch came about, if it was timed.
+        settled_s: How long the latest `fetch` waited for the workers to rest.
+    """
 
     def __init__(
         self, loader: Loader, dataset: build.Dataset, walk: Walk
     ) -> None:
+        self.span: Span | None = None
+        self.settled_s = 0.0
         self._loader = loader
         # The dataset must not be collected while it is being walked through.
         self._dataset = dataset
         self._walk = walk
         self._taken = 0  # of the skipped batches
+        self._consumer = 0  # the thread that asked for the latest batch
         loader.enroll(self, self._walk)
 
     def __next__(self) -> Any:
@@ -97,13 +105,16 @@ class Pass(Iterator[Any]):
             quietly: Whether the workers shall rest until another batch is
                 asked for, so that they slow nothing down meanwhile.
         """
-        build.consume()
+        if self._consumer != threading.get_ident():
+            self._consumer = threading.get_ident()
+            build.consume()
         try:
             batch = self._loader.deliver(self._walk, self._dataset, quietly)
         except StopIteration as error:
             raise _not_the_end(error) from error
         if batch is _END:
             raise StopIteration
+        self.span, self.settled_s = self._walk.span, self._walk.settled_s
         return batch
 
     def lead_on(self, leads_on: bool) -> None:
@@ -134,16 +145,6 @@ class Pass(Iterator[Any]):
                 0 for all of them. `None`: without.
         """
         self._walk.interval_s = interval_s
-
-    @property
-    def span(self) -> Span | None:
-        """How the latest batch came about, if it was timed."""
-        return self._walk.span
-
-    @property
-    def settled_s(self) -> float:
-        """How long the latest `fetch` waited for the workers to rest."""
-        return self._walk.settled_s
 
     @property
     def is_shortened(self) -> bool:
@@ -246,7 +247,7 @@ class Loader:
         self._is_restored = False  # and Keras has begun no epoch since
         self.within_epoch = False  # of Keras's
         self._largest = 0  # bytes of the largest batch so far
-        self._lookahead = _lookahead(self._settings, 0)
+        self._look_ahead()
         self._cache: Cache | None = None  # made when it is needed
         self.built: set[str] = set()  # attributes that builds have set
         self._before: dict[str, bytes] = {}  # what attributes were before
@@ -257,7 +258,7 @@ class Loader:
         # off (by Ctrl-C, say): then nothing the workers hold is to be relied
         # on, and the next call starts them anew.
         self._torn = False
-        self._leaving = threading.Event()  # set at the interpreter's end
+        self._leave = hiring.Leave()  # asked for at the interpreter's end
 
     @property
     def seed(self) -> int:
@@ -475,8 +476,15 @@ class Loader:
     def _take_up(self, settings: Settings) -> None:
         """Has other workers build what has not been delivered."""
         self._settings = settings
-        self._lookahead = _lookahead(settings, self._largest)
+        self._look_ahead()
         self._torn = True
+
+    def _look_ahead(self) -> None:
+        """Decides how far, and how many tickets go out together."""
+        settings = self._settings
+        allowed = _lookahead(settings, self._largest)
+        self._lookahead = allowed
+        self._few = max(1, min(allowed // 2, allowed - settings.count))
 
     def _own_lock(self) -> threading.RLock:
         """This process's lock: one that was forked may never be released."""
@@ -504,30 +512,24 @@ class Loader:
     def deliver(
         self, walk: Walk, dataset: build.Dataset, quietly: bool = False
     ) -> Any:
+        """The next batch; of the next epoch, where a resumed one has none."""
         with self._own_lock():
             auto = self._auto
-            if auto is None:
-                return self._deliver_any(walk, dataset, quietly)
-            counts = walk.delivered > 0 and not quietly
-            auto.ask()
-            batch = self._deliver_any(walk, dataset, quietly)
-            counts = counts and batch is not _END and not walk.is_from_cache
-            if auto.deliver(counts=counts):
-                self._take_up(auto.settings)
-            return batch
-
-    def _deliver_any(
-        self, walk: Walk, dataset: build.Dataset, quietly: bool
-    ) -> Any:
-        """The next batch; of the next epoch, where a resumed one has none."""
-        batch = self._deliver(walk, dataset, quietly)
-        if batch is _END and walk.start and not walk.delivered:
-            walk.start = walk.position = walk.issued = 0
-            walk.ended = walk.met_its_end = walk.begun = False
-            walk.schedule = None
-            walk.skipped.clear()
+            if auto is not None:
+                counts = walk.delivered > 0 and not quietly
+                auto.ask()
             batch = self._deliver(walk, dataset, quietly)
-        return batch
+            if batch is _END and walk.start and not walk.delivered:
+                walk.start = walk.position = walk.issued = 0
+                walk.ended = walk.met_its_end = walk.begun = False
+                walk.schedule = None
+                walk.skipped.clear()
+                batch = self._deliver(walk, dataset, quietly)
+            if auto is not None:
+                counts = counts and batch is not _END and not walk.is_from_cache
+                if auto.deliver(counts=counts):
+                    self._take_up(auto.settings)
+            return batch
 
     @property
     def lends_read_only(self) -> bool:
@@ -560,12 +562,13 @@ class Loader:
         thorough = self._is_time_to_look()
         batch = _SKIPPED
         while batch is _SKIPPED:
-            if not schedule.holds(walk.position):
+            due = schedule.index_at(walk.position)
+            if due is None:
                 workers.resume()
                 self._retire(walk)
                 self._torn = False
                 return _END
-            index = schedule.index_at(walk.position)
+            index = due
             if quietly:
                 self._settle(workers, walk, schedule, index)
             if walk.issued <= walk.position:
@@ -760,19 +763,19 @@ class Loader:
         end = walk.position + _CACHED_AHEAD * allowed
         while (
             # Batches behind it may fill the queue; it must come all the same.
-            (walk.ahead < allowed and walk.issued < end)
-            or walk.issued == walk.position
-        ) and schedule.holds(walk.issued):
-            if not self._issue_next(workers, walk, schedule):
+            walk.issued < end and walk.ahead < allowed
+        ) or walk.issued == walk.position:
+            index = schedule.index_at(walk.issued)
+            if index is None:
+                if (
+                    walk.leads_on
+                    and walk.may_lead
+                    and self._settings.kind != "inline"
+                ):
+                    self._refill_following(workers, walk, schedule)
                 return
-        if (
-            walk.leads_on
-            and walk.may_lead
-            and self._settings.kind != "inline"
-            and walk.ahead < allowed
-            and not schedule.holds(walk.issued)
-        ):
-            self._refill_following(workers, walk, schedule)
+            if not self._issue_next(workers, walk, index):
+                return
 
     def _refill_following(
         self, workers: Workers, walk: Walk, before: Schedule
@@ -790,19 +793,13 @@ class Loader:
             following.epoch = self.epoch
             schedule = self._plan(following, before.total, before.shard)
         end = _CACHED_AHEAD * allowed
-        while (
-            walk.ahead < allowed
-            and following.issued < end
-            and schedule.holds(following.issued)
-        ):
-            if not self._issue_next(workers, following, schedule):
+        while walk.ahead < allowed and following.issued < end:
+            index = schedule.index_at(following.issued)
+            if index is None or not self._issue_next(workers, following, index):
                 return
 
-    def _issue_next(
-        self, workers: Workers, walk: Walk, schedule: Schedule
-    ) -> bool:
+    def _issue_next(self, workers: Workers, walk: Walk, index: int) -> bool:
         """Has the next batch built, unless it is known; `False`: no room."""
-        index = schedule.index_at(walk.issued)
         if not walk.knows(walk.issued, index):
             if self._is_cached(index):
                 walk.cached.add(walk.issued)
@@ -818,10 +815,8 @@ class Loader:
         batch, so up to half of the lookahead goes out together. While batches
         lie ready, a worker may wait for that.
         """
-        allowed = self._lookahead
-        few = max(1, min(allowed // 2, allowed - self._settings.count))
-        room = allowed - walk.ahead
-        return not 0 <= room < few or walk.issued <= walk.position
+        room = self._lookahead - walk.ahead
+        return not 0 <= room < self._few or walk.issued <= walk.position
 
     def _is_time_to_look(self) -> bool:
         """Whether to look after the workers, however well they keep up."""
@@ -894,7 +889,9 @@ class Loader:
         """
         if thorough or key not in walk.ready or walk.is_running_out:
             self._take_in(workers)
-        walk.depth = walk.at_hand if key in walk.ready else 0
+        walk.depth = len(walk.ready) if key in walk.ready else 0
+        if walk.depth and walk.following is not None:
+            walk.depth += len(walk.following.ready)
         while key not in walk.ready:
             if schedule is not None and self._has_room(walk):
                 self._refill(workers, walk, schedule)
@@ -942,7 +939,7 @@ class Loader:
 
         Silently: nobody hears of a SystemExit that ends a thread.
         """
-        if self._leaving.is_set():
+        if self._leave.is_asked:
             raise SystemExit
 
     def _route(self, done: Done) -> None:
@@ -951,7 +948,7 @@ class Loader:
         walk.ready[key] = Arrival(done, queued_s)
         if done.nbytes > self._largest:
             self._largest = done.nbytes
-            self._lookahead = _lookahead(self._settings, self._largest)
+            self._look_ahead()
             if self._workers is not None:
                 self._workers.expect(self._lookahead)
 
@@ -1147,10 +1144,10 @@ class Loader:
             if self._auto is None or not self._auto.cannot_be_had(error):
                 raise
             self._settings = self._auto.settings
-            self._lookahead = _lookahead(self._settings, self._largest)
+            self._look_ahead()
             workers = self._hire()
         self._finalizer = hiring.dismissed_with(
-            dataset, workers, self._own_lock(), self._leaving
+            dataset, workers, self._own_lock(), self._leave
         )
         return workers
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from keras_fastdata.engine import seeding
 from keras_fastdata.engine.permutation import Permutation
@@ -26,23 +27,26 @@ class Schedule:
     order: Permutation | None
     shard: Shard = _ALL
 
-    @property
+    @functools.cached_property
     def num_batches(self) -> int | None:
         """Batches in the epoch, of this shard; `None` if it never ends."""
         return self.shard.length(self.total)
 
-    def index_at(self, position: int) -> int:
-        """The index of the batch at `position`, which counts from 0."""
+    def index_at(self, position: int) -> int | None:
+        """The index of the batch at `position`, which counts from 0.
+
+        Returns:
+            `None`, if the epoch ends before.
+        """
+        if not self.holds(position):
+            return None
         if self.shard.count > 1:
             position = self.shard.place(position, self.total)
         return position if self.order is None else self.order[position]
 
     def holds(self, position: int) -> bool:
         """Whether the epoch has a batch at `position`."""
-        num_batches = self.total
-        if self.shard.count > 1:
-            num_batches = self.num_batches
-        return num_batches is None or position < num_batches
+        return self.num_batches is None or position < self.num_batches
 
 
 def plan_epoch(

@@ -122,12 +122,6 @@ class Walk:
         return ahead if self.following is None else ahead + self.following.ahead
 
     @property
-    def at_hand(self) -> int:
-        """Batches that are known to be ready, also of the next walk."""
-        following = self.following
-        return len(self.ready) + (0 if following is None else following.at_hand)
-
-    @property
     def is_running_out(self) -> bool:
         """Whether most of those are still to come, as far as is known."""
         return len(self.waiting) > len(self.ready)

@@ -223,12 +223,12 @@ def decode(encoded: Encoded, arena: Arena, slot: int) -> Any:
     when the consumer holds too many slots already, everything is copied and
     the slot is free at once.
     """
-    extents = [*_EXTENT.iter_unpack(encoded.extents)]
-    used = encoded.used
+    structure, packed, used, kept = encoded
+    extents = [*_EXTENT.iter_unpack(packed)]
     tiny = used <= TINY_BYTES
     lend = (
         not tiny
-        and not encoded.kept
+        and not kept
         and max(nbytes for _, nbytes in extents) >= SMALL_BYTES
         and not arena.crowded
     )
@@ -236,20 +236,24 @@ def decode(encoded: Encoded, arena: Arena, slot: int) -> Any:
         root = arena.lend(slot, used)
     elif used:
         root = arena.segment.root(slot, 0, used)
-        if tiny:
-            root = aligned_copy(root)
-    buffers: list[Bytes] = []
-    for start, nbytes in extents:
-        if not nbytes:
-            buffers.append(np.empty(0, np.uint8))
-        elif tiny or (lend and nbytes >= SMALL_BYTES):
-            buffers.append(root[start : start + nbytes])
-        else:
-            buffers.append(aligned_copy(root[start : start + nbytes]))
     try:
-        return assemble(encoded.structure, buffers)
+        if tiny and used:
+            root = aligned_copy(root)
+            plain = layout.unpack(structure)
+            if plain is not None:
+                starts = [start for start, _ in extents]
+                return plain.assemble([root] * len(starts), starts)
+        buffers: list[Bytes] = []
+        for start, nbytes in extents:
+            if not nbytes:
+                buffers.append(np.empty(0, np.uint8))
+                continue
+            part = root[start : start + nbytes]
+            whole = tiny or (lend and nbytes >= SMALL_BYTES)
+            buffers.append(part if whole else aligned_copy(part))
+        return assemble(structure, buffers)
     finally:
-        if not lend and not encoded.kept:
+        if not lend and not kept:
             arena.put(slot)
 
 

@@ -8,7 +8,7 @@ once, and recognized from then on. A batch that is not plain is pickled.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -51,14 +51,26 @@ class Layout:
     def __init__(self, description: Any) -> None:
         self.leaves: list[Leaf] = []
         self._assemble = _assembler(description, self.leaves)
+        self._dtypes = [np.dtype(leaf.dtype) for leaf in self.leaves]
 
-    def assemble(self, buffers: list[Any]) -> Any:
-        """The batch whose arrays lie in `buffers`, one each."""
+    def assemble(
+        self, buffers: Sequence[Any], starts: Sequence[int] | None = None
+    ) -> Any:
+        """Puts a batch together.
+
+        Args:
+            buffers: Where its arrays lie, one for each.
+            starts: Where in those they begin; by default, at the beginning.
+        """
         arrays = []
-        for (shape, dtype, order, writeable), buffer in zip(
-            self.leaves, buffers, strict=True
+        for (shape, _, order, writeable), dtype, buffer, start in zip(
+            self.leaves,
+            self._dtypes,
+            buffers,
+            starts or (0,) * len(buffers),
+            strict=True,
         ):
-            array = np.ndarray(shape, dtype, buffer, 0, None, order)
+            array = np.ndarray(shape, dtype, buffer, start, None, order)
             if not writeable:
                 array.flags.writeable = False
             arrays.append(array)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.memory.arena import Arena
@@ -73,16 +73,16 @@ class Ledger:
         self._queue(Sent(ticket, slot))
         return True
 
-    def next(self) -> tuple[int, Sent] | None:
-        """The wire number and ticket that is to be sent next."""
-        if not self._backlog:
-            return None
-        wire = self._backlog[0]
-        return wire, self._sent[wire]
+    def send(self, take: Callable[[int, Sent], bool]) -> None:
+        """Sends what is queued.
 
-    def sent_next(self) -> None:
-        """Books what `next` returned as sent."""
-        self._backlog.popleft()
+        Args:
+            take: Given a wire number and its ticket; returns whether it could
+                be sent. If not, it is the first one the next time.
+        """
+        backlog = self._backlog
+        while backlog and take(backlog[0], self._sent[backlog[0]]):
+            backlog.popleft()
 
     def take_back(self, wires: Iterable[int]) -> list[int]:
         """Books tickets found in the task socket as not sent after all.
@@ -139,7 +139,8 @@ class Ledger:
             The ticket, or `None` if it was cancelled, or given up for lost
             and sent again; and its slot, now the caller's.
         """
-        self._leave_limbo(worker, wire)
+        if self._limbo:
+            self._leave_limbo(worker, wire)
         sent = self._sent.pop(wire, None)
         if sent is not None:
             return sent, sent.slot

@@ -322,22 +322,23 @@ class ProcessWorkers:
             return
         if not self._told:
             self._tell_version()
-        while (following := self._ledger.next()) is not None:
-            wire, sent = following
-            ticket = sent.ticket
-            task = Task(
-                wire,
-                ticket.epoch,
-                ticket.index,
-                self._version,
-                sent.slot,
-                ticket.interval_s,
-            )
-            try:
-                self._tasks.send(task.pack(), socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                return
-            self._ledger.sent_next()
+        self._ledger.send(self._send_task)
+
+    def _send_task(self, wire: int, sent: Sent) -> bool:
+        ticket = sent.ticket
+        task = Task(
+            wire,
+            ticket.epoch,
+            ticket.index,
+            self._version,
+            sent.slot,
+            ticket.interval_s,
+        )
+        try:
+            self._tasks.send(task.pack(), socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        return True
 
     def _tell_version(self) -> None:
         for worker in self._workers.values():
@@ -425,7 +426,9 @@ class ProcessWorkers:
             return
         self._watch.learn(result.build_ns / 1e9)
         serial = sent.ticket.serial
-        extents, body = self._body_of(result, slot)
+        extents, body = result.extents, result.body
+        if result.flags & SPILLED:
+            extents, body = self._spilled(result, slot)
         if result.kind is Kind.FAILURE:
             self._release(slot, result)
             error = failures.put_together(body)
@@ -458,9 +461,8 @@ class ProcessWorkers:
         self._release(slot, result)
         done.append(built)
 
-    def _body_of(self, result: Result, slot: int) -> tuple[bytes, bytes]:
-        if not result.flags & SPILLED:
-            return result.extents, result.body
+    def _spilled(self, result: Result, slot: int) -> tuple[bytes, bytes]:
+        """The extents and body of a result, which lie in its slot."""
         split = result.extents_nbytes
         spilled = codec.read_appended(
             self._arena.segment,
