@@ -194,14 +194,16 @@ SLACK = {"memory": 60, "mappings": 60, "descriptors": 6}
 
 
 def _pss_mb(pid: int) -> float:
+    """Without mapped files: libraries are shared with other programs."""
+    kilobytes = 0
     try:
         with open(f"/proc/{pid}/smaps_rollup") as file:
             for line in file:
-                if line.startswith("Pss:"):
-                    return int(line.split()[1]) / 1024
+                if line.startswith(("Pss_Anon:", "Pss_Shmem:")):
+                    kilobytes += int(line.split()[1])
     except OSError:
         pass  # it has just ended
-    return 0.0
+    return kilobytes / 1024
 
 
 def train(dataset: Soaked, checker: Checker, until: float) -> None:
