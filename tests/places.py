@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import keras
 import pytest
 
+# Marks of what takes long on JAX and PyTorch, and no longer on TensorFlow.
+LONG_ELSEWHERE = (
+    () if keras.backend.backend() == "tensorflow" else pytest.mark.long
+)
 PLACES = {
     "inline": {"workers": 0},
     "1 thread": {"workers": 1},

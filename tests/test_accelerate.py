@@ -145,7 +145,11 @@ def flow(source, seed):
 
 @pytest.mark.parametrize(
     ("workers", "seed", "start_method"),
-    [(1, 7, "fork"), (2, 7, "forkserver"), (2, None, "fork")],
+    [
+        (1, 7, "fork"),
+        pytest.param(2, 7, "forkserver", marks=pytest.mark.long),
+        (2, None, "fork"),
+    ],
 )
 @pytest.mark.parametrize(
     "source", ["folder", pytest.param("arrays", marks=pytest.mark.long)]
