@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 import scipy.sparse
+from places import FULL
 
 from keras_fastdata import FastPyDataset
 
@@ -260,7 +261,7 @@ if BACKEND == "jax":
                 assert isinstance(x, np.ndarray)
                 assert (x == number).all()
 
-    @pytest.mark.parametrize("run", range(20))
+    @pytest.mark.parametrize("run", range(20 if FULL else 4))
     def test_asynchronous_dispatch_holds_batches_and_nothing_hangs(run):
         big = np.ones((64, 64, 64), "float32")
         model = keras.Sequential(

@@ -22,11 +22,11 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from places import FULL
 
 from keras_fastdata import WorkerDiedError
 from keras_fastdata.engine import seeding
 
-FULL = bool(os.environ.get("KERAS_FASTDATA_FULL"))
 SEED = 11
 AHEAD = 3
 LENGTH = Stated.length

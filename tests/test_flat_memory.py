@@ -20,12 +20,13 @@ import warnings
 import numpy as np
 import psutil
 import pytest
+from places import FULL
 from samples import Numbered, numbers
 
 from keras_fastdata import FastPyDataset
 
 # The long way round, in the full run.
-RESTARTS = 500 if os.environ.get("KERAS_FASTDATA_FULL") else 100
+RESTARTS = 500 if FULL else 100
 PROCESSES = {"workers": 2, "use_multiprocessing": True}
 PLACES = {
     "inline": {"workers": 0},

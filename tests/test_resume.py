@@ -333,7 +333,7 @@ def test_a_training_that_was_killed_goes_on_with_what_it_had_not_seen(
 @pytest.mark.parametrize(
     ("kind", "death", "freq", "saved"),
     [
-        ("Begun", 6, 3, 3),
+        long("Begun", 6, 3, 3),
         long("Reshuffled", 14, "epoch", 7),
         long("Shrinks", 9, 1, 8),
     ],
