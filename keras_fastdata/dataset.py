@@ -22,6 +22,7 @@ import numpy as np
 
 from keras_fastdata.engine import build, seeding
 from keras_fastdata.engine.loader import Loader
+from keras_fastdata.engine.passes import open_pass
 from keras_fastdata.engine.permutation import Permutation
 from keras_fastdata.engine.resume import State
 from keras_fastdata.engine.settings import Settings, integer
@@ -403,7 +404,7 @@ class FastPyDataset(_Base):
         """
         if role.is_worker():
             return self._plain_iterator()
-        return self._loader().open_pass(self, shuffle=False)
+        return open_pass(self._loader(), self, shuffle=False)
 
     def state_dict(self) -> dict[str, Any]:
         """Says where the dataset stands, for `load_state_dict`.

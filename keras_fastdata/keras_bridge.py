@@ -39,7 +39,7 @@ from keras.src.trainers.trainer import Trainer
 from keras.src.utils import rng_utils
 
 from keras_fastdata.engine import build
-from keras_fastdata.engine.loader import Pass
+from keras_fastdata.engine.passes import Pass, open_pass
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.health import recorder
 from keras_fastdata.workers import failures
@@ -242,7 +242,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         if found is None and before is not None:
             found = before.open_following()
         elif found is None:
-            found = dataset._loader().open_pass(dataset, self.shuffle)
+            found = open_pass(dataset._loader(), dataset, self.shuffle)
         self._pass = found
         self._in_pass = self._trained = 0
         self._passes_due -= 1

@@ -20,6 +20,7 @@ from typing import Any
 from keras_fastdata.dataset import FastPyDataset
 from keras_fastdata.engine import build
 from keras_fastdata.engine.loader import Loader
+from keras_fastdata.engine.passes import open_pass
 from keras_fastdata.engine.settings import Settings
 from keras_fastdata.errors import DatasetPicklingError
 from keras_fastdata.health import cores as machine
@@ -360,7 +361,7 @@ def _settings(
 def _spans(loader: Loader, dataset: FastPyDataset) -> Iterator[Any]:
     """Builds one epoch after another, and says how each batch came about."""
     for _ in itertools.count():
-        walk = loader.open_pass(dataset, shuffle=False)
+        walk = open_pass(loader, dataset, shuffle=False)
         walk.time_batches(0.0)
         for _ in walk:
             yield walk.span

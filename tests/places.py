@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 
-import keras
 import pytest
 
 FULL = bool(os.environ.get("KERAS_FASTDATA_FULL"))  # the long ones as well
 # Marks of what takes long on JAX and PyTorch, and no longer on TensorFlow.
-LONG_ELSEWHERE = (
-    () if keras.backend.backend() == "tensorflow" else pytest.mark.long
-)
+_ELSEWHERE = os.environ.get("KERAS_BACKEND", "tensorflow") != "tensorflow"
+LONG_ELSEWHERE = pytest.mark.long if _ELSEWHERE else ()
 PLACES = {
     "inline": {"workers": 0},
     "1 thread": {"workers": 1},

@@ -21,6 +21,7 @@ from auto_samples import (
 from places import LONG_ELSEWHERE
 
 from keras_fastdata import GeneratorDataset, LoaderHealth
+from keras_fastdata.engine.passes import open_pass
 from keras_fastdata.engine.tuning import Barred, Place
 
 
@@ -190,7 +191,7 @@ def test_the_first_batches_may_be_such_that_draw_late(goes):
     expected = batches_of(Draws(workers=0, seed=4, length=4))
     dataset = Draws(workers="auto", seed=4, length=4)
     with dataset:
-        walk = dataset._loader().open_pass(dataset, shuffle=False)
+        walk = open_pass(dataset._loader(), dataset, shuffle=False)
         peeked = walk.peek(2)
         assert_same(peeked, expected[:2])
         assert_same(list(walk), expected[:4])

@@ -40,6 +40,7 @@ from keras_fastdata import (
     LoaderHealth,
     SampleDataset,
 )
+from keras_fastdata.engine.passes import open_pass
 
 KINDS = ["memory", "directory"]
 kinds = pytest.mark.parametrize("kind", KINDS)
@@ -130,7 +131,7 @@ def test_an_order_is_drawn_all_the_same(cached, built, place):
     with cached("memory", shuffle=True, seed=0, **PLACES[place]) as dataset:
         orders = []
         for _ in range(3):
-            walk = dataset._loader().open_pass(dataset, shuffle=True)
+            walk = open_pass(dataset._loader(), dataset, shuffle=True)
             orders.append(values(walk))
         assert built() == list(range(8))
     assert all(sorted(order) == list(range(8)) for order in orders)

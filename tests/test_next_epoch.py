@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from next_epoch_samples import TIMEOUT_S, Hooked, Noted
 
+from keras_fastdata.engine.passes import open_pass
+
 PLACES = {
     "threads": {"workers": 2},
     "processes": {"workers": 2, "use_multiprocessing": True},
@@ -221,7 +223,7 @@ def test_an_exception_in_a_batch_built_ahead_comes_in_its_own_epoch(
 
 def led_on(dataset, batches):
     """A pass that knows of another, after so many batches; and its batches."""
-    first = dataset._loader().open_pass(dataset, False)
+    first = open_pass(dataset._loader(), dataset, False)
     first.lead_on(True)
     return first, [next(first) for _ in range(batches)]
 
@@ -314,7 +316,8 @@ def test_a_batch_that_was_lost_ahead_is_built_again_in_its_own_epoch(tmp_path):
         while not any(a.done.is_lost for a in following.ready.values()):
             assert time.monotonic() < deadline
             time.sleep(0.01)
-            dataset._loader()._take_in(dataset._loader()._workers)
+            loader = dataset._loader()
+            loader._tickets.take_in(loader._workers)
         next(first)
         found = [int(y[0, 0]) for _, y in first.open_following()]
         assert found == list(range(6))

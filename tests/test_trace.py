@@ -19,6 +19,7 @@ import pytest
 from samples import Numbered
 
 from keras_fastdata.engine.loader import Loader
+from keras_fastdata.engine.passes import open_pass
 from keras_fastdata.engine.settings import Settings
 from keras_fastdata.health import trace
 from keras_fastdata.health.meter import Meter
@@ -543,7 +544,7 @@ def test_a_meter_tells_all_that_a_dataset_delivers(processes, writer, path):
     try:
         for phase in ("train", "validation", "train"):
             meter.begin(phase, 0)
-            walk = loader.open_pass(dataset, shuffle=False)
+            walk = open_pass(loader, dataset, shuffle=False)
             walk.time_batches(0.0)
             for number in range(7):
                 meter.step(number)

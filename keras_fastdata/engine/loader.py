@@ -1,6 +1,6 @@
 """The loader of one dataset: what is built ahead, and in which order it comes.
 
-    Pass.__next__ -> Loader.deliver -> workers.submit / collect
+    Pass.__next__ -> Loader.deliver -> tickets -> workers.submit / collect
                                     -> ready batches, by position
 
 Everything happens in the thread that asks for a batch; there is no thread of
@@ -11,9 +11,7 @@ Where another epoch is known to follow, its first tickets go out behind the
 last ones of a pass, and its batches wait for the next one. Until that asks for
 one, the epoch has not begun.
 
-Invariant: a pass delivers position 0, 1, 2 ... of its schedule, each once. A
-result belongs to a position through the serial number of its ticket; whatever
-else arrives is discarded.
+Invariant: a pass delivers position 0, 1, 2 ... of its schedule, each once.
 """
 
 from __future__ import annotations
@@ -28,7 +26,6 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 from keras_fastdata.engine import build, hiring, pickling, resume
@@ -38,24 +35,23 @@ from keras_fastdata.engine.fingerprint import open_cache
 from keras_fastdata.engine.schedule import Schedule, plan_epoch
 from keras_fastdata.engine.settings import Settings
 from keras_fastdata.engine.shards import Shard, shard_of
-from keras_fastdata.engine.walk import Arrival, Route, Walk, size_of, span_of
+from keras_fastdata.engine.tickets import Tickets
+from keras_fastdata.engine.walk import Arrival, Walk, size_of, span_of
 from keras_fastdata.errors import DatasetPicklingError, EndOfData, LoaderError
 from keras_fastdata.health import words
-from keras_fastdata.health.recorder import Span
 from keras_fastdata.health.staff import Staff
 from keras_fastdata.health.timing import Timing
 from keras_fastdata.workers import failures
-from keras_fastdata.workers.base import Built, Done, Ticket, Workers
+from keras_fastdata.workers.base import Built, Ticket, Workers
 from keras_fastdata.workers.inline import InlineWorkers
 from keras_fastdata.workers.interrupts import Uninterrupted
 
 _WAIT_S = 0.5  # between two looks at what else there is to do
 _LOOK_S = 0.005  # between two looks at workers whose batches are here
-_CACHED_AHEAD = 4  # times the lookahead is how far to look past cached ones
 _SETTLE_S = 1.0  # for workers to finish what they are at
 
 
-_END = object()  # what `Loader.deliver` returns after the last batch
+END = object()  # what `Loader.deliver` returns after the last batch
 _SKIPPED = object()  # stands for a batch that is left out
 _AGAIN = object()  # stands for one to be built again, in the caller
 _GONE = object()  # stands for one that is not in the cache any more
@@ -64,151 +60,8 @@ _MOST_SKIPPED = 0.1  # of an epoch's batches; one is always allowed
 _log = logging.getLogger("keras_fastdata")
 
 
-def _not_the_end(error: StopIteration) -> RuntimeError:
-    """What a StopIteration of the user's becomes, as in a generator.
-
-    It would end the epoch early, and nobody would notice.
-    """
-    return RuntimeError(
-        f"The dataset raised StopIteration{error.args}; its epoch is not over."
-    )
-
-
-class Pass(Iterator[Any]):
-    """One walk through a dataset: an epoch, as an iterator of batches.
-
-    Attributes:
-        span: How the latest batch came about, if it was timed.
-        settled_s: How long the latest `fetch` waited for the workers to rest.
-    """
-
-    def __init__(
-        self, loader: Loader, dataset: build.Dataset, walk: Walk
-    ) -> None:
-        self.span: Span | None = None
-        self.settled_s = 0.0
-        self._loader = loader
-        # The dataset must not be collected while it is being walked through.
-        self._dataset = dataset
-        self._walk = walk
-        self._taken = 0  # of the skipped batches
-        self._consumer = 0  # the thread that asked for the latest batch
-        loader.enroll(self, self._walk)
-
-    def __next__(self) -> Any:
-        return self.fetch()
-
-    def fetch(self, *, quietly: bool = False) -> Any:
-        """The next batch; or `StopIteration`.
-
-        Args:
-            quietly: Whether the workers shall rest until another batch is
-                asked for, so that they slow nothing down meanwhile.
-        """
-        if self._consumer != threading.get_ident():
-            self._consumer = threading.get_ident()
-            build.consume()
-        try:
-            batch = self._loader.deliver(self._walk, self._dataset, quietly)
-        except StopIteration as error:
-            raise _not_the_end(error) from error
-        if batch is _END:
-            raise StopIteration
-        self.span, self.settled_s = self._walk.span, self._walk.settled_s
-        return batch
-
-    def lead_on(self, leads_on: bool) -> None:
-        """Says whether another epoch follows, to be begun ahead of its time.
-
-        Its first batches are asked for when there is room behind the last of
-        this one. Call `open_following` to have them.
-        """
-        self._walk.leads_on = leads_on
-
-    def open_following(self) -> Pass:
-        """A pass through the next epoch, in the same kind of order."""
-        walk = self._walk
-        following = walk.following
-        if following is None:
-            following = Walk(walk.shuffle)
-            following.may_lead = walk.may_lead
-        opened = Pass(self._loader, self._dataset, following)
-        # Only now: an interrupt must not leave it to nobody.
-        walk.following = None
-        return opened
-
-    def time_batches(self, interval_s: float | None) -> None:
-        """Has the batches that are asked for from now on come with a span.
-
-        Args:
-            interval_s: One of them in this time, and all that take as long;
-                0 for all of them. `None`: without.
-        """
-        self._walk.interval_s = interval_s
-
-    @property
-    def is_shortened(self) -> bool:
-        """Whether any batch was left out, or is from an earlier run."""
-        return bool(self._walk.skipped) or self._walk.start > 0
-
-    def state(self, behind: int) -> resume.State:
-        """Where the dataset stood before the latest `behind` batches."""
-        return self._loader.state(self._dataset, self._walk, behind)
-
-    @property
-    def epoch(self) -> int:
-        """Its number; or what it will be, if no other begins before."""
-        walk = self._walk
-        if walk.begun and walk.epoch is not None:
-            return walk.epoch
-        return self._loader.epoch
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no batch has been delivered."""
-        return not self._walk.delivered
-
-    @property
-    def has_met_its_end(self) -> bool:
-        """Whether it was the dataset that said where it ends."""
-        return self._walk.met_its_end
-
-    @property
-    def is_read_only(self) -> bool:
-        """Whether the latest batch is one that others may look at too."""
-        return self._walk.is_from_cache or self._loader.lends_read_only
-
-    def take_skipped(self) -> dict[int, str]:
-        """Batches left out since the last call: index and traceback."""
-        skipped = self._walk.skipped
-        new = dict(itertools.islice(skipped.items(), self._taken, None))
-        self._taken += len(new)
-        return new
-
-    def peek(self, count: int) -> list[Any]:
-        """Builds the batches of lowest index ahead of their turn.
-
-        When their turn comes, they are delivered without being built again.
-
-        Returns:
-            `count` batches; fewer if the dataset has no more that are good.
-        """
-        try:
-            return self._loader.peek(self._walk, self._dataset, count)
-        except StopIteration as error:
-            raise _not_the_end(error) from error
-
-    def remember_first(self) -> None:
-        """Keeps the first batch until the second, so that `rewind` has it."""
-        self._walk.remembers = True
-
-    def rewind(self) -> None:
-        """Starts over, in the same epoch and order, as if never begun."""
-        self._loader.rewind(self._walk)
-
-
-class _PassRef(weakref.ref[Pass]):
-    """A weak reference to a pass that knows its walk."""
+class _WalkRef(weakref.ref[Any]):
+    """A weak reference to who walks through the dataset."""
 
     __slots__ = ("walk",)
     walk: Walk
@@ -233,12 +86,9 @@ class Loader:
         self._pid = self._lock_pid = os.getpid()
         self._workers: Workers | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
-        self._serials = itertools.count(1)
-        self._routes: dict[int, Route] = {}  # by serial
-        self._passes: set[_PassRef] = set()
-        self._dropped: collections.deque[weakref.ref[Pass]] = (
-            collections.deque()
-        )
+        self._tickets = Tickets(self._settings, self._auto)
+        self._passes: set[_WalkRef] = set()
+        self._dropped: collections.deque[weakref.ref[Any]] = collections.deque()
         self._hooks: list[tuple[str, int]] = []  # that have run
         self._digest: tuple[int, str] | None = None  # after so many of them
         self._attributes = frozenset(vars(dataset))  # which no build has set
@@ -246,8 +96,6 @@ class Loader:
         self._resume: resume.State | None = None  # where the next one begins
         self._is_restored = False  # and Keras has begun no epoch since
         self.within_epoch = False  # of Keras's
-        self._largest = 0  # bytes of the largest batch so far
-        self._look_ahead()
         self._cache: Cache | None = None  # made when it is needed
         self.built: set[str] = set()  # attributes that builds have set
         self._before: dict[str, bytes] = {}  # what attributes were before
@@ -272,12 +120,6 @@ class Loader:
         if self._drawn_seed is None:
             self._drawn_seed = random.getrandbits(63)
         return self._drawn_seed
-
-    def open_pass(self, dataset: build.Dataset, shuffle: bool) -> Pass:
-        """A new pass; its epoch begins with its first batch."""
-        if self._settings.shuffle is not None:
-            shuffle = self._settings.shuffle
-        return Pass(self, dataset, Walk(shuffle))
 
     def run_hook(self, dataset: build.Dataset, name: str) -> None:
         """Runs `on_epoch_begin` or `on_epoch_end`, seeded by its number."""
@@ -316,12 +158,7 @@ class Loader:
             if walk is not None and walk.begun and (behind or not walk.ended):
                 assert walk.epoch is not None
                 epoch, shuffle = walk.epoch, walk.shuffle
-                position = walk.position
-                if behind:
-                    trail = walk.trail
-                    position = walk.start
-                    if behind < len(trail):
-                        position = trail[-1 - behind]
+                position = walk.position_before(behind)
                 assert walk.schedule is not None
                 # Nothing tells whether the end has been asked for.
                 if position == walk.schedule.num_batches:
@@ -476,15 +313,8 @@ class Loader:
     def _take_up(self, settings: Settings) -> None:
         """Has other workers build what has not been delivered."""
         self._settings = settings
-        self._look_ahead()
+        self._tickets.take_up(settings, self._auto)
         self._torn = True
-
-    def _look_ahead(self) -> None:
-        """Decides how far, and how many tickets go out together."""
-        settings = self._settings
-        allowed = _lookahead(settings, self._largest)
-        self._lookahead = allowed
-        self._few = max(1, min(allowed // 2, allowed - settings.count))
 
     def _own_lock(self) -> threading.RLock:
         """This process's lock: one that was forked may never be released."""
@@ -503,9 +333,10 @@ class Loader:
 
     # -- what a pass calls --------------------------------------------------
 
-    def enroll(self, opened: Pass, walk: Walk) -> None:
+    def enroll(self, opened: object, walk: Walk) -> None:
+        """Keeps a walk in mind for as long as that object lives."""
         # The callback is C code, for the reason given in memory/arena.py.
-        reference = _PassRef(opened, self._dropped.append)
+        reference = _WalkRef(opened, self._dropped.append)
         reference.walk = walk
         self._passes.add(reference)
 
@@ -519,14 +350,14 @@ class Loader:
                 counts = walk.delivered > 0 and not quietly
                 auto.ask()
             batch = self._deliver(walk, dataset, quietly)
-            if batch is _END and walk.start and not walk.delivered:
+            if batch is END and walk.start and not walk.delivered:
                 walk.start = walk.position = walk.issued = 0
                 walk.ended = walk.met_its_end = walk.begun = False
                 walk.schedule = None
                 walk.skipped.clear()
                 batch = self._deliver(walk, dataset, quietly)
             if auto is not None:
-                counts = counts and batch is not _END and not walk.is_from_cache
+                counts = counts and batch is not END and not walk.is_from_cache
                 if auto.deliver(counts=counts):
                     self._take_up(auto.settings)
             return batch
@@ -553,7 +384,7 @@ class Loader:
     ) -> Any:
         self._go_on()
         if walk.ended:
-            return _END
+            return END
         workers, schedule = self._prepare(walk, dataset)
         walk.settled_s = 0.0
         walk.is_from_cache = False
@@ -567,7 +398,7 @@ class Loader:
                 workers.resume()
                 self._retire(walk)
                 self._torn = False
-                return _END
+                return END
             index = due
             if quietly:
                 self._settle(workers, walk, schedule, index)
@@ -586,13 +417,13 @@ class Loader:
                     workers, walk, walk.position, schedule, thorough
                 )
                 batch = self._open(walk, arrival, index)
-                if batch is _END:
+                if batch is END:
                     self._torn = False
-                    return _END
+                    return END
                 if batch is _AGAIN:
                     batch = self._build_here(workers, walk, index)
-                    if batch is _END:
-                        return _END
+                    if batch is END:
+                        return END
                     workers, schedule = self._prepare(walk, dataset)
                     walk.issued = max(walk.issued, walk.position + 1)
             walk.position += 1
@@ -605,7 +436,7 @@ class Loader:
         walk.delivered += 1
         walk.trail.append(walk.position)
         self._latest = walk
-        if thorough or self._has_room(walk):
+        if thorough or self._tickets.has_room(walk):
             self._refill(workers, walk, schedule)
         self._torn = False
         return batch
@@ -623,17 +454,17 @@ class Loader:
             wanted = [
                 index
                 for index in range(count)
-                if schedule.holds(index) and not self._is_cached(index)
+                if schedule.holds(index) and not _holds(self._cache, index)
             ]
             for index in wanted:
-                if not self._issue(workers, ahead, index, key=index):
+                if not self._tickets.issue(workers, ahead, index, key=index):
                     break
             found: list[Any] = []
             for index in itertools.count():
                 if len(found) == count or not schedule.holds(index):
                     break
                 batch = _GONE
-                if self._is_cached(index):
+                if _holds(self._cache, index):
                     batch = self._from_cache(ahead, index)
                 if batch is _GONE:
                     self._ask_for(workers, ahead, index)
@@ -643,7 +474,7 @@ class Loader:
                     batch = self._build_here(workers, ahead, index)
                     # The others had to be given up.
                     workers, schedule = self._prepare(walk, dataset)
-                if batch is _END:
+                if batch is END:
                     break
                 if batch is not _SKIPPED:
                     walk.peeked[index] = batch
@@ -680,7 +511,7 @@ class Loader:
         self._torn = True
         while self._dropped:
             reference = self._dropped.popleft()
-            assert isinstance(reference, _PassRef)
+            assert isinstance(reference, _WalkRef)
             self._passes.discard(reference)
             self._retire(reference.walk)
             if reference.walk.following is not None:
@@ -755,68 +586,25 @@ class Loader:
         return walk.schedule
 
     def _refill(self, workers: Workers, walk: Walk, schedule: Schedule) -> None:
-        """Issues tickets as far ahead as the settings allow."""
-        allowed = self._lookahead
-        if walk.ahead > allowed:
-            self._take_back(workers, walk, allowed)
-        # Batches that are cached take no ticket; there may be any number.
-        end = walk.position + _CACHED_AHEAD * allowed
-        while (
-            # Batches behind it may fill the queue; it must come all the same.
-            walk.issued < end and walk.ahead < allowed
-        ) or walk.issued == walk.position:
-            index = schedule.index_at(walk.issued)
-            if index is None:
-                if (
-                    walk.leads_on
-                    and walk.may_lead
-                    and self._settings.kind != "inline"
-                ):
-                    self._refill_following(workers, walk, schedule)
-                return
-            if not self._issue_next(workers, walk, index):
-                return
+        """Issues tickets, also of the next epoch where there is room.
 
-    def _refill_following(
-        self, workers: Workers, walk: Walk, before: Schedule
-    ) -> None:
-        """Begins the next epoch, behind the last batches of this one.
-
-        It is taken to be as long; whether it is shows when it begins.
+        That is taken to be as long; whether it is shows when it begins.
         """
+        if (
+            not self._tickets.refill(workers, walk, schedule, self._cache)
+            or not walk.leads_on
+            or not walk.may_lead
+            or self._settings.kind == "inline"
+        ):
+            return
         following = walk.following
         if following is None:
             following = walk.following = Walk(walk.shuffle)
         following.interval_s = walk.interval_s
-        schedule, allowed = following.schedule, self._lookahead
-        if schedule is None:
+        if following.schedule is None:
             following.epoch = self.epoch
-            schedule = self._plan(following, before.total, before.shard)
-        end = _CACHED_AHEAD * allowed
-        while walk.ahead < allowed and following.issued < end:
-            index = schedule.index_at(following.issued)
-            if index is None or not self._issue_next(workers, following, index):
-                return
-
-    def _issue_next(self, workers: Workers, walk: Walk, index: int) -> bool:
-        """Has the next batch built, unless it is known; `False`: no room."""
-        if not walk.knows(walk.issued, index):
-            if self._is_cached(index):
-                walk.cached.add(walk.issued)
-            elif not self._issue(workers, walk, index, key=walk.issued):
-                return False
-        walk.issued += 1
-        return True
-
-    def _has_room(self, walk: Walk) -> bool:
-        """Whether it is worth while to issue tickets now.
-
-        Waking a worker takes longer than all else that is done for a small
-        batch, so up to half of the lookahead goes out together. While batches
-        lie ready, a worker may wait for that.
-        """
-        room = self._lookahead - walk.ahead
-        return not 0 <= room < self._few or walk.issued <= walk.position
+            self._plan(following, schedule.total, schedule.shard)
+        self._tickets.refill_following(workers, walk, following, self._cache)
 
     def _is_time_to_look(self) -> bool:
         """Whether to look after the workers, however well they keep up."""
@@ -826,52 +614,18 @@ class Loader:
         self._look_s = now_s + _LOOK_S
         return True
 
-    def _take_back(self, workers: Workers, walk: Walk, allowed: int) -> None:
-        """Recalls tickets that a larger batch than any before makes too many.
-
-        A batch that has come already stays, at its position; but those of
-        the next walk, which has not begun, are dropped.
-        """
-        if walk.following is not None:
-            self._forget_ahead(walk.following)
-        end = walk.position + allowed
-        late = {s for s in walk.waiting if self._routes[s].key >= end}
-        workers.cancel(late)
-        for serial in late:
-            walk.issued = min(walk.issued, self._routes.pop(serial).key)
-        walk.waiting -= late
-
-    def _issue(
-        self, workers: Workers, walk: Walk, index: int, *, key: int
-    ) -> bool:
-        serial = next(self._serials)
-        assert walk.epoch is not None
-        interval_s = walk.interval_s
-        if interval_s is not None and not walk.delivered:
-            interval_s = 0.0  # the first one counts, however soon it comes
-        if self._auto is not None:
-            interval_s = self._auto.interval_s(interval_s)
-        if not workers.submit(Ticket(serial, walk.epoch, index, interval_s)):
-            return False
-        queued_s = 0.0 if interval_s is None else time.monotonic()
-        self._routes[serial] = Route(walk, key, queued_s)
-        walk.waiting.add(serial)
-        return True
-
     def _ask_for(self, workers: Workers, walk: Walk, index: int) -> None:
         """Makes sure that the batch at `index` is asked for, or here.
 
         There may be no room for it before others have come.
         """
-        out = {self._routes[serial].key for serial in walk.waiting}
-        while index not in out and index not in walk.ready:
-            if self._issue(workers, walk, index, key=index):
+        while index not in walk.ready:
+            if self._tickets.is_out(walk, index):
                 return
-            self._torn = False
-            workers.wait(_WAIT_S)
-            self._go_on()
-            self._torn = True
-            self._take_in(workers)
+            if self._tickets.issue(workers, walk, index, key=index):
+                return
+            self._wait(workers)
+            self._tickets.take_in(workers)
 
     def _await(
         self,
@@ -888,25 +642,16 @@ class Loader:
                 and there are more where it was.
         """
         if thorough or key not in walk.ready or walk.is_running_out:
-            self._take_in(workers)
+            self._tickets.take_in(workers)
         walk.depth = len(walk.ready) if key in walk.ready else 0
         if walk.depth and walk.following is not None:
             walk.depth += len(walk.following.ready)
         while key not in walk.ready:
-            if schedule is not None and self._has_room(walk):
+            if schedule is not None and self._tickets.has_room(walk):
                 self._refill(workers, walk, schedule)
-            # An interrupt while waiting, when it is likeliest, costs nothing.
-            self._torn = False
-            workers.wait(_WAIT_S)
-            self._go_on()
-            self._torn = True
-            self._take_in(workers)
+            self._wait(workers)
+            self._tickets.take_in(workers)
         return walk.ready.pop(key)
-
-    def _take_in(self, workers: Workers) -> None:
-        """Puts every batch that has come to where it belongs."""
-        for done in workers.collect():
-            self._route(done)
 
     def _settle(
         self, workers: Workers, walk: Walk, schedule: Schedule, index: int
@@ -921,7 +666,7 @@ class Loader:
         self._refill(workers, walk, schedule)
         came_s: float | None = None
         while True:
-            self._take_in(workers)
+            self._tickets.take_in(workers)
             if walk.knows(walk.position, index):
                 workers.pause()
                 now_s = time.monotonic()
@@ -929,10 +674,17 @@ class Loader:
                 if not workers.busy or now_s - came_s > _SETTLE_S:
                     walk.settled_s += now_s - came_s
                     return
-            self._torn = False
-            workers.wait(_WAIT_S)
-            self._go_on()
-            self._torn = True
+            self._wait(workers)
+
+    def _wait(self, workers: Workers) -> None:
+        """Waits for a batch, or a while.
+
+        An interrupt meanwhile, when it is likeliest, costs nothing.
+        """
+        self._torn = False
+        workers.wait(_WAIT_S)
+        self._go_on()
+        self._torn = True
 
     def _go_on(self) -> None:
         """Ends a daemon thread that is here when the interpreter ends.
@@ -942,18 +694,8 @@ class Loader:
         if self._leave.is_asked:
             raise SystemExit
 
-    def _route(self, done: Done) -> None:
-        walk, key, queued_s = self._routes.pop(done.serial)
-        walk.waiting.discard(done.serial)
-        walk.ready[key] = Arrival(done, queued_s)
-        if done.nbytes > self._largest:
-            self._largest = done.nbytes
-            self._look_ahead()
-            if self._workers is not None:
-                self._workers.expect(self._lookahead)
-
     def _open(self, walk: Walk, arrival: Arrival, index: int) -> Any:
-        """The batch at `index`, or `_SKIPPED`; `_END` if there is none."""
+        """The batch at `index`, or `_SKIPPED`; `END` if there is none."""
         done = arrival.done
         try:
             try:
@@ -979,7 +721,7 @@ class Loader:
                 if _is_the_end(walk, error):
                     self._retire(walk)
                     walk.met_its_end = True
-                    return _END
+                    return END
                 if (
                     self._settings.on_error == "raise"
                     or not done.by_dataset
@@ -1005,11 +747,8 @@ class Loader:
             self._forget_ahead(other)
         workers.resume()  # cancelled tickets are answered at once
         while workers.busy:
-            self._torn = False
-            workers.wait(_WAIT_S)
-            self._go_on()
-            self._torn = True
-            self._take_in(workers)
+            self._wait(workers)
+            self._tickets.take_in(workers)
         builder = build.Builder(
             functools.partial(hiring.alive, self._dataset),
             self.seed,
@@ -1024,9 +763,6 @@ class Loader:
         if self._auto.settings != self._settings:
             self._take_up(self._auto.settings)
         return batch
-
-    def _is_cached(self, index: int) -> bool:
-        return self._cache is not None and self._cache.holds(index)
 
     def _from_cache(self, walk: Walk, index: int) -> Any:
         """A batch that an earlier epoch has built, or `_GONE`."""
@@ -1087,25 +823,14 @@ class Loader:
 
     # -- dropping what was built ahead --------------------------------------
 
+    def _forget_ahead(self, walk: Walk) -> None:
+        self._tickets.forget(self._workers, walk)
+
     def _retire(self, walk: Walk) -> None:
         """Ends a walk and frees all it holds."""
         self._forget_ahead(walk)
         walk.remembered = {}
         walk.ended = True
-
-    def _forget_ahead(self, walk: Walk) -> None:
-        """Takes back the tickets of a walk and drops what came of others."""
-        if walk.waiting and self._workers is not None:
-            self._workers.cancel(walk.waiting)
-        for serial in walk.waiting:
-            self._routes.pop(serial, None)
-        for arrival in walk.ready.values():
-            arrival.done.discard()
-        walk.waiting.clear()
-        walk.ready.clear()
-        walk.cached.clear()
-        walk.peeked.clear()
-        walk.issued = walk.position
 
     def _change(self) -> None:
         """Brings the workers to the dataset's present state."""
@@ -1144,7 +869,7 @@ class Loader:
             if self._auto is None or not self._auto.cannot_be_had(error):
                 raise
             self._settings = self._auto.settings
-            self._look_ahead()
+            self._tickets.take_up(self._settings, self._auto)
             workers = self._hire()
         self._finalizer = hiring.dismissed_with(
             dataset, workers, self._own_lock(), self._leave
@@ -1168,8 +893,8 @@ class Loader:
             self._finalizer.detach()
             self._finalizer = None
         for walk in self._walks():
-            self._let_go(walk)
-        self._routes.clear()
+            walk.let_go()
+        self._tickets.clear()
         self._torn = False
         if workers is not None:
             workers.close()
@@ -1188,15 +913,8 @@ class Loader:
             self._finalizer.detach()
             self._finalizer = None
         for walk in self._walks():
-            self._let_go(walk)
-        self._routes.clear()
-
-    @staticmethod
-    def _let_go(walk: Walk) -> None:
-        walk.waiting.clear()
-        walk.ready.clear()
-        walk.cached.clear()
-        walk.issued = walk.position
+            walk.let_go()
+        self._tickets.clear()
 
 
 # What a forked child must not finalize.
@@ -1213,19 +931,5 @@ def _is_the_end(walk: Walk, error: Exception) -> bool:
     return isinstance(error, EndOfData) and walk.schedule.num_batches is None
 
 
-def _lookahead(settings: Settings, largest: int) -> int:
-    """How many batches may be asked for and not delivered.
-
-    Args:
-        settings: The constructor arguments.
-        largest: Bytes of the largest batch; 0 where none is known.
-    """
-    if settings.kind == "inline":
-        return 1
-    apart = settings.kind in ("process", "ray")
-    if not apart or settings.max_queue_bytes is None:
-        return settings.max_queue_size
-    if not largest:
-        return min(settings.max_queue_size, settings.count)
-    fitting = settings.max_queue_bytes // largest
-    return max(1, min(settings.max_queue_size, fitting))
+def _holds(cache: Cache | None, index: int) -> bool:
+    return cache is not None and cache.holds(index)

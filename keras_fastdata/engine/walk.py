@@ -115,6 +115,20 @@ class Walk:
             or index in self.skipped
         )
 
+    def position_before(self, behind: int) -> int:
+        """Where it stood before the latest `behind` deliveries."""
+        if not behind:
+            return self.position
+        trail = self.trail
+        return trail[-1 - behind] if behind < len(trail) else self.start
+
+    def let_go(self) -> None:
+        """Forgets what was asked for, and what lies ready."""
+        self.waiting.clear()
+        self.ready.clear()
+        self.cached.clear()
+        self.issued = self.position
+
     @property
     def ahead(self) -> int:
         """Batches asked for and not delivered, also of the next walk."""
