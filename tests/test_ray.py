@@ -454,6 +454,27 @@ def test_without_a_restart_left_the_death_is_the_error(tmp_path):
         list(dataset)
 
 
+def test_actors_that_die_before_they_have_a_place_are_not_made_for_ever(caplog):
+    with _on_ray(Drawn, length=40, workers=2) as dataset:
+        batches = iter(dataset)
+        next(batches)
+        workers = dataset._fastdata.loader._workers
+        make = workers._make_actor
+
+        def stillborn():
+            handle = make()
+            ray.kill(handle)
+            return handle
+
+        workers._make_actor = stillborn
+        for worker in workers._workers.values():
+            ray.kill(worker.handle)
+        with pytest.raises(WorkerDiedError):
+            list(batches)
+    replaced = [r for r in caplog.records if "is replaced" in r.getMessage()]
+    assert 0 < len(replaced) <= 2 * (3 + 1)
+
+
 @pytest.mark.long
 def test_an_actor_killed_from_outside_between_batches_is_replaced():
     with _on_ray(Drawn, length=40) as dataset:
@@ -613,6 +634,7 @@ def _run(code, **env):
     )
 
 
+@pytest.mark.long
 def test_a_ray_of_its_own_leaves_nothing():
     done = _run("""
         import os, psutil, ray

@@ -24,7 +24,7 @@ import select
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -170,6 +170,13 @@ class _Worker:
             yield sent.reference
 
 
+class _Fall(NamedTuple):
+    """The end of a node: when, and which workers were lost with it."""
+
+    at_s: float
+    lost: set[int]
+
+
 class _Delivery:
     """A batch in the object store, waiting to be opened."""
 
@@ -253,7 +260,7 @@ class RayWorkers:
         self._restarts = 0
         self._unreplaced: set[int] = set()
         self._last_death: tuple[_Worker, str] | None = None
-        self._fallen: dict[str, float] = {}  # nodes, and when
+        self._falls: dict[str, _Fall] = {}  # by node
         self._losses: collections.deque[Loss] = collections.deque(
             maxlen=_MOST_LOSSES
         )
@@ -748,17 +755,21 @@ class RayWorkers:
     def _is_of_a_fallen_node(self, worker: _Worker, fell: bool) -> bool:
         """Whether its end is one with that of another worker there.
 
-        The end of a node is one death, however many workers it had.
+        The end of a node is one death, however many workers it had; but each
+        of them is lost to it only once.
         """
         if worker.place is not None and not fell:
             return False
         node = worker.place.node if worker.place else ""  # one of them
         now = time.monotonic()
-        since = self._fallen.get(node)
-        if since is not None and now - since < _FALL_S:
-            return True
-        self._fallen[node] = now
-        return False
+        fall = self._falls.get(node)
+        if fall is None or now - fall.at_s >= _FALL_S:
+            self._falls[node] = _Fall(now, {worker.index})
+            return False
+        if worker.index in fall.lost:
+            return False
+        fall.lost.add(worker.index)
+        return True
 
     def _judge(
         self, sent: _Sent | None, worker: _Worker, how: str
