@@ -18,15 +18,15 @@ a batch of the first epoch and must not cost the epoch that batch.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import sys
 import threading
 import time
 import traceback
 import types
-import warnings
 import weakref
-from collections.abc import Iterator
-from typing import Any, TypeGuard
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import keras
 import numpy as np
@@ -44,10 +44,16 @@ from keras_fastdata.errors import LoaderError
 from keras_fastdata.health import recorder
 from keras_fastdata.workers import failures
 
+if TYPE_CHECKING:
+    from keras_fastdata import tensorflow_feed
+
 PyDataset = keras.utils.PyDataset
+
+_log = logging.getLogger("keras_fastdata")
 
 # What Keras makes for its train and test functions; a model may have others.
 _KERAS_STEP = "TensorFlowTrainer._make_function.<locals>.function"
+_FUNCTIONS = {"fit": "train_function", "evaluate": "test_function"}
 
 
 def register(dataset_class: type) -> None:
@@ -169,22 +175,27 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         # EpochIterator keeps the adapter while it trains.
         adapter = weakref.ref(self)
         signature = self._output_signature
-        if tensorflow_feed.feeds_directly(signature) and _walks_itself():
-            return tensorflow_feed.DirectDataset(
-                signature,
-                lambda: _Batches(_alive(adapter)),
-                self.early_end.announce,
-                _takes_batches,
+
+        def plain() -> Any:
+            dataset = tf.data.Dataset.from_generator(
+                lambda: _ForTensorFlow(_alive(adapter)),
+                output_signature=signature,
             )
-        dataset = tf.data.Dataset.from_generator(
-            lambda: _ForTensorFlow(_alive(adapter)),
-            output_signature=signature,
+            # The workers prefetch; tf.data is to ask for a batch when due.
+            options = tf.data.Options()
+            options.autotune.enabled = False
+            options.threading.private_threadpool_size = 1
+            return dataset.with_options(options)
+
+        if not tensorflow_feed.feeds_directly(signature) or not _walks_itself():
+            return plain()
+        return tensorflow_feed.DirectDataset(
+            signature,
+            lambda: _Batches(_alive(adapter)),
+            self.early_end.announce,
+            plain,
+            _taker,
         )
-        # The workers prefetch; tf.data is to ask for a batch when it is due.
-        options = tf.data.Options()
-        options.autotune.enabled = False
-        options.threading.private_threadpool_size = 1
-        return dataset.with_options(options)
 
     def on_epoch_begin(self) -> None:
         if self._within_epoch:
@@ -195,6 +206,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         self._within_epoch = True
         self._delivered = 0
         iterator = _calling_iterator()
+        self.early_end.expect(iterator)
         self._steps = iterator.steps_per_epoch if iterator else None
         self._passes_due = 0 if _is_amid_pass(iterator) else 1
         if self._trains and iterator is not None:
@@ -213,10 +225,11 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         if resumed is not None and not _is_amid_pass(resumed):
             self._resumed = None
             resumed._num_batches = self.num_batches
-        starting = not self._trains
+        # Keras resets before it begins, after the probe; and validation data
+        # each time. `predict` does not, where there is no probe.
+        is_reset = sys._getframe(1).f_code.co_name == "reset"
+        starting = is_reset and not self._trains
         if starting:
-            # `fit` and `evaluate` call this once before they begin, after
-            # the probe. In `predict` it is the end, and nothing follows.
             self._trains = True
             self._take_back()
         self._run_hook("on_epoch_end", starting=starting)
@@ -538,25 +551,32 @@ def _epoch_follows() -> bool:
     )
 
 
-def _takes_batches() -> bool:
-    """Whether what Keras is about to call asks an iterator for its batches.
-
-    Its train and test functions do so where the iterator is not TensorFlow's
-    own, and hand them to a `tf.function`.
-    """
+def _taker() -> tensorflow_feed.Taker:
+    """Who takes the batches that Keras is about to walk over."""
     import tensorflow as tf
 
+    from keras_fastdata import tensorflow_feed
+
     name, trainer = _trainer()
-    function = None
-    if name == "fit":
-        function = trainer.train_function
-    elif name == "evaluate":
-        function = trainer.test_function
-    return (
-        getattr(function, "__qualname__", "") == _KERAS_STEP
-        and trainer.steps_per_execution == 1
-        and not trainer.run_eagerly
-        and not tf.config.functions_run_eagerly()
+    living = weakref.ref(trainer)
+
+    def is_eager() -> bool:
+        trainer = living()
+        return (
+            trainer is None
+            or trainer.run_eagerly
+            or tf.config.functions_run_eagerly()
+        )
+
+    function = getattr(trainer, _FUNCTIONS.get(name, ""), None)
+    if function is None:
+        # For a prediction, or to build a model, Keras asks for a batch itself.
+        return tensorflow_feed.Taker(True, False, is_eager)
+    code = getattr(function, "__code__", None)
+    return tensorflow_feed.Taker(
+        getattr(code, "co_qualname", "") == _KERAS_STEP,
+        trainer.steps_per_execution == 1,
+        is_eager,
     )
 
 
@@ -649,26 +669,29 @@ class _EarlyEnd:
     """Data that ends before Keras expects it, and why.
 
     Either an exception is on its way around TensorFlow, or batches were left
-    out. Keras warns that the data ran out, and then reports the end of the
-    epoch to the adapter; in between, that warning is out of place.
+    out. Keras warns that the data ran out, which would be out of place, and
+    then reports the end of the epoch to the adapter.
     """
 
     def __init__(self) -> None:
         self._error: BaseException | None = None
-        self._quiet: warnings.catch_warnings[Any] | None = None
+        self._iterator: Callable[[], EpochIterator | None] = _nobody
+
+    def expect(self, iterator: EpochIterator | None) -> None:
+        """Says who would warn."""
+        self._iterator = _nobody if iterator is None else weakref.ref(iterator)
 
     def announce(self, error: BaseException | None = None) -> None:
         self._error = self._error or error
-        if self._quiet is None:
-            self._quiet = warnings.catch_warnings()
-            self._quiet.__enter__()
-            warnings.filterwarnings("ignore", "Your input ran out of data")
+        iterator = self._iterator()
+        if iterator is not None:
+            iterator._interrupted_warning = _nobody
 
     def settle(self) -> None:
         """Ends the quiet, and raises the exception if there was one."""
-        quiet, self._quiet = self._quiet, None
-        if quiet is not None:
-            quiet.__exit__(None, None, None)
+        iterator = self._iterator()
+        if iterator is not None:
+            vars(iterator).pop("_interrupted_warning", None)
         error, self._error = self._error, None
         if error is not None:
             context = error.__context__
@@ -677,6 +700,18 @@ class _EarlyEnd:
             finally:
                 # Not TensorFlow's end of data, which is being handled here.
                 BaseException.__setattr__(error, "__context__", context)
+
+    def __del__(self) -> None:
+        if self._error is not None:
+            _log.error(
+                "Training was stopped before it came to this error, which its "
+                "data raised:",
+                exc_info=self._error,
+            )
+
+
+def _nobody() -> None:
+    """In place of who might warn, or of the warning."""
 
 
 def _for_tensorflow(leaf: Any) -> Any:

@@ -10,10 +10,10 @@ stands for, and of what type, which is the same for every batch:
         __tf_tracing_type__    a `Batch`, which stands for its tensors
         -> inside, a step gets these, nested
 
-Where Keras passes the iterator on, that stands for its next batch, fetched as
-the call begins; inside, `get_next()` is that batch. With
-`steps_per_execution` a call asks for further batches, which its graph fetches
-one by one (`tf.py_function`).
+With `steps_per_execution` Keras passes the iterator on. That stands for its
+next batch, fetched as the call begins; for further ones the graph asks one by
+one (`tf.py_function`). A train function of the user's own may do anything with
+an iterator: it gets one of TensorFlow's.
 
 Imported only where TensorFlow is the Keras backend.
 """
@@ -25,7 +25,7 @@ import collections
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -63,8 +63,8 @@ class DirectDataset:
         element_spec: What a batch is like.
         batches: Makes an iterator over them, for each walk.
         fail: Told of an exception where it cannot be raised.
-        takes_batches: Whether a walk is to be over `Batch`es, which only a
-            `tf.function` can take apart.
+        plain: Makes such a dataset all the same.
+        taker: Says who takes the batches of a walk.
     """
 
     def __init__(
@@ -72,18 +72,39 @@ class DirectDataset:
         element_spec: Any,
         batches: Callable[[], Iterator[Any]],
         fail: Callable[[BaseException], None],
-        takes_batches: Callable[[], bool],
+        plain: Callable[[], tf.data.Dataset],
+        taker: Callable[[], Taker],
     ) -> None:
         self.element_spec = element_spec
         self._batches = batches
         self._fail = fail
-        self._takes_batches = takes_batches
+        self._plain = plain
+        self._taker = taker
 
-    def __iter__(self) -> Batches | DirectIterator:
+    def __iter__(self) -> Iterator[Any]:
+        taker = self._taker()
+        if not taker.is_keras:
+            plain: Iterator[Any] = iter(self._plain())
+            return plain
         source = Source(self._batches(), self.element_spec)
-        if self._takes_batches():
-            return Batches(source)
+        if taker.asks_itself:
+            return Batches(source, taker.is_eager)
         return DirectIterator(source, self._fail)
+
+
+class Taker(NamedTuple):
+    """Who takes batches.
+
+    Attributes:
+        is_keras: Whether that is a function of Keras's.
+        asks_itself: Whether it asks an iterator that is not TensorFlow's for
+            one batch after the other, and hands them to a `tf.function`.
+        is_eager: Whether that is but a function of Python's, as things are.
+    """
+
+    is_keras: bool
+    asks_itself: bool
+    is_eager: Callable[[], bool]
 
 
 class Source:
@@ -144,19 +165,28 @@ class Batch:
         return self._type
 
 
-class Batches(Iterator[Batch]):
-    """What Keras asks for the next batch."""
+class Batches(Iterator[Any]):
+    """What Keras asks for the next batch.
 
-    def __init__(self, source: Source) -> None:
+    Args:
+        source: Where its tensors come from.
+        is_eager: Whether nothing can take a `Batch` apart.
+    """
+
+    def __init__(self, source: Source, is_eager: Callable[[], bool]) -> None:
         self._source = source
+        self._is_eager = is_eager
         self._type = _BatchType(source.element_spec)
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> Any:
         try:
-            return Batch(self._type, self._source.fetch())
+            tensors = self._source.fetch()
         except StopIteration:
             # Keras takes no StopIteration from here.
             raise _end() from None
+        if self._is_eager():
+            return tf.nest.pack_sequence_as(self._source.element_spec, tensors)
+        return Batch(self._type, tensors)
 
 
 class DirectIterator(tf.data.Iterator):  # type: ignore[misc]
@@ -300,8 +330,12 @@ class _Type(tf.types.experimental.TraceType):  # type: ignore[misc]
 class _BatchType(_Type):
     """That of a `Batch`."""
 
-    def to_tensors(self, value: Batch) -> list[tf.Tensor]:
-        return value.tensors
+    def to_tensors(self, value: Any) -> list[tf.Tensor]:
+        if isinstance(value, Batch):
+            return value.tensors
+        # A function that makes variables has a second one within the first.
+        tensors: list[tf.Tensor] = tf.nest.flatten(value)
+        return tensors
 
     def _traced(self, tensors: list[tf.Tensor]) -> Any:
         return tf.nest.pack_sequence_as(self.element_spec, tensors)
@@ -347,15 +381,6 @@ class _Traced:
     ) -> _Traced:
         return cls(kind, tensors)
 
-    def get_next(self) -> Any:
-        first, self._first = self._first, None
-        if first is None:
-            found, *first = self._fetch()
-            check = tf.debugging.Assert(found, ["The data has ended."])
-            with tf.control_dependencies([check]):
-                first = [tf.identity(tensor) for tensor in first]
-        return self._packed(first)
-
     def get_next_as_optional(self) -> Any:
         optional = tf.experimental.Optional
         first, self._first = self._first, None
@@ -367,12 +392,6 @@ class _Traced:
             lambda: optional.from_value(self._packed(tensors)),
             lambda: optional.empty(self.element_spec),
         )
-
-    def __next__(self) -> Any:
-        return self.get_next()
-
-    def __iter__(self) -> _Traced:
-        return self
 
     def _fetch(self) -> list[tf.Tensor]:
         with tf.device("CPU:0"):
@@ -434,7 +453,7 @@ def _tensor(leaf: Any, spec: tf.TensorSpec, copies: _Copies) -> tf.Tensor:
     dtype = spec.dtype.as_numpy_dtype
     if isinstance(leaf, np.ndarray):
         array = leaf if leaf.dtype == dtype else leaf.astype(dtype)
-    elif tf.is_tensor(leaf):
+    elif isinstance(leaf, tf.Tensor) and leaf.dtype == spec.dtype:
         return leaf
     else:
         array = np.asarray(leaf, dtype)

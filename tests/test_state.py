@@ -150,3 +150,30 @@ def test_a_hook_that_a_test_has_replaced_is_called():
     with unittest.mock.patch.object(Numbered, "on_epoch_end") as hook:
         model.fit(Numbered(workers=0), epochs=2, verbose=0)
     assert hook.call_count >= 2
+
+
+@pytest.mark.backend
+@pytest.mark.parametrize("what", ["evaluate", "predict"])
+def test_what_was_evaluated_or_predicted_is_an_epoch_as_well(what):
+    import keras
+
+    inputs = keras.Input((3,))
+    model = keras.Model(inputs, keras.layers.Dense(1)(inputs))
+    model.compile("sgd", "mse")
+    with Drawing(seed=1) as dataset, Drawing() as other:
+        getattr(model, what)(dataset, verbose=0)
+        state = dataset.state_dict()
+        assert state["epoch"] == dataset.epoch == 1
+        other.load_state_dict(state)
+        for (x, _), (wanted, _) in zip(other, dataset, strict=True):
+            np.testing.assert_array_equal(x, wanted)
+
+
+class Drawing(FastPyDataset):
+    """Two batches of four, drawn."""
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return self.rng.normal(size=(4, 3)), np.zeros((4, 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 
 import numpy as np
@@ -119,6 +120,154 @@ def test_a_train_function_of_the_users_gets_each_batch_once(place):
     with Ragged(**PLACES[place]) as dataset:
         model.fit(dataset, epochs=2, shuffle=False, verbose=0)
     assert model.numbers() == 2 * list(range(7))
+
+
+class TwoSteps(Counting):
+    """Has a train function of its own, which takes two batches in a graph."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+
+    def make_train_function(self, force=False):
+        @tf.function
+        def one(iterator):
+            return self.train_step(next(iterator))
+
+        @tf.function
+        def loop(iterator):
+            logs = {"loss": 0.0}
+            for _ in tf.range(2):
+                logs = self.train_step(next(iterator))
+            return logs
+
+        @tf.function
+        def nested(iterator):
+            one(iterator)
+            return one(iterator)
+
+        @tf.function
+        def branches(iterator):
+            one(iterator)
+            return tf.cond(
+                self.steps % 2 == 0,
+                lambda: self.train_step(iterator.get_next()),
+                lambda: self.train_step(iterator.get_next()),
+            )
+
+        functions = {"loop": loop, "nested": nested, "branches": branches}
+        self.train_function = functions[self.how]
+
+
+@pytest.mark.parametrize("how", ["loop", "nested", "branches"])
+def test_a_graph_of_the_users_may_ask_for_batches_wherever_it_likes(how):
+    model = TwoSteps(how)
+    model.compile("sgd")
+    with Numbered(length=8, workers=2) as dataset:
+        model.fit(dataset, steps_per_epoch=4, shuffle=False, verbose=0)
+    assert model.numbers() == list(range(8))
+
+
+def test_an_error_reaches_the_user_from_a_train_function_of_their_own():
+    model = TwoSteps("loop")
+    model.compile("sgd")
+    with Fails(workers=2) as dataset, pytest.raises(OSError, match="gone"):
+        model.fit(dataset, steps_per_epoch=4, shuffle=False, verbose=0)
+
+
+class Fails(Numbered):
+    """Raises in its batch 6, of 8."""
+
+    length = 8
+
+    def __getitem__(self, index):
+        if index == 6:
+            raise OSError("The disk is gone.")
+        return super().__getitem__(index)
+
+
+class Stops(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        self.model.stop_training = batch >= 4
+
+
+def test_an_error_that_training_does_not_come_to_is_logged(caplog):
+    filters = list(warnings.filters)
+    with Fails(workers=2) as dataset:
+        model = Counting()
+        model.compile("sgd", steps_per_execution=4)
+        model.fit(dataset, shuffle=False, verbose=0, callbacks=[Stops()])
+    gc.collect()
+    (record,) = caplog.records
+    assert "before it came to this error" in record.getMessage()
+    assert isinstance(record.exc_info[1], OSError)
+    assert warnings.filters == filters
+
+
+class TurnsEager(keras.callbacks.Callback):
+    """Has everything run eagerly from the fourth step on."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 3 and self.how == "functions":
+            tf.config.run_functions_eagerly(True)
+        elif batch == 3:
+            self.model.run_eagerly = True
+            self.model.make_train_function(force=True)
+
+
+@pytest.mark.parametrize("how", ["functions", "model"])
+def test_a_training_may_turn_eager_in_mid_epoch(how):
+    model = Counting()
+    model.compile("sgd")
+    try:
+        with Numbered(length=7, workers=2) as dataset:
+            model.fit(
+                dataset, shuffle=False, verbose=0, callbacks=[TurnsEager(how)]
+            )
+    finally:
+        tf.config.run_functions_eagerly(False)
+    assert model.numbers() == list(range(7))
+
+
+class WithMemory(Counting):
+    """Makes a variable of its first batch."""
+
+    first = None
+
+    def train_step(self, data):
+        if self.first is None:
+            self.first = tf.Variable(data[0][:1, :1])
+        return super().train_step(data)
+
+
+def test_a_step_may_make_a_variable_of_its_data():
+    model = WithMemory()
+    model.compile("sgd")
+    with Numbered(length=5, workers=2) as dataset:
+        model.fit(dataset, shuffle=False, verbose=0)
+    assert model.numbers() == list(range(5))
+
+
+@pytest.mark.parametrize("kind", ["double", "variable", "keras variable"])
+def test_tensors_of_another_type_and_variables_are_values(kind):
+    make = {
+        "double": lambda x: tf.constant(x, tf.float64),
+        "variable": tf.Variable,
+        "keras variable": keras.Variable,
+    }[kind]
+
+    class Mixed(Numbered):
+        def __getitem__(self, index):
+            x, y = super().__getitem__(index)
+            x = np.asarray(x, "float32")
+            return (make(x) if index == 2 else tf.constant(x)), y
+
+    with Mixed(length=4, workers=0) as dataset:
+        assert trained(dataset, epochs=1).numbers() == list(range(4))
 
 
 class Evaluates(keras.callbacks.Callback):
