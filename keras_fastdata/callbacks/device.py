@@ -45,12 +45,18 @@ def synchronize(model: Any) -> None:
 def _wait_for_jax(model: Any) -> None:
     import jax
 
-    # While `fit` runs, the variables' values are in here, and only here.
+    # While `fit` runs, the variables' values are in here, and only here. (It
+    # is a dict of Keras's own kind, in which JAX would find no arrays.)
     state = getattr(model, "_jax_state", None)
-    if not state:
+    if state:
+        values = [value for part in state.values() for value in part]
+    else:
         variables = getattr(model, "variables", ())
-        state = [getattr(v, "_value", None) for v in variables]
-    jax.block_until_ready(state)
+        values = [getattr(variable, "_value", None) for variable in variables]
+    for value in values:
+        # A step that has begun since may have been given its memory.
+        if isinstance(value, jax.Array) and not value.is_deleted():
+            value.block_until_ready()
 
 
 def _wait_for_torch() -> None:

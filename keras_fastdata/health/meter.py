@@ -18,9 +18,9 @@ import numpy.typing as npt
 
 from keras_fastdata.health import cores, memory
 from keras_fastdata.health.gil import GilProbe
-from keras_fastdata.health.recorder import Recorder, Source
+from keras_fastdata.health.recorder import Recorder, Source, Tally
 from keras_fastdata.health.staff import Staff
-from keras_fastdata.health.steps import Step, StepClock
+from keras_fastdata.health.steps import Step, StepClock, Stretch
 from keras_fastdata.health.summary import EpochHealth
 from keras_fastdata.health.timing import INTERVAL_S
 from keras_fastdata.health.verdict import Facts, judge
@@ -182,7 +182,7 @@ class Meter:
             batches=tally.batches,
             nbytes=tally.nbytes,
             wall_s=stretch.wall_s,
-            free_s=stretch.free_s,
+            free_s=_free_s(stretch, tally),
             build_s=tally.build_s,
             cpu_s=tally.cpu_s,
             delay_s=tally.delay_s,
@@ -256,6 +256,17 @@ class Meter:
             self._memory_s = now_s
             self._workers_nbytes = memory.pss(staff.pids.values())
         return self._workers_nbytes
+
+
+def _free_s(stretch: Stretch, tally: Tally) -> float:
+    """What a stretch would take with free data, and no more than it took.
+
+    Free data saves no more than the waits, and what may have slowed the steps
+    down: building. All else that took time is of others' doing.
+    """
+    most_s = tally.wait_s + tally.hook_s + tally.build_s + tally.store_s
+    free_s = max(stretch.free_s, stretch.wall_s - most_s)
+    return min(free_s, stretch.wall_s)
 
 
 def no_step(number: int) -> None:

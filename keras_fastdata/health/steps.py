@@ -158,6 +158,7 @@ class StepClock:
         self._began_rest_s = self._mark_rest_s
         self._number: int | None = None  # of the step under way
         self._calls = 0  # of the training function, since that began
+        self._unmet = 0  # of those, since host and device have met
         self._look_s = 0.0
         self._recorder.is_sampling = False
         self._own_s = 0.0
@@ -257,7 +258,8 @@ class StepClock:
 
     def _end_step(self, sample_next: bool, *, last: bool = False) -> None:
         now_s = host_s = time.monotonic()
-        if self._recorder.is_sampling or sample_next or last:
+        met = self._recorder.is_sampling or sample_next or last
+        if met:
             self._synchronize()
             now_s = time.monotonic()
         wait_s, aside_s = self._no_step_s(), self._recorder.aside_s
@@ -287,8 +289,12 @@ class StepClock:
                 cost_s = _RARE * (own_s + rested_s)
                 pause_s = _PAUSE_S * max(1.0, self._fresh / _ENOUGH)
                 self._next_s = now_s + max(pause_s, cost_s)
-            # It is the host that compiles; waiting for the device is not it.
+            # It is the host that compiles; waiting for the device is not it,
+            # for all that it was asked for since they met.
             host_s -= self._mark_s + waited_s
+            self._unmet += self._calls
+            if self._asynchronous and self._samples:
+                host_s -= self._unmet * self._need_s()
             whole_s = own_s + waited_s - (aside_s - self._mark_aside_s)
             if self._recorder.is_sampling or self._recorder.wants_quiet:
                 self._disturbed += self._calls
@@ -298,6 +304,8 @@ class StepClock:
             else:
                 self._usual_s += whole_s
                 self._note_if_long(host_s, whole_s)
+        if met:
+            self._unmet = 0
         self._recorder.is_sampling = sample_next
         self._mark_s, self._mark_wait_s = now_s, wait_s
         self._mark_aside_s = aside_s
