@@ -214,7 +214,8 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         # What the hooks change is not known before they have run.
         self._another_follows = not self._has_hooks and _epoch_follows()
         if (listener := self.listener()) is not None:
-            listener.wants_quiet = False  # of a `fit` that was broken off
+            # Of a `fit` that was broken off.
+            listener.wants_quiet = listener.is_sampling = False
         self._run_hook("on_epoch_begin", starting=not self._trains)
 
     def on_epoch_end(self) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import functools
 import gc
+import io
 import json
 import linecache
 import os
@@ -16,6 +17,7 @@ import sys
 import textwrap
 import threading
 import traceback
+import urllib.error
 import warnings
 from pathlib import Path
 
@@ -24,6 +26,7 @@ import pytest
 
 import keras_fastdata
 from keras_fastdata import FastPyDataset, LoaderError, WorkerDiedError
+from keras_fastdata.workers import failures
 
 KINDS = {
     "process": {"workers": 2, "use_multiprocessing": True},
@@ -392,6 +395,27 @@ def a_hundred_contexts():
 
 
 # -- datasets -----------------------------------------------------------------
+
+
+class Delegates(Exception):
+    """Looks elsewhere for what it has not."""
+
+    def __init__(self, response):
+        super().__init__("bad response")
+        self.response = response
+
+    def __getattr__(self, name):
+        return getattr(self.response, name)
+
+
+@raises_what_travels_well
+def attributes_from_elsewhere():
+    raise Delegates([1, 2])
+
+
+@raises
+def http_error():
+    raise urllib.error.HTTPError("http://x", 404, "gone", {}, io.BytesIO())
 
 
 class Raising(FastPyDataset):
@@ -1077,3 +1101,39 @@ def test_a_script_ends_with_the_exception_and_nothing_else(tmp_path):
         if text.strip() == line
     ]
     assert f'  File "{script}", line {number[0]}, in fail\n    {line}\n' in tail
+
+
+class Related(Exception):
+    """Refers to others of its kind."""
+
+    def __init__(self, name):
+        super().__init__(name)
+        self.relatives = []
+
+
+@pytest.mark.parametrize("count", [1, 2, 12])
+def test_exceptions_that_refer_to_each_other_travel_in_no_time(count):
+    family = [Related(f"number {n}") for n in range(count)]
+    for one in family:
+        one.relatives.extend(family)
+    described = failures.take_apart(family[0])
+    assert len(described) < 1 << 20
+    found = failures.put_together(described)
+    assert isinstance(found, Related)
+    assert str(found) == "number 0"
+
+
+def test_what_led_to_an_exception_in_several_ways_is_described_once():
+    error = ValueError("number 0")
+    for number in range(1, 16):
+        following = ValueError(f"number {number}")
+        following.__context__ = error
+        following.__cause__ = KeyError(f"cause {number}")
+        following.__cause__.__context__ = error
+        error = following
+    described = failures.take_apart(error)
+    assert len(described) < 1 << 20
+    found = failures.put_together(described)
+    assert str(found) == "number 15"
+    assert str(found.__context__) == "number 14"
+    assert found.__cause__.__context__ is found.__context__

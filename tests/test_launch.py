@@ -316,3 +316,14 @@ def test_empty_refuses_what_is_no_shape(shape, place):
         pytest.raises((TypeError, ValueError)),
     ):
         list(dataset)
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_a_path_object_among_the_places_of_modules_is_passed_over(
+    start_method, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
+    with Numbered(
+        workers=1, use_multiprocessing=True, start_method=start_method
+    ) as dataset:
+        assert numbers(dataset) == list(range(10))

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 from samples import Numbered
 
-from keras_fastdata import LoaderHealth
+from keras_fastdata import ArrayDataset, LoaderHealth
 from keras_fastdata.callbacks import device
 
 pytestmark = pytest.mark.backend
@@ -491,6 +491,55 @@ def test_compute_is_named_where_data_is_free(capsys):
     found = [_LINE.fullmatch(line) for line in lines[:3]]
     # The first epoch also starts the worker.
     assert {match[3] for match in found[1:]} == {"compute_bound"}
+
+
+class Pauses(SlowSteps):
+    """Once in an epoch does something that has nothing to do with data."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        super().on_train_batch_end(batch, logs)
+        if batch == 5:
+            time.sleep(6 * _SLOW_S)
+
+
+@pytest.mark.alone
+def test_time_that_neither_waits_nor_builds_took_is_not_lost_to_data():
+    health = LoaderHealth(verbose=0)
+    _fit(FreeData(workers=1), health, Pauses(), epochs=3)
+    for epoch in health.summary().epochs[1:]:
+        assert epoch.verdict.kind == "compute_bound"
+        assert epoch.free_s <= epoch.wall_s
+
+
+@pytest.mark.skipif(
+    keras.backend.backend() != "jax", reason="of JAX's dispatch"
+)
+def test_what_jax_was_asked_for_has_been_computed_after_a_synchronization():
+    class Looks(keras.callbacks.Callback):
+        async_safe = True
+
+        def on_train_batch_begin(self, batch, logs=None):
+            state = getattr(self.model, "_jax_state", None)
+            if batch and state:
+                values = [value for part in state.values() for value in part]
+                self.ready = [value.is_ready() for value in values]
+                device.synchronize(self.model)
+                assert all(value.is_ready() for value in values)
+                self.seen += not all(self.ready)
+
+    model = keras.Sequential(
+        [keras.Input((1000,))]
+        + [keras.layers.Dense(1000) for _ in range(6)]
+        + [keras.layers.Dense(1)]
+    )
+    model.compile("sgd", "mse")
+    looks = Looks()
+    looks.seen = 0
+    x, y = np.ones((256, 1000), "float32"), np.ones((256, 1), "float32")
+    data = ArrayDataset(np.repeat(x, 6, 0), np.repeat(y, 6, 0), batch_size=256)
+    with data:
+        model.fit(data, verbose=0, callbacks=[looks])
+    assert looks.seen  # or there was nothing to wait for
 
 
 @pytest.mark.parametrize("verbose", [1, 2])

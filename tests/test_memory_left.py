@@ -18,6 +18,7 @@ from keras_fastdata import WorkerDiedError
 from keras_fastdata.health import cgroup, memory
 
 GIB = 1 << 30
+JOB = "/sys/fs/cgroup/job"
 PROCESSES = {"workers": 2, "use_multiprocessing": True}
 MEMINFO = {
     "/proc/meminfo": (
@@ -128,7 +129,7 @@ def test_the_limit_may_be_that_of_a_cgroup_further_out(memory_now):
         **_v2("/sys/fs/cgroup/job", 8 * GIB, 3 * GIB, 1),
     }
     assert memory_now(files) == (
-        f"Now {_uses('3.0', '8.0')}, the kernel has killed 1 processes in it "
+        f"Now {_uses('3.0', '8.0')}, the kernel has killed 1 process in it "
         "so far."
     )
     files = {
@@ -289,3 +290,24 @@ def test_a_worker_that_takes_too_much_is_killed_and_the_trainer_told(
     assert FIGURES.search(said)
     assert re.search(r"this container uses \d\.\d of the 1\.5 GiB", said)
     assert "the kernel has killed 1 processes in it so far" in said
+
+
+def test_nothing_left_is_not_taken_for_nobody_tells(memory_now):
+    own = {"/proc/self/cgroup": "0::/job\n"}
+    memory_now({**MEMINFO, **own, **_v2(JOB, 2 * GIB, 2 * GIB)})
+    assert memory.free() == 0
+    memory_now({})
+    assert memory.free() is None
+
+
+def test_files_that_need_not_lie_in_memory_take_none(memory_now):
+    text = memory_now(
+        {
+            **MEMINFO,
+            "/proc/self/cgroup": "0::/job\n",
+            **_v2(JOB, 8 * GIB, 8 * GIB),
+            f"{JOB}/memory.stat": f"anon 5\ninactive_file {3 * GIB}\n",
+        }
+    )
+    assert "uses 5.0 of the 8.0 GiB" in text
+    assert memory.free() == 3 * GIB

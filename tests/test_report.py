@@ -61,6 +61,7 @@ def _evil_record():
         **record.settings,
         "start_method": _EVIL,
         "worker_env": {_EVIL: "hidden-token"},
+        "ray_options": {"init": {"env_vars": {"KEY": "hidden-token"}}},
     }
     return dataclasses.replace(record, settings=settings)
 

@@ -17,6 +17,7 @@ import pytest
 from places import LONG_ELSEWHERE, PLACES, everywhere
 from resume_samples import PLACES as KILLED_PLACES
 from resume_samples import Begun, Drawn, Reshuffled
+from samples import Numbered
 
 from keras_fastdata import (
     DatasetCheckpoint,
@@ -761,3 +762,30 @@ def test_a_length_that_cannot_be_one_is_refused(length, error):
 
     with Sized() as dataset, pytest.raises(error, match="`num_batches` must"):
         next(iter(dataset))
+
+
+def test_keras_waits_for_steps_where_a_number_of_them_is_counted(tmp_path):
+    path = tmp_path / "data.json"
+    assert DatasetCheckpoint(path).async_safe
+    assert not DatasetCheckpoint(path, save_freq=3).async_safe
+
+
+@pytest.mark.backend
+def test_a_checkpoint_stands_where_training_does_without_other_callbacks(
+    tmp_path,
+):
+    seen = []
+
+    class Noting(DatasetCheckpoint):
+        def on_train_batch_end(self, batch, logs=None):
+            super().on_train_batch_end(batch, logs)
+            saved = json.loads((tmp_path / "data.json").read_text())
+            seen.append(saved["states"][-1]["dataset"]["position"])
+
+    inputs = keras.Input((3,))
+    model = keras.Model(inputs, keras.layers.Dense(1)(inputs))
+    model.compile("sgd", "mse")
+    with Numbered(length=200, workers=2) as dataset:
+        noting = Noting(tmp_path / "data.json", save_freq=1)
+        model.fit(dataset, verbose=0, callbacks=[noting])
+    assert seen == [*range(1, 200), 0]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 import weakref
@@ -272,3 +274,41 @@ def test_an_interrupt_that_leaves_a_build_half_way_is_forgotten(monkeypatch):
         assert build.current_context() is not None
         assert numbers(batches) == list(range(10))
         assert build.current_context() is None
+
+
+def test_no_core_dump_fills_the_holes_of_shared_memory():
+    with Numbered(workers=1, use_multiprocessing=True) as dataset:
+        next(iter(dataset))
+        pids = [os.getpid(), *dataset._loader().staff().pids.values()]
+        for pid in pids:
+            with open(f"/proc/{pid}/smaps") as file:
+                _, _, ours = file.read().rpartition("memfd:keras_fastdata-b")
+            (flags,) = re.findall("VmFlags: (.*)", ours)[:1]
+            assert "dd" in flags.split()  # "do not include area into core dump"
+
+
+def test_closed_standard_files_do_not_become_ours():
+    script = """
+        import os, sys
+        for fd in range(3):
+            os.close(fd)
+        from samples import Numbered, numbers
+        for start_method in ("forkserver", "spawn", "fork"):
+            with Numbered(
+                workers=1, use_multiprocessing=True, start_method=start_method
+            ) as dataset:
+                assert numbers(dataset) == list(range(10))
+                (pid,) = dataset._loader().staff().pids.values()
+                for who in ("self", pid):
+                    for fd in range(3):
+                        place = os.readlink(f"/proc/{who}/fd/{fd}")
+                        assert "/" in place and "memfd" not in place, place
+        os._exit(42)
+    """
+    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env={**os.environ, "PYTHONPATH": path},
+        timeout=60,
+    )
+    assert done.returncode == 42

@@ -6,6 +6,7 @@ import errno
 import gc
 import json
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -170,6 +171,14 @@ def test_what_a_batch_took_is_told_with_it(writer, path):
         "waited_ms": 2.0,
         "opened_ms": 0.5,
     }
+
+
+def test_of_a_build_that_nobody_asked_about_no_cpu_time_is_told(writer, path):
+    span = _span(0)._replace(cpu_s=math.nan, delay_s=math.nan)
+    _tell(writer, [span], [])
+    writer.close({}, "Images")
+    (build,) = _of(_read(path), "build")
+    assert "cpu_ms" not in build["args"]
 
 
 def test_storing_that_takes_no_time_is_left_out(writer, path):

@@ -205,3 +205,34 @@ def test_each_death_is_logged_with_its_cause_and_batch(tmp_path, caplog):
         r"\(restart 1 of at most 3 in this epoch\)\.",
         told,
     )
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "fork", "spawn"])
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGUSR2", "SIGHUP"])
+def test_a_signal_for_the_whole_job_ends_no_worker(name, start_method):
+    if start_method != "forkserver" and name != "SIGUSR1":
+        pytest.skip("one of them will do")
+    with Numbered(start_method=start_method, **PROCESSES) as dataset:
+        batches = iter(dataset)
+        next(batches)
+        pids = dataset._loader().staff().pids
+        for process in psutil.Process().children(recursive=True):
+            process.send_signal(getattr(signal, name))
+        assert numbers(batches) == list(range(1, 10))
+        assert numbers(dataset) == list(range(10))
+        assert dataset._loader().staff().pids == pids
+
+
+def test_workers_are_met_when_they_end_although_the_trainer_ignores_that(
+    tmp_path,
+):
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        dataset = Deadly(
+            tmp_path / "deaths", how="exit3", times=99, **PROCESSES
+        )
+        with dataset, pytest.raises(WorkerDiedError, match="second") as caught:
+            list(dataset)
+        assert caught.value.exit_code == 3
+    finally:
+        signal.signal(signal.SIGCHLD, before)

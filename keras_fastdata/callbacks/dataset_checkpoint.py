@@ -63,8 +63,6 @@ class DatasetCheckpoint(Callback):
     """
 
     model: Any
-    # Nothing here needs Keras to wait for a step; see `keras.callbacks`.
-    async_safe = True
 
     def __init__(
         self,
@@ -147,6 +145,14 @@ class DatasetCheckpoint(Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch = epoch
 
+    @property
+    def async_safe(self) -> bool:
+        """Whether Keras may go on while a step is looked at.
+
+        Not where that may save: training must stand where the file says.
+        """
+        return self.save_freq == "epoch"
+
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if batch <= self._last_batch:
             self._last_batch = -1  # of a new epoch
@@ -165,8 +171,9 @@ class DatasetCheckpoint(Callback):
             self._save(None)
 
     def on_train_end(self, logs: Any = None) -> None:
+        is_ours = self._adapter is not None
         self._adapter = self._backup = None
-        if self.delete_checkpoint:
+        if self.delete_checkpoint and is_ours:
             with contextlib.suppress(FileNotFoundError):
                 os.remove(self.path)
 

@@ -332,7 +332,7 @@ class LoaderHealth(Callback):
             return
         try:
             pages.write_report(self._record, self.report)
-        except OSError as error:  # the training is worth more
+        except (OSError, ValueError) as error:  # the training is worth more
             _log.error("The report could not be written: %s", error)
 
     def _begin(self, phase: str) -> None:

@@ -79,8 +79,9 @@ class MemoryCache:
     """
 
     def __init__(self, name: str, most: int | None) -> None:
-        # Nobody may tell how much is free.
-        self._room = _Room(name, most or memory.free() // 2 or None)
+        if most is None and (free := memory.free()) is not None:
+            most = free // 2
+        self._room = _Room(name, most)
         self._batches: dict[int, _Opened] = {}
 
     def holds(self, index: int) -> bool:

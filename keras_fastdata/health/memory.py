@@ -32,13 +32,16 @@ def _pss_of(pid: int) -> int | None:
     return None
 
 
-def free() -> int:
-    """Bytes that this process may still take; 0 if nobody tells."""
-    found = cgroup.fields("/proc/meminfo").get("MemAvailable", 0) * 1024
+def free() -> int | None:
+    """Bytes that this process may still take; `None` if nobody tells."""
+    found = []
+    machine = cgroup.fields("/proc/meminfo")
+    if "MemAvailable" in machine:
+        found.append(machine["MemAvailable"] * 1024)
     limit, used, _ = _cgroup()
     if limit is not None and used is not None:
-        found = min(found, max(0, limit - used))
-    return found
+        found.append(max(0, limit - used))
+    return min(found, default=None)
 
 
 def left_now() -> str:
@@ -58,12 +61,16 @@ def left_now() -> str:
             "GiB it may have"
         )
     if kills:
-        parts.append(f"the kernel has killed {kills} processes in it so far")
+        noun = "process" if kills == 1 else "processes"
+        parts.append(f"the kernel has killed {kills} {noun} in it so far")
     return f"Now {', '.join(parts)}." if parts else ""
 
 
 def _cgroup() -> tuple[int | None, int | None, int]:
-    """Limit and use in bytes, and OOM kills, of this process's cgroup."""
+    """Limit and use in bytes, and OOM kills, of this process's cgroup.
+
+    Files that lie in memory, and need not, are not counted.
+    """
     for folder in cgroup.folders("memory"):
         limit = cgroup.number(f"{folder}/memory.max")
         used = cgroup.number(f"{folder}/memory.current")
@@ -73,5 +80,13 @@ def _cgroup() -> tuple[int | None, int | None, int]:
             used = cgroup.number(f"{folder}/memory.usage_in_bytes")
             events = cgroup.fields(f"{folder}/memory.oom_control")
         if limit is not None and limit < _UNLIMITED:
+            if used is not None:
+                used = max(0, used - _reclaimable(folder))
             return limit, used, events.get("oom_kill", 0)
     return None, None, 0
+
+
+def _reclaimable(folder: str) -> int:
+    """Bytes of files that the kernel would drop first."""
+    found = cgroup.fields(f"{folder}/memory.stat")
+    return found.get("total_inactive_file", found.get("inactive_file", 0))

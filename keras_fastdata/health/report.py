@@ -183,16 +183,14 @@ def _settings(record: Record) -> list[tuple[str, str]]:
     for decision in record.summary.decisions:
         name = f"workers, from batch {decision.batches} on"
         shown[name] = f"{decision.place}. {decision.reason}"
-    if shown.get("worker_env"):
-        # Variables may hold passwords, and reports are passed on.
-        names = ", ".join(sorted(shown["worker_env"]))
-        return [
-            (name, f"{names} (values are not shown)")
-            if name == "worker_env"
-            else (name, repr(value))
-            for name, value in shown.items()
-        ]
-    return [(name, repr(value)) for name, value in shown.items()]
+    return [(name, _shown(name, value)) for name, value in shown.items()]
+
+
+def _shown(name: str, value: Any) -> str:
+    # Variables may hold passwords, and reports are passed on.
+    if value and name in ("worker_env", "ray_options"):
+        return f"{', '.join(sorted(value))} (values are not shown)"
+    return repr(value)
 
 
 def _retried(record: Record) -> list[Span]:

@@ -117,7 +117,7 @@ class TraceWriter:
             return
         if self._origin_s is None:
             self._settle_origin(float(spans[:, _BEGAN].min()))
-        for row in np.nan_to_num(spans).tolist():
+        for row in spans.tolist():
             self._write_batch(Span._make(row))
         self._match()
 

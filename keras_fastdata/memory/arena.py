@@ -73,6 +73,8 @@ class Segment:
         self.stride = stride
         size = os.fstat(fd).st_size
         self._mmap = mmap.mmap(fd, size)
+        # A core dump would fill every hole of it with a page.
+        self._mmap.madvise(mmap.MADV_DONTDUMP)
 
     def root(self, slot: int, start: int, nbytes: int) -> Bytes:
         """A fresh array over part of a slot, with nothing cached beneath it.

@@ -162,6 +162,8 @@ class SlotWriter:
             for number, (offset, size) in enumerate(extents):
                 if start <= offset and offset + size <= start + nbytes:
                     extents[number] = (moved + offset - start, size)
+        # Whoever keeps `empty` itself gets other memory from it now.
+        self._in_place = False
         return kept
 
     def append(self, body: bytes) -> None:
@@ -229,7 +231,7 @@ def decode(encoded: Encoded, arena: Arena, slot: int) -> Any:
     lend = (
         not tiny
         and not kept
-        and max(nbytes for _, nbytes in extents) >= SMALL_BYTES
+        and max((nbytes for _, nbytes in extents), default=0) >= SMALL_BYTES
         and not arena.crowded
     )
     if lend:

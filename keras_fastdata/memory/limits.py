@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 from collections.abc import Iterator
 
 from keras_fastdata.errors import LoaderError
@@ -35,6 +36,17 @@ def named(doing: str) -> Iterator[None]:
         if remedy is None:
             raise
         raise LoaderError(f"{doing}: {error.strerror}. {remedy}") from error
+
+
+def keep_standard_files() -> None:
+    """Opens what is closed of standard input, output and error.
+
+    What is opened next would get its number, and then what somebody prints.
+    """
+    with contextlib.suppress(OSError):
+        while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+            os.set_inheritable(fd, True)
+        os.close(fd)
 
 
 def open_files() -> int:

@@ -30,6 +30,13 @@ from keras_fastdata.workers import failures, messages, relay, role, stack
 from keras_fastdata.workers.base import Builds, Ticket, where
 from keras_fastdata.workers.messages import KEPT, SPILLED, Kind, Result, Task
 
+# What a whole job, or a terminal, is sent: the trainer decides.
+_NOT_FOR_US = (
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
 _OOM_SCORE = 500  # of 1000: the kernel picks a worker before the trainer
 
 
@@ -458,7 +465,11 @@ def _settle_in(start: Start) -> None:
     start.habits.apply()
     # A handler that does nothing, rather than SIG_IGN: a program that the
     # worker starts gets the default action back, as exec resets handlers.
-    signal.signal(signal.SIGINT, lambda *_: None)
+    for number in _NOT_FOR_US:
+        signal.signal(number, lambda *_: None)
+    # Printing to a terminal that others have (`stty tostop`) stops nobody.
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError, ValueError):

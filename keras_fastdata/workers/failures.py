@@ -16,6 +16,7 @@ import dataclasses
 import io
 import os
 import pickle
+import threading
 import traceback
 import types
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from keras_fastdata.errors import LoaderError
 from keras_fastdata.memory import classes
 
 _MAX_CHAIN = 16  # causes of causes
+_MAX_NESTED = 3  # exceptions that are attributes of exceptions
 _MAX_TEXT = 64 * 1024  # characters
 PACKAGE = os.path.join(
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))), ""
@@ -61,6 +63,8 @@ class Failure:
         cause: `__cause__`, taken apart.
         context: `__context__`, taken apart.
         suppress_context: `__suppress_context__`.
+        number: Among those that are described together.
+        same_as: The number of the one that this is, if it was met before.
     """
 
     text: str
@@ -72,6 +76,8 @@ class Failure:
     cause: Failure | None = None
     context: Failure | None = None
     suppress_context: bool = False
+    number: int = 0
+    same_as: int | None = None
 
 
 class Unpicklable:
@@ -88,7 +94,7 @@ def take_apart(error: BaseException) -> bytes:
     """Describes an exception so that `put_together` can rebuild it."""
     if isinstance(error, bdb.BdbQuit):
         debugger = no_debugger().with_traceback(error.__traceback__)
-        for text in getattr(error, "__notes__", ()):
+        for text in _notes_of(error):
             note(debugger, text)
         error = debugger
     try:
@@ -100,12 +106,17 @@ def take_apart(error: BaseException) -> bytes:
 
 def put_together(described: bytes) -> BaseException:
     """Rebuilds the exception, or a `LoaderError` with its text."""
-    return _rebuild(pickle.loads(described))
+    failure: Failure = pickle.loads(described)
+    try:
+        return _rebuild(failure)
+    except Exception:
+        # Other people's code once more: an exception may hook into anything.
+        return _text_alone(failure)
 
 
 def note(error: BaseException, text: str) -> None:
     """`error.add_note(text)`, also for one that lets nobody set attributes."""
-    notes = [*getattr(error, "__notes__", ()), text]
+    notes = [*_notes_of(error), text]
     BaseException.__setattr__(error, "__notes__", notes)
 
 
@@ -141,8 +152,25 @@ def no_breakpoint(*_: Any, **__: Any) -> None:
 # -- in the worker -------------------------------------------------------------
 
 
-def _describe(error: BaseException, depth: int) -> Failure:
-    make, args, state = _recipe_of(error)
+def _describe(
+    error: BaseException, depth: int, seen: dict[int, int] | None = None
+) -> Failure:
+    """Describes an exception, and those that led to it, each of them once.
+
+    Args:
+        error: The exception.
+        depth: How many in a row may have led to it.
+        seen: Those that have been described: `id` to number.
+    """
+    seen = {} if seen is None else seen
+    if id(error) in seen:
+        return Failure("", same_as=seen[id(error)])
+    number = seen[id(error)] = len(seen)
+    _under_way.errors.append(error)
+    try:
+        make, args, state = _recipe_of(error)
+    finally:
+        _under_way.errors.pop()
     cause, context = error.__cause__, error.__context__
     if context is cause:
         context = None
@@ -154,19 +182,26 @@ def _describe(error: BaseException, depth: int) -> Failure:
         frames=tuple(_frames_of(_outside_the_package(error.__traceback__))),
         notes=tuple(_safely(str, n) for n in _notes_of(error)),
         cause=(
-            _describe(cause, depth - 1) if cause is not None and depth else None
+            _describe(cause, depth - 1, seen)
+            if cause is not None and depth
+            else None
         ),
         context=(
-            _describe(context, depth - 1)
+            _describe(context, depth - 1, seen)
             if context is not None and depth
             else None
         ),
         suppress_context=error.__suppress_context__,
+        number=number,
     )
 
 
 def _notes_of(error: BaseException) -> list[Any]:
-    found = getattr(error, "__notes__", None)
+    try:
+        # Not `getattr`, which would ask the user's `__getattr__`.
+        found = BaseException.__getattribute__(error, "__notes__")
+    except AttributeError:
+        found = None
     return list(found) if isinstance(found, (list, tuple)) else []
 
 
@@ -281,13 +316,36 @@ def _frames_of(tb: types.TracebackType | None) -> Iterator[dict[str, Any]]:
 # -- in the training process ---------------------------------------------------
 
 
-def _rebuild(failure: Failure) -> BaseException:
+def _text_alone(failure: Failure) -> LoaderError:
+    return LoaderError(
+        "A worker raised an exception that cannot be rebuilt in this process. "
+        f"Its text:\n\n{failure.text}"
+    )
+
+
+def _rebuild(
+    failure: Failure, made: dict[int, BaseException] | None = None
+) -> BaseException:
+    """Rebuilds an exception, and those that led to it.
+
+    Args:
+        failure: What `_describe` has made of it.
+        made: Those that have been rebuilt, by number.
+    """
+    made = {} if made is None else made
+    if failure.same_as is not None:
+        return made[failure.same_as]
     error, left_out = _rebuild_alone(failure)
+    is_whole = error is not None
     if error is None:
-        return LoaderError(
-            "A worker raised an exception that cannot be rebuilt in this "
-            f"process. Its text:\n\n{failure.text}"
-        )
+        error = _text_alone(failure)
+    made[failure.number] = error
+    cause, context = (
+        None if other is None else _rebuild(other, made)
+        for other in (failure.cause, failure.context)
+    )
+    if not is_whole:
+        return error  # whose text tells of those
     if failure.frames:
         error = error.with_traceback(_traceback_of(failure.frames))
     for text in failure.notes:
@@ -296,12 +354,10 @@ def _rebuild(failure: Failure) -> BaseException:
         names = ", ".join(left_out)
         note(error, f"Left behind in the worker: {names}.")
     put = BaseException.__setattr__
-    if failure.context is not None:
-        put(error, "__context__", _rebuild(failure.context))
-    if failure.cause is not None:
-        put(error, "__cause__", _rebuild(failure.cause))
-        if failure.context is None:
-            put(error, "__context__", error.__cause__)
+    if context is not None or cause is not None:
+        put(error, "__context__", cause if context is None else context)
+    if cause is not None:
+        put(error, "__cause__", cause)
     put(error, "__suppress_context__", failure.suppress_context)
     return error
 
@@ -390,6 +446,16 @@ def _without_columns(tb: types.TracebackType) -> types.TracebackType:
 # -- pickling ------------------------------------------------------------------
 
 
+class _UnderWay(threading.local):
+    """Exceptions whose attributes are being pickled, outermost first."""
+
+    def __init__(self) -> None:
+        self.errors: list[BaseException] = []
+
+
+_under_way = _UnderWay()
+
+
 def _dumps(value: Any, whole: Any = None) -> bytes | None:
     stream = io.BytesIO()
     try:
@@ -414,6 +480,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, BaseException) and obj is not self._whole:
+            outer = _under_way.errors
+            if len(outer) > _MAX_NESTED or any(obj is other for other in outer):
+                return Unpicklable, (_safely(repr, obj)[:1000],)
             return _rebuild, (_describe(obj, 0),)
         if isinstance(obj, type):
             reduced = classes.reduce_class(obj)

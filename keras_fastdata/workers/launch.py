@@ -471,7 +471,7 @@ def _python(
         os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     )
     code = _BOOTSTRAP.format(
-        path=[package_parent, *sys.path], module=module, call=call
+        path=[package_parent, *_paths()], module=module, call=call
     )
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return subprocess.Popen(
@@ -481,6 +481,11 @@ def _python(
         pass_fds=fds,
         process_group=0,  # Ctrl-C in the terminal is for the trainer
     )
+
+
+def _paths() -> list[str]:
+    """Where Python looks for modules; like Python, not at a `pathlib.Path`."""
+    return [path for path in sys.path if isinstance(path, str)]
 
 
 @contextlib.contextmanager

@@ -203,6 +203,7 @@ class ProcessWorkers:
         self._closed = False
         self._paused = False
         self._told = True  # whether every worker was sent the version
+        limits.keep_standard_files()
         with contextlib.ExitStack() as undo:
             self._payload = None if self._by_fork else Payload(make_builder)
             if self._payload is not None:
