@@ -117,7 +117,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
             for name in ("on_epoch_begin", "on_epoch_end")
         )
         self.fit_thread = threading.get_ident()
-        self._mark = object()  # what a recorder knows it by
+        self.mark = object()  # what a recorder knows it by
 
     @property
     def is_within_epoch(self) -> bool:
@@ -296,7 +296,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         return (
             listener is not None
             and (self._trains or listener.predicts)
-            and listener.is_of(self._mark)
+            and listener.is_of(self.mark)
         )
 
     def book(
@@ -307,7 +307,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         self._in_pass += 1
         if listener is None:
             return
-        if listener.feed is not self._mark and not self.is_heard_by(listener):
+        if listener.feed is not self.mark and not self.is_heard_by(listener):
             listener.aside_s += waited_s
             return
         span = begun.span

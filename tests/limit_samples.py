@@ -62,19 +62,37 @@ class Limited(Numbered):
         resource.setrlimit(self.limit, (self.value, hard))
 
 
-class Varied(FastPyDataset):
-    """Batch i is sizes[i] bytes of ones, built in private memory."""
+class Pickled:
+    """So many bytes, but no array."""
 
-    def __init__(self, sizes, in_place=False, **kwargs):
+    def __init__(self, nbytes):
+        self.content = bytes(nbytes)
+
+    @property
+    def nbytes(self):
+        return len(self.content)
+
+
+class Varied(FastPyDataset):
+    """Batch i has sizes[i] bytes.
+
+    Args:
+        sizes: Those.
+        where: They are built in "private" memory, in "place", or "pickled".
+    """
+
+    def __init__(self, sizes, where="private", **kwargs):
         super().__init__(**kwargs)
         self.sizes = sizes
-        self.in_place = in_place
+        self.where = where
 
     def __len__(self):
         return len(self.sizes)
 
     def __getitem__(self, index):
-        if self.in_place:
+        if self.where == "pickled":
+            return Pickled(self.sizes[index])
+        if self.where == "place":
             batch = self.empty(self.sizes[index], "uint8")
             batch[:] = index % 256
             return batch

@@ -327,3 +327,18 @@ def rest_of(file, index):
     text = file.read()
     file.seek(position)
     return text
+
+
+class MapsAFile(FastPyDataset):
+    """Batch i is a part of a file, as the memory map gives it."""
+
+    def __init__(self, path, **kwargs):
+        super().__init__(**kwargs)
+        self.path = path
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        rows = np.memmap(self.path, "float32", "r", shape=(4, 100, 100))
+        return rows[index], {"also": [rows[index], {index}]}

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from samples import Numbered, numbers
 
-from keras_fastdata import FastPyDataset
+from keras_fastdata import FastPyDataset, LoaderError
 
 PROCESSES = {"workers": 2, "use_multiprocessing": True}
 
@@ -325,5 +325,22 @@ def test_a_path_object_among_the_places_of_modules_is_passed_over(
     monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
     with Numbered(
         workers=1, use_multiprocessing=True, start_method=start_method
+    ) as dataset:
+        assert numbers(dataset) == list(range(10))
+
+
+def test_threads_where_workers_are_forked_are_named():
+    dataset = Numbered(
+        workers=1,
+        use_multiprocessing=True,
+        worker_env={"OPENBLAS_NUM_THREADS": "2"},
+    )
+    with dataset, pytest.raises(LoaderError, match="OPENBLAS_NUM_THREADS"):
+        next(iter(dataset))
+    with Numbered(
+        workers=1,
+        use_multiprocessing=True,
+        worker_env={"OPENBLAS_NUM_THREADS": "2"},
+        start_method="spawn",
     ) as dataset:
         assert numbers(dataset) == list(range(10))

@@ -283,10 +283,10 @@ def test_threads_need_no_reserved_address_space(trainers):
     assert run.check() == [WORKED, WORKED]
 
 
-def with_too_large_batches(more, in_place):
+def with_too_large_batches(more, where):
     limit("AS", address_space() + more)
     sizes = [1000, 80 * MEGABYTE, 1000]
-    dataset = limit_samples.Varied(sizes, in_place, **PROCESSES)
+    dataset = limit_samples.Varied(sizes, where, **PROCESSES)
     batches = iter(dataset)
     first = next(batches).nbytes
     try:
@@ -299,11 +299,11 @@ def with_too_large_batches(more, in_place):
     return first, second, third
 
 
-@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("where", ["private", "place", "pickled"])
 def test_a_batch_too_large_for_a_slot_is_named_and_harms_no_other(
-    trainers, in_place
+    trainers, where
 ):
-    run = trainers.run(with_too_large_batches, 24 * GIGABYTE, in_place)
+    run = trainers.run(with_too_large_batches, 24 * GIGABYTE, where)
     first, second, third = run.check()
     assert first == 1000
     assert second.startswith("LoaderError: ")
@@ -823,15 +823,15 @@ def test_max_queue_bytes_leaves_the_queue_of_threads_as_it_is(workers):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("where", ["private", "place"])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_shared_memory_passes_max_queue_bytes_by_a_batch_per_worker(
-    sizes, in_place
+    sizes, where
 ):
     lengths = SIZES[sizes]
     dataset = limit_samples.Varied(
         lengths,
-        in_place,
+        where,
         max_queue_size=30,
         max_queue_bytes=BOUND,
         **PROCESSES,

@@ -240,6 +240,23 @@ def test_an_evaluation_within_a_callback_is_no_training():
     assert max(epoch.build_s_p95 for epoch in epochs) < _WAIT_S / 2
 
 
+class EvaluatesFirst(keras.callbacks.Callback):
+    """Evaluates before the first batch of every epoch."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        with SlowData(length=4) as data:
+            self.model.evaluate(data, verbose=0)
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["behind", "before"])
+def test_an_evaluation_at_the_begin_of_an_epoch_is_no_training(order):
+    health = LoaderHealth(0)
+    _fit(FreeData(), *[health, EvaluatesFirst()][::order], epochs=2)
+    epochs = health.summary().epochs
+    assert [epoch.batches for epoch in epochs] == [8, 8]
+    assert max(epoch.build_s_p95 for epoch in epochs) < _WAIT_S / 2
+
+
 def test_an_evaluation_within_a_fit_may_be_measured_too():
     health, inner = LoaderHealth(0), LoaderHealth(0)
     logs = _fit(SlowData(), health, Evaluates(inner, epochs=[1]), epochs=3)
@@ -604,6 +621,16 @@ def test_a_report_that_cannot_be_written_does_not_end_a_fit(caplog, capsys):
     assert len(logs["loss"]) == 1
     assert "The report could not be written" in caplog.text
     assert "io_bound" in capsys.readouterr().out
+
+
+def test_a_report_is_not_replaced_by_one_of_no_batch_at_all(tmp_path):
+    pytest.importorskip("jinja2")
+    path = tmp_path / "health.html"
+    health = LoaderHealth(0, report=path)
+    _fit(SlowData(), health)
+    page = path.read_text()
+    _fit(PlainData(), health)
+    assert path.read_text() == page
 
 
 def test_folders_are_made_for_a_trace(tmp_path):

@@ -253,3 +253,25 @@ def test_advice_for_workers_on_ray_is_about_those():
     idle = judge(facts(**RAY | {"build_s": 9.0}))
     assert "4 workers build 22% of the time" in idle.evidence
     assert "`executor='local'`" in idle.advice
+
+
+@pytest.mark.parametrize("workers_are", ["thread", "process"])
+def test_no_more_workers_are_advised_than_have_something_to_do(workers_are):
+    few = facts(
+        workers_are=workers_are,
+        batches=6,
+        build_s=9.0,
+        build_s_p50=1.5,
+        free_s=0.1,
+        cpu_s=0.1 if workers_are == "thread" else 8.9,
+        cores=64,
+    )
+    advice = judge(few).advice
+    (workers,) = re.findall(r"workers=(\d+)", advice)
+    assert int(workers) == 5
+    assert "1.8 s an epoch at best" in advice
+
+
+def test_no_gain_is_promised_that_the_cores_do_not_have():
+    full = facts(cores=2, busy_cores=1.0, cpu_s=9.0, build_s=9.0)
+    assert "4.5 s an epoch at best" in judge(full).advice

@@ -22,7 +22,7 @@ import keras
 import numpy as np
 import psutil
 import pytest
-from samples import Holds, hold, rest_of, row
+from samples import Holds, MapsAFile, hold, rest_of, row
 
 from keras_fastdata import DatasetPicklingError
 
@@ -407,3 +407,15 @@ def test_a_file_that_deletes_itself_is_refused():
         kind = "tempfile._TemporaryFileWrapper"
         assert_refused(file, "dataset.thing", kind)
         assert os.path.exists(file.name)
+
+
+def test_parts_of_a_memory_map_come_as_arrays_in_shared_memory(tmp_path):
+    path = tmp_path / "rows"
+    rows = np.arange(40_000, dtype="float32").reshape(4, 100, 100)
+    rows.tofile(path)
+    with MapsAFile(path, workers=1, use_multiprocessing=True) as dataset:
+        for index, (batch, other) in enumerate(dataset):
+            np.testing.assert_array_equal(batch, rows[index])
+            np.testing.assert_array_equal(other["also"][0], rows[index])
+            assert type(batch) is type(other["also"][0]) is np.ndarray
+            assert batch.ctypes.data % 64 == 0

@@ -105,6 +105,7 @@ class LoaderHealth(Callback):
         self._fits = False
         self._is_guest = False  # of an evaluation amid that fit
         self._step: Callable[[int], None] = no_step  # told of each step
+        self._has_reported = False
         self._epochs: list[EpochHealth] = []
         self._validations: list[EpochHealth] = []
         self._staff: Staff | None = None  # of the training data
@@ -195,10 +196,16 @@ class LoaderHealth(Callback):
         self._fits = True
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        from keras_fastdata import keras_bridge
+
         self._print_line()
         self._epoch = epoch
         self._trained = None
         self._begin("train")
+        adapter = keras_bridge.training().adapter
+        if adapter is not None and self._meter is not None:
+            # Not the data that another callback evaluates on by now.
+            self._meter.recorder.feed = adapter.mark
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self._step(batch)
@@ -328,10 +335,14 @@ class LoaderHealth(Callback):
                 writer.close(record.pids, record.dataset, losses=record.lost)
 
     def _write_report(self) -> None:
-        if self.report is None or self._record is None:
+        record = self._record
+        if self.report is None or record is None:
             return
+        if self._has_reported and not record.dataset:
+            return  # of other data; there is a page of ours already
+        self._has_reported = True
         try:
-            pages.write_report(self._record, self.report)
+            pages.write_report(record, self.report)
         except (OSError, ValueError) as error:  # the training is worth more
             _log.error("The report could not be written: %s", error)
 

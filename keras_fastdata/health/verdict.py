@@ -284,7 +284,7 @@ def _io_bound(facts: Facts) -> tuple[str, str]:
     wanted = min(wanted, max(32, 2 * workers))
     if facts.computing > 0.01:
         wanted = min(wanted, math.floor(facts.room / facts.computing))
-    wanted = max(wanted, workers + 1)
+    wanted = max(_of_use(facts, wanted), workers + 1)
     building_s = max(facts.build_s / wanted, facts.cpu_s / facts.cores)
     advice = f"Waiting needs no core: pass `workers={wanted}`" + _gain(
         facts, building_s
@@ -454,13 +454,20 @@ def _more_processes(facts: Facts) -> str:
         facts.workers > 1 and not _is_gil_bound(facts)
     )
     ours = facts.workers if scales else 0
-    count = max(1, min(wanted, math.floor(facts.room + 0.3)), ours + 1)
+    count = _of_use(facts, min(wanted, math.floor(facts.room + 0.3)))
+    count = max(1, count, ours + 1)
     if scales and facts.workers_are in ("thread", "ray"):
         call = f"`workers={count}`"
     else:
         call = f"`workers={count}, use_multiprocessing=True`"
-    advice = f"Pass {call}" + _gain(facts, builds_s / count)
+    building_s = max(builds_s / count, facts.cpu_s / facts.cores)
+    advice = f"Pass {call}" + _gain(facts, building_s)
     return advice + _longer_queue(facts, count)
+
+
+def _of_use(facts: Facts, workers: int) -> int:
+    """So many, as far as an epoch has batches for them."""
+    return min(workers, facts.batches - 1)
 
 
 def _longer_queue(facts: Facts, workers: int) -> str:
@@ -472,7 +479,7 @@ def _longer_queue(facts: Facts, workers: int) -> str:
 
 def _gain(facts: Facts, building_s: float) -> str:
     """What an epoch would take at best, were building as quick as that."""
-    hoped_s = max(facts.free_s, building_s)
+    hoped_s = max(facts.free_s, building_s, facts.build_s_p50)
     if hoped_s >= facts.wall_s:
         return "."
     return f": {words.duration(hoped_s)} an epoch at best."

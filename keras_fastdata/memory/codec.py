@@ -385,6 +385,8 @@ class _ArraysInTheSlot:
         kind = type(obj)
         if kind is np.ndarray:
             return self.reduce_array(obj)
+        if kind is np.memmap:
+            return self.reduce_array(obj.view(np.ndarray))
         convert = _converter(kind)
         return NotImplemented if convert is None else convert(obj)
 

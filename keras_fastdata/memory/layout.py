@@ -177,10 +177,11 @@ def _describe(
     # What is met twice is one object on arrival too, which takes a pickle.
     if id(value) in seen:
         raise _NotPlainError
-    if kind is np.ndarray:
+    if kind is np.ndarray or kind is np.memmap:
         seen.add(id(value))
-        arrays.append(value)
-        return _leaf(value)
+        plain = value.view(np.ndarray)
+        arrays.append(plain)
+        return _leaf(plain)
     if kind is tuple:
         return tuple, tuple([_describe(v, arrays, seen) for v in value])
     seen.add(id(value))

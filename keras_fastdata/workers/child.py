@@ -383,8 +383,14 @@ class _Worker:
             self._in_place = False
         build_ns = time.monotonic_ns() - began
         timing = self._stopwatch.stop()
+        try:
+            return self._result(
+                kind, task, writer, build_ns, timing, extents, body, kept
+            )
+        except LoaderError as error:  # there is no room in the slot for it
+            body = failures.take_apart(error)
         return self._result(
-            kind, task, writer, build_ns, timing, extents, body, kept
+            Kind.FAILURE, task, writer, build_ns, timing, b"", body, kept
         )
 
     def _result(

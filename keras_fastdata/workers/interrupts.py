@@ -1,9 +1,9 @@
-"""Putting Ctrl-C off while something is being started or ended.
+"""Putting signals off while something is being started or ended.
 
-A KeyboardInterrupt between the start of a process and the line that remembers
-it would leave a process that nobody ends. So the few sections that start and
-end workers run uninterrupted. They are bounded in time, and the interrupt is
-raised at their end.
+An exception between the start of a process and the line that remembers it, a
+KeyboardInterrupt or that of an alarm, would leave a process that nobody ends.
+So the few sections that start and end workers run uninterrupted. They are
+bounded in time, and the signal is acted on at their end.
 """
 
 from __future__ import annotations
@@ -15,22 +15,24 @@ from typing import Any
 
 
 class Uninterrupted:
-    """A `with` block at whose end, and not before, SIGINT is acted on.
+    """A `with` block at whose end, and not before, signals are acted on.
 
-    Only the main thread receives signals; in another one it does nothing.
+    Those that have a handler of Python's. Only the main thread runs these; in
+    another one it does nothing.
     """
 
     def __init__(self) -> None:
-        self._previous: Any = None
-        self._caught: tuple[int, FrameType | None] | None = None
+        self._previous: dict[int, Any] = {}
+        self._caught: list[int] = []
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():
-            handler = signal.getsignal(signal.SIGINT)
-            # One that was not set from Python could not be put back.
-            if callable(handler):
-                self._previous = handler
-                signal.signal(signal.SIGINT, self._catch)
+            for number in signal.valid_signals():
+                handler = signal.getsignal(number)
+                # One that was not set from Python could not be put back.
+                if callable(handler):
+                    self._previous[number] = handler
+                    signal.signal(number, self._catch)
 
     def __exit__(
         self,
@@ -38,11 +40,11 @@ class Uninterrupted:
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
-        if self._previous is None:
-            return
-        signal.signal(signal.SIGINT, self._previous)
-        if self._caught is not None:
-            self._previous(*self._caught)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        for number in self._caught:
+            signal.raise_signal(number)
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
-        self._caught = number, frame
+        if number not in self._caught:
+            self._caught.append(number)

@@ -215,6 +215,14 @@ class _Nursery:
             kind, pid, number, fds = self._answers.popleft()
             if kind == nursery.FORKED:
                 return _NurseryChild(self, pid, fds[0])
+            if number == nursery.HAS_THREADS:
+                raise LoaderError(
+                    "No worker process can be forked: something starts "
+                    "threads as soon as Python or NumPy is there, like "
+                    "`OPENBLAS_NUM_THREADS` above 1 in `worker_env`, or a "
+                    "`sitecustomize`. Leave it out, or pass "
+                    "`start_method='spawn'`."
+                )
             raise LoaderError(
                 "A worker process could not be forked: "
                 f"{os.strerror(number)}. Look at the limits on processes "

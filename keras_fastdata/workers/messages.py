@@ -49,7 +49,7 @@ _TIMED = 4  # the message has a `Timing`
 
 _VERSION = struct.Struct("<QQ")
 _TASK = struct.Struct("<QQqIId")
-_RESULT = struct.Struct("<BBHQQQII")
+_RESULT = struct.Struct("<BBHQQQQQ")
 _TIMING = struct.Struct("<5d")
 TASK_BYTES = _TASK.size
 

@@ -30,6 +30,7 @@ FORK = b"F"
 _NOTICE = struct.Struct("<cqq")
 FORKED, ENDED, REFUSED = b"P", b"E", b"R"
 NOTICE_BYTES = _NOTICE.size
+HAS_THREADS = -1  # in place of an errno
 
 _REAP_TIMEOUT_S = 2.0
 # What a whole job is sent. It ends when the trainer does.
@@ -121,7 +122,7 @@ class _Nursery:
             if flags & socket.MSG_CTRUNC:
                 raise OSError(errno.EMFILE, "out of file descriptors")
             if _threads() > 1:
-                raise OSError("the nursery has more than one thread")
+                raise OSError(HAS_THREADS, "a fork would lack some of them")
             pid, pidfd = self._fork(fds)
         except OSError as error:
             self._requests.send(pack_notice(REFUSED, 0, error.errno or 0))

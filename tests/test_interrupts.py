@@ -1,0 +1,72 @@
+"""Signals that come while workers are started or ended."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from keras_fastdata.workers.interrupts import Uninterrupted
+
+
+class Late(Exception):
+    pass
+
+
+def _raise(number, frame):
+    raise Late(number)
+
+
+@pytest.fixture
+def handlers():
+    numbers = (signal.SIGALRM, signal.SIGUSR1)
+    before = [signal.signal(number, _raise) for number in numbers]
+    yield numbers
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+def test_a_handler_that_raises_does_so_at_the_end_of_the_block(handlers):
+    steps = []
+
+    def run():
+        with Uninterrupted():
+            signal.raise_signal(signal.SIGALRM)
+            steps.append("went on")
+
+    with pytest.raises(Late):
+        run()
+    assert steps == ["went on"]
+    assert signal.getsignal(signal.SIGALRM) is _raise
+
+
+def test_within_another_block_it_waits_for_the_end_of_that(handlers):
+    steps = []
+
+    def run():
+        with Uninterrupted():
+            with Uninterrupted():
+                signal.raise_signal(signal.SIGUSR1)
+            steps.append("went on")
+
+    with pytest.raises(Late):
+        run()
+    assert steps == ["went on"]
+
+
+def test_none_of_several_signals_is_lost(handlers):
+    met = []
+    for number in handlers:
+        signal.signal(number, lambda number, _: met.append(number))
+    with Uninterrupted():
+        for number in handlers:
+            signal.raise_signal(number)
+        assert met == []
+    assert sorted(met) == sorted(handlers)
+
+
+def test_without_a_handler_nothing_is_changed():
+    signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    with Uninterrupted():
+        assert signal.getsignal(signal.SIGALRM) is signal.SIG_IGN
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
