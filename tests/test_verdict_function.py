@@ -275,3 +275,23 @@ def test_no_more_workers_are_advised_than_have_something_to_do(workers_are):
 def test_no_gain_is_promised_that_the_cores_do_not_have():
     full = facts(cores=2, busy_cores=1.0, cpu_s=9.0, build_s=9.0)
     assert "4.5 s an epoch at best" in judge(full).advice
+
+
+@pytest.mark.parametrize("workers_are", ["inline", "thread", "process"])
+def test_of_batches_from_a_cache_no_worker_is_said_to_be_slow(workers_are):
+    cached = facts(
+        workers_are=workers_are,
+        workers=int(workers_are != "inline"),
+        build_s=0.0,
+        build_s_p50=0.0,
+        store_s=0.0,
+        cpu_s=0.0,
+        delay_s=0.0,
+        slowest=(),
+        open_s=7.0,
+    )
+    verdict = judge(cached)
+    assert verdict.kind == "transfer_bound"
+    assert "80.0 ms" in verdict.evidence
+    assert "workers=" not in verdict.advice
+    assert "use_multiprocessing" not in verdict.advice

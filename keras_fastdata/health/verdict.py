@@ -27,6 +27,7 @@ _FULL_CORES = 0.3  # as many cores free, are as good as none
 _GIL_HELD = 0.35  # of the time, and
 _ONE_CORE = 1.2  # all threads together compute no more than this
 _IDLE = 0.5  # of the time: workers on Ray that do not build so long
+_LITTLE = 0.05  # of what is lost: building that cannot be why
 _SOME = 0.2  # of a build: computing that full cores have no room for
 _LONGEST_QUEUE = 1000  # that is ever advised
 
@@ -231,7 +232,13 @@ def _is_transfer_bound(facts: Facts) -> bool:
         # Nobody times what Ray does: what is not building, is that.
         return facts.build_s < _IDLE * facts.workers * facts.wall_s
     moving_s = facts.store_s + facts.open_s
-    return facts.workers_are == "process" and moving_s > facts.build_s
+    apart = facts.workers_are == "process" and moving_s > facts.build_s
+    return apart or _are_at_hand(facts)
+
+
+def _are_at_hand(facts: Facts) -> bool:
+    """Whether hardly anything is built: batches come from a cache."""
+    return facts.build_s + facts.store_s < _LITTLE * facts.lost_s
 
 
 def _is_gil_bound(facts: Facts) -> bool:
@@ -317,6 +324,15 @@ def _cores_full(facts: Facts) -> tuple[str, str]:
 def _transfer_bound(facts: Facts) -> tuple[str, str]:
     if facts.workers_are == "ray":
         return _transfer_bound_on_ray(facts)
+    if _are_at_hand(facts):
+        return (
+            "Batches are at hand, from a cache, say; but it takes "
+            f"{_per_batch(facts, facts.wait_s)} to read or copy the "
+            f"{words.size(facts.nbytes / facts.batches)} of one.",
+            "That happens where training does, so workers would not help. "
+            "Move less: hand over uint8 or float16 instead of float32 and "
+            "convert in the model.",
+        )
     moving_s = facts.store_s + facts.open_s
     evidence = (
         f"Building a batch takes {_per_batch(facts, facts.build_s)}, moving "
