@@ -207,12 +207,22 @@ def test_each_death_is_logged_with_its_cause_and_batch(tmp_path, caplog):
     )
 
 
-@pytest.mark.parametrize("start_method", ["forkserver", "fork", "spawn"])
-@pytest.mark.parametrize("name", ["SIGUSR1", "SIGUSR2", "SIGHUP"])
+@pytest.mark.parametrize(
+    ("start_method", "name"),
+    [
+        ("forkserver", "SIGUSR1"),
+        ("forkserver", "SIGUSR2"),
+        ("forkserver", "SIGHUP"),
+        ("fork", "SIGUSR1"),
+        ("spawn", "SIGUSR1"),
+    ],
+)
 def test_a_signal_for_the_whole_job_ends_no_worker(name, start_method):
-    if start_method != "forkserver" and name != "SIGUSR1":
-        pytest.skip("one of them will do")
     with Numbered(start_method=start_method, **PROCESSES) as dataset:
+        list(dataset)
+        workers = dataset._fastdata.loader._workers._workers
+        while not all(worker.ready for worker in workers.values()):
+            list(dataset)
         batches = iter(dataset)
         next(batches)
         pids = dataset._loader().staff().pids

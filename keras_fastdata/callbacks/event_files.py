@@ -19,12 +19,15 @@ class EventFiles:
     """
 
     def __init__(self, log_dirs: list[str]) -> None:
-        self._writers = [_writer(log_dir) for log_dir in log_dirs]
+        self._log_dirs = log_dirs
+        self._writers: list[Any] = []  # made when there is something to write
 
     def write(self, health: EpochHealth) -> None:
         """Adds the scalars of an epoch."""
-        if not self._writers:
+        if not self._log_dirs:
             return
+        if not self._writers:
+            self._writers = [*map(_writer, self._log_dirs)]
         import tensorflow as tf
 
         scalars = {

@@ -37,10 +37,10 @@ def summary_html(summary: HealthSummary) -> str:
     if summary.verdict is None:
         return "<div>LoaderHealth: no batch of a FastPyDataset was seen.</div>"
     verdict = summary.verdict
-    free_s = summary.wall_s * (1.0 - summary.data_wait)
     figures = (
         f"{words.share(summary.data_wait)} of {words.duration(summary.wall_s)} "
-        f"were waiting for data; with free data: {words.duration(free_s)}."
+        "were waiting for data; with free data: "
+        f"{words.duration(summary.free_s)}."
     )
     return (
         "<div>"
@@ -59,13 +59,10 @@ def _decided(summary: HealthSummary) -> str:
 
 
 def _table(summary: HealthSummary) -> str:
-    phases = sorted(
-        [*summary.epochs, *summary.validations], key=lambda phase: phase.epoch
-    )
     rest = ("",) * (len(_COLUMNS) - 1)
     rows = [_row(_COLUMNS, "th")] + [
         _row(("...", *rest) if phase is None else _cells(phase), "td")
-        for phase in abridged(phases)
+        for phase in abridged(summary.phases)
     ]
     return (
         '<div style="overflow-x:auto"><table>'

@@ -21,7 +21,7 @@ import numpy as np
 from keras_fastdata.health import drawing, words
 from keras_fastdata.health.record import Record
 from keras_fastdata.health.recorder import Span
-from keras_fastdata.health.summary import EpochHealth, HealthSummary
+from keras_fastdata.health.summary import HealthSummary
 
 _MOST_SLOW = 12
 _MOST_TRACEBACKS = 50
@@ -98,7 +98,7 @@ def _render(record: Record) -> str:
 def _view(record: Record) -> dict[str, Any]:
     """All that the template writes."""
     summary = record.summary
-    phases = _phases(summary)
+    phases = summary.phases
     builds = record.column("built_s") - record.column("began_s")
     histograms = [
         drawing.histogram("Time to build a batch", builds),
@@ -109,7 +109,7 @@ def _view(record: Record) -> dict[str, Any]:
         "summary": summary,
         "verdict": summary.verdict,
         "headline": _headline(record),
-        "free_s": _free_s(summary),
+        "free_s": summary.free_s,
         "speedup": _speedup(summary),
         "took_s": record.ended_s - record.began_s,
         "timelines": drawing.timelines(record),
@@ -140,14 +140,9 @@ def _headline(record: Record) -> str:
     return f"{who} lost {wait} of its time to data"
 
 
-def _free_s(summary: HealthSummary) -> float:
-    """What all epochs would take with free data."""
-    return summary.wall_s * (1.0 - summary.data_wait)
-
-
 def _speedup(summary: HealthSummary) -> str:
     """How many times faster that is, such as "2.6 times"."""
-    times = summary.wall_s / max(_free_s(summary), 1e-9)
+    times = summary.wall_s / max(summary.free_s, 1e-9)
     if times >= 100:
         return "over 100 times"
     return f"{times:.2f} times" if times < 2 else f"{times:.1f} times"
@@ -168,12 +163,6 @@ def _raised(traceback: str) -> str:
     frames = [i for i, line in enumerate(lines) if line.startswith("  ")]
     after = lines[frames[-1] + 1 :] if frames else lines
     return (after or lines or [""])[0]
-
-
-def _phases(summary: HealthSummary) -> list[EpochHealth]:
-    """Epochs, each followed by its validation."""
-    phases = [*summary.epochs, *summary.validations]
-    return sorted(phases, key=lambda phase: phase.epoch)
 
 
 def _settings(record: Record) -> list[tuple[str, str]]:

@@ -115,6 +115,17 @@ class HealthSummary:
     decisions: tuple[Decision, ...] = ()
     shard: str = ""
 
+    @property
+    def free_s(self) -> float:
+        """Seconds that all epochs would have taken with free data."""
+        return self.wall_s * (1.0 - self.data_wait)
+
+    @property
+    def phases(self) -> list[EpochHealth]:
+        """The epochs, each followed by its validation."""
+        phases = [*self.epochs, *self.validations]
+        return sorted(phases, key=lambda phase: phase.epoch)
+
     def __str__(self) -> str:
         if self.verdict is None:
             return "LoaderHealth: no batch of a FastPyDataset was seen."

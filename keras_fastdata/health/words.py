@@ -7,13 +7,13 @@ import math
 
 def duration(seconds: float) -> str:
     """Such as "1 h 12 min", "41 s", "9.7 s", "12 ms", "0.31 ms"."""
-    if math.isnan(seconds):
+    if not math.isfinite(seconds):
         return "?"
     if seconds >= 3600:
         return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60)} min"
     if seconds >= 600:
         return f"{seconds / 60:.0f} min"
-    if seconds >= 1:
+    if seconds >= 0.9995:
         return f"{_three_digits(seconds)} s"
     if seconds >= 1e-3:
         return f"{_three_digits(seconds * 1e3)} ms"
@@ -23,7 +23,7 @@ def duration(seconds: float) -> str:
 def size(nbytes: float) -> str:
     """Such as "38.5 MB", "512 B"."""
     units = ["B", "KB", "MB", "GB", "TB"]
-    while nbytes >= 1000 and len(units) > 1:
+    while nbytes >= 999.5 and len(units) > 1:
         nbytes /= 1000
         del units[0]
     return f"{_three_digits(nbytes)} {units[0]}"
