@@ -264,11 +264,14 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         if not self._trains:
             found.remember_first()
         listener = self.listener()
-        if listener is not None:
-            found.time_batches(listener.interval_s)
+        if not self._trains and not (listener and listener.predicts):
+            # After a probe comes `on_train_begin`, and maybe a recorder; one
+            # that is there by now is of a `fit` that was broken off.
+            found.time_batches(0.0)
         else:
-            # After a probe comes `on_train_begin`, and maybe a recorder.
-            found.time_batches(None if self._trains else 0.0)
+            found.time_batches(
+                None if listener is None else listener.interval_s
+            )
         return found
 
     def listener(self) -> recorder.Recorder | None:

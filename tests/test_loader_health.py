@@ -629,7 +629,7 @@ def test_a_report_is_not_replaced_by_one_of_no_batch_at_all(tmp_path):
     health = LoaderHealth(0, report=path)
     _fit(SlowData(), health)
     page = path.read_text()
-    _fit(PlainData(), health)
+    _model().fit(PlainData(), verbose=0, callbacks=[health])
     assert path.read_text() == page
 
 
@@ -672,6 +672,19 @@ def test_a_trace_has_every_batch_and_step(tmp_path, spe):
     ends = {e["id"]: e["ts"] for e in events if e["ph"] == "f"}
     assert len(starts) == len(ends) == 24
     assert all(starts[number] <= ends[number] for number in starts)
+
+
+def test_after_a_fit_that_was_broken_off_a_trace_has_every_batch(tmp_path):
+    class Fails(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            raise RuntimeError("after the epoch")
+
+    with pytest.raises(RuntimeError, match="after the epoch"):
+        _fit(FreeData(), LoaderHealth(0), Fails())
+    path = tmp_path / "trace.json"
+    _fit(FreeData(workers=2), LoaderHealth(0, trace=path))
+    events = json.loads(path.read_text())["traceEvents"]
+    assert sum(event["name"] == "build" for event in events) == 8
 
 
 def test_a_trace_of_a_fit_that_was_broken_off_is_finished(tmp_path):

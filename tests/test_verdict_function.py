@@ -300,7 +300,7 @@ def test_of_batches_from_a_cache_no_worker_is_said_to_be_slow(workers_are):
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (0.9996, "1.0 s"),
+        (0.9996, "1 s"),
         (0.9994, "999 ms"),
         (math.inf, "?"),
         (math.nan, "?"),
@@ -314,7 +314,7 @@ def test_a_duration_is_in_the_unit_that_it_is_rounded_to(seconds, text):
 def test_a_size_is_in_the_unit_that_it_is_rounded_to():
     assert [words.size(n) for n in (999, 999.6, 999_499, 999_600)] == [
         "999 B",
-        "1.0 KB",
+        "1 KB",
         "999 KB",
-        "1.0 MB",
+        "1 MB",
     ]
