@@ -7,9 +7,11 @@ import os
 import pytest
 
 FULL = bool(os.environ.get("KERAS_FASTDATA_FULL"))  # the long ones as well
+_BACKEND = os.environ.get("KERAS_BACKEND", "tensorflow")
 # Marks of what takes long on JAX and PyTorch, and no longer on TensorFlow.
-_ELSEWHERE = os.environ.get("KERAS_BACKEND", "tensorflow") != "tensorflow"
-LONG_ELSEWHERE = pytest.mark.long if _ELSEWHERE else ()
+LONG_ELSEWHERE = () if _BACKEND == "tensorflow" else pytest.mark.long
+# Marks of what starts Python again and again: with JAX that takes half as long.
+LONG_BUT_ON_JAX = () if _BACKEND == "jax" else pytest.mark.long
 PLACES = {
     "inline": {"workers": 0},
     "1 thread": {"workers": 1},

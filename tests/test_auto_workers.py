@@ -63,9 +63,8 @@ def test_batches_are_those_of_a_fixed_number_of_workers(kind):
     assert_same(batches_of(KINDS[kind](workers="auto", seed=4)), expected)
 
 
-@pytest.mark.parametrize(
-    "shuffle", [True, pytest.param(False, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("shuffle", [True, False])
 def test_batches_come_once_and_in_order_however_often_it_moves(goes, shuffle):
     expected = batches_of(Waits(workers=0, seed=4, shuffle=shuffle))
     goes((0, False), (3, False), (2, True), (1, False), (4, True))

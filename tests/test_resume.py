@@ -14,7 +14,7 @@ import sys
 import keras
 import numpy as np
 import pytest
-from places import LONG_ELSEWHERE, PLACES, everywhere
+from places import LONG_BUT_ON_JAX, PLACES, everywhere
 from resume_samples import PLACES as KILLED_PLACES
 from resume_samples import Begun, Drawn, Reshuffled
 from samples import Numbered
@@ -320,7 +320,7 @@ def kill_and_resume(tmp_path, undisturbed, kind, deaths, freq, places):
         long("Reshuffled", [14, 3], 7, ["inline", "2 processes", "2 threads"]),
         pytest.param(
             *("Begun", [9, 3], 2, ["2 processes", "3 spawned", "inline"]),
-            marks=LONG_ELSEWHERE,
+            marks=LONG_BUT_ON_JAX,
         ),
     ],
     ids=["steps", "epochs", "an epoch's end", "twice"],
