@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 
 import pytest
@@ -26,32 +27,22 @@ def handlers():
         signal.signal(number, handler)
 
 
-def test_a_handler_that_raises_does_so_at_the_end_of_the_block(handlers):
+@pytest.mark.parametrize("inner", [contextlib.nullcontext, Uninterrupted])
+def test_a_handler_that_raises_does_so_at_the_end_of_the_outer_block(
+    handlers, inner
+):
     steps = []
 
     def run():
         with Uninterrupted():
-            signal.raise_signal(signal.SIGUSR1)
-            steps.append("went on")
-
-    with pytest.raises(Late):
-        run()
-    assert steps == ["went on"]
-    assert signal.getsignal(signal.SIGUSR1) is _raise
-
-
-def test_within_another_block_it_waits_for_the_end_of_that(handlers):
-    steps = []
-
-    def run():
-        with Uninterrupted():
-            with Uninterrupted():
+            with inner():
                 signal.raise_signal(signal.SIGUSR1)
             steps.append("went on")
 
     with pytest.raises(Late):
         run()
     assert steps == ["went on"]
+    assert signal.getsignal(signal.SIGUSR1) is _raise
 
 
 def test_none_of_several_signals_is_lost(handlers):

@@ -289,12 +289,8 @@ class StepClock:
                 cost_s = _RARE * (own_s + rested_s)
                 pause_s = _PAUSE_S * max(1.0, self._fresh / _ENOUGH)
                 self._next_s = now_s + max(pause_s, cost_s)
-            # It is the host that compiles; waiting for the device is not it,
-            # for all that it was asked for since they met.
             host_s -= self._mark_s + waited_s
             self._unmet += self._calls
-            if self._asynchronous and self._samples:
-                host_s -= self._unmet * self._need_s()
             whole_s = own_s + waited_s - (aside_s - self._mark_aside_s)
             if self._recorder.is_sampling or self._recorder.wants_quiet:
                 self._disturbed += self._calls
@@ -323,6 +319,10 @@ class StepClock:
         return statistics.fmean(ordered[third : len(ordered) - third])
 
     def _note_if_long(self, host_s: float, whole_s: float) -> None:
+        # It is the host that compiles; waiting for the device is not it, for
+        # all that it was asked for since they met.
+        if host_s > _COMPILING_S and self._asynchronous and self._samples:
+            host_s -= self._unmet * self._need_s()
         if host_s <= _COMPILING_S:
             return
         self._long.append(_LongStep(host_s, whole_s, self._calls))

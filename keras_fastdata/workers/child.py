@@ -30,8 +30,9 @@ from keras_fastdata.workers import failures, messages, relay, role, stack
 from keras_fastdata.workers.base import Builds, Ticket, where
 from keras_fastdata.workers.messages import KEPT, SPILLED, Kind, Result, Task
 
-# What a whole job, or a terminal, is sent: the trainer decides.
-_NOT_FOR_US = (
+# What a whole job, or a terminal, is sent. It is for the trainer to answer;
+# the nursery and the workers end when it does.
+NOT_FOR_US = (
     signal.SIGINT,
     signal.SIGHUP,
     signal.SIGUSR1,
@@ -471,7 +472,7 @@ def _settle_in(start: Start) -> None:
     start.habits.apply()
     # A handler that does nothing, rather than SIG_IGN: a program that the
     # worker starts gets the default action back, as exec resets handlers.
-    for number in _NOT_FOR_US:
+    for number in NOT_FOR_US:
         signal.signal(number, lambda *_: None)
     # Printing to a terminal that others have (`stty tostop`) stops nobody.
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)

@@ -33,13 +33,6 @@ NOTICE_BYTES = _NOTICE.size
 HAS_THREADS = -1  # in place of an errno
 
 _REAP_TIMEOUT_S = 2.0
-# What a whole job is sent. It ends when the trainer does.
-_NOT_FOR_US = (
-    signal.SIGINT,
-    signal.SIGHUP,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-)
 _PR_SET_PDEATHSIG = 1
 
 
@@ -58,7 +51,7 @@ def main(requests_fd: int, trainer_pidfd: int) -> None:
     """Forks workers on request until the trainer closes or ends."""
     for fd in (requests_fd, trainer_pidfd):
         os.set_inheritable(fd, False)
-    for number in _NOT_FOR_US:
+    for number in child.NOT_FOR_US:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or no child could be met
     nursery = _Nursery(socket.socket(fileno=requests_fd), trainer_pidfd)
