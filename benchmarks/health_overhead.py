@@ -45,43 +45,55 @@ class AtHand(FastPyDataset):
         return self.batch
 
 
-class InTurns(LoaderHealth):
-    """Measures every other block of steps.
+class Turns(keras.callbacks.Callback):
+    """Has every other block of steps measured; to be the callback before it.
+
+    Where steps are not measured, `LoaderHealth` is not there at all.
+
+    Args:
+        dataset: What is trained on.
+        health: What measures.
 
     Attributes:
+        callbacks: The list that both are in.
         blocks: Microseconds per step in each block: those that were not
             measured, and those that were.
     """
 
-    def __init__(self, dataset: AtHand) -> None:
-        super().__init__(verbose=0)
-        self.dataset = dataset
+    async_safe = True
+
+    def __init__(self, dataset: AtHand, health: LoaderHealth) -> None:
+        super().__init__()
+        self.callbacks: list[keras.callbacks.Callback] = []
         self.blocks: tuple[list[float], list[float]] = [], []
+        self._dataset = dataset
+        self._health = health
         self._measures = True
         self._block_s = time.perf_counter()
 
     def on_train_batch_begin(self, batch: int, logs: object = None) -> None:
-        if batch and batch % BLOCK == 0:
-            self._turn(batch // BLOCK)
-        if self._measures:
-            super().on_train_batch_begin(batch, logs)
-
-    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        self._measure(True)
-        super().on_epoch_end(epoch, logs)
-
-    def _turn(self, block: int) -> None:
+        if not batch or batch % BLOCK:
+            return
         took_s = time.perf_counter() - self._block_s
-        if block > WARM_UP:
+        if batch // BLOCK > WARM_UP:
             self.blocks[self._measures].append(took_s / BLOCK * 1e6)
         self._measure(not self._measures)
         self._block_s = time.perf_counter()
 
+    def on_epoch_end(self, epoch: int, logs: object = None) -> None:
+        if not self._measures:
+            self._measure(True)
+
     def _measure(self, measures: bool) -> None:
-        heard = self._meter.recorder
         self._measures = measures
-        (recorder.listen if measures else recorder.leave)(heard)
-        for walk in self.dataset._loader()._walks():
+        heard = self._health._meter.recorder
+        if measures:
+            self.callbacks.append(self._health)
+            recorder.listen(heard)
+        else:
+            self.callbacks.remove(self._health)
+            recorder.leave(heard)
+        for walk in self._dataset._loader()._walks():
             walk.interval_s = heard.interval_s if measures else None
 
 
@@ -99,8 +111,13 @@ def main() -> None:
     print(f"{'':12} {'without':>9} {'cost':>6}  quartiles")
     for name, place in PLACES.items():
         with AtHand(BLOCK * arguments.blocks, **place) as dataset:
-            turns = InTurns(dataset)
-            model.fit(dataset, verbose=0, callbacks=[turns])
+            health = LoaderHealth(verbose=0)
+            turns = Turns(dataset, health)
+            both = keras.callbacks.CallbackList(
+                [keras.callbacks.History(), turns, health], model=model
+            )
+            turns.callbacks = both.callbacks
+            model.fit(dataset, verbose=0, callbacks=both)
         without, measured = turns.blocks
         costs = [m - w for w, m in zip(without, measured, strict=False)]
         low, _, high = statistics.quantiles(costs, n=4)

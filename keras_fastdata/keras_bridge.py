@@ -313,12 +313,13 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         if listener.feed is not self.mark and not self.is_heard_by(listener):
             listener.aside_s += waited_s
             return
-        span = begun.span
+        span, settled_s = begun.span, begun.settled_s
         if span is not None:
             listener.hear_from(self.py_dataset._loader())
-        settled_s = begun.settled_s
-        listener.rested_s += settled_s
-        listener.add(span, waited_s - settled_s)
+        if settled_s:
+            listener.rested_s += settled_s
+            waited_s -= settled_s
+        listener.add(span, waited_s)
 
     def may_end_early(self, begun: Pass) -> bool:
         """Whether it is no news to the user that there is nothing more."""

@@ -107,7 +107,7 @@ def test_of_short_builds_the_kernel_is_asked_now_and_then(clock):
     stopwatch = Stopwatch()
     asked = []
     for _ in range(64):
-        stopwatch.start(0.0)
+        stopwatch.start(0.0, epoch=0)
         stopwatch.built()
         asked.append(not math.isnan(stopwatch.stop().cpu_s))
         clock.now_s += 0.001
@@ -121,7 +121,7 @@ def test_of_short_builds_one_is_told_of_now_and_then_and_of_long_ones_all(
     stopwatch = Stopwatch()
     told = []
     for place in range(12):
-        stopwatch.start(0.01)
+        stopwatch.start(0.01, epoch=0)
         clock.now_s += 0.008 if place < 6 else 0.012
         told.append(stopwatch.stop() is not None)
     stopwatch.close()
@@ -131,7 +131,7 @@ def test_of_short_builds_one_is_told_of_now_and_then_and_of_long_ones_all(
 def test_of_a_build_after_a_long_one_the_kernel_is_asked(clock):
     stopwatch = Stopwatch()
     for seconds in (0, 0.025, 0):
-        stopwatch.start(0.0)
+        stopwatch.start(0.0, epoch=0)
         clock.now_s += seconds
         stopwatch.built()
         latest = stopwatch.stop()
@@ -139,9 +139,42 @@ def test_of_a_build_after_a_long_one_the_kernel_is_asked(clock):
     assert not math.isnan(latest.cpu_s)
 
 
+def asked_at(clock, stopwatch, interval_s, epoch, milliseconds):
+    """When the kernel was asked about builds of 1 ms, in that time."""
+    asked = []
+    for millisecond in range(milliseconds):
+        stopwatch.start(interval_s, epoch)
+        clock.now_s += 0.001
+        timing = stopwatch.stop()
+        if timing is not None and not math.isnan(timing.cpu_s):
+            asked.append(millisecond)
+    return asked
+
+
+def test_the_more_the_kernel_has_told_of_an_epoch_the_more_rarely_it_is_asked(
+    clock,
+):
+    stopwatch = Stopwatch()
+    for epoch in range(2):
+        asked = asked_at(clock, stopwatch, 0.02, epoch, 10_000)
+        assert asked[0] < 20
+        assert asked[24] - asked[0] == pytest.approx(24 * 20, abs=25)
+        assert asked[-1] - asked[-2] == pytest.approx(100, abs=25)
+    stopwatch.close()
+
+
+def test_where_all_builds_are_told_of_the_kernel_is_always_asked_as_often(
+    clock,
+):
+    stopwatch = Stopwatch()
+    asked = asked_at(clock, stopwatch, 0.0, 0, 10_000)
+    stopwatch.close()
+    assert len(asked) == pytest.approx(500, abs=25)
+
+
 def test_a_stopwatch_that_is_not_started_says_nothing():
     stopwatch = Stopwatch()
-    stopwatch.start(None)
+    stopwatch.start(None, epoch=0)
     stopwatch.built()
     assert stopwatch.stop() is None
     stopwatch.close()
@@ -153,7 +186,7 @@ def test_without_the_kernels_word_a_delay_is_0(monkeypatch):
         "keras_fastdata.health.timing._SCHEDSTAT", "/proc/nothing/here"
     )
     stopwatch = Stopwatch()
-    stopwatch.start(0.0)
+    stopwatch.start(0.0, epoch=0)
     timing = stopwatch.stop()
     assert timing.delay_s == 0.0
 

@@ -14,7 +14,7 @@ import time
 import weakref
 
 from keras_fastdata.health.recorder import Recorder
-from keras_fastdata.health.timing import Stopwatch
+from keras_fastdata.health.timing import RunDelay
 
 _PAUSE_S = 0.02
 _IDLE_S = 5.0  # without a batch, after which nobody needs to know any more
@@ -59,25 +59,27 @@ class GilProbe:
             self._thread = None
 
     def _run(self) -> None:
-        stopwatch = Stopwatch()
+        run_delay = RunDelay()
         try:
-            batches, since_s = -1, time.monotonic()
+            batches = -1
+            delay_s, began_s = run_delay.read(), time.monotonic()
+            since_s = began_s  # of the latest batch
             while True:
-                stopwatch.start(0.0)
                 over = self._over.wait(_PAUSE_S)
-                slept = stopwatch.stop()
-                recorder = self._recorder()
-                if over or recorder is None or slept is None:
+                woke_s, recorder = time.monotonic(), self._recorder()
+                if over or recorder is None:
                     return
                 if recorder.batches != batches:
-                    batches, since_s = recorder.batches, slept.built_s
-                elif slept.built_s - since_s > _IDLE_S:
+                    batches, since_s = recorder.batches, woke_s
+                elif woke_s - since_s > _IDLE_S:
                     return
                 del recorder
+                late_s = woke_s - began_s - _PAUSE_S
+                before_s, delay_s = delay_s, run_delay.read()
+                began_s = time.monotonic()
                 # Waiting for a core is not waiting for the lock.
-                late_s = slept.built_s - slept.began_s - slept.delay_s
-                late_s -= _PAUSE_S
+                late_s -= delay_s - before_s
                 self._looks += 1
                 self._late += late_s > sys.getswitchinterval() / 10
         finally:
-            stopwatch.close()
+            run_delay.close()

@@ -141,7 +141,7 @@ class Tally:
         nbytes: Of their arrays.
         build: Distribution of the seconds `__getitem__` took.
         wait: Distribution of the seconds batches were waited for.
-        wait_s: The sum of those.
+        wait_s: The sum of those, as of the latest `flush`.
         build_s, store_s, open_s, depth: Sums over batches.
         asked_s: What building and storing took of those batches whose CPU
             time was asked for.
@@ -274,6 +274,7 @@ class Recorder:
         self.tally = Tally()
         self._pending: list[_Seen] = []
         self._seen = 0  # of the batches, those that spans stand for
+        self._waited_before_s = 0.0  # the stretch began
         self._ring = np.empty((SPANS_KEPT, len(Span._fields)))
         self._rung = 0  # spans ever written to the ring
 
@@ -282,6 +283,7 @@ class Recorder:
         self.flush()
         self.tally = Tally()
         self._seen = self.batches
+        self._waited_before_s = self.waited_s
         self.feed = None
 
     def is_of(self, feed: object) -> bool:
@@ -318,7 +320,6 @@ class Recorder:
         """
         self.batches += 1
         self.waited_s += waited_s
-        self.tally.wait_s += waited_s
         if span is not None:
             self._pending.append(
                 _Seen(span, time.monotonic(), waited_s, self.batches)
@@ -340,7 +341,9 @@ class Recorder:
         del self.skipped[:-_MOST_SKIPPED]
 
     def flush(self) -> None:
-        """Takes in the spans that have come since."""
+        """Takes in what has come since."""
+        waited_s = self.waited_s - self._waited_before_s
+        self.tally.wait_s = max(0.0, waited_s - self.tally.hook_s)
         if self._pending:
             self._take_in(len(self._pending), last=True)
         elif self.batches > self._seen and self._rung:

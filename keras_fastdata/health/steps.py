@@ -147,27 +147,14 @@ class StepClock:
     def begin(self, epoch: int) -> None:
         """Starts a stretch: an epoch, or a validation."""
         self._synchronize()
-        self._epoch = epoch
-        self._began_s = self._mark_s = time.monotonic()
-        self._began_aside_s = self._mark_aside_s = self._recorder.aside_s
-        self._mark_wait_s = self._no_step_s()
-        self._count = 0
+        self._mark = self._read(time.monotonic())
+        self._sums = _Sums(epoch, self._mark)
         self._stretches += 1
-        self._fresh = 0  # samples of this stretch
-        self._mark_rest_s = self._recorder.rested_s
-        self._began_rest_s = self._mark_rest_s
         self._number: int | None = None  # of the step under way
         self._calls = 0  # of the training function, since that began
         self._unmet = 0  # of those, since host and device have met
         self._look_s = 0.0
         self._recorder.is_sampling = False
-        self._own_s = 0.0
-        self._before_s = 0.0  # own time before the first step
-        self._usual_s = self._disturbed_s = 0.0  # of these, with their waits
-        self._disturbed = 0  # steps that were sampled, or end quietly
-        self._resting_s = 0.0  # of the disturbed ones, until workers rested
-        self._rested_s = 0.0  # and what they took besides, without the waits
-        self._long: list[_LongStep] = []
         self._running = True
 
     def step(self, number: int) -> None:
@@ -188,7 +175,7 @@ class StepClock:
         if due or self._recorder.is_sampling:
             self._look_s = 0.0  # at the very next step
         else:
-            self._look_s = self._mark_s + self._recorder.interval_s
+            self._look_s = self._mark.at_s + self._recorder.interval_s
 
     def end(self) -> Stretch:
         """Ends the stretch, and says what it took."""
@@ -197,41 +184,42 @@ class StepClock:
         self._recorder.is_sampling = False
         self._look_s = 0.0
         need_s = self._need_s()
+        sums, wall_s = self._sums, self._mark.at_s - self._sums.began.at_s
         compiled = []
         if not math.isnan(need_s):
             limit_s = _compiling_limit_s(need_s)
-            compiled = [step for step in self._long if step.host_s > limit_s]
+            compiled = [step for step in sums.long if step.host_s > limit_s]
         compiling_s = sum(step.host_s for step in compiled)
-        own_s = self._own_s - compiling_s
-        steps = self._count - sum(step.calls for step in compiled)
-        wall_s = self._undisturbed_s(compiled)
+        own_s = sums.own_s - compiling_s
+        steps = sums.count - sum(step.calls for step in compiled)
+        undisturbed_s = self._undisturbed_s(compiled)
         if steps and not math.isnan(need_s):
-            free_s = self._before_s + steps * need_s
+            free_s = sums.before_s + steps * need_s
             if self._asynchronous or free_s < _CONTENDED * own_s:
                 own_s = free_s
         if self._asynchronous:
             # Of the few steps of a short epoch, those may have been sampled
             # at whose end the host met the device.
-            wall_s = max(wall_s, min(self._mark_s - self._began_s, own_s))
-        return Stretch(self._count, wall_s, own_s, need_s, compiling_s)
+            undisturbed_s = max(undisturbed_s, min(wall_s, own_s))
+        return Stretch(sums.count, undisturbed_s, own_s, need_s, compiling_s)
 
     def _undisturbed_s(self, compiled: list[_LongStep]) -> float:
         """What it would have taken, had no step been sampled or compiled."""
-        wall_s = self._mark_s - self._began_s
-        wall_s -= self._recorder.aside_s - self._began_aside_s
+        sums, mark = self._sums, self._mark
+        wall_s = mark.at_s - sums.began.at_s
+        wall_s -= mark.aside_s - sums.began.aside_s
         wall_s -= sum(step.host_s for step in compiled)
-        disturbed = self._disturbed
-        usual = self._count - disturbed
+        usual = sums.count - sums.disturbed
         usual -= sum(step.calls for step in compiled)
         if usual <= 0:
-            return wall_s - (self._recorder.rested_s - self._began_rest_s)
-        usual_s = self._usual_s - sum(step.whole_s for step in compiled)
+            return wall_s - (mark.rested_s - sums.began.rested_s)
+        usual_s = sums.usual_s - sum(step.whole_s for step in compiled)
         # But no more was added than the time that workers rested, or waited
         # for each other to: a batch that was late by more was late in itself.
-        least_s = self._disturbed_s - self._rested_s - self._resting_s
-        most_s = self._disturbed_s + self._rested_s
-        would_be_s = min(max(disturbed * usual_s / usual, least_s), most_s)
-        return wall_s + would_be_s - self._disturbed_s
+        least_s = sums.disturbed_s - sums.quiet_s - sums.resting_s
+        most_s = sums.disturbed_s + sums.quiet_s
+        would_be_s = min(max(sums.disturbed * usual_s / usual, least_s), most_s)
+        return wall_s + would_be_s - sums.disturbed_s
 
     def pause(self) -> None:
         """The thread is about to wait for a batch, maybe in mid-step."""
@@ -244,76 +232,74 @@ class StepClock:
             return False  # the first compiles, or its batch is late
         if (
             self._stretches <= _WARMING_UP
-            and self._fresh + self._recorder.is_sampling < _FRESH_SAMPLES
+            and self._sums.fresh + self._recorder.is_sampling < _FRESH_SAMPLES
         ):
             return True
         return (
             not self._recorder.is_sampling and time.monotonic() >= self._next_s
         )
 
-    def _no_step_s(self) -> float:
-        """Time that went into no step, since the recorder was made."""
+    def _read(self, at_s: float) -> _Mark:
         recorder = self._recorder
-        return recorder.waited_s + recorder.aside_s + recorder.rested_s
+        return _Mark(
+            at_s, recorder.waited_s, recorder.aside_s, recorder.rested_s
+        )
 
     def _end_step(self, sample_next: bool, *, last: bool = False) -> None:
-        now_s = host_s = time.monotonic()
-        met = self._recorder.is_sampling or sample_next or last
+        host_s = now_s = time.monotonic()
+        recorder, sums, before = self._recorder, self._sums, self._mark
+        met = recorder.is_sampling or sample_next or last
         if met:
             self._synchronize()
             now_s = time.monotonic()
-        wait_s, aside_s = self._no_step_s(), self._recorder.aside_s
-        waited_s = wait_s - self._mark_wait_s
-        own_s = max(0.0, now_s - self._mark_s - waited_s)
-        self._own_s += own_s
+        self._mark = mark = self._read(now_s)
+        waited_s = mark.no_step_s - before.no_step_s
+        own_s = max(0.0, now_s - before.at_s - waited_s)
+        sums.own_s += own_s
         if self._number is None:
-            self._before_s += own_s
+            sums.before_s += own_s
         else:
-            self._count += self._calls
+            sums.count += self._calls
             self._tell(
                 Step(
                     self._phase,
-                    self._epoch,
+                    sums.epoch,
                     self._number,
-                    self._mark_s,
+                    before.at_s,
                     now_s,
                     waited_s,
-                    self._recorder.is_sampling,
+                    recorder.is_sampling,
                     self._calls,
                 )
             )
-            if self._recorder.is_sampling:
+            rested_s = mark.rested_s - before.rested_s
+            if recorder.is_sampling:
                 self._samples.append(own_s)
-                self._fresh += 1
-                rested_s = self._recorder.rested_s - self._mark_rest_s
+                sums.fresh += 1
                 cost_s = _RARE * (own_s + rested_s)
-                pause_s = _PAUSE_S * max(1.0, self._fresh / _ENOUGH)
+                pause_s = _PAUSE_S * max(1.0, sums.fresh / _ENOUGH)
                 self._next_s = now_s + max(pause_s, cost_s)
-            host_s -= self._mark_s + waited_s
             self._unmet += self._calls
-            whole_s = own_s + waited_s - (aside_s - self._mark_aside_s)
-            if self._recorder.is_sampling or self._recorder.wants_quiet:
-                self._disturbed += self._calls
-                self._disturbed_s += whole_s
-                self._resting_s += self._recorder.rested_s - self._mark_rest_s
-                self._rested_s += own_s
+            whole_s = own_s + waited_s - (mark.aside_s - before.aside_s)
+            if recorder.is_sampling or recorder.wants_quiet:
+                sums.disturbed += self._calls
+                sums.disturbed_s += whole_s
+                sums.resting_s += rested_s
+                sums.quiet_s += own_s
             else:
-                self._usual_s += whole_s
-                self._note_if_long(host_s, whole_s)
+                sums.usual_s += whole_s
+                self._note_if_long(host_s - before.at_s - waited_s, whole_s)
         if met:
             self._unmet = 0
-        self._recorder.is_sampling = sample_next
-        self._mark_s, self._mark_wait_s = now_s, wait_s
-        self._mark_aside_s = aside_s
-        self._mark_rest_s = self._recorder.rested_s
+        recorder.is_sampling = sample_next
 
     def _need_s(self) -> float:
         """What one step needs by itself: the mean of the middle samples."""
         if not self._samples:
             return math.nan
-        samples = list(self._samples)
-        if self._fresh >= _FRESH_SAMPLES:
-            samples = samples[-self._fresh :]
+        samples, fresh = list(self._samples), self._sums.fresh
+        if fresh >= _FRESH_SAMPLES:
+            samples = samples[-fresh:]
         ordered = sorted(samples)
         third = len(ordered) // 3
         return statistics.fmean(ordered[third : len(ordered) - third])
@@ -325,11 +311,59 @@ class StepClock:
             host_s -= self._unmet * self._need_s()
         if host_s <= _COMPILING_S:
             return
-        self._long.append(_LongStep(host_s, whole_s, self._calls))
-        if len(self._long) > _LONG_STEPS:
+        long = self._sums.long
+        long.append(_LongStep(host_s, whole_s, self._calls))
+        if len(long) > _LONG_STEPS:
             limit_s = _compiling_limit_s(self._need_s())
-            self._long = [s for s in self._long if s.host_s > limit_s]
-            del self._long[_LONG_STEPS // 2 :]
+            long[:] = [step for step in long if step.host_s > limit_s]
+            del long[_LONG_STEPS // 2 :]
+
+
+class _Mark(NamedTuple):
+    """A moment, and what a recorder had heard of until then."""
+
+    at_s: float
+    waited_s: float
+    aside_s: float
+    rested_s: float
+
+    @property
+    def no_step_s(self) -> float:
+        """Time that went into no step."""
+        return self.waited_s + self.aside_s + self.rested_s
+
+
+@dataclasses.dataclass
+class _Sums:
+    """Over the steps of a stretch.
+
+    Attributes:
+        epoch: As Keras counts, from 0.
+        began: When it did.
+        count: Of steps.
+        fresh: How many of them were sampled.
+        own_s: Their time, without the waits.
+        before_s: Of that, before the first of them.
+        usual_s: Of those not disturbed, with their waits.
+        disturbed: How many were sampled, or ended quietly.
+        disturbed_s: Time of these, with their waits.
+        resting_s: Of that, until the workers rested.
+        quiet_s: What these took besides, without the waits.
+        long: Those that may have compiled.
+    """
+
+    epoch: int
+    began: _Mark
+    count: int = 0
+    fresh: int = 0
+    own_s: float = 0.0
+    before_s: float = 0.0
+    usual_s: float = 0.0
+    disturbed: int = 0
+    disturbed_s: float = 0.0
+    resting_s: float = 0.0
+    quiet_s: float = 0.0
+    long: list[_LongStep] = dataclasses.field(default_factory=list)
 
 
 class _LongStep(NamedTuple):

@@ -17,10 +17,13 @@ from typing import NamedTuple
 _SCHEDSTAT = "/proc/thread-self/schedstat"
 _SCHEDSTAT_BYTES = 96
 
-# Looking at a batch and a step takes some 25 us of a training loop, whose
-# caches are full of other things, and asking the kernel 6 us: together a sixth
-# of a hundredth of this.
+# Looking at a batch and a step takes some 30 us of a training loop, whose
+# caches are full of other things: a sixth of a hundredth of this.
 INTERVAL_S = 0.02
+# Asking the kernel takes twice that. So it is asked as often at first, and more
+# rarely the more it has told of an epoch; unless all builds are to be told of.
+_ENOUGH = 25
+_RARELY = 5  # times the interval is how long it is left in peace at most
 
 
 class Timing(NamedTuple):
@@ -33,7 +36,7 @@ class Timing(NamedTuple):
             need not.
         cpu_s: CPU time that was used meanwhile; by the worker process with
             all its threads, or else by the thread. NaN where it was not asked
-            for: it is once in `INTERVAL_S`.
+            for: at most once in `INTERVAL_S`.
         delay_s: How long its thread was ready to run and had no core; likewise
             NaN, and 0 where the kernel does not tell.
         retries: Workers that died over it, or were replaced, before.
@@ -47,6 +50,33 @@ class Timing(NamedTuple):
     retries: int = 0
 
 
+class RunDelay:
+    """How long the calling thread has been ready to run, and had no core.
+
+    To be read by one thread alone.
+    """
+
+    def __init__(self) -> None:
+        self._fd: int | None = None  # -1: the kernel does not tell
+
+    def read(self) -> float:
+        """Seconds, since the thread began; 0 where the kernel does not tell."""
+        if self._fd is None:
+            try:
+                self._fd = os.open(_SCHEDSTAT, os.O_RDONLY)
+            except OSError:
+                self._fd = -1
+        if self._fd < 0:
+            return 0.0
+        return int(os.pread(self._fd, _SCHEDSTAT_BYTES, 0).split()[1]) / 1e9
+
+    def close(self) -> None:
+        """Gives back what it holds. Idempotent."""
+        fd, self._fd = self._fd, None
+        if fd is not None and fd >= 0:
+            os.close(fd)
+
+
 class Stopwatch:
     """Times one build after another, in the thread that builds.
 
@@ -57,30 +87,34 @@ class Stopwatch:
 
     def __init__(self, cpu_s: Callable[[], float] = time.thread_time) -> None:
         self._cpu_s = cpu_s
-        self._schedstat: int | None = None
+        self._run_delay = RunDelay()
         self._interval_s: float | None = None
-        self._asks = False
-        self._next_s = 0.0  # when to ask the kernel again
+        self._tells = self._asks = False  # of this build
+        self._tell_s = self._ask_s = 0.0  # when to do so again
+        self._asked = 0  # times, in this epoch:
+        self._epoch = -1
         self._began = self._built = self._cpu = self._delay = 0.0
 
-    def start(self, interval_s: float | None) -> None:
+    def start(self, interval_s: float | None, epoch: int) -> None:
         """Called before a build.
 
         Args:
             interval_s: Of builds that take less than this, one is to be told
                 of in this time; `None`: of none at all.
+            epoch: What it is for. The first that is told of is asked about.
         """
         self._interval_s = interval_s
         if interval_s is None:
             return
-        self._built = 0.0
         self._began = now = time.monotonic()
-        self._asks = now >= self._next_s
-        if self._asks:
-            self._next_s = now + INTERVAL_S
-            self._delay = self._delay_s()
-            self._cpu = self._cpu_s()
-            self._began = time.monotonic()
+        self._tells = now >= self._tell_s
+        if self._tells:
+            self._tell_s = now + INTERVAL_S
+            if epoch != self._epoch:
+                self._epoch, self._asked, self._ask_s = epoch, 0, 0.0
+            self._asks = now >= self._ask_s or not interval_s
+            if self._asks:
+                self._ask_first()
 
     def built(self) -> None:
         """Called when `__getitem__` has returned."""
@@ -95,28 +129,26 @@ class Stopwatch:
         """
         if self._interval_s is None:
             return None
-        ended = time.monotonic()
-        cpu = delay = math.nan
-        if self._asks:
-            cpu = self._cpu_s() - self._cpu
-            delay = self._delay_s() - self._delay
-        elif ended - self._began < self._interval_s:
+        began, ended = self._began, time.monotonic()
+        tells = self._tells
+        if not tells and ended - began < self._interval_s:
             return None
-        return Timing(self._began, self._built or ended, ended, cpu, delay)
+        cpu = delay = math.nan
+        if tells and self._asks:
+            cpu = self._cpu_s() - self._cpu
+            delay = self._run_delay.read() - self._delay
+        built = self._built if self._built >= began else ended
+        return Timing(began, built, ended, cpu, delay)
+
+    def _ask_first(self) -> None:
+        """Asks the kernel where things stand, just before the build."""
+        self._asked += 1
+        times = min(max(1.0, self._asked / _ENOUGH), _RARELY)
+        self._ask_s = self._began + INTERVAL_S * times
+        self._delay = self._run_delay.read()
+        self._cpu = self._cpu_s()
+        self._began = time.monotonic()
 
     def close(self) -> None:
         """Gives back what it holds. Idempotent."""
-        fd, self._schedstat = self._schedstat, None
-        if fd is not None and fd >= 0:
-            os.close(fd)
-
-    def _delay_s(self) -> float:
-        if self._schedstat is None:
-            try:
-                self._schedstat = os.open(_SCHEDSTAT, os.O_RDONLY)
-            except OSError:
-                self._schedstat = -1
-        if self._schedstat < 0:
-            return 0.0
-        read = os.pread(self._schedstat, _SCHEDSTAT_BYTES, 0)
-        return int(read.split()[1]) / 1e9
+        self._run_delay.close()

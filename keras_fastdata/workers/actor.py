@@ -224,7 +224,7 @@ class Actor:
         structure = b""
         extents: list[tuple[int, int]] = []
         began = time.monotonic()
-        self._stopwatch.start(ticket.interval_s)
+        self._stopwatch.start(ticket.interval_s, ticket.epoch)
         try:
             batch.append(
                 builder.build(ticket.epoch, ticket.index, self._start.worker)

@@ -357,7 +357,7 @@ class _Worker:
         writer = codec.SlotWriter(self._segment, task.slot, self._in_place)
         batch: list[Any] = []
         began = time.monotonic_ns()
-        self._stopwatch.start(task.interval_s)
+        self._stopwatch.start(task.interval_s, task.epoch)
         try:
             batch.append(
                 self._builder.build(

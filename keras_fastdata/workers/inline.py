@@ -41,7 +41,7 @@ class InlineWorkers:
         if not self._started:
             self._builder.start(0)
             self._started = True
-        self._stopwatch.start(ticket.interval_s)
+        self._stopwatch.start(ticket.interval_s, ticket.epoch)
         try:
             batch = self._builder.build(ticket.epoch, ticket.index, 0)
             timing = self._stopwatch.stop()

@@ -328,7 +328,7 @@ class _Thread(threading.Thread):
         serial, worker = ticket.serial, self._worker
         if serial in self._cancelled:
             return Built(serial, worker)
-        self._stopwatch.start(ticket.interval_s)
+        self._stopwatch.start(ticket.interval_s, ticket.epoch)
         try:
             batch = self._builder.build(ticket.epoch, ticket.index, worker)
             timing = self._stopwatch.stop()
