@@ -280,6 +280,21 @@ def test_a_jpeg_is_decoded_at_half_its_size_where_that_will_do(
     assert decoded == [(500, 375), (250, 188), (500, 375)]
 
 
+@pytest.mark.parametrize("kept_bytes", [0, 1 << 25])
+def test_images_that_are_not_resized_share_no_memory(
+    kept_bytes, tmp_path, monkeypatch
+):
+    # What a thread decodes into is used for the next image.
+    monkeypatch.setattr(decoding, "_KEPT_BYTES", kept_bytes)
+    paths = [tmp_path / f"{number}.jpg" for number in range(2)]
+    for path, colour in zip(paths, ("white", "black"), strict=True):
+        Image.new("RGB", (64, 48), colour).save(path)
+    form = decoding.Form((48, 64), "rgb", "bilinear", False, False)
+    white, black = (decoding.read(str(path), form) for path in paths)
+    assert (white == 255).all()
+    assert (black == 0).all()
+
+
 def test_a_jpeg_of_inks_is_read(tmp_path):
     path = tmp_path / "print.jpg"
     Image.new("CMYK", (40, 30), (255, 0, 0, 0)).save(path)
