@@ -281,6 +281,7 @@ class LoaderHealth(Callback):
         self._stop()
         self._epochs, self._validations = [], []
         self._staff = None
+        self._epoch = 0
         self._line = None
         self._record = None
         self._began = datetime.datetime.now().astimezone()
