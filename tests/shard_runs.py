@@ -182,8 +182,8 @@ def tensorflow_workers(rank, count, port, seen):
     return losses
 
 
-# PyTorch 2.13 may wait for ever when the last reference to a process group goes,
-# once in some twenty runs.
+# PyTorch 2.13 may wait for ever when the last reference to a process group is
+# dropped: once in some twenty runs.
 _KEPT = []
 
 
