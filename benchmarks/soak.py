@@ -173,8 +173,9 @@ class Stuck(logging.Handler):
             print(text)
 
 
-def figures() -> dict[str, float]:
-    """What must not grow."""
+def figures(dataset: Soaked) -> dict[str, float]:
+    """What must not grow, with workers at work."""
+    next(iter(dataset))  # it may just have been closed
     gc.collect()
     with open("/proc/self/maps") as maps:
         mappings = len(maps.readlines())
@@ -252,11 +253,11 @@ def main() -> int:
     with dataset, trouble:
         total_s = arguments.minutes * 60
         train(dataset, checker, time.monotonic() + min(WARM_UP_S, total_s / 2))
-        before = figures()
+        before = figures(dataset)
         train(
             dataset, checker, time.monotonic() + max(5.0, total_s - WARM_UP_S)
         )
-        after = figures()
+        after = figures(dataset)
     for name, count in [*checker.counts.items(), *trouble.done.items()]:
         print(f"{count:8d}  {name}")
     grown = []
