@@ -14,11 +14,8 @@ import time
 import weakref
 
 from keras_fastdata.health.recorder import Recorder
-from keras_fastdata.health.timing import RunDelay
+from keras_fastdata.health.timing import RunDelay, pause_s
 
-_PAUSE_S = 0.02  # at first; longer, the more often it was looked already
-_ENOUGH = 25
-_RARELY = 5  # times that is the longest pause
 _IDLE_S = 5.0  # without a batch, after which nobody needs to know any more
 
 
@@ -67,9 +64,8 @@ class GilProbe:
             delay_s, began_s = run_delay.read(), time.monotonic()
             since_s = began_s  # of the latest batch
             while True:
-                times = min(max(1.0, self._looks / _ENOUGH), _RARELY)
-                pause_s = _PAUSE_S * times
-                over = self._over.wait(pause_s)
+                sleep_s = pause_s(self._looks)
+                over = self._over.wait(sleep_s)
                 woke_s, recorder = time.monotonic(), self._recorder()
                 if over or recorder is None:
                     return
@@ -78,7 +74,7 @@ class GilProbe:
                 elif woke_s - since_s > _IDLE_S:
                     return
                 del recorder
-                late_s = woke_s - began_s - pause_s
+                late_s = woke_s - began_s - sleep_s
                 before_s, delay_s = delay_s, run_delay.read()
                 began_s = time.monotonic()
                 # Waiting for a core is not waiting for the lock.

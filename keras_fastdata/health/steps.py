@@ -184,7 +184,7 @@ class StepClock:
         self._recorder.is_sampling = False
         self._look_s = 0.0
         need_s = self._need_s()
-        sums, wall_s = self._sums, self._mark.at_s - self._sums.began.at_s
+        sums = self._sums
         compiled = []
         if not math.isnan(need_s):
             limit_s = _compiling_limit_s(need_s)
@@ -192,7 +192,7 @@ class StepClock:
         compiling_s = sum(step.host_s for step in compiled)
         own_s = sums.own_s - compiling_s
         steps = sums.count - sum(step.calls for step in compiled)
-        undisturbed_s = self._undisturbed_s(compiled)
+        wall_s = self._undisturbed_s(compiled)
         if steps and not math.isnan(need_s):
             free_s = sums.before_s + steps * need_s
             if self._asynchronous or free_s < _CONTENDED * own_s:
@@ -200,8 +200,9 @@ class StepClock:
         if self._asynchronous:
             # Of the few steps of a short epoch, those may have been sampled
             # at whose end the host met the device.
-            undisturbed_s = max(undisturbed_s, min(wall_s, own_s))
-        return Stretch(sums.count, undisturbed_s, own_s, need_s, compiling_s)
+            whole_s = self._mark.at_s - sums.began.at_s
+            wall_s = max(wall_s, min(whole_s, own_s))
+        return Stretch(sums.count, wall_s, own_s, need_s, compiling_s)
 
     def _undisturbed_s(self, compiled: list[_LongStep]) -> float:
         """What it would have taken, had no step been sampled or compiled."""

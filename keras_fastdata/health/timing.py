@@ -50,6 +50,11 @@ class Timing(NamedTuple):
     retries: int = 0
 
 
+def pause_s(asked: int) -> float:
+    """How long to leave the kernel in peace that was asked so many times."""
+    return INTERVAL_S * min(max(1.0, asked / _ENOUGH), _RARELY)
+
+
 class RunDelay:
     """How long the calling thread has been ready to run, and had no core.
 
@@ -143,8 +148,7 @@ class Stopwatch:
     def _ask_first(self) -> None:
         """Asks the kernel where things stand, just before the build."""
         self._asked += 1
-        times = min(max(1.0, self._asked / _ENOUGH), _RARELY)
-        self._ask_s = self._began + INTERVAL_S * times
+        self._ask_s = self._began + pause_s(self._asked)
         self._delay = self._run_delay.read()
         self._cpu = self._cpu_s()
         self._began = time.monotonic()
