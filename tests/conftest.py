@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gc
+import mmap
 import os
 import signal
 import tempfile
@@ -22,6 +23,7 @@ import psutil
 import pytest
 
 _SETTLE_S = 5.0  # for what was asked to end to be gone
+_MOST_HOLDERS = 60  # that are told of
 
 
 def pytest_configure():
@@ -118,6 +120,28 @@ def _descriptors() -> dict[str, str]:
     }
 
 
+def _holders_of_mappings() -> str:
+    """What refers to mapped memory, what to that, and so on: a line each."""
+    gc.unfreeze()
+    lines = []
+    found = [o for o in gc.get_objects() if type(o) is mmap.mmap]
+    seen = {id(found), id(lines)}
+    todo = [(0, each) for each in found]
+    while todo and len(lines) < _MOST_HOLDERS:
+        depth, held = todo.pop()
+        lines.append(f"\n{'  ' * depth}{held!r:.200}")
+        if id(held) not in seen:
+            seen.add(id(held))
+            holders = gc.get_referrers(held)
+            seen.add(id(holders))
+            todo += [
+                (depth + 1, each)
+                for each in holders
+                if id(each) not in seen and each is not todo
+            ]
+    return "".join(lines)
+
+
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind():
     """Fails the test that leaves a child, thread, descriptor or segment."""
@@ -140,5 +164,5 @@ def _nothing_is_left_behind():
             return
         gc.collect()
         if time.monotonic() > deadline:
-            pytest.fail(f"left behind: {left}")
+            pytest.fail(f"left behind: {left}{_holders_of_mappings()}")
         time.sleep(0.05)
