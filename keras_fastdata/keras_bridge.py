@@ -679,7 +679,7 @@ class _EarlyEnd:
     """
 
     def __init__(self) -> None:
-        self._error: BaseException | None = None
+        self._unraised: _Unraised | None = None
         self._iterator: Callable[[], EpochIterator | None] = _nobody
 
     def expect(self, iterator: EpochIterator | None) -> None:
@@ -687,7 +687,8 @@ class _EarlyEnd:
         self._iterator = _nobody if iterator is None else weakref.ref(iterator)
 
     def announce(self, error: BaseException | None = None) -> None:
-        self._error = self._error or error
+        if error is not None and self._unraised is None:
+            self._unraised = _Unraised(error)
         iterator = self._iterator()
         if iterator is not None:
             iterator._interrupted_warning = _nobody
@@ -697,14 +698,31 @@ class _EarlyEnd:
         iterator = self._iterator()
         if iterator is not None:
             vars(iterator).pop("_interrupted_warning", None)
-        error, self._error = self._error, None
-        if error is not None:
+        unraised, self._unraised = self._unraised, None
+        if unraised is not None:
+            error = unraised.take()
             context = error.__context__
             try:
                 raise error
             finally:
                 # Not TensorFlow's end of data, which is being handled here.
                 BaseException.__setattr__(error, "__context__", context)
+
+
+class _Unraised:
+    """An exception that is logged, if it is never taken.
+
+    The only thing here with code that runs when it is collected: there a
+    KeyboardInterrupt would be lost.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        self._error: BaseException | None = error
+
+    def take(self) -> BaseException:
+        error, self._error = self._error, None
+        assert error is not None
+        return error
 
     def __del__(self) -> None:
         if self._error is not None:

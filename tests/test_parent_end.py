@@ -55,7 +55,7 @@ def test_ctrl_c_in_fit_is_a_keyboard_interrupt(start_method, zygote):
 def test_ctrl_c_in_a_terminal_which_all_its_group_gets(zygote):
     with Trainer(zygote, ENDLESS + "fit(data, Tell())\n") as trainer:
         assert trainer.line() == "training"
-        os.killpg(trainer.pid, signal.SIGINT)
+        trainer.send(signal.SIGINT, os.killpg)
         assert trainer.end() == -signal.SIGINT
         trainer.leaves_nothing("KeyboardInterrupt")
 

@@ -19,6 +19,7 @@ import time
 START_METHODS = ["forkserver", "spawn", "fork"]
 
 _PATIENCE_S = 60.0  # for a trainer to come to its next line, or its end
+_AGAIN_S = 10.0  # before somebody who pressed Ctrl-C does so again
 _GONE_S = 2.0  # for its family to be gone after that
 _TAG = "KERAS_FASTDATA_TEST_TRAINER"
 _ZYGOTE = pathlib.Path(__file__).parent / "zygote.py"
@@ -109,6 +110,7 @@ class Trainer:
         )
         os.close(out)
         self._pidfd = os.pidfd_open(self.pid)
+        self._press_again = None
 
     def __enter__(self):
         return self
@@ -126,22 +128,40 @@ class Trainer:
 
     def line(self):
         """The next line of its standard output."""
-        deadline = time.monotonic() + _PATIENCE_S
         while b"\n" not in self._read:
-            left = max(0.0, deadline - time.monotonic())
-            ready = select.select([self._out], [], [], left)[0]
-            more = os.read(self._out, 1 << 16) if ready else b""
+            more = (
+                os.read(self._out, 1 << 16) if self._tells(self._out) else b""
+            )
             assert more, f"no line came; standard error: {self.errors()}"
             self._read += more
         line, _, self._read = self._read.partition(b"\n")
         return line.decode()
 
-    def send(self, signum):
-        os.kill(self.pid, signum)
+    def send(self, signum, kill=os.kill):
+        """Sends a signal; SIGINT again if nothing comes of it for long.
+
+        Keras drops a KeyboardInterrupt that strikes while it converts the
+        logs of a batch: a bare `except` in its `pythonify_logs`.
+        """
+        kill(self.pid, signum)
+        self._press_again = kill if signum == signal.SIGINT else None
+
+    def _tells(self, fd):
+        """Whether that becomes readable in time."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while (left := deadline - time.monotonic()) > 0:
+            if self._press_again is not None:
+                left = min(left, _AGAIN_S)
+            if select.select([fd], [], [], left)[0]:
+                self._press_again = None
+                return True
+            if self._press_again is not None:
+                self._press_again(self.pid, signal.SIGINT)
+        return False
 
     def end(self):
         """Waits for its end and returns its exit status."""
-        ended = select.select([self._pidfd], [], [], _PATIENCE_S)[0]
+        ended = self._tells(self._pidfd)
         assert ended, f"it does not end; standard error: {self.errors()}"
         os.close(self._pidfd)
         self._pidfd = None
