@@ -317,9 +317,29 @@ def _write_plain(
     description = layout.describe(batch, arrays)
     if description is None:
         return None
-    for array in arrays:
-        extents.append(writer.write(_octets(array, writer)))
+    several = len(arrays) > 1
+    if several and sum([array.nbytes for array in arrays]) <= TINY_BYTES:
+        extents += _write_together(arrays, writer)
+    else:
+        for array in arrays:
+            extents.append(writer.write(_octets(array, writer)))
     return layout.pack(description)
+
+
+def _write_together(
+    arrays: list[npt.NDArray[Any]], writer: Writer
+) -> list[tuple[int, int]]:
+    """Writes small arrays as one; gives where each lies."""
+    parts: list[bytes] = []
+    lies: list[tuple[int, int]] = []
+    nbytes = 0
+    for array in arrays:
+        part = array.tobytes("A")
+        lies.append((nbytes, len(part)))
+        nbytes = round_up(nbytes + len(part))
+        parts.append(part.ljust(nbytes - lies[-1][0], b"\0"))
+    start, _ = writer.write(np.frombuffer(b"".join(parts), np.uint8))
+    return [(start + offset, size) for offset, size in lies]
 
 
 def _write_pickled(

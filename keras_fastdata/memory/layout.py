@@ -97,7 +97,8 @@ def pack(description: Any) -> bytes:
     found = _packed.get(description)
     if found is None:
         found = _MARK + pickle.dumps(description, protocol=5)
-        _remember(_packed, description, found)
+        if len(found) <= _LARGEST:
+            _remember(_packed, description, found)
     return found
 
 
@@ -106,7 +107,8 @@ def unpack(packed: bytes) -> Layout | None:
     found = _layouts.get(packed)
     if found is None and packed.startswith(_MARK):
         found = Layout(pickle.loads(packed[len(_MARK) :]))
-        _remember(_layouts, packed, found)
+        if len(packed) <= _LARGEST:
+            _remember(_layouts, packed, found)
     return found
 
 
@@ -158,6 +160,7 @@ class _NotPlainError(Exception):
     """The batch holds something else."""
 
 
+_names: dict[np.dtype[Any], Any] = {}
 _packed: dict[Any, bytes] = {}
 _layouts: dict[bytes, Layout] = {}
 
@@ -165,9 +168,7 @@ _layouts: dict[bytes, Layout] = {}
 def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
     if len(known) >= _MOST:
         known.clear()
-    packed = key if isinstance(key, bytes) else value
-    if len(packed) <= _LARGEST:
-        known[key] = value
+    known[key] = value
 
 
 def _describe(
@@ -179,7 +180,7 @@ def _describe(
         raise _NotPlainError
     if kind is np.ndarray or kind is np.memmap:
         seen.add(id(value))
-        plain = value.view(np.ndarray)
+        plain = value if kind is np.ndarray else value.view(np.ndarray)
         arrays.append(plain)
         return _leaf(plain)
     if kind is tuple:
@@ -195,18 +196,26 @@ def _describe(
 
 def _leaf(array: npt.NDArray[Any]) -> Leaf:
     dtype, flags = array.dtype, array.flags
-    kind = dtype.kind
-    # Structured types may be equal and differ all the same.
-    if dtype.hasobject or kind == "T" or dtype.names or not array.nbytes:
+    name = _names.get(dtype)
+    if name is None:
+        name = _name(dtype)
+        _remember(_names, dtype, name)
+    if not array.nbytes:
         raise _NotPlainError
-    contiguous = flags.c_contiguous or flags.f_contiguous
-    return Leaf(
-        array.shape,
-        dtype if is_extension(dtype) else dtype.str,
-        "C" if flags.c_contiguous or not contiguous else "F",
-        # Any other is copied, and the copy is nobody else's.
-        flags.writeable or not contiguous,
-    )
+    if flags.c_contiguous:
+        return Leaf(array.shape, name, "C", flags.writeable)
+    if flags.f_contiguous:
+        return Leaf(array.shape, name, "F", flags.writeable)
+    # Is copied, and the copy is nobody else's.
+    return Leaf(array.shape, name, "C", True)
+
+
+def _name(dtype: np.dtype[Any]) -> Any:
+    """A type's name, from which NumPy makes it; or itself."""
+    # Structured types may be equal and differ all the same.
+    if dtype.hasobject or dtype.kind == "T" or dtype.names:
+        raise _NotPlainError
+    return dtype if is_extension(dtype) else dtype.str
 
 
 def is_extension(dtype: np.dtype[Any]) -> bool:
