@@ -13,9 +13,12 @@ import gc
 import mmap
 import os
 import signal
+import sys
 import tempfile
 import threading
 import time
+import traceback
+import weakref
 
 import keras
 import numpy as np
@@ -23,6 +26,7 @@ import psutil
 import pytest
 
 _SETTLE_S = 5.0  # for what was asked to end to be gone
+_OTHERS_S = 60.0  # for another thread's collection to end
 _MOST_HOLDERS = 60  # that are told of
 
 
@@ -120,6 +124,34 @@ def _descriptors() -> dict[str, str]:
     }
 
 
+class _Garbage:
+    """What only a collection can free."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def _collect() -> None:
+    """Collects garbage, once a collection in another thread has ended.
+
+    While that runs somebody's finalizer, `gc.collect` does nothing.
+    """
+    garbage = weakref.ref(_Garbage())
+    deadline = time.monotonic() + _OTHERS_S
+    gc.collect()
+    while garbage() is not None and time.monotonic() < deadline:
+        time.sleep(0.05)
+        gc.collect()
+
+
+def _stacks() -> str:
+    """Where the threads are."""
+    return "".join(
+        f"\n\nthread {ident}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+    )
+
+
 def _holders_of_mappings() -> str:
     """What refers to mapped memory, what to that, and so on: a line each."""
     gc.unfreeze()
@@ -162,7 +194,9 @@ def _nothing_is_left_behind():
         }
         if not any(left.values()):
             return
-        gc.collect()
+        _collect()
         if time.monotonic() > deadline:
-            pytest.fail(f"left behind: {left}{_holders_of_mappings()}")
+            pytest.fail(
+                f"left behind: {left}{_holders_of_mappings()}{_stacks()}"
+            )
         time.sleep(0.05)
