@@ -26,11 +26,11 @@ class Death:
         exit_code: As in `Popen.returncode`; `None` if unknown.
         overdue: Why it was killed, if it was by us.
         starting: Whether it was still loading the dataset.
+        how: What is known of its end, where no exit code can say.
         ticket: The batch it was building, or `None`.
         again: Whether that batch has cost a worker before.
         restarts_used_up: `max_worker_restarts`, if that is why there is an
             error at all.
-        how: What is known of its end, where no exit code can say.
     """
 
     dataset: str
@@ -39,10 +39,10 @@ class Death:
     exit_code: int | None
     overdue: Overdue | None
     starting: bool
-    ticket: Ticket | None
-    again: bool
-    restarts_used_up: int | None
     how: str = ""
+    ticket: Ticket | None = None
+    again: bool = False
+    restarts_used_up: int | None = None
 
     def news(self, restarts: int, most: int) -> str:
         """What to log about a worker that is replaced."""

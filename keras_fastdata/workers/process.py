@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from keras_fastdata.health.staff import Loss, Staff
+from keras_fastdata.health.staff import Staff
 from keras_fastdata.health.timing import Timing
 from keras_fastdata.memory import codec, limits
 from keras_fastdata.memory.arena import Arena, memfd
@@ -47,13 +47,12 @@ from keras_fastdata.workers.base import (
 from keras_fastdata.workers.interrupts import Uninterrupted
 from keras_fastdata.workers.ledger import Ledger, Sent
 from keras_fastdata.workers.messages import KEPT, SPILLED, Kind, Result, Task
+from keras_fastdata.workers.toll import Toll, strike
 from keras_fastdata.workers.watch import Overdue, Watch, Work, building, loading
 
 _GRACE_S = 2.0  # for a worker to end by itself when asked to
 _EXIT_CODE_TIMEOUT_S = 2.0
 _IDLE_LOOKS = 4  # in a row, before a worker that builds nothing is suspect
-_MOST_LOSSES = 1000  # remembered
-_STRIKES = 2  # deaths of workers over one batch before the batch is blamed
 
 _log = logging.getLogger("keras_fastdata")
 
@@ -188,13 +187,7 @@ class ProcessWorkers:
             "`batch_timeout` replaces a worker that is stuck.",
         )
         self._workers: dict[int, _Worker] = {}
-        self._restarts = 0
-        self._losses: collections.deque[Loss] = collections.deque(
-            maxlen=_MOST_LOSSES
-        )
-        # Workers that died when no restart was left, and the last of them.
-        self._unreplaced: set[int] = set()
-        self._last_death: tuple[_Worker, int | None] | None = None
+        self._toll = Toll(plan.count, plan.max_restarts)
         self._fallen: int | None = None  # the last nursery that died
         self._receiver = relay.Receiver()
         self._relayed: collections.deque[Result] = collections.deque()
@@ -249,8 +242,8 @@ class ProcessWorkers:
             if due:
                 done += self._look_at_workers()
             self._hire()
-        if self._last_death and len(self._unreplaced) == self._plan.count:
-            done += self._fail_all(*self._last_death)
+        if self._toll.is_over:
+            done += self._fail_all()
         self._flush()
         self._hand_on()
         return done
@@ -291,15 +284,14 @@ class ProcessWorkers:
         self._arena.keep_warm(ahead + self._plan.count)
 
     def begin_epoch(self) -> None:
-        self._restarts = 0
-        self._unreplaced.clear()
+        self._toll.begin_epoch()
 
     def staff(self) -> Staff:
         return Staff(
             "process",
             self._plan.count,
             {i: w.process.pid for i, w in self._workers.items()},
-            tuple(self._losses),
+            self._toll.losses,
             self._arena.nbytes,
         )
 
@@ -500,7 +492,7 @@ class ProcessWorkers:
         if len(self._workers) == self._plan.count:
             return
         for index in range(self._plan.count):
-            if index not in self._workers and index not in self._unreplaced:
+            if index not in self._workers and self._toll.replaces(index):
                 with (
                     Uninterrupted(),
                     limits.named(f"Worker {index} could not be started"),
@@ -618,19 +610,17 @@ class ProcessWorkers:
         if ended:
             exit_code = worker.process.exit_code(_EXIT_CODE_TIMEOUT_S)
         self._dismiss(worker, ended=ended)
-        self._losses.append(
-            Loss(time.monotonic(), worker.index, worker.process.pid)
-        )
         # Nobody to say how: their nursery died. That is one death, however
         # many workers it had.
         nursery = worker.process.nursery if ended else None
         fell = nursery is not None and exit_code is None
-        self._restarts += not (fell and nursery == self._fallen)
+        self._toll.record(
+            worker.index,
+            worker.process.pid,
+            counts=not (fell and nursery == self._fallen),
+        )
         if fell:
             self._fallen = nursery
-        self._last_death = worker, exit_code
-        if self._restarts > self._plan.max_restarts:
-            self._unreplaced.add(worker.index)
         queued = self._unqueue()
         segment = self._arena.segment
         suspect = self._ledger.recover(
@@ -642,52 +632,30 @@ class ProcessWorkers:
         )
         # A batch is not to blame for the death of a nursery.
         if suspect is not None and not fell:
-            suspect.strikes += 1
-            if suspect.ticket.interval_s is not None:
-                suspect.ticket.interval_s = 0.0  # this one is told of
-        return list(self._judge(suspect, worker, exit_code))
+            strike(suspect)
+        error = self._toll.judge(
+            deaths.Death(
+                dataset=self._plan.dataset,
+                worker=worker.index,
+                pid=worker.process.pid,
+                exit_code=exit_code,
+                overdue=worker.overdue,
+                starting=not worker.ready,
+            ),
+            suspect,
+        )
+        if suspect is None:
+            return []
+        if error is None:
+            self._ledger.send_first(suspect)
+            return []
+        self._arena.put(suspect.slot)
+        return [Built(suspect.ticket.serial, worker.index, error=error)]
 
-    def _fail_all(
-        self, worker: _Worker, exit_code: int | None
-    ) -> Iterator[Done]:
+    def _fail_all(self) -> Iterator[Done]:
         """Ends all there is: no worker is left, and none may be hired."""
         for ticket in self._ledger.give_up():
-            error = self._death_of(worker, exit_code, None).error()
-            yield Built(ticket.serial, worker.index, error=error)
-
-    def _judge(
-        self, sent: Sent | None, worker: _Worker, exit_code: int | None
-    ) -> Iterator[Done]:
-        """Decides about the batch that a worker died over, if it did."""
-        death = self._death_of(worker, exit_code, sent)
-        most = self._plan.max_restarts
-        if self._restarts <= most and not death.again:
-            _log.warning("%s", death.news(self._restarts, most))
-            if sent is not None:
-                self._ledger.send_first(sent)
-        elif sent is not None:
-            self._arena.put(sent.slot)
-            error = death.error()
-            yield Built(sent.ticket.serial, worker.index, error=error)
-
-    def _death_of(
-        self, worker: _Worker, exit_code: int | None, sent: Sent | None
-    ) -> deaths.Death:
-        return deaths.Death(
-            dataset=self._plan.dataset,
-            worker=worker.index,
-            pid=worker.process.pid,
-            exit_code=exit_code,
-            overdue=worker.overdue,
-            starting=not worker.ready,
-            ticket=sent.ticket if sent else None,
-            again=bool(sent and sent.strikes >= _STRIKES),
-            restarts_used_up=(
-                self._plan.max_restarts
-                if self._restarts > self._plan.max_restarts
-                else None
-            ),
-        )
+            yield Built(ticket.serial, 0, error=self._toll.end())
 
     def _dismiss(self, worker: _Worker, *, ended: bool = True) -> None:
         """Forgets a worker that has ended, or is left behind."""

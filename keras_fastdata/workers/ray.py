@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from keras_fastdata.errors import LoaderError
-from keras_fastdata.health.staff import Loss, Staff
+from keras_fastdata.health.staff import Staff
 from keras_fastdata.health.timing import Timing
 from keras_fastdata.memory import codec, payload
 from keras_fastdata.memory.arena import Bytes, aligned_copy
@@ -44,6 +44,7 @@ from keras_fastdata.workers import (
 from keras_fastdata.workers.base import Builds, Built, Done, Ticket, where
 from keras_fastdata.workers.interrupts import Uninterrupted
 from keras_fastdata.workers.store import Shipment, in_store
+from keras_fastdata.workers.toll import STRIKES, Toll, strike
 from keras_fastdata.workers.watch import Overdue, Watch, Work, building, loading
 
 _GRACE_S = 2.0  # for a worker to end by itself when asked to
@@ -51,8 +52,6 @@ _GET_S = 5.0  # for an answer that is here
 _STACK_S = 2.0  # for one that is stuck to say where
 _IDLE_S = 0.05  # between two looks, where there is nothing to wait for
 _FALL_S = 60.0  # in which the workers of a node are lost with it
-_STRIKES = 2  # deaths of workers over one batch before the batch is blamed
-_MOST_LOSSES = 1000  # remembered
 
 # A worker whose builds take less than this has its next ticket before it has
 # answered: asking takes a millisecond or two.
@@ -257,13 +256,8 @@ class RayWorkers:
         )
         self._backlog: collections.deque[_Sent] = collections.deque()
         self._workers: dict[int, _Worker] = {}
-        self._restarts = 0
-        self._unreplaced: set[int] = set()
-        self._last_death: tuple[_Worker, str] | None = None
+        self._toll = Toll(plan.count, plan.max_restarts)
         self._falls: dict[str, _Fall] = {}  # by node
-        self._losses: collections.deque[Loss] = collections.deque(
-            maxlen=_MOST_LOSSES
-        )
         self._receiver = relay.Receiver()
         self._told: collections.deque[tuple[Any, bytes]] = collections.deque()
         self._arrived: list[Any] = []  # what the last wait has found
@@ -319,8 +313,8 @@ class RayWorkers:
         if self._watch.is_due():
             done += self._look_at_workers()
         self._hire()
-        if self._last_death and len(self._unreplaced) == self._plan.count:
-            done += self._fail_all(*self._last_death)
+        if self._toll.is_over:
+            done += self._fail_all()
         self._hand_out()
         self._hand_on()
         return done
@@ -354,8 +348,7 @@ class RayWorkers:
         """Nothing to do: the store keeps no memory ready."""
 
     def begin_epoch(self) -> None:
-        self._restarts = 0
-        self._unreplaced.clear()
+        self._toll.begin_epoch()
 
     def staff(self) -> Staff:
         return Staff(
@@ -366,7 +359,7 @@ class RayWorkers:
                 for index, worker in list(self._workers.items())
                 if worker.place is not None and worker.pidfd >= 0
             },
-            tuple(self._losses),
+            self._toll.losses,
             in_store.nbytes,
             cores=self._cores,
         )
@@ -504,7 +497,7 @@ class RayWorkers:
         sent.strikes += 1
         if not sent.is_wanted:
             return []
-        if sent.strikes <= _STRIKES:
+        if sent.strikes <= STRIKES:
             self._backlog.appendleft(sent)
             return []
         error = LoaderError(
@@ -606,7 +599,7 @@ class RayWorkers:
     def _hire(self) -> None:
         """Asks for the workers that are missing, as far as allowed."""
         for index in range(self._plan.count):
-            if index not in self._workers and index not in self._unreplaced:
+            if index not in self._workers and self._toll.replaces(index):
                 with Uninterrupted():
                     handle = self._make_actor()
                     self._workers[index] = _Worker(
@@ -729,28 +722,39 @@ class RayWorkers:
         """
         self._dismiss(worker)
         place = worker.place
-        self._losses.append(
-            Loss(time.monotonic(), worker.index, place.pid if place else 0)
-        )
         # A batch is not to blame for the end of a node.
         fell = place is not None and not cluster.is_alive(place.node)
         if fell:
             how = f"Its node has left the cluster. {how}"
-        self._restarts += not self._is_of_a_fallen_node(worker, fell or missing)
-        self._last_death = worker, how
-        if self._restarts > self._plan.max_restarts:
-            self._unreplaced.add(worker.index)
+        pid = place.pid if place else 0
+        own = not self._is_of_a_fallen_node(worker, fell or missing)
+        self._toll.record(worker.index, pid, counts=own)
         held = [sent for sent in worker.desk if sent.is_wanted]
         if not fell:
             # The oldest, or the next, if an answer was lost with the worker.
             for sent in held:
-                sent.strikes += 1
-                if sent.ticket.interval_s is not None:
-                    sent.ticket.interval_s = 0.0  # this one is told of
+                strike(sent)
         suspect = next(iter(held), None)
         self._backlog.extendleft(reversed(held[1:]))
         worker.desk.clear()
-        return self._judge(suspect, worker, how)
+        error = self._toll.judge(
+            deaths.Death(
+                dataset=self._plan.dataset,
+                worker=worker.index,
+                pid=pid,
+                exit_code=None,
+                overdue=worker.overdue,
+                starting=not worker.is_ready,
+                how=how,
+            ),
+            suspect,
+        )
+        if suspect is None:
+            return []
+        if error is None:
+            self._backlog.appendleft(suspect)
+            return []
+        return [Built(suspect.ticket.serial, worker.index, error=error)]
 
     def _is_of_a_fallen_node(self, worker: _Worker, fell: bool) -> bool:
         """Whether its end is one with that of another worker there.
@@ -771,49 +775,12 @@ class RayWorkers:
         fall.lost.add(worker.index)
         return True
 
-    def _judge(
-        self, sent: _Sent | None, worker: _Worker, how: str
-    ) -> list[Done]:
-        """Decides about the batch that a worker died over, if it did."""
-        death = self._death_of(worker, how, sent)
-        most = self._plan.max_restarts
-        if self._restarts <= most and not death.again:
-            _log.warning("%s", death.news(self._restarts, most))
-            if sent is not None:
-                self._backlog.appendleft(sent)
-            return []
-        if sent is None:
-            return []
-        error = death.error()
-        return [Built(sent.ticket.serial, worker.index, error=error)]
-
-    def _fail_all(self, worker: _Worker, how: str) -> Iterator[Done]:
+    def _fail_all(self) -> Iterator[Done]:
         """Ends all there is: no worker is left, and none may be hired."""
         tickets = [sent.ticket for sent in self._backlog]
         self._backlog.clear()
         for ticket in tickets:
-            error = self._death_of(worker, how, None).error()
-            yield Built(ticket.serial, worker.index, error=error)
-
-    def _death_of(
-        self, worker: _Worker, how: str, sent: _Sent | None
-    ) -> deaths.Death:
-        return deaths.Death(
-            dataset=self._plan.dataset,
-            worker=worker.index,
-            pid=worker.place.pid if worker.place else 0,
-            exit_code=None,
-            overdue=worker.overdue,
-            starting=not worker.is_ready,
-            ticket=sent.ticket if sent else None,
-            again=bool(sent and sent.strikes >= _STRIKES),
-            restarts_used_up=(
-                self._plan.max_restarts
-                if self._restarts > self._plan.max_restarts
-                else None
-            ),
-            how=how,
-        )
+            yield Built(ticket.serial, 0, error=self._toll.end())
 
     def _dismiss(self, worker: _Worker) -> None:
         """Forgets a worker, and makes sure that it has ended."""

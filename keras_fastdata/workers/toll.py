@@ -1,0 +1,121 @@
+"""The book of deaths of one loader's workers.
+
+It says which of them are replaced, and when a batch is to blame. How a death
+comes to be known, and what is done about it, is for the workers' own file.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+import time
+from typing import Protocol
+
+from keras_fastdata.errors import LoaderError
+from keras_fastdata.health.staff import Loss
+from keras_fastdata.workers.base import Ticket
+from keras_fastdata.workers.deaths import Death
+
+STRIKES = 2  # deaths of workers over one batch before the batch is blamed
+
+_MOST_LOSSES = 1000  # remembered
+
+_log = logging.getLogger("keras_fastdata")
+
+
+class Handed(Protocol):
+    """A ticket that a worker had in its hands, and deaths over it so far."""
+
+    ticket: Ticket
+    strikes: int
+
+
+class Toll:
+    """Counts deaths, up to those that an epoch survives.
+
+    Args:
+        count: Number of workers.
+        max_restarts: Deaths survived in one epoch.
+
+    Attributes:
+        is_over: Whether every worker has died and none is replaced.
+    """
+
+    def __init__(self, count: int, max_restarts: int) -> None:
+        self._count = count
+        self._most = max_restarts
+        self._restarts = 0
+        self._unreplaced: set[int] = set()
+        self._last: Death | None = None
+        self._losses: collections.deque[Loss] = collections.deque(
+            maxlen=_MOST_LOSSES
+        )
+        self.is_over = False
+
+    def begin_epoch(self) -> None:
+        """All may be replaced again."""
+        self._restarts = 0
+        self._unreplaced.clear()
+        self.is_over = False
+
+    @property
+    def losses(self) -> tuple[Loss, ...]:
+        """The latest deaths."""
+        return tuple(self._losses)
+
+    def replaces(self, worker: int) -> bool:
+        """Whether a worker that is missing is to be hired again."""
+        return worker not in self._unreplaced
+
+    def record(self, worker: int, pid: int, *, counts: bool = True) -> None:
+        """A worker has died.
+
+        Args:
+            worker: Its index.
+            pid: Its process; 0 if unknown.
+            counts: Whether as a death of its own, rather than as one with
+                that of others.
+        """
+        self._losses.append(Loss(time.monotonic(), worker, pid))
+        self._restarts += counts
+        if self._restarts > self._most:
+            self._unreplaced.add(worker)
+            self.is_over = len(self._unreplaced) == self._count
+
+    def judge(self, death: Death, held: Handed | None) -> LoaderError | None:
+        """Decides about the batch that a worker died over, if it did.
+
+        Args:
+            death: The facts, as far as the worker's end tells them.
+            held: What it was building, or `None`.
+
+        Returns:
+            The error that the batch ends in. `None`: it is to be built again,
+            or there is none; the death is in the log.
+        """
+        used_up = self._restarts > self._most
+        self._last = dataclasses.replace(
+            death, restarts_used_up=self._most if used_up else None
+        )
+        death = dataclasses.replace(
+            self._last,
+            ticket=held.ticket if held else None,
+            again=bool(held and held.strikes >= STRIKES),
+        )
+        if used_up or death.again:
+            return death.error() if held else None
+        _log.warning("%s", death.news(self._restarts, self._most))
+        return None
+
+    def end(self) -> LoaderError:
+        """What batches end in that nobody is left to build."""
+        assert self._last is not None
+        return self._last.error()
+
+
+def strike(held: Handed) -> None:
+    """Remembers of a batch that a worker died over it."""
+    held.strikes += 1
+    if held.ticket.interval_s is not None:
+        held.ticket.interval_s = 0.0  # this one is told of
