@@ -74,6 +74,12 @@ class Writer(Protocol):
         """Takes bytes; returns where they begin, and how many they are."""
         ...
 
+    def write_all(
+        self, arrays: list[npt.NDArray[Any]]
+    ) -> list[tuple[int, int]]:
+        """Takes arrays; returns where their bytes are, as `write` does."""
+        ...
+
     def place(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """A contiguous copy of `array`, which `write` need not copy."""
         ...
@@ -133,6 +139,25 @@ class SlotWriter:
         target, start = self._allocate(nbytes)
         target[:] = source
         return start, nbytes
+
+    def write_all(
+        self, arrays: list[npt.NDArray[Any]]
+    ) -> list[tuple[int, int]]:
+        """Copies arrays into the slot; several tiny ones in one go."""
+        several = len(arrays) > 1
+        if not several or sum([a.nbytes for a in arrays]) > TINY_BYTES:
+            return [self.write(octets(array, self)) for array in arrays]
+        parts: list[bytes] = []
+        lies: list[tuple[int, int]] = []
+        end = 0
+        for array in arrays:
+            part = array.tobytes("A")
+            lies.append((end, len(part)))
+            parts.append(part.ljust(round_up(len(part)), b"\0"))
+            end += len(parts[-1])
+        target, first = self._allocate(end)
+        target[:] = np.frombuffer(b"".join(parts), np.uint8)
+        return [(first + start, nbytes) for start, nbytes in lies]
 
     def place(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """A contiguous copy of `array`, made in the slot."""
@@ -317,29 +342,8 @@ def _write_plain(
     description = layout.describe(batch, arrays)
     if description is None:
         return None
-    several = len(arrays) > 1
-    if several and sum([array.nbytes for array in arrays]) <= TINY_BYTES:
-        extents += _write_together(arrays, writer)
-    else:
-        for array in arrays:
-            extents.append(writer.write(_octets(array, writer)))
+    extents += writer.write_all(arrays)
     return layout.pack(description)
-
-
-def _write_together(
-    arrays: list[npt.NDArray[Any]], writer: Writer
-) -> list[tuple[int, int]]:
-    """Writes small arrays as one; gives where each lies."""
-    parts: list[bytes] = []
-    lies: list[tuple[int, int]] = []
-    nbytes = 0
-    for array in arrays:
-        part = array.tobytes("A")
-        lies.append((nbytes, len(part)))
-        nbytes = round_up(nbytes + len(part))
-        parts.append(part.ljust(nbytes - lies[-1][0], b"\0"))
-    start, _ = writer.write(np.frombuffer(b"".join(parts), np.uint8))
-    return [(start + offset, size) for offset, size in lies]
 
 
 def _write_pickled(
@@ -364,7 +368,7 @@ def _write_pickled(
     return structure.getvalue()
 
 
-def _octets(array: npt.NDArray[Any], writer: Writer) -> Bytes:
+def octets(array: npt.NDArray[Any], writer: Writer) -> Bytes:
     """The bytes of an array, in C order or, where it has it, in Fortran's.
 
     Viewed as bytes: the buffer protocol knows no datetime or bfloat16. An
@@ -392,8 +396,8 @@ class _ArraysInTheSlot:
         if not array.size:
             return rebuild_array, (None, kind, array.shape, "C")
         fortran = array.flags.f_contiguous and not array.flags.c_contiguous
-        octets: Any = _octets(array, self.writer)
-        buffer = pickle.PickleBuffer(octets)
+        raw: Any = octets(array, self.writer)
+        buffer = pickle.PickleBuffer(raw)
         return rebuild_array, (
             buffer,
             kind,

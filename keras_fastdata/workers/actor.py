@@ -134,6 +134,11 @@ class _Gathered:
         self._arrays.append(source)
         return len(self._arrays) - 1, source.nbytes
 
+    def write_all(
+        self, arrays: list[npt.NDArray[Any]]
+    ) -> list[tuple[int, int]]:
+        return [self.write(codec.octets(array, self)) for array in arrays]
+
     def place(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         copy = aligned_empty(array.shape, array.dtype)
         np.copyto(copy, array)
