@@ -278,6 +278,42 @@ def test_the_callback_of_the_fit_goes_on_through_an_evaluation_with_it():
     assert (found.phase, found.epoch) == ("evaluate", 0)
 
 
+class _Fails(SlowData):
+    def __getitem__(self, index):
+        raise ValueError("mine")
+
+
+class _TriesToEvaluate(Evaluates):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 3:
+            with _Fails() as data, pytest.raises(ValueError, match="mine"):
+                self.model.evaluate(data, callbacks=self.callbacks, verbose=0)
+
+
+def test_the_callback_of_the_fit_goes_on_after_an_evaluation_that_raised(
+    tmp_path,
+):
+    health = LoaderHealth(0, trace=tmp_path / "trace.json")
+    with FreeData() as validation:
+        _fit(
+            SlowData(),
+            health,
+            _TriesToEvaluate(health),
+            epochs=2,
+            validation_data=validation,
+        )
+    summary = health.summary()
+    assert [e.batches for e in summary.epochs] == [8, 8]
+    assert [e.batches for e in summary.validations] == [8, 8]
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    steps = [
+        event["args"]["phase"]
+        for event in trace["traceEvents"]
+        if event["name"] == "step"
+    ]
+    assert collections.Counter(steps) == {"train": 16, "validation": 16}
+
+
 def test_two_of_them_are_refused():
     with pytest.raises(ValueError, match="two LoaderHealth"):
         _fit(FreeData(), LoaderHealth(0), LoaderHealth(0))

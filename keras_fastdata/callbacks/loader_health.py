@@ -104,7 +104,9 @@ class LoaderHealth(Callback):
         self._meter: Meter | None = None
         self._fits = False
         self._is_guest = False  # of an evaluation amid that fit
-        self._step: Callable[[int], None] = no_step  # told of each step
+        # Told of each step; of one of training, after an evaluation amid it.
+        self._step: Callable[[int], None] = no_step
+        self._train_step: Callable[[int], None] = no_step
         self._has_reported = False
         self._epochs: list[EpochHealth] = []
         self._validations: list[EpochHealth] = []
@@ -179,6 +181,7 @@ class LoaderHealth(Callback):
         if self._fits and keras_bridge.is_within_fit():
             # One of its callbacks evaluates, with this one: the fit goes on.
             self._is_guest, self._step = True, no_step
+            self._train_step = self._come_back
             return
         caller = sys._getframe(1).f_locals.get("self")
         beside = list(getattr(caller, "callbacks", ()))
@@ -208,7 +211,7 @@ class LoaderHealth(Callback):
             self._meter.recorder.feed = adapter.mark
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self._step(batch)
+        self._train_step(batch)
 
     def on_test_begin(self, logs: Any = None) -> None:
         if self._is_guest:
@@ -325,7 +328,7 @@ class LoaderHealth(Callback):
 
     def _stop(self) -> None:
         meter, self._meter = self._meter, None
-        self._step = no_step
+        self._step = self._train_step = no_step
         if meter is not None:
             recorder.leave(meter.recorder)
             meter.close()
@@ -350,16 +353,22 @@ class LoaderHealth(Callback):
     def _begin(self, phase: str) -> None:
         if self._meter is not None:
             self._meter.begin(phase, self._epoch)
-            self._step = self._meter.step
+            self._step = self._train_step = self._meter.step
 
     def _end_visit(self) -> None:
         """The fit goes on, after an evaluation amid it."""
         self._is_guest = False
         if self._meter is not None:
-            self._step = self._meter.step
+            self._step = self._train_step = self._meter.step
+
+    def _come_back(self, batch: int) -> None:
+        """The first step of training after an evaluation that has raised."""
+        self._end_visit()
+        self._train_step(batch)
 
     def _end(self) -> EpochHealth | None:
-        meter, self._step = self._meter, no_step
+        meter = self._meter
+        self._step = self._train_step = no_step
         if meter is None:
             return None
         health = meter.end()

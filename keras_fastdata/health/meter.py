@@ -159,25 +159,29 @@ class Meter:
         phase, self._phase = self._phase, ""
         if self._sink is not None:
             self._sink.end()
-        tally = self.recorder.tally
         source = self.recorder.source
         if source is not None:
             self._settings = source.settings  # "auto" may have changed them
-        settings = self._settings
-        if not tally.batches:
+        if not self.recorder.tally.batches:
             return None
         staff = None if source is None else source.staff()
+        self.subjects[phase] = Subject(self._name, self._settings, staff)
+        facts = self._facts(stretch, staff)
+        return self._health(phase, facts, stretch, staff, ended_s)
+
+    def _facts(self, stretch: Stretch, staff: Staff | None) -> Facts:
+        """What the verdict is found from."""
+        settings, tally = self._settings, self.recorder.tally
         losses = () if staff is None else staff.losses
-        self.subjects[phase] = Subject(self._name, settings, staff)
-        workers = 0 if settings.kind == "inline" else settings.workers
+        restarts = sum(loss.at_s >= self._began_s for loss in losses)
         now = cores.read()
         busy_cores = cores.busy_cores(self._cores, now)
         allowed = now.allowed
         if staff is not None and staff.cores is not None:
             allowed, busy_cores = staff.cores, None  # nobody tells
-        facts = Facts(
+        return Facts(
             workers_are=settings.kind,
-            workers=workers,
+            workers=0 if settings.kind == "inline" else settings.workers,
             max_queue_size=settings.max_queue_size,
             batches=tally.batches,
             nbytes=tally.nbytes,
@@ -194,16 +198,25 @@ class Meter:
             hook_s=tally.hook_s,
             retried=tally.retried,
             retried_wait_s=tally.retried_wait_s,
-            restarts=sum(loss.at_s >= self._began_s for loss in losses),
+            restarts=restarts,
             slowest=tuple(tally.slowest),
             cores=allowed,
             busy_cores=busy_cores,
             gil_held=self._probe.take(),
+            memory=memory.left_now() if restarts else "",
         )
-        if facts.restarts:
-            facts = dataclasses.replace(facts, memory=memory.left_now())
+
+    def _health(
+        self,
+        phase: str,
+        facts: Facts,
+        stretch: Stretch,
+        staff: Staff | None,
+        ended_s: float,
+    ) -> EpochHealth:
+        tally = self.recorder.tally
         busy_s = tally.build_s + tally.store_s
-        elapsed_s = max(ended_s - self._began_s, 1e-9)
+        had_s = max(ended_s - self._began_s, 1e-9) * max(facts.workers, 1)
         return EpochHealth(
             phase=phase,
             epoch=self._epoch,
@@ -217,7 +230,7 @@ class Meter:
             build_s_p95=tally.build.quantile(0.95),
             wait_s_p95=tally.wait.quantile(0.95),
             queue_depth_mean=tally.depth / tally.batches,
-            worker_utilization=min(1.0, busy_s / elapsed_s / max(workers, 1)),
+            worker_utilization=min(1.0, busy_s / had_s),
             nbytes=tally.nbytes,
             restarts=facts.restarts,
             skipped=self.recorder.skips - self._skips,
