@@ -391,42 +391,55 @@ class Loader:
         if not quietly:
             workers.resume()
         thorough = self._is_time_to_look()
-        batch = _SKIPPED
-        while batch is _SKIPPED:
-            due = schedule.index_at(walk.position)
-            if due is None:
-                workers.resume()
-                self._retire(walk)
-                self._torn = False
-                return END
-            index = due
+        while (index := schedule.index_at(walk.position)) is not None:
             if quietly:
                 self._settle(workers, walk, schedule, index)
             if walk.issued <= walk.position:
                 self._refill(workers, walk, schedule)
-            if index in walk.peeked:
-                batch = walk.peeked.pop(index)
-            elif walk.position in walk.cached:
-                batch = self._from_cache(walk, index)
-                if batch is _GONE:
-                    self._forget_ahead(walk)
-                    batch = _SKIPPED
-                    continue
-            elif index not in walk.skipped:
-                arrival = self._await(
-                    workers, walk, walk.position, schedule, thorough
-                )
-                batch = self._open(walk, arrival, index)
+            batch = self._fetch(workers, walk, schedule, index, thorough)
+            if batch is _AGAIN:
+                batch = self._build_here(workers, walk, index)
                 if batch is END:
-                    self._torn = False
                     return END
-                if batch is _AGAIN:
-                    batch = self._build_here(workers, walk, index)
-                    if batch is END:
-                        return END
-                    workers, schedule = self._prepare(walk, dataset)
-                    walk.issued = max(walk.issued, walk.position + 1)
+                workers, schedule = self._prepare(walk, dataset)
+                walk.issued = max(walk.issued, walk.position + 1)
+            if batch is _GONE:
+                self._forget_ahead(walk)
+                continue
+            if batch is END:
+                break
             walk.position += 1
+            if batch is _SKIPPED:
+                continue
+            self._note_delivery(walk, index, batch)
+            if thorough or self._tickets.has_room(walk):
+                self._refill(workers, walk, schedule)
+            self._torn = False
+            return batch
+        workers.resume()
+        self._retire(walk)
+        self._torn = False
+        return END
+
+    def _fetch(
+        self,
+        workers: Workers,
+        walk: Walk,
+        schedule: Schedule,
+        index: int,
+        thorough: bool,
+    ) -> Any:
+        """The next batch, at `index`; `_SKIPPED`, `_GONE`, `_AGAIN`, `END`."""
+        if index in walk.peeked:
+            return walk.peeked.pop(index)
+        if walk.position in walk.cached:
+            return self._from_cache(walk, index)
+        if index in walk.skipped:
+            return _SKIPPED
+        arrival = self._await(workers, walk, walk.position, schedule, thorough)
+        return self._open(walk, arrival, index)
+
+    def _note_delivery(self, walk: Walk, index: int, batch: Any) -> None:
         walk.span = walk.spans.pop(index, None)
         if walk.remembers:
             if walk.span is not None:
@@ -436,10 +449,6 @@ class Loader:
         walk.delivered += 1
         walk.trail.append(walk.position)
         self._latest = walk
-        if thorough or self._tickets.has_room(walk):
-            self._refill(workers, walk, schedule)
-        self._torn = False
-        return batch
 
     def peek(self, walk: Walk, dataset: build.Dataset, count: int) -> list[Any]:
         with self._own_lock():
