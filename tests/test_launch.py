@@ -192,23 +192,6 @@ def test_a_worker_that_wakes_leaves_the_training_thread_on_its_core():
         assert list(dataset) == [os.SCHED_BATCH]
 
 
-def test_a_worker_of_a_job_in_the_background_stays_there():
-    script = (
-        "import os\n"
-        "os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\n"
-        "from keras_fastdata import FastPyDataset\n"
-        "class Policy(FastPyDataset):\n"
-        "    def __len__(self): return 1\n"
-        "    def __getitem__(self, index): return os.sched_getscheduler(0)\n"
-        "with Policy(workers=1, use_multiprocessing=True) as dataset:\n"
-        "    print(list(dataset) == [os.SCHED_IDLE])\n"
-    )
-    said = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True
-    )
-    assert said.stdout == "True\n", said.stderr
-
-
 def test_a_worker_sees_the_trainers_place(tmp_path, monkeypatch):
     class Where(FastPyDataset):
         def __len__(self):

@@ -41,7 +41,10 @@ def _for_the_full_run(*values):
     return [pytest.param(value, marks=pytest.mark.long) for value in values]
 
 
-every_method = pytest.mark.parametrize("method", METHODS)
+# What differs between start methods is told apart in the full run.
+every_method = pytest.mark.parametrize(
+    "method", ["forkserver", *_for_the_full_run("spawn", "fork")]
+)
 
 
 @pytest.fixture(scope="module")
@@ -324,7 +327,12 @@ def with_hungry_workers(keywords):
 
 @pytest.mark.parametrize(
     "keywords",
-    [{"workers": 0}, {"workers": 2}, *map(_processes, METHODS)],
+    [
+        {"workers": 0},
+        {"workers": 2},
+        _processes("forkserver"),
+        *_for_the_full_run(*map(_processes, ["spawn", "fork"])),
+    ],
     ids=["inline", "thread", *METHODS],
 )
 def test_a_memory_error_of_the_users_is_the_users(trainers, keywords):

@@ -140,12 +140,12 @@ def test_a_state_that_cannot_be_pickled_leaves_the_one_before(payload_of):
 
 
 def test_a_large_array_that_changes_every_time_is_there_once():
-    holder = Holder(64 * MB)
+    holder = Holder(16 * MB)
     with contextlib.closing(Payload(holder)) as payload:
         for number in range(3):
             holder.table[0] = number + 1
             payload.renew(holder)
-            assert size(payload) < 65 * MB
+            assert size(payload) < 17 * MB
             assert latest(payload).table[0] == number + 1
 
 

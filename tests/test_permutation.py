@@ -136,7 +136,9 @@ def ups_and_downs(items):
     )
 
 
-@pytest.mark.parametrize("draw", [by_numpy, ours])
+@pytest.mark.parametrize(
+    "draw", [ours, pytest.param(by_numpy, marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize(
     "measure",
     [

@@ -523,6 +523,20 @@ def test_processes_of_others_beside_ours(beside, zygote):
         trainer.leaves_nothing()
 
 
+def test_a_worker_of_a_job_in_the_background_stays_there(zygote):
+    script = (
+        "os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\n"
+        "class Policy(FastPyDataset):\n"
+        "    def __len__(self): return 1\n"
+        "    def __getitem__(self, index): return os.sched_getscheduler(0)\n"
+        "with Policy(workers=1, use_multiprocessing=True) as dataset:\n"
+        "    say(list(dataset) == [os.SCHED_IDLE])\n"
+    )
+    with Trainer(zygote, script) as trainer:
+        assert trainer.line() == "True"
+        assert trainer.end() == 0
+
+
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT])
 @pytest.mark.parametrize("start_method", START_METHODS)
 def test_a_forked_process_that_lives_on_does_not_keep_workers(

@@ -16,7 +16,14 @@ import tempfile
 import threading
 import time
 
-START_METHODS = ["forkserver", "spawn", "fork"]
+import pytest
+
+# What differs between start methods is told apart in the full run.
+START_METHODS = [
+    "forkserver",
+    pytest.param("spawn", marks=pytest.mark.long),
+    pytest.param("fork", marks=pytest.mark.long),
+]
 
 _PATIENCE_S = 60.0  # for a trainer to come to its next line, or its end
 _AGAIN_S = 10.0  # before somebody who pressed Ctrl-C does so again
