@@ -47,18 +47,24 @@ KINDS = {
 
 
 class Soaked(FastPyDataset):
-    """Batches that are a function of seed, epoch, index and `level`."""
+    """Batches that are a function of seed, epoch, index and `level`.
 
-    def __init__(self, **kwargs: object) -> None:
+    Args:
+        stuck: The share of builds that never end. A thread that is stuck
+            would be so for good: only where workers are replaced.
+    """
+
+    def __init__(self, stuck: float = 0.0, **kwargs: object) -> None:
         super().__init__(max_worker_restarts=10**9, **kwargs)  # type: ignore[arg-type]
         self.level = 0
+        self.stuck = stuck
 
     def __len__(self) -> int:
         return LENGTH
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         luck = random.SystemRandom().random()
-        if luck < 0.0005:
+        if luck < self.stuck:
             time.sleep(3600)
         elif luck < 0.01:
             time.sleep(TIMEOUT_S * 0.3)
@@ -244,6 +250,7 @@ def main() -> int:
     logging.getLogger("keras_fastdata").addHandler(Stuck(checker))
     logging.getLogger("keras_fastdata").propagate = False
     dataset = Soaked(
+        stuck=0.0005,
         workers=2,
         use_multiprocessing=True,
         seed=arguments.seed,
