@@ -28,6 +28,7 @@ import pytest
 _SETTLE_S = 5.0  # for what was asked to end to be gone
 _OTHERS_S = 60.0  # for another thread's collection to end
 _MOST_HOLDERS = 60  # that are told of
+_LARGE = 1 << 32  # bytes; only our arenas map as many
 
 
 def pytest_configure():
@@ -156,7 +157,11 @@ def _holders_of_mappings() -> str:
     """What refers to mapped memory, what to that, and so on: a line each."""
     gc.unfreeze()
     lines = []
-    found = [o for o in gc.get_objects() if type(o) is mmap.mmap]
+    found = [
+        each
+        for each in gc.get_objects()
+        if type(each) is mmap.mmap and len(each) > _LARGE
+    ]
     seen = {id(found), id(lines)}
     todo = [(0, each) for each in found]
     while todo and len(lines) < _MOST_HOLDERS:
