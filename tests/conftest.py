@@ -18,7 +18,6 @@ import tempfile
 import threading
 import time
 import traceback
-import weakref
 
 import keras
 import numpy as np
@@ -26,7 +25,6 @@ import psutil
 import pytest
 
 _SETTLE_S = 5.0  # for what was asked to end to be gone
-_OTHERS_S = 60.0  # for another thread's collection to end
 _MOST_HOLDERS = 60  # that are told of
 _LARGE = 1 << 32  # bytes; only our arenas map as many
 
@@ -125,26 +123,6 @@ def _descriptors() -> dict[str, str]:
     }
 
 
-class _Garbage:
-    """What only a collection can free."""
-
-    def __init__(self) -> None:
-        self.itself = self
-
-
-def _collect() -> None:
-    """Collects garbage, once a collection in another thread has ended.
-
-    While that runs somebody's finalizer, `gc.collect` does nothing.
-    """
-    garbage = weakref.ref(_Garbage())
-    deadline = time.monotonic() + _OTHERS_S
-    gc.collect()
-    while garbage() is not None and time.monotonic() < deadline:
-        time.sleep(0.05)
-        gc.collect()
-
-
 def _stacks() -> str:
     """Where the threads are."""
     return "".join(
@@ -203,9 +181,8 @@ def _nothing_is_left_behind():
     before = _present()
     yield
     if _new_since(before):
-        # Not on the clock: the first collection of a thousand tests' garbage
-        # has been seen to take longer than what is allowed below.
-        _collect()
+        # Not on the clock: it may be the first for hundreds of tests.
+        gc.collect()
     deadline = time.monotonic() + _SETTLE_S
     while left := _new_since(before):
         if time.monotonic() > deadline:
@@ -213,4 +190,4 @@ def _nothing_is_left_behind():
                 f"left behind: {left}{_holders_of_mappings()}{_stacks()}"
             )
         time.sleep(0.05)
-        _collect()
+        gc.collect()
