@@ -98,7 +98,7 @@ def test_what_nobody_is_left_to_build_ends_in_the_last_death():
     toll = Toll(count=1, max_restarts=0)
     toll.record(0, 77)
     toll.judge(_death(), _Held())
-    error = toll.end()
+    error = toll.end().error()
     assert isinstance(error, WorkerDiedError)
     assert (error.worker, error.pid, error.batch_index) == (0, 77, None)
     assert "`max_worker_restarts=0` is used up." in str(error)

@@ -654,8 +654,9 @@ class ProcessWorkers:
 
     def _fail_all(self) -> Iterator[Done]:
         """Ends all there is: no worker is left, and none may be hired."""
+        death = self._toll.end()
         for ticket in self._ledger.give_up():
-            yield Built(ticket.serial, 0, error=self._toll.end())
+            yield Built(ticket.serial, death.worker, error=death.error())
 
     def _dismiss(self, worker: _Worker, *, ended: bool = True) -> None:
         """Forgets a worker that has ended, or is left behind."""

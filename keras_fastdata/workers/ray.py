@@ -777,10 +777,11 @@ class RayWorkers:
 
     def _fail_all(self) -> Iterator[Done]:
         """Ends all there is: no worker is left, and none may be hired."""
+        death = self._toll.end()
         tickets = [sent.ticket for sent in self._backlog]
         self._backlog.clear()
         for ticket in tickets:
-            yield Built(ticket.serial, 0, error=self._toll.end())
+            yield Built(ticket.serial, death.worker, error=death.error())
 
     def _dismiss(self, worker: _Worker) -> None:
         """Forgets a worker, and makes sure that it has ended."""

@@ -108,10 +108,10 @@ class Toll:
         _log.warning("%s", death.news(self._restarts, self._most))
         return None
 
-    def end(self) -> LoaderError:
-        """What batches end in that nobody is left to build."""
+    def end(self) -> Death:
+        """What is told of batches that nobody is left to build."""
         assert self._last is not None
-        return self._last.error()
+        return self._last
 
 
 def strike(held: Handed) -> None:
