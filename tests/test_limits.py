@@ -31,6 +31,7 @@ from limit_runs import (
     script_for,
 )
 from samples import Numbered
+from trainers.harness import START_METHODS
 
 PROCESSES = {"workers": 2, "use_multiprocessing": True}
 METHODS = ["forkserver", "spawn", "fork"]
@@ -41,10 +42,7 @@ def _for_the_full_run(*values):
     return [pytest.param(value, marks=pytest.mark.long) for value in values]
 
 
-# What differs between start methods is told apart in the full run.
-every_method = pytest.mark.parametrize(
-    "method", ["forkserver", *_for_the_full_run("spawn", "fork")]
-)
+every_method = pytest.mark.parametrize("method", START_METHODS)
 
 
 @pytest.fixture(scope="module")

@@ -535,6 +535,7 @@ def test_a_worker_of_a_job_in_the_background_stays_there(zygote):
     with Trainer(zygote, script) as trainer:
         assert trainer.line() == "True"
         assert trainer.end() == 0
+        trainer.leaves_nothing()
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT])

@@ -33,6 +33,7 @@ from slow_samples import (
     line_of,
     sleeps,
 )
+from trainers.harness import START_METHODS
 
 from keras_fastdata import BatchTimeoutError
 from keras_fastdata.memory.arena import Arena
@@ -42,14 +43,7 @@ from keras_fastdata.workers.base import Ticket
 TIMEOUT_S = 0.75
 ONE = {"workers": 1, "use_multiprocessing": True}
 TWO = {"workers": 2, "use_multiprocessing": True}
-METHODS = pytest.mark.parametrize(
-    "start_method",
-    [
-        "forkserver",
-        pytest.param("spawn", marks=pytest.mark.long),
-        pytest.param("fork", marks=pytest.mark.long),
-    ],
-)
+METHODS = pytest.mark.parametrize("start_method", START_METHODS)
 HERE = os.path.basename(__file__)
 
 pytestmark = [
