@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import warnings
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
+import optree
 import pytest
 from generator_samples import (
     Closing,
@@ -38,6 +41,36 @@ from keras_fastdata import (
     GeneratorDataset,
     LoaderError,
 )
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+@optree.register_pytree_node_class(namespace="keras")
+class Registered:
+    """A structure that `keras.tree` knows because it was told of it."""
+
+    def __init__(self, part):
+        self.part = part
+
+    def tree_flatten(self):
+        return [self.part], None
+
+    @classmethod
+    def tree_unflatten(cls, _, parts):
+        return cls(*parts)
+
+
+WRAPS = [
+    lambda part: Pair(part, ()),
+    lambda part: collections.OrderedDict(x=part),
+    lambda part: collections.defaultdict(list, x=part),
+    lambda part: collections.deque([part]),
+    lambda part: [(part,)],
+    Registered,
+]
 
 PROCESSES = {"workers": 4, "use_multiprocessing": True}
 
@@ -146,6 +179,30 @@ def test_a_buffer_that_is_filled_again_is_copied_into_its_batch(place):
         ([0, 1, 2], [[0], [1], [2]]),
         ([3, 4, 5], [[3], [4], [5]]),
     ]
+
+
+@pytest.mark.parametrize(
+    ("wrap", "batch_size"),
+    [*((wrap, None) for wrap in WRAPS), *((wrap, 2) for wrap in WRAPS[:-1])],
+)
+def test_a_buffer_that_is_filled_again_is_copied_out_of_every_structure(
+    wrap, batch_size
+):
+    def refilled():
+        buffer = np.zeros(2)
+        for number in range(4):
+            buffer[:] = number
+            yield wrap(buffer)
+
+    with GeneratorDataset(refilled, batch_size) as dataset:
+        found = [keras.tree.flatten(batch) for batch in dataset]
+    assert np.ravel(found).tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_a_structure_that_is_copied_keeps_its_class():
+    items = [wrap(np.zeros(1)) for wrap in WRAPS]
+    with GeneratorDataset(lambda: iter(items)) as dataset:
+        assert [type(batch) for batch in dataset] == list(map(type, items))
 
 
 def test_a_memory_that_is_filled_again_is_copied_as_well():

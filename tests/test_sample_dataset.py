@@ -12,7 +12,7 @@ import pytest
 from places import PLACES, everywhere, somewhere
 from sample_samples import Doubling, Drawing, Failing, Squares, halves
 
-from keras_fastdata import SampleDataset
+from keras_fastdata import GeneratorDataset, SampleDataset
 
 
 def batches(dataset):
@@ -315,6 +315,37 @@ def test_samples_that_do_not_fit_are_told_apart(samples, kwargs, said):
 def test_samples_of_all_kinds_are_stacked(samples):
     (batch,) = batches(SampleDataset(samples, workers=0))
     assert str(batch) == str(_stacked(samples))
+
+
+@pytest.mark.parametrize("last", [b"abc\0", "abc\0"], ids=["bytes", "str"])
+def test_texts_keep_the_zeros_they_end_in(last):
+    samples = [last[:1], last, last[:0]]
+    as_samples = batches(SampleDataset(samples, 2, workers=0))
+    as_items = GeneratorDataset(lambda: iter(samples), 2, workers=0)
+    assert [batch.tolist() for batch in as_samples] == [
+        samples[:2],
+        samples[2:],
+    ]
+    assert [batch.tolist() for batch in as_items] == [samples[:2], samples[2:]]
+
+
+@pytest.mark.backend
+@pytest.mark.skipif(
+    keras.backend.backend() != "tensorflow", reason="others have no texts"
+)
+def test_string_tensors_keep_the_zeros_that_texts_end_in():
+    import tensorflow as tf
+
+    samples = [(b"abc\0", 4.0), (b"d", 1.0)]
+
+    class Lengths(keras.Model):
+        def call(self, x):
+            return tf.cast(tf.strings.length(x), tf.float32)
+
+    model = Lengths()
+    model.compile(loss="mse")
+    with SampleDataset(samples, 2, workers=2) as dataset:
+        assert model.evaluate(dataset, verbose=0) == 0
 
 
 def _stacked(samples):

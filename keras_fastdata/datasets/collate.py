@@ -291,9 +291,15 @@ def _keys(sample: Any) -> list[Any]:
 
 
 def _as_array(leaf: Any) -> npt.NDArray[Any]:
-    """A leaf as NumPy knows it; Python's floats are Keras's, not doubles."""
+    """A leaf as NumPy knows it; Python's floats are Keras's, not doubles.
+
+    NumPy's arrays of texts drop zeros at the end of a text. A text that has
+    some becomes an array of objects, and so does the batch it is in.
+    """
     if type(leaf) is float:
         return np.asarray(leaf, np.float32)
+    if isinstance(leaf, (str, bytes)) and leaf[-1:] in ("\0", b"\0"):
+        return np.asarray(leaf, object)
     return np.asarray(leaf)
 
 

@@ -15,10 +15,13 @@ has to be what was delivered: batches carry a checksum of all before them.
 
 from __future__ import annotations
 
+import array
 import collections
+import copy
 import inspect
 import itertools
 import random
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -488,14 +491,17 @@ class _Shard:
         """The items of the next batch; none at the end."""
         owner = self._owner
         items: list[Any] = []
+        # A batch for another process is copied before the generator goes on.
+        travels = owner.workers and owner.use_multiprocessing
+        as_it_is = owner._batch_size is None and travels
         self._seed()
         try:
             if self._generator is None:
                 self._generator = self._made()
-            if owner._batch_size is None:
-                return list(itertools.islice(self._generator, 1))
-            for item in itertools.islice(self._generator, owner._batch_size):
-                items.append(_copied(item))
+            for item in itertools.islice(
+                self._generator, owner._batch_size or 1
+            ):
+                items.append(item if as_it_is else _copied(item))
         except EndOfData:
             pass
         except Exception as error:
@@ -691,18 +697,39 @@ def _is_free(parameters: dict[str, Any], name: str, factory: Any) -> bool:
 
 
 def _copied(item: Any) -> Any:
-    """An item that stays as it is when the generator goes on."""
+    """An item that stays as it is when the generator goes on.
+
+    Everything that is a structure to `collate` or to `keras.tree` is made
+    anew, with copies of its arrays.
+    """
     if isinstance(item, np.ndarray):
         return item.copy()
-    if isinstance(item, (memoryview, bytearray)):
+    if isinstance(item, (memoryview, bytearray, array.array)):
         return np.array(item)
     if hasattr(item, "clone"):  # a tensor of torch's
         return item.clone()
-    if type(item) is dict:
-        return {key: _copied(part) for key, part in item.items()}
-    if type(item) in (tuple, list):
-        return type(item)(map(_copied, item))
-    return item
+    if isinstance(item, tuple):
+        kind = type(item)
+        make = getattr(kind, "_make", kind)  # of a named tuple, or any other
+        return make(map(_copied, item))
+    again: Any
+    if isinstance(item, (list, collections.deque)):
+        again = copy.copy(item)
+        for place, part in enumerate(item):
+            again[place] = _copied(part)
+        return again
+    if isinstance(item, Mapping):
+        parts = {key: _copied(part) for key, part in item.items()}
+        if type(item) is dict or not isinstance(item, dict):
+            return parts
+        again = copy.copy(item)
+        again.update(parts)
+        return again
+    # A class can be registered with `keras.tree` only once this is imported.
+    optree = sys.modules.get("optree")
+    if optree is None or optree.tree_is_leaf(item, namespace="keras"):
+        return item
+    return optree.tree_map(_copied, item, namespace="keras")
 
 
 def _checksum(part: Any, before: int) -> int:
