@@ -1,0 +1,55 @@
+"""How `fit`, `evaluate` and `predict` consume a `FastPyDataset`.
+
+Keras wraps a PyDataset in a `PyDatasetAdapter`, and asks that for iterators.
+`register` gives `PyDatasetAdapter` a `__new__` that makes our adapter for our
+datasets, wherever Keras imported the name, and is Keras's own for all others.
+This is the one thing of Keras's that we touch; `keras_internals` is the one
+module that imports from `keras.src`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from keras_fastdata.keras_bridge.adapter import (
+    FastPyDatasetAdapter,
+    Training,
+    is_within_fit,
+    training,
+)
+from keras_fastdata.keras_bridge.keras_internals import PyDatasetAdapter
+
+__all__ = [
+    "FastPyDatasetAdapter",
+    "PyDataset",
+    "Training",
+    "is_within_fit",
+    "register",
+    "training",
+    "unregister",
+]
+
+PyDataset = keras.utils.PyDataset
+
+
+def register(dataset_class: type) -> None:
+    """Has Keras wrap instances of `dataset_class` in our adapter."""
+
+    def new(cls: type, x: Any = None, *_: Any, **__: Any) -> Any:
+        ours = cls is PyDatasetAdapter and isinstance(x, dataset_class)
+        return object.__new__(FastPyDatasetAdapter if ours else cls)
+
+    PyDatasetAdapter.__new__ = new
+
+
+def unregister() -> None:
+    """Leaves Keras as it was; a FastPyDataset is then a plain PyDataset."""
+
+    def new(cls: type, *_: Any, **__: Any) -> Any:
+        # Not `del`: a class that has had a `__new__` would then refuse the
+        # arguments of its `__init__` (CPython's object.__new__).
+        return object.__new__(cls)
+
+    PyDatasetAdapter.__new__ = new

@@ -1,0 +1,101 @@
+"""The iterators that Keras is given."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import keras
+
+from keras_fastdata.engine.passes import Pass
+from keras_fastdata.health import recorder
+from keras_fastdata.keras_bridge.conversions import (
+    for_tensorflow,
+    own,
+    spell_out_cause,
+)
+
+if TYPE_CHECKING:
+    from keras_fastdata.keras_bridge.adapter import FastPyDatasetAdapter
+
+
+class Batches(Iterator[Any]):
+    """The batches of one pass, which begins when the first is asked for.
+
+    Args:
+        adapter: Whose they are.
+        writable: Whether to copy arrays that are read-only.
+    """
+
+    def __init__(
+        self, adapter: FastPyDatasetAdapter, *, writable: bool = False
+    ) -> None:
+        self._adapter = adapter
+        self._writable = writable
+        self._pass: Pass | None = None
+        self._over = False
+
+    def __next__(self) -> Any:
+        if self._over:
+            raise StopIteration
+        listener = recorder.of(self._adapter.fit_thread)
+        if (
+            listener is not None
+            and listener.is_sampling
+            and self._adapter.is_fetching_itself()
+        ):
+            listener.before_wait()
+        began = time.perf_counter()
+        if self._pass is None:
+            self._pass = self._adapter.take_pass(self)
+        try:
+            batch = self._pass.fetch(
+                quietly=listener is not None and listener.wants_quiet
+            )
+        except StopIteration:
+            self._over = True
+            if self._pass.is_shortened or self._pass.has_met_its_end:
+                if self._pass.is_empty:
+                    raise self._adapter.nothing_good() from None
+                if self._adapter.may_end_early(self._pass):
+                    self._adapter.early_end.announce()
+            raise
+        except Exception as error:
+            spell_out_cause(error)
+            self._over = True
+            raise
+        finally:
+            if self._pass.is_shortened:
+                self._adapter.book_skipped(self._pass)
+        if self._writable and self._pass.is_read_only:
+            batch = keras.tree.map_structure(own, batch)
+        waited_s = time.perf_counter() - began
+        self._adapter.book(listener, self._pass, waited_s)
+        return self._adapter.standardize(batch)
+
+    def give_up(self) -> None:
+        """Ends this iterator."""
+        self._over, self._pass = True, None
+
+
+class ForTensorFlow(Iterator[Any]):
+    """What `from_generator` iterates over, in a thread of TensorFlow's.
+
+    An exception that passes through TensorFlow comes out as a wall of text.
+    So it is put aside, the data ends early, and the adapter raises it where
+    Keras reports the end of the epoch.
+    """
+
+    def __init__(self, adapter: FastPyDatasetAdapter) -> None:
+        self._batches = Batches(adapter)
+        self._early_end = adapter.early_end
+
+    def __next__(self) -> Any:
+        try:
+            return keras.tree.map_structure(for_tensorflow, next(self._batches))
+        except StopIteration:
+            raise
+        except BaseException as error:
+            self._early_end.announce(error)
+            raise StopIteration from None

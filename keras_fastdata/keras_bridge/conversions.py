@@ -1,0 +1,51 @@
+"""Leaves of batches as a framework wants them; errors as Keras shows them."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+import numpy as np
+
+from keras_fastdata.keras_bridge.keras_internals import data_adapter_utils
+from keras_fastdata.workers import failures
+
+
+def for_tensorflow(leaf: Any) -> Any:
+    """What `from_generator` takes in place of a leaf it does not know."""
+    if leaf is None:
+        import tensorflow as tf
+
+        return tf.experimental.Optional.empty(None)
+    if data_adapter_utils.is_scipy_sparse(leaf):
+        return data_adapter_utils.scipy_sparse_to_tf_sparse(leaf)
+    return strings_as_tensors(leaf)
+
+
+def own(leaf: Any) -> Any:
+    """An array that may be written to, for frameworks that insist."""
+    if isinstance(leaf, np.ndarray) and not leaf.flags.writeable:
+        return leaf.copy()
+    return leaf
+
+
+def strings_as_tensors(leaf: Any) -> Any:
+    """A string tensor for an array of strings, which Keras cannot name."""
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OSTU":
+        import tensorflow as tf
+
+        return tf.constant(leaf.tolist(), shape=leaf.shape, dtype=tf.string)
+    return leaf
+
+
+def spell_out_cause(error: Exception) -> None:
+    """Adds the cause to the notes: Keras's traceback filter drops it.
+
+    (`raise ... from None` in `keras.src.utils.traceback_utils`; it stays
+    reachable as `__context__`.)
+    """
+    if error.__cause__ is not None:
+        lines = traceback.format_exception(error.__cause__)
+        failures.note(error, "Caused by:\n" + "".join(lines).rstrip())
+        if error.__context__ is None:
+            BaseException.__setattr__(error, "__context__", error.__cause__)

@@ -1,0 +1,78 @@
+"""Data that ends before Keras expects it."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+
+from keras_fastdata.keras_bridge.keras_internals import EpochIterator
+
+_log = logging.getLogger("keras_fastdata")
+
+
+class EarlyEnd:
+    """Data that ends before Keras expects it, and why.
+
+    Either an exception is on its way around TensorFlow, or batches were left
+    out. Keras warns that the data ran out, which would be out of place, and
+    then reports the end of the epoch to the adapter.
+    """
+
+    def __init__(self) -> None:
+        self._unraised: _Unraised | None = None
+        self._iterator: Callable[[], EpochIterator | None] = _nobody
+
+    def expect(self, iterator: EpochIterator | None) -> None:
+        """Says who would warn."""
+        self._iterator = _nobody if iterator is None else weakref.ref(iterator)
+
+    def announce(self, error: BaseException | None = None) -> None:
+        if error is not None and self._unraised is None:
+            self._unraised = _Unraised(error)
+        iterator = self._iterator()
+        if iterator is not None:
+            iterator._interrupted_warning = _nobody
+
+    def settle(self) -> None:
+        """Ends the quiet, and raises the exception if there was one."""
+        iterator = self._iterator()
+        if iterator is not None:
+            vars(iterator).pop("_interrupted_warning", None)
+        unraised, self._unraised = self._unraised, None
+        if unraised is not None:
+            error = unraised.take()
+            context = error.__context__
+            try:
+                raise error
+            finally:
+                # Not TensorFlow's end of data, which is being handled here.
+                BaseException.__setattr__(error, "__context__", context)
+
+
+class _Unraised:
+    """An exception that is logged, if it is never taken.
+
+    The only thing here with code that runs when it is collected: there a
+    KeyboardInterrupt would be lost.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        self._error: BaseException | None = error
+
+    def take(self) -> BaseException:
+        error, self._error = self._error, None
+        assert error is not None
+        return error
+
+    def __del__(self) -> None:
+        if self._error is not None:
+            _log.error(
+                "Training was stopped before it came to this error, which its "
+                "data raised:",
+                exc_info=self._error,
+            )
+
+
+def _nobody() -> None:
+    """In place of who might warn, or of the warning."""

@@ -1,0 +1,117 @@
+"""What is used of Keras that Keras does not promise to keep.
+
+Imports from `keras.src`, and the locals of Keras's own calls, which are read
+from their frames: Keras tells nobody but callbacks how far a `fit` has come.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from keras.src.trainers.data_adapters import data_adapter_utils
+from keras.src.trainers.data_adapters.py_dataset_adapter import (
+    PyDatasetAdapter,
+)
+from keras.src.trainers.epoch_iterator import EpochIterator
+from keras.src.trainers.trainer import Trainer
+from keras.src.utils import rng_utils
+
+__all__ = [
+    "EpochIterator",
+    "PyDatasetAdapter",
+    "call_of_keras",
+    "calling_iterator",
+    "calls_of_keras",
+    "data_adapter_utils",
+    "epoch_follows",
+    "forget",
+    "is_amid_pass",
+    "rng_utils",
+    "trainer_at_work",
+]
+
+
+def epoch_follows() -> bool:
+    """Whether the `fit` around the caller is to run another epoch.
+
+    Keras tells nobody but callbacks, and a dataset is none.
+    """
+    found = call_of_keras("fit", "evaluate", "predict")
+    if found is None:
+        return False
+    name, known = found
+    epochs = known.get("epochs") if name == "fit" else None
+    epoch = known.get("epoch", known.get("initial_epoch"))
+    # With steps, an epoch may end anywhere in the dataset.
+    steps = known.get("steps_per_epoch")
+    forget(known)
+    return (
+        isinstance(epochs, int)
+        and isinstance(epoch, int)
+        and epoch + 1 < epochs
+        and steps is None
+    )
+
+
+def trainer_at_work() -> tuple[str, Any]:
+    """The model that Keras is at work with, and what it was asked to do."""
+    found = call_of_keras("fit", "evaluate", "predict")
+    if found is None:
+        return "", None
+    name, known = found
+    trainer = known["self"]
+    forget(known)
+    return name, trainer
+
+
+def call_of_keras(*names: str) -> tuple[str, dict[str, Any]] | None:
+    """The innermost of `calls_of_keras`, if there is any."""
+    return next(calls_of_keras(*names), None)
+
+
+def calls_of_keras(*names: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Calls of such methods of a model, and their locals, innermost first.
+
+    Pass those to `forget` when they have been read.
+    """
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_name
+        if name in names:
+            known = frame.f_locals
+            if isinstance(known.get("self"), Trainer):
+                yield name, known
+        frame = frame.f_back
+
+
+def calling_iterator() -> EpochIterator | None:
+    """The `EpochIterator` that calls the caller."""
+    known = sys._getframe(2).f_locals
+    caller = known.get("self")
+    if not isinstance(caller, EpochIterator):
+        return None
+    forget(known)
+    return caller
+
+
+def is_amid_pass(iterator: EpochIterator | None) -> bool:
+    """Whether the next epoch goes on where the one before has ended."""
+    return bool(
+        iterator is not None
+        and iterator.steps_per_epoch
+        and iterator._steps_seen
+        and iterator._current_iterator is not None
+    )
+
+
+def forget(known: dict[str, Any]) -> None:
+    """Empties the copy of its locals that a frame of Keras's has given.
+
+    It lives as long as the frame, and would keep what is in it until it is
+    asked for again: a copy of the weights.
+    """
+    if sys.version_info < (3, 13):
+        known.clear()
