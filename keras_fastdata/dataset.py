@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import os
+import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -39,6 +41,9 @@ else:
     _Base = keras_bridge.PyDataset
 
 _T = TypeVar("_T")
+
+
+_NOTICED = "_fastdata_notices"  # the mark of a hook whose calls are noticed
 
 
 class _Internals:
@@ -281,6 +286,15 @@ class FastPyDataset(_Base):
         )
         vars(self)[seeding.PRIVATE] = _Internals(settings, self)
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in ("on_epoch_begin", "on_epoch_end"):
+            hook = getattr(cls, name)  # of a mixin, perhaps
+            if isinstance(hook, types.FunctionType) and not (
+                build.is_idle(hook) or hasattr(hook, _NOTICED)
+            ):
+                setattr(cls, name, _noticed(name, hook))
+
     # -- what a subclass writes ----------------------------------------------
 
     def __getitem__(self, index: int) -> Any:
@@ -325,10 +339,10 @@ class FastPyDataset(_Base):
     def on_epoch_end(self) -> None:
         """Called after each epoch, in the training process.
 
-        Keras also calls it once before the first epoch. What it changes
-        reaches every worker before the next batch is built. `self.rng`,
-        `np.random` and `random` are seeded for the call, so that shuffling
-        here is repeatable.
+        Keras also calls it once before the first epoch, and a loop of your
+        own may call it. What it changes reaches every worker before the next
+        batch is built. `self.rng`, `np.random` and `random` are seeded for
+        the call, so that shuffling here is repeatable.
         """
 
     @build.idle
@@ -581,6 +595,25 @@ class FastPyDataset(_Base):
         with contextlib.suppress(EndOfData):
             for index in itertools.count():
                 yield self[index]
+
+
+def _noticed(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+    """An epoch hook whose call is noticed, whoever calls it.
+
+    Before the first batch a call is part of how the dataset is made.
+    """
+
+    @functools.wraps(hook)
+    def noticed(self: FastPyDataset, *args: Any, **kwargs: Any) -> Any:
+        own = self._own_internals()
+        loader = None if own is None else own.loader
+        if loader is None or build.is_at_work_for(self):
+            return hook(self, *args, **kwargs)
+        call = functools.partial(hook, self, *args, **kwargs)
+        return loader.called_by_hand(self, name, call)
+
+    setattr(noticed, _NOTICED, True)
+    return noticed
 
 
 class _Outside:

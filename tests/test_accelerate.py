@@ -64,6 +64,26 @@ def test_epoch_hooks_run_in_the_training_process_and_reach_the_workers(
     assert sorted(found) == list(range(9))
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_hooks_called_by_hand_reach_the_workers_whosever_they_are(workers):
+    inner = Shuffled()
+
+    def found(batches):
+        return [int(x[0, 0]) for x, _ in batches]
+
+    with accelerate(inner, workers, **(FORKED if workers else {})) as dataset:
+        seen = [found(dataset)]
+        for one in (dataset, inner):
+            one.on_epoch_end()
+            seen.append(found(dataset))
+            assert seen[-1] == inner.order.tolist()
+        batches = iter(dataset)
+        next(batches)
+        dataset.on_epoch_end()
+        assert found(batches) == inner.order.tolist()[1:]
+    assert len(set(map(tuple, seen))) == 3
+
+
 def test_a_dataset_that_knows_nothing_of_keras_will_do():
     with accelerate(Plain(), 2) as dataset:
         assert [int(x[0, 0]) for x, _ in dataset] == [0, 1, 2]

@@ -143,6 +143,91 @@ def test_a_file_that_was_replaced_by_one_of_the_same_name_is_read_anew(
         assert [int(x[0, 0]) for x, _ in dataset] == [10, 11, 12, 13, 14, 15]
 
 
+class Turned(FastPyDataset):
+    """Batch i holds `order[i]`, which each epoch hook turns by one."""
+
+    raises = False
+
+    def __init__(self, length=6, **kwargs):
+        super().__init__(**kwargs)
+        self.order = np.arange(length)
+        self.on_epoch_end()
+
+    def __len__(self):
+        return len(self.order)
+
+    def __getitem__(self, index):
+        return np.array([[self.order[index]]]), np.zeros((1, 1))
+
+    def on_epoch_end(self):
+        self.order[:] = np.roll(self.order, -1)
+        if self.raises:
+            raise ValueError("after all")
+
+
+class _Twice:
+    """A mixin that knows nothing of ours."""
+
+    def on_epoch_end(self):
+        super().on_epoch_end()
+        super().on_epoch_end()
+
+
+class TurnedTwice(_Twice, Turned):
+    pass
+
+
+def _order(batches):
+    return [int(x[0, 0]) for x, _ in batches]
+
+
+def test_a_hook_that_is_called_by_hand_reaches_the_very_next_batch(place):
+    with TurnedTwice(**place) as dataset:
+        assert _order(dataset) == [2, 3, 4, 5, 0, 1]
+        dataset.on_epoch_end()
+        assert _order(dataset) == [4, 5, 0, 1, 2, 3]
+        batches = iter(dataset)
+        assert _order([next(batches)]) == [4]
+        dataset.on_epoch_end()
+        assert _order(batches) == [1, 2, 3, 4, 5]
+
+
+def test_what_a_hook_changed_before_it_raised_reaches_the_workers(place):
+    with Turned(**place) as dataset:
+        assert _order(dataset) == [1, 2, 3, 4, 5, 0]
+        with (
+            unittest.mock.patch.object(Turned, "raises", new=True),
+            pytest.raises(ValueError, match="after all"),
+        ):
+            dataset.on_epoch_end()
+        assert _order(dataset) == [2, 3, 4, 5, 0, 1]
+
+
+class Shuffled(Turned):
+    def on_epoch_begin(self):
+        np.random.shuffle(self.order)
+
+
+def test_a_hook_that_is_called_by_hand_is_seeded_and_called_again_on_resuming():
+    def loop(dataset, epochs):
+        for _ in range(epochs):
+            dataset.on_epoch_begin()
+            yield from dataset
+            dataset.on_epoch_end()
+
+    with Shuffled(workers=0, seed=1) as dataset:
+        list(dataset)
+        batches = loop(dataset, epochs=3)
+        for _ in range(9):
+            next(batches)
+        np.random.seed(0)
+        state = dataset.state_dict()
+        wanted = _order(batches)
+    with Shuffled(workers=0) as resumed:
+        resumed.load_state_dict(state)
+        assert _order(loop(resumed, epochs=2)) == wanted
+
+
 def test_a_hook_that_a_test_has_replaced_is_called():
     keras = pytest.importorskip("keras")
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])

@@ -9,6 +9,7 @@ index, and the order is drawn in the training process.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 from keras_fastdata.dataset import FastPyDataset
@@ -132,6 +133,11 @@ class _Wrapped(FastPyDataset):
 
 class _WrappedWithHooks(_Wrapped):
     """One that has something to do between epochs."""
+
+    def __iter__(self) -> Iterator[Any]:
+        # The hooks of the dataset itself may have been called.
+        self.mark_changed()
+        return super().__iter__()
 
     def on_epoch_begin(self) -> None:
         if _has_hook(self.dataset, "on_epoch_begin"):

@@ -27,6 +27,7 @@ from keras_fastdata.memory.arena import aligned_empty
 
 Empty = Callable[..., npt.NDArray[Any]]
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+_Result = TypeVar("_Result")
 
 
 class Dataset(Protocol):
@@ -143,10 +144,15 @@ def idle(method: _Method) -> _Method:
     return method
 
 
+def is_idle(method: Callable[..., Any]) -> bool:
+    """Whether a method does nothing."""
+    return method in _IDLE
+
+
 def overrides(dataset: Dataset, name: str) -> bool:
     """Whether a dataset has a method of its own in place of an idle one."""
     method = getattr(type(dataset), name)
-    return name in vars(dataset) or method not in _IDLE
+    return name in vars(dataset) or not is_idle(method)
 
 
 class _Current(threading.local):
@@ -478,9 +484,19 @@ def builder_in_worker(dataset: Dataset, seed: int, cached: bool) -> Builder:
     return Builder(lambda: dataset, seed, private=True, cached=cached)
 
 
+def is_at_work_for(dataset: Dataset) -> bool:
+    """Whether this thread runs a method of a dataset that we have called."""
+    context = _current.context
+    return context is not None and context.dataset is dataset
+
+
 def run_hook(
-    dataset: Dataset, name: str, seed: int, number: int, epoch: int
-) -> None:
+    dataset: Dataset,
+    hook: Callable[[], _Result],
+    seed: int,
+    number: int,
+    epoch: int,
+) -> _Result:
     """Runs `on_epoch_begin` or `on_epoch_end`, seeded by its number.
 
     Shuffling an index in `on_epoch_end` is the commonest way to shuffle, and
@@ -494,7 +510,7 @@ def run_hook(
         seeding.reseed_globals(*stream, 0)
         for n, found in enumerate(seeding.find_generators(dataset)):
             seeding.reseed_generator(found, seeding.sequence(*stream, 1, n))
-        getattr(dataset, name)()
+        return hook()
 
 
 class _GlobalsWatch:

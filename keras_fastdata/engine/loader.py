@@ -26,6 +26,7 @@ import random
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from keras_fastdata.engine import build, hiring, pickling, resume
@@ -121,19 +122,55 @@ class Loader:
             self._drawn_seed = random.getrandbits(63)
         return self._drawn_seed
 
-    def run_hook(self, dataset: build.Dataset, name: str) -> None:
-        """Runs `on_epoch_begin` or `on_epoch_end`, seeded by its number."""
+    def run_hook(
+        self,
+        dataset: build.Dataset,
+        name: str,
+        hook: Callable[[], Any] | None = None,
+    ) -> Any:
+        """Runs `on_epoch_begin` or `on_epoch_end`, seeded by its number.
+
+        It may raise after it has changed the dataset.
+
+        Args:
+            dataset: The dataset.
+            name: Which of the two.
+            hook: What to call, if not the method of that name.
+
+        Returns:
+            What the hook returns.
+        """
         with self._own_lock():
             number = len(self._hooks)
             self._hooks.append((name, self.epoch))
             torn, self._torn = self._torn, True
             try:
-                build.run_hook(dataset, name, self.seed, number, self.epoch)
+                result = build.run_hook(
+                    dataset,
+                    hook or getattr(dataset, name),
+                    self.seed,
+                    number,
+                    self.epoch,
+                )
             except Exception:
                 self._torn = torn
                 raise
-            self._changed = True
+            finally:
+                self._changed = True
             self._torn = torn
+            return result
+
+    def called_by_hand(
+        self, dataset: build.Dataset, name: str, hook: Callable[[], Any]
+    ) -> Any:
+        """Runs a hook that the user's own loop calls, as Keras's would be.
+
+        One that the resumed epoch has begun with has run already.
+        """
+        skips = self.skips_hook(name, starting=False)
+        result = None if skips else self.run_hook(dataset, name, hook)
+        self.within_epoch = name == "on_epoch_begin"
+        return result
 
     # -- where it stands ----------------------------------------------------
 
