@@ -536,11 +536,11 @@ class FastPyDataset(_Base):
         loader = None if own is None else own.loader
         if loader is None:
             return
-        if build.current_context() is None:
+        if build.is_built_for(self):
+            loader.built.add(name)
+        else:
             loader.built.discard(name)
             loader.mark_changed()
-        else:
-            loader.built.add(name)
 
     def _own_internals(self) -> _Internals | None:
         """What is ours in this dataset, if it is not a copy's original's."""

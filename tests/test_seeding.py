@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import random
+import threading
+import time
 import warnings
 
 import keras
@@ -18,6 +21,9 @@ from samples import (
     ShufflesByRng,
     equal,
 )
+
+from keras_fastdata import FastPyDataset
+from keras_fastdata.engine import preserving
 
 PLACES = [
     {"workers": 0},
@@ -168,3 +174,104 @@ def test_self_rng_in_a_hook_is_the_hooks_own_and_repeatable():
     inline = orders(workers=0)
     assert orders(workers=2) == inline
     assert len(set(map(tuple, inline))) == 3
+
+
+def _in_two_threads(make):
+    """The epochs of two datasets, batch by batch in turn, in two threads."""
+    turn = threading.Barrier(2)
+    found = {}
+
+    def take(seed):
+        with make(seed) as dataset:
+            batches = iter(dataset)
+            found[seed] = []
+            for _ in range(8):
+                turn.wait(60)
+                found[seed].append(next(batches))
+
+    threads = [threading.Thread(target=take, args=(seed,)) for seed in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return [found[1], found[2]]
+
+
+class _DrawsTwice(Random):
+    """Draws, lets other threads run, and draws."""
+
+    def __getitem__(self, index):
+        first = super().__getitem__(index)
+        time.sleep(0.001)
+        return first, super().__getitem__(index)
+
+
+def test_two_inline_datasets_in_two_threads_do_not_share_their_draws():
+    alone = [
+        _epochs(_DrawsTwice(seed=seed, workers=0), count=1)[0]
+        for seed in (1, 2)
+    ]
+    np.random.seed(1)
+    random.seed(1)
+    before = np.random.get_state()[1].tobytes(), random.getstate()
+    together = _in_two_threads(lambda seed: _DrawsTwice(seed=seed, workers=0))
+    assert equal(together, alone)
+    assert before == (np.random.get_state()[1].tobytes(), random.getstate())
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_build_that_waits_for_builds_in_other_threads_ends(
+    count, monkeypatch, caplog
+):
+    class Waits(FastPyDataset):
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, index):
+            first = np.random.randint(2**60)
+            with concurrent.futures.ThreadPoolExecutor(count) as pool:
+                parts = pool.map(
+                    lambda k: list(_DrawsTwice(1, seed=k, workers=0)),
+                    range(count),
+                )
+                return first, list(parts), np.random.randint(2**60)
+
+    def inner(k):
+        return list(_DrawsTwice(1, seed=k, workers=0))
+
+    alone = [inner(k) for k in range(count)]
+    monkeypatch.setattr(preserving, "_STUCK_S", 0.3)
+    with Waits(seed=1, workers=0) as dataset:
+        built = list(dataset)
+    assert all(equal(parts, alone) for _, parts, _ in built)
+    draws = {(first, last) for first, _, last in built}
+    with Waits(seed=1, workers=0) as dataset:
+        assert {(first, last) for first, _, last in dataset} == draws
+    assert len([r for r in caplog.records if "seems to wait" in r.msg]) == 1
+
+
+def test_what_threads_ask_of_a_dataset_is_not_of_another_that_is_built():
+    building, go_on = threading.Event(), threading.Event()
+
+    class Waits(FastPyDataset):
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, index):
+            building.set()
+            assert go_on.wait(60)
+            return self.rng.integers(2**60, size=2)
+
+    alone = OwnRng(seed=1)[0]
+    asked = []
+    with Waits(seed=2, workers=0) as dataset:
+        builds = threading.Thread(target=lambda: asked.append(list(dataset)))
+        asks = threading.Thread(target=lambda: asked.append(OwnRng(seed=1)[0]))
+        builds.start()
+        assert building.wait(60)
+        asks.start()
+        asks.join(60)
+        go_on.set()
+        builds.join(60)
+    assert equal(asked[0], alone)
+    assert equal(asked[1], list(Waits(seed=2, workers=0)))

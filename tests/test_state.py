@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import unittest.mock
 import warnings
 
@@ -262,3 +263,41 @@ class Drawing(FastPyDataset):
 
     def __getitem__(self, index):
         return self.rng.normal(size=(4, 3)), np.zeros((4, 1))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_assignment_is_noticed_while_another_dataset_is_built(workers):
+    building, go_on = threading.Event(), threading.Event()
+
+    class Waits(Numbered):
+        def __getitem__(self, index):
+            building.set()
+            assert go_on.wait(60)
+            return super().__getitem__(index)
+
+    with Leveled(workers=1) as dataset, Waits(1, workers=workers) as other:
+        thread = threading.Thread(target=list, args=(other,))
+        batches = iter(dataset)
+        assert _levels([next(batches)]) == [0]
+        thread.start()
+        try:
+            assert building.wait(60)
+            dataset.level = 5
+            assert _levels(batches) == [5] * 9
+        finally:
+            go_on.set()
+            thread.join(60)
+
+
+def test_a_build_that_assigns_to_another_dataset_changes_that_one():
+    class Sets(Numbered):
+        def __getitem__(self, index):
+            self.other.level = index
+            return super().__getitem__(index)
+
+    with Leveled(workers=1) as dataset, Sets(3, workers=0) as builds:
+        builds.other = dataset
+        batches = iter(dataset)
+        next(batches)
+        seen = [_levels([next(batches)]) for _ in builds]
+        assert seen == [[0], [1], [2]]

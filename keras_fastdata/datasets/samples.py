@@ -36,14 +36,16 @@ class _SampleRng:
     ) -> Any:
         if dataset is None:
             return self
-        context = build.context_for(dataset, "rng") or _by_hand
-        if context.part is None:
+        part = (build.current_context() or _by_hand).part
+        if part is None and (helped := build.context_for(dataset, "rng")):
+            part = helped.part
+        if part is None:
             return FastPyDataset.rng.__get__(dataset, owner)
-        return context.part.rng(dataset)
+        return part.rng(dataset)
 
 
 class _ByHand(threading.local):
-    """Of a batch that is asked for by hand: the sample being got."""
+    """Of a batch that a thread asks for by hand: the sample being got."""
 
     part: build.Part | None = None
 

@@ -9,16 +9,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import os
 import random
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from keras_fastdata.engine import seeding
+from keras_fastdata.engine import preserving, seeding
 from keras_fastdata.engine.permutation import Permutation
 from keras_fastdata.engine.preserving import preserved_globals
 from keras_fastdata.engine.settings import integer
@@ -90,10 +92,13 @@ class Context:
         worker_index: Of the worker that builds it; `None` outside of workers.
         empty: What `self.empty` is.
         dataset: Whose batch it is.
-        threads: How many may build batches of that dataset here at once.
+        threads: How many may build batches of that dataset here at once; 0 if
+            the caller alone does.
+        is_private: Whether it is the only batch that this process builds.
         asked: Which of what depends on the epoch was asked for last.
         is_lent: Whether another thread than the one that builds asked.
         part: The sample that is being got.
+        outer: The batch in whose build, and thread, this one is built.
     """
 
     seed: int
@@ -102,10 +107,12 @@ class Context:
     worker_index: int | None
     empty: Empty = aligned_empty
     dataset: Dataset | None = None
-    threads: int = 1
+    threads: int = 0
+    is_private: bool = False
     asked: str = ""
     is_lent: bool = False
     part: Part | None = None
+    outer: Context | None = None
     _rng: np.random.Generator | None = None
 
     @property
@@ -158,30 +165,40 @@ def overrides(dataset: Dataset, name: str) -> bool:
 class _Current(threading.local):
     """What a thread is at."""
 
-    context: Context | None = None  # the batch that it is building
-    consumes = False  # whether it has ever asked for batches
+    context: Context | None = None  # the innermost batch that it is building
+
+    def __init__(self) -> None:
+        # The datasets that it has asked for batches, by their ids.
+        self.consumed: weakref.WeakValueDictionary[int, Dataset] = (
+            weakref.WeakValueDictionary()
+        )
 
 
 _current = _Current()
-_process_context: Context | None = None  # of the one batch that is being built
-_in_threads: dict[int, Context] = {}  # those that worker threads are building
+_building_in: dict[int, Context] = {}  # `_current.context` of other threads
 _making = threading.RLock()  # held while a generator is made
 
 
 def current_context() -> Context | None:
-    """The batch being built around the caller, or `None`.
+    """The batch that the calling thread is building, or `None`."""
+    return _current.context
 
-    A thread that the user's own `__getitem__` started sees the batch that its
-    process is building, where there is just one.
-    """
-    return _current.context or _process_context
+
+def is_built_for(dataset: Dataset) -> bool:
+    """Whether the caller is at work for a batch of that very dataset."""
+    context = _current.context
+    if context is None:
+        return bool(_helped(dataset))
+    while context is not None and context.dataset is not dataset:
+        context = context.outer
+    return context is not None
 
 
 def context_for(dataset: Dataset, name: str) -> Context | None:
     """The batch that the caller is at work for, or `None`.
 
-    A thread that `__getitem__` started works for the batch that is being
-    built, where that can be only one.
+    A thread that `__getitem__` started works for the batch of the dataset it
+    asks, where that can be only one.
 
     Args:
         dataset: What is asked.
@@ -192,73 +209,105 @@ def context_for(dataset: Dataset, name: str) -> Context | None:
     """
     if _current.context is not None:
         return _current.context
-    found = _process_context
-    if found is None and _in_threads and not _consumes():
-        building = list(_in_threads.values())
-        building = [c for c in building if c.dataset is dataset] or building
-        if len(building) > 1 or any(c.threads > 1 for c in building):
-            kind = type(dataset).__name__
-            raise LoaderError(
-                f"A thread that {kind}.__getitem__ seems to have started asks "
-                f"for `self.{name}`, while worker threads may be building "
-                "several batches: whose it is cannot be told. Ask for it in "
-                "`__getitem__` itself and hand it to the thread, or build in "
-                "processes (`use_multiprocessing=True`)."
-            )
-        found = building[0] if building else None
-    if found is not None:
-        found.is_lent = True
+    building = _helped(dataset)
+    if not building:
+        return None
+    if len(building) > 1 or building[0].threads > 1:
+        kind = type(dataset).__name__
+        raise LoaderError(
+            f"A thread that {kind}.__getitem__ seems to have started asks "
+            f"for `self.{name}`, while worker threads may be building "
+            "several batches: whose it is cannot be told. Ask for it in "
+            "`__getitem__` itself and hand it to the thread, or build in "
+            "processes (`use_multiprocessing=True`)."
+        )
+    building[0].is_lent = True
+    return building[0]
+
+
+def _helped(dataset: Dataset) -> list[Context]:
+    """Batches that the calling thread, which builds none, may be helping with.
+
+    Those of the dataset that it asks; but a thread that consumes a dataset's
+    batches does not help to build them. In a worker process only one batch is
+    being built, whatever dataset of its own that asks.
+    """
+    if not _building_in or _consumes(dataset):
+        return []
+    found = []
+    for context in list(_building_in.values()):
+        inner: Context | None = context
+        while inner is not None and not (
+            inner.is_private or inner.dataset is dataset
+        ):
+            inner = inner.outer
+        if inner is not None:
+            found.append(inner)
     return found
 
 
-def consume() -> None:
+def consume(dataset: Dataset) -> None:
     """Says that the calling thread is one that batches are built for."""
-    _current.consumes = True
+    _current.consumed[id(dataset)] = dataset
 
 
-def _consumes() -> bool:
+def _consumes(dataset: Dataset) -> bool:
     return (
-        _current.consumes
+        _current.consumed.get(id(dataset)) is dataset
         or threading.current_thread() is threading.main_thread()
     )
 
 
-def forget_context() -> None:
-    """Forgets a batch whose build a KeyboardInterrupt has broken off.
+def forget_context(dataset: Dataset | None) -> None:
+    """Forgets builds of a dataset that a KeyboardInterrupt has broken off.
 
     It may strike between any two lines, also those that put things back.
     """
-    global _process_context
-    _current.context = _process_context = None
+    context = _current.context
+    while context is not None and context.dataset is dataset:
+        context = context.outer
+    _enter(context)
+    for thread, other in list(_building_in.items()):
+        if other.dataset is dataset and not other.threads:
+            _building_in.pop(thread, None)
+    if context is None:
+        preserving.let_go()
+
+
+def _enter(context: Context | None) -> None:
+    """Makes that the batch which the calling thread is building."""
+    _current.context = context
+    if context is None:
+        _building_in.pop(threading.get_ident(), None)
+    else:
+        _building_in[threading.get_ident()] = context
+
+
+def _after_fork() -> None:
+    """In the child: its one thread is all that goes on."""
+    _building_in.clear()
+    _enter(_current.context)
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class _building:
-    """Makes a context the current one.
+    """Makes a context the current one of the calling thread.
 
     A class, because `contextlib.contextmanager` sets attributes of an
     exception that passes, which not all allow.
     """
 
-    def __init__(self, context: Context, *, alone: bool) -> None:
+    def __init__(self, context: Context) -> None:
         self._context = context
-        self._alone = alone
 
     def __enter__(self) -> None:
-        global _process_context
-        self._before = _current.context
-        _current.context = self._context
-        if self._alone:
-            _process_context = self._context
-        else:
-            _in_threads[id(self._context)] = self._context
+        self._context.outer = _current.context
+        _enter(self._context)
 
     def __exit__(self, *_: object) -> None:
-        global _process_context
-        _current.context = self._before
-        if self._alone:
-            _process_context = self._before
-        else:
-            _in_threads.pop(id(self._context), None)
+        _enter(self._context.outer)
 
 
 class Observer(Protocol):
@@ -330,7 +379,7 @@ class Builder:
         """Runs `on_worker_start`, once for each worker."""
         dataset = self.dataset
         given = dict(vars(dataset))
-        with _building(self._outside(worker_index), alone=not self._shared):
+        with _building(self._outside(worker_index)):
             dataset.on_worker_start()
         self._given = set(given)
         self._own = {
@@ -342,7 +391,7 @@ class Builder:
     def stop(self, worker_index: int) -> None:
         """Runs `on_worker_stop`, once for each worker."""
         dataset = self.dataset
-        with _building(self._outside(worker_index), alone=not self._shared):
+        with _building(self._outside(worker_index)):
             try:
                 dataset.on_worker_stop()
             except Exception:
@@ -373,9 +422,10 @@ class Builder:
             worker_index,
             empty,
             self.dataset,
-            self._threads or 1,
+            self._threads,
+            self._private,
         )
-        with _building(context, alone=not self._shared):
+        with _building(context):
             if self._watch is not None:
                 self._watch.begin()
                 try:
@@ -476,7 +526,15 @@ class Builder:
         return self._generators
 
     def _outside(self, worker_index: int) -> Context:
-        return Context(self._seed, 0, 0, worker_index, dataset=self.dataset)
+        return Context(
+            self._seed,
+            0,
+            0,
+            worker_index,
+            dataset=self.dataset,
+            threads=self._threads,
+            is_private=self._private,
+        )
 
 
 def builder_in_worker(dataset: Dataset, seed: int, cached: bool) -> Builder:
@@ -506,7 +564,7 @@ def run_hook(
     stream = (seed, seeding.HOOK, number)
     context = Context(seed, epoch, 0, None, dataset=dataset)
     context._rng = seeding.generator(*stream, 2)
-    with _building(context, alone=False), preserved_globals():
+    with _building(context), preserved_globals():
         seeding.reseed_globals(*stream, 0)
         for n, found in enumerate(seeding.find_generators(dataset)):
             seeding.reseed_generator(found, seeding.sequence(*stream, 1, n))

@@ -929,7 +929,7 @@ class Loader:
 
     def _start_over(self) -> None:
         """Ends the workers; walks go on where they were, with new ones."""
-        build.forget_context()
+        build.forget_context(self._dataset())
         with Uninterrupted():
             self._end_workers()
 

@@ -53,7 +53,7 @@ class Pass(Iterator[Any]):
         """
         if self._consumer != threading.get_ident():
             self._consumer = threading.get_ident()
-            build.consume()
+            build.consume(self._dataset)
         try:
             batch = self._loader.deliver(self._walk, self._dataset, quietly)
         except StopIteration as error:
