@@ -27,7 +27,12 @@ from keras_fastdata.engine.loader import Loader
 from keras_fastdata.engine.passes import open_pass
 from keras_fastdata.engine.permutation import Permutation
 from keras_fastdata.engine.resume import State
-from keras_fastdata.engine.settings import Settings, integer
+from keras_fastdata.engine.settings import (
+    Settings,
+    arguments_of,
+    integer,
+    unknown_arguments,
+)
 from keras_fastdata.errors import EndOfData
 from keras_fastdata.memory.arena import aligned_empty
 from keras_fastdata.workers import role
@@ -259,12 +264,8 @@ class FastPyDataset(_Base):
         **unknown: Any,
     ) -> None:
         if unknown:
-            allowed = [field.name for field in dataclasses.fields(Settings)]
-            raise TypeError(
-                f"{type(self).__name__} received unknown arguments: "
-                f"{', '.join(sorted(unknown))}. FastPyDataset takes: "
-                f"{', '.join(allowed)}."
-            )
+            kind = type(self)
+            raise unknown_arguments(kind.__name__, unknown, arguments_of(kind))
         settings = Settings(
             workers=workers,
             use_multiprocessing=use_multiprocessing,
@@ -319,10 +320,14 @@ class FastPyDataset(_Base):
         Override it where `__len__` will not do. It is read again at the
         start of every epoch.
         """
+        kind: Any = type(self)
         if hasattr(self, "__len__"):
-            return len(self)
+            # Not `len`, whose error for a float names nothing.
+            return build.checked_length(
+                f"{kind.__name__}.__len__()", kind.__len__(self)
+            )
         raise NotImplementedError(
-            f"{type(self).__name__} must define `__len__(self)`, the number "
+            f"{kind.__name__} must define `__len__(self)`, the number "
             "of batches, or the property `num_batches`, which may be None "
             "for a dataset without an end."
         )

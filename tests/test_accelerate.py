@@ -120,12 +120,18 @@ def test_setting_one_of_them_sets_it_there():
     [
         (iter([1]), "cannot be asked for batch 7"),
         (accelerate(Plain()), "FastPyDataset already"),
+        (Plain, r"the class Plain; pass `Plain\(\.\.\.\)`"),
     ],
-    ids=["generator", "ours"],
+    ids=["generator", "ours", "class"],
 )
 def test_what_cannot_be_shared_out_is_refused(dataset, said):
     with pytest.raises(TypeError, match=said):
         accelerate(dataset)
+
+
+def test_an_unknown_argument_is_said_to_be_accelerates():
+    with pytest.raises(TypeError, match=r"^accelerate .*mean `workers`\?$"):
+        accelerate(Plain(), num_workers=2)
 
 
 def test_a_dataset_with_hooks_of_keras_own_has_none():

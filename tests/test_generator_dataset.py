@@ -348,6 +348,15 @@ def test_arguments_are_checked(factory, kwargs, error, words):
         GeneratorDataset(factory, **kwargs)
 
 
+def test_arguments_that_are_refused_are_not_offered():
+    with pytest.raises(TypeError) as caught:
+        GeneratorDataset(without_end, batchsize=4)
+    message = str(caught.value)
+    assert message.endswith(" Did you mean `batch_size`?")
+    for name in ("shuffle", "cache", "on_error"):
+        assert name not in message
+
+
 def test_what_a_factory_returns_must_be_iterable():
     with (
         GeneratorDataset(lambda: 5) as dataset,

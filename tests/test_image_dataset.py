@@ -602,11 +602,62 @@ def test_without_labels_classes_may_be_named_all_the_same(folder):
     assert dataset.labels is None
 
 
-@pytest.mark.parametrize(
-    "missing", ["PIL.Image", "simplejpeg", "cykooz_resizer"]
-)
-def test_without_a_decoder_the_extra_is_named(missing, monkeypatch):
-    monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(ImportError, match=r"keras-fastdata\[images\]"):
+def test_without_pillow_the_error_names_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    with pytest.raises(ImportError, match=r"Pillow, .*PIL\.Image.*\[images\]"):
         ImageFileDataset(["a"])
     assert len(ImageFileDataset(["a"], decoder=halves_of_a_png)) == 1
+
+
+@pytest.fixture
+def pillow_alone(monkeypatch):
+    decoding._faster.cache_clear()
+    for module in ("simplejpeg", "cykooz_resizer"):
+        monkeypatch.setitem(sys.modules, module, None)
+    yield
+    decoding._faster.cache_clear()
+
+
+@pytest.mark.parametrize("color_mode", ["rgb", "rgba", "grayscale"])
+def test_pillow_alone_gives_its_own_pixels(
+    color_mode, pillow_alone, paths, tmp_path
+):
+    photo = tmp_path / "photo.jpg"
+    picture(400, 300).save(photo)
+    for path in [*paths, photo]:
+        with Image.open(path) as image:
+            image.draft(decoding.MODES[color_mode], (SIZE[1], SIZE[0]))
+            wanted = image.convert(decoding.MODES[color_mode]).resize(
+                (SIZE[1], SIZE[0]), Image.Resampling.BILINEAR
+            )
+        pixels = read(path, image_size=SIZE, color_mode=color_mode)
+        np.testing.assert_array_equal(
+            pixels, np.asarray(wanted).reshape(pixels.shape)
+        )
+
+
+@pytest.mark.parametrize("with_labels", [True, False])
+@pytest.mark.parametrize(
+    "split",
+    [{}, {"validation_split": 0.2, "subset": "both", "seed": 1}],
+    ids=["whole", "split"],
+)
+def test_what_was_found_is_printed_as_keras_does(
+    split, with_labels, folder, capsys
+):
+    arguments = {} if with_labels else {"labels": None}
+    ImageFileDataset.from_directory(folder, **arguments, **split)
+    ours = capsys.readouterr().out
+    keras.utils.image_dataset_from_directory(str(folder), **arguments, **split)
+    assert ours == capsys.readouterr().out != ""
+    ImageFileDataset.from_directory(folder, verbose=False, **arguments, **split)
+    assert capsys.readouterr().out == ""
+
+
+def test_an_address_is_refused_unless_a_decoder_reads_it():
+    address = "s3://bucket/a.png"
+    with pytest.raises(ValueError, match=r"'s3://bucket/a\.png'.*`decoder"):
+        ImageFileDataset(["a.png", address])
+    with pytest.raises(ValueError, match=r"`directory` .*'s3://bucket'"):
+        ImageFileDataset.from_directory("s3://bucket")
+    assert len(ImageFileDataset([address], decoder=halves_of_a_png)) == 1

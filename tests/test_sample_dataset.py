@@ -278,7 +278,7 @@ def test_each_part_of_a_sample_is_padded_its_own_way():
     ("samples", "kwargs", "said"),
     [
         (RAGGED, {}, r"Sample 1 .* with sample 0: it has shape \(4,\), not"),
-        (RAGGED, {"pad_to": 3}, "more than `pad_to` allows"),
+        (RAGGED, {"pad_to": 3}, "Sample 1 is longer than `pad_to`"),
         ([(1, 2), (1, 2, 3)], {}, r"it is tuple with \[0, 1, 2\]"),
         ([{"a": 1}, {"b": 1}], {}, r"dict with \['b'\]"),
         ([(0, 1), (0, 0.5)], {}, r"its part \[1\] is float32, not int64"),
@@ -371,6 +371,16 @@ def test_an_exception_names_the_sample(place):
 # -- arguments ---------------------------------------------------------------
 
 
+class LikeTensorFlows:
+    """What a `tf.data.Dataset` is to us."""
+
+    def __iter__(self):
+        return iter([1])
+
+    def as_numpy_iterator(self):
+        return iter(self)
+
+
 @pytest.mark.parametrize(
     ("make", "error", "said"),
     [
@@ -379,7 +389,26 @@ def test_an_exception_names_the_sample(place):
             TypeError,
             "Open the file",
         ),
-        (functools.partial(SampleDataset, iter([1])), TypeError, "__getitem__"),
+        (
+            functools.partial(SampleDataset, iter([1])),
+            TypeError,
+            r"`GeneratorDataset\(function, batch_size=32\)`\.$",
+        ),
+        (
+            functools.partial(SampleDataset, {1, 2}, 8),
+            TypeError,
+            r"`GeneratorDataset\(lambda: iter\(source\), batch_size=8\)`\.$",
+        ),
+        (
+            functools.partial(SampleDataset, LikeTensorFlows()),
+            TypeError,
+            r"`GeneratorDataset\(source\.as_numpy_iterator, batch_size=32\)`",
+        ),
+        (
+            functools.partial(SampleDataset, [1], sampler="balanced"),
+            TypeError,
+            r"Received: 'balanced' .*np\.bincount\(labels\)\[labels\]`\.$",
+        ),
         (functools.partial(SampleDataset, [1], 0), ValueError, "at least 1"),
         (functools.partial(SampleDataset, [1], 2.5), TypeError, "2.5"),
         (

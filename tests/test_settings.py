@@ -306,6 +306,48 @@ def test_unknown_arguments_are_all_named_beside_those_there_are():
     )
     for name in _DEFAULTS:
         assert name in message
+    assert message.endswith(" Did you mean `max_queue_size` and `workers`?")
+
+
+def test_an_unknown_argument_is_held_against_those_of_the_subclass():
+    class Sized(Numbered):
+        def __init__(self, image_size, **kwargs):
+            super().__init__(**kwargs)
+
+    with pytest.raises(TypeError) as caught:
+        Sized(3, imagesize=3)
+    message = str(caught.value)
+    assert "It takes: image_size, length, " in message
+    assert message.endswith(" Did you mean `image_size`?")
+    with pytest.raises(TypeError, match=r"ray_options\.$"):
+        Sized(3, colour="red")
+
+
+def test_a_number_in_quotes_is_shown_without_them():
+    with pytest.raises(TypeError) as caught:
+        Numbered(workers="4")
+    assert str(caught.value) == (
+        '`workers` must be an integer of at least 0 or "auto". Received: '
+        "'4' (of type str). Pass `workers=4`, or `int(...)` of it."
+    )
+
+
+def test_an_address_is_no_place_for_a_cache():
+    with pytest.raises(ValueError, match=r"'s3://bucket/a'\. Mount it"):
+        Numbered(cache="s3://bucket/a", cache_version=1)
+
+
+def test_a_length_that_is_no_integer_is_shown():
+    class Halves(Numbered):
+        def __len__(self):
+            return 12 / 2
+
+    with pytest.raises(TypeError) as caught:
+        iter(Halves(workers=0)).__next__()
+    assert str(caught.value) == (
+        "`Halves.__len__()` must be an integer. Received: 6.0 (of type "
+        "float). Divide with `//`, or round with `math.ceil`."
+    )
 
 
 # -- what does not change ----------------------------------------------------

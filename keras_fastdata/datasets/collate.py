@@ -88,6 +88,11 @@ def collate(
             stack = _stack_like(sample, len(indices), empty, padded, "")
         try:
             stack.put(place, sample)
+        except _TooLongError as too_long:
+            raise ValueError(
+                f"Sample {indices[place]} is longer than `pad_to` allows: "
+                f"{too_long}"
+            ) from None
         except _MisfitError as misfit:
             raise ValueError(
                 f"Sample {indices[place]} does not fit into a batch with "
@@ -104,6 +109,10 @@ def collate(
 
 class _MisfitError(Exception):
     """A sample is not like the first of its batch."""
+
+
+class _TooLongError(_MisfitError):
+    """A sample is longer than all are to be padded to."""
 
 
 class _Stack(Protocol):
@@ -215,9 +224,10 @@ class _Column:
             have > most
             for have, most in zip(leaf.shape, self._shape, strict=True)
         ):
-            raise _MisfitError(
-                f"{_called(self._where)} has shape {leaf.shape}, which is "
-                f"more than `pad_to` allows, {self._shape}."
+            raise _TooLongError(
+                f"{_called(self._where)} has shape {leaf.shape}, and is to "
+                f"become {self._shape}. Pass a larger `pad_to`, or "
+                '`pad_to="longest"`; or cut samples to that length.'
             )
         self._array[place] = self._value
         self._array[place][tuple(map(slice, leaf.shape))] = leaf

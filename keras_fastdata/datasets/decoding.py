@@ -1,11 +1,16 @@
 """From an image file to its pixels, in the size that they are wanted in.
 
 open -> decode (of a JPEG: no more than is needed) -> turn upright -> resize
+
+Pillow does all of it where it is alone. simplejpeg decodes JPEGs, and
+cykooz.resizer resizes, where they are installed.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib
 import math
 import threading
 from typing import Any
@@ -14,13 +19,13 @@ import numpy as np
 import numpy.typing as npt
 
 MODES = {"rgb": "RGB", "rgba": "RGBA", "grayscale": "L"}
-# Names of filters in cykooz_resizer.
+# Names of filters in cykooz_resizer, and in Pillow.
 RESAMPLING = {
-    "nearest": None,
-    "bilinear": "bilinear",
-    "bicubic": "catmull_rom",
-    "area": "box",
-    "lanczos3": "lanczos3",
+    "nearest": (None, "NEAREST"),
+    "bilinear": ("bilinear", "BILINEAR"),
+    "bicubic": ("catmull_rom", "BICUBIC"),
+    "area": ("box", "BOX"),
+    "lanczos3": ("lanczos3", "LANCZOS"),
 }
 _ORIENTATION = 0x0112  # the EXIF tag
 _LYING = (5, 6, 7, 8)  # orientations that swap height and width
@@ -59,15 +64,23 @@ _kept = _Kept()
 def require() -> None:
     """Raises an `ImportError` unless images can be decoded."""
     try:
-        import cykooz_resizer  # noqa: F401
         import PIL.Image  # noqa: F401
-        import simplejpeg  # noqa: F401
     except ImportError as error:
         raise ImportError(
-            "ImageFileDataset reads images with Pillow, simplejpeg and "
-            "cykooz.resizer: `pip install 'keras-fastdata[images]'`. Or pass a "
-            "`decoder`."
-        ) from error
+            f"ImageFileDataset reads images with Pillow, which cannot be "
+            f"imported ({error}). Pass a `decoder`, or `pip install "
+            "'keras-fastdata[images]'`, which is Pillow with two packages "
+            "that make it faster."
+        ) from None
+
+
+@functools.cache
+def _faster(module: str) -> Any:
+    """A module that does some of Pillow's work; `None` where there is none."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,8 +154,10 @@ def _decode(image: Any, mode: str, scale: float, orientation: int) -> Pixels:
     width, height = image.size
     needed = math.ceil(scale * width), math.ceil(scale * height)
     # Pillow decodes with the same library, but takes a third longer.
-    if image.format in ("JPEG", "MPO") and image.mode in ("RGB", "L"):
-        pixels = _decode_jpeg(image, mode, needed)
+    simplejpeg = _faster("simplejpeg")
+    is_jpeg = image.format in ("JPEG", "MPO") and image.mode in ("RGB", "L")
+    if is_jpeg and simplejpeg is not None:
+        pixels = _decode_jpeg(simplejpeg, image, mode, needed)
         if pixels is not None:
             return _turn(pixels, orientation)
     image.draft("L" if mode == "L" else "RGB", needed)
@@ -154,14 +169,12 @@ def _decode(image: Any, mode: str, scale: float, orientation: int) -> Pixels:
 
 
 def _decode_jpeg(
-    image: Any, mode: str, needed: tuple[int, int]
+    simplejpeg: Any, image: Any, mode: str, needed: tuple[int, int]
 ) -> Pixels | None:
     """As it is stored, until the next one is decoded in this thread.
 
     `None` if there is something wrong with it.
     """
-    import simplejpeg
-
     least = image.size
     for _ in range(3):
         half = -(-least[0] // 2), -(-least[1] // 2)
@@ -200,10 +213,15 @@ def _resize(
     height, width, channels = pixels.shape
     if size == (width, height):
         return pixels.copy()
+    name, pillows = RESAMPLING[interpolation]
     # Pillow's filters, in a fifth of its time.
-    import cykooz_resizer as cykooz
+    cykooz = _faster("cykooz_resizer")
+    if cykooz is None:
+        from PIL import Image
 
-    name = RESAMPLING[interpolation]
+        image = Image.fromarray(pixels[:, :, 0] if channels == 1 else pixels)
+        resized = image.resize(size, Image.Resampling[pillows])
+        return np.asarray(resized).reshape(size[1], size[0], channels)
     method = cykooz.ResizeAlg.nearest()
     if name is not None:
         method = cykooz.ResizeAlg.convolution(cykooz.FilterType[name])

@@ -32,7 +32,12 @@ from keras_fastdata.dataset import FastPyDataset
 from keras_fastdata.datasets.collate import Padded, Padding, collate
 from keras_fastdata.datasets.ordering import GENERATORS
 from keras_fastdata.engine.resume import State
-from keras_fastdata.engine.settings import boolean, integer
+from keras_fastdata.engine.settings import (
+    arguments_of,
+    boolean,
+    integer,
+    unknown_arguments,
+)
 from keras_fastdata.errors import EndOfData, LoaderError
 from keras_fastdata.workers import failures
 
@@ -41,6 +46,8 @@ _UNKNOWN = -1  # a checksum, where the factory left out what was before
 # Of data that goes on: the first batches of a `fit`, where a hook has changed
 # the dataset after Keras had looked at them.
 _ASKED_FOR_AGAIN = 2
+# Arguments of other datasets that have no meaning here.
+_REFUSED = ("shuffle", "cache", "cache_bytes", "cache_version", "on_error")
 _CHECKED = 1024  # bytes at either end of an array that go into a checksum
 
 
@@ -120,7 +127,7 @@ class GeneratorDataset(FastPyDataset):
         max_queue_size: int = 10,
         **kwargs: Any,
     ) -> None:
-        _check_kwargs(kwargs)
+        _check_kwargs(type(self), workers, kwargs)
         if kwargs.get("executor") == "ray":
             kwargs["use_multiprocessing"] = True  # Ray's workers are those
         super().__init__(
@@ -668,7 +675,7 @@ class _Source(NamedTuple):
             ) from None
 
 
-def _check_kwargs(kwargs: Mapping[str, Any]) -> None:
+def _check_kwargs(kind: type, workers: Any, kwargs: Mapping[str, Any]) -> None:
     """Refuses what other datasets take, with the reason."""
     if "shuffle" in kwargs:
         raise TypeError(
@@ -685,6 +692,15 @@ def _check_kwargs(kwargs: Mapping[str, Any]) -> None:
             "GeneratorDataset needs `on_error='raise'`: a generator that has "
             "raised has ended. Catch what can be left out in the generator."
         )
+    if workers == "auto":
+        raise ValueError(
+            'GeneratorDataset takes no `workers="auto"`: each of its workers '
+            "has generators of its own. Pass the number of workers."
+        )
+    allowed = [name for name in arguments_of(kind) if name not in _REFUSED]
+    unknown = set(kwargs) - set(arguments_of(FastPyDataset))
+    if unknown:
+        raise unknown_arguments(kind.__name__, unknown, allowed)
 
 
 def _is_free(parameters: dict[str, Any], name: str, factory: Any) -> bool:

@@ -13,13 +13,17 @@ import numpy.typing as npt
 from keras_fastdata.datasets import decoding
 from keras_fastdata.datasets.ordering import Sampler, attribute
 from keras_fastdata.datasets.samples import SampleDataset
-from keras_fastdata.engine.settings import one_of
+from keras_fastdata.engine.settings import check_local, one_of
 from keras_fastdata.shared_list import SharedList
 from keras_fastdata.workers import failures
 
 FORMATS = (".bmp", ".gif", ".jpeg", ".jpg", ".png")
 
 Image = npt.NDArray[Any]
+
+_BY_DECODER = (
+    "; or pass a `decoder(path, image_size)` that reads it from where it is"
+)
 
 
 class ImageFileDataset(SampleDataset):
@@ -28,11 +32,14 @@ class ImageFileDataset(SampleDataset):
     A batch is `images`, or `(images, labels)`: images of shape `(n, height,
     width, channels)`, 0 to 255. They are turned upright as their EXIF data
     says, and resized with antialiasing; of a JPEG that is to shrink, only so
-    much is decoded as its new size needs. Pillow, simplejpeg and
-    cykooz.resizer are used, the extra `images`.
+    much is decoded as its new size needs. Pillow reads them; where they are
+    installed, as with the extra `images`, simplejpeg decodes JPEGs in two
+    thirds of its time, and cykooz.resizer resizes in a fifth of it. With and
+    without those values may differ by a few of 255.
 
     Args:
-        paths: Paths of the files, one for each sample.
+        paths: Paths of the files, one for each sample; with a `decoder`,
+            whatever that can read.
         labels: A number, or an array of numbers, for each; or `None`.
             Integers arrive as int32, others as float32.
         image_size: Height and width, or one integer for both. Defaults to
@@ -52,7 +59,7 @@ class ImageFileDataset(SampleDataset):
         dtype: "uint8", a quarter of what "float32" moves, or any other that
             holds 0 to 255. The values are the same.
         decoder: A function `decoder(path, image_size)` that reads a file in
-            place of them, and returns an array of shape `(height, width,
+            Pillow's place, and returns an array of shape `(height, width,
             channels)` and of `dtype`, or one that becomes it unchanged.
         drop_remainder: As in `SampleDataset`; `shuffle` and `sampler`, too.
         shuffle: See there.
@@ -66,7 +73,7 @@ class ImageFileDataset(SampleDataset):
         class_names: The names of the labels, where a directory told them.
 
     Raises:
-        ImportError: Those are not installed, and there is no `decoder`.
+        ImportError: Pillow is not installed, and there is no `decoder`.
         TypeError: An argument is unknown or of the wrong type.
         ValueError: An argument is out of range.
 
@@ -120,7 +127,11 @@ class ImageFileDataset(SampleDataset):
                 f"`paths` must be the paths of the files. Received {paths!r}; "
                 "for a folder, see `ImageFileDataset.from_directory`."
             )
-        self.paths = SharedList([os.fspath(path) for path in paths])
+        files = [os.fspath(path) for path in paths]
+        if decoder is None:
+            for path in files:
+                check_local("paths", path, _BY_DECODER)
+        self.paths = SharedList(files)
         self.labels = _labels_of(labels, len(self.paths))
         self._one_hot = 0  # of so many classes
         self.class_names: list[str] | None = None
@@ -163,6 +174,7 @@ class ImageFileDataset(SampleDataset):
         follow_links: bool = False,
         crop_to_aspect_ratio: bool = False,
         pad_to_aspect_ratio: bool = False,
+        verbose: bool = True,
         **kwargs: Any,
     ) -> Any:
         """The images below a folder, found and labelled as Keras does it.
@@ -193,6 +205,8 @@ class ImageFileDataset(SampleDataset):
             follow_links: Whether to look into folders that are links.
             crop_to_aspect_ratio: See there.
             pad_to_aspect_ratio: See there.
+            verbose: Whether to print how many files and classes were found,
+                and how many files a split leaves.
             **kwargs: The other arguments of `ImageFileDataset`.
 
         Returns:
@@ -201,6 +215,7 @@ class ImageFileDataset(SampleDataset):
         Raises:
             ValueError: There are no images, or arguments contradict another.
         """
+        check_local("directory", directory)
         _check_split(validation_split, subset, shuffle, seed)
         if label_mode is not None:
             one_of("label_mode", label_mode, ("int", "binary", "categorical"))
@@ -219,6 +234,9 @@ class ImageFileDataset(SampleDataset):
             )
         if label_mode == "categorical" and names is not None:
             _check_classes(numbers, len(names))
+        if verbose:
+            classes = f" belonging to {len(names)} classes" if names else ""
+            print(f"Found {len(paths)} files{classes}.")
         order = np.arange(len(paths))
         if shuffle and validation_split:
             # As Keras draws it.
@@ -252,11 +270,15 @@ class ImageFileDataset(SampleDataset):
             return make(order, shuffle)
         # `int`, and a slice from the end, as in Keras.
         split = len(paths) - int(validation_split * len(paths))
-        if subset == "training":
-            return make(order[:split], shuffle)
-        if subset == "validation":
-            return make(order[split:], shuffle)
-        return make(order[:split], shuffle), make(order[split:], False)
+        parts = {"training": order[:split], "validation": order[split:]}
+        wanted = list(parts) if subset == "both" else [str(subset)]
+        if verbose:
+            for name in wanted:
+                print(f"Using {len(parts[name])} files for {name}.")
+        if subset == "both":
+            training, validation = parts.values()
+            return make(training, shuffle), make(validation, False)
+        return make(parts[str(subset)], shuffle)
 
     @attribute
     def num_samples(self) -> int:

@@ -207,14 +207,48 @@ class SampledDataset(FastPyDataset):
         return found
 
 
+def for_iterables(name: str, source: Any, batching: str) -> str:
+    """Says which dataset takes what can only be iterated over.
+
+    Args:
+        name: Of the argument that `source` was passed as.
+        source: What was received.
+        batching: The further arguments that it takes.
+    """
+    if hasattr(source, "as_numpy_iterator"):  # a tf.data.Dataset
+        return (
+            " `fit` takes it as it is; workers of ours take "
+            f"`GeneratorDataset({name}.as_numpy_iterator{batching})`."
+        )
+    if hasattr(source, "__next__"):
+        return (
+            " Pass the function that makes it, without calling it: "
+            f"`GeneratorDataset(function{batching})`."
+        )
+    if hasattr(source, "__iter__"):
+        return (
+            " What can only be iterated over is for "
+            f"`GeneratorDataset(lambda: iter({name}){batching})`."
+        )
+    return ""
+
+
 def _cumulated(weights: Any) -> npt.NDArray[np.float64]:
     """Weights as the shares of all up to and with each; the last is 1."""
-    found = np.asarray(weights, np.float64)
+    wanted = (
+        "`sampler` must be a function or an array of weights, one for each "
+        "sample."
+    )
+    try:
+        found = np.asarray(weights, np.float64)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"{wanted} Received: {weights!r} (of type "
+            f"{type(weights).__name__}). For classes that come equally often "
+            "pass `sampler=1 / np.bincount(labels)[labels]`."
+        ) from None
     if found.ndim != 1:
-        raise ValueError(
-            "`sampler` must be a function or an array of weights, one for "
-            f"each sample. Received an array of shape {found.shape}."
-        )
+        raise ValueError(f"{wanted} Received an array of shape {found.shape}.")
     sums: npt.NDArray[np.float64] = np.cumsum(found)
     if not len(sums) or not 0 < sums[-1] < np.inf or found.min() < 0:
         raise ValueError(

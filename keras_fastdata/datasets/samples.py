@@ -19,6 +19,7 @@ from keras_fastdata.datasets.ordering import (
     SampledDataset,
     Sampler,
     attribute,
+    for_iterables,
 )
 from keras_fastdata.engine import build
 from keras_fastdata.workers import failures
@@ -137,7 +138,7 @@ class SampleDataset(SampledDataset):
         )
         if hasattr(source, "iloc") and hasattr(source, "to_numpy"):
             source = _column_of(source)
-        _check_source(self, source)
+        _check_source(self, source, self.batch_size)
         self.source = source
         self._padded = Padded(pad_to, pad_value)
 
@@ -203,7 +204,7 @@ def _column_of(table: Any) -> Any:
     return table.to_numpy()
 
 
-def _check_source(dataset: SampleDataset, source: Any) -> None:
+def _check_source(dataset: SampleDataset, source: Any, batch_size: int) -> None:
     """Refuses what has no samples by number."""
     if source is None:
         return
@@ -219,14 +220,18 @@ def _check_source(dataset: SampleDataset, source: Any) -> None:
             "them by key. Pass a list of its values; a dict of arrays is for "
             "`ArrayDataset`."
         )
+    hint = for_iterables("source", source, f", batch_size={batch_size}")
+    lacks = ""
     if not hasattr(source, "__getitem__"):
+        lacks = "__getitem__"
+    elif not hasattr(source, "__len__") and _is_inherited(
+        dataset, "num_samples"
+    ):
+        lacks = "__len__"
+        hint = hint or " Override the property `num_samples`."
+    if lacks:
         raise TypeError(
-            f"`source` must have `__getitem__`, to get sample i. A {kind} has "
-            "none; one that can only be iterated over is for "
-            "`FastPyDataset` subclasses that read it in order."
-        )
-    if not hasattr(source, "__len__") and _is_inherited(dataset, "num_samples"):
-        raise TypeError(
-            f"`source` must have `__len__`. A {kind} has none; override the "
-            "property `num_samples`."
+            "`source` must have samples by number: `__getitem__` and "
+            f"`__len__`. Received an object of type {kind}, which has no "
+            f"`{lacks}`.{hint}"
         )

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from keras_fastdata.dataset import FastPyDataset
+from keras_fastdata.datasets.ordering import for_iterables
+from keras_fastdata.engine.settings import arguments_of, unknown_arguments
 
 _HOOKS = ("on_epoch_begin", "on_epoch_end")
 
@@ -56,6 +58,11 @@ def accelerate(dataset: Any, workers: int = 1, **kwargs: Any) -> FastPyDataset:
     ...     [batch.tolist() for batch in dataset]
     [[0, 0], [1, 1], [2, 2]]
     """
+    if isinstance(dataset, type):
+        raise TypeError(
+            "`dataset` must be a dataset, and not its class. Received the "
+            f"class {dataset.__name__}; pass `{dataset.__name__}(...)`."
+        )
     if isinstance(dataset, FastPyDataset):
         raise TypeError(
             f"{type(dataset).__name__} is a FastPyDataset already; pass it "
@@ -66,10 +73,13 @@ def accelerate(dataset: Any, workers: int = 1, **kwargs: Any) -> FastPyDataset:
     ):
         raise TypeError(
             "`dataset` must have `__getitem__(index)`, which returns a batch, "
-            f"and `__len__`. Received a {type(dataset).__name__}, which has "
-            "not: a generator, or a `tf.data.Dataset`, cannot be asked for "
-            "batch 7, and so not be shared out."
+            f"and `__len__`. Received an object of type "
+            f"{type(dataset).__name__}, which has not, and so cannot be asked "
+            "for batch 7." + for_iterables("dataset", dataset, "")
         )
+    allowed = arguments_of(FastPyDataset)
+    if unknown := set(kwargs) - set(allowed):
+        raise unknown_arguments("accelerate", unknown, allowed)
     hooked = any(_has_hook(dataset, name) for name in _HOOKS)
     wrapper = _WrappedWithHooks if hooked else _Wrapped
     return wrapper(dataset, workers=workers, **kwargs)

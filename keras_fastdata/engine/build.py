@@ -78,7 +78,25 @@ def length_of(dataset: Dataset) -> int | None:
         ValueError: It is negative.
     """
     found = dataset.num_batches
-    return None if found is None else integer("num_batches", found, least=0)
+    if found is None:
+        return None
+    return checked_length(f"{type(dataset).__name__}.num_batches", found)
+
+
+def checked_length(name: str, length: Any) -> int:
+    """A number of batches, once it is known to be one.
+
+    Raises:
+        TypeError: It is no integer.
+        ValueError: It is negative.
+    """
+    if isinstance(length, float):
+        raise TypeError(
+            f"`{name}` must be an integer. Received: {length!r} (of type "
+            f"{type(length).__name__}). Divide with `//`, or round with "
+            "`math.ceil`."
+        )
+    return integer(name, length, least=0)
 
 
 @dataclasses.dataclass

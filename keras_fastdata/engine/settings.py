@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import inspect
 import math
 import numbers
 import operator
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from types import NoneType
 from typing import Any, Literal
 
@@ -110,7 +113,9 @@ class Settings:
                     "number of workers."
                 )
             return
-        workers = integer("workers", self.workers, least=0)
+        workers = integer(
+            "workers", self.workers, least=0, or_else=' or "auto"'
+        )
         if workers > MAX_WORKERS:
             raise ValueError(
                 f"`workers` must be at most {MAX_WORKERS}. Received: {workers}"
@@ -147,6 +152,7 @@ class Settings:
                     '`cache` must be "memory", or the path of a directory, or '
                     f"None. Received: {self.cache!r}"
                 )
+            check_local("cache", self.cache)
             self._set_checked("cache", os.fspath(self.cache))
         if self.cache_bytes is not None:
             nbytes = integer("cache_bytes", self.cache_bytes, least=1)
@@ -171,23 +177,86 @@ class Settings:
         object.__setattr__(self, name, value)
 
 
-def integer(name: str, value: Any, *, least: int) -> int:
-    """An argument that must be an integer of at least `least`."""
+def integer(name: str, value: Any, *, least: int, or_else: str = "") -> int:
+    """An argument that must be an integer of at least `least`.
+
+    Args:
+        name: Of the argument.
+        value: What was received.
+        least: The smallest that is allowed.
+        or_else: What the error is to say of other values that are allowed.
+    """
+    wanted = f"`{name}` must be an integer of at least {least}{or_else}."
     if isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"`{name}` must be an integer. Received: {value!r}")
+        raise TypeError(f"{wanted} Received: {value!r}")
     try:
         number = operator.index(value)
     except TypeError:
         raise TypeError(
-            f"`{name}` must be an integer of at least {least}. "
-            f"Received: {value!r} (of type {type(value).__name__})"
+            f"{wanted} Received: {value!r} (of type {type(value).__name__})"
+            f"{_as_integer(name, value)}"
         ) from None
     if number < least:
-        raise ValueError(
-            f"`{name}` must be an integer of at least {least}. "
-            f"Received: {number}"
-        )
+        raise ValueError(f"{wanted} Received: {number}")
     return number
+
+
+def _as_integer(name: str, value: Any) -> str:
+    """Says how to pass the integer that was meant, where there is one."""
+    try:
+        number = int(value)
+    except (TypeError, ValueError, OverflowError):
+        return ""
+    is_it = isinstance(value, str) or number == value
+    return f". Pass `{name}={number}`, or `int(...)` of it." if is_it else ""
+
+
+def arguments_of(kind: type) -> list[str]:
+    """Names that the constructor of a class takes, its bases' included."""
+    names: dict[str, None] = {}
+    for base in kind.__mro__:
+        initialize: Any = vars(base).get("__init__")
+        if initialize is None or base is object:
+            continue
+        _, *parameters = inspect.signature(initialize).parameters.values()
+        for parameter in parameters:
+            if parameter.kind not in (
+                parameter.VAR_POSITIONAL,
+                parameter.VAR_KEYWORD,
+            ):
+                names[parameter.name] = None
+    return list(names)
+
+
+def unknown_arguments(
+    taker: str, unknown: Iterable[str], allowed: Sequence[str]
+) -> TypeError:
+    """The error for arguments that nothing takes.
+
+    Args:
+        taker: Name of the class or function they were passed to.
+        unknown: Their names.
+        allowed: Names of the arguments there are.
+    """
+    names = sorted(unknown)
+    near = [difflib.get_close_matches(name, allowed, 1) for name in names]
+    meant = " and ".join(f"`{name}`" for found in near for name in found)
+    return TypeError(
+        f"{taker} received unknown arguments: {', '.join(names)}. "
+        f"It takes: {', '.join(allowed)}."
+        + (f" Did you mean {meant}?" if meant else "")
+    )
+
+
+def check_local(name: str, path: Any, way_out: str = "") -> None:
+    """Refuses an address such as `s3://...`, which is no path of a file."""
+    text = os.fspath(path)
+    if isinstance(text, str) and re.match(r"[a-zA-Z][\w+.-]+://", text):
+        raise ValueError(
+            f"`{name}` must be on a file system of this machine. Received: "
+            f"{text!r}. Mount it, or copy the files here"
+            f"{way_out or ' first'}."
+        )
 
 
 def _seconds(name: str, value: Any) -> float:
