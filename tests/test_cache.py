@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import os
 import pathlib
@@ -17,6 +18,7 @@ import warnings
 import zlib
 
 import keras
+import ml_dtypes
 import numpy as np
 import pytest
 from cache_samples import (
@@ -32,6 +34,8 @@ from cache_samples import (
     Worded,
     scaled_by,
 )
+from hypothesis import example, given
+from hypothesis import strategies as st
 from places import PLACES, everywhere, somewhere
 
 from keras_fastdata import (
@@ -40,6 +44,7 @@ from keras_fastdata import (
     LoaderHealth,
     SampleDataset,
 )
+from keras_fastdata.engine.cache import DiskCache
 from keras_fastdata.engine.passes import open_pass
 
 KINDS = ["memory", "directory"]
@@ -597,10 +602,19 @@ def test_no_more_files_stay_open_than_a_few(cached, built):
         '{"shape": [1e400], "dtype": "<f4", "order": "C"}',
         '{"shape": [1], "dtype": "i4,,", "order": "C"}',
         '{"shape": [1], "dtype": "O", "order": "C"}',
+        '{"shape": [], "dtype": {"name": "finfo"}, "order": "C"}',
+        '{"shape": [], "dtype": {"name": "__name__"}, "order": "C"}',
+        '{"shape": [], "dtype": "T", "order": "C"}',
+        '{"shape": [2], "dtype": "i2,i2", "order": "C"}',
+        '{"shape": [-1], "dtype": "<i4", "order": "C"}',
+        '{"shape": [-1, -1], "dtype": "<i4", "order": "C"}',
+        '{"shape": [0, 1], "dtype": "<i4", "order": "C"}',
+        '{"shape": [4611686018427387905], "dtype": "<i4", "order": "C"}',
+        '{"shape": [2], "dtype": "<i4", "order": "C"}',
         '["set", []]',
         "[" * 5000 + "]" * 5000,
     ],
-    ids=range(6),
+    ids=range(15),
 )
 def test_a_hostile_file_is_not_trusted(cached, built, layout, tmp_path, caplog):
     list(cached())
@@ -615,6 +629,107 @@ def test_a_hostile_file_is_not_trusted(cached, built, layout, tmp_path, caplog):
     assert built() == [3]
     (record,) = caplog.records
     assert "is not a batch that was cached" in record.getMessage()
+
+
+_BATCH = {"x": np.arange(9.0), "y": [np.array([b"abc"]), np.array(True)]}
+_SHAPES = st.lists(st.integers(-2, 2**63) | st.integers(0, 3), max_size=3)
+_TYPES = st.sampled_from(
+    ["O", "|O", "T", "V8", "<i4", "|S3", "<U1", "<M8[s]", "i4,O", "2i4", ""]
+) | st.sampled_from(
+    ["finfo", "iinfo", "bfloat16", "int4", "_np", "__all__", "imag", "no"]
+).map(lambda name: {"name": name})
+_LEAVES = st.fixed_dictionaries(
+    {"shape": _SHAPES, "dtype": _TYPES, "order": st.sampled_from("CFA")}
+)
+_LAYOUTS = st.recursive(
+    _LEAVES | st.none() | st.integers() | st.text(max_size=3),
+    lambda parts: st.lists(
+        st.sampled_from(["tuple", "list", "dict", "set"])
+        | st.lists(st.sampled_from("abc"), max_size=3)
+        | st.lists(parts, max_size=3),
+        max_size=3,
+    ),
+    max_leaves=5,
+)
+_EXTENTS = st.lists(st.tuples(st.integers(-8, 99), st.just(0)), max_size=3)
+
+
+@pytest.fixture(scope="module")
+def batch_file(tmp_path_factory):
+    """What is read of a batch's file that has these bytes; `None`: damaged."""
+    folder = tmp_path_factory.mktemp("file")
+
+    def read(data):
+        # Not into the file before, which may be mapped.
+        (folder / "0.batch").unlink(missing_ok=True)
+        (folder / "0.batch").write_bytes(data)
+        cache = DiskCache("Any", folder, None)
+        return cache.get(0) if cache.holds(0) else None
+
+    DiskCache("Any", folder, None).put(0, _BATCH)
+    read.whole = (folder / "0.batch").read_bytes()
+    return read
+
+
+@given(data=st.data())
+def test_a_file_with_any_bytes_changed_is_the_batch_or_damaged(
+    batch_file, data
+):
+    whole = bytearray(batch_file.whole)
+    places = st.integers(0, len(whole) - 1)
+    changes = data.draw(st.lists(st.tuples(places, st.integers(1, 255))))
+    for place, change in changes:
+        whole[place] ^= change
+    length = data.draw(places | st.just(len(whole)))
+    found = batch_file(bytes(whole[:length]))
+    if found is not None:
+        keras.tree.map_structure(np.testing.assert_array_equal, found, _BATCH)
+    elif length == len(whole):
+        assert bytes(whole) != batch_file.whole
+
+
+@given(data=st.binary(max_size=200))
+def test_a_file_of_any_bytes_is_damaged(batch_file, data):
+    assert batch_file(data) is None
+    assert batch_file(batch_file.whole[:23] + data) is None
+
+
+@given(_LAYOUTS, _EXTENTS)
+@example({"shape": [1], "dtype": {"name": "finfo"}, "order": "C"}, [(8, 0)])
+def test_a_file_of_any_layout_is_a_batch_of_its_bytes_or_damaged(
+    batch_file, layout, arrays
+):
+    arrays = [(n, zlib.crc32(b"\1" * max(0, n))) for n, _ in arrays]
+    head = json.dumps({"layout": layout, "arrays": arrays}).encode()
+    data = b"keras_fastdata batch 1\n"
+    data += struct.pack("<QI", len(head), zlib.crc32(head)) + head
+    for nbytes, _ in arrays:
+        data += bytes(-len(data) % 64) + b"\1" * nbytes
+    found = keras.tree.flatten(batch_file(data))
+    if found != [None]:
+        for leaf, (nbytes, _) in zip(found, arrays, strict=True):
+            assert leaf.tobytes() == b"\1" * nbytes
+
+
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(cached, built, tmp_path):
+    list(cached())
+    built()
+    (path,) = (tmp_path / "cache").glob("*/3.batch")
+    path.unlink()
+    os.mkfifo(path)
+    assert values(cached()) == list(range(8))
+    assert built() == [3]
+
+
+@pytest.mark.parametrize("dtype", ["V8", "<M8[ns]", "S3", "U2", "bfloat16"])
+def test_arrays_of_any_type_without_objects_are_kept(tmp_path, dtype):
+    kind = getattr(ml_dtypes, dtype, dtype)
+    batch = np.zeros(8, kind)
+    cache = DiskCache("Any", tmp_path, None)
+    cache.put(0, batch)
+    again = DiskCache("Any", tmp_path, None)
+    assert again.holds(0)
+    np.testing.assert_array_equal(again.get(0), batch, strict=True)
 
 
 @pytest.mark.parametrize(

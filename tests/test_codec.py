@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import pickle
 
 import ml_dtypes
 import numpy as np
@@ -381,3 +382,25 @@ def test_an_empty_that_was_kept_writes_into_no_batch():
     with KeepsEmpty(workers=1, use_multiprocessing=True) as dataset:
         for index, batch in enumerate(dataset):
             assert (batch == index).all()
+
+
+def test_bytes_are_never_taken_for_an_array_of_objects():
+    leaf = layout.Leaf((1,), "O", "C", True)
+    for structure in (
+        layout.pack(leaf),
+        layout.pack((dict, ("x",), (leaf,))),
+        pickle.dumps(_Rebuilt("O")),
+        pickle.dumps(_Rebuilt("T")),
+    ):
+        with pytest.raises(ValueError, match="array of type"):
+            codec.assemble(structure, [np.zeros(64, np.uint8)])
+
+
+class _Rebuilt:
+    """Its pickle makes an array of a type over bytes."""
+
+    def __init__(self, dtype):
+        self.dtype = dtype
+
+    def __reduce__(self):
+        return codec.rebuild_array, (bytes(64), self.dtype, (1,), "C")

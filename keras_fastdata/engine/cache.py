@@ -20,6 +20,7 @@ import logging
 import mmap
 import os
 import pathlib
+import stat
 import struct
 import tempfile
 import weakref
@@ -29,7 +30,6 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from keras_fastdata.errors import LoaderError
 from keras_fastdata.health import memory
 from keras_fastdata.memory import layout, limits
 from keras_fastdata.memory.arena import aligned_empty, round_up
@@ -170,9 +170,7 @@ class DiskCache:
             self._keep_open(index, _read(path))
         except FileNotFoundError:
             return False
-        except LoaderError:
-            raise
-        except Exception as error:  # whatever somebody has put there
+        except (OSError, ValueError) as error:
             _log.warning(
                 "%s is not a batch that was cached, or is damaged (%s); it is "
                 "built again.",
@@ -301,14 +299,25 @@ def _read(path: pathlib.Path, *, trusted: bool = False) -> _Opened:
 
     Raises:
         OSError: There is no such file, or it cannot be read.
-        ValueError: It is not as it was written; and a few others.
+        ValueError: It is not as it was written.
     """
     with limits.named("A cached batch could not be opened"):
-        file = open(path, "rb")  # noqa: SIM115 - and no other error of its own
+        file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115
     with file:
-        if not os.fstat(file.fileno()).st_size:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError("it is no regular file")
+        if not found.st_size:
             raise ValueError("it is empty")
         view = _map(file)
+    try:
+        return _opened(view, trusted)
+    except Exception as error:  # whatever somebody has put there
+        raise ValueError(str(error) or type(error).__name__) from error
+
+
+def _opened(view: memoryview, trusted: bool) -> _Opened:
+    """The batch in the bytes of a file; or any error."""
     start = len(_MAGIC) + _SIZES.size
     if view[: len(_MAGIC)] != _MAGIC or view.nbytes < start:
         raise ValueError("it begins with something else")
@@ -318,6 +327,8 @@ def _read(path: pathlib.Path, *, trusted: bool = False) -> _Opened:
         raise ValueError("its head has another checksum")
     known = json.loads(bytes(head))
     described = layout.Layout(layout.from_json(known["layout"]))
+    if described.sizes != [nbytes for nbytes, _ in known["arrays"]]:
+        raise ValueError("its arrays have other shapes")
     at, buffers = start + size, []
     for nbytes, checksum in known["arrays"]:
         at = round_up(at)
@@ -329,6 +340,11 @@ def _read(path: pathlib.Path, *, trusted: bool = False) -> _Opened:
         at += nbytes
     described.assemble(buffers)  # fits
     return _Opened(described, buffers)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Opens a file; does not wait for who writes, where it is a pipe."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 _mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()  # of all caches

@@ -308,7 +308,8 @@ def rebuild_array(
     """The array over `buffer`; pickles name this function."""
     if 0 in shape:
         return np.empty(shape, dtype)
-    return np.ndarray(shape, dtype, buffer, 0, None, order)
+    kind = layout.data_type(dtype)
+    return np.ndarray(shape, kind, buffer, 0, None, order)
 
 
 def rebuild_ragged(parts: Sequence[Any]) -> Any:

@@ -7,6 +7,7 @@ once, and recognized from then on. A batch that is not plain is pickled.
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
@@ -17,6 +18,10 @@ import numpy.typing as npt
 # Batches of ever new shapes may not fill memory.
 _MOST = 256  # layouts remembered
 _LARGEST = 16 * 1024  # bytes of one that is
+
+# Kinds of types that a file's bytes can be: numbers, times, texts, raw bytes.
+_KINDS = "biufcmMSUV"
+_EXTENSION = 2  # `isbuiltin` of a type that NumPy was told of
 
 # A pickle begins with another byte.
 _MARK = b"\0"
@@ -46,12 +51,24 @@ class Layout:
 
     Attributes:
         leaves: The arrays, in the order in which they are met.
+
+    Raises:
+        ValueError: An array is one of objects. Its bytes would be taken for
+            addresses.
     """
 
     def __init__(self, description: Any) -> None:
         self.leaves: list[Leaf] = []
         self._assemble = _assembler(description, self.leaves)
-        self._dtypes = [np.dtype(leaf.dtype) for leaf in self.leaves]
+        self._dtypes = [data_type(leaf.dtype) for leaf in self.leaves]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each array."""
+        return [
+            math.prod(leaf.shape) * dtype.itemsize
+            for leaf, dtype in zip(self.leaves, self._dtypes, strict=True)
+        ]
 
     def assemble(
         self, buffers: Sequence[Any], starts: Sequence[int] | None = None
@@ -120,14 +137,26 @@ def read_only(description: Any) -> Any:
     return kind, *keys, tuple(map(read_only, parts))
 
 
+def data_type(dtype: Any) -> np.dtype[Any]:
+    """The type of an array that is made over bytes.
+
+    Raises:
+        ValueError: It is one of objects.
+    """
+    found: np.dtype[Any] = np.dtype(dtype)
+    if found.hasobject:
+        raise ValueError(f"an array of type {found}")
+    return found
+
+
 def as_json(description: Any) -> Any:
     """A description as `json` takes it."""
     if isinstance(description, Leaf):
-        dtype = description.dtype
-        name = dtype if isinstance(dtype, str) else {"name": dtype.name}
+        dtype = np.dtype(description.dtype)
+        by_name = dtype.isbuiltin == _EXTENSION
         return {
             "shape": description.shape,
-            "dtype": name,
+            "dtype": {"name": dtype.name} if by_name else dtype.str,
             "order": description.order,
         }
     kind, *keys, parts = description
@@ -137,23 +166,39 @@ def as_json(description: Any) -> Any:
 def from_json(found: Any) -> Any:
     """The description that `as_json` gave; of arrays that are read-only.
 
+    What is read may come from anybody: a type is one that `as_json` writes,
+    and no length is negative.
+
     Raises:
         ValueError: It is none; or a `KeyError` or `TypeError`.
     """
     if isinstance(found, dict):
-        dtype = found["dtype"]
-        if isinstance(dtype, dict):
-            import ml_dtypes
-
-            dtype = np.dtype(getattr(ml_dtypes, dtype["name"]))
-        elif np.dtype(dtype).hasobject:
-            raise ValueError("an array of objects")
-        shape = tuple(map(int, found["shape"]))
+        lengths = found["shape"]
+        if any(type(length) is not int or length < 0 for length in lengths):
+            raise ValueError(f"an array of shape {lengths}")
         order: Literal["C", "F"] = "F" if found["order"] == "F" else "C"
-        return Leaf(shape, dtype, order, writeable=False)
+        dtype = _type_from_json(found["dtype"])
+        return Leaf(tuple(lengths), dtype, order, writeable=False)
     name, *keys, parts = found
     kind = {"tuple": tuple, "list": list, "dict": dict}[name]
     return kind, *map(tuple, keys), tuple(map(from_json, parts))
+
+
+def _type_from_json(found: Any) -> Any:
+    if isinstance(found, dict):
+        import ml_dtypes
+
+        name = found["name"]
+        scalar = getattr(ml_dtypes, name)
+        if isinstance(scalar, type) and issubclass(scalar, np.generic):
+            dtype = np.dtype(scalar)
+            if dtype.isbuiltin == _EXTENSION and dtype.name == name:
+                return dtype
+    elif isinstance(found, str):
+        dtype = np.dtype(found)
+        if dtype.kind in _KINDS and dtype.str == found:
+            return found
+    raise ValueError(f"an array of type {found}")
 
 
 class _NotPlainError(Exception):
@@ -220,7 +265,7 @@ def _name(dtype: np.dtype[Any]) -> Any:
 
 def is_extension(dtype: np.dtype[Any]) -> bool:
     """Whether NumPy cannot tell a type by its letter and size."""
-    return dtype.kind == "V" or dtype.isbuiltin == 2
+    return dtype.kind == "V" or dtype.isbuiltin == _EXTENSION
 
 
 def _assembler(
