@@ -129,7 +129,7 @@ def measure(case: harness.Case, seconds: float) -> dict[str, float]:
 
 
 def _decisions(dataset: FastPyDataset) -> tuple[Decision, ...]:
-    staff = dataset._loader().staff()
+    staff = dataset._fastdata.loader.staff()
     return () if staff is None else staff.decisions
 
 

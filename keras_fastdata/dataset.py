@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import functools
-import itertools
 import os
 import types
-import warnings
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import (
     TYPE_CHECKING,
@@ -22,8 +17,20 @@ from typing import (
 
 import numpy as np
 
-from keras_fastdata.engine import build, seeding
-from keras_fastdata.engine.loader import Loader
+from keras_fastdata._dataset_internals import (
+    Internals,
+    answer,
+    give_internals,
+    internals_of,
+    loader_of,
+    note_assigned,
+    own_internals,
+    plain_iterator,
+    replace_settings,
+    settings_in_effect,
+    state_dict_of,
+)
+from keras_fastdata.engine import build
 from keras_fastdata.engine.passes import open_pass
 from keras_fastdata.engine.permutation import Permutation
 from keras_fastdata.engine.resume import State
@@ -33,8 +40,6 @@ from keras_fastdata.engine.settings import (
     integer,
     unknown_arguments,
 )
-from keras_fastdata.errors import EndOfData
-from keras_fastdata.memory.arena import aligned_empty
 from keras_fastdata.workers import role
 
 if TYPE_CHECKING or role.is_worker():
@@ -49,36 +54,6 @@ _T = TypeVar("_T")
 
 
 _NOTICED = "_fastdata_notices"  # the mark of a hook whose calls are noticed
-
-
-class _Internals:
-    """All that is ours in a dataset, behind one attribute of it.
-
-    It is pickled and copied as its settings alone.
-    """
-
-    def __init__(self, settings: Settings, owner: FastPyDataset) -> None:
-        self.settings = settings
-        self.owner = weakref.ref(owner)
-        self.loader: Loader | None = None
-        self.outside_rng: np.random.Generator | None = None
-
-    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        return _ForeignInternals, (self.settings,)
-
-    def __deepcopy__(self, memo: Any) -> _ForeignInternals:
-        return _ForeignInternals(self.settings)
-
-
-@dataclasses.dataclass
-class _ForeignInternals:
-    """The internals of a dataset this one was copied or unpickled from."""
-
-    settings: Settings
-
-
-# What differs from epoch to epoch.
-_VARYING = frozenset(["rng", "rng_for", "epoch_order", "epoch"])
 
 
 class _WhileBuilding(Generic[_T]):
@@ -104,12 +79,7 @@ class _WhileBuilding(Generic[_T]):
     def __get__(self, dataset: FastPyDataset | None, owner: type) -> Any:
         if dataset is None:
             return self
-        context = build.context_for(dataset, self._name)
-        if context is not None:
-            if self._name in _VARYING:
-                context.asked = self._name
-            return getattr(context, self._name)
-        return getattr(_Outside(dataset), self._name)
+        return answer(dataset, self._name)
 
 
 class FastPyDataset(_Base):
@@ -239,7 +209,7 @@ class FastPyDataset(_Base):
     [0, 1, 2, 3]
     """
 
-    _fastdata: _Internals
+    _fastdata: Internals
 
     def __init__(
         self,
@@ -285,7 +255,7 @@ class FastPyDataset(_Base):
             worker_env=worker_env,
             ray_options=ray_options,
         )
-        vars(self)[seeding.PRIVATE] = _Internals(settings, self)
+        give_internals(self, settings)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -379,9 +349,6 @@ class FastPyDataset(_Base):
             seed_sequence: The batch's own, from seed, epoch and index.
         """
 
-    # Whether any batch can be had without those before it.
-    _has_random_access = True
-
     # -- while a batch is built ----------------------------------------------
 
     rng: _WhileBuilding[np.random.Generator] = _WhileBuilding(
@@ -422,8 +389,8 @@ class FastPyDataset(_Base):
         In order, unless `shuffle=True`; the epoch hooks are not called.
         """
         if role.is_worker():
-            return self._plain_iterator()
-        return open_pass(self._loader(), self, shuffle=False)
+            return plain_iterator(self)
+        return open_pass(loader_of(self), self, shuffle=False)
 
     def state_dict(self) -> dict[str, Any]:
         """Says where the dataset stands, for `load_state_dict`.
@@ -437,7 +404,7 @@ class FastPyDataset(_Base):
             A small dict of what JSON knows. Workers of other kinds and
             numbers make no difference to it.
         """
-        return self._state_of(self._loader().state(self))
+        return state_dict_of(self, loader_of(self).state(self))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Has the next epoch begin where another dataset stood.
@@ -455,8 +422,8 @@ class FastPyDataset(_Base):
             LoaderError: Its epoch hooks did not do what they had done.
         """
         state = State.from_dict(state_dict, type(self).__name__)
-        self._loader().restore(self, state)
-        self._internals().outside_rng = None
+        loader_of(self).restore(self, state)
+        internals_of(self).outside_rng = None
 
     def set_epoch(self, epoch: int) -> None:
         """Has the next epoch be number `epoch`, from 0, of any.
@@ -464,10 +431,7 @@ class FastPyDataset(_Base):
         Its order and bytes are then those it has in a run from the first
         epoch on: for `fit(initial_epoch=epoch)`. Epoch hooks are not run.
         """
-        self._loader().set_epoch(self, integer("epoch", epoch, least=0))
-
-    def _state_of(self, state: State) -> dict[str, Any]:
-        return state.as_dict()
+        loader_of(self).set_epoch(self, integer("epoch", epoch, least=0))
 
     def mark_changed(self) -> None:
         """Says that the dataset was edited in place.
@@ -476,7 +440,7 @@ class FastPyDataset(_Base):
         as it is now. Not needed for attributes that are assigned, nor for
         what the epoch hooks change: those are noticed.
         """
-        internals = self._own_internals()
+        internals = own_internals(self)
         if internals is not None and internals.loader is not None:
             internals.loader.mark_changed()
 
@@ -486,7 +450,7 @@ class FastPyDataset(_Base):
         They start again when needed. Also done when the dataset is collected
         and at the end of a `with` block.
         """
-        internals = self._own_internals()
+        internals = own_internals(self)
         if internals is not None and internals.loader is not None:
             internals.loader.close()
 
@@ -501,105 +465,39 @@ class FastPyDataset(_Base):
     @property
     def workers(self) -> int:
         """Number of workers, at the moment; see the class."""
-        return self._settings_in_effect().count
+        return settings_in_effect(self).count
 
     @workers.setter
     def workers(self, value: int | Literal["auto"]) -> None:
-        self._replace(workers=value)
+        replace_settings(self, workers=value)
 
     @property
     def use_multiprocessing(self) -> bool:
         """Whether workers are processes, at the moment; see the class."""
-        return self._settings_in_effect().use_multiprocessing
+        return settings_in_effect(self).use_multiprocessing
 
     @use_multiprocessing.setter
     def use_multiprocessing(self, value: bool) -> None:
-        self._replace(use_multiprocessing=value)
+        replace_settings(self, use_multiprocessing=value)
 
     @property
     def max_queue_size(self) -> int:
         """Batches scheduled ahead of the consumer; see the class."""
-        return self._internals().settings.max_queue_size
+        return internals_of(self).settings.max_queue_size
 
     @max_queue_size.setter
     def max_queue_size(self, value: int) -> None:
-        self._replace(max_queue_size=value)
+        replace_settings(self, max_queue_size=value)
 
     # -- ours ----------------------------------------------------------------
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        self._note_assigned(name)
+        note_assigned(self, name)
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
-        self._note_assigned(name)
-
-    def _note_assigned(self, name: str) -> None:
-        """A build may keep notes on `self`; all else is a new state."""
-        own = self._own_internals()
-        loader = None if own is None else own.loader
-        if loader is None:
-            return
-        if build.is_built_for(self):
-            loader.built.add(name)
-        else:
-            loader.built.discard(name)
-            loader.mark_changed()
-
-    def _own_internals(self) -> _Internals | None:
-        """What is ours in this dataset, if it is not a copy's original's."""
-        found = vars(self).get(seeding.PRIVATE)
-        if isinstance(found, _Internals) and found.owner() is self:
-            return found
-        return None
-
-    def _internals(self) -> _Internals:
-        own = self._own_internals()
-        if own is not None:
-            return own
-        found = vars(self).get(seeding.PRIVATE)
-        if found is None:
-            warnings.warn(
-                f"{type(self).__name__}.__init__ should call "
-                "`super().__init__(**kwargs)`, which takes `workers`, "
-                "`use_multiprocessing`, `max_queue_size` and more. The "
-                "defaults are used.",
-                stacklevel=3,
-            )
-            settings = Settings()
-        else:
-            settings = found.settings
-        found = _Internals(settings, self)
-        vars(self)[seeding.PRIVATE] = found
-        return found
-
-    def _loader(self) -> Loader:
-        internals = self._internals()
-        if internals.loader is None:
-            internals.loader = Loader(self, internals.settings)
-        return internals.loader
-
-    def _settings_in_effect(self) -> Settings:
-        internals = self._internals()
-        if internals.loader is None:
-            return internals.settings
-        return internals.loader.settings
-
-    def _replace(self, **changes: Any) -> None:
-        internals = self._internals()
-        internals.settings = dataclasses.replace(internals.settings, **changes)
-        if internals.loader is not None:
-            internals.loader.reconfigure(internals.settings)
-
-    def _plain_iterator(self) -> Iterator[Any]:
-        count = build.length_of(self)
-        if count is not None:
-            yield from (self[index] for index in range(count))
-            return
-        with contextlib.suppress(EndOfData):
-            for index in itertools.count():
-                yield self[index]
+        note_assigned(self, name)
 
 
 def _noticed(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -610,7 +508,7 @@ def _noticed(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(hook)
     def noticed(self: FastPyDataset, *args: Any, **kwargs: Any) -> Any:
-        own = self._own_internals()
+        own = own_internals(self)
         loader = None if own is None else own.loader
         if loader is None or build.is_at_work_for(self):
             return hook(self, *args, **kwargs)
@@ -619,45 +517,6 @@ def _noticed(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
 
     setattr(noticed, _NOTICED, True)
     return noticed
-
-
-class _Outside:
-    """What `self.rng` and the like answer where no batch is being built.
-
-    So that `dataset[3]`, called by hand, works.
-    """
-
-    worker_index = None
-    empty = staticmethod(aligned_empty)
-
-    def __init__(self, dataset: FastPyDataset) -> None:
-        self._dataset = dataset
-
-    @property
-    def epoch(self) -> int:
-        internals = self._dataset._internals()
-        return internals.loader.epoch if internals.loader else 0
-
-    @property
-    def rng(self) -> np.random.Generator:
-        internals = self._dataset._internals()
-        if internals.outside_rng is None:
-            internals.outside_rng = seeding.generator(
-                self._seed, seeding.OUTSIDE
-            )
-        return internals.outside_rng
-
-    def rng_for(self, *key: int) -> np.random.Generator:
-        return build.rng_for(self._seed, self.epoch, *key)
-
-    def epoch_order(self, length: int) -> Permutation:
-        return build.epoch_order(self._seed, self.epoch, length)
-
-    @property
-    def _seed(self) -> int:
-        if role.is_worker():
-            return self._dataset._internals().settings.seed or 0
-        return self._dataset._loader().seed
 
 
 if not TYPE_CHECKING and not role.is_worker():

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from keras_fastdata._dataset_internals import internals_of
 from keras_fastdata.dataset import FastPyDataset
 from keras_fastdata.engine import build
 from keras_fastdata.engine.loader import Loader
@@ -344,7 +345,7 @@ def _try(
 def _settings(
     dataset: FastPyDataset, workers: int, processes: bool
 ) -> Settings:
-    settings = dataset._internals().settings
+    settings = internals_of(dataset).settings
     seed = settings.seed
     return dataclasses.replace(
         settings,
@@ -390,7 +391,7 @@ def _conclude(
         processes = _costs(one_process, trials[2, True], 0.0)
     cores = machine.read().allowed
     advice = forecast.advise(inline_s, threads, processes, cores, held)
-    queue = dataset._internals().settings.max_queue_size
+    queue = internals_of(dataset).settings.max_queue_size
     wanted = queue if advice.workers <= queue else 2 * advice.workers
     kinds = [(False, threads), (True, processes)]
     last = trials.get((2, True)) or one_process

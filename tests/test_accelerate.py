@@ -99,9 +99,20 @@ def test_a_dataset_without_an_end_has_none():
 def test_the_datasets_own_attributes_are_there():
     dataset = accelerate(Old())
     assert dataset.name == "old"
-    assert dataset.dataset.length == len(dataset) == 9
+    assert dataset.length == len(dataset) == 9
     with pytest.raises(AttributeError, match="colour"):
         _ = dataset.colour
+
+
+def test_an_attribute_named_dataset_or_loader_is_the_wrapped_ones():
+    inner = Old()
+    inner.dataset, inner._loader = ["its samples"], "its loader"
+    with accelerate(inner, 2) as dataset:
+        assert len(list(dataset)) == 9
+        assert (dataset.dataset, dataset._loader) == (
+            ["its samples"],
+            "its loader",
+        )
 
 
 def test_setting_one_of_them_sets_it_there():

@@ -21,6 +21,7 @@ from auto_samples import (
 from places import LONG_ELSEWHERE
 
 from keras_fastdata import GeneratorDataset, LoaderHealth
+from keras_fastdata._dataset_internals import loader_of
 from keras_fastdata.engine.passes import open_pass
 from keras_fastdata.engine.tuning import Barred, Place
 
@@ -31,7 +32,10 @@ def batches_of(dataset, epochs=3):
 
 
 def places(dataset):
-    return [decision.place for decision in dataset._loader().staff().decisions]
+    return [
+        decision.place
+        for decision in dataset._fastdata.loader.staff().decisions
+    ]
 
 
 def assert_same(found, expected):
@@ -92,7 +96,7 @@ def test_what_threads_would_share_is_never_built_by_threads(kind):
             for _ in dataset:
                 pass
         assert not any("thread" in place for place in places(dataset))
-        assert dataset._loader()._auto._tuner.is_barred(processes=False)
+        assert dataset._fastdata.loader._auto._tuner.is_barred(processes=False)
 
 
 def test_a_draw_that_comes_late_ends_threads_and_its_batch_is_built_again(
@@ -108,7 +112,7 @@ def test_a_draw_that_comes_late_ends_threads_and_its_batch_is_built_again(
         assert not dataset.use_multiprocessing
         found += batches
         assert dataset.workers == 0
-        assert dataset._loader()._auto._tuner.is_barred(processes=False)
+        assert dataset._fastdata.loader._auto._tuner.is_barred(processes=False)
     assert_same(found, expected)
 
 
@@ -190,7 +194,7 @@ def test_the_first_batches_may_be_such_that_draw_late(goes):
     expected = batches_of(Draws(workers=0, seed=4, length=4))
     dataset = Draws(workers="auto", seed=4, length=4)
     with dataset:
-        walk = open_pass(dataset._loader(), dataset, shuffle=False)
+        walk = open_pass(loader_of(dataset), dataset, shuffle=False)
         peeked = walk.peek(2)
         assert_same(peeked, expected[:2])
         assert_same(list(walk), expected[:4])
@@ -201,7 +205,7 @@ def test_a_dataset_that_cannot_be_sent_is_built_here():
         assert len([batch for _ in range(3) for batch in dataset]) == 180
         assert dataset.workers == 0
         reasons = " ".join(
-            d.reason for d in dataset._loader().staff().decisions
+            d.reason for d in dataset._fastdata.loader.staff().decisions
         )
     assert "No processes:" in reasons
     assert "frames" in reasons
@@ -253,7 +257,7 @@ def test_it_can_be_set_and_unset_later():
         found = list(dataset)
         dataset.workers = 1
         assert dataset.workers == 1
-        assert dataset._loader().staff() is None or not places(dataset)
+        assert dataset._fastdata.loader.staff() is None or not places(dataset)
         list(dataset)
     assert len(found) == len(expected)
 

@@ -44,6 +44,7 @@ from keras_fastdata import (
     LoaderHealth,
     SampleDataset,
 )
+from keras_fastdata._dataset_internals import loader_of
 from keras_fastdata.engine.cache import DiskCache
 from keras_fastdata.engine.passes import open_pass
 
@@ -136,7 +137,7 @@ def test_an_order_is_drawn_all_the_same(cached, built, place):
     with cached("memory", shuffle=True, seed=0, **PLACES[place]) as dataset:
         orders = []
         for _ in range(3):
-            walk = open_pass(dataset._loader(), dataset, shuffle=True)
+            walk = open_pass(loader_of(dataset), dataset, shuffle=True)
             orders.append(values(walk))
         assert built() == list(range(8))
     assert all(sorted(order) == list(range(8)) for order in orders)

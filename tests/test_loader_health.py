@@ -25,6 +25,7 @@ from samples import Numbered
 
 from keras_fastdata import ArrayDataset, LoaderHealth
 from keras_fastdata.callbacks import device
+from keras_fastdata.engine.loader import Loader
 
 pytestmark = pytest.mark.backend
 
@@ -889,10 +890,9 @@ def test_a_fit_that_was_broken_off_leaves_no_workers_at_rest(monkeypatch):
     with FreeData(workers=1, length=12) as dataset:
         with pytest.raises(ZeroDivisionError):
             model.fit(dataset, verbose=0, callbacks=[health, Stops()])
-        loader, quiet = type(dataset._loader()), []
-        deliver = loader.deliver
+        quiet, deliver = [], Loader.deliver
         monkeypatch.setattr(
-            loader,
+            Loader,
             "deliver",
             lambda self, walk, data, quietly=False: (
                 quiet.append(quietly) or deliver(self, walk, data, quietly)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from next_epoch_samples import TIMEOUT_S, Hooked, Noted
 
+from keras_fastdata._dataset_internals import loader_of
 from keras_fastdata.engine.passes import open_pass
 
 PLACES = {
@@ -188,7 +189,9 @@ def test_no_more_than_max_queue_size_batches_wait_across_epochs(
 
     class Count(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
-            most.append(sum(w.ahead for w in dataset._loader()._walks()[:1]))
+            most.append(
+                sum(w.ahead for w in dataset._fastdata.loader._walks()[:1])
+            )
 
     with dataset:
         fitted(dataset, callbacks=[Count()])
@@ -223,7 +226,7 @@ def test_an_exception_in_a_batch_built_ahead_comes_in_its_own_epoch(
 
 def led_on(dataset, batches):
     """A pass that knows of another, after so many batches; and its batches."""
-    first = open_pass(dataset._loader(), dataset, False)
+    first = open_pass(loader_of(dataset), dataset, False)
     first.lead_on(True)
     return first, [next(first) for _ in range(batches)]
 
@@ -271,7 +274,7 @@ def test_a_pass_that_nobody_goes_on_with_leaves_nothing_and_others_lead_on(
         dataset.wait_for((1, 2))
         del first
         second, _ = led_on(dataset, 6)
-        loader = dataset._loader()
+        loader = loader_of(dataset)
         assert [walk.epoch for walk in loader._walks()] == [1, 2]
         third = second.open_following()
         dataset.wait_for((2, 2))
@@ -316,7 +319,7 @@ def test_a_batch_that_was_lost_ahead_is_built_again_in_its_own_epoch(tmp_path):
         while not any(a.done.is_lost for a in following.ready.values()):
             assert time.monotonic() < deadline
             time.sleep(0.01)
-            loader = dataset._loader()
+            loader = loader_of(dataset)
             loader._tickets.take_in(loader._workers)
         next(first)
         found = [int(y[0, 0]) for _, y in first.open_following()]

@@ -208,12 +208,12 @@ def test_the_dataset_is_afterwards_what_it_was():
     dataset = Opening(workers=3, max_queue_size=4)
     dataset.opened = False
     attributes = dict(vars(dataset))
-    settings = dataset._internals().settings
+    settings = dataset._fastdata.settings
     profile(dataset, batches=3, seconds=1)
     assert vars(dataset) == attributes
-    assert dataset._internals().settings is settings
+    assert dataset._fastdata.settings is settings
     assert (dataset.workers, dataset.use_multiprocessing) == (3, False)
-    assert dataset._internals().loader is None
+    assert dataset._fastdata.loader is None
 
 
 @pytest.mark.parametrize("seed", [None, 5])
@@ -242,10 +242,10 @@ def test_an_epoch_under_way_goes_on():
     with Opening(workers=2, use_multiprocessing=True) as dataset:
         walk = iter(dataset)
         next(walk)
-        pids = dataset._loader().staff().pids
+        pids = dataset._fastdata.loader.staff().pids
         profile(dataset, batches=3, seconds=1)
         assert len(list(walk)) == 3
-        assert dataset._loader().staff().pids == pids
+        assert dataset._fastdata.loader.staff().pids == pids
 
 
 def test_an_error_of_the_dataset_arrives_and_leaves_it_as_it_was():

@@ -25,6 +25,7 @@ from keras_fastdata import (
     LoaderError,
     SampleDataset,
 )
+from keras_fastdata._dataset_internals import loader_of
 
 _SCRIPT = pathlib.Path(__file__).with_name("resume_samples.py")
 _EPOCHS = 4
@@ -404,7 +405,7 @@ def test_a_dataset_that_also_validates_goes_on_with_its_own_numbers(tmp_path):
 
         class Dies(keras.callbacks.Callback):
             def on_train_batch_begin(self, batch, logs=None):
-                orders.append(dataset._loader().epoch)
+                orders.append(dataset._fastdata.loader.epoch)
 
             def on_epoch_begin(self, epoch, logs=None):
                 if epoch == dies_in:
@@ -695,10 +696,10 @@ def test_who_has_drawn_a_seed_for_hooks_is_told_which_to_pass():
     with Reshuffled() as dataset:
         fit(dataset)
         state = dataset.state_dict()
-        drawn = dataset._loader().seed
+        drawn = loader_of(dataset).seed
     random.seed(drawn)  # `fit` has set it
     with Reshuffled() as other:
-        other._loader().run_hook(other, "on_epoch_end")
+        loader_of(other).run_hook(other, "on_epoch_end")
         with pytest.raises(ValueError, match=f"Pass `seed={drawn}`"):
             other.load_state_dict(state)
 
@@ -725,11 +726,11 @@ def test_choosing_the_epoch_keeps_the_workers(place):
         expected = [list(dataset) for _ in range(4)]
     with Drawn(seed=3, shuffle=True, **PLACES[place]) as dataset:
         assert_same(list(dataset), expected[0])
-        workers = dataset._loader()._workers
+        workers = dataset._fastdata.loader._workers
         for epoch in (1, 3, 2, 0, 1, 1):
             dataset.set_epoch(epoch)
             assert_same(list(dataset), expected[epoch])
-        assert dataset._loader()._workers is workers
+        assert dataset._fastdata.loader._workers is workers
 
 
 def test_a_state_of_a_chosen_epoch_knows_the_hooks():

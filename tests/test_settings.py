@@ -5,11 +5,13 @@ This module does not import Keras, so that a worker which imports it does not.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import decimal
 import fractions
 import inspect
+import json
 import math
 import os
 import pathlib
@@ -23,7 +25,14 @@ import numpy as np
 import pytest
 from samples import Numbered, equal, numbers
 
-from keras_fastdata import FastPyDataset
+from keras_fastdata import (
+    ArrayDataset,
+    FastPyDataset,
+    GeneratorDataset,
+    ImageFileDataset,
+    SampleDataset,
+    accelerate,
+)
 from keras_fastdata.engine.settings import Settings
 
 _PATIENCE_S = 30.0
@@ -31,7 +40,7 @@ _PATIENCE_S = 30.0
 
 def _settings_of(**arguments):
     """The settings of a dataset that was constructed with `arguments`."""
-    return Numbered(**arguments)._internals().settings
+    return Numbered(**arguments)._fastdata.settings
 
 
 # -- what is accepted --------------------------------------------------------
@@ -395,7 +404,7 @@ def test_keras_settings_are_properties_that_can_be_set():
         for value in values:
             setattr(dataset, name, value)
             assert getattr(dataset, name) == value
-            assert getattr(dataset._internals().settings, name) == value
+            assert getattr(dataset._fastdata.settings, name) == value
 
 
 def test_a_wrong_value_is_refused_by_the_setters_and_changes_nothing():
@@ -416,7 +425,7 @@ def test_a_wrong_value_is_refused_by_the_setters_and_changes_nothing():
 def test_setting_one_leaves_the_others_as_they_were():
     dataset = Numbered(workers=2, seed=5, shuffle=True, worker_env={"A": "1"})
     dataset.max_queue_size = 3
-    assert dataclasses.asdict(dataset._internals().settings) == {
+    assert dataclasses.asdict(dataset._fastdata.settings) == {
         **_DEFAULTS,
         "workers": 2,
         "seed": 5,
@@ -611,8 +620,130 @@ def test_attributes_of_the_users_own_win(kind, where):
     with kind(seed=3, shuffle=True, **where) as dataset:
         assert dataset.own() == expected
         assert [b.tolist() for b in dataset] == [expected] * 3
-        settings = dataset._internals().settings
+        settings = dataset._fastdata.settings
         assert (settings.seed, settings.shuffle) == (3, True)
+
+
+_PRIVATE_WORDS = [
+    "_loader",
+    "_internals",
+    "_state_of",
+    "_replace",
+    "_note_assigned",
+    "_samples",
+    "_sampler",
+    "_shares",
+    "_padded",
+    "_read",
+    "_rows",
+    "_count",
+    "_transformed",
+    "_shards",
+    "_num_batches",
+    "_workers",
+    "_walk",
+    "_plan",
+]
+
+
+def mine(self, *_, **__):
+    """In place of a method that another might call."""
+    raise AssertionError("somebody called a method of the user's")
+
+
+def _with_methods(kind):
+    """A subclass whose methods have all those names."""
+    return type("WithMethods", (kind,), dict.fromkeys(_PRIVATE_WORDS, mine))
+
+
+def _with_attributes(kind):
+    """A subclass whose attributes have all those names."""
+
+    class WithAttributes(kind):
+        def __init__(self, *args, **kwargs):
+            for name in _PRIVATE_WORDS:
+                setattr(self, name, name)
+            super().__init__(*args, **kwargs)
+            assert [getattr(self, n) for n in _PRIVATE_WORDS] == _PRIVATE_WORDS
+            for name in _PRIVATE_WORDS:
+                setattr(self, name, None)
+
+    return WithAttributes
+
+
+_READY_MADE = {
+    Numbered: lambda kind, **where: kind(length=4, **where),
+    SampleDataset: lambda kind, **where: kind(
+        list(range(8)), 2, sampler=np.ones(8), pad_to=None, **where
+    ),
+    ArrayDataset: lambda kind, **where: kind(
+        np.arange(8)[::-1], None, None, 2, np.negative, shuffle=True, **where
+    ),
+    ImageFileDataset: lambda kind, **where: kind(
+        ["a", "bb"], decoder=measured, **where
+    ),
+    GeneratorDataset: lambda kind, **where: kind(
+        counted, 2, num_shards=2, restart=True, **where
+    ),
+}
+
+
+def measured(path, size):
+    """An image that tells how long its path is."""
+    return np.full((*size, 3), len(path), np.uint8)
+
+
+def counted(shard_index, num_shards):
+    """Items for a generator dataset."""
+    yield from range(shard_index, 8, num_shards)
+
+
+def test_a_dataset_has_one_private_name():
+    ours = [name for name in vars(FastPyDataset) if name.startswith("_")]
+    dunder = [name for name in ours if name.startswith("__")]
+    assert set(ours) - set(dunder) <= {"_fastdata"}
+    assert set(vars(Numbered())) == {"_fastdata", "length", "shape"}
+
+
+def test_private_names_of_ready_made_datasets_begin_with_our_own():
+    made = [make(kind) for kind, make in _READY_MADE.items()]
+    for dataset in [*made, accelerate([1, 2])]:
+        names = set(vars(dataset))
+        for kind in type(dataset).__mro__:
+            if kind.__module__.startswith("keras_fastdata."):
+                names |= set(vars(kind))
+        private = {n for n in names if n[0] == "_" and n[:2] != "__"}
+        assert {n for n in private if not n.startswith("_fastdata")} == set()
+
+
+@pytest.mark.parametrize(
+    "where",
+    [{"workers": 0}, {"workers": 2, "use_multiprocessing": True}],
+    ids=["inline", "processes"],
+)
+@pytest.mark.parametrize("named", [_with_attributes, _with_methods])
+@pytest.mark.parametrize("kind", _READY_MADE)
+def test_private_names_of_the_users_own_change_no_batch(kind, named, where):
+    make = _READY_MADE[kind]
+    with make(kind, seed=1) as dataset:
+        expected = list(dataset)
+    with make(named(kind), seed=1, **where) as dataset:
+        for batch, other in zip(dataset, expected, strict=True):
+            np.testing.assert_equal(batch, other)
+        with contextlib.suppress(AttributeError):  # no setter there
+            dataset.workers = 1
+        assert json.dumps(dataset.state_dict())
+
+
+@pytest.mark.parametrize("named", [_with_attributes, _with_methods])
+def test_a_dataset_with_such_names_trains_with_processes(named):
+    import keras
+
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with named(Numbered)(workers=1, use_multiprocessing=True) as dataset:
+        history = model.fit(dataset, epochs=2, verbose=0)
+    assert len(history.history["loss"]) == 2
 
 
 def test_an_attribute_of_the_users_own_can_be_changed_and_deleted():
@@ -662,7 +793,7 @@ def test_a_copy_has_the_settings_and_the_batches_of_its_original(duplicate):
     )
     with original, duplicate(original) as other:
         assert type(other) is Stamped
-        assert other._internals().settings == original._internals().settings
+        assert other._fastdata.settings == original._fastdata.settings
         orders = [
             [int(offset[0]) for _, offset in dataset]
             for dataset in (original, other)

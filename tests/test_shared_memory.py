@@ -279,7 +279,7 @@ def test_an_interrupt_that_leaves_a_build_half_way_is_forgotten(monkeypatch):
 def test_no_core_dump_fills_the_holes_of_shared_memory():
     with Numbered(workers=1, use_multiprocessing=True) as dataset:
         next(iter(dataset))
-        pids = [os.getpid(), *dataset._loader().staff().pids.values()]
+        pids = [os.getpid(), *dataset._fastdata.loader.staff().pids.values()]
         for pid in pids:
             with open(f"/proc/{pid}/smaps") as file:
                 _, _, ours = file.read().rpartition("memfd:keras_fastdata-b")
@@ -298,7 +298,7 @@ def test_closed_standard_files_do_not_become_ours():
                 workers=1, use_multiprocessing=True, start_method=start_method
             ) as dataset:
                 assert numbers(dataset) == list(range(10))
-                (pid,) = dataset._loader().staff().pids.values()
+                (pid,) = dataset._fastdata.loader.staff().pids.values()
                 for who in ("self", pid):
                     for fd in range(3):
                         place = os.readlink(f"/proc/{who}/fd/{fd}")

@@ -25,6 +25,7 @@ from keras_fastdata import (
     LoaderHealth,
     WorkerDiedError,
 )
+from keras_fastdata._dataset_internals import loader_of
 from keras_fastdata.engine.passes import open_pass
 
 KINDS = {
@@ -506,7 +507,7 @@ def test_batches_that_raise_are_passed_over_although_workers_rest(
     with Flaky(
         length=20, bad=bad, max_queue_size=queue, **SKIP, **KINDS[kind]
     ) as dataset:
-        walk = open_pass(dataset._loader(), dataset, shuffle=False)
+        walk = open_pass(loader_of(dataset), dataset, shuffle=False)
         found = []
         with contextlib.suppress(StopIteration):
             while True:

@@ -37,6 +37,7 @@ _ROOMS = [
     "shared_list",
     "keras_bridge",
     "tensorflow_feed",
+    "_dataset_internals",
     "engine",
     "workers",
     "memory",

@@ -225,12 +225,12 @@ def test_a_signal_for_the_whole_job_ends_no_worker(name, start_method):
             list(dataset)
         batches = iter(dataset)
         next(batches)
-        pids = dataset._loader().staff().pids
+        pids = dataset._fastdata.loader.staff().pids
         for process in psutil.Process().children(recursive=True):
             process.send_signal(getattr(signal, name))
         assert numbers(batches) == list(range(1, 10))
         assert numbers(dataset) == list(range(10))
-        assert dataset._loader().staff().pids == pids
+        assert dataset._fastdata.loader.staff().pids == pids
 
 
 def test_workers_are_met_when_they_end_although_the_trainer_ignores_that(

@@ -9,6 +9,7 @@ import os
 import sys
 from typing import Any
 
+from keras_fastdata._dataset_internals import internals_of
 from keras_fastdata.callbacks.base import Callback, registered
 from keras_fastdata.engine.settings import boolean, integer
 
@@ -228,7 +229,7 @@ class DatasetCheckpoint(Callback):
 
     def _warn_of_a_drawn_seed(self) -> None:
         dataset = self._adapter.py_dataset
-        drawn = dataset._internals().settings.seed is None
+        drawn = internals_of(dataset).settings.seed is None
         if drawn and self._adapter.has_hooks and not self._adapter.is_seeded:
             _log.warning(
                 "%s has no `seed`: its epoch hooks run with one that is drawn "

@@ -9,12 +9,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from keras_fastdata._dataset_internals import answer
 from keras_fastdata.datasets.ordering import (
     Indices,
     SampledDataset,
     Sampler,
     attribute,
+    take_transform,
+    transformed,
 )
+from keras_fastdata.engine import build
 
 
 class ArrayDataset(SampledDataset):
@@ -78,7 +82,7 @@ class ArrayDataset(SampledDataset):
             sampler=sampler,
             **kwargs,
         )
-        self._take_transform(transform)
+        take_transform(self, transform)
         if x is None:
             raise TypeError("`x` must be arrays. Received: None")
         if sample_weight is not None and y is None:
@@ -104,66 +108,69 @@ class ArrayDataset(SampledDataset):
                 "All arrays must have the same number of samples. Received: "
                 f"{listed or 'no array'}."
             )
-        (self._count,) = lengths
+        (self._fastdata_count,) = lengths
 
     @attribute
     def num_samples(self) -> int:
         """The length of the arrays."""
-        return self._count
+        return self._fastdata_count
 
     def __getitem__(self, index: int) -> Any:
         indices = self.sample_indices(index)
+        empty = answer(self, "empty")
         batch = [
-            _mapped(lambda leaf: self._rows(leaf, indices), part)
+            _mapped(lambda leaf: _rows(leaf, indices, empty), part)
             for part in self.arrays
         ]
         if self.transform is not None:
-            return self._transformed(*batch)
+            return transformed(self, *batch)
         if len(batch) == 1 and not isinstance(batch[0], (tuple, list)):
             return batch[0]
         # Keras takes the second of several inputs for targets, otherwise.
         return tuple(batch)
 
-    def _rows(self, array: Any, indices: Indices) -> npt.NDArray[Any]:
-        """The rows of one array, in memory of the batch's own."""
-        count = array.shape[0]
-        if not 0 <= indices.min() <= indices.max() < count:
-            raise IndexError(
-                f"`sample_indices` has samples from {indices.min()} to "
-                f"{indices.max()}; there are {count}."
-            )
-        if _is_sparse(array):
-            return array[indices]  # type: ignore[no-any-return]
-        if not isinstance(array, np.ndarray):
-            return self._read(array, indices)
-        plain = type(array) in (np.ndarray, np.memmap)
-        if not plain or array.dtype.hasobject or array.dtype.kind == "T":
-            return array[indices]
-        shape = len(indices), *array.shape[1:]
-        if (run := _run_of(indices)) is not None:
-            rows = self.empty(shape, array.dtype)
-            rows[...] = array[run]
-        elif array.flags.c_contiguous and array.flags.aligned:
-            rows = self.empty(shape, array.dtype)
-            # The indices are known to be right; NumPy would copy once more
-            # to find out.
-            np.take(array, indices, axis=0, out=rows, mode="clip")
-        else:
-            # `take` would make a contiguous copy of the whole array first.
-            rows = array[indices]
-        return rows
 
-    def _read(self, array: Any, indices: Indices) -> npt.NDArray[Any]:
-        """The rows of something that is not an array, in ascending order."""
-        if (run := _run_of(indices)) is not None:
-            return np.asarray(array[run])
-        ascending, places = np.unique(indices, return_inverse=True)
-        found = np.asarray(array[ascending])
-        if np.array_equal(places, np.arange(len(found))):
-            return found
-        rows = self.empty((len(indices), *found.shape[1:]), found.dtype)
-        np.take(found, places, axis=0, out=rows, mode="clip")
-        return rows
+def _rows(array: Any, indices: Indices, empty: build.Empty) -> npt.NDArray[Any]:
+    """The rows of one array, in memory of the batch's own."""
+    count = array.shape[0]
+    if not 0 <= indices.min() <= indices.max() < count:
+        raise IndexError(
+            f"`sample_indices` has samples from {indices.min()} to "
+            f"{indices.max()}; there are {count}."
+        )
+    if _is_sparse(array):
+        return array[indices]  # type: ignore[no-any-return]
+    if not isinstance(array, np.ndarray):
+        return _read(array, indices, empty)
+    plain = type(array) in (np.ndarray, np.memmap)
+    if not plain or array.dtype.hasobject or array.dtype.kind == "T":
+        return array[indices]
+    shape = len(indices), *array.shape[1:]
+    if (run := _run_of(indices)) is not None:
+        rows = empty(shape, array.dtype)
+        rows[...] = array[run]
+    elif array.flags.c_contiguous and array.flags.aligned:
+        rows = empty(shape, array.dtype)
+        # The indices are known to be right; NumPy would copy once more
+        # to find out.
+        np.take(array, indices, axis=0, out=rows, mode="clip")
+    else:
+        # `take` would make a contiguous copy of the whole array first.
+        rows = array[indices]
+    return rows
+
+
+def _read(array: Any, indices: Indices, empty: build.Empty) -> npt.NDArray[Any]:
+    """The rows of something that is not an array, in ascending order."""
+    if (run := _run_of(indices)) is not None:
+        return np.asarray(array[run])
+    ascending, places = np.unique(indices, return_inverse=True)
+    found = np.asarray(array[ascending])
+    if np.array_equal(places, np.arange(len(found))):
+        return found
+    rows = empty((len(indices), *found.shape[1:]), found.dtype)
+    np.take(found, places, axis=0, out=rows, mode="clip")
+    return rows
 
 
 def _run_of(indices: Indices) -> slice | None:

@@ -28,6 +28,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from keras_fastdata._dataset_internals import (
+    answer,
+    internals_of,
+    state_dict_of,
+)
 from keras_fastdata.dataset import FastPyDataset
 from keras_fastdata.datasets.collate import Padded, Padding, collate
 from keras_fastdata.datasets.ordering import GENERATORS
@@ -38,6 +43,7 @@ from keras_fastdata.engine.settings import (
     integer,
     unknown_arguments,
 )
+from keras_fastdata.engine.shards import has_random_access
 from keras_fastdata.errors import EndOfData, LoaderError
 from keras_fastdata.workers import failures
 
@@ -148,16 +154,14 @@ class GeneratorDataset(FastPyDataset):
             num_shards = max(1, workers)
         num_shards = integer("num_shards", num_shards, least=1)
         source.check(num_shards, shared)
-        self._restarts = source.restarts(restart, num_batches)
-        self._num_shards = num_shards
-        self._num_batches = num_batches
+        restarts = source.restarts(restart, num_batches)
         # Each has its shards to itself, and the ways of a dataset for itself.
         count = min(max(1, workers), num_shards)
         if kwargs.get("max_queue_bytes") is not None:
             given = kwargs["max_queue_bytes"]
             most = integer("max_queue_bytes", given, least=1)
             kwargs["max_queue_bytes"] = max(1, most // count)
-        self._shards = [
+        shards = [
             GeneratorShards(
                 source,
                 range(index, num_shards, count),
@@ -165,7 +169,7 @@ class GeneratorDataset(FastPyDataset):
                 batch_size,
                 bool(drop_remainder),
                 Padded(pad_to, pad_value),
-                repeats=not self._restarts and not source.is_iterator,
+                repeats=not restarts and not source.is_iterator,
                 workers=min(1, workers),
                 seed=0,  # what is drawn depends on keys from our own
                 max_queue_size=max(1, -(-max_queue_size // count)),
@@ -173,102 +177,143 @@ class GeneratorDataset(FastPyDataset):
             )
             for index in range(count)
         ]
-        self._walk: _Walk | None = None
-        self._workers = count if workers else 0
+        self._fastdata_plan = _Plan(
+            restarts, num_shards, num_batches, shards, count if workers else 0
+        )
 
     @property  # type: ignore[misc]
     def workers(self) -> int:
         """Number of workers; it cannot be changed."""
-        return self._workers
+        return self._fastdata_plan.workers
 
     @property  # type: ignore[misc]
     def use_multiprocessing(self) -> bool:
         """Whether they are processes; it cannot be changed."""
-        return self._internals().settings.use_multiprocessing
+        return internals_of(self).settings.use_multiprocessing
 
     @property  # type: ignore[misc]
     def max_queue_size(self) -> int:
         """Batches that lie ready, in all; it cannot be changed."""
-        return self._internals().settings.max_queue_size
+        return internals_of(self).settings.max_queue_size
 
     @property
     def num_batches(self) -> int | None:
         """Batches in an epoch; `None`: all that there are."""
-        return self._num_batches
+        return self._fastdata_plan.num_batches
 
     def __getitem__(self, index: int) -> Any:
         """The next batch; it is one from the beginning, for an index of 0."""
-        walk = self._walk
+        plan, epoch = self._fastdata_plan, answer(self, "epoch")
+        walk = plan.walk
         for place, batch in walk.latest if walk is not None else ():
-            if place == (self.epoch, index):
+            if place == (epoch, index):
                 return batch
-        if walk is None or not walk.leads_to(self.epoch, index):
-            walk = self._walk_to(index)
-        walk.epoch, walk.index = self.epoch, index
+        if walk is None or not walk.leads_to(epoch, index):
+            walk = _walk_to(self, index)
+        walk.epoch, walk.index = epoch, index
         try:
             batch = walk.next()
         except EndOfData:
-            if self._num_batches is None:
+            if plan.num_batches is None:
                 raise
         except BaseException:
-            self._walk = None  # whose turn it is, nobody knows
+            plan.walk = None  # whose turn it is, nobody knows
             raise
         else:
             walk.index += 1
-            if not self._restarts:
-                walk.latest.append(((self.epoch, index), batch))
+            if not plan.restarts:
+                walk.latest.append(((epoch, index), batch))
             return batch
         way_out = "Pass the true number, or `None`"
-        if self._restarts:
+        if plan.restarts:
             way_out += "; or `restart=False`, which starts anew where data ends"
         raise LoaderError(
             f"The generators have ended after {index} of the "
-            f"{self._num_batches} batches that `num_batches` says. {way_out}."
+            f"{plan.num_batches} batches that `num_batches` says. {way_out}."
         )
 
     def close(self) -> None:
         """Ends the workers and waits until they are gone."""
-        self._walk = None
-        for shards in self._shards:
+        self._fastdata_plan.walk = None
+        for shards in self._fastdata_plan.shards:
             shards.close()
         super().close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_walk": None}
-
-    _has_random_access = False
+        return {**vars(self), "_fastdata_plan": copy.copy(self._fastdata_plan)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """As of any dataset; the items before that place are made again."""
         shards = state_dict.get("num_shards")
-        if shards != self._num_shards:
+        mine = self._fastdata_plan.num_shards
+        if shards != mine:
             raise ValueError(
                 f"The state is of {shards} shards, and this "
-                f"{type(self).__name__} has {self._num_shards}. Pass "
+                f"{type(self).__name__} has {mine}. Pass "
                 f"`num_shards={shards}`, with any number of workers."
             )
         super().load_state_dict(state_dict)
 
-    def _state_of(self, state: State) -> dict[str, Any]:
-        if not self._restarts:
-            raise LoaderError(
-                f"{type(self).__name__} goes on from epoch to epoch, so that "
-                "the place of a batch tells nothing of where its generators "
-                "stand. With `restart=True` they begin anew with each epoch, "
-                "and can be resumed."
-            )
-        return {**super()._state_of(state), "num_shards": self._num_shards}
 
-    def _walk_to(self, index: int) -> _Walk:
-        """The walk that has batch `index` of this epoch next."""
-        walk = self._walk
-        if walk is None or self._restarts:
-            key = int(self.rng_for(GENERATORS).integers(2**63))
-            walk = _Walk(self._shards, key)
-            for _ in range(index):
-                walk.next()
-            self._walk = walk
-        return walk
+class _Plan:
+    """How a `GeneratorDataset` takes turns; copied without the present walk.
+
+    Attributes:
+        restarts: Whether generators begin anew with each epoch.
+        num_shards: How many there are.
+        num_batches: Of an epoch; `None` for all that there are.
+        shards: Those of each worker.
+        workers: How many workers there are; 0 if the caller builds.
+        walk: The turns, as far as they have come.
+    """
+
+    def __init__(
+        self,
+        restarts: bool,
+        num_shards: int,
+        num_batches: int | None,
+        shards: list[GeneratorShards],
+        workers: int,
+    ) -> None:
+        self.restarts = restarts
+        self.num_shards = num_shards
+        self.num_batches = num_batches
+        self.shards = shards
+        self.workers = workers
+        self.walk: _Walk | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "walk": None}
+
+
+@has_random_access.register
+def _(dataset: GeneratorDataset) -> bool:
+    return False
+
+
+@state_dict_of.register
+def _(dataset: GeneratorDataset, state: State) -> dict[str, Any]:
+    plan = dataset._fastdata_plan
+    if not plan.restarts:
+        raise LoaderError(
+            f"{type(dataset).__name__} goes on from epoch to epoch, so that "
+            "the place of a batch tells nothing of where its generators "
+            "stand. With `restart=True` they begin anew with each epoch, "
+            "and can be resumed."
+        )
+    return {**state.as_dict(), "num_shards": plan.num_shards}
+
+
+def _walk_to(dataset: GeneratorDataset, index: int) -> _Walk:
+    """The walk that has batch `index` of this epoch next."""
+    plan = dataset._fastdata_plan
+    if plan.walk is None or plan.restarts:
+        key = int(answer(dataset, "rng_for")(GENERATORS).integers(2**63))
+        walk = _Walk(plan.shards, key)
+        for _ in range(index):
+            walk.next()
+        plan.walk = walk
+    return plan.walk
 
 
 class _Walk:

@@ -11,7 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from keras_fastdata.datasets import decoding
-from keras_fastdata.datasets.ordering import Sampler, attribute
+from keras_fastdata.datasets.ordering import (
+    Sampler,
+    attribute,
+    take_transform,
+    transformed,
+)
 from keras_fastdata.datasets.samples import SampleDataset
 from keras_fastdata.engine.settings import check_local, one_of
 from keras_fastdata.shared_list import SharedList
@@ -133,10 +138,10 @@ class ImageFileDataset(SampleDataset):
                 check_local("paths", path, _BY_DECODER)
         self.paths = SharedList(files)
         self.labels = _labels_of(labels, len(self.paths))
-        self._one_hot = 0  # of so many classes
+        self._fastdata_one_hot = 0  # of so many classes
         self.class_names: list[str] | None = None
         self.image_size = _size_of(image_size)
-        self._take_transform(transform)
+        take_transform(self, transform)
         one_of("color_mode", color_mode, tuple(decoding.MODES))
         one_of("interpolation", interpolation, tuple(decoding.RESAMPLING))
         self.color_mode, self.interpolation = color_mode, interpolation
@@ -263,7 +268,7 @@ class ImageFileDataset(SampleDataset):
             )
             dataset.class_names = names
             if label_mode == "categorical" and names is not None:
-                dataset._one_hot = len(names)
+                dataset._fastdata_one_hot = len(names)
             return dataset
 
         if not validation_split:
@@ -289,44 +294,45 @@ class ImageFileDataset(SampleDataset):
         """Returns image `index`, with its label where there are labels."""
         path = self.paths[index]
         try:
-            image = self._read(path)
+            image = _read(self, path)
         except Exception as error:
             failures.note(error, f"While reading {path}.")
             raise
         if self.transform is not None:
-            image = self._transformed(image)
+            image = transformed(self, image)
         if self.labels is None:
             return image
         label = self.labels[index]
-        if self._one_hot:
-            row = np.zeros(self._one_hot, "float32")
+        if self._fastdata_one_hot:
+            row = np.zeros(self._fastdata_one_hot, "float32")
             row[label] = 1
             return image, row
         return image, label
 
-    def _read(self, path: str) -> Image:
-        if self.decoder is None:
-            form = decoding.Form(
-                self.image_size,
-                self.color_mode,
-                self.interpolation,
-                self.crop_to_aspect_ratio,
-                self.pad_to_aspect_ratio,
+
+def _read(dataset: ImageFileDataset, path: str) -> Image:
+    if dataset.decoder is None:
+        form = decoding.Form(
+            dataset.image_size,
+            dataset.color_mode,
+            dataset.interpolation,
+            dataset.crop_to_aspect_ratio,
+            dataset.pad_to_aspect_ratio,
+        )
+        image: Image = decoding.read(path, form)
+    else:
+        image = np.asarray(dataset.decoder(path, dataset.image_size))
+        floats = image.dtype.kind == dataset.dtype.kind == "f"
+        if not floats and not np.can_cast(image.dtype, dataset.dtype):
+            raise TypeError(
+                f"`decoder` returned {image.dtype}, which does not become "
+                f"{dataset.dtype} unchanged. Pass its type as `dtype`."
             )
-            image: Image = decoding.read(path, form)
-        else:
-            image = np.asarray(self.decoder(path, self.image_size))
-            floats = image.dtype.kind == self.dtype.kind == "f"
-            if not floats and not np.can_cast(image.dtype, self.dtype):
-                raise TypeError(
-                    f"`decoder` returned {image.dtype}, which does not become "
-                    f"{self.dtype} unchanged. Pass its type as `dtype`."
-                )
-        if image.dtype != self.dtype:
-            return image.astype(self.dtype)
-        # One that is read only is Pillow's; a transform may write to it.
-        own = image.flags.writeable or self.transform is None
-        return image if own else image.copy()
+    if image.dtype != dataset.dtype:
+        return image.astype(dataset.dtype)
+    # One that is read only is Pillow's; a transform may write to it.
+    own = image.flags.writeable or dataset.transform is None
+    return image if own else image.copy()
 
 
 def _labels_of(labels: npt.ArrayLike | None, count: int) -> Any:

@@ -7,6 +7,7 @@ position alone, and is computed a batch at a time.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, overload
@@ -14,7 +15,9 @@ from typing import Any, Generic, TypeVar, overload
 import numpy as np
 import numpy.typing as npt
 
+from keras_fastdata._dataset_internals import answer
 from keras_fastdata.dataset import FastPyDataset
+from keras_fastdata.engine.permutation import Permutation
 from keras_fastdata.engine.settings import boolean, integer
 
 Indices = npt.NDArray[np.int64]
@@ -73,17 +76,17 @@ class SampledDataset(FastPyDataset):
         super().__init__(shuffle=order, **kwargs)
         self.batch_size = integer("batch_size", batch_size, least=1)
         self.drop_remainder = bool(drop_remainder)
-        self._shuffles = shuffle is not None and boolean("shuffle", shuffle)
-        if self._shuffles and sampler is not None:
+        shuffles = shuffle is not None and boolean("shuffle", shuffle)
+        if shuffles and sampler is not None:
             raise ValueError(
                 "`sampler` draws the samples of an epoch in an order of its "
                 "own; leave out `shuffle`."
             )
-        self._sampler = sampler if callable(sampler) else None
-        self._shares: npt.NDArray[np.float64] | None = None
-        if sampler is not None and self._sampler is None:
-            self._shares = _cumulated(sampler)
-        self._drawn: dict[int, Indices] = {}  # by epoch
+        self._fastdata_order = _Order(shuffles)
+        if callable(sampler):
+            self._fastdata_order.sampler = sampler
+        elif sampler is not None:
+            self._fastdata_order.shares = _cumulated(sampler)
 
     @attribute
     def num_samples(self) -> int:
@@ -116,95 +119,129 @@ class SampledDataset(FastPyDataset):
         start = index * self.batch_size
         stop = min(start + self.batch_size, self.num_samples)
         positions = np.arange(start, stop, dtype=np.int64)
-        if self._sampler is not None:
-            return self._sampled(self._sampler)[positions]
-        if self._shares is not None:
-            return self._drawn_by_weight(positions, self._shares)
-        if self._shuffles:
-            return self.epoch_order(self.num_samples).at(positions)
+        order = self._fastdata_order
+        if order.sampler is not None:
+            return _sampled(self, order, order.sampler)[positions]
+        if order.shares is not None:
+            return _drawn_by_weight(self, positions, order.shares)
+        if order.shuffles:
+            whole: Permutation = answer(self, "epoch_order")(self.num_samples)
+            return whole.at(positions)
         return positions
 
     def mark_changed(self) -> None:
-        # Not by assignment, which would call this again.
-        vars(self)["_drawn"] = {}
+        self._fastdata_order.drawn = {}
         super().mark_changed()
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**vars(self), "_drawn": {}}
-        state.pop("_transform_known", None)
-        return state
+        return {
+            **vars(self),
+            "_fastdata_order": copy.copy(self._fastdata_order),
+        }
 
-    def _take_transform(self, transform: Callable[..., Any] | None) -> None:
-        """Takes over an argument of the constructor.
 
-        Raises:
-            TypeError: It is no function.
-        """
-        if transform is not None:
-            self.transform = transform
-        if self.transform is not None and not callable(self.transform):
-            raise TypeError(
-                f"`transform` must be a function. Received: {self.transform!r}"
-            )
+class _Order:
+    """How a dataset draws the samples of an epoch, and calls `transform`.
 
-    def _transformed(self, *parts: Any) -> Any:
-        """What `transform`, which there is, makes of the parts."""
-        assert self.transform is not None
-        drawn = {"rng": self.rng} if self._transform_draws() else {}
-        return self.transform(*parts, **drawn)
+    It is pickled and copied without what was worked out.
 
-    def _transform_draws(self) -> bool:
-        # Looked up once; not by assignment, which would be a change. A method
-        # is known by its function, which does not hold the dataset.
-        function = getattr(self.transform, "__func__", self.transform)
-        known, draws = vars(self).get("_transform_known", (None, False))
-        if known is not function:
-            draws = _has_rng(self.transform)
-            vars(self)["_transform_known"] = function, draws
-        return bool(draws)
+    Attributes:
+        shuffles: Whether in a random order.
+        sampler: The function that draws them, if one does.
+        shares: Cumulated weights by which they are drawn, if they are.
+        drawn: What `sampler` has drawn, by epoch.
+        transform: The latest `transform`, and whether it takes `rng`. A
+            method is known by its function, which does not hold the dataset.
+    """
+
+    def __init__(self, shuffles: bool) -> None:
+        self.shuffles = shuffles
+        self.sampler: Sampler | None = None
+        self.shares: npt.NDArray[np.float64] | None = None
+        self.drawn: dict[int, Indices] = {}
+        self.transform: tuple[Any, bool] = (None, False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "drawn": {}, "transform": (None, False)}
 
     @property
-    def _draws_again(self) -> bool:
+    def draws_again(self) -> bool:
         """Whether a sample may come more than once in an epoch."""
-        return self._sampler is not None or self._shares is not None
+        return self.sampler is not None or self.shares is not None
 
-    def _drawn_by_weight(
-        self, positions: Indices, shares: npt.NDArray[np.float64]
-    ) -> Indices:
-        if len(shares) != self.num_samples:
-            raise ValueError(
-                f"`sampler` has {len(shares)} weights for {self.num_samples} "
-                "samples; pass one for each."
-            )
-        blocks = np.unique(positions // _DRAWN)
-        numbers = np.concatenate(
-            [self.rng_for(_WEIGHTS, int(b)).random(_DRAWN) for b in blocks]
+
+def take_transform(
+    dataset: SampledDataset, transform: Callable[..., Any] | None
+) -> None:
+    """Takes over an argument of the constructor.
+
+    Raises:
+        TypeError: It is no function.
+    """
+    if transform is not None:
+        dataset.transform = transform
+    if dataset.transform is not None and not callable(dataset.transform):
+        raise TypeError(
+            f"`transform` must be a function. Received: {dataset.transform!r}"
         )
-        found = numbers[positions - blocks[0] * _DRAWN]
-        return np.asarray(np.searchsorted(shares, found, "right"), np.int64)
 
-    def _sampled(self, sampler: Sampler) -> Indices:
-        epoch = self.epoch
-        found = self._drawn.get(epoch)
-        if found is None:
-            count = self.num_samples
-            found = np.asarray(sampler(self.rng_for(_SAMPLER), count))
-            if found.shape != (count,) or found.dtype.kind not in "iu":
-                raise ValueError(
-                    f"`sampler` must return {count} indices, as many as there "
-                    f"are samples. It returned an array of shape "
-                    f"{found.shape} and dtype {found.dtype}."
-                )
-            if count and not 0 <= found.min() <= found.max() < count:
-                raise ValueError(
-                    f"`sampler` returned indices from {found.min()} to "
-                    f"{found.max()}; there are {count} samples, from 0 on."
-                )
-            found = found.astype(np.int64)
-            kept = {**self._drawn, epoch: found}
-            # In one go: threads share it.
-            self._drawn = {e: kept[e] for e in sorted(kept)[-_EPOCHS_KEPT:]}
-        return found
+
+def transformed(dataset: SampledDataset, *parts: Any) -> Any:
+    """What `transform`, which there is, makes of the parts."""
+    transform, order = dataset.transform, dataset._fastdata_order
+    assert transform is not None
+    function = getattr(transform, "__func__", transform)
+    known, draws = order.transform
+    if known is not function:
+        draws = _has_rng(transform)
+        order.transform = function, draws
+    return transform(*parts, rng=dataset.rng) if draws else transform(*parts)
+
+
+def _drawn_by_weight(
+    dataset: SampledDataset,
+    positions: Indices,
+    shares: npt.NDArray[np.float64],
+) -> Indices:
+    if len(shares) != dataset.num_samples:
+        raise ValueError(
+            f"`sampler` has {len(shares)} weights for {dataset.num_samples} "
+            "samples; pass one for each."
+        )
+    rng_for = answer(dataset, "rng_for")
+    blocks = np.unique(positions // _DRAWN)
+    numbers = np.concatenate(
+        [rng_for(_WEIGHTS, int(b)).random(_DRAWN) for b in blocks]
+    )
+    found = numbers[positions - blocks[0] * _DRAWN]
+    return np.asarray(np.searchsorted(shares, found, "right"), np.int64)
+
+
+def _sampled(
+    dataset: SampledDataset, order: _Order, sampler: Sampler
+) -> Indices:
+    epoch = answer(dataset, "epoch")
+    found = order.drawn.get(epoch)
+    if found is None:
+        count = dataset.num_samples
+        rng = answer(dataset, "rng_for")(_SAMPLER)
+        found = np.asarray(sampler(rng, count))
+        if found.shape != (count,) or found.dtype.kind not in "iu":
+            raise ValueError(
+                f"`sampler` must return {count} indices, as many as there "
+                f"are samples. It returned an array of shape "
+                f"{found.shape} and dtype {found.dtype}."
+            )
+        if count and not 0 <= found.min() <= found.max() < count:
+            raise ValueError(
+                f"`sampler` returned indices from {found.min()} to "
+                f"{found.max()}; there are {count} samples, from 0 on."
+            )
+        found = found.astype(np.int64)
+        kept = {**order.drawn, epoch: found}
+        # In one go: threads share it.
+        order.drawn = {e: kept[e] for e in sorted(kept)[-_EPOCHS_KEPT:]}
+    return found
 
 
 def for_iterables(name: str, source: Any, batching: str) -> str:

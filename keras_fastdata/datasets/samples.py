@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from keras_fastdata._dataset_internals import answer
 from keras_fastdata.dataset import FastPyDataset
 from keras_fastdata.datasets.collate import Padded, Padding, collate
 from keras_fastdata.datasets.ordering import (
@@ -42,7 +43,7 @@ class _SampleRng:
             part = helped.part
         if part is None:
             return FastPyDataset.rng.__get__(dataset, owner)
-        return part.rng(dataset)
+        return part.rng(answer(dataset, "rng_for"))
 
 
 class _ByHand(threading.local):
@@ -140,54 +141,58 @@ class SampleDataset(SampledDataset):
             source = _column_of(source)
         _check_source(self, source, self.batch_size)
         self.source = source
-        self._padded = Padded(pad_to, pad_value)
+        self._fastdata_padded = Padded(pad_to, pad_value)
 
     @attribute
     def num_samples(self) -> int:
         """Samples in an epoch; `len(source)` unless it is overridden."""
-        return len(self._its_source("num_samples"))
+        return len(_source_of(self, "num_samples"))
 
     def get_sample(self, index: int) -> Any:
         """Returns sample `index`, from 0 to `num_samples - 1`."""
-        return self._its_source("get_sample(self, index)")[index]
+        return _source_of(self, "get_sample(self, index)")[index]
 
     def __getitem__(self, index: int) -> Any:
         indices = self.sample_indices(index)
         first = index * self.batch_size
-        return collate(
-            self._samples(indices, first), indices, self.empty, self._padded
+        samples = _samples_of(self, indices, first)
+        empty = answer(self, "empty")
+        return collate(samples, indices, empty, self._fastdata_padded)
+
+
+def _samples_of(
+    dataset: SampleDataset, indices: npt.NDArray[np.int64], first: int
+) -> Iterator[Any]:
+    """Gets samples, of which the first is at position `first`."""
+    together = getattr(dataset.source, "__getitems__", None)
+    if together is not None and _is_inherited(dataset, "get_sample"):
+        yield from together(indices.tolist())
+        return
+    draws_again = dataset._fastdata_order.draws_again
+    for place, index in enumerate(indices.tolist()):
+        # One that is drawn twice has another generator each time.
+        drawn = (first + place,) if draws_again else ()
+        context = build.current_context() or _by_hand
+        # A sample may be made of those of another such dataset.
+        outer = context.part
+        context.part = build.Part((SAMPLE, index, *drawn))
+        try:
+            sample = dataset.get_sample(index)
+        except Exception as error:
+            failures.note(error, f"In sample {index}.")
+            raise
+        finally:
+            context.part = outer
+        yield sample
+
+
+def _source_of(dataset: SampleDataset, missing: str) -> Any:
+    if dataset.source is None:
+        raise NotImplementedError(
+            f"{type(dataset).__name__} must define `{missing}`, or be given "
+            "a `source`."
         )
-
-    def _samples(
-        self, indices: npt.NDArray[np.int64], first: int
-    ) -> Iterator[Any]:
-        together = getattr(self.source, "__getitems__", None)
-        if together is not None and _is_inherited(self, "get_sample"):
-            yield from together(indices.tolist())
-            return
-        for place, index in enumerate(indices.tolist()):
-            # One that is drawn twice has another generator each time.
-            drawn = (first + place,) if self._draws_again else ()
-            context = build.current_context() or _by_hand
-            # A sample may be made of those of another such dataset.
-            outer = context.part
-            context.part = build.Part((SAMPLE, index, *drawn))
-            try:
-                sample = self.get_sample(index)
-            except Exception as error:
-                failures.note(error, f"In sample {index}.")
-                raise
-            finally:
-                context.part = outer
-            yield sample
-
-    def _its_source(self, missing: str) -> Any:
-        if self.source is None:
-            raise NotImplementedError(
-                f"{type(self).__name__} must define `{missing}`, or be given "
-                "a `source`."
-            )
-        return self.source
+    return dataset.source
 
 
 def _is_inherited(dataset: SampleDataset, name: str) -> bool:

@@ -12,6 +12,7 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
+from keras_fastdata._dataset_internals import answer
 from keras_fastdata.dataset import FastPyDataset
 from keras_fastdata.datasets.ordering import for_iterables
 from keras_fastdata.engine.settings import arguments_of, unknown_arguments
@@ -90,32 +91,34 @@ class _Wrapped(FastPyDataset):
 
     def __init__(self, dataset: Any, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.dataset = dataset
+        self._fastdata_wrapped = dataset
         if _counts_batches(dataset) and dataset.index_array is None:
             dataset._set_index_array()
 
     @property
     def num_batches(self) -> int | None:
         """Batches in an epoch, as the dataset says."""
-        if hasattr(self.dataset, "num_batches"):
-            count: int | None = self.dataset.num_batches
+        if hasattr(self._fastdata_wrapped, "num_batches"):
+            count: int | None = self._fastdata_wrapped.num_batches
             return count
-        return len(self.dataset)
+        return len(self._fastdata_wrapped)
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return len(self._fastdata_wrapped)
 
     def __getitem__(self, index: int) -> Any:
-        dataset = self.dataset
+        dataset = self._fastdata_wrapped
         if _counts_batches(dataset):
             # Threads share it.
             dataset = copy.copy(dataset)
-            dataset.total_batches_seen = self.epoch * len(self) + index
+            dataset.total_batches_seen = (
+                answer(self, "epoch") * len(self) + index
+            )
         return dataset[index]
 
     def __getattr__(self, name: str) -> Any:
         # Asked when there is no such attribute, also while it is unpickled.
-        dataset = vars(self).get("dataset")
+        dataset = vars(self).get("_fastdata_wrapped")
         if dataset is None or name.startswith("__"):
             raise AttributeError(
                 f"{type(self).__name__!r} object has no attribute {name!r}"
@@ -123,7 +126,7 @@ class _Wrapped(FastPyDataset):
         return getattr(dataset, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        dataset = vars(self).get("dataset")
+        dataset = vars(self).get("_fastdata_wrapped")
         if hasattr(type(self), name) or name not in getattr(
             dataset, "__dict__", ()
         ):
@@ -134,10 +137,10 @@ class _Wrapped(FastPyDataset):
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(vars(self))
-        if _counts_batches(self.dataset):
+        if _counts_batches(self._fastdata_wrapped):
             # For `next` alone, and a generator cannot be pickled.
-            state["dataset"] = copy.copy(self.dataset)
-            state["dataset"].index_generator = None
+            state["_fastdata_wrapped"] = copy.copy(self._fastdata_wrapped)
+            state["_fastdata_wrapped"].index_generator = None
         return state
 
 
@@ -150,12 +153,12 @@ class _WrappedWithHooks(_Wrapped):
         return super().__iter__()
 
     def on_epoch_begin(self) -> None:
-        if _has_hook(self.dataset, "on_epoch_begin"):
-            self.dataset.on_epoch_begin()
+        if _has_hook(self._fastdata_wrapped, "on_epoch_begin"):
+            self._fastdata_wrapped.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
-        if _has_hook(self.dataset, "on_epoch_end"):
-            self.dataset.on_epoch_end()
+        if _has_hook(self._fastdata_wrapped, "on_epoch_end"):
+            self._fastdata_wrapped.on_epoch_end()
 
 
 def _has_hook(dataset: Any, name: str) -> bool:

@@ -62,11 +62,13 @@ class Part:
         self._key = key
         self._rng: np.random.Generator | None = None
 
-    def rng(self, dataset: Any) -> np.random.Generator:
+    def rng(
+        self, rng_for: Callable[..., np.random.Generator]
+    ) -> np.random.Generator:
         """The generator, the same one for all threads."""
         with _making:
             if self._rng is None:
-                self._rng = dataset.rng_for(*self._key)
+                self._rng = rng_for(*self._key)
             return self._rng
 
 

@@ -13,6 +13,7 @@ Nothing is imported to find out; what has not been loaded distributes nothing.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from typing import Any
 
@@ -84,13 +85,22 @@ def shard_of(setting: Any, dataset: Any) -> Shard:
     else:
         index, count = setting
         shard = Shard(index, count, "shard=")
-    if shard.count > 1 and not getattr(dataset, "_has_random_access", True):
+    if shard.count > 1 and not has_random_access(dataset):
         raise LoaderError(
             f"A {type(dataset).__name__} has its batches one after the other; "
             f"it cannot have {shard}. Pass `shard=None`, and give the "
             "generators of each process items of their own."
         )
     return shard
+
+
+@functools.singledispatch
+def has_random_access(dataset: Any) -> bool:
+    """Whether any batch can be had without those before it.
+
+    A class of which that is not so registers a function of its own.
+    """
+    return True
 
 
 def _detected() -> Shard:

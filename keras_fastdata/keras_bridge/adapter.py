@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import keras
 
+from keras_fastdata._dataset_internals import loader_of, state_dict_of
 from keras_fastdata.engine import build
 from keras_fastdata.engine.passes import Pass, open_pass
 from keras_fastdata.errors import LoaderError
@@ -110,7 +111,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         """The number of the epoch that is to come, as the dataset counts."""
         if self._begun is not None:
             return self._begun.epoch
-        number: int = self.py_dataset._loader().epoch
+        number: int = loader_of(self.py_dataset).epoch
         return number
 
     @property
@@ -122,7 +123,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
     def num_batches(self) -> int | None:
         """Batches in an epoch, of this process."""
         dataset = self.py_dataset
-        length: int | None = dataset._loader().length(dataset)
+        length: int | None = loader_of(dataset).length(dataset)
         return length
 
     def get_numpy_iterator(self) -> Iterator[Any]:
@@ -217,7 +218,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
 
         If nobody knows, Keras learns from its end, and is to unlearn that.
         """
-        loader = self.py_dataset._loader()
+        loader = loader_of(self.py_dataset)
         if loader.resumes:
             self._resumed = iterator
             rest = loader.rest(self.py_dataset)
@@ -232,7 +233,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         if found is None and before is not None:
             found = before.open_following()
         elif found is None:
-            found = open_pass(dataset._loader(), dataset, self.shuffle)
+            found = open_pass(loader_of(dataset), dataset, self.shuffle)
         self._pass = found
         self._in_pass = self._trained = 0
         self._passes_due -= 1
@@ -291,7 +292,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
             return
         span, settled_s = begun.span, begun.settled_s
         if span is not None:
-            listener.hear_from(self.py_dataset._loader())
+            listener.hear_from(loader_of(self.py_dataset))
         if settled_s:
             listener.rested_s += settled_s
             waited_s -= settled_s
@@ -347,12 +348,11 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         if steps is not None or self._steps is not None:
             trained = self._trained + (steps or 0)
             behind = max(0, self._in_pass - trained)
-        told: dict[str, Any] = dataset._state_of(self._pass.state(behind))
-        return told
+        return state_dict_of(dataset, self._pass.state(behind))
 
     def _run_hook(self, name: str, *, starting: bool) -> None:
         dataset = self.py_dataset
-        loader = dataset._loader()
+        loader = loader_of(dataset)
         skips = loader.skips_hook(name, starting=starting)
         if not skips and build.overrides(dataset, name):
             began = time.perf_counter()
