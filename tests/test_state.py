@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import unittest.mock
 import warnings
@@ -11,6 +12,7 @@ import pytest
 from samples import Leveled, Numbered, OpensFiles, numbers
 
 from keras_fastdata import FastPyDataset
+from keras_fastdata.engine.worker_state import WorkerState
 
 PLACES = {
     "inline": {"workers": 0},
@@ -111,6 +113,121 @@ def test_notes_that_a_build_keeps_are_not_a_change():
         next(batches)
         assert dataset.built == 1
         assert not dataset._fastdata.loader._changed
+
+
+class _Tools:
+    def __init__(self):
+        self.used = 0
+
+
+class Counting(Leveled):
+    """Keeps state on `self`, and what a worker may well keep there."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.seen = []
+        self.tools = _Tools()
+        self.cache = {}
+        self.file = self.pid = None
+        self.name = "counting"
+
+    def __getitem__(self, index):
+        self.seen.append(index)
+        self.tools.used += 1
+        self.cache[index] = index
+        if self.pid != os.getpid():
+            self.file, self.pid = object(), os.getpid()
+        self.name = "".join(["count", "ing"])
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("place", ["forkserver", "fork"])
+@pytest.mark.filterwarnings("ignore:`start_method='fork'`")
+def test_state_that_builds_keep_in_workers_is_said_to_be_lost_once(
+    place, caplog
+):
+    with Counting(length=24, **PLACES[place]) as dataset:
+        for _ in range(2):
+            assert len(list(dataset)) == 24
+            dataset.level += 1
+        dataset.close()  # and new workers
+        list(dataset)
+        assert dataset.seen == []
+    (said,) = (m for m in caplog.messages if "lost" in m)
+    assert "Counting.__getitem__ changes `self." in said
+    assert "`self.seen`, `self.tools.used` in worker processes" in said
+
+
+@pytest.mark.parametrize("place", ["inline", "thread"])
+def test_state_that_builds_keep_in_the_training_process_is_not_lost(
+    place, caplog
+):
+    with Counting(length=24, **PLACES[place]) as dataset:
+        assert len(list(dataset)) == 24
+        assert sorted(dataset.seen) == list(range(24))
+    assert not caplog.messages
+
+
+def _looks(attributes, edits):
+    """What is said to have changed while `x` was edited, look after look."""
+    notices = WorkerState(attributes)
+    found = []
+    for edit in edits:
+        while not notices.is_due():
+            pass
+        exec(edit, {}, attributes)
+        found += notices.look(attributes)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("value", "edits"),
+    [
+        (None, ["x = 1", "x = 2"]),
+        (1, ["x = 5", "x = 5", "x = 5"]),
+        (0.5, ["x = 0.5", "x = 0.25 * 2"]),
+        ({}, ["pass", "x[1] = 2", "x[3] = 4", "del x[1]"]),
+        ([None] * 2, ["x[0] = 1", "x[1] = 2"]),
+        ([0] * 99, ["x[0] = 1", "x[0] = 2"]),
+        (np.zeros(3), ["x[0] = 1", "x[0] = 2"]),
+    ],
+    ids=["file", "pid", "equal", "cache", "files", "long", "scratch"],
+)
+def test_what_a_worker_opens_or_caches_for_itself_is_not_lost_state(
+    value, edits
+):
+    assert _looks({"x": value}, edits) == []
+    assert _looks({}, ["pass", *edits] if value is None else []) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "edit"),
+    [
+        (0, "x += 1"),
+        ("a", "x += 'a'"),
+        ({1: 1}, "x[1] += 1"),
+        ({1}, "x.add(len(x) + 1)"),
+        ([], "x.append(3)"),
+        ([1], "x[0] += 1"),
+        ([0] * 99, "x.append(3)"),
+        (_Tools(), "x.used += 1"),
+        (np.zeros(3), "x = x + 1"),
+    ],
+    ids=str,
+)
+def test_what_changes_again_and_again_is_lost_state(value, edit):
+    (found,) = set(_looks({"x": value}, [edit] * 3))
+    assert found in ("x", "x.used")
+
+
+def test_a_new_state_of_the_dataset_is_not_lost_state():
+    notices = WorkerState({"x": 0})
+    for value in range(3):
+        notices.begin({"x": value})
+        assert notices.is_due()
+        assert notices.look({"x": value}) == []
+        assert notices.is_due()
+        assert notices.look({"x": value}) == []
 
 
 class FromFile(FastPyDataset):

@@ -24,8 +24,10 @@ from keras_fastdata.engine import preserving, seeding
 from keras_fastdata.engine.permutation import Permutation
 from keras_fastdata.engine.preserving import preserved_globals
 from keras_fastdata.engine.settings import integer
+from keras_fastdata.engine.worker_state import WorkerState
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.memory.arena import aligned_empty
+from keras_fastdata.workers.base import ONCE
 
 Empty = Callable[..., npt.NDArray[Any]]
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -390,6 +392,7 @@ class Builder:
             self._watch = _GlobalsWatch(warns=observer is None)
         self._given: set[str] = set()
         self._own: set[str] = set()
+        self._worker_state: WorkerState | None = None
 
     @property
     def dataset(self) -> Dataset:
@@ -407,6 +410,8 @@ class Builder:
             for name, value in vars(dataset).items()
             if name not in given or given[name] is not value
         }
+        if self._private:
+            self._worker_state = WorkerState(self._given_attributes())
 
     def stop(self, worker_index: int) -> None:
         """Runs `on_worker_stop`, once for each worker."""
@@ -454,7 +459,11 @@ class Builder:
                     self._watch.end(type(self.dataset).__name__)
             if self._private:
                 self._reseed(epoch, index)
-                return self._made(context)
+                batch = self._made(context)
+                state = self._worker_state
+                if state is not None and state.is_due():
+                    self._look_for_lost_state(state)
+                return batch
             with preserved_globals():
                 self._reseed(epoch, index)
                 return self._observed(context)
@@ -525,6 +534,31 @@ class Builder:
         )
         self._given = set(theirs)
         self._searched = None
+        if self._worker_state is not None:
+            self._worker_state.begin(self._given_attributes())
+
+    def _given_attributes(self) -> dict[str, Any]:
+        """What the training process, and not this worker, has set."""
+        attributes = vars(self.dataset).items()
+        return {k: v for k, v in attributes if k not in self._own}
+
+    def _look_for_lost_state(self, state: WorkerState) -> None:
+        """Says once if builds keep state here that nobody else will see."""
+        paths = state.look(vars(self.dataset))
+        if not paths:
+            return
+        self._worker_state = None
+        name = type(self.dataset).__name__
+        logging.getLogger("keras_fastdata").warning(
+            "%s.__getitem__ changes %s in worker processes. Each has "
+            "a copy of the dataset, so the change is lost: neither the "
+            "training process nor another worker sees it. Return what is to "
+            "be kept with the batch, or build in this process "
+            "(`use_multiprocessing=False`).",
+            name,
+            ", ".join(f"`self.{path}`" for path in paths),
+            extra={ONCE: "lost state"},
+        )
 
     def _reseed(self, epoch: int, index: int) -> None:
         seed = self._seed

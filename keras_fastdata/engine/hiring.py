@@ -12,6 +12,7 @@ from typing import Any
 
 from keras_fastdata.engine import build, pickling
 from keras_fastdata.engine.settings import Settings
+from keras_fastdata.workers import relay
 from keras_fastdata.workers.base import Workers
 from keras_fastdata.workers.inline import InlineWorkers
 from keras_fastdata.workers.thread import ThreadWorkers
@@ -32,6 +33,7 @@ def hire(
     settings: Settings,
     seed: int,
     observer: build.Observer | None,
+    receiver: relay.Receiver,
 ) -> Workers:
     """Makes the workers of a dataset.
 
@@ -42,6 +44,7 @@ def hire(
         seed: The base seed of its batches.
         observer: Told of batches that draw from what threads share; only
             workers in this process have one.
+        receiver: Hands on what workers elsewhere log, and warn of.
 
     Raises:
         DatasetPicklingError: They need a copy of it, and it has none.
@@ -51,7 +54,7 @@ def hire(
     if settings.kind in ("process", "ray"):
         with pickling.explained(reference):
             maker = _BuilderMaker(reference, seed, cached)
-            return _hire_elsewhere(maker, name, settings)
+            return _hire_elsewhere(maker, name, settings, receiver)
     threads = settings.kind == "thread"
     builder = build.Builder(
         functools.partial(alive, reference),
@@ -66,7 +69,10 @@ def hire(
 
 
 def _hire_elsewhere(
-    maker: _BuilderMaker, name: str, settings: Settings
+    maker: _BuilderMaker,
+    name: str,
+    settings: Settings,
+    receiver: relay.Receiver,
 ) -> Workers:
     """Workers that have a copy of the dataset each."""
     worker_env = settings.worker_env
@@ -82,12 +88,13 @@ def _hire_elsewhere(
         from keras_fastdata.workers import cluster, ray
 
         options = cluster.Options.of(settings.ray_options)
-        return ray.RayWorkers(ray.Plan(options=options, **common), maker)
+        plan = ray.Plan(options=options, **common)
+        return ray.RayWorkers(plan, maker, receiver)
     # Needs what only POSIX has.
     from keras_fastdata.workers.process import Plan, ProcessWorkers
 
     method = settings.start_method or "forkserver"
-    return ProcessWorkers(Plan(start_method=method, **common), maker)
+    return ProcessWorkers(Plan(start_method=method, **common), maker, receiver)
 
 
 def dismissed_with(

@@ -42,7 +42,7 @@ from keras_fastdata.errors import DatasetPicklingError, EndOfData, LoaderError
 from keras_fastdata.health import words
 from keras_fastdata.health.staff import Staff
 from keras_fastdata.health.timing import Timing
-from keras_fastdata.workers import failures
+from keras_fastdata.workers import failures, relay
 from keras_fastdata.workers.base import Built, Ticket, Workers
 from keras_fastdata.workers.inline import InlineWorkers
 from keras_fastdata.workers.interrupts import Uninterrupted
@@ -86,6 +86,7 @@ class Loader:
         self._lock = threading.RLock()
         self._pid = self._lock_pid = os.getpid()
         self._workers: Workers | None = None
+        self._receiver = relay.Receiver()  # of what they log
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._tickets = Tickets(self._settings, self._auto)
         self._passes: set[_WalkRef] = set()
@@ -924,7 +925,12 @@ class Loader:
 
     def _hire(self) -> Workers:
         return hiring.hire(
-            self._dataset, self._name, self._settings, self.seed, self._auto
+            self._dataset,
+            self._name,
+            self._settings,
+            self.seed,
+            self._auto,
+            self._receiver,
         )
 
     def _start_over(self) -> None:

@@ -13,6 +13,9 @@ from typing import Any, Protocol
 from keras_fastdata.health.staff import Staff
 from keras_fastdata.health.timing import Timing
 
+# The attribute of a log record that one worker of all is to give.
+ONCE = "once_per_dataset"
+
 
 @dataclasses.dataclass(slots=True)
 class Ticket:

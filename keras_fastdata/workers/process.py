@@ -172,12 +172,18 @@ class ProcessWorkers:
         plan: How many, started how.
         make_builder: Makes a worker's builder. It is pickled at once, and
             again at each `change`, with the dataset it refers to.
+        receiver: Hands on what they log, and warn of.
 
     Raises:
         Exception: Whatever pickling the dataset raises.
     """
 
-    def __init__(self, plan: Plan, make_builder: Callable[[], Builds]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        make_builder: Callable[[], Builds],
+        receiver: relay.Receiver,
+    ) -> None:
         self._plan = plan
         self._make_builder = make_builder
         self._version = 1
@@ -189,7 +195,7 @@ class ProcessWorkers:
         self._workers: dict[int, _Worker] = {}
         self._toll = Toll(plan.count, plan.max_restarts)
         self._fallen: int | None = None  # the last nursery that died
-        self._receiver = relay.Receiver()
+        self._receiver = receiver
         self._relayed: collections.deque[Result] = collections.deque()
         self._last_words: dict[int, bytes] = {}  # by worker
         self._buffer = memoryview(bytearray(messages.RECEIVE_BYTES))

@@ -241,13 +241,19 @@ class RayWorkers:
         plan: How many, made how.
         make_builder: Makes a worker's builder. It is pickled at once, and
             again at each `change`, with the dataset it refers to.
+        receiver: Hands on what they log, and warn of.
 
     Raises:
         LoaderError: Ray is not installed, or the cluster not to be reached.
         Exception: Whatever pickling the dataset raises.
     """
 
-    def __init__(self, plan: Plan, make_builder: Callable[[], Builds]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        make_builder: Callable[[], Builds],
+        receiver: relay.Receiver,
+    ) -> None:
         self._plan = plan
         self._make_builder = make_builder
         self._watch = Watch(
@@ -258,7 +264,7 @@ class RayWorkers:
         self._workers: dict[int, _Worker] = {}
         self._toll = Toll(plan.count, plan.max_restarts)
         self._falls: dict[str, _Fall] = {}  # by node
-        self._receiver = relay.Receiver()
+        self._receiver = receiver
         self._told: collections.deque[tuple[Any, bytes]] = collections.deque()
         self._arrived: list[Any] = []  # what the last wait has found
         self._largest = 0

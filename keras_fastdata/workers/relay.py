@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from keras_fastdata.workers import failures, messages
+from keras_fastdata.workers.base import ONCE
 from keras_fastdata.workers.messages import Kind
 
 _NO_LEVEL = logging.NOTSET
@@ -156,9 +157,10 @@ def _module_at(filename: str, lineno: int) -> str | None:
 
 
 class Receiver:
-    """Hands on what workers sent, in the training process."""
+    """Hands on what workers of a dataset sent, in the training process."""
 
     def __init__(self) -> None:
+        self._said: set[str] = set()  # that is to be said once
         # By file, and shared by all workers, so that "once" means once among
         # them all.
         self._registries: dict[str, dict[Any, Any]] = {}
@@ -175,6 +177,11 @@ class Receiver:
             with contextlib.suppress(Exception):
                 # Loading runs other people's code.
                 vars(record)[name] = pickle.loads(pickled)
+        if ONCE in extra:
+            said = str(vars(record).get(ONCE))
+            if said in self._said:
+                return
+            self._said.add(said)
         logger = logging.getLogger(record.name)
         if logger.isEnabledFor(record.levelno):
             logger.handle(record)
