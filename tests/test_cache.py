@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import logging
@@ -45,6 +46,7 @@ from keras_fastdata import (
     SampleDataset,
 )
 from keras_fastdata._dataset_internals import loader_of
+from keras_fastdata.engine import cache as cache_files
 from keras_fastdata.engine.cache import DiskCache
 from keras_fastdata.engine.passes import open_pass
 
@@ -722,6 +724,30 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(cached, built, tmp_path):
     assert built() == [3]
 
 
+def test_another_users_files_are_left_as_they_are(
+    cached, built, tmp_path, monkeypatch, caplog
+):
+    list(cached())
+    built()
+    paths = [*(tmp_path / "cache").glob("*/[345].batch")]
+    before = [os.stat(path) for path in paths]
+    usual = cache_files._open_at_once
+
+    def refuse(path, flags):
+        if path in map(str, paths):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return usual(path, flags)
+
+    monkeypatch.setattr(cache_files, "_open_at_once", refuse)
+    dataset = cached()
+    for _ in range(2):
+        assert values(dataset) == list(range(8))
+        assert built() == [3, 4, 5]
+    assert [os.stat(path) for path in paths] == before
+    (record,) = caplog.records
+    assert "may not read" in record.getMessage()
+
+
 @pytest.mark.parametrize("dtype", ["V8", "<M8[ns]", "S3", "U2", "bfloat16"])
 def test_arrays_of_any_type_without_objects_are_kept(tmp_path, dtype):
     kind = getattr(ml_dtypes, dtype, dtype)
@@ -770,14 +796,14 @@ def test_a_directory_that_cannot_be_written_to_is_said_to_be_one(
     def refuse(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("keras_fastdata.engine.cache.os.replace", refuse)
+    monkeypatch.setattr("os.replace", refuse)
     dataset = cached()
     for _ in range(2):
         assert values(dataset) == list(range(8))
         assert built() == list(range(8))
     (record,) = caplog.records
     assert "No space left on device" in record.getMessage()
-    left = list(pathlib.Path(dataset.notes).parent.rglob("*.partial"))
+    left = list(pathlib.Path(dataset.notes).parent.rglob("*.tmp"))
     assert left == []
 
 

@@ -12,6 +12,7 @@ import functools
 import html.parser
 import io
 import json
+import os
 import pathlib
 import re
 import shutil
@@ -277,10 +278,10 @@ def test_where_writing_fails_the_page_before_stays(tmp_path, monkeypatch):
     path = tmp_path / "report.html"
     path.write_text("before")
 
-    def fail(self, target):
+    def fail(*_):
         raise OSError("no space is left")
 
-    monkeypatch.setattr(pathlib.Path, "replace", fail)
+    monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="no space"):
         write_report(simulated_record(), path)
     assert path.read_text() == "before"

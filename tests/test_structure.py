@@ -43,6 +43,7 @@ _ROOMS = [
     "memory",
     "health",
     "errors",
+    "_atomic_write",
 ]
 _HEAVY = {
     "tensorflow",

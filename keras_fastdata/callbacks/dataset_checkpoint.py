@@ -9,6 +9,7 @@ import os
 import sys
 from typing import Any
 
+from keras_fastdata import _atomic_write
 from keras_fastdata._dataset_internals import internals_of
 from keras_fastdata.callbacks.base import Callback, registered
 from keras_fastdata.engine.settings import boolean, integer
@@ -278,15 +279,8 @@ class DatasetCheckpoint(Callback):
             if saved_at is None or s["saved_at"] != saved_at
         ]
         self._states = [*others, found][-_KEPT:]
-        folder = os.path.dirname(os.path.abspath(self.path))
-        os.makedirs(folder, exist_ok=True)
-        # A file that is there is whole, whenever this is killed.
-        temporary = f"{self.path}.tmp"
-        with open(temporary, "w") as file:
-            json.dump({"states": self._states}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self.path)
+        with _atomic_write.replacing(self.path, durable=True) as file:
+            file.write(json.dumps({"states": self._states}).encode())
 
     def _read(self) -> list[_Saved]:
         try:

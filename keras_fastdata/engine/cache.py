@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import enum
 import io
 import json
 import logging
@@ -22,7 +23,6 @@ import os
 import pathlib
 import stat
 import struct
-import tempfile
 import weakref
 import zlib
 from typing import Any, NamedTuple, Protocol
@@ -30,6 +30,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from keras_fastdata import _atomic_write
 from keras_fastdata.health import memory
 from keras_fastdata.memory import layout, limits
 from keras_fastdata.memory.arena import aligned_empty, round_up
@@ -111,6 +112,14 @@ class MemoryCache:
         del self._batches[index]
 
 
+class _File(enum.Enum):
+    """What is known of the file of a batch."""
+
+    MISSING = enum.auto()  # or damaged: the batch is built, and written
+    READABLE = enum.auto()  # the batch is in it
+    FORBIDDEN = enum.auto()  # another user's: the batch is built every time
+
+
 class DiskCache:
     """Batches in files of one directory, which outlive the process.
 
@@ -131,13 +140,14 @@ class DiskCache:
         self._open: collections.OrderedDict[int, _Opened] = (
             collections.OrderedDict()
         )
-        self._held: dict[int, bool] = {}  # by index, once it was looked for
+        self._files: dict[int, _File] = {}  # by index, once looked for
+        self._has_told = False
 
     def holds(self, index: int) -> bool:
-        found = self._held.get(index)
-        if found is None:
-            found = self._held[index] = self._finds(index)
-        return found
+        file = self._files.get(index)
+        if file is None:
+            file = self._files[index] = self._look_for(index)
+        return file is _File.READABLE
 
     def get(self, index: int) -> Any:
         if index not in self._open:
@@ -146,7 +156,7 @@ class DiskCache:
         return described.assemble(buffers)
 
     def put(self, index: int, batch: Any) -> None:
-        if self._held.get(index):
+        if self._files.get(index, _File.MISSING) is not _File.MISSING:
             return
         plain = _plain(batch, self._room)
         if plain is None:
@@ -158,18 +168,29 @@ class DiskCache:
         except Exception as error:
             self._room.close(f"{path} cannot be written ({error})")
         else:
-            self._held[index] = True
+            self._files[index] = _File.READABLE
 
     def lose(self, index: int) -> None:
-        self._held[index] = False
+        self._files[index] = _File.MISSING
         self._open.pop(index, None)
 
-    def _finds(self, index: int) -> bool:
+    def _look_for(self, index: int) -> _File:
         path = self._path(index)
         try:
             self._keep_open(index, _read(path))
         except FileNotFoundError:
-            return False
+            return _File.MISSING
+        except PermissionError as error:
+            if not self._has_told:
+                self._has_told = True
+                _log.warning(
+                    "%s. This and any other file there that this user may not "
+                    "read is left as it is, and its batch is built in every "
+                    "epoch. Let this user read the directory, or pass another "
+                    "one as `cache`.",
+                    error,
+                )
+            return _File.FORBIDDEN
         except (OSError, ValueError) as error:
             _log.warning(
                 "%s is not a batch that was cached, or is damaged (%s); it is "
@@ -177,8 +198,8 @@ class DiskCache:
                 path,
                 error,
             )
-            return False
-        return True
+            return _File.MISSING
+        return _File.READABLE
 
     def _keep_open(self, index: int, opened: _Opened) -> None:
         self._open[index] = opened
@@ -261,7 +282,12 @@ def _bytes_of(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
 
 
 def _size_of(directory: pathlib.Path) -> int:
-    return sum(path.stat().st_size for path in directory.glob("*.batch"))
+    """Bytes of the batches in a directory, of those that can be looked at."""
+    size = 0
+    for path in directory.glob("*.batch"):
+        with contextlib.suppress(OSError):
+            size += path.stat().st_size
+    return size
 
 
 def _write(
@@ -275,19 +301,12 @@ def _write(
             "arrays": [[p.nbytes, zlib.crc32(p.data)] for p in parts],
         }
     ).encode()
-    made, beside = tempfile.mkstemp(".partial", f"{path.stem}-", path.parent)
-    try:
-        with open(made, "wb") as file:
-            file.write(_MAGIC + _SIZES.pack(len(head), zlib.crc32(head)))
-            file.write(head)
-            for part in parts:
-                file.write(bytes(round_up(file.tell()) - file.tell()))
-                file.write(part.data)
-        os.replace(beside, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(beside)
-        raise
+    with _atomic_write.replacing(path) as file:
+        file.write(_MAGIC + _SIZES.pack(len(head), zlib.crc32(head)))
+        file.write(head)
+        for part in parts:
+            file.write(bytes(round_up(file.tell()) - file.tell()))
+            file.write(part.data)
 
 
 def _read(path: pathlib.Path, *, trusted: bool = False) -> _Opened:

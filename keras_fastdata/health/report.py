@@ -7,17 +7,15 @@ wrote or raised is escaped by the template engine.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.resources
 import math
 import os
-import pathlib
 import re
-import secrets
 from typing import Any
 
 import numpy as np
 
+from keras_fastdata import _atomic_write
 from keras_fastdata.health import drawing, words
 from keras_fastdata.health.record import Record
 from keras_fastdata.health.recorder import Span
@@ -48,18 +46,10 @@ def write_report(record: Record, path: str | os.PathLike[str]) -> None:
         ImportError: Jinja2 is not installed.
         OSError: The file could not be written.
     """
-    page = _render(record)
-    target = pathlib.Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    beside = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
-    try:
-        # A traceback may hold halves of characters, as file names do.
-        with beside.open("x", encoding="utf-8", errors="backslashreplace") as f:
-            f.write(page)
-        beside.replace(target)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            beside.unlink()
+    # A traceback may hold halves of characters, as file names do.
+    page = _render(record).encode(errors="backslashreplace")
+    with _atomic_write.replacing(path) as file:
+        file.write(page)
 
 
 def require() -> None:

@@ -24,7 +24,6 @@ import json
 import logging
 import math
 import os
-import time
 import weakref
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -32,6 +31,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from keras_fastdata import _atomic_write
 from keras_fastdata.health.recorder import Span
 from keras_fastdata.health.staff import Loss
 from keras_fastdata.health.steps import Step
@@ -308,11 +308,7 @@ class _File:
         self._pid = os.getpid()
         self._lines: list[str] = []
         self._waiting = 0  # bytes of them
-        folder, name = os.path.split(os.path.abspath(path))
-        os.makedirs(folder, exist_ok=True)
-        unique = f"{self._pid}-{time.monotonic_ns()}"
-        self._temporary = os.path.join(folder, f".{name}.{unique}.part")
-        # Not of `tempfile`, which would make a file for its owner alone.
+        self._temporary = _atomic_write.name_beside(path)
         self._fd = os.open(
             self._temporary,
             os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC,
