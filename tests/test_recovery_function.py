@@ -13,6 +13,9 @@ import enum
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from keras_fastdata.memory.arena import Arena
+from keras_fastdata.workers.base import Ticket
+from keras_fastdata.workers.ledger import Ledger
 from keras_fastdata.workers.recovery import losses_of
 
 WORKERS = 3
@@ -217,3 +220,25 @@ def test_after_all_burials_every_ticket_is_built_or_on_its_way(history):
     world.receive()
     assert not world.sent
     assert not world.cancelled
+
+
+def test_a_ticket_that_a_death_cost_has_a_slot_although_all_are_in_use():
+    arena = Arena(warm_slots=1, hold_limit=1)
+    try:
+        ledger = Ledger(arena, spare=2)
+        serial = 0
+        while ledger.enter(Ticket(serial + 1, epoch=0, index=serial)):
+            serial += 1
+        wires = []
+        ledger.send(lambda wire, sent: not wires.append(wire))
+        # Two were received and never noted: by the dead worker and by another.
+        suspect = ledger.recover(
+            0, ledger.take_back(wires[2:]), 0, {1: 0}, ended=True
+        )
+        assert suspect is None
+        sent = []
+        ledger.send(lambda wire, one: not sent.append(one))
+        assert sorted(s.ticket.serial for s in sent) == [*range(1, serial + 1)]
+        assert len({s.slot for s in sent}) == serial
+    finally:
+        arena.close()

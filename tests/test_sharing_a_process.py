@@ -10,6 +10,7 @@ import itertools
 import os
 import pathlib
 import pickle
+import random
 import signal
 import stat
 import threading
@@ -23,6 +24,7 @@ from samples import Numbered, Random, equal, numbers
 from trainers.harness import START_METHODS, Trainer, Zygote, endless
 
 from keras_fastdata import FastPyDataset
+from keras_fastdata.memory import arena
 from keras_fastdata.workers import launch
 
 # The long way round, in the full run.
@@ -208,6 +210,48 @@ def test_two_loops_over_one_dataset_are_zipped(place):
         pairs = list(zip(dataset, dataset, strict=True))
     for side in range(2):
         assert numbers(pair[side] for pair in pairs) == list(range(50))
+
+
+def _interleave(dataset, passes, draw, most_held):
+    """Takes batches from several passes in turn; returns what each gave."""
+    opened = [iter(dataset) for _ in range(passes)]
+    given = [[] for _ in range(passes)]
+    left = list(range(passes))
+    held = []
+    while left:
+        one = draw.choice(left)
+        try:
+            batch = opened[one].fetch(quietly=draw.random() < 0.1)
+        except StopIteration:
+            left.remove(one)
+            continue
+        given[one] += numbers([batch])
+        held.append((given[one][-1], batch[0]))
+        del held[:-most_held]
+        assert all((x == number).all() for number, x in held)
+    return given
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_passes_in_any_order_share_few_slots(seed, monkeypatch):
+    """Each has its batches once and in order, whatever the others hold.
+
+    What lies ready for one pass is given up where another has no room.
+    """
+    monkeypatch.setattr(arena, "_MOST_SLOTS", 14)
+    draw = random.Random(seed)
+    with Numbered(
+        length=15,
+        shape=(64, 1024),
+        max_queue_size=draw.randint(1, 12),
+        **PROCESSES,
+    ) as dataset:
+        if seed:  # from the second epoch on, of those that `fit` prepares
+            opened = iter(dataset)
+            opened.lead_on(True)
+            assert numbers(opened) == list(range(15))
+        given = _interleave(dataset, 6, draw, most_held=draw.randint(1, 9))
+        assert given == [list(range(15))] * 6
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -474,7 +474,9 @@ class Loader:
             return self._from_cache(walk, index)
         if index in walk.skipped:
             return _SKIPPED
-        arrival = self._await(workers, walk, walk.position, schedule, thorough)
+        arrival = self._await(
+            workers, walk, walk.position, index, schedule, thorough
+        )
         return self._open(walk, arrival, index)
 
     def _note_delivery(self, walk: Walk, index: int, batch: Any) -> None:
@@ -514,8 +516,9 @@ class Loader:
                 if _holds(self._cache, index):
                     batch = self._from_cache(ahead, index)
                 if batch is _GONE:
-                    self._ask_for(workers, ahead, index)
-                    arrival = self._await(workers, ahead, index, None, True)
+                    arrival = self._await(
+                        workers, ahead, index, index, None, True
+                    )
                     batch = self._open(ahead, arrival, index)
                 if batch is _AGAIN:
                     batch = self._build_here(workers, ahead, index)
@@ -661,17 +664,21 @@ class Loader:
         self._look_s = now_s + _LOOK_S
         return True
 
-    def _ask_for(self, workers: Workers, walk: Walk, index: int) -> None:
-        """Makes sure that the batch at `index` is asked for, or here.
+    def _ask_for(
+        self, workers: Workers, walk: Walk, key: int, index: int
+    ) -> None:
+        """Makes sure that the batch a consumer waits for is out, or here.
 
-        There may be no room for it before others have come.
+        The rule for every wait for room: it can make room. Batches that are
+        out come, and those that lie ready, whoever they are for, are given
+        up. The rest of what takes room is bounded: what the consumer holds
+        (see `Arena.crowded`), and what workers keep.
         """
-        while index not in walk.ready:
-            if self._tickets.is_out(walk, index):
+        while key not in walk.ready and key not in walk.waiting:
+            if self._tickets.issue(workers, walk, index, key=key):
                 return
-            if self._tickets.issue(workers, walk, index, key=index):
-                return
-            self._wait(workers)
+            if not self._tickets.make_room({*self._walks(), walk}):
+                self._wait(workers)
             self._tickets.take_in(workers)
 
     def _await(
@@ -679,12 +686,14 @@ class Loader:
         workers: Workers,
         walk: Walk,
         key: int,
+        index: int,
         schedule: Schedule | None,
         thorough: bool,
     ) -> Arrival:
         """Waits until the batch that `key` stands for has come.
 
         Args:
+            index: Of that batch.
             thorough: Whether to look what else has come even if it is here
                 and there are more where it was.
         """
@@ -696,6 +705,9 @@ class Loader:
         while key not in walk.ready:
             if schedule is not None and self._tickets.has_room(walk):
                 self._refill(workers, walk, schedule)
+            self._ask_for(workers, walk, key, index)
+            if key in walk.ready:
+                break
             self._wait(workers)
             self._tickets.take_in(workers)
         return walk.ready.pop(key)
@@ -721,6 +733,8 @@ class Loader:
                 if not workers.busy or now_s - came_s > _SETTLE_S:
                     walk.settled_s += now_s - came_s
                     return
+            else:
+                self._ask_for(workers, walk, walk.position, index)
             self._wait(workers)
 
     def _wait(self, workers: Workers) -> None:

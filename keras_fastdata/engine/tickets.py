@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Iterable
 
 from keras_fastdata.engine.auto import Auto
 from keras_fastdata.engine.cache import Cache
@@ -123,12 +124,27 @@ class Tickets:
             return False
         queued_s = 0.0 if interval_s is None else time.monotonic()
         self._routes[serial] = Route(walk, key, queued_s)
-        walk.waiting.add(serial)
+        walk.waiting[key] = serial
         return True
 
-    def is_out(self, walk: Walk, key: int) -> bool:
-        """Whether a batch is asked for, and has not come."""
-        return any(self._routes[serial].key == key for serial in walk.waiting)
+    def make_room(self, walks: Iterable[Walk]) -> bool:
+        """Gives up the ready batch that is farthest from its turn.
+
+        It is asked for again when its walk goes on.
+
+        Args:
+            walks: Those that may have one; the one with most of them loses it.
+
+        Returns:
+            Whether there was one.
+        """
+        walk = max(walks, key=lambda walk: len(walk.ready))
+        if not walk.ready:
+            return False
+        key = max(walk.ready)
+        walk.ready.pop(key).done.discard()
+        walk.issued = min(walk.issued, key)
+        return True
 
     def take_in(self, workers: Workers) -> None:
         """Puts every batch that has come to where it belongs."""
@@ -138,8 +154,8 @@ class Tickets:
     def forget(self, workers: Workers | None, walk: Walk) -> None:
         """Takes back the tickets of a walk and drops what came of others."""
         if walk.waiting and workers is not None:
-            workers.cancel(walk.waiting)
-        for serial in walk.waiting:
+            workers.cancel(walk.waiting.values())
+        for serial in walk.waiting.values():
             self._routes.pop(serial, None)
         for arrival in walk.ready.values():
             arrival.done.discard()
@@ -154,7 +170,8 @@ class Tickets:
         self, workers: Workers, walk: Walk, index: int, cache: Cache | None
     ) -> bool:
         """Has the next batch built, unless it is known; `False`: no room."""
-        if not walk.knows(walk.issued, index):
+        is_out = walk.issued in walk.waiting
+        if not is_out and not walk.knows(walk.issued, index):
             if cache is not None and cache.holds(index):
                 walk.cached.add(walk.issued)
             elif not self.issue(workers, walk, index, key=walk.issued):
@@ -171,15 +188,15 @@ class Tickets:
         if walk.following is not None:
             self.forget(workers, walk.following)
         end = walk.position + allowed
-        late = {s for s in walk.waiting if self._routes[s].key >= end}
-        workers.cancel(late)
-        for serial in late:
-            walk.issued = min(walk.issued, self._routes.pop(serial).key)
-        walk.waiting -= late
+        late = [key for key in walk.waiting if key >= end]
+        workers.cancel([walk.waiting[key] for key in late])
+        for key in late:
+            del self._routes[walk.waiting.pop(key)]
+            walk.issued = min(walk.issued, key)
 
     def _route(self, workers: Workers, done: Done) -> None:
         walk, key, queued_s = self._routes.pop(done.serial)
-        walk.waiting.discard(done.serial)
+        del walk.waiting[key]
         walk.ready[key] = Arrival(done, queued_s)
         if done.nbytes > self._largest:
             self._largest = done.nbytes

@@ -46,7 +46,7 @@ class Walk:
         following: That one, once tickets of it may be out.
         position: Of the next batch to deliver.
         issued: Positions below this one have been asked for.
-        waiting: The serials of tickets that are out.
+        waiting: The serials of tickets that are out, by position.
         ready: Batches that have come, by position.
         cached: Positions whose batches are to come from the cache.
         peeked: Batches that were opened before their turn, by index.
@@ -76,7 +76,7 @@ class Walk:
         self.following: Walk | None = None
         self.position = 0
         self.issued = 0
-        self.waiting: set[int] = set()
+        self.waiting: dict[int, int] = {}
         self.ready: dict[int, Arrival] = {}
         self.cached: set[int] = set()
         self.peeked: dict[int, Any] = {}

@@ -152,10 +152,12 @@ class Arena:
         self._collect()
         return len(self._lent) >= self._hold_limit
 
-    def take(self) -> int | None:
-        """Takes a free slot, or `None` if every slot there is is in use."""
+    def take(self, leave: int = 0) -> int | None:
+        """Takes a free slot, or `None` if no more than `leave` are free."""
         if self._returned:
             self._collect()
+        if leave and len(self._warm) + len(self._cold) <= leave:
+            return None
         if self._warm:
             return self._warm.pop()
         return self._cold.pop() if self._cold else None

@@ -53,10 +53,17 @@ class _Limbo:
 
 
 class Ledger:
-    """Accounts for tickets and slots; sends nothing itself."""
+    """Accounts for tickets and slots; sends nothing itself.
 
-    def __init__(self, arena: Arena) -> None:
+    Args:
+        arena: Has the slots.
+        spare: Slots that no new ticket takes. They are for tickets that are
+            sent again while somebody may yet write to the slot they had.
+    """
+
+    def __init__(self, arena: Arena, spare: int = 0) -> None:
         self._arena = arena
+        self._spare = spare
         self._wire = 0
         self._sent: dict[int, Sent] = {}
         self._cancelled: dict[int, Sent] = {}
@@ -67,7 +74,7 @@ class Ledger:
 
     def enter(self, ticket: Ticket) -> bool:
         """Queues a ticket, or returns False: there is no free slot."""
-        slot = self._arena.take()
+        slot = self._arena.take(self._spare)
         if slot is None:
             return False
         self._queue(Sent(ticket, slot))

@@ -222,7 +222,7 @@ class ProcessWorkers:
                 undo.callback(self._launcher.close)
                 self._open_sockets()
             undo.pop_all()
-        self._ledger = Ledger(self._arena)
+        self._ledger = Ledger(self._arena, spare=plan.count)
 
     # -- what the engine calls ----------------------------------------------
 
