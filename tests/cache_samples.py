@@ -33,6 +33,14 @@ class Noted(FastPyDataset):
         return x, [np.full((4, 1), value, "uint8")]
 
 
+class NotedPairs(Noted):
+    """Batches that a model takes."""
+
+    def __getitem__(self, index):
+        super().__getitem__(index)
+        return np.full((4, 1), index, "float32"), np.ones((4, 1), "float32")
+
+
 class Trainable(FastPyDataset):
     def __len__(self):
         return 6

@@ -28,6 +28,7 @@ from cache_samples import (
     Hooked,
     Mixed,
     Noted,
+    NotedPairs,
     Opens,
     Reseeded,
     Trainable,
@@ -153,6 +154,47 @@ def test_walks_side_by_side_get_every_batch_once(cached, place):
         left, right = zip(*pairs, strict=True)
         assert values(left) == values(right) == list(range(30))
         assert values(dataset) == list(range(30))
+
+
+@everywhere
+def test_each_batch_is_built_once_whoever_asks_for_it(
+    cached, built, place, tmp_path
+):
+    """The next epoch, a pass beside, and one after a pass was given up."""
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    kwargs = {"max_queue_size": 10, **PLACES[place]}
+    pairs = NotedPairs(
+        tmp_path / "notes", 30, cache="memory", cache_version=1, **kwargs
+    )
+    with pairs as dataset:
+        model.fit(dataset, epochs=3, verbose=0)
+        assert built() == list(range(30))
+    with cached("memory", length=30, **kwargs) as dataset:
+        for left, right in zip(dataset, dataset, strict=True):
+            assert values([left]) == values([right])
+        assert built() == list(range(30))
+    with cached("memory", length=30, **kwargs) as dataset:
+        opened = open_pass(dataset._loader(), dataset, shuffle=False)
+        for _ in range(5):
+            next(opened)
+        loader = dataset._loader()
+        while opened._walk.waiting:
+            loader._workers.wait(0.1)
+            loader._tickets.take_in(loader._workers)
+        del opened
+        assert values(dataset) == list(range(30))
+        assert built() == list(range(30))
+
+
+def test_what_is_not_kept_is_built_again_for_whoever_relies_on_it(
+    cached, built
+):
+    places = PLACES["2 processes"]
+    with cached("memory", length=30, cache_bytes=1, **places) as dataset:
+        for left, right in zip(dataset, dataset, strict=True):
+            assert values([left]) == values([right])
+    assert built() == sorted([*range(30), *range(30)])
 
 
 @somewhere

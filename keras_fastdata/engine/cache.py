@@ -54,6 +54,11 @@ class _Opened(NamedTuple):
 class Cache(Protocol):
     """Batches by index."""
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether it has kept every batch that it was given."""
+        ...
+
     def holds(self, index: int) -> bool:
         """Whether it has that batch."""
         ...
@@ -84,6 +89,10 @@ class MemoryCache:
             most = free // 2
         self._room = _Room(name, most)
         self._batches: dict[int, _Opened] = {}
+
+    @property
+    def keeps_all(self) -> bool:
+        return not self._room.has_refused
 
     def holds(self, index: int) -> bool:
         return index in self._batches
@@ -142,6 +151,10 @@ class DiskCache:
         )
         self._files: dict[int, _File] = {}  # by index, once looked for
         self._has_told = False
+
+    @property
+    def keeps_all(self) -> bool:
+        return not self._room.has_refused
 
     def holds(self, index: int) -> bool:
         file = self._files.get(index)
@@ -211,14 +224,18 @@ class DiskCache:
 
 
 class _Room:
-    """How much more may be kept; says so once where there is no more."""
+    """How much more may be kept; says so once where there is no more.
+
+    Attributes:
+        has_refused: Whether anything was not kept.
+    """
 
     def __init__(self, name: str, most: int | None, used: int = 0) -> None:
         self._name = name
         self._most = most
         self._used = used
         self._closed = False
-        self._has_told = False
+        self.has_refused = False
 
     def take(self, nbytes: int) -> bool:
         """Whether so many bytes may be kept; from then on they are."""
@@ -240,8 +257,8 @@ class _Room:
 
     def refuse(self, which: str, reason: str) -> None:
         """Says, the first time, that something is not kept."""
-        if not self._has_told:
-            self._has_told = True
+        if not self.has_refused:
+            self.has_refused = True
             _log.warning(
                 "%s of %s are cached: %s. The others are built in every epoch.",
                 which,

@@ -17,6 +17,7 @@ Invariant: a pass delivers position 0, 1, 2 ... of its schedule, each once.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -430,6 +431,8 @@ class Loader:
             workers.resume()
         thorough = self._is_time_to_look()
         while (index := schedule.index_at(walk.position)) is not None:
+            if walk.position in walk.cached and not _holds(self._cache, index):
+                walk.cached.discard(walk.position)  # but on its way to it
             if quietly:
                 self._settle(workers, walk, schedule, index)
             if walk.issued <= walk.position:
@@ -442,7 +445,6 @@ class Loader:
                 workers, schedule = self._prepare(walk, dataset)
                 walk.issued = max(walk.issued, walk.position + 1)
             if batch is _GONE:
-                self._forget_ahead(walk)
                 continue
             if batch is END:
                 break
@@ -563,9 +565,10 @@ class Loader:
             reference = self._dropped.popleft()
             assert isinstance(reference, _WalkRef)
             self._passes.discard(reference)
-            self._retire(reference.walk)
-            if reference.walk.following is not None:
-                self._retire(reference.walk.following)
+            walks = [reference.walk, reference.walk.following]
+            for abandoned in filter(None, walks):
+                self._cache_ready(abandoned)
+                self._retire(abandoned)
         if self._changed:
             self._change()
         if not walk.begun:
@@ -883,6 +886,17 @@ class Loader:
             ) from error
 
     # -- dropping what was built ahead --------------------------------------
+
+    def _cache_ready(self, walk: Walk) -> None:
+        """Caches what lies ready for a walk that nobody goes on with."""
+        while self._cache is not None and walk.ready:
+            assert walk.schedule is not None
+            position, arrival = walk.ready.popitem()
+            index = walk.schedule.index_at(position)
+            assert index is not None
+            # Whoever asks for it again hears what is wrong with it.
+            with contextlib.suppress(Exception):
+                self._cache.put(index, arrival.done.open())
 
     def _forget_ahead(self, walk: Walk) -> None:
         self._tickets.forget(self._workers, walk)

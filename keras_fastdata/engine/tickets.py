@@ -31,6 +31,8 @@ class Tickets:
     def __init__(self, settings: Settings, auto: Auto | None) -> None:
         self._serials = itertools.count(1)
         self._routes: dict[int, Route] = {}  # by serial
+        # Of a dataset with a cache: whose each batch is, or was, by index.
+        self._asked: dict[int, tuple[Walk, int, int]] = {}
         self._largest = 0  # bytes of the largest batch so far
         self.take_up(settings, auto)
 
@@ -52,7 +54,8 @@ class Tickets:
             workers: Who gets them.
             walk: For what walk.
             schedule: Its own.
-            cache: Batches in it need no ticket.
+            cache: Batches in it need no ticket, nor do those that are on
+                their way to it: each is built once.
 
         Returns:
             Whether that is as far as the schedule goes, and there is room for
@@ -107,12 +110,18 @@ class Tickets:
     ) -> bool:
         """Asks for a batch; `False`: there is no room for it.
 
+        One that is to be cached, and that another walk has asked for, is
+        taken over from that walk.
+
         Args:
             workers: Who is asked.
             walk: What walk it is for.
             index: Of the batch.
             key: What it is to lie ready under.
         """
+        if self._is_asked_for(index):
+            self._take_over(walk, index, key)
+            return True
         serial = next(self._serials)
         assert walk.epoch is not None
         interval_s = walk.interval_s
@@ -125,6 +134,8 @@ class Tickets:
         queued_s = 0.0 if interval_s is None else time.monotonic()
         self._routes[serial] = Route(walk, key, queued_s)
         walk.waiting[key] = serial
+        if self._settings.cache is not None:
+            self._asked[index] = walk, key, serial
         return True
 
     def make_room(self, walks: Iterable[Walk]) -> bool:
@@ -165,6 +176,7 @@ class Tickets:
     def clear(self) -> None:
         """Forgets them all: there is nobody left to answer."""
         self._routes.clear()
+        self._asked.clear()
 
     def _issue_next(
         self, workers: Workers, walk: Walk, index: int, cache: Cache | None
@@ -172,12 +184,40 @@ class Tickets:
         """Has the next batch built, unless it is known; `False`: no room."""
         is_out = walk.issued in walk.waiting
         if not is_out and not walk.knows(walk.issued, index):
-            if cache is not None and cache.holds(index):
+            if cache is not None and (
+                cache.holds(index)
+                or (cache.keeps_all and self._is_asked_for(index))
+            ):
                 walk.cached.add(walk.issued)
             elif not self.issue(workers, walk, index, key=walk.issued):
                 return False
         walk.issued += 1
         return True
+
+    def _is_asked_for(self, index: int) -> bool:
+        """Whether a batch that is to be cached is out, or lies ready."""
+        if index not in self._asked:
+            return False
+        walk, key, serial = self._asked[index]
+        if walk.waiting.get(key) == serial:
+            return True
+        if key in walk.ready and walk.ready[key].done.serial == serial:
+            return True
+        del self._asked[index]
+        return False
+
+    def _take_over(self, walk: Walk, index: int, key: int) -> None:
+        """Has a walk get a batch that another one has asked for."""
+        other, place, serial = self._asked[index]
+        other.issued = min(other.issued, place)
+        if place in other.waiting:
+            walk.waiting[key] = other.waiting.pop(place)
+            self._routes[serial] = Route(
+                walk, key, self._routes[serial].queued_s
+            )
+        else:
+            walk.ready[key] = other.ready.pop(place)
+        self._asked[index] = walk, key, serial
 
     def _take_back(self, workers: Workers, walk: Walk, allowed: int) -> None:
         """Recalls tickets that a larger batch than any before makes too many.

@@ -48,7 +48,8 @@ class Walk:
         issued: Positions below this one have been asked for.
         waiting: The serials of tickets that are out, by position.
         ready: Batches that have come, by position.
-        cached: Positions whose batches are to come from the cache.
+        cached: Positions whose batches are to come from the cache. Some may
+            not be in it yet, but be asked for by another walk.
         peeked: Batches that were opened before their turn, by index.
         skipped: Batches left out, by index, each with its traceback.
         delivered: How many batches have been delivered.
