@@ -175,10 +175,10 @@ def test_each_batch_is_built_once_whoever_asks_for_it(
             assert values([left]) == values([right])
         assert built() == list(range(30))
     with cached("memory", length=30, **kwargs) as dataset:
-        opened = open_pass(dataset._loader(), dataset, shuffle=False)
+        loader = loader_of(dataset)
+        opened = open_pass(loader, dataset, shuffle=False)
         for _ in range(5):
             next(opened)
-        loader = dataset._loader()
         while opened._walk.waiting:
             loader._workers.wait(0.1)
             loader._tickets.take_in(loader._workers)
