@@ -419,8 +419,9 @@ class FastPyDataset(_Base):
             state_dict: What `state_dict` returned.
 
         Raises:
-            ValueError: It is of a dataset of another length, with another
-                seed, or with other epoch hooks.
+            ValueError: A field of it is damaged, and named; or it is of a
+                dataset of another length, with another seed, or with other
+                epoch hooks.
             LoaderError: Its epoch hooks did not do what they had done.
         """
         state = State.from_dict(state_dict, type(self).__name__)

@@ -10,10 +10,13 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 
 import keras
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from places import LONG_BUT_ON_JAX, PLACES, everywhere
 from resume_samples import PLACES as KILLED_PLACES
 from resume_samples import Begun, Drawn, Reshuffled
@@ -26,6 +29,7 @@ from keras_fastdata import (
     SampleDataset,
 )
 from keras_fastdata._dataset_internals import loader_of
+from keras_fastdata.engine.resume import State
 
 _SCRIPT = pathlib.Path(__file__).with_name("resume_samples.py")
 _EPOCHS = 4
@@ -128,6 +132,109 @@ def test_what_is_no_state_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             Drawn(seed=3).load_state_dict(wrong)
+
+
+_WRONG = {
+    "version": ["1", 1.0, True, None, 0],
+    "seed": ["3", -1, True, None, 3.0],
+    "epoch": ["drop table", -1, True, None, 2.0, 1 << 63],
+    "position": ["0", -1, False, None, [], 1 << 63, 8],
+    "num_batches": ["7", -7, True, 7.0],
+    "shuffle": ["yes", 0, 1, []],
+    "within": ["no", 0, None],
+    "hooks": [
+        None,
+        "on_epoch_end",
+        {},
+        [["close", 0]],
+        [["on_epoch_end", -1]],
+        [["on_epoch_end", True]],
+        [["on_epoch_end"]],
+        ["ab"],
+        [[["on_epoch_end"], 0]],
+    ],
+    "digest": [None, 0, "0", "g" * 32, "0" * 33, b""],
+    "mine": [None],
+}
+
+
+@pytest.mark.parametrize("field", _WRONG)
+def test_a_damaged_field_of_a_state_is_refused_by_name(field):
+    dataset = Drawn(seed=3)
+    state = dataset.state_dict()
+    for wrong in _WRONG[field]:
+        with pytest.raises(ValueError, match=field) as caught:
+            dataset.load_state_dict({**state, field: wrong})
+        assert field == "mine" or repr(wrong) in str(caught.value)
+        assert dataset.state_dict() == state
+
+
+def test_a_damaged_number_of_shards_is_refused_by_name():
+    dataset = GeneratorDataset(lambda: iter(range(3)))
+    state = dataset.state_dict()
+    dataset.load_state_dict(state)
+    for wrong in (0, True, "1", None):
+        with pytest.raises(ValueError, match="`num_shards` of the state must"):
+            dataset.load_state_dict({**state, "num_shards": wrong})
+    del state["num_shards"]
+    with pytest.raises(ValueError, match="lacks: num_shards"):
+        dataset.load_state_dict(state)
+    with pytest.raises(ValueError, match="no state"):
+        dataset.load_state_dict([])
+
+
+def test_numbers_of_numpys_in_a_state_are_numbers():
+    state = Drawn(seed=3).state_dict()
+    one = np.int64(1)
+    found = {**state, "epoch": one, "position": one, "shuffle": np.True_}
+    other = Drawn(seed=3)
+    other.load_state_dict(found)
+    assert through_json(other.state_dict()) == {
+        **state,
+        "epoch": 1,
+        "position": 1,
+        "shuffle": True,
+    }
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda parts: st.lists(parts) | st.dictionaries(st.text(), parts),
+    max_leaves=5,
+)
+
+
+@given(
+    st.dictionaries(st.sampled_from(["version", *State.__annotations__]), _JSON)
+)
+def test_a_state_is_taken_as_it_is_or_not_at_all(changes):
+    state = {**Drawn(seed=3).state_dict(), **changes}
+    try:
+        found = State.from_dict(state, "Drawn")
+    except ValueError:
+        return
+    assert through_json(found.as_dict()) == state
+
+
+@given(data=st.data())
+def test_a_file_of_states_with_any_bytes_changed_is_states_or_damaged(data):
+    saved = {"epoch": 1, "saved_at": [1, 0, 7], "dataset": {"epoch": 1}}
+    content = bytearray(json.dumps({"states": [saved, saved]}).encode())
+    places = st.integers(0, len(content) - 1)
+    for place in data.draw(st.lists(places, max_size=4)):
+        content[place] = data.draw(st.integers(0, 255))
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "data.json")
+        path.write_bytes(content)
+        try:
+            states = DatasetCheckpoint(path)._read()
+        except ValueError as error:
+            assert str(path) in str(error)  # noqa: PT017
+            return
+    for found in states:
+        assert found.keys() == saved.keys()
+        assert type(found["epoch"]) is int
+        assert isinstance(found["dataset"], dict)
 
 
 def test_another_order_is_refused():

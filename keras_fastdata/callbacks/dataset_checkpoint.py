@@ -131,7 +131,11 @@ class DatasetCheckpoint(Callback):
         state = self._state_for(epoch)
         dataset = self._adapter.py_dataset
         if state is not None:
-            dataset.load_state_dict(state["dataset"])
+            try:
+                dataset.load_state_dict(state["dataset"])
+            except ValueError as error:
+                error.add_note(f"The state is in {self.path}.")
+                raise
             if state["epoch"] != epoch:
                 # It was saved behind the last batch of its epoch; or in an
                 # epoch that was itself resumed, which BackupAndRestore takes
@@ -285,15 +289,15 @@ class DatasetCheckpoint(Callback):
     def _read(self) -> list[_Saved]:
         try:
             with open(self.path) as file:
-                states: list[_Saved] = json.load(file)["states"]
+                return [*map(_checked, json.load(file)["states"])]
         except FileNotFoundError:
             return []
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(
-                f"{self.path} was not written by DatasetCheckpoint: "
-                f"{error!r}. Pass another `path`, or remove the file."
+                f"{self.path} was not written by DatasetCheckpoint, or is "
+                f"damaged: {error!r:.200}. Pass another `path`, or remove the "
+                "file."
             ) from error
-        return states
 
     def _state_for(self, epoch: int) -> _Saved | None:
         """The state to go on from, if `fit` is to begin with that epoch."""
@@ -329,6 +333,23 @@ class DatasetCheckpoint(Callback):
                 latest,
             )
         return None
+
+
+def _checked(saved: Any) -> _Saved:
+    """What `_save` wrote; what is in `dataset`, the dataset checks itself.
+
+    Raises:
+        ValueError: It did not; or a `KeyError` or `TypeError`.
+    """
+    epoch, moment, state = (
+        saved[name] for name in ("epoch", "saved_at", "dataset")
+    )
+    numbers = [epoch] if moment is None else [epoch, *moment]
+    if any(type(number) is not int for number in numbers) or epoch < 0:
+        raise ValueError(f"`epoch` {epoch!r}, `saved_at` {moment!r}")
+    if not isinstance(state, dict):
+        raise ValueError(f"`dataset` {state!r}")
+    return {"epoch": epoch, "saved_at": moment, "dataset": state}
 
 
 def _restored(backup: Any) -> tuple[int, int] | None:

@@ -244,15 +244,18 @@ class GeneratorDataset(FastPyDataset):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """As of any dataset; the items before that place are made again."""
-        shards = state_dict.get("num_shards")
+        name = type(self).__name__
+        State.from_dict(state_dict, name, also=["num_shards"])
+        rest = dict(state_dict)
+        shards = rest.pop("num_shards")
         mine = self._fastdata_plan.num_shards
         if shards != mine:
             raise ValueError(
-                f"The state is of {shards} shards, and this "
-                f"{type(self).__name__} has {mine}. Pass "
-                f"`num_shards={shards}`, with any number of workers."
+                f"The state is of {shards} shards, and this {name} has "
+                f"{mine}. Pass `num_shards={shards}`, with any number of "
+                "workers."
             )
-        super().load_state_dict(state_dict)
+        super().load_state_dict(rest)
 
 
 class _Plan:

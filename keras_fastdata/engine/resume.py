@@ -9,8 +9,11 @@ again, and a digest tells whether the dataset has become what it was.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
-from collections.abc import Collection, Mapping
+import operator
+import re
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -57,30 +60,47 @@ class State:
         return state
 
     @classmethod
-    def from_dict(cls, state: Mapping[str, Any], dataset: str) -> State:
+    def from_dict(
+        cls, state: Any, dataset: str, also: Collection[str] = ()
+    ) -> State:
         """What `as_dict` made.
 
+        Args:
+            state: What the user passed; it may come from a damaged file.
+            dataset: The dataset's class name, for messages.
+            also: Fields that states of this dataset have besides.
+
         Raises:
-            ValueError: It did not.
+            ValueError: It did not; the error names the field.
         """
-        names = {field.name for field in dataclasses.fields(cls)}
         if not isinstance(state, Mapping) or "version" not in state:
             raise ValueError(
                 f"This is no state of a dataset: {state!r:.200}. Pass what "
                 f"`state_dict()` of a {dataset} has returned."
             )
-        if state["version"] != VERSION:
+        version = state["version"]
+        if type(version) is not int or version != VERSION:
             raise ValueError(
-                f"The state has version {state['version']!r}, and this "
+                f"The state has version {version!r:.200}, and this "
                 f"keras_fastdata knows version {VERSION}."
             )
-        if missing := sorted(names - set(state)):
+        names = [field.name for field in dataclasses.fields(cls)]
+        known = {"version", *names, *also}
+        if missing := sorted(known - set(state)):
             raise ValueError(f"The state lacks: {', '.join(missing)}.")
-        fields = {name: state[name] for name in names}
-        fields["hooks"] = tuple(
-            (str(name), int(epoch)) for name, epoch in state["hooks"]
-        )
-        return cls(**fields)
+        if unknown := [name for name in state if name not in known]:
+            raise ValueError(
+                f"The state of a {dataset} has no field {unknown[0]!r:.200}. "
+                f"It has: {', '.join(sorted(known))}. Take out what you have "
+                "added to it."
+            )
+        fields = {name: _checked(name, state[name]) for name in [*names, *also]}
+        if None is not fields["num_batches"] < fields["position"]:
+            raise ValueError(
+                f"`position` of the state must be at most its `num_batches`, "
+                f"{fields['num_batches']}. Received: {fields['position']}"
+            )
+        return cls(**{name: fields[name] for name in names})
 
     def check(
         self,
@@ -145,6 +165,82 @@ class State:
                 "on the dataset, on `self.rng`, `np.random` or `random`, and "
                 "on `self.epoch`; and if nobody else assigns attributes."
             )
+
+
+def _checked(name: str, value: Any) -> Any:
+    """A field of a state.
+
+    Raises:
+        ValueError: It has a value that `as_dict` does not give it.
+    """
+    allowed, read = _FIELDS[name]
+    try:
+        return read(value)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"`{name}` of the state must be {allowed}. Received: "
+            f"{value!r:.200} (of type {type(value).__name__})"
+        ) from None
+
+
+def _count(value: Any, least: int = 0, below: int = 1 << 63) -> int:
+    if isinstance(value, (bool, np.bool_)):
+        raise TypeError
+    if not least <= (number := operator.index(value)) < below:
+        raise ValueError
+    return number
+
+
+def _seed(value: Any) -> int:
+    return _count(value, below=1 + abs(operator.index(value)))
+
+
+def _truth(value: Any) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError
+    return bool(value)
+
+
+def _hooks(value: Any) -> tuple[tuple[str, int], ...]:
+    if not isinstance(value, (list, tuple)):
+        raise TypeError
+    hooks = tuple((name, _count(epoch)) for name, epoch in value)
+    if any(name not in ("on_epoch_begin", "on_epoch_end") for name, _ in hooks):
+        raise ValueError
+    return hooks
+
+
+def _hexadecimal(value: Any) -> str:
+    if not isinstance(value, str) or not _DIGEST.fullmatch(value):
+        raise ValueError
+    return value
+
+
+def _or_none(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: None if value is None else read(value)
+
+
+_DIGEST = re.compile("([0-9a-f]{32})?")
+_INTEGER = "an integer of at least 0"
+
+# What each field may be, in words, and what reads it.
+_FIELDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "seed": (_INTEGER, _seed),
+    "epoch": (f"{_INTEGER} and below 2**63", _count),
+    "position": (f"{_INTEGER} and below 2**63", _count),
+    "num_batches": (f"{_INTEGER} and below 2**63, or None", _or_none(_count)),
+    "shuffle": ("True, False or None", _or_none(_truth)),
+    "within": ("True or False", _truth),
+    "hooks": (
+        'a list of pairs of "on_epoch_begin" or "on_epoch_end" and an epoch',
+        _hooks,
+    ),
+    "digest": ("32 hexadecimal digits, or empty", _hexadecimal),
+    "num_shards": (
+        "an integer of at least 1",
+        functools.partial(_count, least=1),
+    ),
+}
 
 
 def _listed(hooks: tuple[tuple[str, int], ...]) -> str:
