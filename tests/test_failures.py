@@ -597,11 +597,16 @@ def frames(error, since=None):
 
 def is_where(error, kind, dataset="Raising", batch=BROKEN, epoch=r"\d+"):
     """Whether one note, and only one, tells where the exception is from."""
+    names = (kind, dataset, batch, epoch)
+    return sum(is_where_note(n, *names) for n in error.__notes__) == 1
+
+
+def is_where_note(note, kind, dataset="Raising", batch=BROKEN, epoch=r"\d+"):
     pattern = (
         rf"While building batch {batch} of epoch {epoch} of {dataset}, "
         rf"in {WHERE[kind]}\."
     )
-    return sum(bool(re.fullmatch(pattern, n)) for n in error.__notes__) == 1
+    return bool(re.fullmatch(pattern, note))
 
 
 def shown(error):
@@ -676,8 +681,10 @@ def assert_arrives_through_fit(raising, kind, model, name):
         notes = "\n".join(here.__notes__)
         while cause is not None:
             assert traceback.format_exception_only(cause)[-1].strip() in notes
-            assert all(line in notes for *_, line in frames(cause))
+            for *_, number, _ in frames(cause)[-1:]:
+                assert f"({__file__}, line {number}) by " in notes
             cause = cause.__cause__
+        assert is_where_note(here.__notes__[-1], kind)
     raising.tell("nothing")
     assert len(fit(model, raising).history["loss"]) == 1
 
@@ -686,6 +693,59 @@ def test_the_frames_of_a_cause_are_the_users(raising):
     raising.tell("a_cause")
     here, there = caught(walk, raising), caught(a_cause)
     assert frames(here.__cause__) == frames(there.__cause__)
+
+
+def test_no_frame_of_ours_stands_above_the_users(raising, run):
+    raising.tell("two_arguments")
+    assert not [f for f in files_of(caught(run, raising)) if is_ours(f)]
+
+
+def test_our_frames_are_there_where_keras_filters_nothing(raising, run):
+    import keras
+
+    raising.tell("two_arguments")
+    keras.config.disable_traceback_filtering()
+    try:
+        files = files_of(caught(run, raising))
+    finally:
+        keras.config.enable_traceback_filtering()
+    assert any(map(is_ours, files))
+    assert files[-1] == __file__
+
+
+def files_of(error):
+    return [f.filename for f in traceback.extract_tb(error.__traceback__)]
+
+
+def is_ours(file):
+    return file.startswith(failures.PACKAGE)
+
+
+def a_generator():
+    yield np.zeros((4, 2), "float32")
+
+
+async def a_coroutine():
+    return np.zeros((4, 2), "float32")
+
+
+class Unfinished(Broken):
+    def __getitem__(self, index):
+        return self.fail()
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [(a_generator, "a `yield` in a_gen"), (a_coroutine, "an `async def` in a")],
+)
+def test_code_that_has_yet_to_run_is_no_batch(kind, function, said):
+    line = function.__code__.co_firstlineno
+    with Unfinished(function, **KINDS[kind]) as dataset:
+        error = caught(walk, dataset)
+    assert type(error) is TypeError
+    assert "Unfinished.__getitem__ returned a " in str(error)
+    assert said in str(error)
+    assert f"({__file__}, line {line})." in str(error)
 
 
 def test_the_carets_of_a_traceback_point_to_the_right_place(raising):

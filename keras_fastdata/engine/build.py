@@ -12,6 +12,7 @@ import logging
 import os
 import random
 import threading
+import types
 import warnings
 import weakref
 from collections.abc import Callable
@@ -491,11 +492,11 @@ class Builder:
     def _made(self, context: Context) -> Any:
         dataset, index = self.dataset, context.index
         if not self._cached:
-            return dataset[index]
+            return _item(dataset, index)
         for last in (False, True):
             context.asked = ""
             before = self._states()
-            batch = dataset[index]
+            batch = _item(dataset, index)
             after = self._states()
             used = context.asked and f"self.{context.asked}"
             for name, state in before.items():
@@ -600,6 +601,33 @@ def is_at_work_for(dataset: Dataset) -> bool:
     """Whether this thread runs a method of a dataset that we have called."""
     context = _current.context
     return context is not None and context.dataset is dataset
+
+
+def _item(dataset: Dataset, index: int) -> Any:
+    """`dataset[index]`, once it is known to have been built.
+
+    Raises:
+        TypeError: It is code that has yet to run.
+    """
+    batch = dataset[index]
+    if not isinstance(batch, (types.GeneratorType, types.CoroutineType)):
+        return batch
+    batch.close()
+    name = type(dataset).__name__
+    if isinstance(batch, types.CoroutineType):
+        code, kind, cause = batch.cr_code, "coroutine", "an `async def`"
+        way_out = "Use `def` there, and `asyncio.run` for what it awaits."
+    else:
+        code, kind, cause = batch.gi_code, "generator", "a `yield`"
+        way_out = (
+            "Use `return` there; a generator of batches is for "
+            "`GeneratorDataset`."
+        )
+    raise TypeError(
+        f"{name}.__getitem__ returned a {kind} in place of batch {index}: "
+        f"there is {cause} in {code.co_qualname} ({code.co_filename}, line "
+        f"{code.co_firstlineno}). {way_out}"
+    )
 
 
 def run_hook(

@@ -11,6 +11,7 @@ from keras_fastdata.engine import build, resume
 from keras_fastdata.engine.loader import END, Loader
 from keras_fastdata.engine.walk import Walk
 from keras_fastdata.health.recorder import Span
+from keras_fastdata.workers import failures
 
 
 def open_pass(loader: Loader, dataset: build.Dataset, shuffle: bool) -> Pass:
@@ -42,7 +43,13 @@ class Pass(Iterator[Any]):
         loader.enroll(self, walk)
 
     def __next__(self) -> Any:
-        return self.fetch()
+        try:
+            return self.fetch()
+        except StopIteration:
+            raise
+        except Exception as error:
+            failures.shorten(error)
+            raise
 
     def fetch(self, *, quietly: bool = False) -> Any:
         """The next batch; or `StopIteration`.

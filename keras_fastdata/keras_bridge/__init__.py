@@ -3,8 +3,9 @@
 Keras wraps a PyDataset in a `PyDatasetAdapter`, and asks that for iterators.
 `register` gives `PyDatasetAdapter` a `__new__` that makes our adapter for our
 datasets, wherever Keras imported the name, and is Keras's own for all others.
-This is the one thing of Keras's that we touch; `keras_internals` is the one
-module that imports from `keras.src`.
+It also has Keras's traceback filter drop our frames with Keras's own. These
+are the two things of Keras's that we touch; `keras_internals` is the one module
+that imports from `keras.src`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,12 @@ from keras_fastdata.keras_bridge.adapter import (
     is_within_fit,
     training,
 )
-from keras_fastdata.keras_bridge.keras_internals import PyDatasetAdapter
+from keras_fastdata.keras_bridge.keras_internals import (
+    PyDatasetAdapter,
+    hide_frames,
+    show_frames,
+)
+from keras_fastdata.workers import failures
 
 __all__ = [
     "FastPyDatasetAdapter",
@@ -42,6 +48,7 @@ def register(dataset_class: type) -> None:
         return object.__new__(FastPyDatasetAdapter if ours else cls)
 
     PyDatasetAdapter.__new__ = new
+    hide_frames(failures.PACKAGE)
 
 
 def unregister() -> None:
@@ -53,3 +60,4 @@ def unregister() -> None:
         return object.__new__(cls)
 
     PyDatasetAdapter.__new__ = new
+    show_frames(failures.PACKAGE)

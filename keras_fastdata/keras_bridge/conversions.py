@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import traceback
 from typing import Any
 
 import numpy as np
 
+from keras_fastdata.errors import LoaderError
 from keras_fastdata.keras_bridge.keras_internals import data_adapter_utils
 from keras_fastdata.workers import failures
 
@@ -39,13 +39,13 @@ def strings_as_tensors(leaf: Any) -> Any:
 
 
 def spell_out_cause(error: Exception) -> None:
-    """Adds the cause to the notes: Keras's traceback filter drops it.
+    """Names the cause in the notes: Keras's traceback filter drops it.
 
     (`raise ... from None` in `keras.src.utils.traceback_utils`; it stays
-    reachable as `__context__`.)
+    reachable as `__context__`.) Errors of ours name it themselves.
     """
     if error.__cause__ is not None:
-        lines = traceback.format_exception(error.__cause__)
-        failures.note(error, "Caused by:\n" + "".join(lines).rstrip())
+        if not isinstance(error, LoaderError):
+            failures.note_causes(error)
         if error.__context__ is None:
             BaseException.__setattr__(error, "__context__", error.__cause__)

@@ -17,7 +17,7 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import (
 )
 from keras.src.trainers.epoch_iterator import EpochIterator
 from keras.src.trainers.trainer import Trainer
-from keras.src.utils import rng_utils
+from keras.src.utils import rng_utils, traceback_utils
 
 __all__ = [
     "EpochIterator",
@@ -28,10 +28,32 @@ __all__ = [
     "data_adapter_utils",
     "epoch_follows",
     "forget",
+    "hide_frames",
     "is_amid_pass",
     "rng_utils",
+    "show_frames",
     "trainer_at_work",
 ]
+
+
+def hide_frames(folder: str) -> None:
+    """Has Keras's traceback filter drop the frames of files in a folder.
+
+    As it drops its own; `keras.config.disable_traceback_filtering()` keeps
+    them.
+    """
+    show_frames(folder)
+    hidden = getattr(traceback_utils, "_EXCLUDED_PATHS", ())
+    if hidden:
+        traceback_utils._EXCLUDED_PATHS = (*hidden, folder)
+
+
+def show_frames(folder: str) -> None:
+    """Has it keep them again."""
+    hidden = getattr(traceback_utils, "_EXCLUDED_PATHS", ())
+    if folder in hidden:
+        kept = tuple(path for path in hidden if path != folder)
+        traceback_utils._EXCLUDED_PATHS = kept
 
 
 def epoch_follows() -> bool:

@@ -16,6 +16,7 @@ import dataclasses
 import io
 import os
 import pickle
+import sys
 import threading
 import traceback
 import types
@@ -118,6 +119,37 @@ def note(error: BaseException, text: str) -> None:
     """`error.add_note(text)`, also for one that lets nobody set attributes."""
     notes = [*_notes_of(error), text]
     BaseException.__setattr__(error, "__notes__", notes)
+
+
+def note_causes(error: BaseException) -> None:
+    """Names what led to an exception, a line each, before all other notes."""
+    lines = []
+    cause = error.__cause__
+    while cause is not None and len(lines) < _MAX_CHAIN:
+        said = "".join(traceback.format_exception_only(cause)).strip()
+        lines.append(f"Caused{_place_of(cause)} by {said}")
+        cause = cause.__cause__
+    if lines:
+        notes = ["\n".join(lines), *_notes_of(error)]
+        BaseException.__setattr__(error, "__notes__", notes)
+
+
+def shorten(error: BaseException) -> None:
+    """Drops our frames from tracebacks, as Keras drops its own, and likewise.
+
+    Re-raised by a bare `raise`, the exception does not get the frame back that
+    called this. `keras.config.disable_traceback_filtering()` keeps all.
+    """
+    keras = sys.modules.get("keras")
+    if keras and not keras.config.is_traceback_filtering_enabled():
+        return
+    met: set[int] = set()
+    last: BaseException | None = error
+    while last is not None and id(last) not in met:
+        met.add(id(last))
+        tb = _without_the_package(last.__traceback__)
+        BaseException.__setattr__(last, "__traceback__", tb)
+        last = last.__cause__ or last.__context__
 
 
 def text_of(error: BaseException) -> str:
@@ -303,6 +335,45 @@ def _outside_the_package(
     return tb or first
 
 
+def _links_of(
+    tb: types.TracebackType | None,
+) -> list[types.TracebackType]:
+    links = []
+    while tb is not None:
+        links.append(tb)
+        tb = tb.tb_next
+    return links
+
+
+def _is_ours(link: types.TracebackType) -> bool:
+    return link.tb_frame.f_code.co_filename.startswith(PACKAGE)
+
+
+def _without_the_package(
+    tb: types.TracebackType | None,
+) -> types.TracebackType | None:
+    """Drops all our frames but the one that raised, if it is ours."""
+    *links, last = _links_of(tb) or [None]
+    kept = last
+    for link in reversed(links):
+        if not _is_ours(link):
+            kept = types.TracebackType(
+                kept, link.tb_frame, link.tb_lasti, link.tb_lineno
+            )
+    return kept
+
+
+def _place_of(error: BaseException) -> str:
+    """Where an exception was raised, outside of this package."""
+    links = [x for x in _links_of(error.__traceback__) if not _is_ours(x)]
+    if not links:
+        return ""
+    code = links[-1].tb_frame.f_code
+    return (
+        f" in {code.co_name} ({code.co_filename}, line {links[-1].tb_lineno})"
+    )
+
+
 def _frames_of(tb: types.TracebackType | None) -> Iterator[dict[str, Any]]:
     """tblib's description of each frame, one by one: nested ones nest deep."""
     while tb is not None:
@@ -433,11 +504,8 @@ def _traceback_of(
 
 def _without_columns(tb: types.TracebackType) -> types.TracebackType:
     """Drops the columns, which are those of tblib's own line of code."""
-    links = [tb]
-    while (following := links[-1].tb_next) is not None:
-        links.append(following)
     bare: types.TracebackType | None = None
-    for link in reversed(links):
+    for link in reversed(_links_of(tb)):
         bare = types.TracebackType(bare, link.tb_frame, -1, link.tb_lineno)
     assert bare is not None
     return bare
