@@ -134,10 +134,17 @@ class Source:
                 f"The dataset raised {type(error).__name__}; its epoch is not "
                 f"over: {error.message}"
             ) from error
-        tf.nest.assert_same_structure(self.element_spec, batch)
-        leaves = tf.nest.flatten(batch)
+        try:
+            return self._tensors_of(batch)
+        except Exception as error:
+            # Of ours; others may pass any iterator.
+            getattr(self._batches, "name_batch", lambda _: None)(error)
+            raise
+
+    def _tensors_of(self, batch: Any) -> list[tf.Tensor]:
+        _check_structure(batch, self.element_spec)
         tensors = []
-        for place, leaf in enumerate(leaves):
+        for place, leaf in enumerate(tf.nest.flatten(batch)):
             spec = self._specs[place]
             tensor = _tensor(leaf, spec, self._copies)
             shape = tensor.shape
@@ -469,6 +476,21 @@ def _tensor(leaf: Any, spec: tf.TensorSpec, copies: _Copies) -> tf.Tensor:
         return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
     except (BufferError, TypeError, tf.errors.InvalidArgumentError):
         return tf.convert_to_tensor(array)  # only NumPy knows its type
+
+
+def _check_structure(batch: Any, element_spec: Any) -> None:
+    try:
+        tf.nest.assert_same_structure(element_spec, batch)
+    except (TypeError, ValueError):
+        found, wanted = (
+            tf.nest.map_structure(lambda leaf: tuple(np.shape(leaf)), batch),
+            tf.nest.map_structure(lambda spec: tuple(spec.shape), element_spec),
+        )
+        raise ValueError(
+            f"A batch has the shapes {found} where the first batches had "
+            f"{wanted}, in another structure; TensorFlow's `fit` takes no "
+            "other. Return the same nested tuples and dicts for every index."
+        ) from None
 
 
 def _check_shape(shape: tf.TensorShape, spec: tf.TensorSpec) -> None:

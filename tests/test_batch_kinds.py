@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import warnings
+
 import keras
 import numpy as np
 import pytest
@@ -292,3 +295,127 @@ if BACKEND == "torch":
                 assert isinstance(x, np.ndarray)
                 assert (x == number).all()
                 assert str(half.dtype) == "bfloat16"
+
+
+# -- batches and lengths that no model takes ----------------------------------
+
+X, Y = np.ones((8, 2), "float32"), np.ones((8, 1), "float32")
+
+
+class _Targetless(keras.Sequential):
+    """Does not look at its targets."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, **_):
+        return keras.ops.mean(y_pred)
+
+
+def _compiled(kind=keras.Sequential):
+    model = kind([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
+def _sum():
+    inputs = keras.Input((2,)), keras.Input((2,))
+    outputs = keras.layers.Dense(1)(keras.layers.Add()(inputs))
+    model = keras.Model(inputs, outputs)
+    model.compile("sgd", "mse")
+    return model
+
+
+UNEVEN = {
+    "fewer targets": (_compiled, (X, Y[:7])),
+    "one target": (_compiled, (X, Y[:1])),
+    "fewer weights": (_compiled, (X, Y, Y[:7, 0])),
+    "no targets": (_compiled, (X, None)),
+    "targets not looked at": (lambda: _compiled(_Targetless), (X, Y[:7])),
+    "fewer in one input": (_sum, ((X, X[:7]), Y)),
+    "one in one input": (_sum, ((X, X[:1]), Y)),
+    "lists of numbers": (_compiled, (X, [1.0] * 8)),
+}
+
+
+class _Stock(keras.utils.PyDataset):
+    def __init__(self, batch):
+        super().__init__()
+        self.batch = batch
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return self.batch
+
+
+def _error(function, *args, **kwargs):
+    try:
+        function(*args, **kwargs)
+    except Exception as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+@pytest.mark.filterwarnings("ignore:The structure of:UserWarning")
+def test_rows_that_differ_are_refused_where_stock_keras_fails(name):
+    make, batch = UNEVEN[name]
+    stock = _error(make().fit, _Stock(batch), verbose=0)
+    ours = _error(
+        make().fit, _dataset(lambda _: batch, PLACES["inline"]), verbose=0
+    )
+    assert (ours is None) == (stock is None), (ours, stock)
+
+
+@pytest.mark.parametrize(
+    ("odd", "said"),
+    [
+        ((X, Y[:7]), "rows. Received: 8 in the inputs, 7 in the targets. "),
+        ((X, Y, Y[:7, 0]), "8 in the targets, 7 in the sample weights. "),
+        ((X, [1.0] * 8), "for 8 arrays without rows. Return arrays: `np.arr"),
+    ],
+    ids=["targets", "weights", "lists"],
+)
+def test_a_batch_whose_rows_differ_is_named(odd, said, place):
+    def make(index):
+        even = (X, Y, Y[:, 0])[: len(odd)]
+        return odd if index == 2 else even
+
+    with _dataset(make, place) as dataset:
+        for method in ("evaluate", "fit"):
+            # On JAX, an error costs a model its variables.
+            run = getattr(_compiled(), method)
+            error = _error(run, dataset, verbose=0)
+            assert isinstance(error, ValueError)
+            assert said in str(error)
+            assert re.fullmatch(
+                r"In batch 2 of epoch \d of Made\.", error.__notes__[-1]
+            )
+
+
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
+def test_a_dataset_of_length_0_says_so(method, place):
+    with (
+        _dataset(lambda _: X, place, length=0) as dataset,
+        pytest.raises(ValueError, match=r"^Made has length 0: there is no"),
+    ):
+        getattr(_compiled(), method)(dataset, verbose=0)
+
+
+def test_more_steps_than_batches_are_warned_of_with_a_way_out():
+    model = _compiled()
+    with (
+        _dataset(lambda _: (X, Y), PLACES["inline"]) as dataset,
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.filterwarnings("always", ".*ran out of data")
+        model.fit(dataset, steps_per_epoch=6, verbose=0)
+        model.evaluate(dataset, steps=5, verbose=0)
+    caught = [w for w in caught if "ran out of data" in str(w.message)]
+    said = [str(w.message).partition("training. ")[2] for w in caught]
+    assert said == [
+        "Made has 4 batches, and the epoch ended after 4 of 6 steps. Leave out "
+        "`steps_per_epoch`, and every epoch has all batches.",
+        "Made has 4 batches, and the epoch ended after 4 of 5 steps. Leave out "
+        "`steps`, and every epoch has all batches.",
+    ]
+    assert {w.filename for w in caught} == {__file__}

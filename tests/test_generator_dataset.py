@@ -467,7 +467,7 @@ def test_fit_takes_all_that_there_is_without_a_warning(place):
         GeneratorDataset(labelled, num_shards=2, **PLACES[place]) as dataset,
         warnings.catch_warnings(),
     ):
-        warnings.filterwarnings("error", ".*ran out of data")
+        warnings.filterwarnings("error", ".*(ran out of data|`shuffle=True`)")
         model.fit(
             dataset,
             validation_data=dataset,

@@ -529,3 +529,30 @@ def test_values_of_other_names_than_before_are_refused():
     model.compile("sgd", "mse")
     with pytest.raises(ValueError, match="structure"):
         model.fit(Renamed(workers=0), verbose=0)
+
+
+@pytest.mark.parametrize(
+    ("odd", "said"),
+    [
+        (np.zeros((2, 5), "float32"), r"\(2, 5\) where .* had \(None, 4\)"),
+        ({"a": np.zeros((2, 4), "float32")}, r"\{'a': \(2, 4\)\}.*structure"),
+    ],
+    ids=["shape", "structure"],
+)
+def test_a_batch_unlike_the_first_ones_is_named(odd, said):
+    class Changing(FastPyDataset):
+        def __len__(self):
+            return 5
+
+        def __getitem__(self, index):
+            x = odd if index == 3 else np.zeros((2, 4), "float32")
+            return x, np.zeros((2, 1), "float32")
+
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with (
+        Changing(workers=0) as dataset,
+        pytest.raises(ValueError, match=said) as caught,
+    ):
+        model.fit(dataset, verbose=0, shuffle=False)
+    assert caught.value.__notes__ == ["In batch 3 of epoch 0 of Changing."]

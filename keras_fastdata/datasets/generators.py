@@ -199,6 +199,9 @@ class GeneratorDataset(FastPyDataset):
     @property
     def num_batches(self) -> int | None:
         """Batches in an epoch; `None`: all that there are."""
+        if sys._getframe(1).f_code.co_name == "get_data_adapter":
+            # Keras asks whether to warn of `shuffle=True`, its own default.
+            return 0
         return self._fastdata_plan.num_batches
 
     def __getitem__(self, index: int) -> Any:

@@ -117,6 +117,19 @@ class Pass(Iterator[Any]):
         return self._loader.epoch
 
     @property
+    def index(self) -> int | None:
+        """Index of the batch delivered last; `None` before the first."""
+        walk = self._walk
+        if walk.schedule is None or not walk.trail:
+            return None
+        return walk.schedule.index_at(walk.trail[-1] - 1)
+
+    @property
+    def peeked(self) -> list[int]:
+        """Indices of the batches that `peek` has built, in its order."""
+        return list(self._walk.peeked)
+
+    @property
     def is_empty(self) -> bool:
         """Whether no batch has been delivered."""
         return not self._walk.delivered

@@ -15,6 +15,7 @@ import dataclasses
 import sys
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -26,6 +27,7 @@ from keras_fastdata.engine import build
 from keras_fastdata.engine.passes import Pass, open_pass
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.health import recorder
+from keras_fastdata.keras_bridge import rows
 from keras_fastdata.keras_bridge.batches import Batches, ForTensorFlow
 from keras_fastdata.keras_bridge.conversions import (
     spell_out_cause,
@@ -43,8 +45,11 @@ from keras_fastdata.keras_bridge.keras_internals import (
     forget,
     is_amid_pass,
     rng_utils,
+    steps_argument,
     trainer_at_work,
+    users_stacklevel,
 )
+from keras_fastdata.workers import failures
 
 if TYPE_CHECKING:
     from keras_fastdata import tensorflow_feed
@@ -94,6 +99,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
             for name in ("on_epoch_begin", "on_epoch_end")
         )
         self.fit_thread = threading.get_ident()
+        self._rows = rows.Rows()
         self.mark = object()  # what a recorder knows it by
 
     @property
@@ -183,7 +189,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         self._within_epoch = True
         self._delivered = 0
         iterator = calling_iterator()
-        self.early_end.expect(iterator)
+        self.early_end.expect(iterator, self._warn_of_steps)
         self._steps = iterator.steps_per_epoch if iterator else None
         self._passes_due = 0 if is_amid_pass(iterator) else 1
         if self._trains and iterator is not None:
@@ -212,6 +218,22 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
             self._take_back()
         self._run_hook("on_epoch_end", starting=starting)
         self._within_epoch = False
+
+    def _warn_of_steps(self) -> None:
+        """Warns of data that ended before the steps that were asked for.
+
+        In Keras's first words; it goes on with a method of `tf.data`'s.
+        """
+        name, count = type(self.py_dataset).__name__, self.num_batches
+        number = "fewer" if count is None else f"{count}"
+        wanted = "" if self._steps is None else f" of {self._steps}"
+        warnings.warn(
+            f"Your input ran out of data; interrupting training. {name} has "
+            f"{number} batches, and the epoch ended after {self._delivered}"
+            f"{wanted} steps. Leave out {steps_argument()}, and every epoch "
+            "has all batches.",
+            stacklevel=users_stacklevel(),
+        )
 
     def _shorten(self, iterator: EpochIterator) -> None:
         """Tells Keras of a pass that is resumed how long it is.
@@ -267,7 +289,20 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
                 "None. Is a `return` missing? It must return inputs, "
                 "(inputs, targets) or (inputs, targets, sample_weights)."
             )
-        return self._standardize_batch(batch)
+        standardized = self._standardize_batch(batch)
+        if rows.may_differ(standardized):
+            self._rows.check(standardized)
+        return standardized
+
+    def name_batch(self, error: BaseException, begun: Pass) -> None:
+        """Notes which batch an error is about: the one delivered last."""
+        self._name_batches(error, f"batch {begun.index}", begun.epoch)
+
+    def _name_batches(
+        self, error: BaseException, batches: str, epoch: int
+    ) -> None:
+        name = type(self.py_dataset).__name__
+        failures.note(error, f"In {batches} of epoch {epoch} of {name}.")
 
     def is_heard_by(
         self, listener: recorder.Recorder | None
@@ -310,6 +345,14 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         if self._pass is not None and not self._pass.is_shortened:
             return LoaderError(f"{name} has no batch: it ended at once.")
         return LoaderError(f"{name} has no batch that does not raise.")
+
+    def no_batches(self) -> ValueError:
+        """The error for a dataset of length 0."""
+        return ValueError(
+            f"{type(self.py_dataset).__name__} has length 0: there is no batch "
+            "to fetch. Look at what it was made from: it has no samples, or, "
+            "with `//` or `drop_remainder=True`, fewer than a batch."
+        )
 
     def book_skipped(self, begun: Pass) -> None:
         """Accounts for the batches newly left out."""
@@ -372,7 +415,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         if count is not None:
             wanted = min(wanted, count)
         if not wanted:
-            raise ValueError("The PyDataset has length 0")
+            raise self.no_batches()
         self._begun = self.take_pass(Batches(self))
         try:
             peeked = self._begun.peek(wanted)
@@ -381,14 +424,22 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
             raise
         if not peeked:
             raise self.nothing_good()
-        return data_adapter_utils.get_tensor_spec(
-            [
-                keras.tree.map_structure(
-                    strings_as_tensors, self.standardize(batch)
-                )
-                for batch in peeked
-            ]
-        )
+        epoch, indices = self._begun.epoch, self._begun.peeked
+        standardized = []
+        for index, batch in zip(indices, peeked, strict=True):
+            try:
+                standardized.append(self.standardize(batch))
+            except Exception as error:
+                self._name_batches(error, f"batch {index}", epoch)
+                raise
+        try:
+            return data_adapter_utils.get_tensor_spec(
+                keras.tree.map_structure(strings_as_tensors, standardized)
+            )
+        except Exception as error:
+            listed = "batch " + " or ".join(map(str, indices))
+            self._name_batches(error, listed, epoch)
+            raise
 
 
 @dataclasses.dataclass(frozen=True)

@@ -55,6 +55,8 @@ class Batches(Iterator[Any]):
             )
         except StopIteration:
             self._over = True
+            if self._pass.is_empty and self._adapter.num_batches == 0:
+                raise self._adapter.no_batches() from None
             if self._pass.is_shortened or self._pass.has_met_its_end:
                 if self._pass.is_empty:
                     raise self._adapter.nothing_good() from None
@@ -72,7 +74,16 @@ class Batches(Iterator[Any]):
             batch = keras.tree.map_structure(own, batch)
         waited_s = time.perf_counter() - began
         self._adapter.book(listener, self._pass, waited_s)
-        return self._adapter.standardize(batch)
+        try:
+            return self._adapter.standardize(batch)
+        except Exception as error:
+            self.name_batch(error)
+            raise
+
+    def name_batch(self, error: BaseException) -> None:
+        """Notes which batch an error is about: the one given last."""
+        if self._pass is not None:
+            self._adapter.name_batch(error, self._pass)
 
     def give_up(self) -> None:
         """Ends this iterator."""

@@ -16,16 +16,22 @@ class EarlyEnd:
 
     Either an exception is on its way around TensorFlow, or batches were left
     out. Keras warns that the data ran out, which would be out of place, and
-    then reports the end of the epoch to the adapter.
+    then reports the end of the epoch to the adapter. Where the user asked for
+    too many steps, what Keras would advise does not exist here.
     """
 
     def __init__(self) -> None:
         self._unraised: _Unraised | None = None
         self._iterator: Callable[[], EpochIterator | None] = _nobody
 
-    def expect(self, iterator: EpochIterator | None) -> None:
-        """Says who would warn."""
-        self._iterator = _nobody if iterator is None else weakref.ref(iterator)
+    def expect(
+        self, iterator: EpochIterator | None, warn: Callable[[], None]
+    ) -> None:
+        """Says who would warn, and what warns instead."""
+        self._iterator = _nobody
+        if iterator is not None:
+            self._iterator = weakref.ref(iterator)
+            iterator._interrupted_warning = warn
 
     def announce(self, error: BaseException | None = None) -> None:
         if error is not None and self._unraised is None:

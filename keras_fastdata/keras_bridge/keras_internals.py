@@ -6,11 +6,14 @@ from their frames: Keras tells nobody but callbacks how far a `fit` has come.
 
 from __future__ import annotations
 
+import os
 import sys
 import types
 from collections.abc import Iterator
 from typing import Any
 
+import keras
+from keras.src import backend
 from keras.src.trainers.data_adapters import data_adapter_utils
 from keras.src.trainers.data_adapters.py_dataset_adapter import (
     PyDatasetAdapter,
@@ -19,6 +22,8 @@ from keras.src.trainers.epoch_iterator import EpochIterator
 from keras.src.trainers.trainer import Trainer
 from keras.src.utils import rng_utils, traceback_utils
 
+from keras_fastdata.workers import failures
+
 __all__ = [
     "EpochIterator",
     "PyDatasetAdapter",
@@ -26,14 +31,19 @@ __all__ = [
     "calling_iterator",
     "calls_of_keras",
     "data_adapter_utils",
+    "dry_run",
     "epoch_follows",
     "forget",
     "hide_frames",
     "is_amid_pass",
     "rng_utils",
     "show_frames",
+    "steps_argument",
     "trainer_at_work",
+    "users_stacklevel",
 ]
+
+_KERAS = os.path.join(os.path.dirname(keras.__file__), "")
 
 
 def hide_frames(folder: str) -> None:
@@ -76,6 +86,81 @@ def epoch_follows() -> bool:
         and epoch + 1 < epochs
         and steps is None
     )
+
+
+def dry_run(name: str, trainer: Any, batch: tuple[Any, ...]) -> None:
+    """Has a model compute its loss for a batch, by shapes alone.
+
+    Does nothing where the steps are not Keras's own.
+
+    Raises:
+        Exception: What Keras, or a layer or loss, has against it.
+    """
+    step = getattr(
+        type(trainer), "train_step" if name == "fit" else "test_step"
+    )
+    if not step.__module__.startswith("keras.src."):
+        return
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(
+        keras.tree.map_structure(_symbolic, batch)
+    )
+    if keras.backend.backend() == "jax":
+        # Between steps its variables have no values.
+        _dry_run_in_jax(trainer, x, y, sample_weight)
+        return
+    y_pred = backend.compute_output_spec(trainer, x, training=False)
+    backend.compute_output_spec(
+        trainer.compute_loss, x, y, y_pred, sample_weight, training=False
+    )
+
+
+def _dry_run_in_jax(trainer: Any, *parts: Any) -> None:
+    import jax
+
+    def of(tensor: Any) -> Any:
+        if tensor is None:
+            return None
+        return jax.ShapeDtypeStruct(tensor.shape, tensor.dtype)
+
+    variables = (
+        trainer.trainable_variables,
+        trainer.non_trainable_variables,
+        trainer.metrics_variables,
+    )
+    jax.eval_shape(
+        trainer.compute_loss_and_updates,
+        *(list(map(of, group)) for group in variables),
+        *(keras.tree.map_structure(of, part) for part in parts),
+    )
+
+
+def _symbolic(leaf: Any) -> Any:
+    if leaf is None or isinstance(leaf, keras.KerasTensor):
+        return leaf
+    shape = getattr(leaf, "shape", ())
+    dtype = getattr(leaf, "dtype", None) or keras.config.floatx()
+    return keras.KerasTensor(shape, keras.backend.standardize_dtype(dtype))
+
+
+def steps_argument() -> str:
+    """Which argument of Keras's says how many steps there are."""
+    calls = []
+    for name, known in calls_of_keras("fit", "evaluate", "predict"):
+        forget(known)
+        calls.append(name)
+    if calls[:1] == ["fit"]:
+        return "`steps_per_epoch`"
+    return "`validation_steps`" if "fit" in calls else "`steps`"
+
+
+def users_stacklevel() -> int:
+    """The `stacklevel` of a warning, for the caller, at the user's line."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(
+        (failures.PACKAGE, _KERAS)
+    ):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def trainer_at_work() -> tuple[str, Any]:

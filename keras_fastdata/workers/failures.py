@@ -123,7 +123,7 @@ def note(error: BaseException, text: str) -> None:
 
 def note_causes(error: BaseException) -> None:
     """Names what led to an exception, a line each, before all other notes."""
-    lines = []
+    lines: list[str] = []
     cause = error.__cause__
     while cause is not None and len(lines) < _MAX_CHAIN:
         said = "".join(traceback.format_exception_only(cause)).strip()
@@ -353,8 +353,8 @@ def _without_the_package(
     tb: types.TracebackType | None,
 ) -> types.TracebackType | None:
     """Drops all our frames but the one that raised, if it is ours."""
-    *links, last = _links_of(tb) or [None]
-    kept = last
+    links = _links_of(tb)
+    kept = links.pop() if links else None
     for link in reversed(links):
         if not _is_ours(link):
             kept = types.TracebackType(

@@ -1,0 +1,141 @@
+"""Batches whose parts have different numbers of rows.
+
+Some models take them, such as one whose targets are broadcast, or whose
+outputs have rows of their own. Others fail in the middle of a step, where
+nobody knows which batch it was. Which of the two a model is, it is asked: to
+compute its outputs and loss by shapes alone, as Keras has it do before training
+where there is something to build, fails as the step would.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_fastdata.keras_bridge.keras_internals import (
+    dry_run,
+    trainer_at_work,
+)
+
+_PARTS = ("inputs", "targets", "sample weights")
+
+
+def may_differ(batch: Any) -> bool:
+    """Whether parts of a batch have different numbers of rows, or none."""
+    if type(batch) is not tuple:
+        return False
+    count = None
+    for part in batch:
+        is_array = type(part) is np.ndarray
+        for leaf in (part,) if is_array else keras.tree.flatten(part):
+            if leaf is None:
+                continue
+            rows = _rows_of(leaf)
+            if rows is None or count not in (None, rows):
+                return True
+            count = rows
+    return False
+
+
+class Rows:
+    """Knows batches of different numbers of rows that a model takes."""
+
+    def __init__(self) -> None:
+        self._taken: set[str] = set()
+
+    def check(self, batch: tuple[Any, ...]) -> None:
+        """Refuses a batch that the model at work would fail with.
+
+        Only where it would take the same batch, were its rows alike.
+
+        Raises:
+            ValueError: It is such a one.
+        """
+        shapes = repr(keras.tree.map_structure(_shape_of, batch))
+        if shapes in self._taken:
+            return
+        name, trainer = trainer_at_work()
+        if name in ("fit", "evaluate") and not _runs(name, trainer, batch):
+            numbers = sum(map(_is_number, keras.tree.flatten(batch)))
+            if numbers and _runs(name, trainer, _as_arrays(batch)):
+                raise ValueError(
+                    "A batch has lists of numbers, which Keras takes for "
+                    f"{numbers} arrays without rows. Return arrays: "
+                    "`np.array(...)` of each list."
+                )
+            if not numbers and _runs(name, trainer, _alike(batch)):
+                raise ValueError(
+                    "All arrays of a batch must have the same number of rows. "
+                    f"Received: {_told(batch)}. Return one row for each sample "
+                    "in all of them."
+                )
+        self._taken.add(shapes)
+
+
+def _runs(name: str, trainer: Any, batch: tuple[Any, ...]) -> bool:
+    """Whether a model computes its loss for a batch, as far as can be told."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they would come twice
+            dry_run(name, trainer, batch)
+    except Exception:
+        # Any layer, any backend, the user's own code.
+        return False
+    return True
+
+
+def _alike(batch: tuple[Any, ...]) -> Any:
+    """The same batch, with as many rows everywhere as it has at first."""
+    count = next(n for part in batch for n in _counts(part) if n is not None)
+
+    def change(leaf: Any) -> Any:
+        if leaf is None or _rows_of(leaf) is None:
+            return leaf
+        dtype = keras.backend.standardize_dtype(leaf.dtype)
+        return keras.KerasTensor((count, *leaf.shape[1:]), dtype)
+
+    return keras.tree.map_structure(change, batch)
+
+
+def _as_arrays(part: Any) -> Any:
+    """The same batch, with arrays in place of lists of numbers."""
+    if isinstance(part, list) and all(
+        map(_is_number, keras.tree.flatten(part))
+    ):
+        return np.asarray(part, keras.config.floatx())
+    if isinstance(part, (tuple, list)):
+        return type(part)(map(_as_arrays, part))
+    if isinstance(part, dict):
+        return {key: _as_arrays(value) for key, value in part.items()}
+    return part
+
+
+def _told(batch: tuple[Any, ...]) -> str:
+    parts = zip(_PARTS, map(_counts, batch), strict=False)
+    return ", ".join(
+        f"{' and '.join(map(str, counts))} in the {name}"
+        for name, counts in parts
+        if counts
+    )
+
+
+def _counts(part: Any) -> list[int | None]:
+    """The numbers of rows that arrays of a part have."""
+    leaves = [leaf for leaf in keras.tree.flatten(part) if leaf is not None]
+    return list(dict.fromkeys(map(_rows_of, leaves)))
+
+
+def _rows_of(leaf: Any) -> int | None:
+    shape = getattr(leaf, "shape", None)
+    return shape[0] if shape is not None and len(shape) else None
+
+
+def _shape_of(leaf: Any) -> str:
+    return str(getattr(leaf, "shape", None))
+
+
+def _is_number(leaf: Any) -> bool:
+    return isinstance(leaf, (int, float))
