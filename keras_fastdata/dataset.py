@@ -343,9 +343,10 @@ class FastPyDataset(_Base):
     def reseed(self, seed_sequence: np.random.SeedSequence) -> None:
         """Called before each batch, for generators we do not know.
 
-        `np.random`, `random`, torch's default generator, and NumPy and Python
-        generators kept in the dataset are seeded already. Not called in
-        worker threads, which share whatever it would seed.
+        `np.random`, `random`, torch's default generator, and generators of
+        NumPy, Python and torch that the dataset reaches are seeded already,
+        and so is what has a method `set_random_seed(seed)` or `seed(seed)`.
+        Not called in worker threads, which share whatever it would seed.
 
         Args:
             seed_sequence: The batch's own, from seed, epoch and index.

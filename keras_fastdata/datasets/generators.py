@@ -36,6 +36,7 @@ from keras_fastdata._dataset_internals import (
 from keras_fastdata.dataset import FastPyDataset
 from keras_fastdata.datasets.collate import Padded, Padding, collate
 from keras_fastdata.datasets.ordering import GENERATORS
+from keras_fastdata.engine.generators import Held, Search, seeds_its_own
 from keras_fastdata.engine.resume import State
 from keras_fastdata.engine.settings import (
     arguments_of,
@@ -297,6 +298,11 @@ def _(dataset: GeneratorDataset) -> bool:
     return False
 
 
+@seeds_its_own.register
+def _(dataset: GeneratorDataset) -> bool:
+    return True
+
+
 @state_dict_of.register
 def _(dataset: GeneratorDataset, state: State) -> dict[str, Any]:
     plan = dataset._fastdata_plan
@@ -495,6 +501,11 @@ class _Running:
         return found
 
 
+@seeds_its_own.register
+def _(dataset: GeneratorShards) -> bool:
+    return True
+
+
 class _Shard:
     """One generator, or one after another where it repeats."""
 
@@ -507,6 +518,7 @@ class _Shard:
         self._position = 0  # in the round, in batches
         self._start = 0  # where the round begins
         self._chain = 0
+        self._held: list[Held] = []  # generators that the factory reaches
 
     def skip(self, batches: int) -> bool:
         """Has the generator leave out batches, if it can."""
@@ -591,6 +603,10 @@ class _Shard:
         words = sequence.generate_state(8)
         np.random.seed(words[:4])
         random.seed(words[4:].tobytes())
+        if self._generator is None:
+            self._held = Search(self._owner._source.factory).held
+        for held in self._held:
+            held.reseed(0, *self._stream, self._round, self._position)
 
 
 class _Source(NamedTuple):

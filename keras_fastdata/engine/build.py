@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from keras_fastdata.engine import preserving, seeding
+from keras_fastdata.engine import generators, preserving, seeding
 from keras_fastdata.engine.permutation import Permutation
 from keras_fastdata.engine.preserving import preserved_globals
 from keras_fastdata.engine.settings import integer
@@ -137,6 +137,14 @@ class Context:
     part: Part | None = None
     outer: Context | None = None
     _rng: np.random.Generator | None = None
+    _holds: tuple[int, bool] | None = None
+
+    def holds(self, dataset: Any) -> bool:
+        """Whether that is a part of the one whose batch is built."""
+        if self._holds is None or self._holds[0] != id(dataset):
+            found = generators.reaches(self.dataset, dataset)
+            self._holds = id(dataset), found
+        return self._holds[1]
 
     @property
     def rng(self) -> np.random.Generator:
@@ -251,9 +259,9 @@ def context_for(dataset: Dataset, name: str) -> Context | None:
 def _helped(dataset: Dataset) -> list[Context]:
     """Batches that the calling thread, which builds none, may be helping with.
 
-    Those of the dataset that it asks; but a thread that consumes a dataset's
-    batches does not help to build them. In a worker process only one batch is
-    being built, whatever dataset of its own that asks.
+    Those of the dataset that it asks, or of one that holds it; but a thread
+    that consumes a dataset's batches does not help to build them. In a worker
+    process only one batch is being built.
     """
     if not _building_in or _consumes(dataset):
         return []
@@ -266,7 +274,16 @@ def _helped(dataset: Dataset) -> list[Context]:
             inner = inner.outer
         if inner is not None:
             found.append(inner)
-    return found
+    return found or _holders(dataset)
+
+
+def _holders(dataset: Dataset) -> list[Context]:
+    """Batches being built of datasets that hold that one."""
+    return [
+        context
+        for context in list(_building_in.values())
+        if context.holds(dataset) and not _consumes(context.dataset)
+    ]
 
 
 def consume(dataset: Dataset) -> None:
@@ -274,7 +291,7 @@ def consume(dataset: Dataset) -> None:
     _current.consumed[id(dataset)] = dataset
 
 
-def _consumes(dataset: Dataset) -> bool:
+def _consumes(dataset: Dataset | None) -> bool:
     return (
         _current.consumed.get(id(dataset)) is dataset
         or threading.current_thread() is threading.main_thread()
@@ -386,8 +403,8 @@ class Builder:
         self._threads = threads
         self._shared = threads > 0
         self._private = private
-        self._generators: list[Any] = []
-        self._searched: int | None = None
+        self._search: generators.Search | None = None
+        self._is_sure = False  # whether builds add no generator to those
         self._watch: _GlobalsWatch | None = None
         if self._shared:
             self._watch = _GlobalsWatch(warns=observer is None)
@@ -459,35 +476,57 @@ class Builder:
                 finally:
                     self._watch.end(type(self.dataset).__name__)
             if self._private:
-                self._reseed(epoch, index)
-                batch = self._made(context)
+                batch = self._seeded(context)
                 state = self._worker_state
                 if state is not None and state.is_due():
                     self._look_for_lost_state(state)
                 return batch
-            with preserved_globals():
-                self._reseed(epoch, index)
+            with preserved_globals(), _preserved(self._held()):
                 return self._observed(context)
 
     def _observed(self, context: Context) -> Any:
         """The batch, once the observer knows what it draws from."""
         observer = self._observer
         if observer is None or not observer.observes:
-            return self._made(context)
+            return self._seeded(context)
         if overrides(self.dataset, "reseed"):
             observer.drew("what `reseed` seeds")
-        elif self._find_generators(self.dataset):
+        elif any(not held.is_outside for held in self._held()):
             observer.drew("the random generators that the dataset holds")
         else:
-            before = _positions()
+            self._reseed(context.epoch, context.index)
+            before = _positions(), self._states()
             try:
                 return self._made(context)
             finally:
-                if before != _positions():
+                positions, states = before
+                if positions != _positions():
                     observer.drew("`np.random` and `random`")
+                elif states != self._states():
+                    observer.drew("the random generators of its module")
                 if context.is_lent:
                     observer.drew("what its own threads ask for")
-        return self._made(context)
+        return self._seeded(context)
+
+    def _seeded(self, context: Context) -> Any:
+        """The batch, drawn from generators that are all seeded for it.
+
+        The first build may make some; then it is done again, with these.
+        """
+        self._reseed(context.epoch, context.index)
+        batch = self._made(context)
+        search = self._search
+        if search is not None and not (
+            self._is_sure and search.is_of(self.dataset)
+        ):
+            self._is_sure = True
+            self._search = generators.Search(self.dataset)
+            if search.lacks(self._search):
+                del batch
+                context._rng = None
+                self._reseed(context.epoch, context.index)
+                batch = self._made(context)
+        return batch
 
     def _made(self, context: Context) -> Any:
         dataset, index = self.dataset, context.index
@@ -517,7 +556,12 @@ class Builder:
         """How far random generators are, unless threads share them."""
         if self._shared:
             return {}
-        return seeding.states(self._find_generators(self.dataset))
+        return {
+            **seeding.global_states(),
+            "a random generator that the dataset holds": [
+                held.generator.state() for held in self._held()
+            ],
+        }
 
     def adopt(self, newer: Builder) -> None:
         """Brings the worker's dataset to the state of a newer one, in place.
@@ -534,7 +578,7 @@ class Builder:
             if name not in self._own
         )
         self._given = set(theirs)
-        self._searched = None
+        self.change()
         if self._worker_state is not None:
             self._worker_state.begin(self._given_attributes())
 
@@ -561,24 +605,26 @@ class Builder:
             extra={ONCE: "lost state"},
         )
 
+    def change(self) -> None:
+        """Told that the dataset may hold other generators now."""
+        self._search, self._is_sure = None, False
+
     def _reseed(self, epoch: int, index: int) -> None:
         seed = self._seed
         dataset = self.dataset
+        for held in self._held():
+            held.reseed(seed, seeding.ATTRIBUTES, epoch, index)
         seeding.reseed_globals(seed, seeding.GLOBALS, epoch, index)
-        for n, found in enumerate(self._find_generators(dataset)):
-            seeding.reseed_generator(
-                found,
-                seeding.sequence(seed, seeding.ATTRIBUTES, epoch, index, n),
-            )
         if overrides(dataset, "reseed"):
             dataset.reseed(seeding.sequence(seed, seeding.USER, epoch, index))
 
-    def _find_generators(self, dataset: Dataset) -> list[Any]:
-        attributes = len(getattr(dataset, "__dict__", ()))
-        if attributes != self._searched:
-            self._generators = seeding.find_generators(dataset)
-            self._searched = attributes
-        return self._generators
+    def _held(self) -> list[generators.Held]:
+        dataset = self.dataset
+        if generators.seeds_its_own(dataset):
+            return []
+        if self._search is None or not self._search.is_of(dataset):
+            self._search = generators.Search(dataset)
+        return self._search.held
 
     def _outside(self, worker_index: int) -> Context:
         return Context(
@@ -646,11 +692,26 @@ def run_hook(
     stream = (seed, seeding.HOOK, number)
     context = Context(seed, epoch, 0, None, dataset=dataset)
     context._rng = seeding.generator(*stream, 2)
-    with _building(context), preserved_globals():
+    found = generators.Search(dataset).held
+    with _building(context), preserved_globals(), _preserved(found):
+        for held in found:
+            held.reseed(*stream, 1)
         seeding.reseed_globals(*stream, 0)
-        for n, found in enumerate(seeding.find_generators(dataset)):
-            seeding.reseed_generator(found, seeding.sequence(*stream, 1, n))
         return hook()
+
+
+class _preserved:
+    """Leaves generators outside of the dataset as it found them."""
+
+    def __init__(self, found: list[generators.Held]) -> None:
+        self._found = [held.generator for held in found if held.is_outside]
+
+    def __enter__(self) -> None:
+        self._states = [one.state() for one in self._found]
+
+    def __exit__(self, *_: object) -> None:
+        for one, state in zip(self._found, self._states, strict=True):
+            one.restore(state)
 
 
 class _GlobalsWatch:

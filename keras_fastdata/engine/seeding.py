@@ -11,10 +11,8 @@ in a fifth of the time.
 from __future__ import annotations
 
 import hashlib
-import pickle
 import random
 import sys
-import types
 from typing import Any
 
 import numpy as np
@@ -31,10 +29,6 @@ HOOK = 5  # (n): the n-th call of on_epoch_begin / on_epoch_end
 OUTSIDE = 6  # (): `self.rng` where no batch is being built
 PART = 7  # (epoch, *key): `self.rng_for`
 PARTS = 8  # (epoch): `self.epoch_order`
-
-_MAX_DEPTH = 4  # of objects within objects in which generators are sought
-_MAX_ITEMS = 256  # of a container that is searched for generators
-_MAX_VISITS = 10_000  # objects looked at in one search
 
 PRIVATE = "_fastdata"  # the attribute of a dataset that is not the user's
 
@@ -61,90 +55,17 @@ def reseed_globals(seed: int, *key: int) -> None:
         torch.default_generator.manual_seed(int.from_bytes(rest[16:], "little"))
 
 
-def states(generators: list[Any]) -> dict[str, Any]:
-    """How far these are, and generators that `find_generators` found."""
+def global_states() -> dict[str, Any]:
+    """How far the global generators are."""
     torch = loaded_torch()
     return {
         "np.random": mersenne.state(),
         "random": random.getstate(),
         "torch": torch and torch.get_rng_state().numpy().tobytes(),
-        "a random generator that the dataset holds": [
-            pickle.dumps(found)
-            for found in generators
-            if not isinstance(found, random.SystemRandom)
-        ],
     }
-
-
-def reseed_generator(found: Any, stream: np.random.SeedSequence) -> None:
-    """Puts a NumPy or Python generator at the start of a stream, in place."""
-    if isinstance(found, np.random.Generator):
-        bits = found.bit_generator
-        bits.state = type(bits)(stream).state
-    elif isinstance(found, np.random.RandomState):
-        found.seed(stream.generate_state(4))
-    else:
-        state = stream.generate_state(4).tobytes()
-        found.seed(int.from_bytes(state, "little"))
-
-
-def find_generators(owner: Any) -> list[Any]:
-    """Random generators kept in an object, in the order they are met.
-
-    Attributes are searched, and what they hold: objects, dicts, lists and
-    tuples, a few levels deep. Modules, classes and large containers are not.
-    """
-    found: list[Any] = []
-    seen: set[int] = set()
-
-    def visit(value: Any, depth: int) -> None:
-        if isinstance(value, _LEAVES) or id(value) in seen:
-            return
-        if len(seen) >= _MAX_VISITS:
-            return
-        seen.add(id(value))
-        if isinstance(value, _GENERATORS):
-            found.append(value)
-        elif depth < _MAX_DEPTH:
-            for part in _parts_of(value):
-                visit(part, depth + 1)
-
-    for value in _attributes(owner):
-        visit(value, 1)
-    return found
-
-
-def _parts_of(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return [] if len(value) > _MAX_ITEMS else list(value.values())
-    if isinstance(value, (list, tuple)):
-        return [] if len(value) > _MAX_ITEMS else list(value)
-    return _attributes(value)
-
-
-def _attributes(owner: Any) -> list[Any]:
-    attributes = getattr(owner, "__dict__", {})
-    return [part for name, part in attributes.items() if name != PRIVATE]
 
 
 def loaded_torch() -> Any:
     """torch, if it has been imported and has finished importing."""
     torch = sys.modules.get("torch")
     return torch if hasattr(torch, "default_generator") else None
-
-
-_GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
-_LEAVES = (
-    str,
-    bytes,
-    int,
-    float,
-    complex,
-    type(None),
-    type,
-    types.ModuleType,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    np.ndarray,
-    np.generic,
-)

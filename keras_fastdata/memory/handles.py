@@ -5,6 +5,7 @@
     `np.memmap`, and views of one           mapped again
     h5py files, groups and datasets         opened again
     cached functions of `__main__`          wrapped again, with an empty cache
+    the global random generators            the worker's own
 
 Whatever is opened again must be what the training process has open: a file
 that was deleted or replaced since is refused, and a memory map of one travels
@@ -50,6 +51,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle's, and what is listed above."""
 
     def reducer_override(self, obj: Any) -> Any:
+        if type(obj).__name__ in _GENERATORS and (name := _global_name(obj)):
+            return _global_generator, name
         if isinstance(obj, LIVE):
             raise TypeError(
                 f"cannot pickle a {type(obj).__name__}: a copy would not be "
@@ -60,6 +63,37 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         ):
             return _reduce_h5(obj)
         return super().reducer_override(obj)
+
+
+# -- the global random generators ----------------------------------------------
+
+
+def _global_name(generator: Any) -> tuple[str, str] | None:
+    """Where everybody finds a generator, if it is a global one.
+
+    What holds it, such as `self.draw = np.random.rand`, has the worker's own
+    in a worker, which is seeded for each batch as the trainer's is.
+    """
+    for module, name in _GLOBALS:
+        if module in sys.modules:
+            with contextlib.suppress(AttributeError):  # half imported
+                if _global_generator(module, name) is generator:
+                    return module, name
+    return None
+
+
+def _global_generator(module: str, name: str) -> Any:
+    found = getattr(importlib.import_module(module), name)
+    return found().generator if name.startswith("get_") else found
+
+
+_GENERATORS = {"Random", "RandomState", "Generator"}  # their classes
+_GLOBALS = (
+    ("random", "_inst"),
+    ("numpy.random.mtrand", "_rand"),
+    ("torch", "default_generator"),
+    ("imgaug.random", "get_global_rng"),
+)
 
 
 # -- locks ---------------------------------------------------------------------

@@ -84,6 +84,10 @@ class Builds(Protocol):
         """Takes over the dataset's state from a builder made of a newer one."""
         ...
 
+    def change(self) -> None:
+        """Told that the dataset itself is in a newer state."""
+        ...
+
 
 class Workers(Protocol):
     """A set of workers that serves one dataset.

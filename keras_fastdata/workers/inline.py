@@ -66,7 +66,8 @@ class InlineWorkers:
         return False
 
     def change(self) -> None:
-        """Nothing to do: the next batch is built from the dataset itself."""
+        """The next batch is built from the dataset itself."""
+        self._builder.change()
 
     def expect(self, ahead: int) -> None:
         """Nothing to do: batches take no shared memory."""

@@ -1,0 +1,197 @@
+"""Random generators are found and seeded wherever a dataset reaches them."""
+
+from __future__ import annotations
+
+import gc
+import random
+import warnings
+import weakref
+
+import generator_kinds
+import numpy as np
+import pytest
+from generator_kinds import Everywhere, Seedable, Slots
+from samples import Holds, equal
+from trainers.harness import START_METHODS
+
+from keras_fastdata import (
+    FastPyDataset,
+    GeneratorDataset,
+    LoaderError,
+    accelerate,
+)
+from keras_fastdata.engine import build
+from keras_fastdata.engine.generators import Search
+
+
+def _epochs(dataset, count=2):
+    with dataset, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`start_method='fork'`")
+        return [list(dataset) for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def inline():
+    return _epochs(Everywhere(seed=1, workers=0))
+
+
+def test_every_draw_is_another_one(inline):
+    draws = np.concatenate([batch for epoch in inline for batch in epoch])
+    assert len(set(draws.tolist())) == len(draws) == 240
+
+
+@pytest.mark.parametrize("start_method", START_METHODS)
+def test_draws_are_the_same_in_workers_of_every_kind(start_method, inline):
+    place = {"use_multiprocessing": True, "start_method": start_method}
+    assert equal(_epochs(Everywhere(seed=1, workers=2, **place)), inline)
+
+
+def test_generators_of_the_program_are_left_as_they_were_found(inline):
+    outside = [
+        generator_kinds.RNG,
+        generator_kinds.Everywhere.tool,
+        generator_kinds._with_default.__defaults__[0],
+    ]
+    before = [one.bit_generator.state for one in outside]
+    assert equal(_epochs(Everywhere(seed=1, workers=0)), inline)
+    assert [one.bit_generator.state for one in outside] == before
+
+
+def test_those_that_a_wrapped_dataset_holds_are_seeded(inline):
+    class Wrapped:
+        def __init__(self):
+            self.inner = [Slots()]
+
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            return self.inner[0].rng.integers(2**60, size=1)
+
+    places = {0: {}, 2: {"use_multiprocessing": True}}
+    found = [
+        _epochs(accelerate(Wrapped(), workers, seed=1, **place))
+        for workers, place in places.items()
+    ]
+    assert equal(*found)
+    assert len({int(b[0]) for epoch in found[0] for b in epoch}) == 8
+
+
+def test_what_a_generator_draws_from_is_seeded_for_its_shard():
+    held = np.random.default_rng(0)
+
+    def make(shard_index, num_shards):
+        for _ in range(4):
+            yield held.integers(2**60, size=1)
+
+    places = {0: {}, 1: {}, 2: {}}
+    places[1] = places[2] = {"use_multiprocessing": True}
+    found = [
+        _epochs(
+            GeneratorDataset(
+                make, num_shards=2, workers=workers, seed=1, **place
+            )
+        )
+        for workers, place in places.items()
+    ]
+    assert equal(found[0], found[1])
+    assert equal(found[0], found[2])
+    draws = {int(x[0]) for epoch in found[0] for x in epoch}
+    assert len(draws) == 16
+
+
+class _DrawsFromTheModule(FastPyDataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return np.array([generator_kinds.of_the_module()])
+
+
+def test_a_cache_refuses_batches_drawn_from_a_generator_of_the_module():
+    with (
+        _DrawsFromTheModule(workers=0, cache="memory") as dataset,
+        pytest.raises(LoaderError, match="a random generator that"),
+    ):
+        list(dataset)
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [_DrawsFromTheModule(), Holds(Seedable(), lambda thing, _: thing.draw())],
+    ids=repr,
+)
+def test_auto_is_told_of_them_before_it_tries_threads(dataset):
+    told = []
+
+    class Observer:
+        observes = True
+        drew = staticmethod(told.append)
+
+    builder = build.Builder(lambda: dataset, 1, observer=Observer())
+    builder.build(0, 0, 0)
+    assert len(told) == 1
+
+
+def test_another_generator_changes_no_others_draws():
+    def drawn(**also):
+        dataset = Holds(
+            {"rng": random.Random(0)}, lambda t, _: t["rng"].random()
+        )
+        vars(dataset).update(also)
+        return build.Builder(lambda: dataset, 1).build(0, 0, 0)
+
+    assert drawn() == drawn(a=random.Random(1), z=Slots())
+
+
+def test_one_that_is_replaced_is_found_again():
+    dataset = Holds([random.Random(0)], lambda thing, _: thing[0].random())
+    builder = build.Builder(lambda: dataset, 1)
+    first = [builder.build(0, index, 0) for index in range(4)]
+    dataset.thing = [random.Random(5)]
+    assert [builder.build(0, index, 0) for index in range(4)] == first
+
+
+def test_a_build_looks_for_generators_once_where_there_are_none(monkeypatch):
+    searched = []
+
+    class Counts(Search):
+        def __init__(self, dataset):
+            searched.append(dataset)
+            super().__init__(dataset)
+
+    monkeypatch.setattr(build.generators, "Search", Counts)
+    dataset = Holds([1], lambda thing, _: len(thing))
+    builder = build.Builder(lambda: dataset, 1, private=True)
+    for index in range(5):
+        builder.build(0, index, 0)
+    assert len(searched) == 2  # once more after the first build
+
+
+def test_a_search_is_bounded_and_asks_nothing_of_what_it_meets():
+    class Asked:
+        def __getattr__(self, name):
+            raise AssertionError(name)
+
+        @property
+        def rng(self):
+            raise AssertionError
+
+    deep = []
+    for _ in range(100_000):
+        deep = [deep]
+    dataset = Holds([Asked(), deep, [[]] * 10**6, np.zeros(10**6)], len)
+    dataset.rngs = [random.Random(0)]
+    dataset.thing.append(dataset)
+    assert [held.path for held in Search(dataset).held] == [".rngs[0]"]
+
+
+def test_a_seedable_part_that_knows_the_dataset_does_not_keep_it():
+    dataset = Holds(Seedable(), lambda thing, _: thing.draw(), workers=0)
+    dataset.thing.owner = dataset
+    dataset.method = dataset.__len__
+    assert next(iter(dataset)) != Seedable().draw()
+    gone = weakref.ref(dataset)
+    del dataset
+    gc.collect()
+    assert gone() is None
