@@ -514,7 +514,7 @@ def _noticed(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
     def noticed(self: FastPyDataset, *args: Any, **kwargs: Any) -> Any:
         own = own_internals(self)
         loader = None if own is None else own.loader
-        if loader is None or build.is_at_work_for(self):
+        if loader is None or build.is_built_for(self):
             return hook(self, *args, **kwargs)
         call = functools.partial(hook, self, *args, **kwargs)
         return loader.called_by_hand(self, name, call)

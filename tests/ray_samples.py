@@ -35,6 +35,16 @@ class Drawn(FastPyDataset):
         return x, np.full((4, 1), index, "float32")
 
 
+SCALE = 1
+
+
+class Scaled(Drawn):
+    """Depends on a variable of its module."""
+
+    def __getitem__(self, index):
+        return (np.full((1, 1), SCALE),)
+
+
 class Gated(Drawn):
     """Batches that wait while there is a file `shut`; it says who does."""
 

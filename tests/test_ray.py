@@ -265,6 +265,13 @@ def test_changes_of_the_dataset_reach_the_workers_and_only_those():
 
 
 @pytest.mark.long
+def test_variables_of_modules_are_those_of_this_process(monkeypatch):
+    with _on_ray(ray_samples.Scaled, workers=1) as dataset:
+        for scale in (2, 3):
+            monkeypatch.setattr(ray_samples, "SCALE", scale)
+            assert {int(x[0, 0]) for (x,) in dataset} == {scale}
+
+
 def test_a_dataset_may_write_to_its_small_arrays_and_is_told_of_large_ones():
     with _on_ray(ray_samples.Scratch, 1000) as dataset:
         assert [b[0] for b in dataset] == list(range(12))

@@ -643,12 +643,6 @@ def builder_in_worker(dataset: Dataset, seed: int, cached: bool) -> Builder:
     return Builder(lambda: dataset, seed, private=True, cached=cached)
 
 
-def is_at_work_for(dataset: Dataset) -> bool:
-    """Whether this thread runs a method of a dataset that we have called."""
-    context = _current.context
-    return context is not None and context.dataset is dataset
-
-
 def _item(dataset: Dataset, index: int) -> Any:
     """`dataset[index]`, once it is known to have been built.
 

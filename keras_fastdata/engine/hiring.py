@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from keras_fastdata.engine import build, pickling
+from keras_fastdata.engine.outside_state import OutsideState, Told
 from keras_fastdata.engine.settings import Settings
 from keras_fastdata.workers import relay
 from keras_fastdata.workers.base import Workers
@@ -34,6 +35,7 @@ def hire(
     seed: int,
     observer: build.Observer | None,
     receiver: relay.Receiver,
+    outside: OutsideState,
 ) -> Workers:
     """Makes the workers of a dataset.
 
@@ -45,6 +47,7 @@ def hire(
         observer: Told of batches that draw from what threads share; only
             workers in this process have one.
         receiver: Hands on what workers elsewhere log, and warn of.
+        outside: What they are told of the state of this process.
 
     Raises:
         DatasetPicklingError: They need a copy of it, and it has none.
@@ -53,7 +56,7 @@ def hire(
     cached = settings.cache is not None
     if settings.kind in ("process", "ray"):
         with pickling.explained(reference):
-            maker = _BuilderMaker(reference, seed, cached)
+            maker = _BuilderMaker(reference, seed, cached, outside)
             return _hire_elsewhere(maker, name, settings, receiver)
     threads = settings.kind == "thread"
     builder = build.Builder(
@@ -142,17 +145,30 @@ class _BuilderMaker:
     """Makes a worker's builder; travels with the dataset it refers to."""
 
     def __init__(
-        self, dataset: weakref.ref[build.Dataset], seed: int, cached: bool
+        self,
+        dataset: weakref.ref[build.Dataset],
+        seed: int,
+        cached: bool,
+        outside: OutsideState,
     ) -> None:
         self._dataset = dataset
         self._fixed = seed, cached
+        self._outside = outside
 
     def __call__(self) -> build.Builder:
         return build.builder_in_worker(alive(self._dataset), *self._fixed)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        # What it is told comes first: the dataset may need it to be loaded.
         arguments = alive(self._dataset), *self._fixed
-        return functools.partial, (build.builder_in_worker, *arguments)
+        return _maker_in_worker, (self._outside.told, *arguments)
+
+
+def _maker_in_worker(
+    _: Told, dataset: build.Dataset, seed: int, cached: bool
+) -> Callable[[], build.Builder]:
+    """Makes what a worker makes its builder with; pickles name it."""
+    return functools.partial(build.builder_in_worker, dataset, seed, cached)
 
 
 def alive(reference: weakref.ref[build.Dataset]) -> build.Dataset:

@@ -34,6 +34,7 @@ from keras_fastdata.engine import build, hiring, pickling, resume
 from keras_fastdata.engine.auto import Auto
 from keras_fastdata.engine.cache import Cache
 from keras_fastdata.engine.fingerprint import open_cache
+from keras_fastdata.engine.outside_state import OutsideState
 from keras_fastdata.engine.schedule import Schedule, plan_epoch
 from keras_fastdata.engine.settings import Settings
 from keras_fastdata.engine.shards import Shard, shard_of
@@ -88,6 +89,7 @@ class Loader:
         self._pid = self._lock_pid = os.getpid()
         self._workers: Workers | None = None
         self._receiver = relay.Receiver()  # of what they log
+        self._outside = OutsideState()  # that they were told of
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._tickets = Tickets(self._settings, self._auto)
         self._passes: set[_WalkRef] = set()
@@ -569,6 +571,8 @@ class Loader:
             for abandoned in filter(None, walks):
                 self._cache_ready(abandoned)
                 self._retire(abandoned)
+        if not walk.begun and self._outside.has_changed():
+            self._changed = True
         if self._changed:
             self._change()
         if not walk.begun:
@@ -918,6 +922,7 @@ class Loader:
         self._changed = False
         self._cache = None  # it is of the state before
         if self._workers is not None:
+            self._look_outside()
             try:
                 with pickling.explained(self._dataset):
                     self._workers.change()
@@ -952,6 +957,7 @@ class Loader:
         return workers
 
     def _hire(self) -> Workers:
+        self._look_outside()
         return hiring.hire(
             self._dataset,
             self._name,
@@ -959,6 +965,15 @@ class Loader:
             self.seed,
             self._auto,
             self._receiver,
+            self._outside,
+        )
+
+    def _look_outside(self) -> None:
+        """Takes note of the state that workers elsewhere are to have."""
+        settings = self._settings
+        self._outside.look(
+            self._dataset() if settings.kind in ("process", "ray") else None,
+            is_shared=settings.start_method == "fork",
         )
 
     def _start_over(self) -> None:

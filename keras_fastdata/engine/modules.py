@@ -5,16 +5,19 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from typing import Any
 
 _INSTALLED = ("site-packages", "dist-packages")
 
 
-def is_users(name: str) -> bool:
+def is_users(name: Any) -> bool:
     """Whether a module that is imported here is part of the user's program.
 
     Such are `__main__`, and files outside of the standard library and of
     folders that packages are installed in.
     """
+    if not isinstance(name, str):
+        return False  # a class may say anything
     if name == "__main__":
         return True
     top = name.partition(".")[0]

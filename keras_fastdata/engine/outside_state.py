@@ -1,0 +1,315 @@
+"""State outside of the dataset that its batches depend on.
+
+Inline, a build sees whatever the program has set anywhere. A worker process
+imports modules anew, and is told of three things:
+
+    settings of frameworks     those of `_settings`, where the framework is
+                               loaded; a worker does not import it for that
+    `__main__`                 its classes and functions travel by value, with
+                               the globals that they refer to
+    the user's other modules   variables, and attributes of classes and objects
+                               there, that the dataset's code refers to by name,
+                               if they are plain values (see `_is_plain`)
+
+All of it is compared when an epoch begins, and sent again if it differs. In a
+worker a module is told when it is imported, or else at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import importlib.abc
+import importlib.machinery
+import logging
+import pathlib
+import sys
+import threading
+import types
+import weakref
+from typing import Any
+
+import numpy as np
+
+from keras_fastdata.engine.referred_names import ABSENT, Variable, variables_of
+
+_MOST_ITEMS = 1000  # of a plain value, in all; so many bytes are one
+_BYTES_PER_ITEM = 64
+_SCALARS = (bool, int, float, complex, str, bytes, type(None))
+_CONTAINERS = (list, tuple, set, frozenset)
+_NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
+
+_Settings = dict[str, dict[str, Any]]  # by module and name
+_Values = dict[str, dict[str, Any]]  # by module and path
+
+_log = logging.getLogger("keras_fastdata")
+
+
+# -- in the training process -------------------------------------------------
+
+
+class OutsideState:
+    """What the batches of a dataset depend on, as it was when looked at.
+
+    Attributes:
+        told: What workers are to be told.
+    """
+
+    def __init__(self) -> None:
+        self.told = Told({}, {})
+        self._is_shared = False
+        self._is_watched = False
+        self._seen: list[_Seen] = []
+        self._error_state: dict[str, Any] = {}
+        self._lost: set[str] = set()
+
+    def look(self, dataset: Any, *, is_shared: bool) -> None:
+        """Takes note of everything as it is now.
+
+        Args:
+            dataset: The dataset; `None` if workers share it, and nobody needs
+                to be told.
+            is_shared: Whether workers have all of it, because they are forked.
+        """
+        self._is_watched, self._is_shared = dataset is not None, is_shared
+        values: _Values = {}
+        self._seen = []
+        try:
+            variables = variables_of(dataset)
+        except Exception:
+            # Objects of the user's may refuse to be looked into.
+            _log.debug("State outside of a dataset:", exc_info=True)
+            variables = []
+        for variable in variables:
+            value = variable.value
+            self._seen.append(_Seen(variable, value))
+            if variable.by_value:
+                continue
+            if _is_plain(value):
+                values.setdefault(variable.module, {})[variable.path] = value
+            elif _is_of_main(value):
+                self._lose(variable)
+        self.told = Told(self._settings(), values)
+
+    def has_changed(self) -> bool:
+        """Whether anything is not as it was; takes some microseconds."""
+        if not self._is_watched:
+            return False
+        changed = False
+        for seen in self._seen:
+            if seen.has_changed():
+                changed = True
+                variable = seen.variable
+                if not variable.by_value and not _is_plain(variable.value):
+                    self._lose(variable)
+        return changed or self.told.settings != self._settings()
+
+    def _lose(self, variable: Variable) -> None:
+        """Says once that workers do not see what differs."""
+        name = f"{variable.module}.{variable.path}"
+        if self._is_shared or name in self._lost:
+            return
+        self._lost.add(name)
+        _log.warning(
+            "This process has set `%s`, and worker processes do not see it: "
+            "they import `%s` themselves, and are told of numbers, texts and "
+            "containers of these alone. Make it an attribute of the dataset.",
+            name,
+            variable.module,
+        )
+
+    def _settings(self) -> _Settings:
+        # NumPy has one for each thread, and `fit` may ask for batches in a
+        # thread of TensorFlow's.
+        if threading.current_thread() is threading.main_thread():
+            self._error_state = dict(np.geterr())
+        return {"numpy": self._error_state, **_settings()}
+
+
+class _Seen:
+    """The value of a variable, as it was when looked at.
+
+    It does not keep alive what it need not.
+    """
+
+    __slots__ = ("_content", "_is_weak", "_value", "variable")
+
+    def __init__(self, variable: Variable, value: Any) -> None:
+        self.variable = variable
+        self._content = _content(value)
+        self._is_weak = not _is_plain(value)
+        self._value = value
+        if self._is_weak:
+            try:
+                self._value = weakref.ref(value)
+            except TypeError:
+                self._is_weak = False
+
+    def has_changed(self) -> bool:
+        value = self.variable.value
+        former = self._value() if self._is_weak else self._value
+        if value is former:
+            return self._content is not None and (
+                self._content != _content(value)
+            )
+        return not (_is_plain(value) and _is_equal(value, former))
+
+
+def _settings() -> _Settings:
+    """What the frameworks that are loaded have been set to."""
+    found: _Settings = {}
+    # One that is being imported may lack anything.
+    if (keras := sys.modules.get("keras")) is not None:
+        with contextlib.suppress(AttributeError):
+            found["keras"] = {
+                name: getattr(keras.config, name)()
+                for name in ("floatx", "epsilon", "image_data_format")
+            }
+    if (torch := sys.modules.get("torch")) is not None:
+        with contextlib.suppress(AttributeError):
+            dtype = str(torch.get_default_dtype()).rpartition(".")[2]
+            found["torch"] = {"default_dtype": dtype}
+    if (jax := sys.modules.get("jax")) is not None:
+        with contextlib.suppress(AttributeError):
+            found["jax"] = {"jax_enable_x64": jax.config.jax_enable_x64}
+    for name, setting in (
+        ("PIL.Image", "MAX_IMAGE_PIXELS"),
+        ("PIL.ImageFile", "LOAD_TRUNCATED_IMAGES"),
+    ):
+        if (module := sys.modules.get(name)) is not None:
+            with contextlib.suppress(AttributeError):
+                found[name] = {setting: getattr(module, setting)}
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is of what JSON knows, or a little more, and not large."""
+    waiting = [value]
+    size = 0
+    for item in waiting:
+        kind = type(item)
+        if kind in _CONTAINERS:
+            waiting += item
+        elif kind is dict:
+            waiting += [*item, *item.values()]
+        elif kind in _NAMESPACES:
+            waiting += vars(item).values()
+        elif kind in (str, bytes):
+            size += len(item) // _BYTES_PER_ITEM
+        elif not (
+            kind in _SCALARS or isinstance(item, (np.generic, pathlib.PurePath))
+        ):
+            return False
+        if len(waiting) + size > _MOST_ITEMS:
+            return False
+    return True
+
+
+def _is_of_main(value: Any) -> bool:
+    """Whether the script has made a value, or its class."""
+    is_named = isinstance(value, (type, types.FunctionType))
+    kind = value if is_named else type(value)
+    return bool(kind.__module__ == "__main__")
+
+
+def _content(value: Any) -> Any:
+    """What tells whether a value was edited in place, where that is cheap."""
+    kind = type(value)
+    if kind in (list, dict, set):
+        return repr(value) if _is_plain(value) else len(value)
+    if kind in _NAMESPACES:
+        return repr(value) if _is_plain(value) else len(vars(value))
+    if kind is np.ndarray and value.nbytes <= _MOST_ITEMS:
+        return None if value.dtype.hasobject else value.tobytes()
+    return None
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and bool(one == other)
+
+
+# -- in a worker -------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Told:
+    """What a worker is told. It does as it is told when this is unpickled.
+
+    Attributes:
+        settings: Of frameworks.
+        values: Of variables in the user's modules.
+    """
+
+    settings: _Settings
+    values: _Values
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _take_on, (self.settings, self.values)
+
+
+def _take_on(settings: _Settings, values: _Values) -> Told:
+    """Has modules be so, at once or when they are imported."""
+    told = _AfterImport.told = Told(settings, values)
+    for name in (*settings, *values):
+        _tell(name)
+    if _AfterImport not in sys.meta_path:
+        sys.meta_path.insert(0, _AfterImport)
+    return told
+
+
+def _tell(name: str) -> None:
+    """Gives a module, if it is there, its settings and values."""
+    module: Any = sys.modules.get(name)
+    if module is None:
+        return
+    for path, value in _AfterImport.told.values.get(name, {}).items():
+        with contextlib.suppress(Exception):  # the user's class may refuse
+            *owners, last = path.split(".")
+            owner = functools.reduce(getattr, owners, module)
+            if not _is_equal(vars(owner).get(last, ABSENT), value):
+                setattr(owner, last, value)
+    settings = _AfterImport.told.settings.get(name, {})
+    with contextlib.suppress(Exception):  # another version may lack it
+        _set(name, module, settings)
+
+
+def _set(name: str, module: Any, settings: dict[str, Any]) -> None:
+    if name == "numpy":
+        module.seterr(**settings)
+        return
+    for setting, value in settings.items():
+        if name == "keras":
+            getattr(module.config, f"set_{setting}")(value)
+        elif name == "torch":
+            module.set_default_dtype(getattr(module, value))
+        elif name == "jax":
+            module.config.update(setting, value)
+        else:
+            setattr(module, setting, value)
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Tells modules right after they are imported."""
+
+    told = Told({}, {})
+
+    @classmethod
+    def find_spec(
+        cls, name: str, path: Any = None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in cls.told.settings and name not in cls.told.values:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        loader: Any = None if spec is None else spec.loader
+        if not isinstance(loader, importlib.machinery.SourceFileLoader):
+            return None
+        run = loader.exec_module
+
+        def exec_module(module: types.ModuleType) -> None:
+            run(module)
+            _tell(name)
+
+        loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

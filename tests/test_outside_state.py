@@ -1,0 +1,202 @@
+"""State outside of the dataset is the training process's in every worker."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import outside_config as conf
+import outside_samples
+import pytest
+from outside_samples import Frameworks, Referring
+from PIL import Image, ImageFile
+
+from keras_fastdata.engine.outside_state import OutsideState
+
+PROCESSES = {"workers": 2, "use_multiprocessing": True}
+KINDS = {
+    "forkserver": PROCESSES,
+    "spawn": {**PROCESSES, "start_method": "spawn"},
+    "fork": {**PROCESSES, "start_method": "fork"},
+}
+pytestmark = pytest.mark.filterwarnings("ignore:`start_method='fork'`")
+
+SCRIPT = """
+import argparse
+import numpy as np
+from keras_fastdata import FastPyDataset
+
+class Tool:
+    strength = 1
+
+    def __init__(self):
+        self.used = 1
+
+args = argparse.Namespace(scale=1)
+table = np.arange(3)
+tool = Tool()
+
+def change(x):
+    return x + 1
+
+class Mine(FastPyDataset):
+    factor = 1
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return np.array([[
+            change(0), args.scale, table[1], tool.used, Tool.strength,
+            self.factor
+        ]])
+
+def show(dataset):
+    print(*sorted({str(batch.tolist()) for batch in dataset}))
+
+for method in ("forkserver", "fork"):
+    kinds = {"use_multiprocessing": True, "start_method": method}
+    with Mine(workers=2, **kinds) as dataset:
+        show(dataset)
+        def change(x):
+            return x + 2
+        show(dataset)
+        args.scale = 3
+        table[1] = 4
+        tool.used = 5
+        show(dataset)
+        Tool.strength = 6
+        Mine.factor = 7
+        show(dataset)
+    def change(x):
+        return x + 1
+    args.scale = table[1] = tool.used = Tool.strength = Mine.factor = 1
+"""
+
+
+def _walk(dataset):
+    """What all batches of one epoch say."""
+    (found,) = {str(batch[0]) for batch in dataset}
+    return found
+
+
+@pytest.fixture
+def patch():
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "forkserver",
+        pytest.param("spawn", marks=pytest.mark.long),
+        "fork",
+    ],
+)
+def test_plain_variables_of_modules_are_carried_when_an_epoch_begins(
+    kind, patch
+):
+    patch.setattr(conf, "SCALE", 3)
+    patch.setattr(conf, "ARGS", argparse.Namespace(rate=0.5))
+    with Referring(**KINDS[kind]) as dataset, Referring(workers=0) as inline:
+        assert _walk(dataset) == "[3, 1, [1], {'rate': 0.5}, 1, 1, True]"
+        patch.setattr(outside_samples, "FACTOR", 2)
+        patch.setattr(Referring, "offset", 4)
+        patch.setitem(conf.OPTIONS, "sizes", [5, 6])
+        conf.ARGS.rate = 0.25
+        patch.setattr(conf.config, "depth", 7)
+        patch.setattr(conf.Config, "depth", 8)
+        wanted = "[6, 4, [5, 6], {'rate': 0.25}, 7, 8, True]"
+        assert _walk(dataset) == wanted
+        assert _walk(inline) == wanted
+
+
+def test_what_builds_assign_is_each_workers_own(patch):
+    patch.setattr(conf, "_is_ready", True)
+    with Referring(**PROCESSES) as dataset:
+        assert _walk(dataset).endswith("True]")
+
+
+def test_what_cannot_be_carried_is_said_once(patch, caplog):
+    dataset = Referring()
+    state = OutsideState()
+    state.look(dataset, is_shared=False)
+    assert not state.has_changed()
+    for _ in range(2):
+        patch.setattr(outside_samples, "_scaled", lambda value: value)
+        assert state.has_changed()
+        state.look(dataset, is_shared=False)
+        assert not state.has_changed()
+    (said,) = caplog.messages
+    assert "`outside_samples._scaled`" in said
+
+
+def test_workers_that_share_a_fork_lose_nothing(patch, caplog):
+    state = OutsideState()
+    state.look(Referring(), is_shared=True)
+    patch.setattr(outside_samples, "_scaled", lambda value: value)
+    assert state.has_changed()
+    assert not caplog.messages
+
+
+def test_settings_of_frameworks_are_carried_and_nothing_is_imported(patch):
+    patch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+    patch.setattr(Image, "MAX_IMAGE_PIXELS", 123)
+    before = np.seterr(under="raise")
+    try:
+        with Frameworks(
+            ["PIL"], workers=1, use_multiprocessing=True
+        ) as dataset:
+            batches = iter(dataset)
+            found = {str(next(batches)[0])}
+            assert found == {"[[], 'raise', True, 123]"}
+            patch.setattr(Image, "MAX_IMAGE_PIXELS", None)
+            np.seterr(under="warn")
+            assert _walk(dataset) == "[['PIL'], 'warn', True, None]"
+    finally:
+        np.seterr(**before)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(180)
+def test_settings_of_keras_and_torch_are_carried_to_workers_that_import_them():
+    torch = pytest.importorskip("torch")
+    was = keras.config.floatx(), keras.config.image_data_format()
+    keras.config.set_floatx("float64")
+    keras.config.set_image_data_format("channels_first")
+    torch.set_default_dtype(torch.float64)
+    try:
+        with Frameworks(
+            ["keras", "torch"], workers=1, use_multiprocessing=True
+        ) as dataset:
+            found = {str(batch[0]) for batch in dataset}
+    finally:
+        keras.config.set_floatx(was[0])
+        keras.config.set_image_data_format(was[1])
+        torch.set_default_dtype(torch.float32)
+    assert all(
+        "'float64', 'channels_first', 'torch.float64'" in text for text in found
+    )
+
+
+def test_what_a_script_changes_between_epochs_reaches_the_workers(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    ran = subprocess.run(
+        [sys.executable, path],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    wanted = [
+        "[[1, 1, 1, 1, 1, 1]]",
+        "[[2, 1, 1, 1, 1, 1]]",
+        "[[2, 3, 4, 5, 1, 1]]",
+        "[[2, 3, 4, 5, 6, 7]]",
+    ]
+    assert ran.stdout.splitlines() == wanted * 2, ran.stderr
