@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_fastdata.errors import LoaderError
+from keras_fastdata.errors import DatasetPicklingError
 from keras_fastdata.keras_bridge.keras_internals import data_adapter_utils
 from keras_fastdata.workers import failures
 
@@ -42,10 +42,10 @@ def spell_out_cause(error: Exception) -> None:
     """Names the cause in the notes: Keras's traceback filter drops it.
 
     (`raise ... from None` in `keras.src.utils.traceback_utils`; it stays
-    reachable as `__context__`.) Errors of ours name it themselves.
+    reachable as `__context__`.) A `DatasetPicklingError` names it itself.
     """
     if error.__cause__ is not None:
-        if not isinstance(error, LoaderError):
+        if not isinstance(error, DatasetPicklingError):
             failures.note_causes(error)
         if error.__context__ is None:
             BaseException.__setattr__(error, "__context__", error.__cause__)
