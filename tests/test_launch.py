@@ -12,6 +12,7 @@ import pytest
 from samples import Numbered, numbers
 
 from keras_fastdata import FastPyDataset, LoaderError
+from keras_fastdata.workers import launch
 
 PROCESSES = {"workers": 2, "use_multiprocessing": True}
 
@@ -357,3 +358,38 @@ def test_threads_where_workers_are_forked_are_named():
         start_method="spawn",
     ) as dataset:
         assert numbers(dataset) == list(range(10))
+
+
+class Hashes(FastPyDataset):
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        return {hash("a name")}
+
+
+ASK = ["-c", "print({hash('a name')})"]
+
+
+def test_names_have_one_hash_in_all_workers(monkeypatch):
+    def of(worker_env=None, **place):
+        place = {"use_multiprocessing": True, "workers": 1, **place}
+        with Hashes(worker_env=worker_env, **place) as dataset:
+            return str(next(iter(dataset)))
+
+    everywhere = {of(), of(), of(start_method="spawn"), of({"MINE": "1"})}
+    assert len(everywhere) == 1
+    monkeypatch.setenv("PYTHONHASHSEED", "5")
+    assert of({"PYTHONHASHSEED": "5"}) == _run(ASK).strip()
+
+
+@pytest.mark.parametrize("given", [None, "7", "random"])
+def test_the_hash_seed_of_workers_is_the_trainers_if_it_was_given(
+    given, monkeypatch
+):
+    if given is None:
+        monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    else:
+        monkeypatch.setenv("PYTHONHASHSEED", given)
+    seed = launch.hash_seed.__wrapped__()["PYTHONHASHSEED"]
+    assert seed == ("7" if given == "7" else "0")

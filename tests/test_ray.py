@@ -402,10 +402,15 @@ def test_workers_have_the_environment_that_they_are_given():
         ray_samples.Variables, worker_env={"MINE": "yes"}, workers=1
     ) as dataset:
         found = next(iter(dataset))
+    with ray_samples.Variables(
+        worker_env={"MINE": "yes"}, workers=1, use_multiprocessing=True
+    ) as dataset:
+        assert found == next(iter(dataset))
     assert found == {
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "MINE": "yes",
+        "hash": found["hash"],
     }
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import fcntl
+import functools
 import multiprocessing.spawn
 import os
 import select
@@ -106,7 +107,20 @@ class Launcher(Protocol):
 
 def environment(worker_env: Mapping[str, str] | None) -> dict[str, str]:
     """The environment variables of a worker that is started now."""
-    return {**os.environ, **CLEAN_ENVIRONMENT, **(worker_env or {})}
+    clean = {**CLEAN_ENVIRONMENT, **hash_seed()}
+    return {**os.environ, **clean, **(worker_env or {})}
+
+
+@functools.cache
+def hash_seed() -> dict[str, str]:
+    """What gives sets of strings the same order in all workers.
+
+    It is the trainer's where that was given one. One that Python has drawn
+    cannot be given to another process.
+    """
+    name = "PYTHONHASHSEED"
+    seed = os.environ.get(name, "")
+    return {name: seed if seed.isdecimal() else "0"}
 
 
 def kill(worker: Child) -> None:

@@ -872,6 +872,7 @@ def _actor_maker(plan: Plan) -> Callable[[], Any]:
         clean = {name: clean[name] for name in clean if name not in seen}
     runtime_env["env_vars"] = {
         **clean,
+        **launch.hash_seed(),
         **runtime_env.get("env_vars", {}),
         **(plan.worker_env or {}),
     }
