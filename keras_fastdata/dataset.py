@@ -158,10 +158,13 @@ class FastPyDataset(_Base):
             the first epoch begins; no bound for a directory, where batches of
             other states of such a dataset count as well.
         cache_version: For a directory: any string or integer; another one
-            makes its batches invalid. So does a change of the dataset's
-            class, of its attributes, or of files that it has open or whose
-            paths it holds; but functions that `__getitem__` calls are not
-            looked at, nor attributes that builds set.
+            makes its batches invalid. So does a change of an attribute; of
+            code that is the dataset's or among what it holds, or of plain
+            globals, functions and classes that such code names; or of a file
+            whose whole path is anywhere in these. Not looked at are files in
+            folders, paths that are put together from parts, methods and
+            attributes of global objects, installed packages, and attributes
+            that builds set.
         executor: "local": workers are threads or processes of this machine,
             as above. "ray": they are Ray actors, on this machine or a
             cluster (`pip install 'keras-fastdata[ray]'`), with all that is

@@ -45,6 +45,8 @@ from keras_fastdata import (
     LoaderError,
     LoaderHealth,
     SampleDataset,
+    SharedList,
+    accelerate,
 )
 from keras_fastdata._dataset_internals import loader_of
 from keras_fastdata.engine import cache as cache_files
@@ -422,6 +424,147 @@ def test_a_file_among_the_keys_of_a_dict_is_looked_at(cached, built, tmp_path):
         dataset.labels = {str(path): 3}
         list(dataset)
         assert built() == list(range(8))
+
+
+class _Slotted:
+    __slots__ = ("path",)
+
+    def __init__(self, path):
+        self.path = str(path)
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda path: os.fsencode(path),
+        lambda path: np.array([os.fsencode(path)]),
+        lambda path: np.array([str(path)]),
+        lambda path: np.array([[path]], object),
+        lambda path: np.array([str(path)], np.dtypes.StringDType()),
+        lambda path: [[[[[[{"path": path}]]]]]],
+        lambda path: SharedList([path]),
+        _Slotted,
+        lambda path: functools.partial(open, str(path)),
+    ],
+    ids=[
+        *("bytes", "array of bytes", "array of texts", "array of objects"),
+        *("array of strings", "deep", "SharedList", "slots", "partial"),
+    ],
+)
+def test_a_file_is_looked_at_wherever_its_path_is(
+    cached, built, hold, tmp_path
+):
+    path = tmp_path / "image.png"
+
+    def run():
+        dataset = cached()
+        dataset.held = hold(path)
+        list(dataset)
+        return len(built())
+
+    path.write_bytes(b"first")
+    assert [run(), run()] == [8, 0]
+    path.write_bytes(b"second")
+    assert [run(), run()] == [8, 0]
+
+
+def test_a_file_in_a_column_of_a_table_is_looked_at(cached, built, tmp_path):
+    pandas = pytest.importorskip("pandas")
+    path = tmp_path / "image.png"
+    table = pandas.DataFrame({"path": [str(path)], "label": ["a"]})
+    for hold in (table, table.path, table.path.astype("string")):
+        for content in (b"first", b"second"):
+            path.write_bytes(content)
+            dataset = cached()
+            dataset.held = hold
+            list(dataset)
+            assert built() == list(range(8))
+            path.unlink()
+
+
+@pytest.mark.parametrize(
+    "hold", [lambda p: p.parent, lambda p: (p.parent, p.name)]
+)
+def test_files_in_folders_are_not_looked_at(cached, built, hold, tmp_path):
+    path = tmp_path / "folder" / "image.png"
+    path.parent.mkdir()
+    for content, wanted in ((b"first", 8), (b"second", 0)):
+        path.write_bytes(content)
+        dataset = cached()
+        dataset.held = hold(path)
+        list(dataset)
+        assert len(built()) == wanted
+
+
+_SOURCES = {
+    "the class of a source": "self.factor = VALUE",
+    "a helper of a source": "self.factor = helper()",
+    "a global": "self.factor = FACTOR",
+    "a global of another module": "self.factor = settings.FACTOR",
+    "a default of a helper's helper": "self.factor = helper(None)",
+}
+
+
+@pytest.mark.parametrize("what", _SOURCES)
+@pytest.mark.parametrize("make", ["samples", "wrapped"])
+def test_code_that_was_edited_makes_another_cache(
+    make, what, tmp_path, monkeypatch
+):
+    source = textwrap.dedent(
+        f"""
+        import keras
+        import numpy as np
+        import settings
+
+        FACTOR = VALUE
+
+        def inner(number=VALUE):
+            return number
+
+        def helper(number=inner):
+            return VALUE if number else inner()
+
+        class Base:
+            def read(self, index):
+                {_SOURCES[what]}
+                return np.array([index * self.factor])
+
+        class Samples(Base):
+            def __len__(self):
+                return 2
+
+            def __getitem__(self, index):
+                return self.read(index)
+
+        class Wrapped(Base, keras.utils.PyDataset):
+            def __len__(self):
+                return 2
+
+            def __getitem__(self, index):
+                return self.read(index)
+        """
+    )
+
+    def run(value):
+        for name, text in (
+            ("settings", f"FACTOR = {value}"),
+            ("edited", source.replace("VALUE", str(value))),
+        ):
+            path = tmp_path / f"{name}.py"
+            path.write_text(text)
+            module = types.ModuleType(name)
+            module.__file__ = str(path)
+            monkeypatch.setitem(sys.modules, name, module)
+            exec(compile(text, path, "exec"), vars(module))
+        kwargs = {"cache": tmp_path / "c", "cache_version": 1, "workers": 0}
+        if make == "samples":
+            data = SampleDataset(module.Samples(), 1, **kwargs)
+        else:
+            data = accelerate(module.Wrapped(), **kwargs)
+        return [int(np.ravel(batch)[0]) for batch in data]
+
+    assert [run(value) for value in (2, 3, 2)] == [[0, 2], [0, 3], [0, 2]]
+    assert len(list((tmp_path / "c").iterdir())) == 2
 
 
 def test_a_folder_that_the_cache_is_in_may_change(cached, built, tmp_path):

@@ -1,24 +1,31 @@
 """Whether batches in a directory are those of this dataset.
 
-A fingerprint covers the dataset's class and those it inherits from, all its
-attributes, and size and time of every file whose path they hold. A change of
-any of these makes another one; so may a new version of Python or of a library.
-What `__getitem__` calls is beyond it, hence `cache_version`.
+A fingerprint covers
+
+- what the dataset's attributes hold, as it is pickled;
+- the code of the dataset's class, and of each class and function among what
+  it holds, unless they are of installed packages: methods, class attributes,
+  defaults, variables around a function; and, of the global names in that code,
+  also of those in modules, the plain values, functions and classes;
+- size and time of every file whose whole path is a `str`, `bytes` or path
+  object anywhere in these.
+
+It does not cover what is in folders, files whose path is put together from
+parts, global objects, and installed packages: hence `cache_version`.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 import hashlib
 import io
 import os
 import pathlib
-import pickletools
 import stat
+import sys
 import types
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -30,8 +37,12 @@ from keras_fastdata.engine.settings import Settings
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.memory import classes, handles
 
-_LEFT_OUT = ("builtins", "keras", "keras_fastdata")  # modules of classes
-_DEPTH = 4  # of attributes, lists, dicts in which paths are looked for
+_OURS = ("keras", "keras_fastdata")  # packages whose code is left out
+_LONGEST = 4096  # characters of a path
+_PLAIN = (
+    *(int, float, complex, str, bytes, type(None), np.ndarray, np.generic),
+    *(tuple, list, dict, set, frozenset, os.PathLike),
+)
 
 
 def open_cache(
@@ -87,10 +98,7 @@ def fingerprint(
     """
     whole = hashlib.blake2b(digest_size=16)
     whole.update(repr(version).encode())
-    for kind in type(dataset).__mro__:
-        whole.update(kind.__qualname__.encode())
-        for part in _parts_of_class(kind, _DEPTH):
-            whole.update(part)
+    whole.update(_digest_of(dataset, type(dataset)))
     state = dataset.__getstate__()
     if not isinstance(state, dict):
         state = {"": state}
@@ -111,16 +119,14 @@ def fingerprint(
 
 
 def _digest_of(dataset: build.Dataset, value: Any) -> bytes:
-    """What tells whether an attribute of a dataset is another one."""
+    """What tells whether an attribute of a dataset, or its class, changed."""
     digest = hashlib.blake2b(digest_size=16)
     buffers: list[memoryview] = []
-    stream = io.BytesIO()
+    found = _Found()
     try:
-        _Pickler(
-            stream,
-            protocol=5,
-            buffer_callback=lambda buffer: buffers.append(buffer.raw()),
-        ).dump(_ordered(value, _DEPTH))
+        pickled = _pickled(
+            value, found, lambda buffer: buffers.append(buffer.raw())
+        )
     except Exception as error:
         raise LoaderError(
             f"What {type(dataset).__name__} holds cannot be compared with what "
@@ -128,122 +134,191 @@ def _digest_of(dataset: build.Dataset, value: Any) -> bytes:
             f"pickled ({error}). Make it in `on_worker_start`, leave it out in "
             '`__getstate__`, or pass `cache="memory"`.'
         ) from error
-    pickled = stream.getvalue()
     digest.update(pickled)
     for buffer in buffers:
         digest.update(buffer)
-    paths = list(_paths([value], _DEPTH))
-    if handles.__name__.encode() in pickled:
-        # What is to be opened again, a file, a memory map, is there as a path.
-        opcodes = pickletools.genops(pickled)
-        paths += [text for _, text, _ in opcodes if isinstance(text, str)]
-    for path in dict.fromkeys(paths):
-        try:
-            found = os.stat(path)
-        except (OSError, ValueError):
-            continue
-        if stat.S_ISREG(found.st_mode):
-            seen = f"{path}|{found.st_size}|{found.st_mtime_ns}|"
-            digest.update(seen.encode("utf-8", "surrogateescape"))
+    parts = [_digest_of_code(code, found) for code in found.code]  # may grow
+    parts += map(_file_at, found.texts)
+    for part in sorted(parts):
+        digest.update(part)
     return digest.digest()
 
 
+def _digest_of_code(code: Any, found: _Found) -> bytes:
+    digest = hashlib.blake2b(code.__qualname__.encode(), digest_size=16)
+    parts = _of_class if isinstance(code, type) else _of_function
+    for part in parts(code):
+        try:
+            digest.update(_pickled(part, found))
+        except Exception:  # a lock, a slot
+            digest.update(type(part).__qualname__.encode())
+    return digest.digest()
+
+
+def _file_at(path: str | bytes) -> bytes:
+    """Path, size and time of a file; nothing if there is none."""
+    if not 0 < len(path) <= _LONGEST:
+        return b""
+    try:
+        found = os.stat(path)
+        name = os.fsencode(path)
+    except (OSError, ValueError):
+        return b""
+    if not stat.S_ISREG(found.st_mode):
+        return b""
+    return name + f"|{found.st_size}|{found.st_mtime_ns}|".encode()
+
+
+class _Found:
+    """What was met in pickles.
+
+    Attributes:
+        texts: All that may be a path.
+        code: Classes and functions that are not installed.
+        known: All classes and functions, by id, and what stands for each.
+    """
+
+    def __init__(self) -> None:
+        self.texts: dict[str | bytes, None] = {}
+        self.code: list[Any] = []
+        self.known: dict[int, tuple[Any, list[str] | None]] = {}
+
+
+def _pickled(
+    value: Any, found: _Found, keep: Callable[[Any], None] | None = None
+) -> bytes:
+    """A pickle that nobody loads.
+
+    Args:
+        value: Anything.
+        found: Takes what is met.
+        keep: Takes the bytes of arrays; `None`: they are in the pickle.
+    """
+    stream = io.BytesIO()
+    _Pickler(stream, found, keep).dump(value)
+    return stream.getvalue()
+
+
 class _Pickler(handles.Pickler):
-    """Gives what is equal the same pickle in every run."""
+    """Gives what is equal the same pickle in every run.
 
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, type) and not classes.is_importable(obj):
-            # cloudpickle sends it with a number of its own.
-            told = b"".join(_parts_of_class(obj, _DEPTH))
-            return _class_of_a_script, (obj.__qualname__, told)
-        return super().reducer_override(obj)
+    Sets are put in order. Classes and functions that are not installed are
+    there by name.
+    """
+
+    def __init__(
+        self,
+        stream: io.BytesIO,
+        found: _Found,
+        keep: Callable[[Any], None] | None,
+    ) -> None:
+        super().__init__(stream, protocol=5, buffer_callback=keep)
+        self._found = found
+
+    def persistent_id(self, obj: Any) -> Any:
+        """Is called with everything there is; what stands for it, or `None`."""
+        kind = type(obj)
+        if kind is int or kind is float:
+            return None
+        if kind is str or kind is bytes:
+            self._found.texts[obj] = None
+        elif kind is set or kind is frozenset:
+            return [kind.__name__, *sorted(obj, key=repr)]
+        elif isinstance(obj, (type, types.FunctionType)):
+            known = self._found.known
+            if id(obj) not in known:
+                by_name = _is_installed(obj.__module__)
+                by_name = by_name and classes.is_importable(obj)
+                known[id(obj)] = obj, None if by_name else [obj.__qualname__]
+                if not by_name:
+                    self._found.code.append(obj)
+            return known[id(obj)][1]
+        else:
+            for text in _texts_in(obj):
+                self._found.texts[text] = None
+        return None
 
 
-def _class_of_a_script(qualname: str, parts: bytes) -> None:
-    """Stands for a class in pickles that nobody loads."""
+def _texts_in(obj: Any) -> Iterator[str | bytes]:
+    """Paths in what is not pickled text by text."""
+    package = type(obj).__module__.partition(".")[0]
+    values: Any = ()
+    if isinstance(obj, os.PathLike):
+        values = (os.fspath(obj),)
+    elif isinstance(obj, np.ndarray):
+        if obj.dtype.kind in "STU":
+            values = obj.reshape(-1).tolist()
+    elif package == "keras_fastdata":
+        if type(obj).__name__ == "SharedList":
+            values = obj
+    elif package == "pandas" and hasattr(obj, "to_numpy"):
+        values = np.asarray(obj).reshape(-1)  # texts may be Arrow's
+        values = values.tolist() if values.dtype.kind == "O" else ()
+    for value in values:
+        if isinstance(value, (str, bytes)):
+            yield value
+        elif isinstance(value, os.PathLike):
+            yield os.fspath(value)
 
 
-def _ordered(value: Any, depth: int) -> Any:
-    """The same with lists for sets, whose order is another in every run."""
-    if not depth:
-        return value
-    if isinstance(value, (set, frozenset)):
-        return [type(value).__name__, *sorted(value, key=repr)]
-    if type(value) is dict:
-        return {k: _ordered(v, depth - 1) for k, v in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_ordered(v, depth - 1) for v in value)
-    return value
-
-
-def _parts_of_class(kind: type, depth: int) -> Iterator[bytes]:
-    """What tells whether a class is another one, but for those above it."""
-    if kind.__module__.partition(".")[0] in _LEFT_OUT:
-        return
+def _of_class(kind: type) -> Iterator[Any]:
+    """What makes a class what it is."""
+    yield from kind.__bases__
     for name, value in sorted(vars(kind).items()):
         if name.startswith("__") and not callable(value):
             continue  # Python's own, and not all of it there at once
-        yield f"|{name}|".encode()
-        yield from _parts_of(value, depth)
+        yield name
+        yield from _inside(value)
 
 
-def _parts_of(value: Any, depth: int) -> Iterator[bytes]:
-    """What tells whether an attribute of a class is another one."""
-    if isinstance(value, (int, float, complex, str, bytes, type(None))):
-        yield f"{type(value).__name__} {value!r}".encode()
-    elif isinstance(value, types.CodeType):
-        yield value.co_code
-        yield repr((value.co_names, value.co_varnames)).encode()
-        for constant in value.co_consts:
-            yield from _parts_of(constant, depth)
-    elif isinstance(value, types.FunctionType):
-        yield from _parts_of(value.__code__, depth)
-        if depth:
-            yield from _parts_of(value.__defaults__, depth - 1)
-            yield from _parts_of(value.__kwdefaults__, depth - 1)
-            for cell in value.__closure__ or ():
-                with contextlib.suppress(ValueError):  # not assigned yet
-                    yield from _parts_of(cell.cell_contents, depth - 1)
-    elif isinstance(value, (set, frozenset)):
-        yield repr(sorted(map(repr, value))).encode()
-    elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        yield f"{value.dtype} {value.shape}".encode()
-        yield value.tobytes()
-    elif isinstance(value, type):
-        yield value.__qualname__.encode()
-        # Others are somebody else's, of which the name will do.
-        if depth and ("." in value.__qualname__ or _is_a_scripts(value)):
-            yield from _parts_of_class(value, depth - 1)
-    elif not depth:
-        yield type(value).__qualname__.encode()
-    elif isinstance(value, (tuple, list)):
-        yield f"{type(value).__name__} of {len(value)}".encode()
-        for part in value:
-            yield from _parts_of(part, depth - 1)
-    elif isinstance(value, dict):
-        for key in value:
-            yield repr(key).encode()
-            yield from _parts_of(value[key], depth - 1)
-    elif (inner := _inside(value)) is not None:
-        yield type(value).__qualname__.encode()
-        for part in inner:
-            yield from _parts_of(part, depth)
-    else:
-        yield type(value).__qualname__.encode()
-        with contextlib.suppress(Exception):  # locks, slots and the like
-            stream = io.BytesIO()
-            _Pickler(stream, protocol=5).dump(value)
-            yield stream.getvalue()
+def _of_function(function: types.FunctionType) -> Iterator[Any]:
+    """What makes a function what it is."""
+    code, around = function.__code__, function.__globals__
+    yield from _of_code(code)
+    yield function.__defaults__
+    yield function.__kwdefaults__
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # not assigned yet
+            yield from _inside(cell.cell_contents)
+    names = sorted(_names_in(code))
+    for name in names:
+        value = around.get(name)
+        found = {name: value}
+        if isinstance(value, types.ModuleType):
+            if _is_installed(value.__name__):
+                continue
+            held = vars(value)
+            found = {f"{name}.{n}": held[n] for n in names if n in held}
+        for known, value in found.items():
+            if isinstance(value, (*_PLAIN, type, types.FunctionType)) or (
+                hasattr(value, "__wrapped__")
+            ):
+                yield known
+                yield from _inside(value)
 
 
-def _is_a_scripts(kind: type) -> bool:
-    return kind.__module__ == "__main__"
+def _of_code(code: types.CodeType) -> Iterator[Any]:
+    """What code does, without line numbers and names of files."""
+    yield code.co_code
+    yield code.co_names
+    yield code.co_varnames
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _of_code(constant)
+        else:
+            yield constant
 
 
-def _inside(value: Any) -> tuple[Any, ...] | None:
-    """The functions, and so on, that are wrapped in something."""
+def _names_in(code: types.CodeType) -> set[str]:
+    """Names of globals and attributes in a function and those in it."""
+    inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
+    return set(code.co_names).union(*map(_names_in, inner))
+
+
+def _inside(value: Any) -> tuple[Any, ...]:
+    """The functions, and so on, that are wrapped in something; or itself."""
     if isinstance(value, (staticmethod, classmethod)):
-        return (value.__func__,)
+        return (type(value), value.__func__)
     if isinstance(value, property):
         return value.fget, value.fset
     if isinstance(value, functools.cached_property):
@@ -251,34 +326,30 @@ def _inside(value: Any) -> tuple[Any, ...] | None:
     if isinstance(value, (functools.partial, functools.partialmethod)):
         return value.func, value.args, value.keywords
     if callable(value) and hasattr(value, "__wrapped__"):
-        return (value.__wrapped__,)
-    return None
+        return value.__wrapped__, getattr(value, "__closure__", None)
+    return (value,)
 
 
-def _paths(values: Iterable[Any], depth: int) -> Iterator[str]:
-    """Everything that may be the path of a file."""
-    for value in values:
-        if isinstance(value, str):
-            yield value
-        elif isinstance(value, os.PathLike):
-            yield os.fspath(value)
-        elif isinstance(value, np.memmap):
-            if value.filename is not None:
-                yield os.fspath(value.filename)
-        elif isinstance(value, np.ndarray):
-            if value.dtype.kind in "OU":
-                yield from _paths(value.reshape(-1).tolist(), 0)
-        elif not depth:
-            continue
-        elif isinstance(value, dict):
-            yield from _paths([*value, *value.values()], depth - 1)
-        elif isinstance(
-            value, (list, tuple, set, frozenset, collections.deque)
-        ) or type(value).__module__.startswith("keras_fastdata.shared_list"):
-            yield from _paths(value, depth - 1)
-        else:
-            for name in ("filename", "name"):  # of open files
-                if isinstance(found := getattr(value, name, None), str):
-                    yield found
-            attributes = getattr(value, "__dict__", {})
-            yield from _paths(attributes.values(), depth - 1)
+@functools.lru_cache(maxsize=1024)
+def _is_installed(module: str | None) -> bool:
+    """Whether a module comes with Python or a package, and not from the user.
+
+    One that is not known is the user's.
+    """
+    if module is None or module == "__main__":
+        return False
+    package = module.partition(".")[0]
+    if package in _OURS or package in sys.stdlib_module_names:
+        return True
+    for name in (package, module):  # a package may be folders alone
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file is not None:
+            break
+    else:
+        return False
+    path = pathlib.Path(file)
+    if {"site-packages", "dist-packages"}.intersection(path.parts):
+        return True
+    # Where packages are installed, their descriptions lie beside them.
+    folder = path.parent.parent if path.stem == "__init__" else path.parent
+    return any(folder.glob("*.dist-info"))

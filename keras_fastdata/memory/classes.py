@@ -34,8 +34,8 @@ def reduce_class(cls: type) -> Any:
     )
 
 
-def is_importable(cls: type) -> bool:
-    """Whether another process has the class under its name."""
+def is_importable(cls: Any) -> bool:
+    """Whether another process has the class, or function, under its name."""
     return cls.__module__ != "__main__" and _lookup(cls.__module__, cls) is cls
 
 
@@ -61,7 +61,7 @@ def _mark(cls: type) -> str | None:
     return mark if isinstance(mark, str) else None
 
 
-def _lookup(module: str, cls: type) -> Any:
+def _lookup(module: str, cls: Any) -> Any:
     try:
         return _getattr_path(importlib.import_module(module), cls.__qualname__)
     except Exception:
