@@ -42,8 +42,13 @@ KINDS = {
 BUILT = (False,) if BACKEND == "tensorflow" else (False, True)
 TEN = "0 1 2 3 4 5 6 7 8 9"
 
+# Keras 3.16 builds a model on JAX without beginning an epoch, takes
+# `steps_per_execution` on PyTorch, and warns of missing batches only where
+# `steps_per_epoch` asked for them.
+IS_316 = tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 16)
+
 with_steps_per_execution = pytest.mark.skipif(
-    BACKEND == "torch", reason="Keras refuses it on PyTorch"
+    BACKEND == "torch" and not IS_316, reason="Keras refuses it on PyTorch"
 )
 
 
@@ -381,7 +386,12 @@ def test_steps_per_execution_that_do_not_divide_steps_per_epoch(agree):
         set_up(model, steps_per_execution=3)
         fit(model, make("Sized"), epochs=3, steps_per_epoch=4)
 
-    agree(case, "train 0 1 2 3 4 5 | train 6 7 8 9 | train 0 1 2 3 4 5")
+    agree(
+        case,
+        "train 0 1 2 3 4 5 | train 6 7 8 9 | train 0 1 2 3 4 5",
+        # PyTorch asks for the batches of an execution one by one.
+        ran_out=1 if BACKEND == "torch" else 0,
+    )
 
 
 # -- datasets without an end, and other lengths ------------------------------
@@ -882,9 +892,12 @@ def test_the_epoch_begun_to_build_a_model_counts_as_with_stock_keras(agree):
 
     # JAX builds the model of a prediction from a batch too, PyTorch does not.
     predicted = "0 1 2" if BACKEND == "jax" else "2 1 0"
+    first = 1 if BACKEND == "jax" and IS_316 else 2
+    second = first + 1
     agree(
         case,
-        f"train 0@2 1@2 | train 0@3 1@3 | predict {predicted}",
+        f"train 0@{first} 1@{first} | train 0@{second} 1@{second} | "
+        f"predict {predicted}",
         built=(False,),
     )
 
@@ -930,7 +943,8 @@ def test_a_dataset_that_shrinks_ends_early_with_a_warning(agree):
     def case(model, make):
         fit(model, make("Shrinking", size=6), epochs=2)
 
-    agree(case, "train 0 1 2 3 4 | train 0 1 2 3", ran_out=2)
+    ran_out = 0 if IS_316 else 2
+    agree(case, "train 0 1 2 3 4 | train 0 1 2 3", ran_out=ran_out)
 
 
 def test_an_attribute_set_as_an_epoch_begins_is_in_its_first_batch(agree):

@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import os
-import sys
 from typing import Any
 
 from keras_fastdata import _atomic_write
@@ -109,12 +108,18 @@ class DatasetCheckpoint(Callback):
     def set_params(self, params: Any) -> None:
         """Keras calls this when `fit`, `evaluate` or `predict` begins."""
         super().set_params(params)  # type: ignore[misc]
-        caller = sys._getframe(1).f_locals.get("self")
-        self._beside = list(getattr(caller, "callbacks", ()))
+        from keras_fastdata import keras_bridge
+
+        self._beside = keras_bridge.callbacks_beside()
 
     def on_train_begin(self, logs: Any = None) -> None:
         from keras_fastdata import keras_bridge
+        from keras_fastdata.keras_bridge import Feature
 
+        self._adapter = self._backup = None
+        needed = Feature.FIT, Feature.RESUME, Feature.BESIDE
+        if not all(map(keras_bridge.has, needed)):
+            return  # as the warning at the import has said
         training = keras_bridge.training()
         self._adapter = training.adapter
         if self._adapter is None:
@@ -123,7 +128,11 @@ class DatasetCheckpoint(Callback):
                 "this `fit` is no FastPyDataset."
             )
             return
-        self._backup = backup = self._find_backup()
+        backup = self._find_backup()
+        if backup is not None and not keras_bridge.has(Feature.BACKUP):
+            self._adapter = None
+            return
+        self._backup = backup
         self._states = self._read()
         self._since_saved = 0
         epoch = getattr(self.model, "_initial_epoch", None)

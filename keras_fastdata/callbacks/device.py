@@ -45,15 +45,9 @@ def synchronize(model: Any) -> None:
 def _wait_for_jax(model: Any) -> None:
     import jax
 
-    # While `fit` runs, the variables' values are in here, and only here. (It
-    # is a dict of Keras's own kind, in which JAX would find no arrays.)
-    state = getattr(model, "_jax_state", None)
-    if state:
-        values = [value for part in state.values() for value in part]
-    else:
-        variables = getattr(model, "variables", ())
-        values = [getattr(variable, "_value", None) for variable in variables]
-    for value in values:
+    from keras_fastdata import keras_bridge
+
+    for value in keras_bridge.values_in_training(model):
         # A step that has begun since may have been given its memory.
         if isinstance(value, jax.Array) and not value.is_deleted():
             value.block_until_ready()

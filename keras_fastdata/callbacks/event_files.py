@@ -60,18 +60,12 @@ def _writer(log_dir: str) -> Any:
     )
 
 
-def log_dirs_beside(caller: Any) -> list[str]:
-    """The folders of the TensorBoard callbacks in a list of callbacks.
-
-    Args:
-        caller: What called a callback; Keras's `CallbackList`, or anything.
-    """
+def log_dirs_among(callbacks: list[Any]) -> list[str]:
+    """The folders of the TensorBoard callbacks among some."""
     import keras
 
-    if not isinstance(caller, keras.callbacks.CallbackList):
-        return []
     return [
         callback.log_dir
-        for callback in caller.callbacks
+        for callback in callbacks
         if isinstance(callback, keras.callbacks.TensorBoard)
     ]

@@ -7,14 +7,13 @@ import datetime
 import functools
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from keras_fastdata.callbacks import device
 from keras_fastdata.callbacks.base import Callback, registered
-from keras_fastdata.callbacks.event_files import EventFiles, log_dirs_beside
+from keras_fastdata.callbacks.event_files import EventFiles, log_dirs_among
 from keras_fastdata.health import plot, recorder, words
 from keras_fastdata.health import report as pages
 from keras_fastdata.health.fragment import summary_html
@@ -183,14 +182,13 @@ class LoaderHealth(Callback):
             self._is_guest, self._step = True, no_step
             self._train_step = self._come_back
             return
-        caller = sys._getframe(1).f_locals.get("self")
-        beside = list(getattr(caller, "callbacks", ()))
+        beside = keras_bridge.callbacks_beside()
         if any(isinstance(c, LoaderHealth) and c is not self for c in beside):
             raise ValueError(
                 "There are two LoaderHealth in `callbacks`. Leave one out: it "
                 "can have `report` and `trace` both."
             )
-        self._companions = log_dirs_beside(caller)
+        self._companions = log_dirs_among(beside)
         self._fits = self._is_guest = False  # one broken off did not end
         self._stop()
 

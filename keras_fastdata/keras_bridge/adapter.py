@@ -36,15 +36,18 @@ from keras_fastdata.keras_bridge.conversions import (
 from keras_fastdata.keras_bridge.early_end import EarlyEnd
 from keras_fastdata.keras_bridge.keras_internals import (
     EpochIterator,
+    Feature,
     PyDatasetAdapter,
     call_of_keras,
     calling_iterator,
     calls_of_keras,
-    data_adapter_utils,
     epoch_follows,
     forget,
+    get_random_seed,
+    get_tensor_spec,
+    has,
     is_amid_pass,
-    rng_utils,
+    is_keras_step,
     steps_argument,
     trainer_at_work,
     users_stacklevel,
@@ -54,15 +57,16 @@ from keras_fastdata.workers import failures
 if TYPE_CHECKING:
     from keras_fastdata import tensorflow_feed
 
-# What Keras makes for its train and test functions; a model may have others.
-_KERAS_STEP = "TensorFlowTrainer._make_function.<locals>.function"
+_SPEC_BATCHES = 2  # that TensorFlow's signature is made of, as in Keras
 _FUNCTIONS = {"fit": "train_function", "evaluate": "test_function"}
 
 
 class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
     """Gives Keras the batches of our loader.
 
-    `_standardize_batch`, and with it `class_weight`, is Keras's own.
+    `_standardize_batch`, and with it `class_weight`, is Keras's own. So is
+    what each backend makes of `_get_iterator`: arrays, tensors, or on JAX, for
+    `steps_per_execution`, several batches stacked for one call.
 
     Attributes:
         fit_thread: The thread that trains, by `threading.get_ident`.
@@ -123,7 +127,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
     @property
     def is_seeded(self) -> bool:
         """Whether what draws a seed draws the same one in every run."""
-        return rng_utils.get_random_seed() is not None
+        return get_random_seed() is not None
 
     @property
     def num_batches(self) -> int | None:
@@ -132,16 +136,9 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         length: int | None = loader_of(dataset).length(dataset)
         return length
 
-    def get_numpy_iterator(self) -> Iterator[Any]:
-        return self._as_iterator(data_adapter_utils.get_numpy_iterator)
-
-    def get_jax_iterator(self) -> Iterator[Any]:
-        return self._as_iterator(data_adapter_utils.get_jax_iterator)
-
-    def get_torch_dataloader(self) -> Any:
+    def _get_iterator(self) -> Iterator[Any]:
         # PyTorch knows no tensors that cannot be written to.
-        batches = Batches(self, writable=True)
-        return data_adapter_utils.get_torch_dataloader(batches)
+        return Batches(self, writable=keras.backend.backend() == "torch")
 
     def get_tf_dataset(self) -> Any:
         import tensorflow as tf
@@ -190,9 +187,11 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         self._delivered = 0
         iterator = calling_iterator()
         self.early_end.expect(iterator, self._warn_of_steps)
-        self._steps = iterator.steps_per_epoch if iterator else None
+        self._steps = None
+        if iterator is not None and has(Feature.RESUME):
+            self._steps = iterator.steps_per_epoch
         self._passes_due = 0 if is_amid_pass(iterator) else 1
-        if self._trains and iterator is not None:
+        if self._trains and iterator is not None and has(Feature.RESUME):
             self._shorten(iterator)
         # What the hooks change is not known before they have run.
         self._another_follows = not self._has_hooks and epoch_follows()
@@ -363,10 +362,6 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         for index, text in begun.take_skipped().items():
             listener.skip(recorder.Skipped(name, index, text))
 
-    def _as_iterator(self, convert: Any) -> Iterator[Any]:
-        iterator: Iterator[Any] = convert(Batches(self))
-        return iterator
-
     def _take_back(self) -> None:
         """Makes as if the batches taken so far had not been taken."""
         latest = None if self._latest is None else self._latest()
@@ -411,7 +406,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         They are built by the workers, and delivered when their turn comes.
         """
         count = self.num_batches
-        wanted = data_adapter_utils.NUM_BATCHES_FOR_TENSOR_SPEC
+        wanted = _SPEC_BATCHES
         if count is not None:
             wanted = min(wanted, count)
         if not wanted:
@@ -433,7 +428,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
                 self._name_batches(error, f"batch {index}", epoch)
                 raise
         try:
-            return data_adapter_utils.get_tensor_spec(
+            return get_tensor_spec(
                 keras.tree.map_structure(strings_as_tensors, standardized)
             )
         except Exception as error:
@@ -457,7 +452,7 @@ class Training:
 
 def training() -> Training:
     """The `fit` around the caller, a callback."""
-    found = call_of_keras("fit")
+    found = call_of_keras("fit") if has(Feature.FIT) else None
     if found is None:
         return Training(None, 0)
     _, known = found
@@ -499,9 +494,8 @@ def _taker() -> tensorflow_feed.Taker:
     if function is None:
         # For a prediction, or to build a model, Keras asks for a batch itself.
         return tensorflow_feed.Taker(True, False, is_eager)
-    code = getattr(function, "__code__", None)
     return tensorflow_feed.Taker(
-        getattr(code, "co_qualname", "") == _KERAS_STEP,
+        is_keras_step(function),
         trainer.steps_per_execution == 1,
         is_eager,
     )
@@ -512,6 +506,8 @@ def _walks_itself() -> bool:
 
     The strategies of `tf.distribute` make a graph of it.
     """
+    if not has(Feature.DIRECT_FEED):
+        return False
     import tensorflow as tf
 
     _, trainer = trainer_at_work()

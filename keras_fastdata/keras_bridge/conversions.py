@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from keras_fastdata.errors import DatasetPicklingError
-from keras_fastdata.keras_bridge.keras_internals import data_adapter_utils
 from keras_fastdata.workers import failures
 
 
@@ -17,8 +16,12 @@ def for_tensorflow(leaf: Any) -> Any:
         import tensorflow as tf
 
         return tf.experimental.Optional.empty(None)
-    if data_adapter_utils.is_scipy_sparse(leaf):
-        return data_adapter_utils.scipy_sparse_to_tf_sparse(leaf)
+    if type(leaf).__module__.startswith("scipy.sparse"):
+        import tensorflow as tf
+
+        entries = leaf.tocoo()
+        indices = np.stack((entries.row, entries.col), axis=1)
+        return tf.SparseTensor(indices, entries.data, entries.shape)
     return strings_as_tensors(leaf)
 
 

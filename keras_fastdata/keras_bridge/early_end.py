@@ -6,7 +6,11 @@ import logging
 import weakref
 from collections.abc import Callable
 
-from keras_fastdata.keras_bridge.keras_internals import EpochIterator
+from keras_fastdata.keras_bridge.keras_internals import (
+    EpochIterator,
+    Feature,
+    has,
+)
 
 _log = logging.getLogger("keras_fastdata")
 
@@ -29,7 +33,7 @@ class EarlyEnd:
     ) -> None:
         """Says who would warn, and what warns instead."""
         self._iterator = _nobody
-        if iterator is not None:
+        if iterator is not None and has(Feature.QUIET_END):
             self._iterator = weakref.ref(iterator)
             iterator._interrupted_warning = warn
 

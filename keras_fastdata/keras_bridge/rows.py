@@ -16,7 +16,9 @@ import keras
 import numpy as np
 
 from keras_fastdata.keras_bridge.keras_internals import (
+    Feature,
     dry_run,
+    has,
     trainer_at_work,
 )
 
@@ -55,7 +57,7 @@ class Rows:
             ValueError: It is such a one.
         """
         shapes = repr(keras.tree.map_structure(_shape_of, batch))
-        if shapes in self._taken:
+        if shapes in self._taken or not has(Feature.ROWS):
             return
         name, trainer = trainer_at_work()
         if name in ("fit", "evaluate") and not _runs(name, trainer, batch):

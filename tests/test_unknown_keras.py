@@ -1,0 +1,67 @@
+"""Whatever has changed in Keras, `fit` gets every batch, once and in order."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import keras
+import keras_changes
+import pytest
+
+# Each a `fit`: one that builds its model, one with steps, one with callbacks
+# and validation.
+SIX = "0 1 2 3 4 5"
+BATCHES = [f"{SIX} {SIX}", SIX, f"{SIX} {SIX} {SIX} {SIX}"]
+
+
+def _train_under(*names):
+    """What becomes of trainings, in a process that has not imported us."""
+    done = subprocess.run(
+        [sys.executable, keras_changes.__file__, *names],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line[:1] == "{"]
+    return [json.loads(line) for line in lines]
+
+
+def _check(found):
+    name = found["name"]
+    feature, *_ = keras_changes.CHANGES[name]
+    assert found["batches"] == BATCHES, name
+    if feature is None:
+        assert found["off"] == [], name
+        assert found["told"] == [], name
+        return
+    assert feature in found["off"], name
+    assert feature == "LOADER" or found["off"] == [feature], name
+    # One warning, with the version, the thing and what is off.
+    (told,) = found["told"]
+    assert keras.__version__ in told, name
+    assert "keras" in told.partition(": ")[2], name
+    assert "so " in told, name
+
+
+@pytest.mark.timeout(300)
+def test_training_goes_on_without_what_one_feature_needs():
+    # Some, one after the other in one process; the others take long.
+    some = ["nothing", "adapter moved", "epoch"]
+    found = _train_under(*some)
+    for each in found:
+        _check(each)
+    assert [each["name"] for each in found] == some
+
+
+@pytest.mark.long
+@pytest.mark.backend
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", keras_changes.names_here())
+def test_training_goes_on_in_a_process_of_its_own(name):
+    (found,) = _train_under(name)
+    _check(found)
