@@ -272,6 +272,7 @@ def test_variables_of_modules_are_those_of_this_process(monkeypatch):
             assert {int(x[0, 0]) for (x,) in dataset} == {scale}
 
 
+@pytest.mark.long
 def test_a_dataset_may_write_to_its_small_arrays_and_is_told_of_large_ones():
     with _on_ray(ray_samples.Scratch, 1000) as dataset:
         assert [b[0] for b in dataset] == list(range(12))
