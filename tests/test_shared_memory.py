@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
+import errno
 import gc
+import json
 import os
 import random
 import re
@@ -12,6 +15,8 @@ import sys
 import textwrap
 import threading
 import time
+import traceback
+import warnings
 import weakref
 
 import psutil
@@ -20,6 +25,8 @@ from samples import KeepsItsBuffer, Numbered, Sized, numbers
 
 from keras_fastdata import FastPyDataset
 from keras_fastdata.engine import build
+from keras_fastdata.memory import arena
+from keras_fastdata.workers import child
 
 # The long way round, in the full run.
 INTERRUPTS = 500 if os.environ.get("KERAS_FASTDATA_FULL") else 50
@@ -133,6 +140,184 @@ def test_what_user_code_writes_into_a_batch_stays_in_it():
         for number, (x, _) in enumerate(dataset):
             assert (x == number).all()
             x += 1000
+
+
+def _forked(run):
+    """What `run` returns in a forked process, which then ends."""
+    readable, writable = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # JAX, and Python 3.12
+        pid = os.fork()
+    if not pid:
+        try:
+            os.close(readable)
+            with open(writable, "w") as file:
+                json.dump(run(), file)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    os.close(writable)
+
+    def result():
+        with open(readable) as file:
+            text = file.read()
+        os.waitpid(pid, 0)
+        return json.loads(text)
+
+    return result
+
+
+def _full_of(array, value):
+    return bool((array == value).all())
+
+
+SHAPE = (64, 1024)
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_forked_process_has_its_own_batches(closes):
+    """It and its parent neither see nor change what the other has."""
+    go, gone = os.pipe()
+
+    def in_the_child():
+        os.close(gone)
+        os.read(go, 1)  # the end: the parent has used every slot again
+        seen = [_full_of(x, number) for number, (x, _) in enumerate(held)]
+        for x, _ in held:
+            x[:] = -1
+        return seen + [_full_of(x, -1) for x, _ in held]
+
+    with Numbered(length=400, shape=SHAPE, **PROCESSES) as dataset:
+        batches = iter(dataset)
+        held = [next(batches) for _ in range(4)]
+        if closes:
+            dataset.close()
+        seen = _forked(in_the_child)
+        os.close(go)
+        held[3][0][:] = 33
+        del held[:2]
+        # More than there are slots.
+        rest = [_full_of(x, n) for n, (x, _) in enumerate(batches, start=4)]
+        assert rest == [True] * 396
+        os.close(gone)
+        assert seen() == [True] * 8
+        assert _full_of(held[0][0], 2)
+        assert _full_of(held[1][0], 33)
+
+
+def test_many_forks_leave_neither_slots_nor_descriptors():
+    with Numbered(length=600, shape=SHAPE, **PROCESSES) as dataset:
+        held = collections.deque(maxlen=3)
+        batches = iter(dataset)
+        held.append(next(batches)[0])
+        descriptors = len(os.listdir("/proc/self/fd"))
+        for number in range(1, 600):
+            held.append(next(batches)[0])
+            if number % 20 == 0:
+                seen = _forked(lambda: [float(x.mean()) for x in held])()
+                assert seen == [*range(number + 1)][-len(held) :]
+        assert len(os.listdir("/proc/self/fd")) == descriptors
+        slots = dataset._fastdata.loader._workers._arena
+        held.clear()
+        slots._collect()
+        assert not slots._lent
+        assert not slots._detached
+
+
+def test_a_process_that_a_forked_one_forks_has_its_own_batches_too():
+    with Numbered(length=9, shape=SHAPE, **PROCESSES) as dataset:
+        batches = iter(dataset)
+        x, _ = next(batches)
+
+        def in_the_child():
+            x[:] = 1
+
+            def in_its_child():
+                seen = _full_of(x, 1)
+                x[:] = 2
+                return seen
+
+            return [_forked(in_its_child)(), _full_of(x, 1)]
+
+        assert _forked(in_the_child)() == [True, True]
+        assert _full_of(x, 0)
+        assert numbers(batches) == list(range(1, 9))
+
+
+@pytest.mark.filterwarnings("ignore:`start_method='fork'`")
+@pytest.mark.parametrize("has_room", [True, False])
+def test_workers_that_are_forks_use_slots_that_others_were_forked_with(
+    has_room, monkeypatch
+):
+    def no_room(fd, stride):
+        raise OSError(errno.ENOMEM, "no address space")
+
+    class Changing(Numbered):
+        level = 0
+
+        def __getitem__(self, index):
+            x, y = super().__getitem__(index)
+            return x + self.level, y
+
+    dataset = Changing(30, SHAPE, start_method="fork", **PROCESSES)
+    with dataset:
+        batches = iter(dataset)
+        held = [next(batches)[0] for _ in range(3)]
+        if not has_room:
+            monkeypatch.setattr(child, "Segment", no_room)
+        assert _forked(lambda: [_full_of(x, n) for n, x in enumerate(held)])()
+        # New workers are forked, while slots are detached.
+        dataset.level = 5
+        del held[0]
+        for number, (x, _) in enumerate(batches, start=3):
+            assert _full_of(x, number + 5)
+        assert [x[0, 0] for x in held] == [1, 2]
+
+
+def test_a_slot_without_memory_for_a_copy_is_not_used_again(monkeypatch):
+    def no_memory(*args, **kwargs):
+        raise OSError(errno.ENOMEM, "no memory")
+
+    with Numbered(length=400, shape=SHAPE, **PROCESSES) as dataset:
+        batches = iter(dataset)
+        held = [next(batches)[0]]
+        go, gone = os.pipe()
+
+        def in_the_child():
+            os.close(gone)
+            os.read(go, 1)
+            return _full_of(held[0], 0)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(arena.Segment, "detach", no_memory)
+            seen = _forked(in_the_child)
+        os.close(go)
+        held.clear()
+        assert numbers(batches) == list(range(1, 400))
+        os.close(gone)
+        assert seen()
+
+
+def test_what_a_process_forked_in_a_build_writes_stays_in_it():
+    class Forks(FastPyDataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            x = self.empty(SHAPE)
+            x[:] = index
+
+            def in_the_child():
+                seen = _full_of(x, index)
+                x[:] = -1
+                return seen
+
+            assert _forked(in_the_child)()
+            return x
+
+    with Forks(**PROCESSES) as dataset:
+        assert all(_full_of(x, number) for number, x in enumerate(dataset))
 
 
 def test_40_mb_batches_flow_where_dev_shm_holds_1_mb(tmp_path):

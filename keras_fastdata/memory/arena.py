@@ -13,6 +13,11 @@ weak reference to the array at the root of the batch. The reference's callback
 is `deque.append`, which is C code: it runs in whatever thread drops the array,
 takes no lock, and leaves no Python frame in which a KeyboardInterrupt could be
 swallowed.
+
+A forked process has its own batches, as it has its own of all other memory:
+before a fork, the slots that are lent are detached. Their pages become a
+private copy of the process, at the same address. A slot that is detached is
+joined to the segment again before it is used again.
 """
 
 from __future__ import annotations
@@ -39,6 +44,10 @@ from keras_fastdata.memory import limits
 ALIGNMENT = 64  # bytes; what TensorFlow and JAX need to take an array as it is
 BOARD_BYTES = 1 << 16  # one 64-byte line for each of up to 1,024 workers
 LINE_BYTES = 64
+
+_MAP_FIXED = 0x10  # Linux's; the `mmap` module does not have it
+# Copies each page, as writing to it would, while nobody else can.
+_MAP_POPULATE = getattr(mmap, "MAP_POPULATE", 0x8000)
 
 _CLOCK = struct.Struct("<d")
 _LEAST_SLOTS = 256
@@ -114,6 +123,60 @@ class Segment:
             start = self._slot_offset(slot)
             self._mmap.madvise(remove, start, self.stride)
 
+    def detach(self, slot: int, nbytes: int, *, copy: bool = True) -> None:
+        """Has a slot's first bytes be this process's own from now on.
+
+        They stay where they are. Threads may read and write them meanwhile.
+
+        Args:
+            slot: Which one.
+            nbytes: How many of its bytes.
+            copy: Whether others may go on writing to the segment's. If not,
+                a page is copied when it is written to.
+
+        Raises:
+            OSError: There is no memory for it.
+        """
+        flags = mmap.MAP_PRIVATE | (_MAP_POPULATE if copy else 0)
+        self._map(self._slot_offset(slot), nbytes, flags)
+
+    def join(self, slot: int) -> None:
+        """Has a detached slot be the segment's again; its copy is lost.
+
+        Raises:
+            OSError: There is no memory for it.
+        """
+        start = self._slot_offset(slot)
+        self._map(start, self.stride, mmap.MAP_SHARED)
+        self._mmap.madvise(mmap.MADV_DONTDUMP, start, self.stride)
+
+    def join_all(self) -> None:
+        """Has every slot, and the board, be the segment's again."""
+        self._map(0, len(self._mmap), mmap.MAP_SHARED)
+        self._mmap.madvise(mmap.MADV_DONTDUMP)
+
+    def _map(self, offset: int, nbytes: int, flags: int) -> None:
+        """Maps a part of the segment anew, in the same place."""
+        start: Bytes = np.frombuffer(self._mmap, np.uint8, 1, offset)
+        address = address_of(start)
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype = ctypes.c_void_p
+        libc.mmap.argtypes = [
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+            ctypes.c_int,
+            ctypes.c_int,
+            ctypes.c_int,
+            ctypes.c_long,
+        ]
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        mapped = libc.mmap(
+            address, nbytes, access, flags | _MAP_FIXED, self.fd, offset
+        )
+        if mapped != address:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+
     def _slot_offset(self, slot: int) -> int:
         return BOARD_BYTES + slot * self.stride
 
@@ -140,6 +203,9 @@ class Arena:
         self._cold = list(reversed(range(slots)))
         self._lent: dict[int, _Lease] = {}
         self._returned: collections.deque[_Lease] = collections.deque()
+        self._detached: set[int] = set()
+        self._seen_by_forks: set[int] = set()  # for want of memory
+        _detach_before_forks(self)
 
     @property
     def nbytes(self) -> int:
@@ -184,8 +250,26 @@ class Arena:
         self._lent[slot] = lease
         return root
 
+    def detach(self, *, copy: bool = True) -> None:
+        """Detaches what is lent; see `Segment.detach`.
+
+        Any thread may call it. A slot for which there is no memory is not
+        used again.
+        """
+        for slot, lease in list(self._lent.items()):
+            root = lease()  # which, while it lives, is not returned
+            if root is None or slot in self._detached or self.segment.fd < 0:
+                continue
+            try:
+                self._detached.add(slot)
+                self.segment.detach(slot, root.nbytes, copy=copy)
+            except OSError:
+                self._seen_by_forks.add(slot)
+
     def close(self) -> None:
         """Closes the descriptor; the mapping lives as long as its arrays."""
+        # No worker is left that could write to them, but forks may come.
+        self.detach(copy=False)
         fd, self.segment.fd = self.segment.fd, -1
         if fd >= 0:
             os.close(fd)
@@ -193,8 +277,40 @@ class Arena:
     def _collect(self) -> None:
         while self._returned:
             slot = self._returned.popleft().slot
+            if slot in self._detached and not self._join(slot):
+                continue  # still counted as lent
             del self._lent[slot]
             self.put(slot)
+
+    def _join(self, slot: int) -> bool:
+        """Whether a slot that was detached can be used again."""
+        if slot in self._seen_by_forks:
+            return False
+        try:
+            self.segment.join(slot)
+        except OSError:
+            return False
+        self._detached.discard(slot)
+        return True
+
+
+_arenas: list[weakref.ref[Arena]] = []
+
+
+def _detach_before_forks(arena: Arena) -> None:
+    """Has forked processes neither see nor change what `arena` lends."""
+    if not _arenas:
+        # In the child once more: another thread may have come in between.
+        os.register_at_fork(before=_detach_all, after_in_child=_detach_all)
+    living = [ref for ref in _arenas if ref() is not None]
+    _arenas[:] = [*living, weakref.ref(arena)]
+
+
+def _detach_all() -> None:
+    for reference in list(_arenas):
+        arena = reference()
+        if arena is not None:
+            arena.detach()
 
 
 def address_of(array: npt.NDArray[Any]) -> int:

@@ -12,6 +12,7 @@ are taken apart and put together again.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 import struct
@@ -195,6 +196,12 @@ class SlotWriter:
         """Writes a message's body behind the arrays; see `read_appended`."""
         target, _ = self._allocate(len(body))
         target[:] = np.frombuffer(body, np.uint8)
+
+    def detach(self) -> None:
+        """Has arrays in the slot be this process's own, if memory allows."""
+        if self._used:
+            with contextlib.suppress(OSError):
+                self._segment.detach(self._slot, self._used)
 
     @property
     def used(self) -> int:

@@ -252,6 +252,22 @@ def _die_with(trainer_pidfd: int) -> None:
         raise OSError(errno.EAGAIN, f"{error}") from error
 
 
+def _map(fd: int, stride: int, inherited: Segment | None) -> Segment:
+    """The worker's own mapping of the arena.
+
+    That of the trainer, which a fork inherits, has private copies of what is
+    lent, and the dataset may refer to these. It is used only where a limit on
+    address space has no room for another one.
+    """
+    try:
+        return Segment(fd, stride)
+    except (OSError, ValueError):
+        if inherited is None:
+            raise
+        inherited.join_all()
+        return inherited
+
+
 class _Worker:
     def __init__(
         self,
@@ -263,13 +279,20 @@ class _Worker:
         self._start = start
         self._version = start.version
         self._dataset_fd = files.dataset
-        self._segment = segment or Segment(files.arena, start.stride)
+        self._segment = _map(files.arena, start.stride, segment)
+        self._writers: list[codec.SlotWriter] = []  # with arrays alive
+        os.register_at_fork(after_in_child=self._leave_slots)
         self._tasks = socket.socket(fileno=files.tasks)
         self._results = results
         self._control = socket.socket(fileno=files.control)
         self._in_place = True
         self._stopwatch = Stopwatch(time.process_time)
         self._name = f"worker {start.worker} (pid {os.getpid()})"
+
+    def _leave_slots(self) -> None:
+        """In a process that the dataset forks: what it writes stays in it."""
+        for writer in self._writers:
+            writer.detach()
 
     def tell(self, kind: Kind, body: bytes) -> None:
         """Sends a message that is about no ticket."""
@@ -355,6 +378,7 @@ class _Worker:
 
     def _build(self, task: Task) -> Result:
         writer = codec.SlotWriter(self._segment, task.slot, self._in_place)
+        self._writers.append(writer)
         batch: list[Any] = []
         began = time.monotonic_ns()
         self._stopwatch.start(task.interval_s, task.epoch)
@@ -382,6 +406,8 @@ class _Worker:
             kept = writer.seal([])
         if kept:
             self._in_place = False
+        else:
+            self._writers.remove(writer)
         build_ns = time.monotonic_ns() - began
         timing = self._stopwatch.stop()
         try:
