@@ -12,7 +12,7 @@ import pytest
 from samples import Numbered, numbers
 
 from keras_fastdata import FastPyDataset, LoaderError
-from keras_fastdata.workers import launch
+from keras_fastdata.workers import child, launch, stack
 
 PROCESSES = {"workers": 2, "use_multiprocessing": True}
 
@@ -393,3 +393,14 @@ def test_the_hash_seed_of_workers_is_the_trainers_if_it_was_given(
         monkeypatch.setenv("PYTHONHASHSEED", given)
     seed = launch.hash_seed.__wrapped__()["PYTHONHASHSEED"]
     assert seed == ("7" if given == "7" else "0")
+
+
+def test_the_umask_is_known_without_proc_too(monkeypatch):
+    before = os.umask(0o027)
+    try:
+        assert child._umask() == 0o027
+        monkeypatch.setattr(stack, "status_of", lambda pid: {})
+        assert child._umask() == 0o027
+        assert os.umask(0o027) == 0o027
+    finally:
+        os.umask(before)

@@ -9,7 +9,10 @@ import signal
 import time
 
 import pytest
+from samples import Numbered
 from trainers.harness import START_METHODS, Trainer, Zygote, endless
+
+from keras_fastdata import LoaderError
 
 # The long way round, in the full run.
 RANDOM_ENDS = 50 if os.environ.get("KERAS_FASTDATA_FULL") else 8
@@ -256,6 +259,16 @@ def test_nothing_is_left_by_a_trainer_that(end, zygote):
     with Trainer(zygote, ENDLESS + script) as trainer:
         assert trainer.end() == status, trainer.errors()
         trainer.leaves_nothing(last_words)
+
+
+def test_an_exit_handler_that_comes_too_late_is_told_so():
+    """One that was registered before ours runs when the workers are gone."""
+    with Numbered(workers=1, use_multiprocessing=True) as dataset:
+        batches = iter(dataset)
+        next(batches)
+        dataset._fastdata.loader._leave.is_asked = True
+        with pytest.raises(LoaderError, match="this `atexit` handler"):
+            next(batches)
 
 
 @pytest.mark.long

@@ -244,5 +244,11 @@ def test_workers_are_met_when_they_end_although_the_trainer_ignores_that(
         with dataset, pytest.raises(WorkerDiedError, match="second") as caught:
             list(dataset)
         assert caught.value.exit_code == 3
+        # Nobody can learn it of a child of the trainer itself.
+        dataset = Deadly(
+            tmp_path / "others", times=99, start_method="spawn", **PROCESSES
+        )
+        with dataset, pytest.raises(WorkerDiedError, match="not be learned"):
+            list(dataset)
     finally:
         signal.signal(signal.SIGCHLD, before)

@@ -758,9 +758,19 @@ class Loader:
         """Ends a daemon thread that is here when the interpreter ends.
 
         Silently: nobody hears of a SystemExit that ends a thread.
+
+        Raises:
+            LoaderError: It is an `atexit` handler that asks.
         """
-        if self._leave.is_asked:
+        if not self._leave.is_asked:
+            return
+        if threading.current_thread() is not threading.main_thread():
             raise SystemExit
+        raise LoaderError(
+            f"{self._name} has ended its workers, as the interpreter ends: "
+            "this `atexit` handler was registered before they started, so it "
+            "runs after. Register it when they have, or use `workers=0`."
+        )
 
     def _open(self, walk: Walk, arrival: Arrival, index: int) -> Any:
         """The batch at `index`, or `_SKIPPED`; `END` if there is none."""

@@ -526,8 +526,15 @@ def _settle_in(start: Start) -> None:
 
 
 def _umask() -> int:
-    """The file mode creation mask, which os.umask cannot read unchanged."""
-    return int(stack.status_of("self").get("Umask", "022"), 8)
+    """The file mode creation mask."""
+    told = stack.status_of("self").get("Umask")
+    if told is not None:
+        return int(told, 8)
+    # Without /proc it is read by setting it. What another thread makes in
+    # between is for this user alone.
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
 
 
 def _status_of(request: SystemExit) -> int:

@@ -146,6 +146,11 @@ def _remedy(exit_code: int | None) -> str:
         )
     if exit_code is not None and exit_code < 0:
         return "A library that `__getitem__` calls has crashed."
+    if exit_code is None:
+        return (
+            "Where SIGCHLD is ignored, or somebody else waits for all children "
+            "of the training process, nobody learns how a worker ended."
+        )
     return (
         "Something that the dataset called ended the process; raise an "
         "exception instead."

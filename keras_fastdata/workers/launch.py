@@ -465,12 +465,13 @@ class _DirectChild:
         # The group first: once reaped, its number may be another's.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
+        # Not Popen.wait: it makes 0 of a status that is lost.
+        code = None
+        with contextlib.suppress(ChildProcessError):
+            code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         if self._process is not None:
-            return self._process.wait()
-        try:
-            return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        except ChildProcessError:
-            return None  # somebody's os.wait() has taken it
+            self._process.returncode = code or 0
+        return code
 
     def abandon(self) -> None:
         """Nothing to forget; it stays a zombie when it ends."""
