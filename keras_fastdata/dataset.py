@@ -104,8 +104,11 @@ class FastPyDataset(_Base):
         use_multiprocessing: Whether workers are processes. Threads suit
             builds that wait (for files, the network) or run in NumPy;
             processes suit builds that run Python code. Defaults to `False`.
-        max_queue_size: Batches being built or ready, in all; at least 1. They
-            take memory, and more workers than that idle. Defaults to 10.
+        max_queue_size: Batches being built or ready, in all, at least 1; 0: as
+            many as there are in an epoch, up to 1,024. They take memory, and
+            more workers than that idle. `fit` on TensorFlow looks at 2 before
+            its first step. What a strategy of `tf.distribute` fetches ahead
+            counts as delivered. Defaults to 10.
         max_queue_bytes: The same bound in bytes of shared memory, as far as
             it can be told from the largest batch so far. One batch is always
             allowed. `None`: no bound. Elsewhere than in processes it has no

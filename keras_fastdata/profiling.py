@@ -354,7 +354,7 @@ def _settings(
         cache=None,
         cache_bytes=None,
         cache_version=None,
-        max_queue_size=max(settings.max_queue_size, 2 * workers),
+        max_queue_size=max(settings.lookahead, 2 * workers),
         seed=_SEED if seed is None else seed,
     )
 
@@ -391,7 +391,7 @@ def _conclude(
         processes = _costs(one_process, trials[2, True], 0.0)
     cores = machine.read().allowed
     advice = forecast.advise(inline_s, threads, processes, cores, held)
-    queue = internals_of(dataset).settings.max_queue_size
+    queue = internals_of(dataset).settings.lookahead
     wanted = queue if advice.workers <= queue else 2 * advice.workers
     kinds = [(False, threads), (True, processes)]
     last = trials.get((2, True)) or one_process

@@ -62,7 +62,8 @@ class DirectDataset:
     Args:
         element_spec: What a batch is like.
         batches: Makes an iterator over them, for each walk.
-        fail: Told of an exception where it cannot be raised.
+        put_aside: Given an exception where it cannot be raised; says whether
+            it will be, after the end of the data.
         plain: Makes such a dataset all the same.
         taker: Says who takes the batches of a walk.
     """
@@ -71,13 +72,13 @@ class DirectDataset:
         self,
         element_spec: Any,
         batches: Callable[[], Iterator[Any]],
-        fail: Callable[[BaseException], None],
+        put_aside: Callable[[BaseException], bool],
         plain: Callable[[], tf.data.Dataset],
         taker: Callable[[], Taker],
     ) -> None:
         self.element_spec = element_spec
         self._batches = batches
-        self._fail = fail
+        self._put_aside = put_aside
         self._plain = plain
         self._taker = taker
 
@@ -89,7 +90,7 @@ class DirectDataset:
         source = Source(self._batches(), self.element_spec)
         if taker.asks_itself:
             return Batches(source, taker.is_eager)
-        return DirectIterator(source, self._fail)
+        return DirectIterator(source, self._put_aside)
 
 
 class Taker(NamedTuple):
@@ -200,11 +201,11 @@ class DirectIterator(tf.data.Iterator):  # type: ignore[misc]
     """What Keras passes to its train function."""
 
     def __init__(
-        self, source: Source, fail: Callable[[BaseException], None]
+        self, source: Source, put_aside: Callable[[BaseException], bool]
     ) -> None:
         self._source = source
         self._type = _IteratorType(source.element_spec)
-        self._fail = fail
+        self._put_aside = put_aside
         number = next(_numbers)
         with tf.device("CPU:0"):
             self._number = tf.constant(number, tf.int64)
@@ -258,7 +259,8 @@ class DirectIterator(tf.data.Iterator):  # type: ignore[misc]
             pass
         except BaseException as error:
             self._source.end()
-            self._fail(error)
+            if not self._put_aside(error):
+                raise
         return [False, *map(_nothing, self._type.specs)]
 
 

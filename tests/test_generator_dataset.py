@@ -217,6 +217,20 @@ def test_a_memory_that_is_filled_again_is_copied_as_well():
     assert found == [[[0, 0], [1, 1]], [[2, 2], [3, 3]]]
 
 
+@pytest.mark.parametrize(
+    ("most", "of_each"), [(10, [3, 3, 2, 2]), (2, [1] * 4), (0, [0] * 4)]
+)
+def test_the_queues_of_all_generators_are_as_long_as_asked_for(most, of_each):
+    with GeneratorDataset(
+        Numbers(9), workers=4, max_queue_size=most
+    ) as dataset:
+        queues = [
+            shard.max_queue_size for shard in dataset._fastdata_plan.shards
+        ]
+        assert queues == of_each
+        assert dataset.max_queue_size == most
+
+
 @somewhere
 def test_a_generator_may_say_itself_that_it_has_ended(place):
     dataset = GeneratorDataset(ending, 3, num_shards=1, **PLACES[place])

@@ -902,3 +902,12 @@ def test_a_fit_that_was_broken_off_leaves_no_workers_at_rest(monkeypatch):
     assert quiet
     assert not any(quiet)
     assert health is not None
+
+
+def test_no_more_batches_lie_ready_in_the_report_than_may_wait(tmp_path):
+    health = LoaderHealth(trace=tmp_path / "trace.json")  # looks at each
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with FreeData(length=30, max_queue_size=4) as dataset:
+        model.fit(dataset, epochs=2, callbacks=[health], verbose=0)
+    assert 1 <= health._record.column("depth").max() <= 4

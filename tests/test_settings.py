@@ -10,7 +10,9 @@ import copy
 import dataclasses
 import decimal
 import fractions
+import functools
 import inspect
+import itertools
 import json
 import math
 import os
@@ -33,7 +35,10 @@ from keras_fastdata import (
     SampleDataset,
     accelerate,
 )
+from keras_fastdata._dataset_internals import loader_of
+from keras_fastdata.engine.passes import open_pass
 from keras_fastdata.engine.settings import Settings
+from keras_fastdata.workers.thread import ThreadWorkers
 
 _PATIENCE_S = 30.0
 
@@ -69,7 +74,7 @@ _DEFAULTS = {
 _ACCEPTED = {
     "workers": [0, 1, 2, 500, (np.int64(3), 3), (np.uint8(0), 0)],
     "use_multiprocessing": [True, False, (np.True_, True), (1, True)],
-    "max_queue_size": [1, 10, 100_000, (np.int32(7), 7)],
+    "max_queue_size": [0, 1, 10, 100_000, (np.int32(7), 7)],
     "max_queue_bytes": [None, 1, 1 << 40, (np.uint64(9), 9)],
     "seed": [None, 0, 5, 2**63 - 1, 2**200, (np.int16(3), 3)],
     "shuffle": [None, True, False, (np.False_, False), (0, False)],
@@ -165,7 +170,7 @@ _WRONG_TYPE = {
 }
 _WRONG_VALUE = {
     "workers": [-1, np.int64(-2)],
-    "max_queue_size": [0, -1, np.int8(0)],
+    "max_queue_size": [-1, np.int8(-1)],
     "max_queue_bytes": [0, -1],
     "cache_bytes": [0, -1],
     "seed": [-1, np.int64(-1)],
@@ -194,7 +199,7 @@ _ALLOWED = {
 }
 _LEAST = {
     "workers": 0,
-    "max_queue_size": 1,
+    "max_queue_size": 0,
     "max_queue_bytes": 1,
     "cache_bytes": 1,
     "seed": 0,
@@ -396,7 +401,7 @@ def test_keras_settings_are_properties_that_can_be_set():
     for name, values in {
         "workers": [0, 5, np.int64(2)],
         "use_multiprocessing": [True, False],
-        "max_queue_size": [1, 50, np.int64(3)],
+        "max_queue_size": [0, 1, 50, np.int64(3)],
     }.items():
         assert isinstance(getattr(type(dataset), name), property)
         assert getattr(type(dataset), name).__doc__
@@ -415,8 +420,8 @@ def test_a_wrong_value_is_refused_by_the_setters_and_changes_nothing():
         dataset.workers = "2"
     with pytest.raises(TypeError, match=r"`use_multiprocessing`.*'no'"):
         dataset.use_multiprocessing = "no"
-    with pytest.raises(ValueError, match=r"`max_queue_size`.*at least 1.*0"):
-        dataset.max_queue_size = 0
+    with pytest.raises(ValueError, match=r"`max_queue_size`.*at least 0.*-1"):
+        dataset.max_queue_size = -1
     assert dataset.workers == 2
     assert dataset.use_multiprocessing is False
     assert dataset.max_queue_size == 4
@@ -566,6 +571,114 @@ def test_max_queue_size_bounds_what_is_built_ahead(size, monkeypatch):
         _wait_until_built(1 + size)
         dataset.close()
         assert Counting.built == 1 + size
+
+
+class _Asked:
+    """Counts the batches that threads are asked for."""
+
+    def __init__(self, monkeypatch):
+        self.count = 0
+        self._submit = ThreadWorkers.submit
+        monkeypatch.setattr(
+            ThreadWorkers, "submit", lambda *args: self._count(*args)
+        )
+
+    def _count(self, workers, ticket):
+        self.count += 1
+        return self._submit(workers, ticket)
+
+
+@pytest.mark.backend
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_keras_loops_have_no_more_built_ahead_than_max_queue_size(
+    shuffle, monkeypatch
+):
+    import keras
+
+    most, ahead = 4, []
+
+    class Ahead(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            ahead.append(asked.count - (batch + 1))
+
+        on_test_batch_end = on_predict_batch_end = on_train_batch_end
+
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    arguments = {"callbacks": [Ahead()], "verbose": 0}
+    for run in (
+        functools.partial(model.fit, shuffle=shuffle),
+        model.evaluate,
+        model.predict,
+    ):
+        ahead.clear()
+        asked = _Asked(monkeypatch)
+        with Numbered(length=20, max_queue_size=most) as dataset:
+            run(dataset, **arguments)
+        assert asked.count == 20
+        assert max(ahead) == most
+
+
+def test_batches_looked_at_before_their_turn_count_as_ready(monkeypatch):
+    asked = _Asked(monkeypatch)
+    with Numbered(length=20, max_queue_size=4, seed=1) as dataset:
+        batches = open_pass(loader_of(dataset), dataset, shuffle=True)
+        assert numbers(batches.peek(2)) == [0, 1]
+        first = [next(batches)]
+        assert asked.count - 1 <= 4
+        assert sorted(numbers(first) + numbers(batches)) == list(range(20))
+    assert asked.count == 20
+
+
+def test_batches_looked_at_before_their_turn_leave_room_in_a_short_queue(
+    monkeypatch,
+):
+    asked = _Asked(monkeypatch)
+    with Numbered(length=20, max_queue_size=2, seed=1) as dataset:
+        batches = open_pass(loader_of(dataset), dataset, shuffle=True)
+        batches.peek(2)
+        first = [next(batches)]
+        assert asked.count == 2 + 1 + 2  # the two are built again
+        assert sorted(numbers(first) + numbers(batches)) == list(range(20))
+    assert asked.count == 20 + 2
+
+
+@pytest.mark.parametrize("kind", ["inline", "threads", "processes"])
+def test_a_max_queue_size_of_zero_is_no_bound(kind):
+    workers = {"workers": 0 if kind == "inline" else 2}
+    processes = {"use_multiprocessing": kind == "processes"}
+    with Numbered(length=30, max_queue_size=0, **workers, **processes) as few:
+        assert numbers(few) == list(range(30))
+        assert few.max_queue_size == 0
+
+
+def test_without_a_bound_all_batches_of_an_epoch_are_asked_for(monkeypatch):
+    asked = _Asked(monkeypatch)
+    with Numbered(length=30, max_queue_size=0) as dataset:
+        next(iter(dataset))
+        assert asked.count == 30
+
+
+def test_without_a_bound_and_an_end_1024_batches_are_asked_for(monkeypatch):
+    asked = _Asked(monkeypatch)
+    with Endless(max_queue_size=0) as dataset:
+        batches = iter(dataset)
+        next(batches)
+        assert asked.count == 1 + 1024
+
+
+class Endless(FastPyDataset):
+    """Does not say how long it is."""
+
+    def __getitem__(self, index):
+        return np.array([index])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_dataset_without_a_length_is_walked_through_for_ever(workers):
+    with Endless(workers=workers) as dataset:
+        found = [int(b[0]) for b in itertools.islice(dataset, 30)]
+    assert found == list(range(30))
 
 
 # -- names that are the user's -----------------------------------------------
@@ -931,8 +1044,6 @@ def test_a_dataset_without_a_length_says_what_it_must_define(where):
     with Endless(**where) as dataset:
         with pytest.raises(NotImplementedError, match=message):
             _ = dataset.num_batches
-        with pytest.raises(NotImplementedError, match=message):
-            next(iter(dataset))
         with pytest.raises(TypeError, match=r"Endless.*has no len"):
             len(dataset)
 

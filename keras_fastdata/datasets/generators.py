@@ -95,7 +95,8 @@ class GeneratorDataset(FastPyDataset):
             time, in n threads, or n processes with `use_multiprocessing=True`.
             There are at most as many as shards. Defaults to 1.
         seed: See `FastPyDataset`.
-        max_queue_size: Batches that lie ready, in all. Defaults to 10.
+        max_queue_size: Batches being built or ready, in all, but at least one
+            for each worker; 0: no bound. Defaults to 10.
         **kwargs: The other arguments of `FastPyDataset`, for the workers.
 
     Raises:
@@ -173,7 +174,8 @@ class GeneratorDataset(FastPyDataset):
                 repeats=not restarts and not source.is_iterator,
                 workers=min(1, workers),
                 seed=0,  # what is drawn depends on keys from our own
-                max_queue_size=max(1, -(-max_queue_size // count)),
+                max_queue_size=max_queue_size
+                and max(1, (max_queue_size + count - 1 - index) // count),
                 **kwargs,
             )
             for index in range(count)

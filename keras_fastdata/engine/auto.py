@@ -41,7 +41,7 @@ class Auto:
         opens = opens and can_fork
         self._tuner = Tuner(
             cores.read().allowed,
-            settings.max_queue_size,
+            settings.lookahead,
             Place(1, True) if opens else INLINE,
         )
         if opens:

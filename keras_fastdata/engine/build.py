@@ -82,7 +82,10 @@ def length_of(dataset: Dataset) -> int | None:
         TypeError: What the dataset says is no integer.
         ValueError: It is negative.
     """
-    found = dataset.num_batches
+    try:
+        found = dataset.num_batches
+    except NotImplementedError:  # what Keras's `__iter__` takes for endless
+        return None
     if found is None:
         return None
     return checked_length(f"{type(dataset).__name__}.num_batches", found)

@@ -82,7 +82,7 @@ def _hire_elsewhere(
     common: dict[str, Any] = {
         "dataset": name,
         "count": settings.count,
-        "lookahead": settings.max_queue_size,
+        "lookahead": settings.lookahead,
         "max_restarts": settings.max_worker_restarts,
         "batch_timeout": settings.batch_timeout,
         "worker_env": None if worker_env is None else dict(worker_env),

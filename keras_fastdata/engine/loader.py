@@ -533,8 +533,21 @@ class Loader:
                 if batch is not _SKIPPED:
                     walk.peeked[index] = batch
                     found.append(batch)
+            self._make_room(walk, schedule, count)
             self._torn = False
             return found
+
+    def _make_room(self, walk: Walk, schedule: Schedule, count: int) -> None:
+        """Drops peeked batches that would leave little room in the queue.
+
+        They are built again when their turn comes, unless it comes first.
+        """
+        if not self._tickets.leaves_little(len(walk.peeked)):
+            return
+        first = {schedule.index_at(walk.position + n) for n in range(count)}
+        for index in walk.peeked.keys() - first:
+            del walk.peeked[index]
+            walk.spans.pop(index, None)
 
     def rewind(self, walk: Walk) -> None:
         with self._own_lock():
@@ -544,7 +557,7 @@ class Loader:
                 self._forget_ahead(walk)
                 walk.issued = walk.start
             walk.peeked.update(walk.remembered)
-            walk.remembered = {}
+            walk.remembered, walk.remembers = {}, False
             walk.position, walk.delivered = walk.start, 0
             walk.trail.clear()
             walk.ended = walk.met_its_end = False

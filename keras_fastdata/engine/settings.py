@@ -20,6 +20,7 @@ from keras_fastdata.workers import cluster
 
 MAX_WORKERS = 1024  # as many lines as the arena's board has
 START_METHODS = ("forkserver", "spawn", "fork")
+_LONGEST_QUEUE = 1024  # batches; a dataset may have no end
 
 Kind = Literal["inline", "thread", "process", "ray"]
 
@@ -62,7 +63,7 @@ class Settings:
         self._check_workers()
         check(
             "max_queue_size",
-            integer("max_queue_size", self.max_queue_size, least=1),
+            integer("max_queue_size", self.max_queue_size, least=0),
         )
         if self.max_queue_bytes is not None:
             check(
@@ -103,6 +104,11 @@ class Settings:
     def count(self) -> int:
         """How many workers; 0 if that is not decided yet."""
         return 0 if self.workers == "auto" else self.workers
+
+    @property
+    def lookahead(self) -> int:
+        """How many batches may be being built or ready, in all."""
+        return self.max_queue_size or _LONGEST_QUEUE
 
     def _check_workers(self) -> None:
         if self.workers == "auto":

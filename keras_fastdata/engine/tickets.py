@@ -105,6 +105,10 @@ class Tickets:
         room = self._lookahead - walk.ahead
         return not 0 <= room < self._few or walk.issued <= walk.position
 
+    def leaves_little(self, held: int) -> bool:
+        """Whether so many batches take most of what may be ahead."""
+        return 1 < self._lookahead < 2 * held
+
     def issue(
         self, workers: Workers, walk: Walk, index: int, *, key: int
     ) -> bool:
@@ -262,8 +266,8 @@ def _lookahead(settings: Settings, largest: int) -> int:
         return 1
     apart = settings.kind in ("process", "ray")
     if not apart or settings.max_queue_bytes is None:
-        return settings.max_queue_size
+        return settings.lookahead
     if not largest:
-        return min(settings.max_queue_size, settings.count)
+        return min(settings.lookahead, settings.count)
     fitting = settings.max_queue_bytes // largest
-    return max(1, min(settings.max_queue_size, fitting))
+    return max(1, min(settings.lookahead, fitting))

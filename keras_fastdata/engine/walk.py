@@ -53,6 +53,7 @@ class Walk:
         peeked: Batches that were opened before their turn, by index.
         skipped: Batches left out, by index, each with its traceback.
         delivered: How many batches have been delivered.
+        remembered: The first batch, by index, as long as it is kept.
         remembers: Whether the first batch is kept for a `rewind`.
         trail: The positions after the latest deliveries.
         start: The position it began at; 0, unless an earlier run did.
@@ -132,8 +133,12 @@ class Walk:
 
     @property
     def ahead(self) -> int:
-        """Batches asked for and not delivered, also of the next walk."""
+        """Batches asked for and not delivered, also of the next walk.
+
+        One that is to be delivered again after a `rewind` is among them.
+        """
         ahead = len(self.waiting) + len(self.ready)
+        ahead += len(self.peeked) + len(self.remembered)
         return ahead if self.following is None else ahead + self.following.ahead
 
     @property

@@ -182,7 +182,7 @@ class Meter:
         return Facts(
             workers_are=settings.kind,
             workers=0 if settings.kind == "inline" else settings.workers,
-            max_queue_size=settings.max_queue_size,
+            max_queue_size=settings.lookahead,
             batches=tally.batches,
             nbytes=tally.nbytes,
             wall_s=stretch.wall_s,

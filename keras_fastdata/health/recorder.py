@@ -311,18 +311,27 @@ class Recorder:
             if self.on_source is not None:
                 self.on_source(source)
 
-    def add(self, span: Span | None, waited_s: float) -> None:
+    def add(
+        self,
+        span: Span | None,
+        waited_s: float,
+        delivered_s: float | None = None,
+    ) -> None:
         """Takes note of a batch that has been delivered.
 
         Args:
             span: Its story; `None` if it was not looked at.
             waited_s: How long it was waited for.
+            delivered_s: When that wait was over, by `time.monotonic`. `None`:
+                now.
         """
         self.batches += 1
         self.waited_s += waited_s
         if span is not None:
+            if delivered_s is None:
+                delivered_s = time.monotonic()
             self._pending.append(
-                _Seen(span, time.monotonic(), waited_s, self.batches)
+                _Seen(span, delivered_s, waited_s, self.batches)
             )
             if len(self._pending) >= 2 * _BLOCK:
                 # The later ones tell how many lay ready before them; the

@@ -131,8 +131,15 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
 
     @property
     def num_batches(self) -> int | None:
-        """Batches in an epoch, of this process."""
+        """Batches in an epoch, of this process.
+
+        Raises:
+            NotImplementedError: The dataset does not say. Keras must be told,
+                lest a `fit` has no end.
+        """
         dataset = self.py_dataset
+        if dataset.num_batches is None:
+            return None
         length: int | None = loader_of(dataset).length(dataset)
         return length
 
@@ -172,7 +179,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         return tensorflow_feed.DirectDataset(
             signature,
             lambda: Batches(_alive(adapter)),
-            self.early_end.announce,
+            self.early_end.put_aside,
             plain,
             _taker,
         )
@@ -314,9 +321,13 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         )
 
     def book(
-        self, listener: recorder.Recorder | None, begun: Pass, waited_s: float
+        self,
+        listener: recorder.Recorder | None,
+        begun: Pass,
+        waited_s: float,
+        delivered_s: float,
     ) -> None:
-        """Accounts for one batch and the wait for it."""
+        """Accounts for one batch and the wait for it, which has just ended."""
         self._delivered += 1
         self._in_pass += 1
         if listener is None:
@@ -330,7 +341,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         if settled_s:
             listener.rested_s += settled_s
             waited_s -= settled_s
-        listener.add(span, waited_s)
+        listener.add(span, waited_s, delivered_s)
 
     def may_end_early(self, begun: Pass) -> bool:
         """Whether it is no news to the user that there is nothing more."""

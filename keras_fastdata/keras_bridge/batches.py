@@ -46,7 +46,7 @@ class Batches(Iterator[Any]):
             and self._adapter.is_fetching_itself()
         ):
             listener.before_wait()
-        began = time.perf_counter()
+        began_s = time.monotonic()
         if self._pass is None:
             self._pass = self._adapter.take_pass(self)
         try:
@@ -72,8 +72,8 @@ class Batches(Iterator[Any]):
                 self._adapter.book_skipped(self._pass)
         if self._writable and self._pass.is_read_only:
             batch = keras.tree.map_structure(own, batch)
-        waited_s = time.perf_counter() - began
-        self._adapter.book(listener, self._pass, waited_s)
+        now_s = time.monotonic()
+        self._adapter.book(listener, self._pass, now_s - began_s, now_s)
         try:
             return self._adapter.standardize(batch)
         except Exception as error:
@@ -95,7 +95,8 @@ class ForTensorFlow(Iterator[Any]):
 
     An exception that passes through TensorFlow comes out as a wall of text.
     So it is put aside, the data ends early, and the adapter raises it where
-    Keras reports the end of the epoch.
+    Keras reports the end of the epoch. Outside of Keras's epochs nobody
+    would: there it does pass through TensorFlow.
     """
 
     def __init__(self, adapter: FastPyDatasetAdapter) -> None:
@@ -108,5 +109,6 @@ class ForTensorFlow(Iterator[Any]):
         except StopIteration:
             raise
         except BaseException as error:
-            self._early_end.announce(error)
+            if not self._early_end.put_aside(error):
+                raise
             raise StopIteration from None

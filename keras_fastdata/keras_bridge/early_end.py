@@ -37,12 +37,24 @@ class EarlyEnd:
             self._iterator = weakref.ref(iterator)
             iterator._interrupted_warning = warn
 
-    def announce(self, error: BaseException | None = None) -> None:
-        if error is not None and self._unraised is None:
-            self._unraised = _Unraised(error)
+    def announce(self) -> None:
+        """Has Keras not warn of an end of the data that is about to come."""
         iterator = self._iterator()
         if iterator is not None:
             iterator._interrupted_warning = _nobody
+
+    def put_aside(self, error: BaseException) -> bool:
+        """Keeps an exception for `settle`, before the data is ended.
+
+        Returns:
+            `False` where Keras runs no epoch: nobody would come to raise it.
+        """
+        if self._iterator() is None:
+            return False
+        if self._unraised is None:
+            self._unraised = _Unraised(error)
+        self.announce()
+        return True
 
     def settle(self) -> None:
         """Ends the quiet, and raises the exception if there was one."""
