@@ -228,6 +228,16 @@ def is_built_for(dataset: Dataset) -> bool:
     return context is not None
 
 
+def is_in_worker(dataset: Dataset) -> bool:
+    """Whether the caller is a worker of that dataset, and at work."""
+    context = _current.context
+    while context is not None:
+        if context.dataset is dataset and context.worker_index is not None:
+            return True
+        context = context.outer
+    return False
+
+
 def context_for(dataset: Dataset, name: str) -> Context | None:
     """The batch that the caller is at work for, or `None`.
 

@@ -7,6 +7,19 @@ Everything happens in the thread that asks for a batch; there is no thread of
 the loader's own. Workers run on by themselves between two calls, as far as the
 lookahead has given them tickets.
 
+One lock guards it all, and is held for moments only: to look at what has come
+and to ask for more (which may pickle the dataset, or start a worker). Nobody
+holds it who waits for a batch or for a worker's end, nor while a batch is
+built in the caller or an epoch hook runs. So `close` and `state` are answered
+at once, from any thread, and from a signal handler, whatever it interrupts;
+and after every wait the state is looked at anew.
+
+    READY --a call--> CALLED --its end--> READY
+                      CALLED --other settings, or `close` in a handler-->
+    INVALID, or a call that was broken off: the workers are ended, and the
+    next call starts new ones
+
+
 Where another epoch is known to follow, its first tickets go out behind the
 last ones of a pass, and its batches wait for the next one. Until that asks for
 one, the epoch has not begun.
@@ -19,8 +32,8 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import enum
 import functools
-import itertools
 import logging
 import os
 import random
@@ -50,6 +63,8 @@ from keras_fastdata.workers.inline import InlineWorkers
 from keras_fastdata.workers.interrupts import Uninterrupted
 
 _WAIT_S = 0.5  # between two looks at what else there is to do
+# The same, where the batch may be taken in by a thread in another pass.
+_SHARED_WAIT_S = 0.05
 _LOOK_S = 0.005  # between two looks at workers whose batches are here
 _SETTLE_S = 1.0  # for workers to finish what they are at
 
@@ -58,9 +73,53 @@ END = object()  # what `Loader.deliver` returns after the last batch
 _SKIPPED = object()  # stands for a batch that is left out
 _AGAIN = object()  # stands for one to be built again, in the caller
 _GONE = object()  # stands for one that is not in the cache any more
+_NOT_YET = object()  # stands for one that is to be waited for
 _MOST_SKIPPED = 0.1  # of an epoch's batches; one is always allowed
 
 _log = logging.getLogger("keras_fastdata")
+
+
+class _PoolState(enum.Enum):
+    """Whether what the workers hold is to be relied on."""
+
+    READY = enum.auto()  # yes
+    CALLED = enum.auto()  # not before the call under way, or broken off, ends
+    INVALID = enum.auto()  # no: they are to be ended when that call does
+
+
+class _Request:
+    """A batch that a pass has asked for, through all waits for it.
+
+    Attributes:
+        quietly: Whether the workers shall rest until the next is asked for.
+        thorough: Whether to look what has come even if the batch is here and
+            there are more where it was.
+        began: Whether the dataset has been brought to the workers as it was
+            when the batch was asked for.
+        awaited: The position that is waited for.
+        came_s: When the batch was here, while workers are waited for to rest.
+        here: What builds it in the caller, if nobody else can.
+        waits_for: Those that build it.
+    """
+
+    __slots__ = (
+        "awaited",
+        "began",
+        "came_s",
+        "here",
+        "quietly",
+        "thorough",
+        "waits_for",
+    )
+
+    def __init__(self, quietly: bool, thorough: bool) -> None:
+        self.quietly = quietly
+        self.thorough = thorough
+        self.began = False
+        self.awaited = -1
+        self.came_s: float | None = None
+        self.here: InlineWorkers | None = None
+        self.waits_for: Workers | None = None
 
 
 class _WalkRef(weakref.ref[Any]):
@@ -85,19 +144,30 @@ class Loader:
         self._name = type(dataset).__name__
         self._dataset = weakref.ref(dataset)
         self._drawn_seed = settings.seed
-        self._lock = threading.RLock()
+        self._lock: Any = threading.RLock()
+        self._hook_lock: Any = threading.RLock()  # while an epoch hook runs
+        self._ending: Any = threading.RLock()  # while workers are ended
         self._pid = self._lock_pid = os.getpid()
+        self._pool = _PoolState.READY
         self._workers: Workers | None = None
         self._receiver = relay.Receiver()  # of what they log
         self._outside = OutsideState()  # that they were told of
         self._finalizer: weakref.finalize[Any, Any] | None = None
+        # Workers that nobody uses any more, and what would end them at exit.
+        self._dismissed: collections.deque[
+            tuple[Workers, weakref.finalize[Any, Any] | None]
+        ] = collections.deque()
         self._tickets = Tickets(self._settings, self._auto)
         self._passes: set[_WalkRef] = set()
+        self._peeks: list[Walk] = []  # through which batches are peeked at
         self._dropped: collections.deque[weakref.ref[Any]] = collections.deque()
         self._hooks: list[tuple[str, int]] = []  # that have run
         self._digest: tuple[int, str] | None = None  # after so many of them
         self._attributes = frozenset(vars(dataset))  # which no build has set
         self._latest: Walk | None = None  # that a batch was delivered from
+        # The walk that has begun last, if none of its batches was delivered;
+        # and the epoch and resumed state that there were before.
+        self._beginning: tuple[Walk, int, resume.State | None] | None = None
         self._resume: resume.State | None = None  # where the next one begins
         self._is_restored = False  # and Keras has begun no epoch since
         self.within_epoch = False  # of Keras's
@@ -107,10 +177,6 @@ class Loader:
         self._shard = Shard()  # known last
         self._look_s = 0.0  # when to look after the workers in any case
         self._changed = False
-        # True while a call is under way, and left so by one that was broken
-        # off (by Ctrl-C, say): then nothing the workers hold is to be relied
-        # on, and the next call starts them anew.
-        self._torn = False
         self._leave = hiring.Leave()  # asked for at the interpreter's end
 
     @property
@@ -144,25 +210,25 @@ class Loader:
         Returns:
             What the hook returns.
         """
-        with self._own_lock():
+        self._own_lock()
+        with self._hook_lock:
             number = len(self._hooks)
             self._hooks.append((name, self.epoch))
-            torn, self._torn = self._torn, True
+            around = build.current_context()
             try:
-                result = build.run_hook(
+                return build.run_hook(
                     dataset,
                     hook or getattr(dataset, name),
                     self.seed,
                     number,
                     self.epoch,
                 )
-            except Exception:
-                self._torn = torn
+            except BaseException:
+                if around is None:
+                    build.forget_context(dataset)
                 raise
             finally:
                 self._changed = True
-            self._torn = torn
-            return result
 
     def called_by_hand(
         self, dataset: build.Dataset, name: str, hook: Callable[[], Any]
@@ -184,27 +250,20 @@ class Loader:
         walk: Walk | None = None,
         behind: int = 0,
     ) -> resume.State:
-        """Where a walk is, or the latest one.
+        """Where a walk is, or the latest one; while an epoch begins, where
+        the one before has ended.
 
         Args:
             dataset: The dataset.
             walk: The walk.
             behind: How many of its batches are not to count.
         """
-        with self._own_lock():
-            walk = walk or self._latest
-            epoch, position, shuffle = self.epoch, 0, None
-            if self._resume is not None:
-                return self._resume
-            if walk is not None and walk.begun and (behind or not walk.ended):
-                assert walk.epoch is not None
-                epoch, shuffle = walk.epoch, walk.shuffle
-                position = walk.position_before(behind)
-                assert walk.schedule is not None
-                # Nothing tells whether the end has been asked for.
-                if position == walk.schedule.num_batches:
-                    epoch, position = self.epoch, 0
-                position *= walk.schedule.shard.count
+        self._own_lock()
+        with self._hook_lock:  # what a hook does is not to be seen in part
+            resumed, place = self._place(walk, behind)
+            if resumed is not None:
+                return resumed
+            epoch, position, shuffle = place
             return resume.State(
                 self.seed,
                 epoch,
@@ -215,6 +274,35 @@ class Loader:
                 tuple(self._hooks),
                 self._digest_of(dataset),
             )
+
+    def _place(
+        self, walk: Walk | None, behind: int
+    ) -> tuple[resume.State | None, tuple[int, int, bool | None]]:
+        """What is to be resumed; or epoch, position and order of a walk."""
+        try:
+            with self._own_lock():
+                epoch, resumed = self.epoch, self._resume
+                if walk is None:
+                    walk, beginning = self._latest, self._beginning
+                    if beginning is not None and self._is_open(beginning[0]):
+                        _, epoch, resumed = beginning
+                place: tuple[int, int, bool | None] = epoch, 0, None
+                if (
+                    walk is not None
+                    and walk.begun
+                    and (behind or not walk.ended)
+                ):
+                    assert walk.epoch is not None
+                    assert walk.schedule is not None
+                    position = walk.position_before(behind)
+                    # Nothing tells whether the end has been asked for.
+                    if position == walk.schedule.num_batches:
+                        return resumed, (epoch, 0, walk.shuffle)
+                    position *= walk.schedule.shard.count
+                    place = walk.epoch, position, walk.shuffle
+                return resumed, place
+        finally:
+            self._end_if_invalid()
 
     def _digest_of(self, dataset: build.Dataset) -> str:
         count = len(self._hooks)
@@ -230,7 +318,8 @@ class Loader:
             ValueError: It is another dataset.
             LoaderError: Its epoch hooks do not do what they did.
         """
-        with self._own_lock():
+        self._own_lock()
+        with self._hook_lock:
             seed = self._settings.seed
             if seed is None and self._hooks:
                 seed = self._drawn_seed
@@ -249,31 +338,29 @@ class Loader:
                 if build.overrides(dataset, "on_epoch_end"):
                     self.run_hook(dataset, "on_epoch_end")
                 state = dataclasses.replace(state, within=False)
-            self._go_to(state)
-            self._changed = self._torn = True  # workers have another seed
+            self._changed = True
+            self._call(self._go_to, state, _PoolState.INVALID)  # the seed is
             self._is_restored = bool(self._hooks)
             self.within_epoch = state.within
 
     def set_epoch(self, dataset: build.Dataset, epoch: int) -> None:
         """Has the next walk begin that epoch."""
-        with self._own_lock():
-            if epoch == self.epoch and self._resume is None:
-                return
-            self._go_to(
-                resume.State(
-                    self.seed,
-                    epoch,
-                    0,
-                    build.length_of(dataset),
-                    shuffle=None,
-                    hooks=tuple(self._hooks),
-                    digest=self._digest_of(dataset),
-                )
-            )
+        if epoch == self.epoch and self._resume is None:
+            return
+        state = resume.State(
+            self.seed,
+            epoch,
+            0,
+            build.length_of(dataset),
+            shuffle=None,
+            hooks=tuple(self._hooks),
+            digest=self._digest_of(dataset),
+        )
+        self._call(self._go_to, state, _PoolState.CALLED)
 
-    def _go_to(self, state: resume.State) -> None:
+    def _go_to(self, state: resume.State, pool: _PoolState) -> None:
         self.epoch, self._resume = state.epoch, state
-        torn, self._torn = self._torn, True
+        self._beginning = None
         for walk in self._walks():
             if walk.following is not None:
                 self._forget_ahead(walk.following)
@@ -281,7 +368,7 @@ class Loader:
             if not walk.delivered:
                 self._forget_ahead(walk)
                 walk.begun, walk.schedule, walk.epoch = False, None, None
-        self._torn = torn
+        self._pool = pool
 
     def skips_hook(self, name: str, *, starting: bool) -> bool:
         """Whether a hook that Keras calls has run already.
@@ -342,35 +429,138 @@ class Loader:
 
     def reconfigure(self, settings: Settings) -> None:
         """Goes on with other settings, and other workers if need be."""
-        with self._own_lock():
-            dataset = self._dataset()
-            self._auto = None if dataset is None else _auto(settings, dataset)
-            if settings.seed is not None:
-                self._drawn_seed = settings.seed
-            self._take_up(
-                settings if self._auto is None else self._auto.settings
-            )
+        dataset = self._dataset()
+        auto = None if dataset is None else _auto(settings, dataset)
+        self._call(self._replace, settings, auto, nests=True)
+
+    def _replace(self, settings: Settings, auto: Auto | None) -> None:
+        self._auto = auto
+        if settings.seed is not None:
+            self._drawn_seed = settings.seed
+        self._take_up(settings if auto is None else auto.settings)
 
     def _take_up(self, settings: Settings) -> None:
         """Has other workers build what has not been delivered."""
         self._settings = settings
         self._tickets.take_up(settings, self._auto)
-        self._torn = True
-
-    def _own_lock(self) -> threading.RLock:
-        """This process's lock: one that was forked may never be released."""
-        if self._lock_pid != os.getpid():
-            self._lock, self._lock_pid = threading.RLock(), os.getpid()
-        return self._lock
+        self._pool = _PoolState.INVALID
 
     def close(self) -> None:
         """Ends the workers and returns when they are gone. Idempotent.
 
-        A later pass starts new ones.
+        A later pass starts new ones. A signal handler may have interrupted a
+        call of this thread's; then that call ends them, when it goes on.
+        A worker cannot: it would wait for itself.
         """
-        with self._own_lock():
-            if self._pid == os.getpid():
-                self._start_over()
+        dataset = self._dataset()
+        if dataset is not None and build.is_in_worker(dataset):
+            return
+        lock = self._own_lock()
+        if self._pid != os.getpid():
+            return
+        if lock._is_owned():
+            self._pool = _PoolState.INVALID
+            return
+        with lock:
+            if self._pool is _PoolState.CALLED:  # it was broken off
+                build.forget_context(dataset)
+            self._dismiss()
+        self._end_dismissed()
+
+    # -- one at a time ------------------------------------------------------
+
+    def _own_lock(self) -> Any:
+        """This process's lock: one that was forked may never be released."""
+        if self._lock_pid != os.getpid():
+            self._lock = threading.RLock()
+            self._hook_lock = threading.RLock()
+            self._ending = threading.RLock()
+            self._lock_pid = os.getpid()
+        return self._lock
+
+    def _call(
+        self, step: Callable[..., Any], *args: Any, nests: bool = False
+    ) -> Any:
+        """Runs a step with the lock, while the workers are to be relied on.
+
+        Args:
+            step: Must not wait.
+            *args: For it.
+            nests: Whether it may run amid another of this thread's, which a
+                signal handler has interrupted.
+        """
+        lock = self._own_lock()
+        if lock._is_owned():
+            if nests:
+                return step(*args)
+            raise LoaderError(
+                f"{self._name} was asked for a batch while this thread was "
+                "about to hand one out: by a signal handler, or by a method "
+                "that counts, pickles or logs. Ask for it elsewhere."
+            )
+        try:
+            while True:
+                with lock:
+                    if self._pid != os.getpid():
+                        self._forget_the_parents()
+                    if self._pool is not _PoolState.READY:
+                        build.forget_context(self._dataset())
+                        self._dismiss()
+                    if not self._dismissed:
+                        self._pool = _PoolState.CALLED
+                        result = step(*args)
+                        self._end_call()
+                        return result
+                self._end_dismissed()
+        finally:
+            self._end_if_invalid()
+
+    def _end_call(self) -> None:
+        if self._pool is _PoolState.CALLED:
+            self._pool = _PoolState.READY
+
+    def _end_if_invalid(self) -> None:
+        """Ends the workers, if the call that is over has left them invalid."""
+        if self._pool is not _PoolState.INVALID and not self._dismissed:
+            return
+        lock = self._own_lock()
+        if not lock._is_owned():
+            with lock:
+                if self._pool is _PoolState.INVALID:
+                    self._dismiss()
+            self._end_dismissed()
+
+    def _wait(self, request: _Request) -> None:
+        """Waits for a batch, or a while; in the caller, builds it.
+
+        An interrupt meanwhile, when it is likeliest, costs nothing.
+        """
+        assert request.waits_for is not None
+        alone = len(self._passes) < 2
+        try:
+            request.waits_for.wait(_WAIT_S if alone else _SHARED_WAIT_S)
+        except BaseException:
+            build.forget_context(self._dataset())
+            raise
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Ends a daemon thread that is here when the interpreter ends.
+
+        Silently: nobody hears of a SystemExit that ends a thread.
+
+        Raises:
+            LoaderError: It is an `atexit` handler that asks.
+        """
+        if not self._leave.is_asked:
+            return
+        if threading.current_thread() is not threading.main_thread():
+            raise SystemExit
+        raise LoaderError(
+            f"{self._name} has ended its workers, as the interpreter ends: "
+            "this `atexit` handler was registered before they started, so it "
+            "runs after. Register it when they have, or use `workers=0`."
+        )
 
     # -- what a pass calls --------------------------------------------------
 
@@ -385,23 +575,39 @@ class Loader:
         self, walk: Walk, dataset: build.Dataset, quietly: bool = False
     ) -> Any:
         """The next batch; of the next epoch, where a resumed one has none."""
-        with self._own_lock():
-            auto = self._auto
-            if auto is not None:
-                counts = walk.delivered > 0 and not quietly
-                auto.ask()
-            batch = self._deliver(walk, dataset, quietly)
-            if batch is END and walk.start and not walk.delivered:
-                walk.start = walk.position = walk.issued = 0
-                walk.ended = walk.met_its_end = walk.begun = False
-                walk.schedule = None
-                walk.skipped.clear()
-                batch = self._deliver(walk, dataset, quietly)
-            if auto is not None:
-                counts = counts and batch is not END and not walk.is_from_cache
-                if auto.deliver(counts=counts):
-                    self._take_up(auto.settings)
-            return batch
+        request = _Request(quietly, self._is_time_to_look())
+        counts = walk.delivered > 0 and not quietly
+        if self._auto is not None:
+            self._auto.ask()
+        walk.settled_s = 0.0
+        walk.is_from_cache = False
+        self._go_on()
+        while True:
+            batch = self._call(self._deliver, walk, dataset, request, counts)
+            if batch is not _NOT_YET:
+                return batch
+            self._wait(request)
+
+    def _deliver(
+        self,
+        walk: Walk,
+        dataset: build.Dataset,
+        request: _Request,
+        counts: bool,
+    ) -> Any:
+        """The next batch, or `_NOT_YET`."""
+        batch = self._next(walk, dataset, request)
+        if batch is END and walk.start and not walk.delivered:
+            walk.start = walk.position = walk.issued = 0
+            walk.ended = walk.met_its_end = walk.begun = False
+            walk.schedule = None
+            walk.skipped.clear()
+            batch = self._next(walk, dataset, request)
+        if self._auto is not None and batch is not _NOT_YET:
+            counts = counts and batch is not END and not walk.is_from_cache
+            if self._auto.deliver(counts=counts):
+                self._take_up(self._auto.settings)
+        return batch
 
     @property
     def lends_read_only(self) -> bool:
@@ -420,32 +626,30 @@ class Loader:
             return None
         return length - self.shard(dataset).position(state.position)
 
-    def _deliver(
-        self, walk: Walk, dataset: build.Dataset, quietly: bool
+    def _next(
+        self, walk: Walk, dataset: build.Dataset, request: _Request
     ) -> Any:
-        self._go_on()
+        """The next batch; `END`, or `_NOT_YET`."""
         if walk.ended:
             return END
-        workers, schedule = self._prepare(walk, dataset)
-        walk.settled_s = 0.0
-        walk.is_from_cache = False
-        if not quietly:
+        workers, schedule = self._prepare(walk, dataset, request)
+        request.waits_for = workers
+        if not request.quietly:
             workers.resume()
-        thorough = self._is_time_to_look()
         while (index := schedule.index_at(walk.position)) is not None:
             if walk.position in walk.cached and not _holds(self._cache, index):
                 walk.cached.discard(walk.position)  # but on its way to it
-            if quietly:
-                self._settle(workers, walk, schedule, index)
+            if request.quietly and not self._is_settled(
+                workers, walk, schedule, index, request
+            ):
+                return _NOT_YET
             if walk.issued <= walk.position:
                 self._refill(workers, walk, schedule)
-            batch = self._fetch(workers, walk, schedule, index, thorough)
+            batch = self._fetch(workers, walk, schedule, index, request)
             if batch is _AGAIN:
-                batch = self._build_here(workers, walk, index)
-                if batch is END:
-                    return END
-                workers, schedule = self._prepare(walk, dataset)
-                walk.issued = max(walk.issued, walk.position + 1)
+                batch = self._build_here(workers, walk, index, request)
+            if batch is _NOT_YET:
+                return _NOT_YET
             if batch is _GONE:
                 continue
             if batch is END:
@@ -454,13 +658,11 @@ class Loader:
             if batch is _SKIPPED:
                 continue
             self._note_delivery(walk, index, batch)
-            if thorough or self._tickets.has_room(walk):
+            if request.thorough or self._tickets.has_room(walk):
                 self._refill(workers, walk, schedule)
-            self._torn = False
             return batch
         workers.resume()
         self._retire(walk)
-        self._torn = False
         return END
 
     def _fetch(
@@ -469,19 +671,36 @@ class Loader:
         walk: Walk,
         schedule: Schedule,
         index: int,
-        thorough: bool,
+        request: _Request,
     ) -> Any:
-        """The next batch, at `index`; `_SKIPPED`, `_GONE`, `_AGAIN`, `END`."""
+        """The next batch, at `index`, or what stands for it."""
+        if request.here is not None:
+            return self._built_here(workers, walk, index, request)
         if index in walk.peeked:
             return walk.peeked.pop(index)
         if walk.position in walk.cached:
             return self._from_cache(walk, index)
         if index in walk.skipped:
             return _SKIPPED
-        arrival = self._await(
-            workers, walk, walk.position, index, schedule, thorough
-        )
-        return self._open(walk, arrival, index)
+        position = walk.position
+        if (
+            request.thorough
+            or position not in walk.ready
+            or walk.is_running_out
+        ):
+            self._tickets.take_in(workers)
+        if request.awaited != position:
+            walk.depth = len(walk.ready) if position in walk.ready else 0
+            if walk.depth and walk.following is not None:
+                walk.depth += len(walk.following.ready)
+        if position not in walk.ready:
+            request.awaited = position
+            if self._tickets.has_room(walk):
+                self._refill(workers, walk, schedule)
+            self._ask_for(workers, walk, position, index)
+        if position not in walk.ready:
+            return _NOT_YET
+        return self._open(walk, walk.ready.pop(position), index)
 
     def _note_delivery(self, walk: Walk, index: int, batch: Any) -> None:
         walk.span = walk.spans.pop(index, None)
@@ -492,50 +711,80 @@ class Loader:
             walk.remembers = not walk.delivered
         walk.delivered += 1
         walk.trail.append(walk.position)
-        self._latest = walk
+        self._latest, self._beginning = walk, None
 
     def peek(self, walk: Walk, dataset: build.Dataset, count: int) -> list[Any]:
-        with self._own_lock():
-            workers, schedule = self._prepare(walk, dataset)
-            workers.resume()
-            ahead = Walk(shuffle=False)
-            ahead.epoch = walk.epoch
-            ahead.schedule = schedule
-            ahead.skipped = walk.skipped
-            ahead.interval_s = walk.interval_s
-            ahead.spans = walk.spans
-            wanted = [
-                index
-                for index in range(count)
-                if schedule.holds(index) and not _holds(self._cache, index)
-            ]
-            for index in wanted:
-                if not self._tickets.issue(workers, ahead, index, key=index):
-                    break
+        ahead = Walk(shuffle=False)
+        ahead.skipped, ahead.spans = walk.skipped, walk.spans
+        self._peeks.append(ahead)
+        try:
+            request = _Request(quietly=False, thorough=True)
             found: list[Any] = []
-            for index in itertools.count():
-                if len(found) == count or not schedule.holds(index):
-                    break
-                batch = _GONE
-                if _holds(self._cache, index):
-                    batch = self._from_cache(ahead, index)
-                if batch is _GONE:
-                    arrival = self._await(
-                        workers, ahead, index, index, None, True
-                    )
-                    batch = self._open(ahead, arrival, index)
-                if batch is _AGAIN:
-                    batch = self._build_here(workers, ahead, index)
-                    # The others had to be given up.
-                    workers, schedule = self._prepare(walk, dataset)
-                if batch is END:
-                    break
-                if batch is not _SKIPPED:
-                    walk.peeked[index] = batch
-                    found.append(batch)
-            self._make_room(walk, schedule, count)
-            self._torn = False
+            while not self._call(
+                self._peek, walk, dataset, ahead, count, found, request
+            ):
+                self._wait(request)
             return found
+        finally:
+            self._peeks.remove(ahead)
+
+    def _peek(
+        self,
+        walk: Walk,
+        dataset: build.Dataset,
+        ahead: Walk,
+        count: int,
+        found: list[Any],
+        request: _Request,
+    ) -> bool:
+        """Peeks at what is here; returns whether that is all."""
+        workers, schedule = self._prepare(walk, dataset, request)
+        request.waits_for = workers
+        workers.resume()
+        ahead.epoch, ahead.schedule = walk.epoch, schedule
+        ahead.interval_s = walk.interval_s
+        while len(found) < count and schedule.holds(ahead.position):
+            if request.here is None:
+                self._ask_ahead(workers, ahead, schedule, count)
+            index = ahead.position
+            batch: Any = _GONE
+            if request.here is not None:
+                batch = self._built_here(workers, ahead, index, request)
+            elif _holds(self._cache, index):
+                batch = self._from_cache(ahead, index)
+            if batch is _GONE:
+                if index not in ahead.ready:
+                    self._tickets.take_in(workers)
+                    self._ask_for(workers, ahead, index, index)
+                if index not in ahead.ready:
+                    return False
+                batch = self._open(ahead, ahead.ready.pop(index), index)
+            if batch is _AGAIN:
+                batch = self._build_here(workers, ahead, index, request)
+            if batch is _NOT_YET:
+                return False
+            if batch is END:
+                break
+            ahead.position += 1
+            if batch is not _SKIPPED:
+                walk.peeked[index] = batch
+                found.append(batch)
+        self._make_room(walk, schedule, count)
+        return True
+
+    def _ask_ahead(
+        self, workers: Workers, ahead: Walk, schedule: Schedule, count: int
+    ) -> None:
+        """Asks for the batches to be peeked at, as far as there is room."""
+        for index in range(ahead.position, count):
+            if (
+                schedule.holds(index)
+                and index not in ahead.ready
+                and index not in ahead.waiting
+                and not _holds(self._cache, index)
+                and not self._tickets.issue(workers, ahead, index, key=index)
+            ):
+                return
 
     def _make_room(self, walk: Walk, schedule: Schedule, count: int) -> None:
         """Drops peeked batches that would leave little room in the queue.
@@ -550,32 +799,24 @@ class Loader:
             walk.spans.pop(index, None)
 
     def rewind(self, walk: Walk) -> None:
-        with self._own_lock():
-            if self._torn:
-                self._start_over()
-            if walk.ended or walk.delivered > len(walk.remembered):
-                self._forget_ahead(walk)
-                walk.issued = walk.start
-            walk.peeked.update(walk.remembered)
-            walk.remembered, walk.remembers = {}, False
-            walk.position, walk.delivered = walk.start, 0
-            walk.trail.clear()
-            walk.ended = walk.met_its_end = False
+        self._call(self._rewind, walk)
+
+    def _rewind(self, walk: Walk) -> None:
+        if walk.ended or walk.delivered > len(walk.remembered):
+            self._forget_ahead(walk)
+            walk.issued = walk.start
+        walk.peeked.update(walk.remembered)
+        walk.remembered, walk.remembers = {}, False
+        walk.position, walk.delivered = walk.start, 0
+        walk.trail.clear()
+        walk.ended = walk.met_its_end = False
 
     # -- the way of a batch -------------------------------------------------
 
     def _prepare(
-        self, walk: Walk, dataset: build.Dataset
+        self, walk: Walk, dataset: build.Dataset, request: _Request
     ) -> tuple[Workers, Schedule]:
-        """Makes workers, dataset and walk ready for the next ticket.
-
-        From here until the caller resets it, `_torn` is set.
-        """
-        if self._pid != os.getpid():
-            self._forget_the_parents()
-        if self._torn:
-            self._start_over()
-        self._torn = True
+        """Makes workers, dataset and walk ready for the next ticket."""
         while self._dropped:
             reference = self._dropped.popleft()
             assert isinstance(reference, _WalkRef)
@@ -584,10 +825,13 @@ class Loader:
             for abandoned in filter(None, walks):
                 self._cache_ready(abandoned)
                 self._retire(abandoned)
-        if not walk.begun and self._outside.has_changed():
-            self._changed = True
-        if self._changed:
-            self._change()
+        # Not after a wait: asking for the length may itself be a change.
+        if not request.began:
+            if not walk.begun and self._outside.has_changed():
+                self._changed = True
+            if self._changed:
+                self._change()
+        request.began = True
         if not walk.begun:
             self.shard(dataset)  # which may decide the seed
         if self._cache is None and self._settings.cache is not None:
@@ -617,9 +861,11 @@ class Loader:
         elif any(a.done.is_lost for a in walk.ready.values()):
             # The epoch before had no worker restarts left. This one has.
             self._forget_ahead(walk)
+        beginning = walk, self.epoch, self._resume
         if self._resume is not None:
             self._begin_at(walk, self._resume, dataset)
-            self._resume = None
+        self._beginning = beginning
+        self._resume = None
         walk.begun = True
         self.epoch += 1
         workers.begin_epoch()
@@ -687,103 +933,54 @@ class Loader:
     def _ask_for(
         self, workers: Workers, walk: Walk, key: int, index: int
     ) -> None:
-        """Makes sure that the batch a consumer waits for is out, or here.
+        """Sees to it that the batch a consumer waits for is out, or here.
 
         The rule for every wait for room: it can make room. Batches that are
         out come, and those that lie ready, whoever they are for, are given
         up. The rest of what takes room is bounded: what the consumer holds
-        (see `Arena.crowded`), and what workers keep.
+        (see `Arena.crowded`), and what workers keep. Where there is none yet,
+        the caller waits, and asks again.
         """
         while key not in walk.ready and key not in walk.waiting:
             if self._tickets.issue(workers, walk, index, key=key):
                 return
             if not self._tickets.make_room({*self._walks(), walk}):
-                self._wait(workers)
+                return
             self._tickets.take_in(workers)
 
-    def _await(
+    def _is_settled(
         self,
         workers: Workers,
         walk: Walk,
-        key: int,
+        schedule: Schedule,
         index: int,
-        schedule: Schedule | None,
-        thorough: bool,
-    ) -> Arrival:
-        """Waits until the batch that `key` stands for has come.
+        request: _Request,
+    ) -> bool:
+        """Whether the workers rest, and the next batch, at `index`, is here.
 
-        Args:
-            index: Of that batch.
-            thorough: Whether to look what else has come even if it is here
-                and there are more where it was.
-        """
-        if thorough or key not in walk.ready or walk.is_running_out:
-            self._tickets.take_in(workers)
-        walk.depth = len(walk.ready) if key in walk.ready else 0
-        if walk.depth and walk.following is not None:
-            walk.depth += len(walk.following.ready)
-        while key not in walk.ready:
-            if schedule is not None and self._tickets.has_room(walk):
-                self._refill(workers, walk, schedule)
-            self._ask_for(workers, walk, key, index)
-            if key in walk.ready:
-                break
-            self._wait(workers)
-            self._tickets.take_in(workers)
-        return walk.ready.pop(key)
-
-    def _settle(
-        self, workers: Workers, walk: Walk, schedule: Schedule, index: int
-    ) -> None:
-        """Has the workers rest once the batch at `index`, the next, has come.
-
-        Waits for what they are at, for a moment: it is for a measurement.
-        Where they rest already and the batch is here, they go on resting.
+        They are to rest once it has come, and what they are at is waited for,
+        for a moment: it is for a measurement. Where they rest already and the
+        batch is here, they go on resting.
         """
         if not walk.knows(walk.position, index):
             workers.resume()
-        self._refill(workers, walk, schedule)
-        came_s: float | None = None
-        while True:
-            self._tickets.take_in(workers)
-            if walk.knows(walk.position, index):
-                workers.pause()
-                now_s = time.monotonic()
-                came_s = came_s or now_s
-                if not workers.busy or now_s - came_s > _SETTLE_S:
-                    walk.settled_s += now_s - came_s
-                    return
-            else:
-                self._ask_for(workers, walk, walk.position, index)
-            self._wait(workers)
-
-    def _wait(self, workers: Workers) -> None:
-        """Waits for a batch, or a while.
-
-        An interrupt meanwhile, when it is likeliest, costs nothing.
-        """
-        self._torn = False
-        workers.wait(_WAIT_S)
-        self._go_on()
-        self._torn = True
-
-    def _go_on(self) -> None:
-        """Ends a daemon thread that is here when the interpreter ends.
-
-        Silently: nobody hears of a SystemExit that ends a thread.
-
-        Raises:
-            LoaderError: It is an `atexit` handler that asks.
-        """
-        if not self._leave.is_asked:
-            return
-        if threading.current_thread() is not threading.main_thread():
-            raise SystemExit
-        raise LoaderError(
-            f"{self._name} has ended its workers, as the interpreter ends: "
-            "this `atexit` handler was registered before they started, so it "
-            "runs after. Register it when they have, or use `workers=0`."
-        )
+        if request.came_s is None:
+            self._refill(workers, walk, schedule)
+        self._tickets.take_in(workers)
+        if not walk.knows(walk.position, index):
+            self._ask_for(workers, walk, walk.position, index)
+        if not walk.knows(walk.position, index):
+            return False
+        workers.pause()
+        now_s = time.monotonic()
+        if request.came_s is None:
+            request.came_s = now_s
+        waited_s = now_s - request.came_s
+        if workers.busy and waited_s <= _SETTLE_S:
+            return False
+        walk.settled_s += waited_s
+        request.came_s = None
+        return True
 
     def _open(self, walk: Walk, arrival: Arrival, index: int) -> Any:
         """The batch at `index`, or `_SKIPPED`; `END` if there is none."""
@@ -824,34 +1021,46 @@ class Loader:
         except Exception:
             # The user's own: the pass is over, the workers are as they were.
             self._retire(walk)
-            self._torn = False
+            self._end_call()
             raise
 
-    def _build_here(self, workers: Workers, walk: Walk, index: int) -> Any:
-        """Builds a batch again in the caller, while nobody else builds.
+    def _build_here(
+        self, workers: Workers, walk: Walk, index: int, request: _Request
+    ) -> Any:
+        """Has a batch built again in the caller, while nobody else builds.
 
         Whatever threads have built meanwhile is as doubtful, and given up.
         """
-        assert self._auto is not None
         assert walk.epoch is not None
         for other in {*self._walks(), walk}:
             self._forget_ahead(other)
         workers.resume()  # cancelled tickets are answered at once
-        while workers.busy:
-            self._wait(workers)
-            self._tickets.take_in(workers)
         builder = build.Builder(
             functools.partial(hiring.alive, self._dataset),
             self.seed,
             cached=self._settings.cache is not None,
             observer=self._auto,
         )
-        here = InlineWorkers(builder, self._name)
-        here.submit(Ticket(0, walk.epoch, index))
-        (built,) = here.collect()
-        batch = self._open(walk, Arrival(built, 0.0), index)
-        self._torn = False
-        if self._auto.settings != self._settings:
+        request.here = InlineWorkers(builder, self._name)
+        request.here.submit(Ticket(0, walk.epoch, index))
+        return self._built_here(workers, walk, index, request)
+
+    def _built_here(
+        self, workers: Workers, walk: Walk, index: int, request: _Request
+    ) -> Any:
+        """The batch that is built in the caller, once it is."""
+        assert request.here is not None
+        self._tickets.take_in(workers)
+        if workers.busy:
+            return _NOT_YET
+        built = request.here.collect()
+        if not built:
+            request.waits_for = request.here
+            return _NOT_YET
+        request.here = None
+        batch = self._open(walk, Arrival(built[0], 0.0), index)
+        walk.issued = max(walk.issued, walk.position + 1)
+        if self._auto is not None and self._auto.settings != self._settings:
             self._take_up(self._auto.settings)
         return batch
 
@@ -933,6 +1142,8 @@ class Loader:
         self._forget_ahead(walk)
         walk.remembered = {}
         walk.ended = True
+        if self._beginning is not None and self._beginning[0] is walk:
+            self._beginning = None
 
     def _change(self) -> None:
         """Brings the workers to the dataset's present state."""
@@ -953,14 +1164,20 @@ class Loader:
                 if self._auto is None or not self._auto.cannot_be_had(error):
                     raise
                 self._take_up(self._auto.settings)
-                self._start_over()
-                self._torn = True
+                self._dismiss()
+                self._pool = _PoolState.CALLED
 
     def _walks(self) -> list[Walk]:
         # A copy: another thread may open a pass meanwhile.
-        walks = [r.walk for r in list(self._passes)]
+        walks = [r.walk for r in list(self._passes)] + self._peeks
         following = [w.following for w in walks if w.following is not None]
         return [walk for walk in walks + following if not walk.ended]
+
+    def _is_open(self, walk: Walk) -> bool:
+        """Whether somebody still may ask for its batches."""
+        return any(
+            r.walk is walk and r() is not None for r in list(self._passes)
+        )
 
     # -- workers ------------------------------------------------------------
 
@@ -999,23 +1216,30 @@ class Loader:
             is_shared=settings.start_method == "fork",
         )
 
-    def _start_over(self) -> None:
-        """Ends the workers; walks go on where they were, with new ones."""
-        build.forget_context(self._dataset())
+    def _dismiss(self) -> None:
+        """Has nobody use the workers any more; walks go on with new ones."""
         with Uninterrupted():
-            self._end_workers()
+            workers, self._workers = self._workers, None
+            finalizer, self._finalizer = self._finalizer, None
+            for walk in self._walks():
+                walk.let_go()
+            self._tickets.clear()
+            self._pool = _PoolState.READY
+            if workers is not None:
+                self._dismissed.append((workers, finalizer))
 
-    def _end_workers(self) -> None:
-        workers, self._workers = self._workers, None
-        if self._finalizer is not None:
-            self._finalizer.detach()
-            self._finalizer = None
-        for walk in self._walks():
-            walk.let_go()
-        self._tickets.clear()
-        self._torn = False
-        if workers is not None:
-            workers.close()
+    def _end_dismissed(self) -> None:
+        """Ends workers that nobody uses, and returns when they are gone."""
+        self._own_lock()
+        with self._ending:
+            while self._dismissed:
+                workers, finalizer = dismissed = self._dismissed[0]
+                with Uninterrupted():
+                    workers.close()
+                    if finalizer is not None:
+                        finalizer.detach()
+                    with contextlib.suppress(ValueError):
+                        self._dismissed.remove(dismissed)
 
     def _forget_the_parents(self) -> None:
         """In a forked child: the workers are the parent's; touch nothing.
@@ -1024,12 +1248,15 @@ class Loader:
         """
         self._pid = os.getpid()
         ready = [list(walk.ready.values()) for walk in self._walks()]
-        _the_parents.append((self._workers, ready))
+        dismissed = list(self._dismissed)
+        _the_parents.append((self._workers, ready, dismissed))
         self._workers = None
-        self._torn = False
-        if self._finalizer is not None:
-            self._finalizer.detach()
-            self._finalizer = None
+        self._pool = _PoolState.READY
+        self._dismissed.clear()
+        for finalizer in (self._finalizer, *(f for _, f in dismissed)):
+            if finalizer is not None:
+                finalizer.detach()
+        self._finalizer = None
         for walk in self._walks():
             walk.let_go()
         self._tickets.clear()

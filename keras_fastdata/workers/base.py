@@ -92,8 +92,10 @@ class Builds(Protocol):
 class Workers(Protocol):
     """A set of workers that serves one dataset.
 
-    All methods are called by one thread at a time, in the process that made
-    the workers. None of them waits without also watching the workers.
+    All methods but `wait` and `close` are called by one thread at a time, in
+    the process that made the workers; none of those waits. Several threads may
+    wait, also while another calls any of the methods; a signal handler may end
+    the workers amid a wait.
     """
 
     def submit(self, ticket: Ticket) -> bool:
@@ -107,7 +109,8 @@ class Workers(Protocol):
     def wait(self, timeout_s: float) -> None:
         """Waits until `collect` has something to do, or for `timeout_s`.
 
-        May be interrupted at any point, and nothing is lost.
+        Workers that are the caller build here. It may be interrupted at any
+        point, and nothing is lost; and it ends soon once they are closed.
         """
         ...
 

@@ -1,15 +1,21 @@
-"""`workers=0`: batches are built in the caller, when they are asked for."""
+"""`workers=0`: batches are built in the caller, when they are asked for.
+
+`wait` is where they are built, so that the engine holds no lock meanwhile.
+"""
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import threading
 from collections.abc import Iterable
 
 from keras_fastdata.health.staff import Staff
 from keras_fastdata.health.timing import Stopwatch
 from keras_fastdata.workers.base import Builds, Built, Ticket, where
 from keras_fastdata.workers.failures import note
+
+_CLOSE_TIMEOUT_S = 5.0  # what a batch that another thread builds gets to end
 
 
 class InlineWorkers:
@@ -24,7 +30,10 @@ class InlineWorkers:
         self._builder = builder
         self._dataset = dataset
         self._tickets: collections.deque[Ticket] = collections.deque()
-        self._started = False
+        self._built: tuple[Ticket, Built] | None = None
+        self._lock = threading.RLock()  # held by the thread that builds
+        self._builds_in = 0  # that one
+        self._started = self._closed = False
         self._stopwatch = Stopwatch()
 
     def submit(self, ticket: Ticket) -> bool:
@@ -32,12 +41,34 @@ class InlineWorkers:
         return True
 
     def wait(self, timeout_s: float) -> None:
-        """Nothing to wait for: `collect` builds."""
+        """Builds the next batch. One that is broken off is begun again."""
+        with self._lock:
+            if self._built is not None or not self._tickets:
+                return
+            ticket, outer = self._tickets[0], self._builds_in
+            self._builds_in = threading.get_ident()
+            try:
+                self._built = ticket, self._build(ticket)
+            finally:
+                self._builds_in = outer
+                if self._closed:
+                    self._stop()
 
-    def collect(self) -> Iterable[Built]:
-        if not self._tickets:
+    def collect(self) -> list[Built]:
+        if self._built is None:
             return []
-        ticket = self._tickets.popleft()
+        (ticket, built), self._built = self._built, None
+        if ticket not in self._tickets:
+            return []  # it was cancelled meanwhile
+        self._tickets.remove(ticket)
+        return [built]
+
+    def cancel(self, serials: Iterable[int]) -> None:
+        gone = set(serials)
+        kept = (t for t in self._tickets if t.serial not in gone)
+        self._tickets = collections.deque(kept)
+
+    def _build(self, ticket: Ticket) -> Built:
         if not self._started:
             self._builder.start(0)
             self._started = True
@@ -45,15 +76,10 @@ class InlineWorkers:
         try:
             batch = self._builder.build(ticket.epoch, ticket.index, 0)
             timing = self._stopwatch.stop()
-            return [Built(ticket.serial, 0, batch, timing=timing)]
+            return Built(ticket.serial, 0, batch, timing=timing)
         except Exception as error:
             note(error, where(self._dataset, ticket, "the calling thread"))
-            return [Built(ticket.serial, 0, error=error, by_dataset=True)]
-
-    def cancel(self, serials: Iterable[int]) -> None:
-        gone = set(serials)
-        kept = (t for t in self._tickets if t.serial not in gone)
-        self._tickets = collections.deque(kept)
+            return Built(ticket.serial, 0, error=error, by_dataset=True)
 
     def pause(self) -> None:
         """Nothing to do: nothing is built while the caller does not wait."""
@@ -79,8 +105,22 @@ class InlineWorkers:
         return Staff("inline", 0)
 
     def close(self) -> None:
-        self._stopwatch.close()
+        """Ends it; where a thread builds, that is, once it has.
+
+        A thread that builds may be this one: a signal handler interrupts it.
+        """
+        self._closed = True
         self._tickets.clear()
+        if self._builds_in != threading.get_ident() and self._lock.acquire(
+            timeout=_CLOSE_TIMEOUT_S
+        ):
+            try:
+                self._stop()
+            finally:
+                self._lock.release()
+
+    def _stop(self) -> None:
+        self._stopwatch.close()
         if self._started:
             self._started = False
             # A dataset that has been collected has nothing left to stop.

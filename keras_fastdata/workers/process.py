@@ -233,7 +233,12 @@ class ProcessWorkers:
         return True
 
     def wait(self, timeout_s: float) -> None:
-        self._poll.poll(min(timeout_s, self._watch.interval_s) * 1000)
+        poll = self._poll
+        try:
+            poll.poll(min(timeout_s, self._watch.interval_s))
+        except (OSError, ValueError):
+            if not poll.closed:  # by whoever has ended the workers
+                raise
 
     def collect(self) -> Iterable[Done]:
         self._hire()
@@ -296,7 +301,7 @@ class ProcessWorkers:
         return Staff(
             "process",
             self._plan.count,
-            {i: w.process.pid for i, w in self._workers.items()},
+            {i: w.process.pid for i, w in list(self._workers.items())},
             self._toll.losses,
             self._arena.nbytes,
         )
@@ -380,7 +385,7 @@ class ProcessWorkers:
 
     def _ended(self, timeout_s: float) -> list[_Worker]:
         """The workers that ended, after waiting for that or a message."""
-        ready = {fd for fd, _ in self._poll.poll(timeout_s * 1000)}
+        ready = {fd for fd, _ in self._poll.poll(timeout_s)}
         return [w for w in self._workers.values() if w.process.pidfd in ready]
 
     def _receive(self) -> list[Done]:
@@ -490,8 +495,10 @@ class ProcessWorkers:
         kind = socket.AF_UNIX, socket.SOCK_SEQPACKET
         self._tasks, self._tasks_taken = socket.socketpair(*kind)
         self._results, self._results_told = socket.socketpair(*kind)
-        self._poll = select.poll()
-        self._poll.register(self._results, select.POLLIN)
+        # Unlike a poll object, it stands being used by a signal handler, or
+        # another thread, that ends the workers while they are waited for.
+        self._poll = select.epoll()
+        self._poll.register(self._results, select.EPOLLIN)
 
     def _hire(self) -> None:
         """Starts the workers that are missing, as far as that is allowed."""
@@ -543,7 +550,7 @@ class ProcessWorkers:
         self._workers[index] = _Worker(
             index, process, control, stacks, self._version, time.monotonic()
         )
-        self._poll.register(process.pidfd, select.POLLIN)
+        self._poll.register(process.pidfd, select.EPOLLIN)
 
     # -- workers that are stuck ---------------------------------------------
 
@@ -713,6 +720,7 @@ class ProcessWorkers:
             self._results_told,
         ):
             end.close()
+        self._poll.close()
 
     def _drop_results(self) -> None:
         """Takes in the messages of workers that end; keeps log and warnings."""

@@ -294,13 +294,19 @@ class RayWorkers:
         return True
 
     def wait(self, timeout_s: float) -> None:
-        self._check_session()
         timeout_s = min(timeout_s, self._watch.interval_s)
-        first = [next(w.awaited, None) for w in self._workers.values()]
-        if awaited := [reference for reference in first if reference]:
-            self._arrived = _wait(awaited, 1, timeout_s)
-        else:
-            time.sleep(min(timeout_s, _IDLE_S))
+        try:
+            self._check_session()
+            first = [
+                next(w.awaited, None) for w in list(self._workers.values())
+            ]
+            if awaited := [reference for reference in first if reference]:
+                self._arrived = _wait(awaited, 1, timeout_s)
+            else:
+                time.sleep(min(timeout_s, _IDLE_S))
+        except Exception:
+            if not self._closed:  # by another thread, meanwhile
+                raise
 
     def collect(self) -> Iterable[Done]:
         self._check_session()

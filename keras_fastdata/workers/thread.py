@@ -83,7 +83,7 @@ class ThreadWorkers:
         self._tickets.put(ticket)
 
     def wait(self, timeout_s: float) -> None:
-        self._results.arrived.wait(min(timeout_s, self._watch.interval_s))
+        self._results.wait(min(timeout_s, self._watch.interval_s))
 
     def collect(self) -> Iterable[Built]:
         kept = []
@@ -195,24 +195,40 @@ class ThreadWorkers:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
         self._threads = []
+        self._results.wake()
 
 
 class _Results:
-    """What the threads have built, and an event that says there is some."""
+    """What the threads have built, and a wait for there to be some.
+
+    A signal handler that ends the threads may interrupt any line here; so
+    there is no lock that it could find taken, as that of an Event.
+    """
 
     def __init__(self) -> None:
-        self.arrived = threading.Event()
         self._built: collections.deque[tuple[Built, float]] = (
             collections.deque()
         )
+        self._arrivals: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def put(self, built: Built, seconds: float) -> None:
         self._built.append((built, seconds))
-        self.arrived.set()
+        self._arrivals.put(None)
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits until something has come, or `wake` was called."""
+        with contextlib.suppress(queue.Empty):
+            self._arrivals.get(timeout=timeout_s)
+
+    def wake(self) -> None:
+        """Ends the wait, if there is one."""
+        self._arrivals.put(None)
 
     def take(self) -> list[tuple[Built, float]]:
         """What has come since, each with the seconds it took."""
-        self.arrived.clear()
+        with contextlib.suppress(queue.Empty):
+            while not self._arrivals.empty():
+                self._arrivals.get_nowait()
         taken = []
         while self._built:
             taken.append(self._built.popleft())
