@@ -458,7 +458,11 @@ class FastPyDataset(_Base):
         """Ends the workers and waits until they are gone.
 
         They start again when needed. Also done when the dataset is collected
-        and at the end of a `with` block.
+        and at the end of a `with` block. Any thread may call it, at any time,
+        and so may a signal handler: a batch that is being built is built
+        again. Where the handler has interrupted this dataset at work, the
+        workers end when that goes on. Called by a worker, from `__getitem__`
+        or `on_worker_stop` for example, it does nothing.
         """
         internals = own_internals(self)
         if internals is not None and internals.loader is not None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import signal
 import subprocess
 import sys
 import time
 
+import numpy as np
 import psutil
 import pytest
 from samples import Numbered, numbers
 
 from keras_fastdata import FastPyDataset, LoaderError
 from keras_fastdata.workers import child, launch, stack
+from keras_fastdata.workers import process as worker_processes
 
 PROCESSES = {"workers": 2, "use_multiprocessing": True}
 
@@ -404,3 +408,65 @@ def test_the_umask_is_known_without_proc_too(monkeypatch):
         assert os.umask(0o027) == 0o027
     finally:
         os.umask(before)
+
+
+# -- whose the workers are -----------------------------------------------------
+
+
+class OfGroup(Numbered):
+    """Batch i tells the group of whoever builds it."""
+
+    def __getitem__(self, index):
+        return np.array([os.getegid()])
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs the rights of root")
+def test_workers_that_are_started_later_have_the_rights_of_the_trainer_then():
+    def groups(dataset):
+        return {int(batch[0]) for batch in dataset}
+
+    group = os.getegid()
+    with OfGroup(**PROCESSES) as before, OfGroup(**PROCESSES) as after:
+        assert groups(before) == {group}
+        os.setegid(65534)
+        try:
+            assert groups(after) == {65534}
+            for process in psutil.Process().children(recursive=True):
+                if process.pid in before._fastdata.loader.staff().pids.values():
+                    process.kill()
+            assert groups(before) == {65534}
+        finally:
+            os.setegid(group)
+
+
+class Stuck(Numbered):
+    """Batch 1 never comes, and says when it is begun."""
+
+    def __init__(self, begun, **kwargs):
+        super().__init__(**kwargs)
+        self.begun = begun
+
+    def __getitem__(self, index):
+        while index == 1:
+            self.begun.touch()
+            time.sleep(60)
+        return super().__getitem__(index)
+
+
+def test_a_worker_that_may_not_be_killed_is_left_behind_by_name(
+    monkeypatch, caplog, tmp_path
+):
+    def refuse(pidfd, number):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(worker_processes, "_GRACE_S", 0.2)
+    begun = tmp_path / "begun"
+    with Stuck(begun, workers=1, use_multiprocessing=True) as dataset:
+        next(iter(dataset))
+        while not begun.exists():
+            time.sleep(0.01)
+        (pid,) = dataset._fastdata.loader.staff().pids.values()
+        monkeypatch.setattr(signal, "pidfd_send_signal", refuse)
+    (told,) = [r.getMessage() for r in caplog.records]
+    assert told.startswith(f"Worker 0 (pid {pid}) of Stuck does not end")
+    assert "may not be killed (EPERM)" in told

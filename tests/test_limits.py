@@ -8,6 +8,7 @@ functions that run there come before the tests that run them.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import shutil
 import signal
@@ -32,6 +33,8 @@ from limit_runs import (
 )
 from samples import Numbered
 from trainers.harness import START_METHODS
+
+from keras_fastdata.workers import process
 
 PROCESSES = {"workers": 2, "use_multiprocessing": True}
 METHODS = ["forkserver", "spawn", "fork"]
@@ -76,6 +79,57 @@ OF_FILES = "open files", "ulimit -n"
 OF_SPACE = "address space", "ulimit -v"
 OF_PROCESSES = "processes", "ulimit -u"
 OF_FILE_SIZE = "file size", "ulimit -f"
+
+
+# -- users ---------------------------------------------------------------------
+
+
+def under_another_user():
+    """Workers from before and after this process gave up its rights."""
+    told, nobody = [], 65534
+    process._GRACE_S = 0.3
+    logger = logging.getLogger("keras_fastdata")
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logger.addHandler(handler)
+    before = limit_samples.OfUser(**PROCESSES)
+    roots = [batch.tolist()[0] for batch in before]
+    stuck = limit_samples.OfUser(stuck=1, workers=1, use_multiprocessing=True)
+    batches = iter(stuck)
+    next(batches)
+    os.setgroups([])
+    os.setresgid(nobody, nobody, nobody)
+    os.setresuid(nobody, nobody, 0)
+    if not os.access(sys.executable, os.X_OK, effective_ids=True):
+        os.setresuid(0, 0, 0)
+        stuck.close()
+        return None
+    after = limit_samples.OfUser(**PROCESSES)
+    users = [batch.tolist() for batch in after]
+    before.workers = 1
+    restarted = [batch.tolist() for batch in before]
+    stuck.close()
+    for dataset in (before, after):
+        dataset.close()
+    os.setresuid(0, 0, 0)
+    return {
+        "before": roots,
+        "after": users + restarted,
+        "told": [text for text in told if "EPERM" in text],
+    }
+
+
+@pytest.mark.long
+@pytest.mark.skipif(os.getuid() != 0, reason="needs the rights of root")
+def test_new_workers_have_the_user_that_the_trainer_has_become(trainers):
+    found = trainers.run(under_another_user).check()
+    if found is None:
+        pytest.skip("needs an interpreter that other users may run")
+    assert found["before"] == [0] * 4
+    assert found["after"] == [[65534, 65534]] * 8
+    (text,) = found["told"]
+    assert text.startswith("Worker 0 (pid ")
+    assert "may not be killed (EPERM)" in text
 
 
 # -- open files ----------------------------------------------------------------

@@ -62,9 +62,9 @@ from keras_fastdata.workers.base import Built, Ticket, Workers
 from keras_fastdata.workers.inline import InlineWorkers
 from keras_fastdata.workers.interrupts import Uninterrupted
 
-_WAIT_S = 0.5  # between two looks at what else there is to do
-# The same, where the batch may be taken in by a thread in another pass.
-_SHARED_WAIT_S = 0.05
+# Between two looks at what else there is to do. Another thread may have taken
+# the batch in, or ended the workers.
+_WAIT_S = 0.05
 _LOOK_S = 0.005  # between two looks at workers whose batches are here
 _SETTLE_S = 1.0  # for workers to finish what they are at
 
@@ -536,9 +536,8 @@ class Loader:
         An interrupt meanwhile, when it is likeliest, costs nothing.
         """
         assert request.waits_for is not None
-        alone = len(self._passes) < 2
         try:
-            request.waits_for.wait(_WAIT_S if alone else _SHARED_WAIT_S)
+            request.waits_for.wait(_WAIT_S)
         except BaseException:
             build.forget_context(self._dataset())
             raise

@@ -1,6 +1,6 @@
 """Starting worker processes, three ways, and learning how they ended.
 
-    forkserver   one nursery per trainer process (and `worker_env`) forks them
+    forkserver   one nursery per trainer process forks them
     spawn        each is a fresh interpreter, started by the trainer
     fork         each is a copy of the trainer itself
 
@@ -29,7 +29,7 @@ from typing import Protocol
 
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.memory.arena import Segment
-from keras_fastdata.workers import child, nursery
+from keras_fastdata.workers import child, nursery, stack
 from keras_fastdata.workers.base import Builds
 
 _START_TIMEOUT_S = 60.0  # for an interpreter to start on a loaded machine
@@ -124,9 +124,20 @@ def hash_seed() -> dict[str, str]:
 
 
 def kill(worker: Child) -> None:
-    """Kills a worker, if it still runs."""
-    with contextlib.suppress(ProcessLookupError):
+    """Kills a worker, if it still runs and may be killed."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         signal.pidfd_send_signal(worker.pidfd, signal.SIGKILL)
+
+
+def may_be_killed(worker: Child) -> bool:
+    """Whether this process still has the right to kill a worker."""
+    try:
+        signal.pidfd_send_signal(worker.pidfd, 0)
+    except PermissionError:
+        return False
+    except ProcessLookupError:
+        pass
+    return True
 
 
 def has_ended(worker: Child, timeout_s: float) -> bool:
@@ -162,16 +173,21 @@ class NurseryLauncher:
     """Has the nursery fork workers; starts it, and starts it again.
 
     The nursery is shared by all loaders of the process with the same
-    `worker_env`, and ends with the last of them.
+    `worker_env`, and ends with the last of them. Workers have its user and
+    rights; so where the trainer has changed its own, there is another one.
     """
 
     def __init__(self, worker_env: Mapping[str, str] | None) -> None:
         self._worker_env = dict(worker_env or {})
         self._nursery: _Nursery | None = _acquire(self._worker_env)
+        self._former: list[_Nursery] = []  # which still have workers
 
     def start(self, files: child.Files) -> Child:
         if self._nursery is None:
             raise LoaderError("The launcher is closed.")
+        if self._nursery.rights != _rights():
+            self._former.append(self._nursery)
+            self._nursery = _acquire(self._worker_env)
         for _ in range(_NURSERIES):
             try:
                 return self._nursery.fork(files)
@@ -181,9 +197,11 @@ class NurseryLauncher:
         return self._nursery.fork(files)
 
     def close(self) -> None:
-        held, self._nursery = self._nursery, None
-        if held is not None:
-            _release(held)
+        if self._nursery is not None:
+            self._former.append(self._nursery)
+            self._nursery = None
+        while self._former:
+            _release(self._former.pop())
 
 
 class _NurseryGone(LoaderError):
@@ -193,8 +211,9 @@ class _NurseryGone(LoaderError):
 class _Nursery:
     """The trainer's end of one nursery process."""
 
-    def __init__(self, worker_env: dict[str, str]) -> None:
+    def __init__(self, worker_env: dict[str, str], rights: _Rights) -> None:
         self.worker_env = worker_env
+        self.rights = rights
         self.users = 0
         self.gone = False
         self._lock = threading.RLock()
@@ -271,8 +290,12 @@ class _Nursery:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_TIMEOUT_S)
         if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait(_END_TIMEOUT_S)
+            # It may be another user's by now.
+            with contextlib.suppress(
+                PermissionError, subprocess.TimeoutExpired
+            ):
+                self._process.kill()
+                self._process.wait(_END_TIMEOUT_S)
         os.close(self._pidfd)
 
     def _take_in(self, deadline: float) -> None:
@@ -343,9 +366,25 @@ class _NurseryChild:
         self._owner.abandon(self.pid)
 
 
-# The nurseries of this process, by `worker_env`. Reentrant, because a dataset
-# may be collected, and so closed, while the lock is held.
-_nurseries: dict[tuple[tuple[str, str], ...], _Nursery] = {}
+_Rights = tuple[object, ...]
+_OF_RIGHTS = ("Cap", "NoNewPrivs", "Seccomp")  # in /proc/*/status
+
+
+def _rights() -> _Rights:
+    """What this process may do, as whom; what it starts gets the same."""
+    status = stack.status_of("thread-self")
+    rest = [(k, v) for k, v in status.items() if k.startswith(_OF_RIGHTS)]
+    groups = tuple(sorted(os.getgroups()))
+    return os.getresuid(), os.getresgid(), groups, *sorted(rest)
+
+
+def _key(worker_env: dict[str, str], rights: _Rights) -> tuple[object, ...]:
+    return tuple(sorted(worker_env.items())), rights
+
+
+# The nurseries of this process, by `worker_env` and rights. Reentrant, because
+# a dataset may be collected, and so closed, while the lock is held.
+_nurseries: dict[tuple[object, ...], _Nursery] = {}
 _nurseries_lock = threading.RLock()
 _nurseries_pid = os.getpid()
 
@@ -355,14 +394,15 @@ def _acquire(worker_env: dict[str, str]) -> _Nursery:
     if _nurseries_pid != os.getpid():
         # Forked from a process in which another thread may have held it.
         _nurseries_lock = threading.RLock()
-    key = tuple(sorted(worker_env.items()))
+    rights = _rights()
+    key = _key(worker_env, rights)
     with _nurseries_lock:
         if _nurseries_pid != os.getpid():
             _nurseries.clear()  # they are the parent's
             _nurseries_pid = os.getpid()
         found = _nurseries.get(key)
         if found is None or found.gone:
-            found = _nurseries[key] = _Nursery(worker_env)
+            found = _nurseries[key] = _Nursery(worker_env, rights)
         found.users += 1
         return found
 
@@ -372,7 +412,7 @@ def _release(held: _Nursery) -> None:
         held.users -= 1
         if held.users:
             return
-        key = tuple(sorted(held.worker_env.items()))
+        key = _key(held.worker_env, held.rights)
         if _nurseries.get(key) is held:
             del _nurseries[key]
     held.close()
@@ -463,7 +503,7 @@ class _DirectChild:
         if not _readable(self.pidfd, timeout_s):
             return None
         # The group first: once reaped, its number may be another's.
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         # Not Popen.wait: it makes 0 of a status that is lost.
         code = None

@@ -603,12 +603,19 @@ class ProcessWorkers:
         return segment.noted(worker.index), segment.clocked(worker.index)
 
     def _leave_behind(self, worker: _Worker) -> None:
+        why = (
+            "does not end, although it was killed (SIGKILL). It is left "
+            "behind; it ends when the system call it is in does."
+        )
+        if not launch.may_be_killed(worker.process):
+            why = (
+                "does not end, and may not be killed (EPERM): it runs as the "
+                "user that this process was when it started it. It is left "
+                "behind; it ends when its batch does."
+            )
         worker.process.abandon()
         _log.warning(
-            "%s of %s does not end, although it was killed (SIGKILL). It is "
-            "left behind; it ends when the system call it is in does.",
-            worker.name.capitalize(),
-            self._plan.dataset,
+            "%s of %s %s", worker.name.capitalize(), self._plan.dataset, why
         )
 
     # -- the end of workers -------------------------------------------------

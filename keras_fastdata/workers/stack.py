@@ -65,8 +65,12 @@ def ask(pid: int, pidfd: int, fd: int) -> str:
     if not caught >> (_SIGNAL - 1) & 1:
         return "Its stack cannot be had: it has not got that far, or ended."
     start = seen = os.fstat(fd).st_size
-    with contextlib.suppress(ProcessLookupError):
+    try:
         signal.pidfd_send_signal(pidfd, _SIGNAL)
+    except ProcessLookupError:
+        pass
+    except PermissionError:
+        return "Its stack cannot be had: it runs as another user."
     began = changed = time.monotonic()
     while (now := time.monotonic()) - began < _ANSWER_TIMEOUT_S:
         size = os.fstat(fd).st_size
