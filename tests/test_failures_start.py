@@ -324,7 +324,15 @@ UNPICKLABLE = {
     "dataset.reader": lambda: {"reader": Slotted()},
     "dataset.transform -> line": lambda: {"transform": _closure()},
     "dataset.batches": lambda: {"batches": (n for n in range(3))},
+    "dataset.lines": lambda: {"lines": _begun()},
 }
+
+
+def _begun():
+    """A text file that is being iterated over."""
+    file = open(__file__)  # noqa: SIM115 - the dataset's
+    next(file)
+    return file
 
 
 def _queue():

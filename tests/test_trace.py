@@ -459,10 +459,13 @@ def test_what_a_killed_process_leaves_can_be_completed(tmp_path, path):
     assert _arrows(_read(path)) == [(0, 0), (1, 1), (2, 2)]
 
 
-def test_a_folder_that_cannot_be_made_is_an_error_at_once(tmp_path):
+def test_a_folder_that_cannot_be_made_is_told_and_raises_nothing(
+    tmp_path, caplog
+):
     (tmp_path / "file").touch()
-    with pytest.raises(NotADirectoryError):
-        TraceWriter(tmp_path / "file" / "folder" / "trace.json")
+    writer = TraceWriter(tmp_path / "file" / "folder" / "trace.json")
+    assert "The trace cannot be written: [Errno 20]" in caplog.text
+    _tell(writer, [_span(0)], [])
 
 
 def test_a_full_disk_ends_the_trace_and_not_the_training(

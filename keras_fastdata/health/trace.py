@@ -79,9 +79,7 @@ class TraceWriter:
 
     Args:
         path: Where the trace will be; what is there is replaced at `close`.
-
-    Raises:
-        OSError: No file can be made in the path's folder.
+            If no file can be made in its folder, a warning is logged.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -308,12 +306,16 @@ class _File:
         self._pid = os.getpid()
         self._lines: list[str] = []
         self._waiting = 0  # bytes of them
-        self._temporary = _atomic_write.name_beside(path)
-        self._fd = os.open(
-            self._temporary,
-            os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC,
-            0o666,
-        )
+        self._fd = -1
+        try:
+            self._temporary = _atomic_write.name_beside(path)
+            self._fd = os.open(
+                self._temporary,
+                os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC,
+                0o666,
+            )
+        except OSError as error:
+            _log.warning("The trace cannot be written: %s.", error)
         self._separator = '{"displayTimeUnit":"ms","traceEvents":[\n'
 
     def write(self, event: str) -> None:

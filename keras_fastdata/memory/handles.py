@@ -149,7 +149,14 @@ def _reduce_file(file: Any) -> Reduced:
         how = ("rb", 0)
     else:
         how = ("rb",)
-    return _open_again, (path, how, file.tell())
+    try:
+        position = file.tell()
+    except OSError as error:  # of a text file, after `next(file)`
+        raise TypeError(
+            f"cannot pickle a file whose position is not known: {error}; read "
+            "it by `readline()`, or to its end"
+        ) from error
+    return _open_again, (path, how, position)
 
 
 def _open_again(path: Any, how: tuple[Any, ...], position: int) -> Any:
