@@ -119,7 +119,7 @@ def test_a_cache_refuses_batches_drawn_from_a_generator_of_the_module():
 @pytest.mark.parametrize(
     "dataset",
     [_DrawsFromTheModule(), Holds(Seedable(), lambda thing, _: thing.draw())],
-    ids=repr,
+    ids=["module", "object"],
 )
 def test_auto_is_told_of_them_before_it_tries_threads(dataset):
     told = []

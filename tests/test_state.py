@@ -213,7 +213,17 @@ def test_what_a_worker_opens_or_caches_for_itself_is_not_lost_state(
         (_Tools(), "x.used += 1"),
         (np.zeros(3), "x = x + 1"),
     ],
-    ids=str,
+    ids=[
+        "number",
+        "text",
+        "value",
+        "set",
+        "list",
+        "item",
+        "long",
+        "object",
+        "array",
+    ],
 )
 def test_what_changes_again_and_again_is_lost_state(value, edit):
     (found,) = set(_looks({"x": value}, [edit] * 3))
