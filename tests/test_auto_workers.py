@@ -271,5 +271,5 @@ def test_processes_cannot_be_asked_for_beside_it():
 
 
 def test_a_dataset_of_generators_takes_a_number():
-    with pytest.raises(TypeError, match=r"`workers`.*'auto'"):
+    with pytest.raises(ValueError, match=r'no `workers="auto"`'):
         GeneratorDataset(lambda: iter(()), workers="auto")

@@ -299,7 +299,7 @@ if BACKEND == "torch":
 
 # -- batches and lengths that no model takes ----------------------------------
 
-X, Y = np.ones((8, 2), "float32"), np.ones((8, 1), "float32")
+ROWS, TARGETS = np.ones((8, 2), "float32"), np.ones((8, 1), "float32")
 
 
 class _Targetless(keras.Sequential):
@@ -324,14 +324,17 @@ def _sum():
 
 
 UNEVEN = {
-    "fewer targets": (_compiled, (X, Y[:7])),
-    "one target": (_compiled, (X, Y[:1])),
-    "fewer weights": (_compiled, (X, Y, Y[:7, 0])),
-    "no targets": (_compiled, (X, None)),
-    "targets not looked at": (lambda: _compiled(_Targetless), (X, Y[:7])),
-    "fewer in one input": (_sum, ((X, X[:7]), Y)),
-    "one in one input": (_sum, ((X, X[:1]), Y)),
-    "lists of numbers": (_compiled, (X, [1.0] * 8)),
+    "fewer targets": (_compiled, (ROWS, TARGETS[:7])),
+    "one target": (_compiled, (ROWS, TARGETS[:1])),
+    "fewer weights": (_compiled, (ROWS, TARGETS, TARGETS[:7, 0])),
+    "no targets": (_compiled, (ROWS, None)),
+    "targets not looked at": (
+        lambda: _compiled(_Targetless),
+        (ROWS, TARGETS[:7]),
+    ),
+    "fewer in one input": (_sum, ((ROWS, ROWS[:7]), TARGETS)),
+    "one in one input": (_sum, ((ROWS, ROWS[:1]), TARGETS)),
+    "lists of numbers": (_compiled, (ROWS, [1.0] * 8)),
 }
 
 
@@ -369,15 +372,24 @@ def test_rows_that_differ_are_refused_where_stock_keras_fails(name):
 @pytest.mark.parametrize(
     ("odd", "said"),
     [
-        ((X, Y[:7]), "rows. Received: 8 in the inputs, 7 in the targets. "),
-        ((X, Y, Y[:7, 0]), "8 in the targets, 7 in the sample weights. "),
-        ((X, [1.0] * 8), "for 8 arrays without rows. Return arrays: `np.arr"),
+        (
+            (ROWS, TARGETS[:7]),
+            "rows. Received: 8 in the inputs, 7 in the targets. ",
+        ),
+        (
+            (ROWS, TARGETS, TARGETS[:7, 0]),
+            "8 in the targets, 7 in the sample weights. ",
+        ),
+        (
+            (ROWS, [1.0] * 8),
+            "for 8 arrays without rows. Return arrays: `np.arr",
+        ),
     ],
     ids=["targets", "weights", "lists"],
 )
 def test_a_batch_whose_rows_differ_is_named(odd, said, place):
     def make(index):
-        even = (X, Y, Y[:, 0])[: len(odd)]
+        even = (ROWS, TARGETS, TARGETS[:, 0])[: len(odd)]
         return odd if index == 2 else even
 
     with _dataset(make, place) as dataset:
@@ -395,7 +407,7 @@ def test_a_batch_whose_rows_differ_is_named(odd, said, place):
 @pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
 def test_a_dataset_of_length_0_says_so(method, place):
     with (
-        _dataset(lambda _: X, place, length=0) as dataset,
+        _dataset(lambda _: ROWS, place, length=0) as dataset,
         pytest.raises(ValueError, match=r"^Made has length 0: there is no"),
     ):
         getattr(_compiled(), method)(dataset, verbose=0)
@@ -404,7 +416,7 @@ def test_a_dataset_of_length_0_says_so(method, place):
 def test_more_steps_than_batches_are_warned_of_with_a_way_out():
     model = _compiled()
     with (
-        _dataset(lambda _: (X, Y), PLACES["inline"]) as dataset,
+        _dataset(lambda _: (ROWS, TARGETS), PLACES["inline"]) as dataset,
         warnings.catch_warnings(record=True) as caught,
     ):
         warnings.filterwarnings("always", ".*ran out of data")

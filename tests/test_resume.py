@@ -868,7 +868,10 @@ def test_a_length_that_cannot_be_one_is_refused(length, error):
     class Sized(Drawn):
         num_batches = length
 
-    with Sized() as dataset, pytest.raises(error, match="`num_batches` must"):
+    with (
+        Sized() as dataset,
+        pytest.raises(error, match="`Sized.num_batches` must"),
+    ):
         next(iter(dataset))
 
 
