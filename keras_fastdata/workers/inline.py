@@ -43,9 +43,13 @@ class InlineWorkers:
     def wait(self, timeout_s: float) -> None:
         """Builds the next batch. One that is broken off is begun again."""
         with self._lock:
-            if self._built is not None or not self._tickets:
+            if self._built is not None:
                 return
-            ticket, outer = self._tickets[0], self._builds_in
+            try:
+                ticket = self._tickets[0]
+            except IndexError:
+                return  # none was asked for, or a signal handler has closed
+            outer = self._builds_in
             self._builds_in = threading.get_ident()
             try:
                 self._built = ticket, self._build(ticket)
