@@ -470,3 +470,21 @@ def test_a_worker_that_may_not_be_killed_is_left_behind_by_name(
     (told,) = [r.getMessage() for r in caplog.records]
     assert told.startswith(f"Worker 0 (pid {pid}) of Stuck does not end")
     assert "may not be killed (EPERM)" in told
+
+
+@pytest.mark.parametrize("refusal", [errno.ENOSYS, errno.EPERM])
+@pytest.mark.parametrize("call", ["memfd_create", "pidfd_open"])
+def test_a_container_that_forbids_a_call_is_told_which_and_what_to_do(
+    call, refusal, monkeypatch
+):
+    def refuse(*_):
+        raise OSError(refusal, os.strerror(refusal))
+
+    with Numbered(**PROCESSES) as dataset:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, call, refuse)
+            with pytest.raises(
+                LoaderError, match=f"refuses `{call}`.*seccomp.*use threads"
+            ):
+                next(iter(dataset))
+        assert numbers(dataset) == list(range(10))

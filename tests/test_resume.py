@@ -870,7 +870,7 @@ def test_a_length_that_cannot_be_one_is_refused(length, error):
 
     with (
         Sized() as dataset,
-        pytest.raises(error, match="`Sized.num_batches` must"),
+        pytest.raises(error, match=r"`Sized\.num_batches` must"),
     ):
         next(iter(dataset))
 

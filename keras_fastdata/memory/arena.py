@@ -375,7 +375,8 @@ def memfd(name: str) -> int:
     """Makes an anonymous file that only its descriptor can reach.
 
     Raises:
-        LoaderError: The platform has no `memfd_create` (it is Linux's).
+        LoaderError: The platform has no `memfd_create` (it is Linux's), or
+            refuses it.
     """
     if not hasattr(os, "memfd_create"):
         raise LoaderError(
@@ -383,7 +384,10 @@ def memfd(name: str) -> int:
             "anonymous shared memory (memfd_create), which this platform "
             "lacks. Use `use_multiprocessing=False` for threads."
         )
-    with limits.named("Shared memory could not be made"):
+    with (
+        limits.named("Shared memory could not be made"),
+        limits.allowed("memfd_create"),
+    ):
         return os.memfd_create(name, os.MFD_CLOEXEC)
 
 

@@ -1,4 +1,4 @@
-"""Errors of the operating system that mean a limit, said as such."""
+"""Errors of the operating system that mean a limit, or a call it refuses."""
 
 from __future__ import annotations
 
@@ -36,6 +36,26 @@ def named(doing: str) -> Iterator[None]:
         if remedy is None:
             raise
         raise LoaderError(f"{doing}: {error.strerror}. {remedy}") from error
+
+
+@contextlib.contextmanager
+def allowed(call: str) -> Iterator[None]:
+    """Turns the refusal of a system call into an error that names the call.
+
+    Raises:
+        LoaderError: The kernel lacks it, or a container forbids it.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EPERM):
+            raise
+        raise LoaderError(
+            f"The system refuses `{call}` ({error.strerror}), which worker "
+            "processes need. Linux has it from 5.3 on; a container may forbid "
+            "it by its seccomp profile. Allow `memfd_create` and `pidfd_open` "
+            "there, or use threads (`use_multiprocessing=False`)."
+        ) from error
 
 
 def keep_standard_files() -> None:

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 from keras_fastdata.errors import LoaderError
+from keras_fastdata.memory import limits
 from keras_fastdata.memory.arena import Segment
 from keras_fastdata.workers import child, nursery, stack
 from keras_fastdata.workers.base import Builds
@@ -234,7 +235,7 @@ class _Nursery:
                 "nursery", f"main(*{fds})", environment(worker_env), fds
             )
         self.pid = self._process.pid
-        self._pidfd = os.pidfd_open(self.pid)
+        self._pidfd = _pidfd_of(self.pid)
 
     def fork(self, files: child.Files) -> _NurseryChild:
         with self._lock:
@@ -495,7 +496,7 @@ class _DirectChild:
         self, pid: int, process: subprocess.Popen[bytes] | None
     ) -> None:
         self.pid = pid
-        self.pidfd = os.pidfd_open(pid)
+        self.pidfd = _pidfd_of(pid)
         self.nursery: int | None = None
         self._process = process
 
@@ -551,10 +552,20 @@ def _paths() -> list[str]:
     return [path for path in sys.path if isinstance(path, str)]
 
 
+def _pidfd_of(pid: int) -> int:
+    """A descriptor that becomes readable when a process has ended.
+
+    Raises:
+        LoaderError: The system refuses it.
+    """
+    with limits.allowed("pidfd_open"):
+        return os.pidfd_open(pid)
+
+
 @contextlib.contextmanager
 def _own_pidfd() -> Iterator[int]:
     """A descriptor that becomes readable when this process has ended."""
-    pidfd = os.pidfd_open(os.getpid())
+    pidfd = _pidfd_of(os.getpid())
     try:
         yield pidfd
     finally:
