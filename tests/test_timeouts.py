@@ -542,8 +542,8 @@ class _Behind:
                 watcher.worker = psutil.Process(worker.process.pid)
             leave(workers, worker)
 
-        def take_and_tell(arena):
-            slot = take(arena)
+        def take_and_tell(arena, *spare):
+            slot = take(arena, *spare)
             if watcher.worker is not None:
                 watcher.taken.append(slot)
             return slot
