@@ -1130,7 +1130,7 @@ def test_a_script_ends_with_the_exception_and_nothing_else(tmp_path):
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=110,
         check=False,
     )
     assert ended.stdout == "as it was\n", ended.stderr

@@ -280,7 +280,7 @@ def test_a_worker_that_takes_too_much_is_killed_and_the_trainer_told(
         [sys.executable, script],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=110,
         check=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )

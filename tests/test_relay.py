@@ -742,7 +742,7 @@ def script(tmp_path_factory):
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=110,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
