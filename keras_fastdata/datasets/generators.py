@@ -15,7 +15,6 @@ has to be what was delivered: batches carry a checksum of all before them.
 
 from __future__ import annotations
 
-import array
 import collections
 import copy
 import inspect
@@ -46,6 +45,7 @@ from keras_fastdata.engine.settings import (
 )
 from keras_fastdata.engine.shards import has_random_access
 from keras_fastdata.errors import EndOfData, LoaderError
+from keras_fastdata.memory.ownership import copied
 from keras_fastdata.workers import failures
 
 _BATCH, _LAST = 0, 1  # what a turn of a shard came to
@@ -563,9 +563,8 @@ class _Shard:
         """The items of the next batch; none at the end."""
         owner = self._owner
         items: list[Any] = []
-        # A batch for another process is copied before the generator goes on.
-        travels = owner.workers and owner.use_multiprocessing
-        as_it_is = owner._batch_size is None and travels
+        # An item that is a batch is copied where a worker takes it.
+        is_batch = owner._batch_size is None
         self._seed()
         try:
             if self._generator is None:
@@ -573,7 +572,7 @@ class _Shard:
             for item in itertools.islice(
                 self._generator, owner._batch_size or 1
             ):
-                items.append(item if as_it_is else _copied(item))
+                items.append(item if is_batch else copied(item))
         except EndOfData:
             pass
         except Exception as error:
@@ -779,42 +778,6 @@ def _is_free(parameters: dict[str, Any], name: str, factory: Any) -> bool:
         return False
     del parameters[name]
     return found.default in (inspect.Parameter.empty, None, 0)
-
-
-def _copied(item: Any) -> Any:
-    """An item that stays as it is when the generator goes on.
-
-    Everything that is a structure to `collate` or to `keras.tree` is made
-    anew, with copies of its arrays.
-    """
-    if isinstance(item, np.ndarray):
-        return item.copy()
-    if isinstance(item, (memoryview, bytearray, array.array)):
-        return np.array(item)
-    if hasattr(item, "clone"):  # a tensor of torch's
-        return item.clone()
-    if isinstance(item, tuple):
-        kind = type(item)
-        make = getattr(kind, "_make", kind)  # of a named tuple, or any other
-        return make(map(_copied, item))
-    again: Any
-    if isinstance(item, (list, collections.deque)):
-        again = copy.copy(item)
-        for place, part in enumerate(item):
-            again[place] = _copied(part)
-        return again
-    if isinstance(item, Mapping):
-        parts = {key: _copied(part) for key, part in item.items()}
-        if type(item) is dict or not isinstance(item, dict):
-            return parts
-        again = copy.copy(item)
-        again.update(parts)
-        return again
-    # A class can be registered with `keras.tree` only once this is imported.
-    optree = sys.modules.get("optree")
-    if optree is None or optree.tree_is_leaf(item, namespace="keras"):
-        return item
-    return optree.tree_map(_copied, item, namespace="keras")
 
 
 def _checksum(part: Any, before: int) -> int:

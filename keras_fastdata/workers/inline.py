@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 from keras_fastdata.health.staff import Staff
 from keras_fastdata.health.timing import Stopwatch
+from keras_fastdata.memory import ownership
 from keras_fastdata.workers.base import Builds, Built, Ticket, where
 from keras_fastdata.workers.failures import note
 
@@ -78,7 +79,9 @@ class InlineWorkers:
             self._started = True
         self._stopwatch.start(ticket.interval_s, ticket.epoch)
         try:
-            batch = self._builder.build(ticket.epoch, ticket.index, 0)
+            batch = ownership.take(
+                [self._builder.build(ticket.epoch, ticket.index, 0)]
+            )
             timing = self._stopwatch.stop()
             return Built(ticket.serial, 0, batch, timing=timing)
         except Exception as error:

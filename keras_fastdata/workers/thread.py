@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from keras_fastdata.errors import BatchTimeoutError, LoaderError
 from keras_fastdata.health.staff import Staff
 from keras_fastdata.health.timing import Stopwatch
+from keras_fastdata.memory import ownership
 from keras_fastdata.workers import stack
 from keras_fastdata.workers.base import Builds, Built, Ticket, where
 from keras_fastdata.workers.failures import note
@@ -346,7 +347,9 @@ class _Thread(threading.Thread):
             return Built(serial, worker)
         self._stopwatch.start(ticket.interval_s, ticket.epoch)
         try:
-            batch = self._builder.build(ticket.epoch, ticket.index, worker)
+            batch = ownership.take(
+                [self._builder.build(ticket.epoch, ticket.index, worker)]
+            )
             timing = self._stopwatch.stop()
             return Built(serial, worker, batch, timing=timing)
         except BaseException as error:

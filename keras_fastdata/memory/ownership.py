@@ -1,0 +1,192 @@
+"""Batches whose arrays nobody else fills again.
+
+A `__getitem__` may keep a buffer, fill it for every batch, and return it. But
+batches wait in queues, and tensors may use an array's memory; so each batch
+needs arrays of its own.
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+import copy
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+_MEMORIES = (memoryview, bytearray, array.array)
+# The container's reference, and the one that `getrefcount` is called with.
+_OF_ITS_CONTAINER_ALONE = 2
+
+
+def take(batches: list[Any]) -> Any:
+    """Removes the only batch of a list, and returns it with arrays of its own.
+
+    An array is copied if something besides the batch refers to it, or to the
+    memory it is a view of. Arrays that nobody can write to are not copied.
+
+    Args:
+        batches: Holds the batch. The caller must hold no other reference.
+    """
+    search = _Search()
+    search.look_into(batches, False)
+    kept = search.kept
+    batch = batches.pop()
+    if not kept:
+        return batch
+    return _mapped(
+        lambda leaf: _copy(leaf) if id(leaf) in kept else leaf, batch
+    )
+
+
+def copied(item: Any) -> Any:
+    """An item with copies of all its arrays.
+
+    Everything that is a structure to `collate` or to `keras.tree` is made
+    anew.
+    """
+    return _mapped(_copy, item)
+
+
+class _Search:
+    """Looks for arrays in a batch that something else refers to as well.
+
+    References are counted on `parts[key]` itself: a local variable would
+    count as one more.
+    """
+
+    def __init__(self) -> None:
+        self._kept: set[int] = set()
+        # References to an array, less those that were seen in the batch.
+        self._others: dict[int, int] = {}
+
+    @property
+    def kept(self) -> set[int]:
+        """The arrays' ids."""
+        return self._kept.union(k for k, n in self._others.items() if n)
+
+    def look_into(self, parts: Any, is_kept: bool) -> None:
+        """Searches a container.
+
+        Args:
+            parts: A sequence or a mapping.
+            is_kept: Whether something else refers to the container.
+        """
+        keys = parts if isinstance(parts, Mapping) else range(len(parts))
+        for key in keys:
+            others = sys.getrefcount(parts[key]) - _OF_ITS_CONTAINER_ALONE
+            part = parts[key]
+            if isinstance(part, np.ndarray):
+                is_view = part.base is not None and _is_view(part)
+                may_be_filled = is_kept or is_view or others
+                if may_be_filled and not _is_constant(part):
+                    self._add(part, others, is_kept or is_view)
+            elif isinstance(part, (tuple, list, collections.deque, Mapping)):
+                self.look_into(part, is_kept or others > 0)
+            elif isinstance(part, _MEMORIES):
+                if not memoryview(part).readonly:
+                    self._add(part, others, True)
+            elif _is_tensor(part):
+                self._add(part, others, is_kept or _is_view_tensor(part))
+            else:
+                # What a class gives out of itself may be its own or not.
+                for leaf in _leaves(part):
+                    self._add(leaf, 0, True)
+
+    def _add(self, array: Any, others: int, is_kept: bool) -> None:
+        key = id(array)
+        self._others[key] = self._others.get(key, others + 1) - 1
+        if is_kept:
+            self._kept.add(key)
+
+
+def _is_view(array: Any) -> bool:
+    """Whether an array is a view of memory that something else refers to."""
+    while isinstance(array.base, np.ndarray):
+        if sys.getrefcount(array.base) > _OF_ITS_CONTAINER_ALONE:
+            return True
+        array = array.base
+    return array.base is not None
+
+
+def _is_constant(array: Any) -> bool:
+    """Whether the memory under an array cannot be written to."""
+    while isinstance(array.base, np.ndarray) and not array.flags.writeable:
+        array = array.base
+    if array.flags.writeable:
+        return False
+    try:
+        return array.base is None or memoryview(array.base).readonly
+    except TypeError:
+        return False
+
+
+def _is_tensor(part: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(part, torch.Tensor)
+
+
+def _is_view_tensor(tensor: Any) -> bool:
+    """Whether other tensors or arrays may use a tensor's memory."""
+    try:
+        # One that cannot be resized may be the memory of an array.
+        alone = tensor._base is None and tensor.untyped_storage().resizable()
+    except (NotImplementedError, RuntimeError):
+        return True  # a sparse one
+    return not alone
+
+
+def _copy(leaf: Any) -> Any:
+    if isinstance(leaf, np.ndarray):
+        return leaf.copy()
+    if isinstance(leaf, _MEMORIES):
+        return np.array(leaf)
+    if _is_tensor(leaf):
+        return leaf.clone()
+    return leaf
+
+
+def _mapped(function: Callable[[Any], Any], item: Any) -> Any:
+    """The same structure, with `function` of every leaf."""
+    if isinstance(item, tuple):
+        kind = type(item)
+        make = getattr(kind, "_make", kind)  # of a named tuple, or any other
+        return make(_mapped(function, part) for part in item)
+    again: Any
+    if isinstance(item, (list, collections.deque)):
+        again = copy.copy(item)
+        for place, part in enumerate(item):
+            again[place] = _mapped(function, part)
+        return again
+    if isinstance(item, Mapping):
+        parts = {key: _mapped(function, part) for key, part in item.items()}
+        if type(item) is dict or not isinstance(item, dict):
+            return parts
+        again = copy.copy(item)
+        again.update(parts)
+        return again
+    optree = _optree_of(item)
+    if optree is None:
+        return function(item)
+    return optree.tree_map(
+        lambda leaf: _mapped(function, leaf), item, namespace="keras"
+    )
+
+
+def _leaves(item: Any) -> list[Any]:
+    """The arrays in a structure of a class that is registered with Keras."""
+    optree = _optree_of(item)
+    return optree.tree_leaves(item, namespace="keras") if optree else []
+
+
+def _optree_of(item: Any) -> Any:
+    """`optree`, if it takes the item for a structure; else `None`.
+
+    A class can be registered with `keras.tree` only once this is imported.
+    """
+    optree = sys.modules.get("optree")
+    if optree is None or optree.tree_is_leaf(item, namespace="keras"):
+        return None
+    return optree

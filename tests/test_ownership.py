@@ -1,0 +1,176 @@
+"""Arrays in a batch that something else refers to are copied, others not."""
+
+from __future__ import annotations
+
+import collections
+import threading
+
+import keras
+import numpy as np
+import pytest
+
+from keras_fastdata import FastPyDataset
+from keras_fastdata.memory.arena import aligned_empty
+from keras_fastdata.memory.ownership import take
+
+BUFFER = np.zeros((4, 3), "float32")
+Pair = collections.namedtuple("Pair", ["x", "y"])
+
+
+def ones():
+    return np.ones((4, 3), "float32")
+
+
+def ids(batch):
+    return [id(leaf) for leaf in keras.tree.flatten(batch)]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        ones,
+        lambda: (ones(), ones()),
+        lambda: Pair(ones(), {"a": [ones()]}),
+        lambda: ones()[1:],
+        lambda: ones().reshape(-1)[::2].T,
+        lambda: (lambda x: (x, x))(ones()),
+        lambda: aligned_empty((4, 3)),
+        lambda: np.frombuffer(b"\0" * 8),
+        lambda: np.broadcast_to(np.ones(3), (4, 3)),
+        lambda: memoryview(b"\0" * 8),
+        lambda: "text",
+    ],
+    ids=[
+        "array",
+        "tuple",
+        "nested",
+        "slice",
+        "view of a view",
+        "twice the same",
+        "aligned",
+        "over bytes",
+        "broadcast",
+        "memory of bytes",
+        "text",
+    ],
+)
+def test_what_only_the_batch_refers_to_is_not_copied(make):
+    batches = [make()]
+    before = ids(batches[0])
+    assert ids(take(batches)) == before
+    assert not batches
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda kept: kept,
+        lambda kept: kept[:2],
+        lambda kept: kept.reshape(-1)[::2],
+        lambda kept: memoryview(kept),
+        lambda kept: np.frombuffer(kept, "uint8"),
+        lambda kept: np.broadcast_to(kept, (2, 4, 3)),
+        lambda kept: np.ma.array(kept, copy=False),
+    ],
+    ids=[
+        "array",
+        "slice",
+        "view of a view",
+        "memory",
+        "over memory",
+        "broadcast",
+        "masked",
+    ],
+)
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda leaf: leaf,
+        lambda leaf: (leaf, ones()),
+        lambda leaf: Pair(ones(), {"a": [leaf]}),
+        lambda leaf: collections.deque([leaf]),
+    ],
+    ids=["bare", "tuple", "nested", "deque"],
+)
+def test_a_buffer_that_somebody_keeps_is_copied(make, wrap):
+    kept = ones()
+    batches = [wrap(make(kept))]
+    kind = type(batches[0])
+    batch = take(batches)
+    kept[:] = 7
+    if wrap(0) != 0:
+        assert type(batch) is kind
+    for leaf in keras.tree.flatten(batch):
+        assert 7 not in np.asarray(leaf).view("float32")
+
+
+def test_a_structure_that_somebody_keeps_is_copied_with_its_arrays():
+    kept = {"x": ones(), "y": (ones(),)}
+    batch = take([kept])
+    kept["x"][:] = kept["y"][0][:] = 7
+    assert batch["x"].max() == batch["y"][0].max() == 1
+
+
+def test_only_the_array_that_is_kept_is_copied():
+    batches = [(ones(), BUFFER[:2])]
+    fresh = id(batches[0][0])
+    x, y = take(batches)
+    assert id(x) == fresh
+    assert not np.shares_memory(y, BUFFER)
+
+
+def test_an_array_that_cannot_be_written_to_is_not_copied(tmp_path):
+    np.save(tmp_path / "x.npy", BUFFER)
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    assert np.shares_memory(take([mapped[1:3]]), mapped)
+
+
+def test_tensors_of_torch_are_copied_alike():
+    torch = pytest.importorskip("torch")
+    kept = torch.ones(4)
+    shared = ones()
+    batches = [(kept, kept[:2], torch.from_numpy(shared), torch.ones(4))]
+    fresh = batches[0][3].data_ptr()
+    batch = take(batches)
+    kept[:] = 7
+    shared[:] = 7
+    assert [float(tensor.max()) for tensor in batch] == [1, 1, 1, 1]
+    assert batch[3].data_ptr() == fresh
+
+
+class Refilled(FastPyDataset):
+    """Batch i is full of i, in one buffer."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.buffer = np.zeros((4, 3), "float32")
+        self.built = threading.Semaphore(0)
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        self.buffer[:] = index
+        self.built.release()
+        return self.buffer
+
+
+def test_a_batch_that_waits_keeps_its_values_while_the_next_is_built():
+    with Refilled(workers=1) as dataset:
+        batches = iter(dataset)
+        first = next(batches)
+        for _ in range(6):
+            dataset.built.acquire()
+        found = [first.max(), *(batch.max() for batch in batches)]
+    assert found == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.backend
+@pytest.mark.parametrize("workers", [0, 1])
+def test_predict_sees_a_buffer_that_is_filled_again_as_stock_keras_does(
+    workers,
+):
+    model = keras.Sequential([keras.layers.Flatten()])
+    with Refilled(workers=workers) as dataset:
+        found = model.predict(dataset, verbose=0)
+    assert found[::4, 0].tolist() == [0, 1, 2, 3, 4, 5]
