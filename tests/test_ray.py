@@ -636,8 +636,9 @@ def _run(code, **env):
     text = textwrap.dedent(code)
     here = os.pathsep.join([*sys.path, os.path.dirname(__file__)])
     environment = {**os.environ, "PYTHONPATH": here, **env}
-    for name in ("RAY_ADDRESS", "RAY_USAGE_STATS_ENABLED"):
-        environment.pop(name, None)
+    for name in list(environment):
+        if re.match("RAY_(ADDRESS|AUTH_|USAGE_STATS)", name):
+            del environment[name]
     return subprocess.run(
         [sys.executable, "-c", text],
         env=environment,
@@ -667,6 +668,54 @@ def test_a_ray_of_its_own_leaves_nothing():
         "False None",
         "[]",
         "set()",
+    ], done.stderr
+
+
+_CLIENT = """
+import sys
+from ray._raylet import GcsClient
+client = GcsClient(address=sys.argv[1])
+print(len(client.internal_kv_keys(b"", None, timeout=30)))
+"""
+
+
+@pytest.mark.timeout(180)
+def test_a_ray_of_its_own_is_for_this_user_of_this_machine_only(tmp_path):
+    """It starts although its token cannot be kept in the home folder."""
+    home = tmp_path / "file"
+    home.touch()
+    done = _run(
+        f"""
+        import os, subprocess, sys
+        import psutil, ray
+        from ray_samples import Drawn
+
+        own = {{"address": "local"}}
+        dataset = Drawn(workers=2, executor="ray", ray_options=own)
+        print(len(list(dataset)))
+        me = psutil.Process()
+        print({{
+            connection.laddr.ip.removeprefix("::ffff:")
+            for process in [me, *me.children(recursive=True)]
+            for connection in process.net_connections("inet")
+            if connection.status == psutil.CONN_LISTEN
+        }})
+        address = ray.get_runtime_context().gcs_address
+        strange = {{"PATH": os.environ["PATH"], "HOME": {str(tmp_path)!r}}}
+        for environment in (None, strange):
+            client = subprocess.run(
+                [sys.executable, "-c", {_CLIENT!r}, address],
+                env=environment, capture_output=True, text=True,
+            )
+            print(client.returncode, "InvalidAuthToken" in client.stderr)
+        """,
+        HOME=str(home),
+    )
+    assert done.stdout.splitlines() == [
+        "12",
+        "{'127.0.0.1'}",
+        "0 False",
+        "1 True",
     ], done.stderr
 
 

@@ -14,6 +14,7 @@ import functools
 import logging
 import numbers
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -268,9 +269,18 @@ def _init(options: Options) -> None:
     arguments: dict[str, Any] = {"logging_level": logging.WARNING}
     if address in (None, "", "local"):
         arguments["include_dashboard"] = False
+    arguments.update(options.init)
     try:
-        with _no_statistics():
-            ray.init(**{**arguments, **options.init})
+        with _no_statistics(), _on_loopback():
+            try:
+                ray.init(**arguments)
+            except OSError as error:
+                if not _is_unwritable_token(error):
+                    raise
+                # A process that has no token and can keep none needs none
+                # later for another cluster: it may stay.
+                os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+                ray.init(**arguments)
     except Exception as error:
         # Ray raises ConnectionError, RuntimeError, TimeoutError, ValueError
         # and others here.
@@ -329,6 +339,31 @@ def _no_statistics() -> Iterator[None]:
         yield
     finally:
         os.environ.pop(name, None)
+
+
+@contextlib.contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Has a Ray that is started here listen on the loopback address only.
+
+    This is what Ray does on macOS and Windows. `_node_ip_address="127.0.0.1"`
+    does not do it: `ray.init` replaces that by the address of the network.
+    """
+    constants: Any = sys.modules.get("ray._private.ray_constants")
+    if constants is None:
+        yield  # another Ray than those that are known
+        return
+    was = getattr(constants, "ENABLE_RAY_CLUSTER", None)
+    constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        constants.ENABLE_RAY_CLUSTER = was
+
+
+def _is_unwritable_token(error: OSError) -> bool:
+    """Whether Ray could not keep a new token in the home folder."""
+    path = os.path.expanduser("~/.ray/auth_token")
+    return path.startswith(str(error.filename))
 
 
 def is_alive(node: str) -> bool:
