@@ -263,10 +263,10 @@ class Loader:
             resumed, place = self._place(walk, behind)
             if resumed is not None:
                 return resumed
-            epoch, position, shuffle = place
+            number, position, shuffle = place
             return resume.State(
                 self.seed,
-                epoch,
+                number,
                 position,
                 build.length_of(dataset),
                 shuffle,
@@ -281,12 +281,12 @@ class Loader:
         """What is to be resumed; or epoch, position and order of a walk."""
         try:
             with self._own_lock():
-                epoch, resumed = self.epoch, self._resume
+                number, resumed = self.epoch, self._resume
                 if walk is None:
                     walk, beginning = self._latest, self._beginning
                     if beginning is not None and self._is_open(beginning[0]):
-                        _, epoch, resumed = beginning
-                place: tuple[int, int, bool | None] = epoch, 0, None
+                        _, number, resumed = beginning
+                place: tuple[int, int, bool | None] = number, 0, None
                 if (
                     walk is not None
                     and walk.begun
@@ -297,7 +297,7 @@ class Loader:
                     position = walk.position_before(behind)
                     # Nothing tells whether the end has been asked for.
                     if position == walk.schedule.num_batches:
-                        return resumed, (epoch, 0, walk.shuffle)
+                        return resumed, (number, 0, walk.shuffle)
                     position *= walk.schedule.shard.count
                     place = walk.epoch, position, walk.shuffle
                 return resumed, place
