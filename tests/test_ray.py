@@ -21,7 +21,9 @@ import numpy as np
 import psutil
 import pytest
 import ray_samples
+from generator_kinds import Everywhere
 from ray_samples import Drawn
+from samples import equal
 
 from keras_fastdata import (
     BatchTimeoutError,
@@ -289,6 +291,17 @@ def test_generators_run_in_actors():
     ) as dataset:
         found = [batch.tolist() for batch in dataset]
     assert found == [[n, n] for n in range(24)]
+
+
+def test_generators_that_a_dataset_reaches_are_seeded_in_actors():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with _on_ray(Everywhere, seed=1) as dataset:
+            found = [list(dataset) for _ in range(2)]
+    with Everywhere(seed=1, workers=0) as dataset:
+        wanted = [list(dataset) for _ in range(2)]
+    assert equal(found, wanted)
+    assert len(np.unique(wanted)) == np.size(wanted)
 
 
 @pytest.mark.long
