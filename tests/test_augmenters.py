@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from augmenter_samples import Loader
+import importlib.util
+
+import pytest
+from augmenter_samples import LIBRARIES, Loader
 
 from keras_fastdata import accelerate
 
 
-def _images(workers, **place):
-    with accelerate(Loader(), workers, seed=1, **place) as dataset:
-        epochs = [batch for _ in range(2) for batch in dataset]
+def _images(library, workers, **place):
+    with accelerate(Loader(library), workers, seed=1, **place) as dataset:
+        epochs = [batch for _ in range(3) for batch in dataset]
     return [image.tobytes() for batch in epochs for image in batch]
 
 
-def test_albumentations_draws_alike_in_workers_and_never_twice():
-    inline = _images(0)
-    assert len(set(inline)) == len(inline) == 32
-    assert _images(2, use_multiprocessing=True) == inline
+@pytest.mark.parametrize(
+    "workers", [pytest.param(1, marks=pytest.mark.long), 2]
+)
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_library_draws_alike_in_workers_and_never_twice(library, workers):
+    """Those that the tests do not require are there in the full run."""
+    if importlib.util.find_spec(library) is None:
+        pytest.skip("It is not installed.")
+    inline = _images(library, 0)
+    assert len(set(inline)) == len(inline) == 3 * 48
+    assert _images(library, workers, use_multiprocessing=True) == inline
