@@ -271,6 +271,12 @@ class FastPyDataset(_Base):
                 build.is_idle(hook) or hasattr(hook, _NOTICED)
             ):
                 setattr(cls, name, _noticed(name, hook))
+        for name in ("__setattr__", "__delattr__"):
+            method = getattr(cls, name)  # which need not call ours
+            if isinstance(method, types.FunctionType) and not (
+                hasattr(method, _NOTICED)
+            ):
+                setattr(cls, name, _notes_assigned(method))
 
     # -- what a subclass writes ----------------------------------------------
 
@@ -332,8 +338,10 @@ class FastPyDataset(_Base):
         """Called once in each worker, before its first batch.
 
         The place to open files and connections. In processes, what it sets
-        on `self` belongs to that worker and is not overwritten. Threads share
-        `self`: there, use `threading.local()`, or `self.worker_index`.
+        on `self` belongs to that worker and is not overwritten: parts of the
+        dataset that are in it (`Reader(self.table)`) stay as they were, where
+        `Reader(self)` has them as they are. Threads share `self`: there, use
+        `threading.local()`, or `self.worker_index`.
         """
 
     @build.idle
@@ -531,6 +539,21 @@ def _noticed(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
     setattr(noticed, _NOTICED, True)
     return noticed
 
+
+def _notes_assigned(method: Callable[..., None]) -> Callable[..., None]:
+    """What sets or deletes an attribute, and notes that it has."""
+
+    @functools.wraps(method)
+    def notes(self: FastPyDataset, name: str, *value: Any) -> None:
+        method(self, name, *value)
+        note_assigned(self, name)
+
+    setattr(notes, _NOTICED, True)
+    return notes
+
+
+for _method in (FastPyDataset.__setattr__, FastPyDataset.__delattr__):
+    setattr(_method, _NOTICED, True)
 
 if not TYPE_CHECKING and not role.is_worker():
     keras_bridge.register(FastPyDataset)

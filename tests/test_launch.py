@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -488,3 +489,18 @@ def test_a_container_that_forbids_a_call_is_told_which_and_what_to_do(
             ):
                 next(iter(dataset))
         assert numbers(dataset) == list(range(10))
+
+
+@pytest.mark.filterwarnings("ignore:`start_method='fork'`")
+@pytest.mark.parametrize("timeout_s", [0, 1e-3])
+def test_a_default_timeout_for_sockets_does_not_matter(timeout_s, caplog):
+    former = socket.getdefaulttimeout()
+    try:
+        socket.setdefaulttimeout(timeout_s)
+        for method in ("forkserver", "spawn", "fork"):
+            place = {"use_multiprocessing": True, "start_method": method}
+            with Numbered(length=6, workers=2, **place) as dataset:
+                assert numbers(dataset) == list(range(6))
+    finally:
+        socket.setdefaulttimeout(former)
+    assert not [m for m in caplog.messages if "replaced" in m]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import unittest.mock
@@ -428,3 +429,132 @@ def test_a_build_that_assigns_to_another_dataset_changes_that_one():
         next(batches)
         seen = [_levels([next(batches)]) for _ in builds]
         assert seen == [[0], [1], [2]]
+
+
+class _Reader:
+    """Reads what its dataset notes down for it."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __call__(self):
+        return self.dataset.now * 10 + self.dataset.level
+
+
+class _Derives(Leveled):
+    """Keeps what follows from its state; a hook makes that out of date."""
+
+    def on_epoch_end(self):
+        self.level += 1
+        vars(self).pop("tenfold", None)
+        if hasattr(self, "hundredfold"):
+            del self.hundredfold
+
+    @functools.cached_property
+    def tenfold(self):
+        return self.level * 10
+
+    def __getitem__(self, index):
+        if not hasattr(self, "hundredfold"):
+            self.hundredfold = self.level * 100
+        return np.array([self.level + self.tenfold + self.hundredfold]), index
+
+
+class _ReferredTo(Leveled):
+    """Parts of it refer to it, made by the constructor and by a worker."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.parts = [_Reader(self), lambda: self.now * 10 + self.level]
+
+    def on_worker_start(self):
+        self.own = _Reader(self)
+
+    def __getitem__(self, index):
+        self.now = index
+        (level,) = {part() - index * 10 for part in (*self.parts, self.own)}
+        return np.array([level]), index
+
+
+class _ClosesItsFile(Leveled):
+    """Ends what it has when it is collected."""
+
+    def __init__(self, path, **kwargs):
+        super().__init__(**kwargs)
+        self.file = open(path)  # noqa: SIM115
+
+    def __getitem__(self, index):
+        self.file.seek(0)
+        return np.array([self.level * int(self.file.read())]), index
+
+    def __del__(self):
+        self.file.close()
+
+
+class _Slotted(Leveled):
+    __slots__ = ("slot",)
+
+    def __getitem__(self, index):
+        self.slot = getattr(self, "slot", 0)
+        return np.array([self.slot]), index
+
+
+class _SetsByItself(Leveled):
+    """Does not call what it overrides."""
+
+    def __setattr__(self, name, value):
+        object.__setattr__(self, name, value)
+
+    def __delattr__(self, name):
+        object.__delattr__(self, name)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [_Derives, _ReferredTo, _ClosesItsFile, _Slotted, _SetsByItself],
+)
+def test_a_new_state_is_whole_whatever_the_dataset_is_made_of(kind, tmp_path):
+    path = tmp_path / "one"
+    path.write_text("1")
+    arguments = [path] if kind is _ClosesItsFile else []
+    with kind(*arguments, length=4, **PLACES["forkserver"]) as dataset:
+        for level in range(4):
+            found = _levels(dataset)
+            assert found == [level * (111 if kind is _Derives else 1)] * 4
+            if kind is _Slotted:
+                dataset.slot = level + 1
+            elif kind is _Derives:
+                dataset.on_epoch_end()
+            else:
+                dataset.level = level + 1
+        if kind is _SetsByItself:
+            del dataset.level
+            assert _levels(dataset) == [-1] * 4
+
+
+def test_a_method_that_sets_attributes_is_noticed_wherever_it_is_from(place):
+    class SetsElsewhere:
+        def __setattr__(self, name, value):
+            vars(self).setdefault("values", {})[name] = value
+
+    class Mixed(SetsElsewhere, Leveled):
+        def __getitem__(self, index):
+            return np.array([self.values["level"]]), index
+
+    with Mixed(length=4, **place) as dataset:
+        vars(dataset)["length"] = 4
+        for level in range(2):
+            dataset.level = level
+            assert _levels(dataset) == [level] * 4
+
+
+def test_a_variable_of_a_function_around_the_class_is_as_it_is_now(place):
+    level = 0
+
+    class Enclosed(Leveled):
+        def __getitem__(self, index):
+            return np.array([level]), index
+
+    with Enclosed(length=4, **place) as dataset:
+        for level in range(3):
+            assert _levels(dataset) == [level] * 4

@@ -421,7 +421,7 @@ class Builder:
         self._watch: _GlobalsWatch | None = None
         if self._shared:
             self._watch = _GlobalsWatch(warns=observer is None)
-        self._given: set[str] = set()
+        self._former: list[Dataset] = []
         self._own: set[str] = set()
         self._worker_state: WorkerState | None = None
 
@@ -435,7 +435,6 @@ class Builder:
         given = dict(vars(dataset))
         with _building(self._outside(worker_index)):
             dataset.on_worker_start()
-        self._given = set(given)
         self._own = {
             name
             for name, value in vars(dataset).items()
@@ -577,20 +576,22 @@ class Builder:
         }
 
     def adopt(self, newer: Builder) -> None:
-        """Brings the worker's dataset to the state of a newer one, in place.
+        """Goes on with a newer state of the worker's dataset.
 
-        What `on_worker_start` set stays the worker's own, and so does what
-        the worker added and the training process never had.
+        What `on_worker_start` set stays the worker's own. What builds set
+        goes: they would have set it from the state before.
         """
-        mine, theirs = vars(self.dataset), vars(newer.dataset)
-        for name in self._given - set(theirs) - self._own:
-            mine.pop(name, None)
-        mine.update(
-            (name, value)
-            for name, value in theirs.items()
-            if name not in self._own
-        )
-        self._given = set(theirs)
+        former, dataset = self.dataset, newer.dataset
+        mine, theirs = vars(former), vars(dataset)
+        for name in mine.keys() - theirs.keys() - self._own:
+            del mine[name]
+        mine.update((k, v) for k, v in theirs.items() if k not in self._own)
+        # Parts of it refer to this one, and what is the worker's own to
+        # former ones: what they all see is the same.
+        object.__setattr__(dataset, "__dict__", mine)
+        if hasattr(type(former), "__del__"):
+            self._former.append(former)  # it would end what all have
+        self._dataset = newer._dataset
         self.change()
         if self._worker_state is not None:
             self._worker_state.begin(self._given_attributes())

@@ -14,7 +14,7 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import cloudpickle
@@ -53,6 +53,25 @@ class Variable:
     @property
     def value(self) -> Any:
         return self.home.get(self.name, ABSENT)
+
+
+class _Cell(Mapping[str, Any]):
+    """A variable of an enclosing function; it has one key, whatever that is."""
+
+    def __init__(self, cell: types.CellType) -> None:
+        self._cell = cell
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return self._cell.cell_contents
+        except ValueError:  # not assigned yet
+            raise KeyError(name) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([""])
+
+    def __len__(self) -> int:
+        return 1
 
 
 def variables_of(dataset: Any) -> list[Variable]:
@@ -137,11 +156,14 @@ class _Search:
         if not self._is_new(function):
             return
         self.value(getattr(function, "__wrapped__", None))
+        variables = function.__globals__
+        home = str(variables.get("__name__"))
+        is_nested = home == "__main__" or "<locals>" in function.__qualname__
         for cell in function.__closure__ or ():
             with contextlib.suppress(ValueError):  # not assigned yet
                 self.value(cell.cell_contents)
-        variables = function.__globals__
-        home = str(variables.get("__name__"))
+            if is_nested and self._is_new(cell):
+                self.found.append(Variable(_Cell(cell), "", home, "", True))
         if not is_users(home):
             return
         names = _names_in(function.__code__)

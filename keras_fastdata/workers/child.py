@@ -146,7 +146,7 @@ def main(
     """
     role.become_worker()
     stack.answer_into(files.stacks)
-    results = socket.socket(fileno=files.results)
+    results = messages.socket_of(files.results)
     try:
         with limits.named("A worker process could not begin"):
             start: Start = payload.read_payload(files.start)
@@ -282,9 +282,9 @@ class _Worker:
         self._segment = _map(files.arena, start.stride, segment)
         self._writers: list[codec.SlotWriter] = []  # with arrays alive
         os.register_at_fork(after_in_child=self._leave_slots)
-        self._tasks = socket.socket(fileno=files.tasks)
+        self._tasks = messages.socket_of(files.tasks)
         self._results = results
-        self._control = socket.socket(fileno=files.control)
+        self._control = messages.socket_of(files.control)
         self._in_place = True
         self._stopwatch = Stopwatch(time.process_time)
         self._name = f"worker {start.worker} (pid {os.getpid()})"

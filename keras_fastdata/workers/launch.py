@@ -30,7 +30,7 @@ from typing import Protocol
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.memory import limits
 from keras_fastdata.memory.arena import Segment
-from keras_fastdata.workers import child, nursery, stack
+from keras_fastdata.workers import child, messages, nursery, stack
 from keras_fastdata.workers.base import Builds
 
 _START_TIMEOUT_S = 60.0  # for an interpreter to start on a loaded machine
@@ -223,9 +223,7 @@ class _Nursery:
         self._answers: collections.deque[tuple[bytes, int, int, list[int]]] = (
             collections.deque()
         )
-        self._socket, theirs = socket.socketpair(
-            socket.AF_UNIX, socket.SOCK_SEQPACKET
-        )
+        self._socket, theirs = messages.socket_pair()
         with (
             theirs,
             _own_pidfd() as trainer,

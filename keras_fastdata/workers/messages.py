@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import socket
 import struct
 from typing import NamedTuple
 
@@ -24,6 +25,21 @@ MAX_INLINE_BYTES = 32 * 1024
 MAX_DATAGRAM_BYTES = 160 * 1024
 RECEIVE_BYTES = 192 * 1024
 NOBODY = 0xFFFF  # in place of a worker's index, before it knows its own
+
+
+def socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Two ends that wait, whatever `socket.setdefaulttimeout` says."""
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in ends:
+        end.setblocking(True)
+    return ends
+
+
+def socket_of(fd: int) -> socket.socket:
+    """One of these ends, in the process that was given its descriptor."""
+    end = socket.socket(fileno=fd)
+    end.setblocking(True)
+    return end
 
 
 class Kind(enum.IntEnum):

@@ -24,7 +24,7 @@ import socket
 import struct
 import time
 
-from keras_fastdata.workers import child
+from keras_fastdata.workers import child, messages
 
 FORK = b"F"
 _NOTICE = struct.Struct("<cqq")
@@ -54,7 +54,7 @@ def main(requests_fd: int, trainer_pidfd: int) -> None:
     for number in child.NOT_FOR_US:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or no child could be met
-    nursery = _Nursery(socket.socket(fileno=requests_fd), trainer_pidfd)
+    nursery = _Nursery(messages.socket_of(requests_fd), trainer_pidfd)
     gc.collect()
     gc.freeze()
     try:

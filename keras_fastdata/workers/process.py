@@ -492,9 +492,8 @@ class ProcessWorkers:
     # -- starting workers ---------------------------------------------------
 
     def _open_sockets(self) -> None:
-        kind = socket.AF_UNIX, socket.SOCK_SEQPACKET
-        self._tasks, self._tasks_taken = socket.socketpair(*kind)
-        self._results, self._results_told = socket.socketpair(*kind)
+        self._tasks, self._tasks_taken = messages.socket_pair()
+        self._results, self._results_told = messages.socket_pair()
         # Unlike a poll object, it stands being used by a signal handler, or
         # another thread, that ends the workers while they are waited for.
         self._poll = select.epoll()
@@ -517,9 +516,7 @@ class ProcessWorkers:
         segment.note(index, 0)
         segment.clock(index, 0)  # one that was killed left its own
         with contextlib.ExitStack() as undo, contextlib.ExitStack() as handed:
-            control, theirs = socket.socketpair(
-                socket.AF_UNIX, socket.SOCK_SEQPACKET
-            )
+            control, theirs = messages.socket_pair()
             undo.callback(control.close)
             handed.callback(theirs.close)
             start_fd = write_payload(
