@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -29,8 +30,10 @@ from keras_fastdata import (
     SampleDataset,
 )
 from keras_fastdata._dataset_internals import loader_of
+from keras_fastdata.engine.passes import open_pass
 from keras_fastdata.engine.resume import State
 
+IS_316 = tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 16)
 _SCRIPT = pathlib.Path(__file__).with_name("resume_samples.py")
 _EPOCHS = 4
 _LENGTH = 7
@@ -93,6 +96,31 @@ def test_what_is_only_built_ahead_does_not_count():
         batches = iter(dataset)
         next(batches)
         assert dataset.state_dict()["position"] == 1
+
+
+class _Holed(Drawn):
+    """Some of its batches cannot be built."""
+
+    def __getitem__(self, index):
+        if index % 11 == 3:
+            raise ValueError("on purpose")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("kind", [Drawn, _Holed])
+def test_what_training_has_not_come_to_does_not_count_however_many_they_are(
+    kind, shuffle
+):
+    with kind(length=600, seed=3, workers=0, on_error="skip") as dataset:
+        opened = open_pass(loader_of(dataset), dataset, shuffle)
+        expected = []
+        for _ in range(500):
+            expected.append(opened.state(0).position)
+            x, _ = opened.fetch()
+            assert opened.index == x[0, 0]
+        found = [opened.state(behind).position for behind in range(1, 501)]
+    assert found[::-1] == expected
 
 
 def test_a_seed_that_was_drawn_is_taken_over():
@@ -713,6 +741,110 @@ def test_with_steps_per_epoch_the_data_goes_on_where_it_was(
     assert len(found) == dies_at
     found += run(tmp_path)
     np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+class _Trained(keras.metrics.Metric):
+    """The first number of the inputs of every step, in all epochs."""
+
+    def __init__(self):
+        super().__init__(name="trained")
+        self.count = self.add_variable((), "zeros", name="count")
+        self.kept = self.add_variable((64,), "zeros", name="kept")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        here = keras.ops.arange(64, dtype="float32") == self.count
+        number = keras.ops.cast(y_true[0, 0], "float32")
+        kept = keras.ops.convert_to_tensor(self.kept)
+        self.kept.assign(keras.ops.where(here, number, kept))
+        self.count.assign(self.count + 1)
+
+    def reset_state(self):
+        """Nothing: epochs do not matter."""
+
+    def result(self):
+        return self.count + 0
+
+    def numbers(self):
+        kept = keras.ops.convert_to_numpy(self.kept)
+        count = int(keras.ops.convert_to_numpy(self.count))
+        return [int(number) for number in kept[:count]]
+
+
+class _Numbers(Drawn):
+    """Each batch has its number as a target."""
+
+    def __getitem__(self, index):
+        x, _ = super().__getitem__(index)
+        return x, x[:, :1]
+
+
+class _DiesAfter(keras.callbacks.Callback):
+    """Ends the training after so many executions."""
+
+    def __init__(self, executions):
+        super().__init__()
+        self.left = executions
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.left -= 1
+        if not self.left:
+            if keras.backend.backend() == "jax":
+                self.model.jax_state_sync()
+            raise RuntimeError("killed")
+
+
+@pytest.mark.backend
+@pytest.mark.parametrize(
+    ("steps_per_epoch", "ahead"),
+    [(None, False), (6, True), long(None, True), long(6, False)],
+)
+def test_a_training_of_several_steps_per_execution_goes_on_where_it_was(
+    steps_per_epoch, ahead, tmp_path, monkeypatch
+):
+    # Keras 3.16 stacks the batches of an execution on JAX.
+    if keras.backend.backend() == "torch" and not IS_316:
+        pytest.skip("Keras refuses it on PyTorch")
+    if ahead:
+        # As on an accelerator, where Keras fetches what comes next ahead.
+        if keras.backend.backend() != "jax":
+            pytest.skip("Keras does so on JAX alone")
+        monkeypatch.setattr("jax.default_backend", lambda: "gpu")
+
+    def run(path, *callbacks):
+        trained = _Trained()
+        model = model_of()
+        model.compile("sgd", "mse", metrics=[trained], steps_per_execution=4)
+        checkpoint = DatasetCheckpoint(path, 1, delete_checkpoint=False)
+        saved = json.loads(path.read_text()) if path.exists() else None
+        with (
+            _Numbers(length=22, seed=3, workers=2) as dataset,
+            contextlib.suppress(RuntimeError),
+        ):
+            model.fit(
+                dataset,
+                verbose=0,
+                epochs=2 if steps_per_epoch is None else 6,
+                initial_epoch=saved["states"][-1]["epoch"] if saved else 0,
+                steps_per_epoch=steps_per_epoch,
+                callbacks=[checkpoint, *callbacks],
+            )
+        return trained.numbers()
+
+    expected = run(tmp_path / "whole")
+    # Of 22 batches, epochs cut at 6 steps train on 8, 8 and 6.
+    assert len(expected) == 44
+    assert expected[:22] != sorted(expected[:22]) == [*range(22)]
+    for executions in (3, 7):
+        path = tmp_path / str(executions)
+        first = run(path, _DiesAfter(executions))
+        found = first + run(path)
+        assert 0 < len(first) < 44
+        if steps_per_epoch is None:
+            assert found == expected
+        else:
+            # The epoch that was broken off has all its steps again.
+            assert len(found) > len(first) + 8
+            assert found[:44] == expected[: len(found)]
 
 
 @pytest.mark.long

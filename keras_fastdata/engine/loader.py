@@ -709,7 +709,6 @@ class Loader:
             walk.remembered = {} if walk.delivered else {index: batch}
             walk.remembers = not walk.delivered
         walk.delivered += 1
-        walk.trail.append(walk.position)
         self._latest, self._beginning = walk, None
 
     def peek(self, walk: Walk, dataset: build.Dataset, count: int) -> list[Any]:
@@ -807,7 +806,6 @@ class Loader:
         walk.peeked.update(walk.remembered)
         walk.remembered, walk.remembers = {}, False
         walk.position, walk.delivered = walk.start, 0
-        walk.trail.clear()
         walk.ended = walk.met_its_end = False
 
     # -- the way of a batch -------------------------------------------------

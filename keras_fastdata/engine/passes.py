@@ -119,10 +119,7 @@ class Pass(Iterator[Any]):
     @property
     def index(self) -> int | None:
         """Index of the batch delivered last; `None` before the first."""
-        walk = self._walk
-        if walk.schedule is None or not walk.trail:
-            return None
-        return walk.schedule.index_at(walk.trail[-1] - 1)
+        return self._walk.latest
 
     @property
     def peeked(self) -> list[int]:

@@ -5,15 +5,12 @@ It belongs to the loader, which changes it behind its lock.
 
 from __future__ import annotations
 
-import collections
 from typing import Any, NamedTuple
 
 from keras_fastdata.engine.schedule import Schedule
 from keras_fastdata.health.recorder import Span
 from keras_fastdata.health.timing import Timing
 from keras_fastdata.workers.base import Done
-
-_TRAIL = 256  # deliveries that can be told of later
 
 
 class Route(NamedTuple):
@@ -55,7 +52,6 @@ class Walk:
         delivered: How many batches have been delivered.
         remembered: The first batch, by index, as long as it is kept.
         remembers: Whether the first batch is kept for a `rewind`.
-        trail: The positions after the latest deliveries.
         start: The position it began at; 0, unless an earlier run did.
         ended: Whether the last batch was delivered, or an error.
         met_its_end: Whether `EndOfData` was what ended it.
@@ -86,7 +82,6 @@ class Walk:
         self.delivered = 0
         self.remembered: dict[int, Any] = {}
         self.remembers = False
-        self.trail: collections.deque[int] = collections.deque(maxlen=_TRAIL)
         self.start = 0
         self.ended = self.met_its_end = False
         self.is_from_cache = False
@@ -119,10 +114,31 @@ class Walk:
 
     def position_before(self, behind: int) -> int:
         """Where it stood before the latest `behind` deliveries."""
-        if not behind:
-            return self.position
-        trail = self.trail
-        return trail[-1 - behind] if behind < len(trail) else self.start
+        return self._after_delivery(behind) if behind else self.position
+
+    @property
+    def latest(self) -> int | None:
+        """Index of the batch delivered last; `None` before the first."""
+        if self.schedule is None or not self.delivered:
+            return None
+        return self.schedule.index_at(self._after_delivery(0) - 1)
+
+    def _after_delivery(self, behind: int) -> int:
+        """The position just after the latest delivery but for `behind`.
+
+        What was not delivered on the way was left out.
+        """
+        position = self.position
+        if not self.skipped:
+            return max(self.start, position - behind)
+        assert self.schedule is not None
+        while position > self.start:
+            if self.schedule.index_at(position - 1) not in self.skipped:
+                if not behind:
+                    break
+                behind -= 1
+            position -= 1
+        return position
 
     def let_go(self) -> None:
         """Forgets what was asked for, and what lies ready."""

@@ -91,12 +91,14 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         self._pass: Pass | None = None  # its, to open the next one after
         self._trains = False  # whether the probe, if there is one, is over
         self.early_end = EarlyEnd()
-        self._delivered = 0  # in this epoch of Keras's
-        self._in_pass = 0  # delivered in this pass, through several of those
+        self._in_pass = (
+            0  # delivered in this pass, in several of Keras's epochs
+        )
         self._trained = 0  # steps of this pass in such epochs that are over
         self._passes_due = 0  # that such an epoch is still to begin, itself
         self._resumed: EpochIterator | None = None  # in such a pass
         self._steps: int | None = None  # of an epoch, if the user said
+        self._steps_run = 0  # those, in whole executions
         self._another_follows = False
         self._has_hooks = any(
             build.overrides(x, name)
@@ -191,12 +193,13 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
                 "having been called."
             )
         self._within_epoch = True
-        self._delivered = 0
         iterator = calling_iterator()
         self.early_end.expect(iterator, self._warn_of_steps)
-        self._steps = None
+        self._steps, self._steps_run = None, 0
         if iterator is not None and has(Feature.RESUME):
             self._steps = iterator.steps_per_epoch
+            each = iterator.steps_per_execution
+            self._steps_run = -(-(self._steps or 0) // each) * each
         self._passes_due = 0 if is_amid_pass(iterator) else 1
         if self._trains and iterator is not None and has(Feature.RESUME):
             self._shorten(iterator)
@@ -210,7 +213,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
     def on_epoch_end(self) -> None:
         self.early_end.settle()
         if self._passes_due >= 0:  # or else the next one has begun already
-            self._trained += self._steps or 0
+            self._trained += self._steps_run
         resumed = self._resumed
         if resumed is not None and not is_amid_pass(resumed):
             self._resumed = None
@@ -232,12 +235,13 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         """
         name, count = type(self.py_dataset).__name__, self.num_batches
         number = "fewer" if count is None else f"{count}"
-        wanted = "" if self._steps is None else f" of {self._steps}"
+        ended = f"{self._in_pass - self._trained}"
+        if self._steps is not None:
+            ended += f" of {self._steps}"
         warnings.warn(
             f"Your input ran out of data; interrupting training. {name} has "
-            f"{number} batches, and the epoch ended after {self._delivered}"
-            f"{wanted} steps. Leave out {steps_argument()}, and every epoch "
-            "has all batches.",
+            f"{number} batches, and the epoch ended after {ended} steps. Leave "
+            f"out {steps_argument()}, and every epoch has all batches.",
             stacklevel=users_stacklevel(),
         )
 
@@ -328,7 +332,6 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         delivered_s: float,
     ) -> None:
         """Accounts for one batch and the wait for it, which has just ended."""
-        self._delivered += 1
         self._in_pass += 1
         if listener is None:
             return
@@ -347,7 +350,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         """Whether it is no news to the user that there is nothing more."""
         if begun.has_met_its_end and self._steps is not None:
             return False  # they wanted more
-        return self._delivered > 0
+        return self._in_pass > self._trained
 
     def nothing_good(self) -> LoaderError:
         """The error for a dataset that has none, or only such as raise."""

@@ -199,6 +199,7 @@ USES = (
         _ITERATOR,
         mentions=(
             "steps_per_epoch",
+            "steps_per_execution",
             "_num_batches",
             "_steps_seen",
             "_current_iterator",
