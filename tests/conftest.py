@@ -19,6 +19,7 @@ import threading
 import time
 import traceback
 
+import hypothesis
 import keras
 import numpy as np
 import psutil
@@ -30,11 +31,17 @@ _LARGE = 1 << 32  # bytes; only our arenas map as many
 
 
 def pytest_configure():
-    """Has SIGINT interrupt again.
+    """Has SIGINT interrupt again, and Hypothesis wait for a busy machine.
 
     A shell starts what it puts in the background with SIGINT ignored, and
     Python leaves it so, here and in the scripts that tests start.
     """
+    hypothesis.settings.register_profile(
+        "busy",
+        deadline=None,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
+    hypothesis.settings.load_profile("busy")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -108,7 +108,7 @@ def test_inputs_alone_are_predicted(form, place):
 
 
 @pytest.mark.skipif(
-    keras.__version__ < "3.13", reason="Keras builds no such model before 3.13"
+    keras.__version__ < "3.14", reason="Keras builds no such model before 3.14"
 )
 def test_an_optional_input_may_be_none(place):
     a = keras.Input((3,), name="a")

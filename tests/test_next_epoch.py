@@ -108,6 +108,22 @@ def test_each_batch_of_each_epoch_is_built_once_and_none_beyond(
 
 
 @with_inline
+def test_what_keras_fetches_ahead_to_build_a_model_is_not_built_again(
+    place, tmp_path
+):
+    # On JAX on an accelerator: two batches, which it gives back.
+    with Noted(tmp_path, **PLACES_AND_INLINE[place]) as dataset:
+        opened = open_pass(loader_of(dataset), dataset, False)
+        opened.remember_first()
+        opened.fetch()
+        opened.fetch()
+        opened.rewind()
+        given = [opened.fetch()[1][0, 0] for _ in range(6)]
+    assert given == [*range(6)]
+    assert sorted(dataset.builds()) == every(1)
+
+
+@with_inline
 def test_a_fit_that_stops_early_begins_no_epoch_for_the_next(place, tmp_path):
     class Stop(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):

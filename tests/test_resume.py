@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from keras_facts import IS_316
 from places import LONG_BUT_ON_JAX, PLACES, everywhere
 from resume_samples import PLACES as KILLED_PLACES
 from resume_samples import Begun, Drawn, Reshuffled
@@ -33,7 +34,6 @@ from keras_fastdata._dataset_internals import loader_of
 from keras_fastdata.engine.passes import open_pass
 from keras_fastdata.engine.resume import State
 
-IS_316 = tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 16)
 _SCRIPT = pathlib.Path(__file__).with_name("resume_samples.py")
 _EPOCHS = 4
 _LENGTH = 7

@@ -30,6 +30,7 @@ from keras.src.trainers import data_adapters
 from keras.src.trainers.data_adapters.py_dataset_adapter import (
     PyDatasetAdapter,
 )
+from keras_facts import IS_316, fetches_ahead
 from test_stock_trace_datasets import EVENTS
 
 from keras_fastdata import FastPyDataset, keras_bridge
@@ -45,11 +46,6 @@ KINDS = {
 # Whether a model is built beforehand. On TensorFlow nothing depends on it.
 BUILT = (False,) if BACKEND == "tensorflow" else (False, True)
 TEN = "0 1 2 3 4 5 6 7 8 9"
-
-# Keras 3.16 builds a model on JAX without beginning an epoch, takes
-# `steps_per_execution` on PyTorch, and warns of missing batches only where
-# `steps_per_epoch` asked for them.
-IS_316 = tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 16)
 
 with_steps_per_execution = pytest.mark.skipif(
     BACKEND == "torch" and not IS_316, reason="Keras refuses it on PyTorch"
@@ -216,32 +212,6 @@ def make(kind):
         dataset.close()
 
 
-@functools.cache
-def keras_fetches_ahead():
-    """Whether stock Keras, here, has a batch before its step is due.
-
-    On TensorFlow and PyTorch it does so only for datasets that are not ours.
-    """
-    if BACKEND != "jax":
-        return False
-    fetched = []
-
-    class Noting(samples.Sized, keras.utils.PyDataset):
-        def __getitem__(self, index):
-            fetched.append(index)
-            return super().__getitem__(index)
-
-    seen = []
-
-    def look(batch, logs=None):
-        seen.append(len(fetched))
-
-    model = Recorder(built=True)
-    looking = [On(on_train_batch_end=look)]
-    model.fit(Noting(), shuffle=False, callbacks=looking, verbose=0)
-    return seen[0] > 1
-
-
 @pytest.fixture
 def agree(make):
     """Checks that a case gives what is expected, and what stock gives.
@@ -255,7 +225,7 @@ def agree(make):
             right = expected, ran_out
             if BACKEND == "jax":
                 stock = play(case, make_stock, is_built)
-                if amid_epoch and keras_fetches_ahead():
+                if amid_epoch and fetches_ahead():
                     right = stock
                 assert stock == right, "stock Keras differs"
             assert play(case, make, is_built) == right
@@ -1100,7 +1070,7 @@ def test_data_that_changes_is_shuffled_without_loss(make):
         rising = [On(on_train_batch_end=rise)]
         fit(model, dataset, epochs=2, callbacks=rising, shuffle=True)
 
-    behind = int(keras_fetches_ahead())
+    behind = int(fetches_ahead())
     for built in BUILT:
         found, _ = play(case, make, built)
         for epoch, part in enumerate(found.split(" | ")):

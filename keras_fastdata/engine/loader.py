@@ -75,6 +75,7 @@ _AGAIN = object()  # stands for one to be built again, in the caller
 _GONE = object()  # stands for one that is not in the cache any more
 _NOT_YET = object()  # stands for one that is to be waited for
 _MOST_SKIPPED = 0.1  # of an epoch's batches; one is always allowed
+_PROBED = 2  # batches at most that Keras takes to build a model, one ahead
 
 _log = logging.getLogger("keras_fastdata")
 
@@ -706,8 +707,11 @@ class Loader:
         if walk.remembers:
             if walk.span is not None:
                 walk.spans[index] = walk.span
-            walk.remembered = {} if walk.delivered else {index: batch}
-            walk.remembers = not walk.delivered
+            walk.remembers = walk.delivered < _PROBED
+            if walk.remembers:
+                walk.remembered[index] = batch
+            else:
+                walk.remembered = {}
         walk.delivered += 1
         self._latest, self._beginning = walk, None
 

@@ -162,7 +162,7 @@ class Pass(Iterator[Any]):
             raise _not_the_end(error) from error
 
     def remember_first(self) -> None:
-        """Keeps the first batch until the second, so that `rewind` has it."""
+        """Keeps the first two until the third, so that `rewind` has them."""
         self._walk.remembers = True
 
     def rewind(self) -> None:

@@ -50,8 +50,8 @@ class Walk:
         peeked: Batches that were opened before their turn, by index.
         skipped: Batches left out, by index, each with its traceback.
         delivered: How many batches have been delivered.
-        remembered: The first batch, by index, as long as it is kept.
-        remembers: Whether the first batch is kept for a `rewind`.
+        remembered: The first batches, by index, as long as they are kept.
+        remembers: Whether the first batches are kept for a `rewind`.
         start: The position it began at; 0, unless an earlier run did.
         ended: Whether the last batch was delivered, or an error.
         met_its_end: Whether `EndOfData` was what ended it.
