@@ -393,7 +393,7 @@ def run(directory, *arguments, **environment):
         text=True,
         env={
             **os.environ,
-            "PYTHONPATH": str(_SCRIPT.parent.parent),
+            "PYTHONPATH": os.pathsep.join(sys.path),
             "TF_CPP_MIN_LOG_LEVEL": "3",
             **environment,
         },

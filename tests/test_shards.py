@@ -211,7 +211,7 @@ def run(how, count=1, **environment):
             text=True,
             env={
                 **os.environ,
-                "PYTHONPATH": str(_SCRIPT.parent.parent),
+                "PYTHONPATH": os.pathsep.join(sys.path),
                 "TF_CPP_MIN_LOG_LEVEL": "3",
                 **environment,
             },
