@@ -66,7 +66,7 @@ class Trainers:
             text=True,
         )
 
-    def run(self, function, *args, timeout=60, environ=None):
+    def run(self, function, *args, timeout=280, environ=None):
         """Runs `function(*args)` in a fork; its module is imported there."""
         self.count += 1
         place = self.folder / f"run{self.count}"
@@ -98,7 +98,7 @@ class Trainers:
         self.process.stdout.close()
 
 
-def run_python(command, *, timeout=60, **kwargs):
+def run_python(command, *, timeout=280, **kwargs):
     """Runs a command; its last line, if JSON, is the result."""
     kwargs.setdefault("env", environment())
     process = subprocess.Popen(

@@ -7,7 +7,7 @@ import time
 import numpy as np
 from samples import Numbered
 
-TIMEOUT_S = 30
+TIMEOUT_S = 120
 
 
 class Noted(Numbered):

@@ -701,7 +701,7 @@ def test_a_script_that_runs_again_builds_nothing(holds, tmp_path):
             capture_output=True,
             text=True,
             env=environment,
-            timeout=100,
+            timeout=280,
         )
         assert done.returncode == 0, done.stderr
         return done.stdout.count("built")

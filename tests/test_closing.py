@@ -20,7 +20,7 @@ from keras_fastdata import LoaderError
 from keras_fastdata.engine import loader as loader_module
 from keras_fastdata.workers import inline, process, thread
 
-_PATIENCE_S = 30.0
+_PATIENCE_S = 120.0
 _KINDS = {
     "inline": {"workers": 0},
     "threads": {"workers": 2},

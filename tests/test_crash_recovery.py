@@ -43,7 +43,6 @@ from keras_fastdata import WorkerDiedError
 from keras_fastdata.workers import launch
 
 pytestmark = [
-    pytest.mark.timeout(60),
     pytest.mark.filterwarnings("ignore:`start_method='fork'`"),
 ]
 

@@ -19,7 +19,6 @@ pytestmark = [
     pytest.mark.backend,
     pytest.mark.alone,
     pytest.mark.long,
-    pytest.mark.timeout(300),
 ]
 
 BATCHES = 60

@@ -43,7 +43,7 @@ WHERE = {
 FRESH = {"worker_env": {"NURSERY": "fresh"}}
 BROKEN = 2  # the batch that cannot be built
 
-pytestmark = [pytest.mark.backend, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.backend]
 
 
 # -- exceptions of every make -------------------------------------------------
@@ -1130,7 +1130,7 @@ def test_a_script_ends_with_the_exception_and_nothing_else(tmp_path):
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
         check=False,
     )
     assert ended.stdout == "as it was\n", ended.stderr

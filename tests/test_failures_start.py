@@ -35,7 +35,6 @@ PROCESSES = KINDS["process"]
 START_METHODS = ["forkserver", "spawn", "fork"]
 
 pytestmark = [
-    pytest.mark.timeout(60),
     pytest.mark.filterwarnings("ignore:`start_method='fork'`"),
 ]
 
@@ -524,7 +523,6 @@ class Debugged(Plain):
         return super().__getitem__(index)
 
 
-@pytest.mark.timeout(20)
 @pytest.mark.parametrize("start_method", START_METHODS)
 @pytest.mark.parametrize("debug", [call_breakpoint, call_pdb])
 def test_a_debugger_in_a_worker_is_an_error_that_names_the_way(

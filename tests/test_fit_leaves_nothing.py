@@ -80,7 +80,7 @@ def test_a_script_ends_cleanly_when_it(end, place, tmp_path):
         [sys.executable, "-X", "faulthandler", script],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
         env=env,
     )
     assert done.returncode == 0, done.stderr

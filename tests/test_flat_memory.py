@@ -168,7 +168,6 @@ def _kill_workers(dataset):
     return len(workers)
 
 
-@pytest.mark.timeout(300)
 def test_restarts_leave_every_figure_as_it_was():
     with Numbered(
         length=6, shape=(64, 256), max_worker_restarts=10**6, **PROCESSES

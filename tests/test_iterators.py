@@ -23,7 +23,7 @@ from keras_fastdata import ThreadSafeIterator, threadsafe_generator
 
 _THREADS = 8
 _ITEMS_PER_THREAD = 10_000
-_PATIENCE_S = 30.0
+_PATIENCE_S = 120.0
 
 
 @pytest.fixture(autouse=True)

@@ -57,7 +57,7 @@ cells = sys.stdin.read().split("\\n\\n")
 notebook = nbformat.v4.new_notebook(
     cells=[nbformat.v4.new_code_cell(cell) for cell in cells]
 )
-nbclient.NotebookClient(notebook, timeout=90, kernel_name="python3").execute()
+nbclient.NotebookClient(notebook, timeout=280, kernel_name="python3").execute()
 for cell in notebook.cells:
     for output in cell["outputs"]:
         print(output.get("text", ""))
@@ -72,7 +72,7 @@ def _run(arguments, **kwargs):
         [sys.executable, *arguments],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
         env=environment,
         **kwargs,
     )

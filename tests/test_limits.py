@@ -879,7 +879,7 @@ def test_max_queue_bytes_leaves_the_queue_of_threads_as_it_is(workers):
         length=30, workers=workers, max_queue_size=8, max_queue_bytes=1
     ) as dataset:
         next(iter(dataset))
-        assert all(built.acquire(timeout=60) for _ in range(9))
+        assert all(built.acquire(timeout=280) for _ in range(9))
 
 
 @pytest.mark.long

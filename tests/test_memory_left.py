@@ -33,8 +33,6 @@ FIGURES = re.compile(
     r"Now \d+\.\d of \d+\.\d GiB of the machine's memory are free"
 )
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture
 def memory_now(monkeypatch):
@@ -280,7 +278,7 @@ def test_a_worker_that_takes_too_much_is_killed_and_the_trainer_told(
         [sys.executable, script],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
         check=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )

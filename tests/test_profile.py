@@ -54,7 +54,7 @@ def _run(*arguments, prelude="", **options):
         [sys.executable, "-c", script],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         **options,
     )
@@ -426,7 +426,7 @@ def test_ctrl_c_exits_130_and_says_nothing(tmp_path):
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=280)
     assert (process.returncode, out, _said(err)) == (130, "", "")
 
 

@@ -36,7 +36,6 @@ NOTICE = 25
 LOG = logging.getLogger("relay.data")
 
 pytestmark = [
-    pytest.mark.timeout(60),
     pytest.mark.filterwarnings("ignore:`start_method='fork'`"),
 ]
 
@@ -742,7 +741,7 @@ def script(tmp_path_factory):
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr

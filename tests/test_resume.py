@@ -388,7 +388,7 @@ def test_hooks_that_do_something_else_are_found_out():
 def run(directory, *arguments, **environment):
     return subprocess.run(
         [sys.executable, str(_SCRIPT), str(directory), *map(str, arguments)],
-        timeout=120,
+        timeout=280,
         capture_output=True,
         text=True,
         env={
@@ -892,7 +892,7 @@ model.fit(
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["at", "3", "at", "6", "at", "9"]

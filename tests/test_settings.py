@@ -41,7 +41,7 @@ from keras_fastdata.engine.passes import open_pass
 from keras_fastdata.engine.settings import Settings
 from keras_fastdata.workers.thread import ThreadWorkers
 
-_PATIENCE_S = 30.0
+_PATIENCE_S = 120.0
 
 
 def _settings_of(**arguments):

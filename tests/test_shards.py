@@ -221,7 +221,7 @@ def run(how, count=1, **environment):
     found = []
     try:
         for process in processes:
-            out, error = process.communicate(timeout=100)
+            out, error = process.communicate(timeout=280)
             assert process.returncode == 0, error[-3000:]
             found.append(json.loads(out.splitlines()[-1]))
     finally:

@@ -160,6 +160,6 @@ def test_items_of_a_class_of_main_arrive_in_workers(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)
     ended = subprocess.run(
-        [sys.executable, str(path)], capture_output=True, text=True, timeout=100
+        [sys.executable, str(path)], capture_output=True, text=True, timeout=280
     )
     assert ended.stdout == "[0, 1, 2, 3]\n", ended.stderr

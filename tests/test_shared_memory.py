@@ -344,7 +344,7 @@ def test_40_mb_batches_flow_where_dev_shm_holds_1_mb(tmp_path):
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        timeout=100,
+        timeout=280,
     )
     if (
         "unshare failed" in run.stderr
@@ -397,7 +397,6 @@ def test_memory_is_flat_over_many_epochs():
     assert after[2] <= before[2] + 5
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "place",
     [{"workers": 0}, {"workers": 2}, PROCESSES],
@@ -494,6 +493,6 @@ def test_closed_standard_files_do_not_become_ours():
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)],
         env={**os.environ, "PYTHONPATH": path},
-        timeout=60,
+        timeout=280,
     )
     assert done.returncode == 42

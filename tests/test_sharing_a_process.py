@@ -31,7 +31,7 @@ from keras_fastdata.workers import launch
 DATASETS = 1000 if os.environ.get("KERAS_FASTDATA_FULL") else 150
 PROCESSES = {"workers": 2, "use_multiprocessing": True}
 PLACES = {"thread": {"workers": 2}, "process": PROCESSES}
-_PATIENCE_S = 60.0
+_PATIENCE_S = 120.0
 
 
 def _model(**options):

@@ -38,8 +38,6 @@ SKIP = {"on_error": "skip"}
 BACKEND = keras.backend.backend()
 RAN_OUT = "Your input ran out of data"
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture(autouse=True)
 def _warnings_are_seen(caplog):

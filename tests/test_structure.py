@@ -343,7 +343,7 @@ def _in_a_fresh_process(script, tmp_path, **environment):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

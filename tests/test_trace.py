@@ -422,7 +422,7 @@ def _run(tmp_path, script):
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
     )
 
 

@@ -48,7 +48,6 @@ def _check(found):
     assert "so " in told, name
 
 
-@pytest.mark.timeout(300)
 def test_training_goes_on_without_what_one_feature_needs():
     # Some, one after the other in one process; the others take long.
     some = ["nothing", "adapter moved", "epoch"]
@@ -60,7 +59,6 @@ def test_training_goes_on_without_what_one_feature_needs():
 
 @pytest.mark.long
 @pytest.mark.backend
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", keras_changes.names_here())
 def test_training_goes_on_in_a_process_of_its_own(name):
     (found,) = _train_under(name)

@@ -324,7 +324,7 @@ def test_a_main_script_with_locks_caches_and_files_of_its_own(tmp_path):
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=280,
         check=False,
     )
     assert ran.stdout == "[3, 0, 3, 1, 3, 1]\n" * 2, ran.stderr

@@ -89,7 +89,6 @@ def test_when_the_nursery_is_killed_another_takes_its_place():
         assert numbers(batches) == list(range(1, 30))
 
 
-@pytest.mark.timeout(300)
 def test_random_kills_without_restarts_lose_and_repeat_nothing():
     kills = raised = 0
     seed = 0

@@ -25,7 +25,7 @@ START_METHODS = [
     pytest.param("fork", marks=pytest.mark.long),
 ]
 
-_PATIENCE_S = 60.0  # for a trainer to come to its next line, or its end
+_PATIENCE_S = 120.0  # for a trainer to come to its next line, or its end
 _AGAIN_S = 10.0  # before somebody who pressed Ctrl-C does so again
 _GONE_S = 2.0  # for its family to be gone after that
 _TAG = "KERAS_FASTDATA_TEST_TRAINER"
