@@ -447,6 +447,7 @@ def kill_and_resume(tmp_path, undisturbed, kind, deaths, freq, places):
 
 
 @pytest.mark.backend
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("kind", "deaths", "freq", "places"),
     [
