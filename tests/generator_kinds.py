@@ -33,6 +33,17 @@ class Seedable:
         return self.state
 
 
+class OwnKind(random.Random):
+    """Draws from a generator that its `seed` does not know of."""
+
+    def __init__(self):
+        super().__init__(0)
+        self.source = np.random.default_rng(0)
+
+    def draw(self):
+        return self.source.integers(2**60)
+
+
 class Environment:
     """What it calls `seed` is none of our business."""
 
@@ -104,6 +115,9 @@ class Everywhere(FastPyDataset):
         self.bits = np.random.PCG64(0)
         self.pcg = np.random.RandomState(np.random.PCG64(0))
         self.python = [random.Random(0)]
+        self.own = OwnKind()
+        self.sequence = np.random.SeedSequence(0)
+        self.spawning = np.random.default_rng(0)
         self.closure = _closure()
         self.partial = functools.partial(
             np.random.Generator.integers, np.random.default_rng(0), 2**60
@@ -134,6 +148,12 @@ class Everywhere(FastPyDataset):
                 self.bits.random_raw() >> 4,
                 self.pcg.randint(2**60),
                 self.python[0].getrandbits(60),
+                self.own.draw(),
+                *(
+                    np.random.default_rng(child).integers(2**60)
+                    for child in self.sequence.spawn(2)
+                ),
+                *(one.integers(2**60) for one in self.spawning.spawn(2)),
                 self.closure(),
                 self.partial(),
                 self.method(2**60),

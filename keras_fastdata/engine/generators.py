@@ -87,13 +87,34 @@ class _NumpyGenerator(_Generator):
         return getattr(self.value, "bit_generator", self.value)
 
     def reseed(self, stream: np.random.SeedSequence) -> None:
-        self._bits.state = type(self._bits)(stream).state
+        fresh = type(self._bits)(stream)
+        self._set(fresh.state, fresh.seed_seq)
 
-    def state(self) -> bytes:
-        return pickle.dumps(self._bits.state)
+    def state(self) -> tuple[bytes, Any, Any]:
+        sequence = self._bits.seed_seq  # which its `spawn` asks
+        spawned = getattr(sequence, "n_children_spawned", None)
+        return pickle.dumps(self._bits.state), sequence, spawned
 
-    def restore(self, state: bytes) -> None:
-        self._bits.state = pickle.loads(state)
+    def restore(self, state: tuple[bytes, Any, Any]) -> None:
+        self._set(pickle.loads(state[0]), state[1])
+
+    def _set(self, state: Any, sequence: Any) -> None:
+        kind: Any = np.random.BitGenerator
+        kind.__setstate__(self._bits, (state, sequence))
+
+
+class _SeedSequence(_Generator):
+    """A `np.random.SeedSequence`; how often it has spawned is its state."""
+
+    def reseed(self, stream: np.random.SeedSequence) -> None:
+        self.restore(int(stream.generate_state(1)[0] >> 1))  # of 32 bits
+
+    def state(self) -> int:
+        return int(self.value.n_children_spawned)
+
+    def restore(self, state: int) -> None:
+        entropy, _, *others = self.value.__reduce__()[2]
+        self.value.__setstate__((entropy, state, *others))
 
 
 class _NumpyRandomState(_Generator):
@@ -293,8 +314,7 @@ def _reachable(dataset: Any) -> Iterator[_Step]:
             return
         step = (inside or outside).popleft()
         yield step
-        if _kind_of(step.value) is None:
-            open_up(step.value, step)
+        open_up(step.value, step)  # the user's own kind may hold another
 
 
 def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
@@ -452,6 +472,8 @@ def _kind_of(value: Any) -> Callable[[Any], _Generator] | None:
         return _NumpyGenerator
     if isinstance(value, np.random.RandomState):
         return _NumpyRandomState
+    if type(value) is np.random.SeedSequence:
+        return _SeedSequence
     if isinstance(value, random.Random):
         is_system = isinstance(value, random.SystemRandom)
         return None if is_system else _PythonRandom
