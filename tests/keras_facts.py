@@ -6,11 +6,18 @@ import functools
 
 import keras
 import numpy as np
+import pytest
 
 # It builds a model on JAX without beginning an epoch, takes
 # `steps_per_execution` on PyTorch, and warns of missing batches only where
 # `steps_per_epoch` asked for them.
 IS_316 = tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 16)
+
+
+with_steps_per_execution = pytest.mark.skipif(
+    keras.backend.backend() == "torch" and not IS_316,
+    reason="Keras refuses it on PyTorch",
+)
 
 
 class _Counted(keras.utils.PyDataset):

@@ -21,6 +21,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+from keras_facts import with_steps_per_execution
 from samples import Numbered
 
 from keras_fastdata import ArrayDataset, LoaderHealth
@@ -684,10 +685,10 @@ def test_without_jinja2_a_report_is_refused_at_once(monkeypatch):
     LoaderHealth(trace="trace.json")
 
 
-@pytest.mark.parametrize("spe", [1, 4])
+@pytest.mark.parametrize(
+    "spe", [1, pytest.param(4, marks=with_steps_per_execution)]
+)
 def test_a_trace_has_every_batch_and_step(tmp_path, spe):
-    if spe > 1 and keras.backend.backend() == "torch":
-        pytest.skip("Keras has no steps_per_execution on PyTorch")
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse", steps_per_execution=spe)
     path = tmp_path / "trace.json"

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from keras_facts import IS_316
+from keras_facts import with_steps_per_execution
 from places import LONG_BUT_ON_JAX, PLACES, everywhere
 from resume_samples import PLACES as KILLED_PLACES
 from resume_samples import Begun, Drawn, Reshuffled
@@ -517,9 +517,7 @@ def test_an_epoch_that_is_resumed_says_nothing_of_those_after_it(
 
 @pytest.mark.long
 @pytest.mark.backend
-@pytest.mark.skipif(
-    keras.backend.backend() == "torch", reason="Keras refuses it there"
-)
+@with_steps_per_execution
 def test_a_resumed_epoch_need_not_be_a_whole_number_of_executions(
     tmp_path, undisturbed
 ):
@@ -794,7 +792,9 @@ class _DiesAfter(keras.callbacks.Callback):
             raise RuntimeError("killed")
 
 
+# Keras 3.16 stacks the batches of an execution on JAX.
 @pytest.mark.backend
+@with_steps_per_execution
 @pytest.mark.parametrize(
     ("steps_per_epoch", "ahead"),
     [(None, False), (6, True), long(None, True), long(6, False)],
@@ -802,9 +802,6 @@ class _DiesAfter(keras.callbacks.Callback):
 def test_a_training_of_several_steps_per_execution_goes_on_where_it_was(
     steps_per_epoch, ahead, tmp_path, monkeypatch
 ):
-    # Keras 3.16 stacks the batches of an execution on JAX.
-    if keras.backend.backend() == "torch" and not IS_316:
-        pytest.skip("Keras refuses it on PyTorch")
     if ahead:
         # As on an accelerator, where Keras fetches what comes next ahead.
         if keras.backend.backend() != "jax":

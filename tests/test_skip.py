@@ -10,6 +10,7 @@ import warnings
 import keras
 import numpy as np
 import pytest
+from keras_facts import with_steps_per_execution
 from samples import Deadly, equal
 from slow_samples import (
     EndlessFlaky,
@@ -395,7 +396,7 @@ def test_steps_per_epoch_walk_through_the_dataset_in_pieces():
 
 
 @pytest.mark.backend
-@pytest.mark.skipif(BACKEND == "torch", reason="not offered by PyTorch")
+@with_steps_per_execution
 @pytest.mark.parametrize("bad", [[7], [19], [7, 8]])
 def test_several_steps_per_execution_count_the_batches_there_are(bad):
     model = _model(steps_per_execution=2)

@@ -30,7 +30,7 @@ from keras.src.trainers import data_adapters
 from keras.src.trainers.data_adapters.py_dataset_adapter import (
     PyDatasetAdapter,
 )
-from keras_facts import IS_316, fetches_ahead
+from keras_facts import IS_316, fetches_ahead, with_steps_per_execution
 from test_stock_trace_datasets import EVENTS
 
 from keras_fastdata import FastPyDataset, keras_bridge
@@ -46,10 +46,6 @@ KINDS = {
 # Whether a model is built beforehand. On TensorFlow nothing depends on it.
 BUILT = (False,) if BACKEND == "tensorflow" else (False, True)
 TEN = "0 1 2 3 4 5 6 7 8 9"
-
-with_steps_per_execution = pytest.mark.skipif(
-    BACKEND == "torch" and not IS_316, reason="Keras refuses it on PyTorch"
-)
 
 
 # -- playing a case ----------------------------------------------------------
