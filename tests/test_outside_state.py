@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import subprocess
 import sys
 
@@ -14,6 +15,8 @@ import pytest
 from outside_samples import Frameworks, Referring
 from PIL import Image, ImageFile
 
+from keras_fastdata.engine.fingerprint import _is_installed
+from keras_fastdata.engine.modules import is_users
 from keras_fastdata.engine.outside_state import OutsideState
 
 PROCESSES = {"workers": 2, "use_multiprocessing": True}
@@ -199,3 +202,24 @@ def test_what_a_script_changes_between_epochs_reaches_the_workers(tmp_path):
         "[[2, 3, 4, 5, 6, 7]]",
     ]
     assert ran.stdout.splitlines() == wanted * 2, ran.stderr
+
+
+def test_a_module_is_the_users_own_as_soon_as_it_is_imported(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "imported_later.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = [is_users("imported_later"), _is_installed("imported_later")]
+    monkeypatch.setitem(sys.modules, "imported_later", None)
+    monkeypatch.delitem(sys.modules, "imported_later")
+    importlib.import_module("imported_later")
+    assert before == [False, False]
+    assert is_users("imported_later")
+    assert not _is_installed("imported_later")
+
+
+def test_whose_a_module_is_depends_on_the_folder_that_it_lies_in():
+    for name in ("numpy", "keras.layers", "json", "keras_fastdata.errors"):
+        assert not is_users(name), name
+    assert is_users("outside_config")
+    assert is_users("__main__")

@@ -23,7 +23,6 @@ import io
 import os
 import pathlib
 import stat
-import sys
 import types
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
@@ -32,6 +31,7 @@ import numpy as np
 
 from keras_fastdata.engine import build
 from keras_fastdata.engine.cache import Cache, DiskCache, MemoryCache
+from keras_fastdata.engine.modules import is_users
 from keras_fastdata.engine.seeding import PRIVATE
 from keras_fastdata.engine.settings import Settings
 from keras_fastdata.errors import LoaderError
@@ -330,26 +330,12 @@ def _inside(value: Any) -> tuple[Any, ...]:
     return (value,)
 
 
-@functools.lru_cache(maxsize=1024)
 def _is_installed(module: str | None) -> bool:
     """Whether a module comes with Python or a package, and not from the user.
 
     One that is not known is the user's.
     """
-    if module is None or module == "__main__":
+    if module is None:
         return False
     package = module.partition(".")[0]
-    if package in _OURS or package in sys.stdlib_module_names:
-        return True
-    for name in (package, module):  # a package may be folders alone
-        file = getattr(sys.modules.get(name), "__file__", None)
-        if file is not None:
-            break
-    else:
-        return False
-    path = pathlib.Path(file)
-    if {"site-packages", "dist-packages"}.intersection(path.parts):
-        return True
-    # Where packages are installed, their descriptions lie beside them.
-    folder = path.parent.parent if path.stem == "__init__" else path.parent
-    return any(folder.glob("*.dist-info"))
+    return package in _OURS or not is_users(module, if_unknown=True)
