@@ -78,6 +78,17 @@ def _nothing_is_left_behind(nodes):
     assert not left
 
 
+@contextlib.contextmanager
+def _another_node(nodes, **also):
+    """A node that is there until it is removed, or the test has ended."""
+    node = nodes.add_node(**nodes.one, **also)
+    try:
+        yield node
+    finally:
+        if node in nodes.worker_nodes:
+            nodes.remove_node(node)
+
+
 def _living_actors():
     from ray._private import state
 
@@ -521,10 +532,11 @@ def test_an_actor_killed_from_outside_between_batches_is_replaced():
 def test_a_node_that_ends_in_mid_epoch_changes_no_byte(
     nodes, graceful, tmp_path, caplog
 ):
-    node = nodes.add_node(**nodes.one)
-    with _on_ray(
-        ray_samples.Gated, tmp_path, workers=8, gated=range(3, 40), length=40
-    ) as dataset:
+    gated = {"gated": range(3, 40), "length": 40, "workers": 8}
+    with (
+        _another_node(nodes) as node,
+        _on_ray(ray_samples.Gated, tmp_path, **gated) as dataset,
+    ):
 
         def lost():
             """Workers of that node that are in the middle of a batch."""
@@ -605,9 +617,11 @@ def test_a_worker_that_has_built_is_not_late_while_nobody_asks(caplog):
 
 @pytest.mark.long
 def test_workers_whose_nodes_are_all_gone_are_missed(nodes):
-    node = nodes.add_node(**nodes.one, resources={"rare": 2})
     options = {"resources": {"rare": 1}, "timeout_s": _WAIT_S}
-    with _on_ray(Drawn, workers=2, length=200, ray_options=options) as dataset:
+    with (
+        _another_node(nodes, resources={"rare": 2}) as node,
+        _on_ray(Drawn, workers=2, length=200, ray_options=options) as dataset,
+    ):
         _make_ready(dataset)
         workers = dataset._fastdata.loader._workers
         shorter = dataclasses.replace(workers._plan.options, timeout_s=2)
@@ -667,8 +681,10 @@ def _run(code, **env):
 
 
 @pytest.mark.long
-def test_a_ray_of_its_own_leaves_nothing():
-    done = _run("""
+def test_a_ray_of_its_own_leaves_nothing(tmp_path):
+    """But the token that Ray keeps in the home folder, for the user alone."""
+    done = _run(
+        """
         import os, psutil, ray
         from ray_samples import Drawn
         before = set(os.listdir("/dev/shm"))
@@ -680,13 +696,17 @@ def test_a_ray_of_its_own_leaves_nothing():
         psutil.wait_procs(psutil.Process().children(recursive=True), 10)
         print(psutil.Process().children(recursive=True))
         print(set(os.listdir("/dev/shm")) - before)
-        """)
+        """,
+        HOME=str(tmp_path),
+    )
     assert done.stdout.splitlines() == [
         "12 True",
         "False None",
         "[]",
         "set()",
     ], done.stderr
+    assert (tmp_path / ".ray" / "auth_token").exists()
+    assert (tmp_path / ".ray").stat().st_mode & 0o777 == 0o700
 
 
 _CLIENT = """

@@ -269,6 +269,9 @@ def _init(options: Options) -> None:
     arguments: dict[str, Any] = {"logging_level": logging.WARNING}
     if address in (None, "", "local"):
         arguments["include_dashboard"] = False
+        with contextlib.suppress(OSError):
+            # Ray makes it, and the token in it, readable for all.
+            os.makedirs(os.path.expanduser("~/.ray"), 0o700, exist_ok=True)
     arguments.update(options.init)
     try:
         with _no_statistics(), _on_loopback():
