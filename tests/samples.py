@@ -342,3 +342,21 @@ class MapsAFile(FastPyDataset):
     def __getitem__(self, index):
         rows = np.memmap(self.path, "float32", "r", shape=(4, 100, 100))
         return rows[index], {"also": [rows[index], {index}]}
+
+
+class LetsAChildReturn(Numbered):
+    """Forks in batch 2; the child returns, or raises, where it is."""
+
+    def __init__(self, raises=False, **kwargs):
+        super().__init__(**kwargs)
+        self.raises = raises
+
+    def __getitem__(self, index):
+        if index == 2:
+            child = os.fork()
+            if not child and self.raises:
+                raise RuntimeError("raised in the child")
+            if not child:
+                return super().__getitem__(index + 50)
+            os.waitpid(child, 0)
+        return super().__getitem__(index)

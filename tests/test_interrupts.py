@@ -1,4 +1,4 @@
-"""Signals that come while workers are started or ended."""
+"""Signals that come while workers are started or ended, or build."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import signal
 
 import pytest
+from samples import Numbered
 
 from keras_fastdata.workers.interrupts import Uninterrupted
 
@@ -61,3 +62,20 @@ def test_without_a_handler_nothing_is_changed():
     with Uninterrupted():
         assert signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN
     signal.signal(signal.SIGUSR2, before)
+
+
+def test_a_batch_that_was_broken_off_inline_is_no_other_iterators():
+    class Stops(Numbered):
+        def __getitem__(self, index):
+            if index == 2:
+                raise KeyboardInterrupt
+            return super().__getitem__(index)
+
+    found = []
+    with Stops(length=4, workers=0) as dataset:
+        iterators = [iter(dataset), iter(dataset)]  # both stay alive
+        for iterator in iterators:
+            found += [int(next(iterator)[0][0, 0]) for _ in range(2)]
+            with pytest.raises(KeyboardInterrupt):
+                next(iterator)
+    assert found == [0, 1, 0, 1]

@@ -11,7 +11,7 @@ import time
 
 import psutil
 import pytest
-from samples import Deadly, Numbered, numbers
+from samples import Deadly, LetsAChildReturn, Numbered, numbers
 
 from benchmarks.trouble import Trouble
 from keras_fastdata import WorkerDiedError
@@ -251,3 +251,11 @@ def test_workers_are_met_when_they_end_although_the_trainer_ignores_that(
             list(dataset)
     finally:
         signal.signal(signal.SIGCHLD, before)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_process_that_a_build_forks_does_not_answer_for_its_worker(raises):
+    with LetsAChildReturn(
+        raises, length=5, workers=1, use_multiprocessing=True
+    ) as dataset:
+        assert numbers(dataset) == [0, 1, 2, 3, 4]

@@ -287,6 +287,7 @@ class _Worker:
         self._control = messages.socket_of(files.control)
         self._in_place = True
         self._stopwatch = Stopwatch(time.process_time)
+        self._pid = os.getpid()
         self._name = f"worker {start.worker} (pid {os.getpid()})"
 
     def _leave_slots(self) -> None:
@@ -383,11 +384,7 @@ class _Worker:
         began = time.monotonic_ns()
         self._stopwatch.start(task.interval_s, task.epoch)
         try:
-            batch.append(
-                self._builder.build(
-                    task.epoch, task.index, self._start.worker, writer.empty
-                )
-            )
+            batch.append(self._build_in_this_process(task, writer))
             self._stopwatch.built()
             encoded = codec.encode(batch, writer)
         except SystemExit:
@@ -419,6 +416,18 @@ class _Worker:
         return self._result(
             Kind.FAILURE, task, writer, build_ns, timing, b"", body, kept
         )
+
+    def _build_in_this_process(
+        self, task: Task, writer: codec.SlotWriter
+    ) -> Any:
+        try:
+            return self._builder.build(
+                task.epoch, task.index, self._start.worker, writer.empty
+            )
+        finally:
+            if os.getpid() != self._pid:
+                # `__getitem__` has forked this one, and let it return.
+                leave(1)
 
     def _result(
         self,

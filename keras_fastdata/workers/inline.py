@@ -31,6 +31,7 @@ class InlineWorkers:
         self._builder = builder
         self._dataset = dataset
         self._tickets: collections.deque[Ticket] = collections.deque()
+        self._broken_off: set[int] = set()  # serials; for those who ask again
         self._built: tuple[Ticket, Built] | None = None
         self._lock = threading.RLock()  # held by the thread that builds
         self._builds_in = 0  # that one
@@ -46,18 +47,31 @@ class InlineWorkers:
         with self._lock:
             if self._built is not None:
                 return
-            try:
-                ticket = self._tickets[0]
-            except IndexError:
+            ticket = self._next()
+            if ticket is None:
                 return  # none was asked for, or a signal handler has closed
             outer = self._builds_in
             self._builds_in = threading.get_ident()
             try:
                 self._built = ticket, self._build(ticket)
+            except BaseException:
+                self._broken_off.add(ticket.serial)
+                raise
             finally:
                 self._builds_in = outer
                 if self._closed:
                     self._stop()
+
+    def _next(self) -> Ticket | None:
+        """The ticket to build: one that was broken off comes last.
+
+        Whoever had asked for that one may never come back.
+        """
+        tickets = list(self._tickets)
+        for ticket in tickets:
+            if ticket.serial not in self._broken_off:
+                return ticket
+        return tickets[0] if tickets else None
 
     def collect(self) -> list[Built]:
         if self._built is None:
@@ -66,12 +80,14 @@ class InlineWorkers:
         if ticket not in self._tickets:
             return []  # it was cancelled meanwhile
         self._tickets.remove(ticket)
+        self._broken_off.discard(ticket.serial)
         return [built]
 
     def cancel(self, serials: Iterable[int]) -> None:
         gone = set(serials)
         kept = (t for t in self._tickets if t.serial not in gone)
         self._tickets = collections.deque(kept)
+        self._broken_off -= gone
 
     def _build(self, ticket: Ticket) -> Built:
         if not self._started:
