@@ -50,3 +50,37 @@ class Plain:
 
     def __getitem__(self, index):
         return np.full((2, 1), index), np.zeros((2, 1))
+
+
+class Level:
+    """Its level is a class attribute, a property or a slot."""
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return np.full((2, 1), 10 * self.level + index), np.zeros((2, 1))
+
+
+class OfClass(Level):
+    level = 0
+
+
+class Property(Level):
+    _level = 0
+
+    @property
+    def level(self):
+        return self._level
+
+    @level.setter
+    def level(self, level):
+        self._level = level
+
+
+class Slot:
+    __slots__ = ("level",)
+    __len__, __getitem__ = Level.__len__, Level.__getitem__
+
+    def __init__(self):
+        self.level = 0

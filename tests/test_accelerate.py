@@ -7,7 +7,15 @@ import itertools
 import keras
 import numpy as np
 import pytest
-from accelerate_samples import Endless, Old, Plain, Shuffled
+from accelerate_samples import (
+    Endless,
+    OfClass,
+    Old,
+    Plain,
+    Property,
+    Shuffled,
+    Slot,
+)
 from keras.src.legacy.preprocessing.image import ImageDataGenerator
 from PIL import Image
 
@@ -124,6 +132,17 @@ def test_setting_one_of_them_sets_it_there():
         assert len(list(dataset)) == 4
         dataset.workers = 1
         assert dataset.workers == 1
+
+
+@pytest.mark.parametrize("kind", [OfClass, Property, Slot])
+@pytest.mark.parametrize("processes", [False, True])
+def test_setting_what_its_class_declares_sets_it_there(kind, processes):
+    inner = kind()
+    with accelerate(inner, 2, use_multiprocessing=processes) as dataset:
+        assert [int(x[0, 0]) for x, _ in dataset] == [0, 1, 2]
+        dataset.level = 1
+        assert inner.level == 1
+        assert [int(x[0, 0]) for x, _ in dataset] == [10, 11, 12]
 
 
 @pytest.mark.parametrize(

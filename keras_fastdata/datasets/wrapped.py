@@ -127,9 +127,9 @@ class _Wrapped(FastPyDataset):
 
     def __setattr__(self, name: str, value: Any) -> None:
         dataset = vars(self).get("_fastdata_wrapped")
-        if hasattr(type(self), name) or name not in getattr(
-            dataset, "__dict__", ()
-        ):
+        # Also what its class has: a default, a property, a slot.
+        is_there = hasattr(dataset, "__dict__") or hasattr(dataset, name)
+        if hasattr(type(self), name) or not is_there:
             super().__setattr__(name, value)
         else:
             setattr(dataset, name, value)
