@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import (
@@ -524,20 +525,37 @@ class FastPyDataset(_Base):
 def _noticed(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
     """An epoch hook whose call is noticed, whoever calls it.
 
-    Before the first batch a call is part of how the dataset is made.
+    A call in `__init__` is part of how the dataset is made.
     """
 
     @functools.wraps(hook)
     def noticed(self: FastPyDataset, *args: Any, **kwargs: Any) -> Any:
         own = own_internals(self)
         loader = None if own is None else own.loader
-        if loader is None or build.is_built_for(self):
+        if build.is_built_for(self) or (
+            loader is None and (role.is_worker() or _is_being_made(self))
+        ):
             return hook(self, *args, **kwargs)
         call = functools.partial(hook, self, *args, **kwargs)
-        return loader.called_by_hand(self, name, call)
+        return loader_of(self).called_by_hand(self, name, call)
 
     setattr(noticed, _NOTICED, True)
     return noticed
+
+
+def _is_being_made(dataset: FastPyDataset) -> bool:
+    """Whether the caller is called by the dataset's `__init__`."""
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None:
+        code = frame.f_code
+        if (
+            code.co_name in ("__init__", "__setstate__")
+            and code.co_argcount
+            and frame.f_locals.get(code.co_varnames[0]) is dataset
+        ):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _notes_assigned(method: Callable[..., None]) -> Callable[..., None]:

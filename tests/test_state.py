@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import threading
 import unittest.mock
@@ -355,6 +356,25 @@ def test_a_hook_that_is_called_by_hand_is_seeded_and_called_again_on_resuming():
     with Shuffled(workers=0) as resumed:
         resumed.load_state_dict(state)
         assert _order(loop(resumed, epochs=2)) == wanted
+
+
+@pytest.mark.parametrize("begin", [False, True])
+def test_hooks_called_by_hand_before_the_first_batch_are_resumed(begin):
+    def loop(dataset):
+        for _ in range(2):
+            if begin:
+                dataset.on_epoch_begin()
+            yield from dataset
+            dataset.on_epoch_end()
+
+    with Shuffled(workers=0, seed=1) as dataset:
+        batches = loop(dataset)
+        _order(itertools.islice(batches, 2))
+        state = dataset.state_dict()
+        wanted = _order(batches)
+    with Shuffled(workers=0, seed=1) as resumed:
+        resumed.load_state_dict(state)
+        assert _order(loop(resumed)) == wanted
 
 
 def test_a_hook_that_a_test_has_replaced_is_called():
