@@ -287,9 +287,10 @@ class FastPyDataset(_Base):
         A batch is `inputs`, `(inputs,)`, `(inputs, targets)` or
         `(inputs, targets, sample_weights)`, each an array or a nested
         structure of arrays, or a dict. Arrays that the dataset keeps are
-        copied, so that a buffer can be filled again for the next batch; fresh
-        arrays need no copy. A worker process has a copy of the dataset: what
-        this sets on `self` stays there.
+        copied, so that a buffer can be filled again for the next batch
+        (though not by two threads at once); fresh arrays need no copy. A
+        worker process has a copy of the dataset: what this sets on `self`
+        stays there.
         """
         raise NotImplementedError(
             f"{type(self).__name__} must define `__getitem__(self, index)`."
