@@ -27,7 +27,7 @@ import numpy as np
 
 from benchmarks import harness
 from keras_fastdata import FastPyDataset
-from keras_fastdata.health.staff import Decision
+from keras_fastdata.metrics.pool_stats import TuningDecision
 
 FIGURES = (
     harness.Figure("batches_per_s", "batches/s", larger_is_better=True),
@@ -128,9 +128,9 @@ def measure(case: harness.Case, seconds: float) -> dict[str, float]:
         }
 
 
-def _decisions(dataset: FastPyDataset) -> tuple[Decision, ...]:
-    staff = dataset._fastdata.loader.staff()
-    return () if staff is None else staff.decisions
+def _decisions(dataset: FastPyDataset) -> tuple[TuningDecision, ...]:
+    pool_stats = dataset._fastdata.loader.pool_stats()
+    return () if pool_stats is None else pool_stats.decisions
 
 
 def _train(batches: Iterator[np.ndarray]) -> int:

@@ -19,7 +19,7 @@ import keras
 import numpy as np
 
 from keras_fastdata import FastPyDataset, LoaderHealth
-from keras_fastdata.health import recorder
+from keras_fastdata.metrics import recorder
 
 BLOCK = 400  # steps
 WARM_UP = 8  # blocks, in which steps compile and workers start
@@ -86,14 +86,14 @@ class Turns(keras.callbacks.Callback):
 
     def _measure(self, measures: bool) -> None:
         self._measures = measures
-        heard = self._health._meter.recorder
+        heard = self._health._monitor.recorder
         if measures:
             self.callbacks.append(self._health)
-            recorder.listen(heard)
+            recorder.attach(heard)
         else:
             self.callbacks.remove(self._health)
-            recorder.leave(heard)
-        for walk in self._dataset._fastdata.loader._walks():
+            recorder.detach(heard)
+        for walk in self._dataset._fastdata.loader._epochs():
             walk.interval_s = heard.interval_s if measures else None
 
 

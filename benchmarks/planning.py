@@ -21,9 +21,9 @@ import tracemalloc
 
 import numpy as np
 
-from keras_fastdata.engine.build import epoch_order
+from keras_fastdata.building.build import epoch_order
 from keras_fastdata.engine.schedule import Schedule, plan_epoch
-from keras_fastdata.engine.shards import Shard
+from keras_fastdata.engine.sharding import Shard
 
 SAMPLES, BATCH = 10**9, 256
 BATCHES = -(-SAMPLES // BATCH)

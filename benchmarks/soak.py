@@ -27,8 +27,8 @@ import numpy as np
 
 from benchmarks.trouble import Trouble, nurseries, workers
 from keras_fastdata import FastPyDataset, WorkerDiedError
-from keras_fastdata.engine import seeding
-from keras_fastdata.engine.preserving import preserved_globals
+from keras_fastdata.building import seeding
+from keras_fastdata.building.global_rng import preserved_globals
 
 LENGTH = 300
 SHAPE = (32, 2048)  # 256 KB: large enough to lie in shared memory
@@ -42,7 +42,7 @@ KINDS = {
     "SIGTERM": 3,
     "SIGABRT": 2,
     "SIGSTOP": 1,
-    "nursery": 1,
+    "forkserver": 1,
 }
 
 

@@ -28,7 +28,9 @@ def nurseries() -> list[int]:
 
 def workers() -> list[int]:
     """The worker processes of this one."""
-    return [worker for nursery in nurseries() for worker in children(nursery)]
+    return [
+        worker for forkserver in nurseries() for worker in children(forkserver)
+    ]
 
 
 class Trouble(threading.Thread):
@@ -74,7 +76,7 @@ class Trouble(threading.Thread):
             kind = self._rng.choices(names, list(self._kinds.values()))[0]
             find: Callable[[], list[int]] = workers
             number = getattr(signal, kind, signal.SIGKILL)
-            if kind == "nursery":
+            if kind == "forkserver":
                 find = nurseries
             if found := find():
                 with contextlib.suppress(ProcessLookupError):

@@ -9,11 +9,11 @@ if TYPE_CHECKING:
     from keras_fastdata.callbacks.dataset_checkpoint import DatasetCheckpoint
     from keras_fastdata.callbacks.loader_health import LoaderHealth
     from keras_fastdata.dataset import FastPyDataset
+    from keras_fastdata.datasets.accelerate import accelerate
     from keras_fastdata.datasets.arrays import ArrayDataset
     from keras_fastdata.datasets.generators import GeneratorDataset
     from keras_fastdata.datasets.images import ImageFileDataset
     from keras_fastdata.datasets.samples import SampleDataset
-    from keras_fastdata.datasets.wrapped import accelerate
     from keras_fastdata.errors import (
         BatchTimeoutError,
         DatasetPicklingError,
@@ -67,7 +67,7 @@ _HOMES = {
     "SharedList": "keras_fastdata.shared_list",
     "ThreadSafeIterator": "keras_fastdata.iterators",
     "WorkerDiedError": "keras_fastdata.errors",
-    "accelerate": "keras_fastdata.datasets.wrapped",
+    "accelerate": "keras_fastdata.datasets.accelerate",
     "profile": "keras_fastdata.profiling",
     "threadsafe_generator": "keras_fastdata.iterators",
 }

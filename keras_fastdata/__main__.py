@@ -83,19 +83,19 @@ def _seconds(text: str) -> float:
 
 def _profile(options: argparse.Namespace) -> int:
     # Keras comes with these; `--help` must not wait for it.
-    from keras_fastdata import profiling, target
+    from keras_fastdata import cli_target, profiling
 
     progress = _Progress()
     with _stdout_for_the_result_alone():
         try:
-            dataset = target.find(options.target)
+            dataset = cli_target.find(options.target)
             if dataset.num_batches == 0:
-                raise target.UsageError(f"{options.target} has no batches.")
+                raise cli_target.UsageError(f"{options.target} has no batches.")
             with progress:
                 found = profiling.run(
                     dataset, options.batches, options.seconds, progress.tell
                 )
-        except target.UsageError as error:
+        except cli_target.UsageError as error:
             text = f"python -m keras_fastdata: {error}"
             print(_wrapped(text), file=sys.stderr)
             return _USAGE

@@ -20,14 +20,14 @@ from typing import Any
 
 import numpy as np
 
-from keras_fastdata.engine import build, seeding
+from keras_fastdata import _process_role
+from keras_fastdata.building import build, seeding
+from keras_fastdata.building.permutation import Permutation
 from keras_fastdata.engine.loader import Loader
-from keras_fastdata.engine.permutation import Permutation
-from keras_fastdata.engine.resume import State
 from keras_fastdata.engine.settings import Settings
+from keras_fastdata.engine.state_dict import State
 from keras_fastdata.errors import EndOfData
 from keras_fastdata.memory.arena import aligned_empty
-from keras_fastdata.workers import role
 
 # What differs from epoch to epoch.
 _VARYING = frozenset(["rng", "rng_for", "epoch_order", "epoch"])
@@ -205,6 +205,6 @@ class _Outside:
 
     @property
     def _seed(self) -> int:
-        if role.is_worker():
+        if _process_role.is_worker():
             return internals_of(self._dataset).settings.seed or 0
         return loader_of(self._dataset).seed

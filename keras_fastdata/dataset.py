@@ -18,6 +18,7 @@ from typing import (
 
 import numpy as np
 
+from keras_fastdata import _process_role
 from keras_fastdata._dataset_internals import (
     Internals,
     answer,
@@ -31,19 +32,18 @@ from keras_fastdata._dataset_internals import (
     settings_in_effect,
     state_dict_of,
 )
-from keras_fastdata.engine import build
-from keras_fastdata.engine.passes import open_pass
-from keras_fastdata.engine.permutation import Permutation
-from keras_fastdata.engine.resume import State
+from keras_fastdata.building import build
+from keras_fastdata.building.permutation import Permutation
+from keras_fastdata.engine.batch_iterator import iterate
 from keras_fastdata.engine.settings import (
     Settings,
     arguments_of,
     integer,
     unknown_arguments,
 )
-from keras_fastdata.workers import role
+from keras_fastdata.engine.state_dict import State
 
-if TYPE_CHECKING or role.is_worker():
+if TYPE_CHECKING or _process_role.is_worker():
     # A worker needs the user's methods and ours, not Keras's base class.
     _Base = object
 else:
@@ -269,7 +269,7 @@ class FastPyDataset(_Base):
         for name in ("on_epoch_begin", "on_epoch_end"):
             hook = getattr(cls, name)  # of a mixin, perhaps
             if isinstance(hook, types.FunctionType) and not (
-                build.is_idle(hook) or hasattr(hook, _NOTICED)
+                build.is_default_hook(hook) or hasattr(hook, _NOTICED)
             ):
                 setattr(cls, name, _noticed(name, hook))
         for name in ("__setattr__", "__delattr__"):
@@ -317,7 +317,7 @@ class FastPyDataset(_Base):
             "for a dataset without an end."
         )
 
-    @build.idle
+    @build.default_hook
     def on_epoch_begin(self) -> None:
         """Called before each epoch, in the training process.
 
@@ -325,7 +325,7 @@ class FastPyDataset(_Base):
         `self.rng`, `np.random` and `random` are seeded for the call.
         """
 
-    @build.idle
+    @build.default_hook
     def on_epoch_end(self) -> None:
         """Called after each epoch, in the training process.
 
@@ -335,7 +335,7 @@ class FastPyDataset(_Base):
         the call, so that shuffling here is repeatable.
         """
 
-    @build.idle
+    @build.default_hook
     def on_worker_start(self) -> None:
         """Called once in each worker, before its first batch.
 
@@ -346,7 +346,7 @@ class FastPyDataset(_Base):
         `threading.local()`, or `self.worker_index`.
         """
 
-    @build.idle
+    @build.default_hook
     def on_worker_stop(self) -> None:
         """Called once in each worker that ends in peace.
 
@@ -354,7 +354,7 @@ class FastPyDataset(_Base):
         collected is not there to be called.
         """
 
-    @build.idle
+    @build.default_hook
     def reseed(self, seed_sequence: np.random.SeedSequence) -> None:
         """Called before each batch, for generators we do not know.
 
@@ -406,9 +406,9 @@ class FastPyDataset(_Base):
 
         In order, unless `shuffle=True`; the epoch hooks are not called.
         """
-        if role.is_worker():
+        if _process_role.is_worker():
             return plain_iterator(self)
-        return open_pass(loader_of(self), self, shuffle=False)
+        return iterate(loader_of(self), self, shuffle=False)
 
     def state_dict(self) -> dict[str, Any]:
         """Says where the dataset stands, for `load_state_dict`.
@@ -534,7 +534,8 @@ def _noticed(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
         own = own_internals(self)
         loader = None if own is None else own.loader
         if build.is_built_for(self) or (
-            loader is None and (role.is_worker() or _is_being_made(self))
+            loader is None
+            and (_process_role.is_worker() or _is_being_made(self))
         ):
             return hook(self, *args, **kwargs)
         call = functools.partial(hook, self, *args, **kwargs)
@@ -574,5 +575,5 @@ def _notes_assigned(method: Callable[..., None]) -> Callable[..., None]:
 for _method in (FastPyDataset.__setattr__, FastPyDataset.__delattr__):
     setattr(_method, _NOTICED, True)
 
-if not TYPE_CHECKING and not role.is_worker():
+if not TYPE_CHECKING and not _process_role.is_worker():
     keras_bridge.register(FastPyDataset)

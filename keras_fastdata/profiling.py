@@ -18,17 +18,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from keras_fastdata._dataset_internals import internals_of
+from keras_fastdata.building import build
 from keras_fastdata.dataset import FastPyDataset
-from keras_fastdata.engine import build
+from keras_fastdata.engine.batch_iterator import iterate
 from keras_fastdata.engine.loader import Loader
-from keras_fastdata.engine.passes import open_pass
 from keras_fastdata.engine.settings import Settings
 from keras_fastdata.errors import DatasetPicklingError
-from keras_fastdata.health import cores as machine
-from keras_fastdata.health import forecast, memory, words
-from keras_fastdata.health.forecast import Costs
-from keras_fastdata.health.gil import GilProbe
-from keras_fastdata.health.recorder import Recorder, Tally
+from keras_fastdata.health import forecast
+from keras_fastdata.health.forecast import BuildCosts
+from keras_fastdata.metrics import cpu as machine
+from keras_fastdata.metrics import formatting, ram
+from keras_fastdata.metrics.gil import GilProbe
+from keras_fastdata.metrics.recorder import BatchStats, Recorder
 
 _WIDTH = 80
 _LABEL = 12  # columns
@@ -226,7 +227,7 @@ class _Trial:
     """What one set of workers did.
 
     Attributes:
-        tally: Sums over its batches, without those it warmed up with.
+        batch_stats: Sums over its batches, without those it warmed up with.
         rate: Batches per second.
         take_s: CPU time of the calling thread per batch.
         held: Share of the time Python's lock was held; NaN if unknown.
@@ -234,7 +235,7 @@ class _Trial:
         worker_nbytes: Memory per worker process.
     """
 
-    tally: Tally
+    batch_stats: BatchStats
     rate: float
     take_s: float
     held: float
@@ -244,15 +245,15 @@ class _Trial:
     @property
     def cpu_s(self) -> float:
         """Computing per batch, storing it included."""
-        return self.tally.cpu_s / self.tally.batches
+        return self.batch_stats.cpu_s / self.batch_stats.batches
 
     @property
     def idle_s(self) -> float:
         """What is left of a build without computing, or waiting to."""
-        tally = self.tally
-        busy_s = tally.cpu_s + tally.delay_s
-        idle_s = tally.build_s + tally.store_s - busy_s
-        return max(0.0, idle_s) / tally.batches
+        batch_stats = self.batch_stats
+        busy_s = batch_stats.cpu_s + batch_stats.delay_s
+        idle_s = batch_stats.build_s + batch_stats.store_s - busy_s
+        return max(0.0, idle_s) / batch_stats.batches
 
 
 def _run(
@@ -324,18 +325,18 @@ def _try(
                 break
         ended_s, cpu_s = time.monotonic(), time.thread_time()
         held = probe.take()
-        staff = loader.staff()
-        pids = staff.pids.values() if staff else ()
-        nbytes = memory.pss(pids)
+        pool_stats = loader.pool_stats()
+        pids = pool_stats.pids.values() if pool_stats else ()
+        nbytes = ram.pss(pids)
     finally:
         probe.close()
         loader.close()
     recorder.flush()
-    tally = recorder.tally
+    batch_stats = recorder.batch_stats
     return _Trial(
-        tally,
-        tally.batches / max(ended_s - mark_s, 1e-9),
-        (cpu_s - mark_cpu_s) / tally.batches,
+        batch_stats,
+        batch_stats.batches / max(ended_s - mark_s, 1e-9),
+        (cpu_s - mark_cpu_s) / batch_stats.batches,
         held,
         start_s,
         None if nbytes is None else nbytes // max(1, len(pids)),
@@ -362,11 +363,11 @@ def _settings(
 def _spans(loader: Loader, dataset: FastPyDataset) -> Iterator[Any]:
     """Builds one epoch after another, and says how each batch came about."""
     for _ in itertools.count():
-        walk = open_pass(loader, dataset, shuffle=False)
-        walk.time_batches(0.0)
-        for _ in walk:
-            yield walk.span
-        if walk.is_empty:
+        epoch = iterate(loader, dataset, shuffle=False)
+        epoch.time_batches(0.0)
+        for _ in epoch:
+            yield epoch.span
+        if epoch.is_empty:
             raise ValueError(
                 f"{type(dataset).__name__} has no batch that can be built."
             )
@@ -382,7 +383,7 @@ def _conclude(
 ) -> Profile:
     inline, two = trials[0, False], trials[2, False]
     one_process = trials.get((1, True))
-    tally = inline.tally
+    batch_stats = inline.batch_stats
     inline_s = inline.cpu_s + inline.idle_s
     held = two.held
     threads = _costs(trials[1, False], two, held)
@@ -398,9 +399,9 @@ def _conclude(
     return Profile(
         dataset=type(dataset).__name__,
         num_batches=build.length_of(dataset),
-        nbytes=round(tally.nbytes / tally.batches),
-        build_s_p50=tally.build.quantile(0.5),
-        build_s_p95=tally.build.quantile(0.95),
+        nbytes=round(batch_stats.nbytes / batch_stats.batches),
+        build_s_p50=batch_stats.build.quantile(0.5),
+        build_s_p95=batch_stats.build.quantile(0.95),
         computing=inline.cpu_s / max(inline_s, 1e-9),
         gil_held=held,
         start_s=one_process.start_s if one_process else math.nan,
@@ -428,8 +429,8 @@ def _conclude(
     )
 
 
-def _costs(one: _Trial, two: _Trial, held: float) -> Costs:
-    costs = Costs(
+def _costs(one: _Trial, two: _Trial, held: float) -> BuildCosts:
+    costs = BuildCosts(
         cpu_s=one.cpu_s,
         idle_s=one.idle_s,
         second_idle_s=two.idle_s,
@@ -453,35 +454,37 @@ def _measured(trial: _Trial | None) -> float | None:
 def _named(workers: int, processes: bool) -> str:
     if not workers:
         return "inline"
-    return words.count(workers, "process" if processes else "thread")
+    return formatting.count(workers, "process" if processes else "thread")
 
 
 def _length(num_batches: int | None) -> str:
     if num_batches is None:
         return "no end"
-    return words.count(num_batches, "batch")
+    return formatting.count(num_batches, "batch")
 
 
 def _facts(found: Profile) -> str:
-    computing = words.share(found.computing)
+    computing = formatting.share(found.computing)
     lines = [
         (
             "Build",
-            f"{words.duration(found.build_s_p50)} a batch (p95 "
-            f"{words.duration(found.build_s_p95)}): {computing} computing, "
-            f"{words.share(1 - found.computing)} waiting",
+            f"{formatting.duration(found.build_s_p50)} a batch (p95 "
+            f"{formatting.duration(found.build_s_p95)}): {computing} computing, "
+            f"{formatting.share(1 - found.computing)} waiting",
         ),
-        ("Batch", f"{words.size(found.nbytes)} in its arrays"),
+        ("Batch", f"{formatting.size(found.nbytes)} in its arrays"),
     ]
     if not math.isnan(found.gil_held):
-        held = words.share(found.gil_held)
+        held = formatting.share(found.gil_held)
         lines.append(("GIL", f"held {held} of the time by 2 threads"))
     if found.no_processes:
         lines.append(("Processes", found.no_processes))
     else:
-        text = f"the first starts in {words.duration(found.start_s)}"
+        text = f"the first starts in {formatting.duration(found.start_s)}"
         if found.worker_nbytes is not None:
-            text += f", each takes {words.size(found.worker_nbytes)} of memory"
+            text += (
+                f", each takes {formatting.size(found.worker_nbytes)} of memory"
+            )
         lines.append(("Processes", text))
     number = f"{found.cores:g} core{'' if found.cores == 1 else 's'}"
     lines.append(("Machine", number))

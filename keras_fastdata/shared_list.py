@@ -92,7 +92,7 @@ class SharedList(Sequence[T]):
         return item
 
 
-class _Pickler(pickle.Pickler):
+class _ListPickler(pickle.Pickler):
     """Leaves out what is defined in `__main__`, and numbers it."""
 
     def __init__(self, file: io.BytesIO, numbers: dict[Any, int]) -> None:
@@ -106,7 +106,7 @@ class _Pickler(pickle.Pickler):
         return self._numbers.setdefault(obj, len(self._numbers))
 
 
-class _Unpickler(pickle.Unpickler):
+class _ListUnpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, named: list[Any]) -> None:
         super().__init__(file)
         self._named = named
@@ -122,7 +122,7 @@ def _pack(item: Any, numbers: dict[Any, int]) -> bytes:
     if type(item) is bytes:
         return b"b" + item
     file = io.BytesIO()
-    _Pickler(file, numbers).dump(item)
+    _ListPickler(file, numbers).dump(item)
     return b"p" + file.getvalue()
 
 
@@ -132,4 +132,4 @@ def _unpack(packed: bytes, named: list[Any]) -> Any:
         return rest.decode("utf-8", "surrogatepass")
     if kind == b"b":
         return rest
-    return _Unpickler(io.BytesIO(rest), named).load()
+    return _ListUnpickler(io.BytesIO(rest), named).load()

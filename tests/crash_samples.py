@@ -21,7 +21,7 @@ import numpy as np
 
 from keras_fastdata import FastPyDataset
 from keras_fastdata.memory.arena import Segment
-from keras_fastdata.workers import messages
+from keras_fastdata.workers.process import messages
 
 SIGNALS = {
     "sigkill": signal.SIGKILL,
@@ -39,7 +39,7 @@ def die(how):
         sys.exit(EXITS[how])
     if how in EXITS:
         os._exit(EXITS[how])
-    if how == "nursery":
+    if how == "forkserver":
         os.kill(os.getppid(), signal.SIGKILL)
     else:
         os.kill(os.getpid(), SIGNALS[how])
@@ -201,14 +201,14 @@ class DiesNoting(Drawn):
         self.fate = fate
 
     def on_worker_start(self):
-        note = Segment.note
+        note = Segment.set_heartbeat
 
-        def dies(segment, worker, serial):
-            if bool(serial) == self.at_a_ticket:
+        def dies(segment, worker, task_id):
+            if bool(task_id) == self.at_a_ticket:
                 self.fate.meet()
-            note(segment, worker, serial)
+            note(segment, worker, task_id)
 
-        Segment.note = dies
+        Segment.set_heartbeat = dies
 
 
 class DiesTaking(DiesNoting):
@@ -249,27 +249,27 @@ class DiesWhenTold(Drawn):
         word = self._path(f"word-{os.getpid()}")
         os.mkfifo(word)
 
-        def listen():
+        def attach():
             with open(word) as file:
                 file.read()
             die(self.fate.how)
 
-        threading.Thread(target=listen, daemon=True).start()
-        note = Segment.note
+        threading.Thread(target=attach, daemon=True).start()
+        note = Segment.set_heartbeat
 
-        def tells(segment, worker, serial):
-            note(segment, worker, serial)
-            if not serial:
+        def tells(segment, worker, task_id):
+            note(segment, worker, task_id)
+            if not task_id:
                 self.fate.count("answered")
 
-        Segment.note = tells
+        Segment.set_heartbeat = tells
 
     def __getitem__(self, index):
         self._path(f"builder-{index}").write_text(str(os.getpid()))
         return super().__getitem__(index)
 
     def answered(self):
-        """How many tickets the workers have done with."""
+        """How many requests the workers have done with."""
         return self.fate.counted("answered")
 
     def builder_of(self, index):
@@ -373,14 +373,14 @@ class KeepsLate(FastPyDataset):
             while not self.turns.counted("notes"):  # the late one has a ticket
                 time.sleep(0.001)
             return
-        note = Segment.note
+        note = Segment.set_heartbeat
 
-        def waits(segment, worker, serial):
+        def waits(segment, worker, task_id):
             if self.turns.count("notes") == 1:
                 (directory / "gate").read_bytes()
-            note(segment, worker, serial)
+            note(segment, worker, task_id)
 
-        Segment.note = waits
+        Segment.set_heartbeat = waits
 
     def __getitem__(self, index):
         if index >= 8:
@@ -409,7 +409,7 @@ class FailsAtLength(Drawn):
         self.fate = fate
 
     def on_worker_start(self):
-        pack = messages.Result.pack
+        pack = messages.ResultMessage.pack
         first = self.fate.count("starts") == 1
         sent = []
 
@@ -419,7 +419,7 @@ class FailsAtLength(Drawn):
             sent.append(result)
             return pack(result)
 
-        messages.Result.pack = dies
+        messages.ResultMessage.pack = dies
         raise ValueError("long " * 100_000)
 
 

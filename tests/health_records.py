@@ -15,11 +15,11 @@ import numpy as np
 
 from keras_fastdata.engine.settings import Settings
 from keras_fastdata.health.record import Record
-from keras_fastdata.health.recorder import Skipped, Slow, Span
-from keras_fastdata.health.staff import Loss
-from keras_fastdata.health.steps import Step
+from keras_fastdata.health.step_clock import Step
 from keras_fastdata.health.summary import EpochHealth, summarize
 from keras_fastdata.health.verdict import Kind, Verdict
+from keras_fastdata.metrics.pool_stats import WorkerLoss
+from keras_fastdata.metrics.recorder import Skipped, Slow, Span
 
 START_S = 5000.0
 _COPY_S = 0.0008
@@ -75,7 +75,7 @@ def simulated_record(
             worker = int(np.argmin(free_s))
             retries = int(not epoch and batch == 5)
             if retries and workers > 1:
-                lost.append(Loss(free_s[1] + 0.01, 1, 4243))
+                lost.append(WorkerLoss(free_s[1] + 0.01, 1, 4243))
                 free_s[1] += 0.3
             room_s = spans[-queue].delivered_s if len(spans) >= queue else 0
             began_s = max(free_s[worker], room_s)

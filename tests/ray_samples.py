@@ -142,7 +142,7 @@ class Unpicklable(Drawn):
         return np.full(9, index), lambda: index, np.full(20_000, -index)
 
 
-class Place(Drawn):
+class WorkerLocation(Drawn):
     """Batches say where they were built."""
 
     def __getitem__(self, index):

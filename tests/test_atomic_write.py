@@ -14,8 +14,8 @@ from samples import Numbered
 
 from keras_fastdata import DatasetCheckpoint, _atomic_write
 from keras_fastdata.engine.cache import DiskCache
-from keras_fastdata.health.report import write_report
-from keras_fastdata.health.trace import TraceWriter
+from keras_fastdata.health.report.html import write_report
+from keras_fastdata.health.report.trace import TraceWriter
 
 
 def _checkpoint(path):

@@ -22,8 +22,8 @@ from places import LONG_ELSEWHERE
 
 from keras_fastdata import GeneratorDataset, LoaderHealth
 from keras_fastdata._dataset_internals import loader_of
-from keras_fastdata.engine.passes import open_pass
-from keras_fastdata.engine.tuning import Barred, Place
+from keras_fastdata.engine.batch_iterator import iterate
+from keras_fastdata.engine.tuner import ExcludedError, WorkerConfigChoice
 
 
 def batches_of(dataset, epochs=3):
@@ -34,7 +34,7 @@ def batches_of(dataset, epochs=3):
 def places(dataset):
     return [
         decision.place
-        for decision in dataset._fastdata.loader.staff().decisions
+        for decision in dataset._fastdata.loader.pool_stats().decisions
     ]
 
 
@@ -51,12 +51,16 @@ def goes(monkeypatch):
     def go(*tour, after=7):
         def tune(self):
             for place in itertools.cycle(tour):
-                self._move(Place(*place), "The test says so.", settled=False)
-                with contextlib.suppress(Barred):
+                self._move(
+                    WorkerConfigChoice(*place),
+                    "The test says so.",
+                    settled=False,
+                )
+                with contextlib.suppress(ExcludedError):
                     for _ in range(after):
                         yield
 
-        monkeypatch.setattr("keras_fastdata.engine.tuning.Tuner._tune", tune)
+        monkeypatch.setattr("keras_fastdata.engine.tuner.Tuner._tune", tune)
 
     return go
 
@@ -96,7 +100,9 @@ def test_what_threads_would_share_is_never_built_by_threads(kind):
             for _ in dataset:
                 pass
         assert not any("thread" in place for place in places(dataset))
-        assert dataset._fastdata.loader._auto._tuner.is_barred(processes=False)
+        assert dataset._fastdata.loader._auto._tuner.is_excluded(
+            processes=False
+        )
 
 
 def test_a_draw_that_comes_late_ends_threads_and_its_batch_is_built_again(
@@ -112,7 +118,9 @@ def test_a_draw_that_comes_late_ends_threads_and_its_batch_is_built_again(
         assert not dataset.use_multiprocessing
         found += batches
         assert dataset.workers == 0
-        assert dataset._fastdata.loader._auto._tuner.is_barred(processes=False)
+        assert dataset._fastdata.loader._auto._tuner.is_excluded(
+            processes=False
+        )
     assert_same(found, expected)
 
 
@@ -181,7 +189,7 @@ def test_an_interrupt_while_it_decides_does_no_harm(monkeypatch):
         monkeypatch.undo()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("keras_fastdata.engine.tuning._costs", interrupted)
+    monkeypatch.setattr("keras_fastdata.engine.tuner._costs", interrupted)
     with Waits(workers="auto", seed=4) as dataset:
         with pytest.raises(KeyboardInterrupt):
             list(dataset)
@@ -194,7 +202,7 @@ def test_the_first_batches_may_be_such_that_draw_late(goes):
     expected = batches_of(Draws(workers=0, seed=4, length=4))
     dataset = Draws(workers="auto", seed=4, length=4)
     with dataset:
-        walk = open_pass(loader_of(dataset), dataset, shuffle=False)
+        walk = iterate(loader_of(dataset), dataset, shuffle=False)
         peeked = walk.peek(2)
         assert_same(peeked, expected[:2])
         assert_same(list(walk), expected[:4])
@@ -205,7 +213,7 @@ def test_a_dataset_that_cannot_be_sent_is_built_here():
         assert len([batch for _ in range(3) for batch in dataset]) == 180
         assert dataset.workers == 0
         reasons = " ".join(
-            d.reason for d in dataset._fastdata.loader.staff().decisions
+            d.reason for d in dataset._fastdata.loader.pool_stats().decisions
         )
     assert "No processes:" in reasons
     assert "frames" in reasons
@@ -257,7 +265,9 @@ def test_it_can_be_set_and_unset_later():
         found = list(dataset)
         dataset.workers = 1
         assert dataset.workers == 1
-        assert dataset._fastdata.loader.staff() is None or not places(dataset)
+        assert dataset._fastdata.loader.pool_stats() is None or not places(
+            dataset
+        )
         list(dataset)
     assert len(found) == len(expected)
 

@@ -50,8 +50,8 @@ from keras_fastdata import (
 )
 from keras_fastdata._dataset_internals import loader_of
 from keras_fastdata.engine import cache as cache_files
+from keras_fastdata.engine.batch_iterator import iterate
 from keras_fastdata.engine.cache import DiskCache
-from keras_fastdata.engine.passes import open_pass
 
 KINDS = ["memory", "directory"]
 kinds = pytest.mark.parametrize("kind", KINDS)
@@ -142,7 +142,7 @@ def test_an_order_is_drawn_all_the_same(cached, built, place):
     with cached("memory", shuffle=True, seed=0, **PLACES[place]) as dataset:
         orders = []
         for _ in range(3):
-            walk = open_pass(loader_of(dataset), dataset, shuffle=True)
+            walk = iterate(loader_of(dataset), dataset, shuffle=True)
             orders.append(values(walk))
         assert built() == list(range(8))
     assert all(sorted(order) == list(range(8)) for order in orders)
@@ -178,12 +178,12 @@ def test_each_batch_is_built_once_whoever_asks_for_it(
         assert built() == list(range(30))
     with cached("memory", length=30, **kwargs) as dataset:
         loader = loader_of(dataset)
-        opened = open_pass(loader, dataset, shuffle=False)
+        opened = iterate(loader, dataset, shuffle=False)
         for _ in range(5):
             next(opened)
-        while opened._walk.waiting:
+        while opened._epoch.waiting:
             loader._workers.wait(0.1)
-            loader._tickets.take_in(loader._workers)
+            loader._prefetcher.drain_results(loader._workers)
         del opened
         assert values(dataset) == list(range(30))
         assert built() == list(range(30))

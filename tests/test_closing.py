@@ -18,7 +18,8 @@ from samples import Numbered, numbers
 
 from keras_fastdata import LoaderError
 from keras_fastdata.engine import loader as loader_module
-from keras_fastdata.workers import inline, process, thread
+from keras_fastdata.workers import inline, thread
+from keras_fastdata.workers.process import pool
 
 _PATIENCE_S = 120.0
 _KINDS = {
@@ -170,7 +171,7 @@ def test_a_handler_may_close_while_a_batch_is_awaited(where, tmp_path):
     assert len(states) == 1
 
 
-_OURS = {loader_module.__file__, process.__file__}
+_OURS = {loader_module.__file__, pool.__file__}
 _OURS |= {thread.__file__, inline.__file__}
 
 

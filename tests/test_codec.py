@@ -184,7 +184,7 @@ def test_an_array_made_by_empty_is_not_copied(arena):
     del x
     encoded = codec.encode(batch, writer)
     assert encoded.used == 400_000
-    assert not encoded.kept
+    assert not encoded.retained
     whole, part = codec.decode(encoded, arena, slot)
     assert (whole == 3).all()
     assert part.shape == (10, 1000)
@@ -196,7 +196,7 @@ def test_an_array_made_by_empty_and_kept_is_copied(arena):
     kept = writer.empty((100, 1000))
     kept[:] = 3
     encoded = codec.encode([(kept,)], writer)
-    assert encoded.kept
+    assert encoded.retained
     kept[:] = 4
     assert (codec.decode(encoded, arena, slot)[0] == 3).all()
 
@@ -246,7 +246,7 @@ def _structure(batch, arena):
     slot = arena.take()
     writer = codec.SlotWriter(arena.segment, slot, in_place=True)
     encoded = codec.encode([batch], writer)
-    arena.put(slot)
+    arena.release(slot)
     return encoded.structure
 
 

@@ -40,7 +40,7 @@ from crash_samples import (
 )
 
 from keras_fastdata import WorkerDiedError
-from keras_fastdata.workers import launch
+from keras_fastdata.workers.process import launchers
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`start_method='fork'`"),
@@ -75,8 +75,8 @@ CELLS_INSIDE = [
     for start_method in START_METHODS
     if start_method != "fork" or moment not in ("unpickled", "changed")
 ] + [
-    # The nursery is what "forkserver" has.
-    pytest.param(moment, "nursery", "forkserver", id=f"{moment}-nursery")
+    # The fork server is what "forkserver" has.
+    pytest.param(moment, "forkserver", "forkserver", id=f"{moment}-forkserver")
     for moment in INSIDE
 ]
 # sys.exit would end the thread that has waited for the word, not the process.
@@ -286,56 +286,56 @@ def test_a_death_costs_nothing_with_any_length_of_the_queue(
     assert fate.deaths == 1
 
 
-# -- the nursery -------------------------------------------------------------
+# -- the fork server -------------------------------------------------------------
 
 
-def test_a_nursery_that_dies_idle_is_started_again(undisturbed, tmp_path):
+def test_a_forkserver_that_dies_idle_is_started_again(undisturbed, tmp_path):
     fate = Fate(tmp_path, "sigkill")
     with DiesWhenTold(fate, **PROCESSES) as dataset:
         _assert_same(list(dataset), undisturbed[0])
         _wait_until(lambda: dataset.answered() == len(dataset))
-        _kill_nursery_of(dataset.builder_of(0))
+        _kill_forkserver_of(dataset.builder_of(0))
         _assert_same(list(dataset), undisturbed[1])
 
 
-def test_a_nursery_that_dies_while_both_workers_build_is_started_again(
+def test_a_forkserver_that_dies_while_both_workers_build_is_started_again(
     undisturbed, tmp_path
 ):
     with Gated(tmp_path, gated=(3, 4), **PROCESSES) as dataset:
         batches = iter(dataset)
         seen = [next(batches)]
         with _at_gates(dataset, 3, 4) as builders:
-            _kill_nursery_of(builders[0])
+            _kill_forkserver_of(builders[0])
         seen.extend(batches)
         _assert_same(seen, undisturbed[0])
         _assert_same(list(dataset), undisturbed[1])
 
 
-def test_a_nursery_that_dies_before_it_reads_a_request_is_started_again(
+def test_a_forkserver_that_dies_before_it_reads_a_request_is_started_again(
     undisturbed, tmp_path, monkeypatch
 ):
     killed = []
 
     def send_fds(sock, buffers, fds, *rest):
-        if killed or list(buffers) != [launch.nursery.FORK]:
+        if killed or list(buffers) != [launchers.forkserver.FORK]:
             return sent(sock, buffers, fds, *rest)
-        (nursery,) = psutil.Process().children()
-        nursery.suspend()
-        _wait_until(lambda: nursery.status() == psutil.STATUS_STOPPED)
+        (forkserver,) = psutil.Process().children()
+        forkserver.suspend()
+        _wait_until(lambda: forkserver.status() == psutil.STATUS_STOPPED)
         count = sent(sock, buffers, fds, *rest)
-        kill(nursery.pid)
-        killed.append(nursery)
+        kill(forkserver.pid)
+        killed.append(forkserver)
         return count
 
-    sent = launch.socket.send_fds
-    monkeypatch.setattr(launch.socket, "send_fds", send_fds)
+    sent = launchers.socket.send_fds
+    monkeypatch.setattr(launchers.socket, "send_fds", send_fds)
     with Drawn(**PROCESSES) as dataset:
         _assert_same(list(dataset), undisturbed[0])
         _assert_same(list(dataset), undisturbed[1])
     assert killed
 
 
-def test_the_death_of_a_nursery_is_one_death(undisturbed, tmp_path):
+def test_the_death_of_a_forkserver_is_one_death(undisturbed, tmp_path):
     for number in range(5):
         directory = tmp_path / str(number)
         directory.mkdir()
@@ -346,7 +346,7 @@ def test_the_death_of_a_nursery_is_one_death(undisturbed, tmp_path):
             batches = iter(dataset)
             seen = [next(batches)]
             with _at_gates(dataset, 3, 4) as builders:
-                _kill_nursery_of(builders[0])
+                _kill_forkserver_of(builders[0])
             seen.extend(batches)
             _assert_same(seen, undisturbed[0])
 
@@ -542,7 +542,7 @@ def _end(dataset, pid):
             dataset.tell(pid)
 
 
-def _kill_nursery_of(pid):
+def _kill_forkserver_of(pid):
     """Kills the process that has forked a worker, and so the worker."""
     kill(psutil.Process(pid).ppid(), also=[pid])
 

@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 from places import FULL
 
 from keras_fastdata import WorkerDiedError
-from keras_fastdata.engine import seeding
+from keras_fastdata.building import seeding
 
 SEED = 11
 AHEAD = 3
@@ -80,7 +80,7 @@ class Loading(RuleBasedStateMachine):
         self.position = 0
         self.held = []
         # Deaths that each batch of this pass may have been in the hand of.
-        self.strikes = collections.Counter()
+        self.crashes = collections.Counter()
 
     # -- what a consumer does ------------------------------------------------
 
@@ -92,7 +92,7 @@ class Loading(RuleBasedStateMachine):
     @rule(count=st.integers(1, 5))
     def take_while_the_workers_rest(self, count):
         for _ in range(count):
-            self._next(quietly=True)
+            self._next(pause_after=True)
 
     @rule(
         count=st.integers(1, 3),
@@ -123,12 +123,12 @@ class Loading(RuleBasedStateMachine):
     @rule(state=st.integers(1, 9))
     def change(self, state):
         self.dataset.state = self.state = state
-        self.strikes.clear()
+        self.crashes.clear()
 
     @rule()
     def close(self):
         self.dataset.close()
-        self.strikes.clear()
+        self.crashes.clear()
 
     @rule()
     def fork(self):
@@ -182,7 +182,7 @@ class Loading(RuleBasedStateMachine):
         kill(*_workers())
 
     @rule()
-    def kill_the_nursery(self):
+    def kill_the_forkserver(self):
         if workers := _workers():
             self._strike()
             kill(psutil.Process(workers[0]).ppid(), also=workers)
@@ -212,13 +212,13 @@ class Loading(RuleBasedStateMachine):
 
     # -- the model -----------------------------------------------------------
 
-    def _next(self, *, quietly=False):
+    def _next(self, *, pause_after=False):
         """Takes a batch; returns it with what it must be, or `None`."""
         if self.batches is None:
             self.batches, self.position = iter(self.dataset), 0
             self.epoch, self.epochs = self.epochs, self.epochs + 1
         try:
-            batch = self.batches.fetch(quietly=quietly)
+            batch = self.batches.fetch(pause_after=pause_after)
         except StopIteration:
             assert self.position == LENGTH
             self._pass_is_over()
@@ -244,16 +244,16 @@ class Loading(RuleBasedStateMachine):
 
     def _may_have_died_over(self, index):
         assert index == self.position
-        assert self.strikes[index] >= 2
+        assert self.crashes[index] >= 2
 
     def _pass_is_over(self):
         self.batches = None
-        self.strikes.clear()
+        self.crashes.clear()
 
     def _strike(self):
         if self.batches is not None:
             ahead = range(self.position, self.position + AHEAD)
-            self.strikes.update(ahead)
+            self.crashes.update(ahead)
 
     def _assert_held_is_right(self):
         for one, other in self.held:
@@ -281,11 +281,11 @@ def _children():
 
 
 def _workers():
-    """The living processes that build, which are the nursery's children."""
+    """The living processes that build, which are the fork server's children."""
     return [
         worker.pid
-        for nursery in psutil.Process().children()
-        for worker in nursery.children()
+        for forkserver in psutil.Process().children()
+        for worker in forkserver.children()
         if _lives(worker)
     ]
 
@@ -308,16 +308,20 @@ def _slots(dataset):
     workers = loader and loader._workers
     if not workers:
         return []
-    arena, ledger = workers._arena, workers._ledger
+    arena, in_flight = workers._arena, workers._in_flight
     arena._collect()
-    ready = [a.done for w in loader._walks() for a in w.ready.values()]
+    ready = [a.done for w in loader._epochs() for a in w.ready.values()]
     return [
         *arena._warm,
         *arena._cold,
-        *arena._lent,
-        *(sent.slot for sent in ledger._sent.values()),
-        *(sent.slot for sent in ledger._cancelled.values()),
-        *(s for limbo in ledger._limbo for s in limbo.slots.values()),
-        *(slot for w in workers._workers.values() for slot in w.kept_slots),
-        *(done._sent.slot for done in ready if hasattr(done, "_sent")),
+        *arena._leased,
+        *(sent.slot for sent in in_flight._tasks.values()),
+        *(sent.slot for sent in in_flight._cancelled.values()),
+        *(
+            s
+            for quarantine in in_flight._quarantines
+            for s in quarantine.slots.values()
+        ),
+        *(slot for w in workers._workers.values() for slot in w.retained_slots),
+        *(done._task.slot for done in ready if hasattr(done, "_task")),
     ]

@@ -2,7 +2,7 @@
 
 Figures are taken after a warm-up and at the end: descriptors, threads and
 mappings must be the same, and memory within a few megabytes, in the training
-process and in the nursery.
+process and in the fork server.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MEGABYTES = 8  # that the training process may have grown by
 NURSERY_MEGABYTES = 1
 # CPython and glibc map and unmap an arena now and then.
 MAPPINGS = 8
-# A nursery may be at a message, or a death, whose descriptors it then closes.
+# A fork server may be at a message, or a death, whose descriptors it then closes.
 # All here is done more often than this.
 DESCRIPTORS = 4
 
@@ -89,7 +89,9 @@ class Flat:
             ctypes.CDLL(None).malloc_trim(0)
         found = {"trainer": Figures.of(os.getpid(), "Rss:")}
         for child in psutil.Process().children():
-            found[f"nursery {child.pid}"] = Figures.of(child.pid, "Anonymous:")
+            found[f"fork server {child.pid}"] = Figures.of(
+                child.pid, "Anonymous:"
+            )
         return found
 
     def check(self):
@@ -102,7 +104,7 @@ class Flat:
             assert has.descriptors <= was.descriptors + DESCRIPTORS, told
             assert has.threads == was.threads, told
             assert has.mappings <= was.mappings + MAPPINGS, told
-            more = NURSERY_MEGABYTES if "nursery" in name else MEGABYTES
+            more = NURSERY_MEGABYTES if "forkserver" in name else MEGABYTES
             assert has.megabytes <= was.megabytes + more, told
 
 
@@ -276,7 +278,7 @@ def test_100_datasets_in_turn_leave_every_figure_as_it_was(place):
             assert numbers(dataset) == [0, 1, 2]
             del dataset
 
-    # A nursery of their own, or each would start one.
+    # A fork server of their own, or each would start one.
     with Numbered(length=3, **PLACES[place]) as keeper:
         list(keeper)
         use(10)
@@ -403,7 +405,7 @@ def test_slots_are_all_free_after_many_ends_of_epochs():
         list(dataset)
         gc.collect()
         arena = dataset._fastdata.loader._workers._arena
-        arena.put(arena.take())  # takes back what was dropped, too
+        arena.release(arena.take())  # takes back what was dropped, too
         size = os.fstat(arena.segment.fd).st_size
         free = {*arena._warm, *arena._cold}
         assert free == set(range(size // arena.segment.stride))

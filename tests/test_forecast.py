@@ -8,11 +8,11 @@ import math
 import pytest
 
 from keras_fastdata.health import forecast
-from keras_fastdata.health.forecast import Costs
+from keras_fastdata.health.forecast import BuildCosts
 
-COMPUTES = Costs(cpu_s=0.010, idle_s=0.0, second_idle_s=0.0, take_s=1e-4)
+COMPUTES = BuildCosts(cpu_s=0.010, idle_s=0.0, second_idle_s=0.0, take_s=1e-4)
 LOOPS = dataclasses.replace(COMPUTES, lock_s=0.010)  # in Python
-SLEEPS = Costs(cpu_s=1e-4, idle_s=0.1, second_idle_s=0.1, take_s=1e-4)
+SLEEPS = BuildCosts(cpu_s=1e-4, idle_s=0.1, second_idle_s=0.1, take_s=1e-4)
 
 
 def _advised(threads, processes, cores, inline_s=None, held=math.nan):
@@ -26,20 +26,20 @@ def _advised(threads, processes, cores, inline_s=None, held=math.nan):
 
 
 def test_a_worker_builds_one_batch_after_another():
-    costs = Costs(cpu_s=0.01, idle_s=0.03)
+    costs = BuildCosts(cpu_s=0.01, idle_s=0.03)
     for workers in (1, 2, 4):
         found = forecast.expected(costs, workers, cores=64)
         assert found == pytest.approx(workers / 0.04)
 
 
 def test_computing_is_limited_by_cores():
-    costs = Costs(cpu_s=0.01, idle_s=0.0)
+    costs = BuildCosts(cpu_s=0.01, idle_s=0.0)
     assert forecast.expected(costs, 8, cores=2) == pytest.approx(200)
     assert forecast.expected(costs, 8, cores=1.5) == pytest.approx(150)
 
 
 def test_taking_a_batch_needs_a_core_too():
-    costs = Costs(cpu_s=0.01, idle_s=0.0, take_s=0.01)
+    costs = BuildCosts(cpu_s=0.01, idle_s=0.0, take_s=0.01)
     assert forecast.expected(costs, 8, cores=2) == pytest.approx(100)
 
 
@@ -54,24 +54,24 @@ def test_threads_are_limited_by_the_lock():
 
 
 def test_transfer_is_done_by_one_process():
-    costs = Costs(cpu_s=0.01, idle_s=0.0, take_s=0.004)
+    costs = BuildCosts(cpu_s=0.01, idle_s=0.0, take_s=0.004)
     assert forecast.expected(costs, 16, cores=64) == pytest.approx(250)
 
 
 def test_what_one_worker_at_a_time_can_use_limits_all():
     # Each of two needs twice as long, because they take turns throughout.
-    costs = Costs(cpu_s=0.0, idle_s=0.1, second_idle_s=0.2)
+    costs = BuildCosts(cpu_s=0.0, idle_s=0.1, second_idle_s=0.2)
     assert costs.shared_s == pytest.approx(0.1)
     assert forecast.expected(costs, 16, cores=2) == pytest.approx(10)
     # They take turns for 0.08 s of 0.1: each needs 0.16 s.
-    costs = Costs(cpu_s=0.0, idle_s=0.1, second_idle_s=0.16)
+    costs = BuildCosts(cpu_s=0.0, idle_s=0.1, second_idle_s=0.16)
     assert costs.shared_s == pytest.approx(0.08)
 
 
 def test_a_little_longer_beside_another_is_no_limit():
-    costs = Costs(cpu_s=0.0, idle_s=0.1, second_idle_s=0.11)
+    costs = BuildCosts(cpu_s=0.0, idle_s=0.1, second_idle_s=0.11)
     assert costs.shared_s == 0
-    assert Costs(cpu_s=0.0, idle_s=0.1).shared_s == 0
+    assert BuildCosts(cpu_s=0.0, idle_s=0.1).shared_s == 0
 
 
 def test_the_lock_is_held_for_no_longer_than_a_build_computes():
@@ -82,7 +82,7 @@ def test_the_lock_is_held_for_no_longer_than_a_build_computes():
 
 
 def test_a_batch_that_costs_nothing_is_no_division_by_zero():
-    costs = Costs(cpu_s=0.0, idle_s=0.0)
+    costs = BuildCosts(cpu_s=0.0, idle_s=0.0)
     assert forecast.expected(costs, 1, cores=1) == math.inf
     assert costs.computing == 1
 
@@ -137,11 +137,11 @@ def test_without_processes_python_code_is_for_one_thread():
 
 
 def test_batches_that_cost_less_than_handing_over_are_built_inline():
-    costs = Costs(cpu_s=1e-5, idle_s=0.0, take_s=1e-4)
+    costs = BuildCosts(cpu_s=1e-5, idle_s=0.0, take_s=1e-4)
     assert _advised(costs, costs, cores=2) == (0, False)
 
 
 def test_a_disk_that_serves_one_at_a_time_needs_no_more_than_one_worker():
-    costs = Costs(cpu_s=1e-4, idle_s=0.1, second_idle_s=0.2)
+    costs = BuildCosts(cpu_s=1e-4, idle_s=0.1, second_idle_s=0.2)
     assert _advised(costs, costs, cores=4) == (1, False)
     assert "such as a disk" in forecast.advise(0.1, costs, costs, 4).reason

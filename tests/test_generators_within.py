@@ -20,8 +20,8 @@ from keras_fastdata import (
     LoaderError,
     accelerate,
 )
-from keras_fastdata.engine import build
-from keras_fastdata.engine.generators import Search
+from keras_fastdata.building import build
+from keras_fastdata.building.held_generators import Search
 
 
 def _epochs(dataset, count=2):
@@ -131,7 +131,7 @@ def test_auto_is_told_of_them_before_it_tries_threads(dataset):
 
     class Observer:
         observes = True
-        drew = staticmethod(told.append)
+        on_global_rng = staticmethod(told.append)
 
     builder = build.Builder(lambda: dataset, 1, observer=Observer())
     builder.build(0, 0, 0)
@@ -165,7 +165,7 @@ def test_a_build_looks_for_generators_once_where_there_are_none(monkeypatch):
             searched.append(dataset)
             super().__init__(dataset)
 
-    monkeypatch.setattr(build.generators, "Search", Counts)
+    monkeypatch.setattr(build.held_generators, "Search", Counts)
     dataset = Holds([1], lambda thing, _: len(thing))
     builder = build.Builder(lambda: dataset, 1, private=True)
     for index in range(5):

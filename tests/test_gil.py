@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from keras_fastdata.health.gil import GilProbe
-from keras_fastdata.health.recorder import Recorder
+from keras_fastdata.metrics.gil import GilProbe
+from keras_fastdata.metrics.recorder import Recorder
 
 pytestmark = pytest.mark.alone  # else the cores are full
 
@@ -66,7 +66,7 @@ def test_without_a_look_nothing_is_known(probe):
 
 
 def test_it_ends_when_no_batch_comes_any_more(probe, monkeypatch):
-    monkeypatch.setattr("keras_fastdata.health.gil._IDLE_S", 0.1)
+    monkeypatch.setattr("keras_fastdata.metrics.gil._IDLE_S", 0.1)
     probe.watch()
     thread = probe._thread
     thread.join(10)

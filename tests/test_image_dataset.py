@@ -289,7 +289,7 @@ def test_images_that_are_not_resized_share_no_memory(
     paths = [tmp_path / f"{number}.jpg" for number in range(2)]
     for path, colour in zip(paths, ("white", "black"), strict=True):
         Image.new("RGB", (64, 48), colour).save(path)
-    form = decoding.Form((48, 64), "rgb", "bilinear", False, False)
+    form = decoding.ImageSpec((48, 64), "rgb", "bilinear", False, False)
     white, black = (decoding.read(str(path), form) for path in paths)
     assert (white == 255).all()
     assert (black == 0).all()

@@ -8,7 +8,7 @@ import signal
 import pytest
 from samples import Numbered
 
-from keras_fastdata.workers.interrupts import Uninterrupted
+from keras_fastdata.workers.signals import DeferredSignals
 
 
 class Late(Exception):
@@ -28,14 +28,14 @@ def handlers():
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("inner", [contextlib.nullcontext, Uninterrupted])
+@pytest.mark.parametrize("inner", [contextlib.nullcontext, DeferredSignals])
 def test_a_handler_that_raises_does_so_at_the_end_of_the_outer_block(
     handlers, inner
 ):
     steps = []
 
     def run():
-        with Uninterrupted():
+        with DeferredSignals():
             with inner():
                 signal.raise_signal(signal.SIGUSR1)
             steps.append("went on")
@@ -50,7 +50,7 @@ def test_none_of_several_signals_is_lost(handlers):
     met = []
     for number in handlers:
         signal.signal(number, lambda number, _: met.append(number))
-    with Uninterrupted():
+    with DeferredSignals():
         for number in handlers:
             signal.raise_signal(number)
         assert met == []
@@ -59,7 +59,7 @@ def test_none_of_several_signals_is_lost(handlers):
 
 def test_without_a_handler_nothing_is_changed():
     before = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    with Uninterrupted():
+    with DeferredSignals():
         assert signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN
     signal.signal(signal.SIGUSR2, before)
 

@@ -16,8 +16,9 @@ import pytest
 from samples import Numbered, numbers
 
 from keras_fastdata import FastPyDataset, LoaderError
-from keras_fastdata.workers import child, launch, stack
-from keras_fastdata.workers import process as worker_processes
+from keras_fastdata.workers import stack_dump
+from keras_fastdata.workers.process import launchers, worker_main
+from keras_fastdata.workers.process import pool as worker_processes
 
 PROCESSES = {"workers": 2, "use_multiprocessing": True}
 
@@ -145,10 +146,10 @@ def test_a_worker_whose_dataset_does_not_import_keras_does_not_either():
 def test_a_worker_holds_at_most_60_mb_of_its_own():
     with Numbered(length=100, **PROCESSES) as dataset:
         list(dataset)
-        (nursery,) = psutil.Process().children()
-        workers = nursery.children()
+        (forkserver,) = psutil.Process().children()
+        workers = forkserver.children()
         assert len(workers) == 2
-        for process in (nursery, *workers):
+        for process in (forkserver, *workers):
             assert process.memory_full_info().uss < 60e6
 
 
@@ -207,7 +208,7 @@ def test_a_worker_sees_the_trainers_place(tmp_path, monkeypatch):
             return os.getcwd(), os.environ.get("SET_LATE"), sys.argv
 
     with Numbered(**PROCESSES) as other:
-        list(other)  # the nursery runs before what follows
+        list(other)  # the fork server runs before what follows
         monkeypatch.chdir(tmp_path)
         monkeypatch.setenv("SET_LATE", "yes")
         with Where(**PROCESSES) as dataset:
@@ -225,7 +226,7 @@ def test_the_first_batch_comes_soon():
         assert time.perf_counter() - began < 20
 
 
-def test_two_loaders_share_a_nursery_and_the_last_ends_it():
+def test_two_loaders_share_a_forkserver_and_the_last_ends_it():
     one, other = Numbered(**PROCESSES), Numbered(**PROCESSES)
     list(one), list(other)
     assert len(psutil.Process().children()) == 1
@@ -297,7 +298,7 @@ def test_close_does_not_wait_for_a_process_that_the_user_forked():
         os._exit(0)
     began = time.perf_counter()
     dataset.close()
-    # It would wait for the nursery's end until its patience is over (5 s).
+    # It would wait for the fork server's end until its patience is over (5 s).
     assert time.perf_counter() - began < 4
     os.close(write)
     os.close(read)
@@ -396,16 +397,16 @@ def test_the_hash_seed_of_workers_is_the_trainers_if_it_was_given(
         monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     else:
         monkeypatch.setenv("PYTHONHASHSEED", given)
-    seed = launch.hash_seed.__wrapped__()["PYTHONHASHSEED"]
+    seed = launchers.hash_seed.__wrapped__()["PYTHONHASHSEED"]
     assert seed == ("7" if given == "7" else "0")
 
 
 def test_the_umask_is_known_without_proc_too(monkeypatch):
     before = os.umask(0o027)
     try:
-        assert child._umask() == 0o027
-        monkeypatch.setattr(stack, "status_of", lambda pid: {})
-        assert child._umask() == 0o027
+        assert worker_main._umask() == 0o027
+        monkeypatch.setattr(stack_dump, "status_of", lambda pid: {})
+        assert worker_main._umask() == 0o027
         assert os.umask(0o027) == 0o027
     finally:
         os.umask(before)
@@ -433,7 +434,10 @@ def test_workers_that_are_started_later_have_the_rights_of_the_trainer_then():
         try:
             assert groups(after) == {65534}
             for process in psutil.Process().children(recursive=True):
-                if process.pid in before._fastdata.loader.staff().pids.values():
+                if (
+                    process.pid
+                    in before._fastdata.loader.pool_stats().pids.values()
+                ):
                     process.kill()
             assert groups(before) == {65534}
         finally:
@@ -466,7 +470,7 @@ def test_a_worker_that_may_not_be_killed_is_left_behind_by_name(
         next(iter(dataset))
         while not begun.exists():
             time.sleep(0.01)
-        (pid,) = dataset._fastdata.loader.staff().pids.values()
+        (pid,) = dataset._fastdata.loader.pool_stats().pids.values()
         monkeypatch.setattr(signal, "pidfd_send_signal", refuse)
     (told,) = [r.getMessage() for r in caplog.records]
     assert told.startswith(f"Worker 0 (pid {pid}) of Stuck does not end")

@@ -34,7 +34,7 @@ from limit_runs import (
 from samples import Numbered
 from trainers.harness import START_METHODS
 
-from keras_fastdata.workers import process
+from keras_fastdata.workers.process import pool
 
 PROCESSES = {"workers": 2, "use_multiprocessing": True}
 METHODS = ["forkserver", "spawn", "fork"]
@@ -87,7 +87,7 @@ OF_FILE_SIZE = "file size", "ulimit -f"
 def under_another_user():
     """Workers from before and after this process gave up its rights."""
     told, nobody = [], 65534
-    process._GRACE_S = 0.3
+    pool._GRACE_S = 0.3
     logger = logging.getLogger("keras_fastdata")
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())
@@ -259,8 +259,8 @@ def test_descriptors_that_run_out_amid_training_are_named_when(
     assert after == WORKED
 
 
-def with_a_nursery_of_few():
-    """Forty workers of a nursery that was started under a limit."""
+def with_a_forkserver_of_few():
+    """Forty workers of a fork server that was started under a limit."""
     limit("NOFILE", 40)
     first = Numbered(length=4, **PROCESSES)
     outcomes = [attempt(first)]
@@ -274,8 +274,8 @@ def with_a_nursery_of_few():
     return outcomes
 
 
-def test_a_nursery_without_descriptors_is_named_and_harms_no_other(trainers):
-    run = trainers.run(with_a_nursery_of_few)
+def test_a_forkserver_without_descriptors_is_named_and_harms_no_other(trainers):
+    run = trainers.run(with_a_forkserver_of_few)
     first, second, again, afresh = run.check()
     assert first == again == afresh == WORKED
     assert _says(second, *OF_FILES), second

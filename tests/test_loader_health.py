@@ -895,8 +895,9 @@ def test_a_fit_that_was_broken_off_leaves_no_workers_at_rest(monkeypatch):
         monkeypatch.setattr(
             Loader,
             "deliver",
-            lambda self, walk, data, quietly=False: (
-                quiet.append(quietly) or deliver(self, walk, data, quietly)
+            lambda self, walk, data, pause_after=False: (
+                quiet.append(pause_after)
+                or deliver(self, walk, data, pause_after)
             ),
         )
         model.fit(dataset, verbose=0)

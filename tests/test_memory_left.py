@@ -15,7 +15,7 @@ import pytest
 from samples import Deadly
 
 from keras_fastdata import WorkerDiedError
-from keras_fastdata.health import cgroup, memory
+from keras_fastdata.metrics import cgroup, ram
 
 GIB = 1 << 30
 JOB = "/sys/fs/cgroup/job"
@@ -47,7 +47,7 @@ def memory_now(monkeypatch):
             return io.StringIO(files[path])
 
         monkeypatch.setattr(cgroup, "open", fake_open, raising=False)
-        return memory.left_now()
+        return ram.left_now()
 
     return ask
 
@@ -182,7 +182,7 @@ def test_files_that_cannot_be_read_cost_what_is_in_them(memory_now):
     not os.path.exists("/proc/meminfo"), reason="the kernel has no /proc"
 )
 def test_this_machine_has_memory():
-    assert FIGURES.match(memory.left_now())
+    assert FIGURES.match(ram.left_now())
 
 
 def test_a_worker_that_was_killed_is_reported_with_figures(tmp_path):
@@ -293,9 +293,9 @@ def test_a_worker_that_takes_too_much_is_killed_and_the_trainer_told(
 def test_nothing_left_is_not_taken_for_nobody_tells(memory_now):
     own = {"/proc/self/cgroup": "0::/job\n"}
     memory_now({**MEMINFO, **own, **_v2(JOB, 2 * GIB, 2 * GIB)})
-    assert memory.free() == 0
+    assert ram.free() == 0
     memory_now({})
-    assert memory.free() is None
+    assert ram.free() is None
 
 
 def test_files_that_need_not_lie_in_memory_take_none(memory_now):
@@ -308,4 +308,4 @@ def test_files_that_need_not_lie_in_memory_take_none(memory_now):
         }
     )
     assert "uses 5.0 of the 8.0 GiB" in text
-    assert memory.free() == 3 * GIB
+    assert ram.free() == 3 * GIB

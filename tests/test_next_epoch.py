@@ -14,7 +14,7 @@ import pytest
 from next_epoch_samples import TIMEOUT_S, Hooked, Noted
 
 from keras_fastdata._dataset_internals import loader_of
-from keras_fastdata.engine.passes import open_pass
+from keras_fastdata.engine.batch_iterator import iterate
 
 PLACES = {
     "threads": {"workers": 2},
@@ -113,7 +113,7 @@ def test_what_keras_fetches_ahead_to_build_a_model_is_not_built_again(
 ):
     # On JAX on an accelerator: two batches, which it gives back.
     with Noted(tmp_path, **PLACES_AND_INLINE[place]) as dataset:
-        opened = open_pass(loader_of(dataset), dataset, False)
+        opened = iterate(loader_of(dataset), dataset, False)
         opened.remember_first()
         opened.fetch()
         opened.fetch()
@@ -184,12 +184,12 @@ def test_a_dataset_walked_through_between_epochs_keeps_its_count(
     dataset = Noted(tmp_path, seed=1, **PLACES[place])
     walked = []
 
-    class Walk(keras.callbacks.Callback):
+    class Epoch(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
             walked.append([int(y[0, 1]) for _, y in dataset])
 
     with dataset:
-        given = fitted(dataset, callbacks=[Walk()])
+        given = fitted(dataset, callbacks=[Epoch()])
     assert [row[:2] for row in given] == [
         (2 * epoch, index) for epoch, index in every(3)
     ]
@@ -206,7 +206,7 @@ def test_no_more_than_max_queue_size_batches_wait_across_epochs(
     class Count(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
             most.append(
-                sum(w.ahead for w in dataset._fastdata.loader._walks()[:1])
+                sum(w.ahead for w in dataset._fastdata.loader._epochs()[:1])
             )
 
     with dataset:
@@ -242,8 +242,8 @@ def test_an_exception_in_a_batch_built_ahead_comes_in_its_own_epoch(
 
 def led_on(dataset, batches):
     """A pass that knows of another, after so many batches; and its batches."""
-    first = open_pass(loader_of(dataset), dataset, False)
-    first.lead_on(True)
+    first = iterate(loader_of(dataset), dataset, False)
+    first.prefetch_next(True)
     return first, [next(first) for _ in range(batches)]
 
 
@@ -260,7 +260,7 @@ def test_another_length_is_noticed_although_batches_were_built_ahead(
         first, _ = led_on(dataset, 4)
         dataset.wait_for((1, 0))
         lengths.append(2)
-        assert len(list(first.open_following())) == 2
+        assert len(list(first.iterate_next())) == 2
 
 
 def test_a_length_is_asked_for_once_an_epoch(tmp_path):
@@ -277,7 +277,7 @@ def test_a_length_is_asked_for_once_an_epoch(tmp_path):
         first, _ = led_on(dataset, 6)
         dataset.wait_for((1, 0))
         assert len(asked) == 1
-        assert len(list(first.open_following())) == 6
+        assert len(list(first.iterate_next())) == 6
 
 
 @everywhere
@@ -291,8 +291,8 @@ def test_a_pass_that_nobody_goes_on_with_leaves_nothing_and_others_lead_on(
         del first
         second, _ = led_on(dataset, 6)
         loader = loader_of(dataset)
-        assert [walk.epoch for walk in loader._walks()] == [1, 2]
-        third = second.open_following()
+        assert [walk.number for walk in loader._epochs()] == [1, 2]
+        third = second.iterate_next()
         dataset.wait_for((2, 2))
         assert [int(y[0, 1]) for _, y in third] == [2] * 6
         assert loader.epoch == 3
@@ -303,14 +303,14 @@ def test_where_passes_take_turns_none_leads_on(place, tmp_path):
     dataset = Noted(tmp_path, max_queue_size=3, **PLACES[place])
     with dataset:
         opened, _ = led_on(dataset, 6)
-        assert opened._walk.following is not None
+        assert opened._epoch.next_epoch is not None
         for epoch in range(1, 4):
             assert len(list(dataset)) == 6  # a validation, say
-            opened = opened.open_following()
-            opened.lead_on(True)
+            opened = opened.iterate_next()
+            opened.prefetch_next(True)
             found = [int(y[0, 1]) for _, y in opened]
             assert found == [2 * epoch] * 6
-            assert opened._walk.following is None
+            assert opened._epoch.next_epoch is None
 
 
 def test_a_batch_that_was_lost_ahead_is_built_again_in_its_own_epoch(tmp_path):
@@ -331,12 +331,12 @@ def test_a_batch_that_was_lost_ahead_is_built_again_in_its_own_epoch(tmp_path):
     with dataset:
         first, _ = led_on(dataset, 5)
         deadline = time.monotonic() + TIMEOUT_S
-        following = first._walk.following
-        while not any(a.done.is_lost for a in following.ready.values()):
+        next_epoch = first._epoch.next_epoch
+        while not any(a.done.is_lost for a in next_epoch.ready.values()):
             assert time.monotonic() < deadline
             time.sleep(0.01)
             loader = loader_of(dataset)
-            loader._tickets.take_in(loader._workers)
+            loader._prefetcher.drain_results(loader._workers)
         next(first)
-        found = [int(y[0, 0]) for _, y in first.open_following()]
+        found = [int(y[0, 0]) for _, y in first.iterate_next()]
         assert found == list(range(6))

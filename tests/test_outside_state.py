@@ -15,8 +15,8 @@ import pytest
 from outside_samples import Frameworks, Referring
 from PIL import Image, ImageFile
 
+from keras_fastdata.building.modules import is_users
 from keras_fastdata.engine.fingerprint import _is_installed
-from keras_fastdata.engine.modules import is_users
 from keras_fastdata.engine.outside_state import OutsideState
 
 PROCESSES = {"workers": 2, "use_multiprocessing": True}

@@ -266,7 +266,7 @@ def test_an_exit_handler_that_comes_too_late_is_told_so():
     with Numbered(workers=1, use_multiprocessing=True) as dataset:
         batches = iter(dataset)
         next(batches)
-        dataset._fastdata.loader._leave.is_asked = True
+        dataset._fastdata.loader._shutdown.is_asked = True
         with pytest.raises(LoaderError, match="this `atexit` handler"):
             next(batches)
 
@@ -281,7 +281,7 @@ def test_an_exit_handler_that_comes_too_late_is_told_so():
         "has a daemon thread that iterates",
     ],
 )
-def test_nothing_is_left_without_a_nursery_either(end, start_method, zygote):
+def test_nothing_is_left_without_a_forkserver_either(end, start_method, zygote):
     script, status, last_words = ENDS[end]
     data = f"data = {endless(start_method)}\n"
     with Trainer(zygote, data + script) as trainer:

@@ -7,7 +7,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from keras_fastdata.engine.permutation import STORED, Permutation
+from keras_fastdata.building.permutation import STORED, Permutation
 from keras_fastdata.engine.schedule import plan_epoch
 
 LARGE = 3_000_001

@@ -242,10 +242,10 @@ def test_an_epoch_under_way_goes_on():
     with Opening(workers=2, use_multiprocessing=True) as dataset:
         walk = iter(dataset)
         next(walk)
-        pids = dataset._fastdata.loader.staff().pids
+        pids = dataset._fastdata.loader.pool_stats().pids
         profile(dataset, batches=3, seconds=1)
         assert len(list(walk)) == 3
-        assert dataset._fastdata.loader.staff().pids == pids
+        assert dataset._fastdata.loader.pool_stats().pids == pids
 
 
 def test_an_error_of_the_dataset_arrives_and_leaves_it_as_it_was():

@@ -36,7 +36,7 @@ from keras_fastdata import (
 
 ray = pytest.importorskip("ray", reason="Ray is not installed")
 
-from keras_fastdata.workers.store import InStore, in_store  # noqa: E402
+from keras_fastdata.workers.ray.object_store import StoreUsage, store_usage  # noqa: E402
 
 _STORE = 120 * 2**20
 _WAIT_S = 120
@@ -240,7 +240,7 @@ def test_batches_that_are_pickled_at_the_second_try_keep_their_arrays():
 
 @pytest.mark.long
 def test_workers_are_on_every_node():
-    with _on_ray(ray_samples.Place, workers=6, length=60) as dataset:
+    with _on_ray(ray_samples.WorkerLocation, workers=6, length=60) as dataset:
         _make_ready(dataset)
         batches = list(dataset)
         places = _workers_of(dataset)
@@ -325,14 +325,18 @@ def test_batches_that_the_store_has_no_room_for_are_not_asked_for():
         slowly = []
         for batch in dataset:
             workers = dataset._fastdata.loader._workers
-            taken = workers.staff().shared_nbytes
+            taken = workers.pool_stats().shared_nbytes
             assert taken <= workers._store // 2 + nbytes
             slowly.append(float(batch[0][0, 0]))
             if len(slowly) < 10:
                 time.sleep(0.1)
         del batch
         held = list(dataset)
-        assert 0 < workers.staff().shared_nbytes <= workers._store // 4 + nbytes
+        assert (
+            0
+            < workers.pool_stats().shared_nbytes
+            <= workers._store // 4 + nbytes
+        )
     local = {"workers": 2, "use_multiprocessing": True}
     with Drawn(length=40, size=nbytes // 16, **local) as dataset:
         assert slowly == [float(batch[0][0, 0]) for batch in dataset]
@@ -343,18 +347,18 @@ def test_batches_that_the_store_has_no_room_for_are_not_asked_for():
 
 
 def test_an_answer_takes_memory_until_its_last_array_dies():
-    store = InStore()
+    store = StoreUsage()
     arrays = [np.zeros(100, "uint8"), np.ones(50, "uint8")]
-    one, other = store.lend(arrays, 150)
+    one, other = store.lease(arrays, 150)
     view = other[10:20]
     store.wait(7)
-    assert (store.lent, store.nbytes) == (150, 157)
+    assert (store.leased, store.nbytes) == (150, 157)
     del one, other
-    assert store.lent == 150
+    assert store.leased == 150
     assert view.tolist() == [1] * 10
     del view
     store.wait(-7)
-    assert (store.lent, store.nbytes) == (0, 0)
+    assert (store.leased, store.nbytes) == (0, 0)
 
 
 # -- what workers are told, and tell -----------------------------------------
@@ -552,7 +556,7 @@ def test_a_node_that_ends_in_mid_epoch_changes_no_byte(
             pids = lost()
             nodes.remove_node(node, allow_graceful=graceful)
             _wait_for(lambda: not any(map(psutil.pid_exists, pids)))
-        losses = dataset._fastdata.loader._workers.staff().losses
+        losses = dataset._fastdata.loader._workers.pool_stats().losses
     assert {loss.pid for loss in losses} >= set(pids)
     texts = [r.getMessage() for r in caplog.records]
     assert len(texts) == len(losses)
@@ -857,7 +861,7 @@ def test_a_cluster_is_joined_by_its_address(nodes):
             _equal(list(dataset), _here())
             assert ray.is_initialized()
         # Views of it that tests before have left somewhere keep it.
-        assert not ray.is_initialized() or in_store.lent
+        assert not ray.is_initialized() or store_usage.leased
     finally:
         if not ray.is_initialized():
             ray.init(address=nodes.address, logging_level="ERROR")

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keras_fastdata.health import recorder
-from keras_fastdata.health.quantiles import Distribution
-from keras_fastdata.health.recorder import Recorder, Skipped, Span
+from keras_fastdata.metrics import recorder
+from keras_fastdata.metrics.quantiles import Distribution
+from keras_fastdata.metrics.recorder import Recorder, Skipped, Span
 
 MEGABYTE = 1_000_000
 
@@ -83,21 +83,21 @@ def test_sums_are_those_of_the_batches():
     heard.add(span(1000, build_s=3.0, retries=1), 2.0)
     heard.add_hook(0.25)
     heard.flush()
-    tally = heard.tally
-    assert heard.batches == tally.batches == 1001
+    batch_stats = heard.batch_stats
+    assert heard.batches == batch_stats.batches == 1001
     assert heard.waited_s == 2.75
-    assert tally.wait_s == 2.5
-    assert tally.hook_s == 0.25
-    assert tally.first_wait_s == 0.5
-    assert (tally.retried, tally.retried_wait_s) == (1, 2.0)
-    assert tally.nbytes == 1_001_000
-    assert tally.build_s == pytest.approx(13.0)
-    assert tally.cpu_s == pytest.approx(6.5)
-    assert tally.store_s == pytest.approx(1.001)
-    assert tally.open_s == pytest.approx(1.001)
-    assert tally.slowest[0].batch == 1000
-    assert tally.slowest[0].waited_s == 2.0
-    assert tally.build.quantile(0.5) == pytest.approx(0.01, rel=0.011)
+    assert batch_stats.wait_s == 2.5
+    assert batch_stats.hook_s == 0.25
+    assert batch_stats.first_wait_s == 0.5
+    assert (batch_stats.retried, batch_stats.retried_wait_s) == (1, 2.0)
+    assert batch_stats.nbytes == 1_001_000
+    assert batch_stats.build_s == pytest.approx(13.0)
+    assert batch_stats.cpu_s == pytest.approx(6.5)
+    assert batch_stats.store_s == pytest.approx(1.001)
+    assert batch_stats.open_s == pytest.approx(1.001)
+    assert batch_stats.slowest[0].batch == 1000
+    assert batch_stats.slowest[0].waited_s == 2.0
+    assert batch_stats.build.quantile(0.5) == pytest.approx(0.01, rel=0.011)
 
 
 def test_a_new_stretch_begins_with_sums_of_its_own():
@@ -106,8 +106,8 @@ def test_a_new_stretch_begins_with_sums_of_its_own():
     heard.begin()
     heard.add(span(7), 0.0)
     heard.flush()
-    assert heard.tally.batches == 1
-    assert heard.tally.wait_s == 0
+    assert heard.batch_stats.batches == 1
+    assert heard.batch_stats.wait_s == 0
     assert heard.batches == 2
 
 
@@ -116,7 +116,7 @@ def test_a_batch_that_was_not_timed_is_counted_and_waited_for():
     heard.add(None, 0.5)
     heard.flush()
     assert (heard.batches, heard.waited_s) == (1, 0.5)
-    assert heard.tally.batches == 0
+    assert heard.batch_stats.batches == 0
 
 
 def test_a_batch_stands_for_those_beside_it_that_were_not_looked_at():
@@ -125,19 +125,19 @@ def test_a_batch_stands_for_those_beside_it_that_were_not_looked_at():
     for one in (short, None, None, long, None, short, None):
         heard.add(one, 0.25)
     heard.flush()
-    tally = heard.tally
-    assert tally.batches == 7
-    assert tally.wait_s == 7 * 0.25
-    assert tally.nbytes == 7000
+    batch_stats = heard.batch_stats
+    assert batch_stats.batches == 7
+    assert batch_stats.wait_s == 7 * 0.25
+    assert batch_stats.nbytes == 7000
     # The long one is the only one of its kind.
-    assert tally.build_s == pytest.approx(6 * 0.01 + 0.5)
-    assert tally.build.count == tally.wait.count == 7
-    assert tally.slowest[0].batch == 1
+    assert batch_stats.build_s == pytest.approx(6 * 0.01 + 0.5)
+    assert batch_stats.build.count == batch_stats.wait.count == 7
+    assert batch_stats.slowest[0].batch == 1
     heard.begin()
     heard.add(long, 0.0)
     heard.add(None, 0.0)
     heard.flush()
-    assert heard.tally.batches == 2
+    assert heard.batch_stats.batches == 2
 
 
 @given(st.lists(st.sampled_from("sl-"), max_size=60), st.integers(1, 7))
@@ -148,8 +148,8 @@ def test_every_batch_is_stood_for_once(kinds, block):
         for kind in ["s", *kinds]:
             heard.add({"s": span(), "l": span(0, 0.5)}.get(kind), 0.0)
         heard.flush()
-    assert heard.tally.batches == 1 + len(kinds)
-    assert heard.tally.build.count == 1 + len(kinds)
+    assert heard.batch_stats.batches == 1 + len(kinds)
+    assert heard.batch_stats.build.count == 1 + len(kinds)
 
 
 def test_the_depth_counts_batches_that_were_not_looked_at():
@@ -201,7 +201,7 @@ def test_a_million_batches_take_at_most_ten_megabytes(count):
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert heard.tally.batches == count
+    assert heard.batch_stats.batches == count
     assert peak < 10 * MEGABYTE
 
 
@@ -219,54 +219,54 @@ def test_of_many_skipped_batches_the_latest_thousand_are_kept():
 def test_a_recorder_hears_of_its_own_thread_until_it_leaves():
     heard = Recorder()
     here = threading.get_ident()
-    recorder.listen(heard)
-    assert recorder.of(here) is heard
-    assert recorder.of(here + 1) is None
-    recorder.leave(Recorder())
-    assert recorder.of(here) is heard
-    recorder.leave(heard)
-    recorder.leave(heard)
-    assert recorder.of(here) is None
+    recorder.attach(heard)
+    assert recorder.current_for(here) is heard
+    assert recorder.current_for(here + 1) is None
+    recorder.detach(Recorder())
+    assert recorder.current_for(here) is heard
+    recorder.detach(heard)
+    recorder.detach(heard)
+    assert recorder.current_for(here) is None
 
 
 def test_the_later_of_two_recorders_hears_until_it_leaves():
     here = threading.get_ident()
     first, second = Recorder(), Recorder()
-    recorder.listen(first)
-    recorder.listen(second)
-    assert recorder.of(here) is second
-    recorder.leave(first)
-    assert recorder.of(here) is second
-    recorder.listen(first)
-    recorder.leave(first)
-    recorder.leave(second)
-    assert recorder.of(here) is None
+    recorder.attach(first)
+    recorder.attach(second)
+    assert recorder.current_for(here) is second
+    recorder.detach(first)
+    assert recorder.current_for(here) is second
+    recorder.attach(first)
+    recorder.detach(first)
+    recorder.detach(second)
+    assert recorder.current_for(here) is None
 
 
 def test_batches_of_which_none_was_looked_at_are_like_the_last_before():
     heard = Recorder(interval_s=1.0)
     heard.add(span(), 0.5)
     heard.flush()
-    build_s = heard.tally.build_s
+    build_s = heard.batch_stats.build_s
     heard.begin()
     for _ in range(3):
         heard.add(None, 0.25)
     heard.flush()
-    assert heard.tally.batches == 3
-    assert heard.tally.build_s == pytest.approx(3 * build_s)
-    assert heard.tally.wait_s == 0.75
+    assert heard.batch_stats.batches == 3
+    assert heard.batch_stats.build_s == pytest.approx(3 * build_s)
+    assert heard.batch_stats.wait_s == 0.75
     heard.begin()
     heard.flush()
-    assert heard.tally.batches == 0
+    assert heard.batch_stats.batches == 0
 
 
 def test_a_recorder_that_is_gone_hears_of_nothing():
     heard = Recorder()
-    recorder.listen(heard)
+    recorder.attach(heard)
     del heard
     gc.collect()
-    assert recorder.of(threading.get_ident()) is None
-    recorder.leave(Recorder())
+    assert recorder.current_for(threading.get_ident()) is None
+    recorder.detach(Recorder())
 
 
 def test_the_depth_counts_batches_that_lay_ready_when_one_was_asked_for():
@@ -283,4 +283,4 @@ def test_the_depth_counts_batches_that_lay_ready_when_one_was_asked_for():
     depth = heard.spans()[:, Span._fields.index("depth")]
     # The first was waited for, with the second in the queue already.
     assert depth.tolist() == [1, 2, 1, 1]
-    assert heard.tally.depth == 5
+    assert heard.batch_stats.depth == 5

@@ -14,9 +14,9 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from keras_fastdata.memory.arena import Arena
-from keras_fastdata.workers.base import Ticket
-from keras_fastdata.workers.ledger import Ledger
-from keras_fastdata.workers.recovery import losses_of
+from keras_fastdata.workers.base import BatchRequest
+from keras_fastdata.workers.process.in_flight import InFlight
+from keras_fastdata.workers.process.recovery import losses_of
 
 WORKERS = 3
 
@@ -73,9 +73,9 @@ class World:
         while self.results:
             self.forget(self.results.popleft())
 
-    def forget(self, ticket):
-        self.sent.discard(ticket)
-        self.cancelled.discard(ticket)
+    def forget(self, request):
+        self.sent.discard(request)
+        self.cancelled.discard(request)
 
     def advance(self, index):
         """One step of one worker, if it lives and can take it."""
@@ -102,7 +102,7 @@ class World:
 
     # -- the burial ----------------------------------------------------------
 
-    def bury(self, index, meanwhile):
+    def on_exit(self, index, meanwhile):
         """Accounts for a dead worker; the living go on `meanwhile`.
 
         Args:
@@ -119,26 +119,26 @@ class World:
         self.queue.clear()
         for other in after_queue:
             self.advance(other)
-        noted = {}
+        heartbeat = {}
         for other, worker in enumerate(self.workers):
             if other != index:
-                noted[other] = worker.note
+                heartbeat[other] = worker.note
                 if between_notes:
                     self.advance(between_notes.pop())
         outstanding = self.sent | self.cancelled
-        losses = losses_of(outstanding, queued, dead.note, noted)
-        self.check(losses, outstanding, queued, dead, noted)
+        losses = losses_of(outstanding, queued, dead.note, heartbeat)
+        self.check(losses, outstanding, queued, dead, heartbeat)
         self.workers[index] = Worker()
         self.queue.extend(queued)
         lost = {*losses.unclaimed, losses.suspect} - {None}
-        for ticket in lost:
-            again = ticket in self.sent
-            self.forget(ticket)
+        for request in lost:
+            again = request in self.sent
+            self.forget(request)
             if again:
                 self.submit()
         return losses
 
-    def check(self, losses, outstanding, queued, dead, noted):
+    def check(self, losses, outstanding, queued, dead, heartbeat):
         building = dead.step is Step.NOTED and dead.hand in outstanding
         assert losses.suspect == (dead.hand if building else None)
 
@@ -147,7 +147,7 @@ class World:
         assert losses.suspect not in losses.unclaimed
         assert declared <= outstanding
         assert not declared & set(queued)
-        assert not declared & set(noted.values())
+        assert not declared & set(heartbeat.values())
 
         if dead.step in (Step.TAKEN, Step.NOTED) and dead.hand in outstanding:
             assert dead.hand in declared
@@ -166,7 +166,7 @@ _EVENTS = st.one_of(
     st.tuples(st.just("receive")),
     st.tuples(st.just("cancel"), st.integers(0, 9)),
     st.tuples(st.just("kill"), _SOME_WORKER),
-    st.tuples(st.just("bury"), _MEANWHILE),
+    st.tuples(st.just("on_exit"), _MEANWHILE),
     st.tuples(st.just("lose"), _SOME_WORKER, _MEANWHILE),
 )
 _HISTORIES = st.lists(_EVENTS, min_size=10, max_size=40)
@@ -183,7 +183,7 @@ def _play(history):
             case "advance":
                 for index in details[0]:
                     world.advance(index)
-            case "bury":
+            case "on_exit":
                 _bury_one(world, details[0])
             case "lose":
                 world.kill(details[0])
@@ -196,7 +196,7 @@ def _play(history):
 def _bury_one(world, meanwhile):
     dead = [i for i, w in enumerate(world.workers) if not w.alive]
     if dead:
-        losses = world.bury(dead[0], [list(steps) for steps in meanwhile])
+        losses = world.on_exit(dead[0], [list(steps) for steps in meanwhile])
         event(f"suspect: {losses.suspect is not None}")
         event(f"unclaimed: {min(len(losses.unclaimed), 2)}")
 
@@ -209,11 +209,11 @@ def test_a_death_costs_what_the_dead_had_and_nothing_that_others_have(history):
 
 @settings(max_examples=300, deadline=None)
 @given(_HISTORIES)
-def test_after_all_burials_every_ticket_is_built_or_on_its_way(history):
+def test_after_all_burials_every_request_is_built_or_on_its_way(history):
     world = _play(history)
     for index, worker in enumerate(world.workers):
         if not worker.alive:
-            world.bury(index, ([], [], []))
+            world.on_exit(index, ([], [], []))
     for _ in range(5 * (world.serials + 1)):
         for index in range(WORKERS):
             world.advance(index)
@@ -222,23 +222,27 @@ def test_after_all_burials_every_ticket_is_built_or_on_its_way(history):
     assert not world.cancelled
 
 
-def test_a_ticket_that_a_death_cost_has_a_slot_although_all_are_in_use():
+def test_a_request_that_a_death_cost_has_a_slot_although_all_are_in_use():
     arena = Arena(warm_slots=1, hold_limit=1)
     try:
-        ledger = Ledger(arena, spare=2)
-        serial = 0
-        while ledger.enter(Ticket(serial + 1, epoch=0, index=serial)):
-            serial += 1
-        wires = []
-        ledger.send(lambda wire, sent: not wires.append(wire))
+        in_flight = InFlight(arena, spare=2)
+        request_id = 0
+        while in_flight.enter(
+            BatchRequest(request_id + 1, epoch=0, index=request_id)
+        ):
+            request_id += 1
+        task_ids = []
+        in_flight.send(lambda task_id, sent: not task_ids.append(task_id))
         # Two were received and never noted: by the dead worker and by another.
-        suspect = ledger.recover(
-            0, ledger.take_back(wires[2:]), 0, {1: 0}, ended=True
+        suspect = in_flight.recover(
+            0, in_flight.requeue(task_ids[2:]), 0, {1: 0}, ended=True
         )
         assert suspect is None
         sent = []
-        ledger.send(lambda wire, one: not sent.append(one))
-        assert sorted(s.ticket.serial for s in sent) == [*range(1, serial + 1)]
-        assert len({s.slot for s in sent}) == serial
+        in_flight.send(lambda task_id, one: not sent.append(one))
+        assert sorted(s.request.request_id for s in sent) == [
+            *range(1, request_id + 1)
+        ]
+        assert len({s.slot for s in sent}) == request_id
     finally:
         arena.close()

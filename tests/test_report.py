@@ -27,14 +27,14 @@ from samples import Numbered
 
 import keras_fastdata
 from keras_fastdata import LoaderHealth
-from keras_fastdata.health import axes, drawing, timeline
-from keras_fastdata.health.fragment import summary_html
-from keras_fastdata.health.plot import plot
-from keras_fastdata.health.recorder import SPANS_KEPT, Skipped
-from keras_fastdata.health.report import write_report
-from keras_fastdata.health.staff import Loss
+from keras_fastdata.health.report import axes, drawing, windows
+from keras_fastdata.health.report.figure import plot
+from keras_fastdata.health.report.html import write_report
+from keras_fastdata.health.report.notebook import summary_html
 from keras_fastdata.health.summary import summarize
 from keras_fastdata.health.verdict import Kind, Verdict
+from keras_fastdata.metrics.pool_stats import WorkerLoss
+from keras_fastdata.metrics.recorder import SPANS_KEPT, Skipped
 
 _EVIL = "<script>alert(1)</script>"
 _DURATION = re.compile(r"-?[\d,.]+ (?:s|ms)")
@@ -146,7 +146,7 @@ def test_slow_retried_and_skipped_batches_are_listed_by_index(written):
 
 
 def test_lost_workers_are_listed_with_when_and_which_process(written):
-    record = simulated_record(lost=(Loss(START_S + 2.5, 1, 4243),))
+    record = simulated_record(lost=(WorkerLoss(START_S + 2.5, 1, 4243),))
     text = _parse(written(record)).text
     assert "Workers that were lost" in text
     assert re.search(r"2\.5 s\n1\n4243\n", text)
@@ -316,9 +316,9 @@ def test_the_template_is_part_of_the_package():
 
 def test_a_short_run_is_shown_at_once():
     record = simulated_record(epochs=1, batches=30)
-    (stretch,) = timeline.stretches(record)
+    (stretch,) = windows.windows(record)
     assert stretch.name == "the whole run"
-    rows = timeline.rows(record, stretch, pixel_s=1e-6)
+    rows = windows.rows(record, stretch, pixel_s=1e-6)
     assert [row.name for row in rows] == ["training", "worker 0", "worker 1"]
     builds = [bar for row in rows for bar in row.bars if bar.what == "build"]
     assert len(builds) == 30
@@ -326,7 +326,7 @@ def test_a_short_run_is_shown_at_once():
 
 def test_a_long_run_is_shown_in_parts_where_batches_can_be_told_apart():
     record = _many()
-    parts = timeline.stretches(record)
+    parts = windows.windows(record)
     assert [part.name for part in parts] == [
         "the earliest kept",
         "the longest wait",
@@ -355,31 +355,31 @@ def test_a_long_validation_in_between_is_not_shown():
         for step in record.steps
     )
     record = dataclasses.replace(record, steps=steps)
-    for part in timeline.stretches(record):
+    for part in windows.windows(record):
         assert part.end_s - part.begin_s < cut
 
 
 def test_workers_that_never_built_have_an_empty_row():
     record = simulated_record(workers=2, epochs=1, batches=10)
     record.settings["workers"] = 4
-    (stretch,) = timeline.stretches(record)
-    rows = timeline.rows(record, stretch, pixel_s=1e-6)
+    (stretch,) = windows.windows(record)
+    rows = windows.rows(record, stretch, pixel_s=1e-6)
     assert [row.name for row in rows][3:] == ["worker 2", "worker 3"]
     assert rows[4].bars == ()
 
 
 def test_no_more_rows_are_drawn_than_can_be_told_apart():
     record = simulated_record(workers=300, epochs=1, batches=600)
-    rows = timeline.rows(record, timeline.stretches(record)[0], 0.001)
-    assert len(rows) == 1 + timeline.MOST_ROWS
+    rows = windows.rows(record, windows.windows(record)[0], 0.001)
+    assert len(rows) == 1 + windows.MOST_ROWS
 
 
 def test_bars_narrower_than_a_pixel_become_one_that_says_what_share_it_is():
     record = simulated_record(workers=1, epochs=1, batches=50, step_s=0.1)
-    (stretch,) = timeline.stretches(record)
-    rows = timeline.rows(record, stretch, pixel_s=1.0)
+    (stretch,) = windows.windows(record)
+    rows = windows.rows(record, stretch, pixel_s=1.0)
     (build,) = [bar for bar in rows[1].bars if bar.what == "build"]
-    exact = timeline.rows(record, stretch, pixel_s=0.0)[1].bars
+    exact = windows.rows(record, stretch, pixel_s=0.0)[1].bars
     filled_s = sum(b.end_s - b.begin_s for b in exact if b.what == "build")
     assert build.share == pytest.approx(
         filled_s / (build.end_s - build.begin_s)
@@ -389,16 +389,16 @@ def test_bars_narrower_than_a_pixel_become_one_that_says_what_share_it_is():
 
 def test_bars_stay_within_their_stretch():
     record = _many()
-    for part in timeline.stretches(record):
-        for row in timeline.rows(record, part, 0.001):
+    for part in windows.windows(record):
+        for row in windows.rows(record, part, 0.001):
             for bar in row.bars:
                 assert part.begin_s <= bar.begin_s < bar.end_s <= part.end_s
 
 
 def test_a_lost_worker_is_lost_until_its_replacement_builds():
     record = simulated_record(epochs=1, batches=30)
-    (stretch,) = timeline.stretches(record)
-    rows = timeline.rows(record, stretch, pixel_s=1e-6)
+    (stretch,) = windows.windows(record)
+    rows = windows.rows(record, stretch, pixel_s=1e-6)
     (lost,) = [bar for bar in rows[2].bars if bar.what == "lost"]
     ours = record.column("began_s")[record.column("worker") == 1]
     assert lost.begin_s == record.lost[0].at_s
@@ -418,7 +418,7 @@ def test_batches_built_in_the_caller_have_no_queue():
     record.settings["workers"] = 0
     names = [chart.name for chart in drawing.over_time(record)]
     assert names == ["Epochs", "Training"]
-    assert timeline.worker_names(record) == ["inline"]
+    assert windows.worker_names(record) == ["inline"]
 
 
 # -- axes --------------------------------------------------------------------

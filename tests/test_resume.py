@@ -31,8 +31,8 @@ from keras_fastdata import (
     SampleDataset,
 )
 from keras_fastdata._dataset_internals import loader_of
-from keras_fastdata.engine.passes import open_pass
-from keras_fastdata.engine.resume import State
+from keras_fastdata.engine.batch_iterator import iterate
+from keras_fastdata.engine.state_dict import State
 
 _SCRIPT = pathlib.Path(__file__).with_name("resume_samples.py")
 _EPOCHS = 4
@@ -113,7 +113,7 @@ def test_what_training_has_not_come_to_does_not_count_however_many_they_are(
     kind, shuffle
 ):
     with kind(length=600, seed=3, workers=0, on_error="skip") as dataset:
-        opened = open_pass(loader_of(dataset), dataset, shuffle)
+        opened = iterate(loader_of(dataset), dataset, shuffle)
         expected = []
         for _ in range(500):
             expected.append(opened.state(0).position)

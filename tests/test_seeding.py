@@ -23,7 +23,7 @@ from samples import (
 )
 
 from keras_fastdata import FastPyDataset
-from keras_fastdata.engine import preserving
+from keras_fastdata.building import global_rng
 
 PLACES = [
     {"workers": 0},
@@ -241,7 +241,7 @@ def test_a_build_that_waits_for_builds_in_other_threads_ends(
         return list(_DrawsTwice(1, seed=k, workers=0))
 
     alone = [inner(k) for k in range(count)]
-    monkeypatch.setattr(preserving, "_STUCK_S", 0.3)
+    monkeypatch.setattr(global_rng, "_STUCK_S", 0.3)
     with Waits(seed=1, workers=0) as dataset:
         built = list(dataset)
     assert all(equal(parts, alone) for _, parts, _ in built)

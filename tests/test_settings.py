@@ -37,9 +37,9 @@ from keras_fastdata import (
     accelerate,
 )
 from keras_fastdata._dataset_internals import loader_of
-from keras_fastdata.engine.passes import open_pass
+from keras_fastdata.engine.batch_iterator import iterate
 from keras_fastdata.engine.settings import Settings
-from keras_fastdata.workers.thread import ThreadWorkers
+from keras_fastdata.workers.thread import ThreadPool
 
 _PATIENCE_S = 120.0
 
@@ -579,14 +579,14 @@ class _Asked:
 
     def __init__(self, monkeypatch):
         self.count = 0
-        self._submit = ThreadWorkers.submit
+        self._submit = ThreadPool.submit
         monkeypatch.setattr(
-            ThreadWorkers, "submit", lambda *args: self._count(*args)
+            ThreadPool, "submit", lambda *args: self._count(*args)
         )
 
-    def _count(self, workers, ticket):
+    def _count(self, workers, request):
         self.count += 1
-        return self._submit(workers, ticket)
+        return self._submit(workers, request)
 
 
 @pytest.mark.backend
@@ -624,7 +624,7 @@ def test_keras_loops_have_no_more_built_ahead_than_max_queue_size(
 def test_batches_looked_at_before_their_turn_count_as_ready(monkeypatch):
     asked = _Asked(monkeypatch)
     with Numbered(length=20, max_queue_size=4, seed=1) as dataset:
-        batches = open_pass(loader_of(dataset), dataset, shuffle=True)
+        batches = iterate(loader_of(dataset), dataset, shuffle=True)
         assert numbers(batches.peek(2)) == [0, 1]
         first = [next(batches)]
         assert asked.count - 1 <= 4
@@ -637,7 +637,7 @@ def test_batches_looked_at_before_their_turn_leave_room_in_a_short_queue(
 ):
     asked = _Asked(monkeypatch)
     with Numbered(length=20, max_queue_size=2, seed=1) as dataset:
-        batches = open_pass(loader_of(dataset), dataset, shuffle=True)
+        batches = iterate(loader_of(dataset), dataset, shuffle=True)
         batches.peek(2)
         first = [next(batches)]
         assert asked.count == 2 + 1 + 2  # the two are built again

@@ -27,7 +27,7 @@ from keras_fastdata import (
     SampleDataset,
 )
 from keras_fastdata.engine.schedule import plan_epoch
-from keras_fastdata.engine.shards import Shard
+from keras_fastdata.engine.sharding import Shard
 
 _SCRIPT = pathlib.Path(__file__).with_name("shard_runs.py")
 

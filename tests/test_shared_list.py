@@ -117,7 +117,7 @@ def test_workers_read_it_where_it_lies():
             assert x[:, 0].tolist() == [
                 f"photos/{i}.jpg" for i in range(first, first + 4)
             ]
-        pids = dataset._fastdata.loader.staff().pids.values()
+        pids = dataset._fastdata.loader.pool_stats().pids.values()
         assert len(pids) == 2
         for pid in pids:
             # The strings would take 40,000 more.

@@ -24,9 +24,9 @@ import pytest
 from samples import KeepsItsBuffer, Numbered, Sized, numbers
 
 from keras_fastdata import FastPyDataset
-from keras_fastdata.engine import build
+from keras_fastdata.building import build
 from keras_fastdata.memory import arena
-from keras_fastdata.workers import child
+from keras_fastdata.workers.process import worker_main
 
 # The long way round, in the full run.
 INTERRUPTS = 500 if os.environ.get("KERAS_FASTDATA_FULL") else 50
@@ -55,7 +55,7 @@ def test_labels_do_not_keep_the_images_alive():
         arena = dataset._fastdata.loader._workers._arena
         gc.collect()
         assert not arena.crowded
-        assert not arena._lent
+        assert not arena._leased
     assert [int(y[0, 0]) for y in labels] == list(range(200))
 
 
@@ -130,7 +130,7 @@ def test_the_queue_is_bounded_in_bytes():
         batches = iter(dataset)
         for _ in range(20):
             next(batches)
-            walk = batches._walk
+            walk = batches._epoch
             assert walk.ahead <= 4
         assert numbers(batches) == list(range(20, 40))
 
@@ -221,7 +221,7 @@ def test_many_forks_leave_neither_slots_nor_descriptors():
         slots = dataset._fastdata.loader._workers._arena
         held.clear()
         slots._collect()
-        assert not slots._lent
+        assert not slots._leased
         assert not slots._detached
 
 
@@ -246,9 +246,9 @@ def test_a_process_that_a_forked_one_forks_has_its_own_batches_too():
 
 
 @pytest.mark.filterwarnings("ignore:`start_method='fork'`")
-@pytest.mark.parametrize("has_room", [True, False])
+@pytest.mark.parametrize("should_fill", [True, False])
 def test_workers_that_are_forks_use_slots_that_others_were_forked_with(
-    has_room, monkeypatch
+    should_fill, monkeypatch
 ):
     def no_room(fd, stride):
         raise OSError(errno.ENOMEM, "no address space")
@@ -264,8 +264,8 @@ def test_workers_that_are_forks_use_slots_that_others_were_forked_with(
     with dataset:
         batches = iter(dataset)
         held = [next(batches)[0] for _ in range(3)]
-        if not has_room:
-            monkeypatch.setattr(child, "Segment", no_room)
+        if not should_fill:
+            monkeypatch.setattr(worker_main, "Segment", no_room)
         assert _forked(lambda: [_full_of(x, n) for n, x in enumerate(held)])()
         # New workers are forked, while slots are detached.
         dataset.level = 5
@@ -463,7 +463,10 @@ def test_an_interrupt_that_leaves_a_build_half_way_is_forgotten(monkeypatch):
 def test_no_core_dump_fills_the_holes_of_shared_memory():
     with Numbered(workers=1, use_multiprocessing=True) as dataset:
         next(iter(dataset))
-        pids = [os.getpid(), *dataset._fastdata.loader.staff().pids.values()]
+        pids = [
+            os.getpid(),
+            *dataset._fastdata.loader.pool_stats().pids.values(),
+        ]
         for pid in pids:
             with open(f"/proc/{pid}/smaps") as file:
                 _, _, ours = file.read().rpartition("memfd:keras_fastdata-b")
@@ -482,7 +485,7 @@ def test_closed_standard_files_do_not_become_ours():
                 workers=1, use_multiprocessing=True, start_method=start_method
             ) as dataset:
                 assert numbers(dataset) == list(range(10))
-                (pid,) = dataset._fastdata.loader.staff().pids.values()
+                (pid,) = dataset._fastdata.loader.pool_stats().pids.values()
                 for who in ("self", pid):
                     for fd in range(3):
                         place = os.readlink(f"/proc/{who}/fd/{fd}")

@@ -25,7 +25,7 @@ from trainers.harness import START_METHODS, Trainer, Zygote, endless
 
 from keras_fastdata import FastPyDataset
 from keras_fastdata.memory import arena
-from keras_fastdata.workers import launch
+from keras_fastdata.workers.process import launchers
 
 # The long way round, in the full run.
 DATASETS = 1000 if os.environ.get("KERAS_FASTDATA_FULL") else 150
@@ -221,7 +221,7 @@ def _interleave(dataset, passes, draw, most_held):
     while left:
         one = draw.choice(left)
         try:
-            batch = opened[one].fetch(quietly=draw.random() < 0.1)
+            batch = opened[one].fetch(pause_after=draw.random() < 0.1)
         except StopIteration:
             left.remove(one)
             continue
@@ -248,7 +248,7 @@ def test_passes_in_any_order_share_few_slots(seed, monkeypatch):
     ) as dataset:
         if seed:  # from the second epoch on, of those that `fit` prepares
             opened = iter(dataset)
-            opened.lead_on(True)
+            opened.prefetch_next(True)
             assert numbers(opened) == list(range(15))
         given = _interleave(dataset, 6, draw, most_held=draw.randint(1, 9))
         assert given == [list(range(15))] * 6
@@ -343,16 +343,16 @@ class _Blocked(FastPyDataset):
         return np.zeros(3)
 
 
-def _nurseries():
+def _forkservers():
     children = psutil.Process().children()
-    return [c for c in children if "nursery" in " ".join(c.cmdline())]
+    return [c for c in children if "forkserver" in " ".join(c.cmdline())]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("cyclic", [False, True])
 def test_datasets_come_and_go_by_the_hundred(cyclic):
-    with Numbered(**PROCESSES) as keeps_the_nursery:
-        next(iter(keeps_the_nursery))
+    with Numbered(**PROCESSES) as keeps_the_forkserver:
+        next(iter(keeps_the_forkserver))
         for number in range(DATASETS):
             dataset = Numbered(length=3, workers=1, use_multiprocessing=True)
             assert numbers([next(iter(dataset))]) == [0]
@@ -362,9 +362,9 @@ def test_datasets_come_and_go_by_the_hundred(cyclic):
                 assert numbers(dataset) == [0, 1, 2]
         del dataset
         gc.collect()
-        (nursery,) = _nurseries()
-        assert len(nursery.children()) == 2
-        assert numbers(keeps_the_nursery) == list(range(10))
+        (forkserver,) = _forkservers()
+        assert len(forkserver.children()) == 2
+        assert numbers(keeps_the_forkserver) == list(range(10))
 
 
 @pytest.mark.long
@@ -378,11 +378,11 @@ def test_a_dataset_is_collected_by_another_thread_while_workers_build(tmp_path):
     gc.disable()
     try:
         del dataset
-        assert _nurseries()
+        assert _forkservers()
         _in_threads(gc.collect)
     finally:
         gc.enable()
-    assert not _nurseries()
+    assert not _forkservers()
 
 
 def test_a_dataset_is_collected_while_a_worker_of_another_is_forked(
@@ -391,7 +391,7 @@ def test_a_dataset_is_collected_while_a_worker_of_another_is_forked(
     dropped = Numbered(**PROCESSES)
     next(iter(dropped))
     dropped.itself = dropped
-    send_fds = launch.socket.send_fds
+    send_fds = launchers.socket.send_fds
 
     def send_and_collect(*arguments):
         # As the collector may, at any allocation.
@@ -403,10 +403,10 @@ def test_a_dataset_is_collected_while_a_worker_of_another_is_forked(
     try:
         del dropped
         with Numbered(**PROCESSES) as dataset:
-            monkeypatch.setattr(launch.socket, "send_fds", send_and_collect)
+            monkeypatch.setattr(launchers.socket, "send_fds", send_and_collect)
             assert numbers(dataset) == list(range(10))
-            (nursery,) = _nurseries()
-            assert len(nursery.children()) == 2
+            (forkserver,) = _forkservers()
+            assert len(forkserver.children()) == 2
     finally:
         gc.enable()
 
@@ -501,7 +501,7 @@ def test_a_forked_process_does_not_disturb_its_parent_by(child, zygote):
 @pytest.mark.long
 @pytest.mark.parametrize("start_method", ["spawn", "fork"])
 @pytest.mark.parametrize("child", ["sys.exit", "its own epoch", "close"])
-def test_nor_without_a_nursery(child, start_method, zygote):
+def test_nor_without_a_forkserver(child, start_method, zygote):
     script = FORKED.format(child=CHILDREN[child]).replace(
         "max_worker", f"start_method={start_method!r}, max_worker"
     )

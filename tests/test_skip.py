@@ -27,7 +27,7 @@ from keras_fastdata import (
     WorkerDiedError,
 )
 from keras_fastdata._dataset_internals import loader_of
-from keras_fastdata.engine.passes import open_pass
+from keras_fastdata.engine.batch_iterator import iterate
 
 KINDS = {
     "process": {"workers": 2, "use_multiprocessing": True},
@@ -506,9 +506,9 @@ def test_batches_that_raise_are_passed_over_although_workers_rest(
     with Flaky(
         length=20, bad=bad, max_queue_size=queue, **SKIP, **KINDS[kind]
     ) as dataset:
-        walk = open_pass(loader_of(dataset), dataset, shuffle=False)
+        walk = iterate(loader_of(dataset), dataset, shuffle=False)
         found = []
         with contextlib.suppress(StopIteration):
             while True:
-                found.append(walk.fetch(quietly=len(found) % 5 != 4))
+                found.append(walk.fetch(pause_after=len(found) % 5 != 4))
     assert _indices(found) == _but(20, *bad)

@@ -14,7 +14,7 @@ import pytest
 from samples import Leveled, Numbered, OpensFiles, numbers
 
 from keras_fastdata import FastPyDataset
-from keras_fastdata.engine.worker_state import WorkerState
+from keras_fastdata.building.worker_state import WorkerState
 
 PLACES = {
     "inline": {"workers": 0},

@@ -214,7 +214,9 @@ def test_importing_a_module_imports_no_framework_but_for_tensorflows_own():
         for name in _imported(_at_top_level(tree))
         if name.split(".")[0] in _HEAVY
     ]
-    assert found == ["keras_fastdata.tensorflow_feed imports tensorflow"]
+    assert found == [
+        "keras_fastdata.keras_bridge.tensorflow_iterator imports tensorflow"
+    ]
 
 
 def test_keras_is_imported_by_the_bridge_and_the_callbacks_alone():

@@ -50,7 +50,9 @@ def test_auto_never_builds_such_batches_in_threads():
     with Pooled(seed=1, workers="auto") as dataset:
         for _ in range(4):
             list(dataset)
-        assert dataset._fastdata.loader._auto._tuner.is_barred(processes=False)
+        assert dataset._fastdata.loader._auto._tuner.is_excluded(
+            processes=False
+        )
 
 
 def test_who_consumes_is_told_of_the_next_epoch_while_threads_build():

@@ -37,8 +37,9 @@ from trainers.harness import START_METHODS
 
 from keras_fastdata import BatchTimeoutError
 from keras_fastdata.memory.arena import Arena
-from keras_fastdata.workers import child, launch, process, stack, thread, watch
-from keras_fastdata.workers.base import Ticket
+from keras_fastdata.workers import stack_dump, thread, watchdog
+from keras_fastdata.workers.base import BatchRequest
+from keras_fastdata.workers.process import launchers, pool, worker_main
 
 TIMEOUT_S = 0.75
 ONE = {"workers": 1, "use_multiprocessing": True}
@@ -189,7 +190,7 @@ def test_batches_that_are_held_stay_right_when_a_worker_is_replaced(tmp_path):
 def test_a_worker_stuck_in_on_worker_start_is_replaced(
     monkeypatch, tmp_path, caplog
 ):
-    monkeypatch.setattr(watch, "START_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(watchdog, "START_TIMEOUT_S", 2.0)
     dataset = StuckAtStart(tmp_path / "starts", batch_timeout=TIMEOUT_S, **ONE)
     with dataset:
         assert equal(list(dataset), _expected())
@@ -202,7 +203,7 @@ def test_a_worker_stuck_in_on_worker_start_is_replaced(
 
 
 def test_a_start_that_never_ends_is_an_error_not_a_loop(monkeypatch, tmp_path):
-    monkeypatch.setattr(watch, "START_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(watchdog, "START_TIMEOUT_S", 2.0)
     dataset = StuckAtStart(
         tmp_path / "starts",
         times=99,
@@ -233,7 +234,7 @@ def test_a_start_may_take_longer_than_a_batch(tmp_path, caplog):
 def test_a_worker_stuck_while_it_loads_the_dataset_is_replaced(
     monkeypatch, tmp_path, caplog
 ):
-    monkeypatch.setattr(watch, "START_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(watchdog, "START_TIMEOUT_S", 2.0)
     with Drawn(batch_timeout=TIMEOUT_S, **ONE) as dataset:
         dataset.reader = SticksWhenLoaded(tmp_path / "loads")
         assert equal(list(dataset), _expected())
@@ -281,15 +282,17 @@ def test_a_replacement_does_not_begin_with_the_time_of_the_one_before(
     monkeypatch, tmp_path
 ):
     clocks = []
-    describe = child.Start.by_this_process
+    describe = worker_main.WorkerStart.by_this_process
 
     def describe_and_tell(index, *rest):
         segment = dataset._fastdata.loader._workers._arena.segment
-        clocks.append(segment.clocked(index))
+        clocks.append(segment.started_s(index))
         return describe(index, *rest)
 
     monkeypatch.setattr(
-        child.Start, "by_this_process", staticmethod(describe_and_tell)
+        worker_main.WorkerStart,
+        "by_this_process",
+        staticmethod(describe_and_tell),
     )
     dataset = Stuck(tmp_path, {2: "sleeps"}, batch_timeout=TIMEOUT_S, **ONE)
     with dataset:
@@ -456,7 +459,7 @@ def test_what_a_stuck_thread_builds_in_the_end_is_never_delivered():
 
 
 def test_a_thread_stuck_in_on_worker_start_is_named(monkeypatch):
-    monkeypatch.setattr(watch, "START_TIMEOUT_S", TIMEOUT_S)
+    monkeypatch.setattr(watchdog, "START_TIMEOUT_S", TIMEOUT_S)
     with _opened(StuckThreadAtStart(at=(), workers=1)) as dataset:
         with pytest.raises(
             BatchTimeoutError, match="or its `on_worker_start`"
@@ -517,7 +520,7 @@ def test_close_ends_a_process_that_is_stuck(way, tmp_path):
 
 
 def _workers():
-    """The processes that build: children of the nursery."""
+    """The processes that build: children of the fork server."""
     return [w for n in psutil.Process().children() for w in n.children()]
 
 
@@ -530,13 +533,13 @@ class _Behind:
     def __init__(self, monkeypatch):
         self.worker = self.slot = self.kept = None
         self.taken, self.closed = [], []
-        leave, take = process.ProcessWorkers._leave_behind, Arena.take
+        leave, take = pool.ProcessPool._leave_behind, Arena.take
         watcher = self
 
         def leave_behind(workers, worker):
             if watcher.worker is None:
-                noted = workers._arena.segment.noted(worker.index)
-                watcher.slot = workers._ledger._sent[noted].slot
+                heartbeat = workers._arena.segment.heartbeat(worker.index)
+                watcher.slot = workers._in_flight._tasks[heartbeat].slot
                 watcher.worker = psutil.Process(worker.process.pid)
             leave(workers, worker)
 
@@ -546,9 +549,7 @@ class _Behind:
                 watcher.taken.append(slot)
             return slot
 
-        monkeypatch.setattr(
-            process.ProcessWorkers, "_leave_behind", leave_behind
-        )
+        monkeypatch.setattr(pool.ProcessPool, "_leave_behind", leave_behind)
         monkeypatch.setattr(Arena, "take", take_and_tell)
 
 
@@ -571,13 +572,13 @@ def _check_what_is_left_behind(dataset, behind, caplog):
 def test_a_worker_that_survives_being_killed_is_left_behind(
     monkeypatch, tmp_path, caplog
 ):
-    monkeypatch.setattr(process, "_GRACE_S", 0.5)
+    monkeypatch.setattr(pool, "_GRACE_S", 0.5)
     behind = _Behind(monkeypatch)
     dataset = Stuck(
         tmp_path, {2: "stops"}, length=40, batch_timeout=TIMEOUT_S, **TWO
     )
     with monkeypatch.context() as patch:
-        patch.setattr(launch, "kill", lambda worker: None)
+        patch.setattr(launchers, "kill", lambda worker: None)
         try:
             _check_what_is_left_behind(dataset, behind, caplog)
         finally:
@@ -731,16 +732,16 @@ class _Asked:
 
     def __init__(self, monkeypatch, where, then):
         self.count = 0
-        name = "ask" if where is ONE else "of_thread"
-        ask = getattr(stack, name)
+        name = "request" if where is ONE else "of_thread"
+        request = getattr(stack_dump, name)
 
         def ask_and_tell(*args):
-            told = ask(*args)
+            told = request(*args)
             self.count += 1
             then(self.count)
             return told
 
-        monkeypatch.setattr(stack, name, ask_and_tell)
+        monkeypatch.setattr(stack_dump, name, ask_and_tell)
 
 
 SLOW = pytest.mark.parametrize(
@@ -749,8 +750,8 @@ SLOW = pytest.mark.parametrize(
 
 
 def _quick_to_warn(monkeypatch):
-    monkeypatch.setattr(watch, "_FIRST_LIMIT_S", 0.5)
-    monkeypatch.setattr(watch, "_LEAST_LIMIT_S", 0.5)
+    monkeypatch.setattr(watchdog, "_FIRST_LIMIT_S", 0.5)
+    monkeypatch.setattr(watchdog, "_LEAST_LIMIT_S", 0.5)
 
 
 def _place(where, function):
@@ -805,26 +806,28 @@ def test_a_slow_batch_is_warned_about_again_when_it_has_moved(
 def test_a_batch_in_the_usual_range_is_not_warned_about(
     where, monkeypatch, caplog
 ):
-    monkeypatch.setattr(watch, "_LEAST_LIMIT_S", 0.05)
+    monkeypatch.setattr(watchdog, "_LEAST_LIMIT_S", 0.05)
     dataset = TakesItsTime({0: 0.4, 3: 0.8, 5: 0.8}, **where)
     with dataset:
         assert equal(list(dataset), _expected())
     assert not caplog.messages
 
 
-def _work(elapsed_s, where="here", ticket=None, worker=0):
-    ticket = ticket or Ticket(7, 1, 3)
-    what = watch.building("D", ticket, "worker 0")
-    return watch.Work(worker, what, ticket, elapsed_s, lambda: where)
+def _work(elapsed_s, where="here", request=None, worker=0):
+    request = request or BatchRequest(7, 1, 3)
+    what = watchdog.building("D", request, "worker 0")
+    return watchdog.Activity(worker, what, request, elapsed_s, lambda: where)
 
 
 def _start(elapsed_s):
-    what = watch.loading("D", "worker 0")
-    return watch.Work(0, what, None, elapsed_s, lambda: "here", starting=True)
+    what = watchdog.loading("D", "worker 0")
+    return watchdog.Activity(
+        0, what, None, elapsed_s, lambda: "here", starting=True
+    )
 
 
 def test_how_slow_is_too_slow_is_learned_from_the_batches_before(caplog):
-    guard = watch.Watch(None, "Do something.")
+    guard = watchdog.Watchdog(None, "Do something.")
     guard.look([_work(59.9)])
     guard.learn(1.0)
     guard.look([_work(30.0)])
@@ -842,7 +845,7 @@ def test_how_slow_is_too_slow_is_learned_from_the_batches_before(caplog):
 
 @pytest.mark.parametrize(("learned", "limit"), [(None, 60), (0.1, 30), (5, 50)])
 def test_the_limits_of_a_slow_batch(learned, limit, caplog):
-    guard = watch.Watch(None, "Do something.")
+    guard = watchdog.Watchdog(None, "Do something.")
     if learned:
         guard.learn(learned)
     guard.look([_work(limit)])
@@ -852,21 +855,21 @@ def test_the_limits_of_a_slow_batch(learned, limit, caplog):
 
 
 def test_a_slow_batch_is_looked_at_ever_more_rarely(caplog):
-    guard = watch.Watch(None, "Do something.")
+    guard = watchdog.Watchdog(None, "Do something.")
     guard.look([_work(61, "a")])
     guard.look([_work(121, "b")])
     assert len(caplog.messages) == 1
     guard.look([_work(123, "b")])
     assert len(caplog.messages) == 2
-    guard.look([_work(300, "b"), _work(99, "c", Ticket(8, 1, 4), 1)])
+    guard.look([_work(300, "b"), _work(99, "c", BatchRequest(8, 1, 4), 1)])
     assert len(caplog.messages) == 3
-    guard.look([_work(61, "b", Ticket(9, 1, 5))])
+    guard.look([_work(61, "b", BatchRequest(9, 1, 5))])
     assert len(caplog.messages) == 4
     assert "Batch 5" in caplog.messages[-1]
 
 
 def test_a_slow_start_is_measured_by_itself(caplog):
-    guard = watch.Watch(None, "Do something.")
+    guard = watchdog.Watchdog(None, "Do something.")
     guard.learn(100.0)
     guard.look([_start(60.0)])
     assert not caplog.messages

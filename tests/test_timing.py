@@ -11,7 +11,7 @@ import pytest
 from samples import Deadly, Numbered
 from situations import Burning, Sleeping
 
-from keras_fastdata.health.timing import Stopwatch
+from keras_fastdata.metrics.timing import Stopwatch
 
 PLACES = {
     "inline": {"workers": 0},
@@ -70,15 +70,15 @@ def test_workers_that_rest_begin_nothing_until_the_next_batch(place):
         batches.time_batches(0.0)
         seen = []
         for number in range(12):
-            batches.fetch(quietly=number == 4)
-            rested_s = time.monotonic()
+            batches.fetch(pause_after=number == 4)
+            quiesced_s = time.monotonic()
             if number == 4:
                 assert not dataset._fastdata.loader._workers.busy
                 time.sleep(0.1)  # in which a worker would have built others
                 going_on_s = time.monotonic()
             seen.append(batches.span)
             if number == 4:
-                quiet = rested_s, going_on_s
+                quiet = quiesced_s, going_on_s
         assert [span.batch for span in seen] == list(range(12))
         for span in seen:
             assert not quiet[0] < span.began_s < quiet[1]
@@ -98,7 +98,7 @@ def test_nothing_stays_open_after_close(place):
 def clock(monkeypatch):
     clock = types.SimpleNamespace(now_s=100.0)
     monkeypatch.setattr(
-        "keras_fastdata.health.timing.time.monotonic", lambda: clock.now_s
+        "keras_fastdata.metrics.timing.time.monotonic", lambda: clock.now_s
     )
     return clock
 
@@ -183,7 +183,7 @@ def test_a_stopwatch_that_is_not_started_says_nothing():
 
 def test_without_the_kernels_word_a_delay_is_0(monkeypatch):
     monkeypatch.setattr(
-        "keras_fastdata.health.timing._SCHEDSTAT", "/proc/nothing/here"
+        "keras_fastdata.metrics.timing._SCHEDSTAT", "/proc/nothing/here"
     )
     stopwatch = Stopwatch()
     stopwatch.start(0.0, epoch=0)

@@ -19,15 +19,15 @@ import psutil
 import pytest
 from samples import Numbered
 
+from keras_fastdata.engine.batch_iterator import iterate
 from keras_fastdata.engine.loader import Loader
-from keras_fastdata.engine.passes import open_pass
 from keras_fastdata.engine.settings import Settings
-from keras_fastdata.health import trace
-from keras_fastdata.health.meter import Meter
-from keras_fastdata.health.recorder import Span
-from keras_fastdata.health.staff import Loss
-from keras_fastdata.health.steps import Step
-from keras_fastdata.health.trace import TraceWriter
+from keras_fastdata.health.epoch_monitor import EpochMonitor
+from keras_fastdata.health.report import trace
+from keras_fastdata.health.report.trace import TraceWriter
+from keras_fastdata.health.step_clock import Step
+from keras_fastdata.metrics.pool_stats import WorkerLoss
+from keras_fastdata.metrics.recorder import Span
 
 _BATCH_S = 0.01
 _BEGAN_S = 1000.0
@@ -259,7 +259,10 @@ def test_names_are_escaped(writer, path):
 
 def test_lost_workers_are_instants_on_their_thread(writer, path):
     _tell(writer, [_span(k) for k in range(2)], [])
-    lost = [Loss(_BEGAN_S + 0.5, 1, 4122), Loss(_BEGAN_S + 1, 5, 4125)]
+    lost = [
+        WorkerLoss(_BEGAN_S + 0.5, 1, 4122),
+        WorkerLoss(_BEGAN_S + 1, 5, 4125),
+    ]
     writer.close({}, "Images", losses=lost)
     events = _read(path)
     found = _of(events, "worker lost", "i")
@@ -381,7 +384,7 @@ def test_closing_twice_is_closing_once(writer, path):
     _tell(writer, [_span(0)], [])
     writer.close({}, "Images")
     before = path.read_bytes()
-    writer.close({}, "Others", losses=[Loss(_BEGAN_S, 0, 1)])
+    writer.close({}, "Others", losses=[WorkerLoss(_BEGAN_S, 0, 1)])
     _tell(writer, [_span(1)], [_step(1)])
     assert path.read_bytes() == before
 
@@ -405,7 +408,7 @@ _SCRIPT = """
 import os, signal
 import numpy as np
 from test_trace import _span, _step, _tell
-from keras_fastdata.health.trace import TraceWriter
+from keras_fastdata.health.report.trace import TraceWriter
 
 writer = TraceWriter("trace.json")
 _tell(writer, [_span(k) for k in range(3)], [_step(k) for k in range(3)])
@@ -549,28 +552,28 @@ def test_a_million_batches_need_a_few_megabytes(writer, monkeypatch):
 
 @pytest.mark.parametrize("processes", [False, True])
 def test_a_meter_tells_all_that_a_dataset_delivers(processes, writer, path):
-    meter = Meter(lambda: None, fetches_ahead=False, sink=writer)
+    meter = EpochMonitor(lambda: None, fetches_ahead=False, sink=writer)
     dataset = Numbered(length=7)
     settings = Settings(workers=2, use_multiprocessing=processes)
     loader = Loader(dataset, settings)
     try:
         for phase in ("train", "validation", "train"):
             meter.begin(phase, 0)
-            walk = open_pass(loader, dataset, shuffle=False)
+            walk = iterate(loader, dataset, shuffle=False)
             walk.time_batches(0.0)
             for number in range(7):
                 meter.step(number)
                 asked = time.perf_counter()
                 next(walk)
-                meter.recorder.hear_from(loader)
+                meter.recorder.attach_source(loader)
                 waited_s = time.perf_counter() - asked
                 meter.recorder.add(walk.span, waited_s)
             meter.end()
-        staff = loader.staff()
+        pool_stats = loader.pool_stats()
     finally:
         meter.close()
         loader.close()
-    writer.close(staff.pids, "Numbered", losses=staff.losses)
+    writer.close(pool_stats.pids, "Numbered", losses=pool_stats.losses)
     events = _read(path)
     assert _arrows(events) == sorted([(k, k) for k in range(7)] * 3)
     assert bool(_of(events, "store")) == processes

@@ -6,8 +6,13 @@ import random
 
 import pytest
 
-from keras_fastdata.engine.tuning import INLINE, Place, Sample, Tuner
-from keras_fastdata.health.timing import Timing
+from keras_fastdata.engine.tuner import (
+    INLINE,
+    Sample,
+    Tuner,
+    WorkerConfigChoice,
+)
+from keras_fastdata.metrics.timing import Timing
 
 QUEUE = 10
 HAND_OVER_S = 30e-6
@@ -37,29 +42,29 @@ class Load:
         self.waits_s, self.python_s, self.native_s = waits_s, python_s, native_s
         self.store_s, self.step_s, self.step_cpu_s = store_s, step_s, step_cpu_s
 
-    def cpu_s(self, place):
-        stored_s = self.store_s if place.are_processes else 0
+    def cpu_s(self, choice):
+        stored_s = self.store_s if choice.are_processes else 0
         return self.python_s + self.native_s + stored_s
 
-    def period_s(self, place, cores):
-        build_s = self.waits_s + self.cpu_s(place)
+    def period_s(self, choice, cores):
+        build_s = self.waits_s + self.cpu_s(choice)
         step_s = self.step_s + self.step_cpu_s
-        if place == INLINE:
+        if choice == INLINE:
             return build_s + step_s
         handed_s = step_s + HAND_OVER_S
-        used_s = self.cpu_s(place) + self.step_cpu_s + HAND_OVER_S
-        limits = [build_s / place.workers, handed_s, used_s / cores]
-        if not place.are_processes:
+        used_s = self.cpu_s(choice) + self.step_cpu_s + HAND_OVER_S
+        limits = [build_s / choice.workers, handed_s, used_s / cores]
+        if not choice.are_processes:
             limits.append(self.python_s + self.step_cpu_s)
         return max(limits)
 
-    def sample(self, place, cores, draw):
-        period_s = self.period_s(place, cores) * draw.uniform(0.97, 1.05)
+    def sample(self, choice, cores, draw):
+        period_s = self.period_s(choice, cores) * draw.uniform(0.97, 1.05)
         if draw.random() < 0.02:
             period_s *= 5  # somebody else had the core
         gap_s = self.step_s + self.step_cpu_s
-        build_s = self.waits_s + self.cpu_s(place)
-        timing = Timing(0, build_s, build_s, self.cpu_s(place), 0)
+        build_s = self.waits_s + self.cpu_s(choice)
+        timing = Timing(0, build_s, build_s, self.cpu_s(choice), 0)
         wait_s = max(0, period_s - gap_s)
         return Sample(gap_s, self.step_cpu_s, wait_s, timing)
 
@@ -83,14 +88,17 @@ def run(tuner, load, cores, batches, seed=0):
     draw = random.Random(seed)
     before = len(tuner.decisions)
     for _ in range(batches):
-        tuner.add(load.sample(tuner.place, cores, draw))
+        tuner.add(load.sample(tuner.choice, cores, draw))
     return len(tuner.decisions) - before
 
 
 def quickest_s(load, cores):
     counts = [n for n in (1, 2, 4, 8, 16) if n <= QUEUE]
-    places = [INLINE, *(Place(n, p) for n in counts for p in (False, True))]
-    return min(load.period_s(place, cores) for place in places)
+    places = [
+        INLINE,
+        *(WorkerConfigChoice(n, p) for n in counts for p in (False, True)),
+    ]
+    return min(load.period_s(choice, cores) for choice in places)
 
 
 @pytest.mark.parametrize("cores", [1, 1.5, 2, 8])
@@ -102,8 +110,8 @@ def test_it_is_nearly_as_quick_as_anything_after_200_batches_and_stays_so(
     for seed in range(10):
         tuner = Tuner(cores, QUEUE)
         run(tuner, load, cores, 200, seed)
-        assert tuner.is_settled
-        found_s = load.period_s(tuner.place, cores)
+        assert tuner.has_converged
+        found_s = load.period_s(tuner.choice, cores)
         assert found_s <= 1.25 * quickest_s(load, cores), tuner.decisions
         assert run(tuner, load, cores, 5000, seed) == 0, tuner.decisions
 
@@ -111,7 +119,7 @@ def test_it_is_nearly_as_quick_as_anything_after_200_batches_and_stays_so(
 def test_cheap_batches_stay_where_they_are():
     tuner = Tuner(8, QUEUE)
     run(tuner, LOADS["cheap"], 8, 200)
-    assert tuner.place == INLINE
+    assert tuner.choice == INLINE
     assert [d.place for d in tuner.decisions] == ["inline"]
     assert "Workers would bring nothing." in tuner.decisions[0].reason
 
@@ -120,21 +128,21 @@ def test_no_more_workers_than_the_cores_that_training_leaves():
     load = Load(python_s=0.005, step_s=0, step_cpu_s=0.005)
     tuner = Tuner(2, QUEUE)
     run(tuner, load, 2, 200)
-    assert tuner.place == Place(1, True)
+    assert tuner.choice == WorkerConfigChoice(1, True)
 
 
 @pytest.mark.parametrize("queue", [2, 3, 10, 100])
 def test_no_more_workers_than_the_queue_is_long_nor_than_16(queue):
     tuner = Tuner(8, queue)
     run(tuner, Load(waits_s=0.5, step_s=0.02), 8, 300)
-    assert tuner.place.workers == min(queue, 16)
+    assert tuner.choice.workers == min(queue, 16)
 
 
 def test_a_kind_that_is_ruled_out_is_never_chosen():
     for processes in (False, True):
         for load in LOADS.values():
             tuner = Tuner(4, QUEUE)
-            tuner.bar(processes=processes, reason="It cannot be had.")
+            tuner.exclude(processes=processes, reason="It cannot be had.")
             run(tuner, load, 4, 500)
             kind = "process" if processes else "thread"
             assert not any(kind in d.place for d in tuner.decisions)
@@ -144,12 +152,12 @@ def test_a_kind_that_is_ruled_out_on_trial_is_left_at_once():
     draw = random.Random(0)
     load = LOADS["GIL-bound"]
     tuner = Tuner(4, QUEUE)
-    while not tuner.place.are_processes:
-        tuner.add(load.sample(tuner.place, 4, draw))
-    tuner.bar(processes=True, reason="It cannot be pickled.")
-    assert not tuner.place.are_processes
+    while not tuner.choice.are_processes:
+        tuner.add(load.sample(tuner.choice, 4, draw))
+    tuner.exclude(processes=True, reason="It cannot be pickled.")
+    assert not tuner.choice.are_processes
     run(tuner, load, 4, 500)
-    assert not tuner.place.are_processes
+    assert not tuner.choice.are_processes
     assert "It cannot be pickled." in tuner.decisions[-1].reason
 
 
@@ -157,23 +165,23 @@ def test_a_kind_that_is_ruled_out_later_is_left_at_once():
     load = LOADS["sleeping"]
     tuner = Tuner(2, QUEUE)
     run(tuner, load, 2, 200)
-    assert tuner.place == Place(10, False)
-    tuner.bar(processes=False, reason="They share what it draws from.")
-    assert tuner.place == INLINE
+    assert tuner.choice == WorkerConfigChoice(10, False)
+    tuner.exclude(processes=False, reason="They share what it draws from.")
+    assert tuner.choice == INLINE
     run(tuner, load, 2, 200)
-    assert tuner.place == Place(10, True)
-    assert tuner.is_settled
+    assert tuner.choice == WorkerConfigChoice(10, True)
+    assert tuner.has_converged
 
 
 def test_what_changes_while_training_is_followed_and_the_reason_given():
     tuner = Tuner(2, QUEUE)
     run(tuner, LOADS["sleeping"], 2, 1500)
-    assert tuner.place == Place(10, False)
+    assert tuner.choice == WorkerConfigChoice(10, False)
     run(tuner, LOADS["cheap"], 2, 3000)
-    assert tuner.place == INLINE
+    assert tuner.choice == INLINE
     assert any("Builds took 10" in d.reason for d in tuner.decisions)
     run(tuner, LOADS["GIL-bound"], 2, 6000)
-    assert tuner.place == Place(2, True)
+    assert tuner.choice == WorkerConfigChoice(2, True)
 
 
 def test_what_changes_often_is_not_followed_for_ever():
@@ -189,4 +197,4 @@ def test_batches_of_which_nothing_is_known_do_no_harm():
     tuner = Tuner(2, QUEUE)
     for _ in range(1000):
         tuner.add(Sample(1e-3, 0, 0, None))
-    assert tuner.place == INLINE
+    assert tuner.choice == INLINE

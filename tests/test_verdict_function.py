@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keras_fastdata.health import words
-from keras_fastdata.health.recorder import Slow
 from keras_fastdata.health.verdict import Facts, Kind, judge
+from keras_fastdata.metrics import formatting
+from keras_fastdata.metrics.recorder import Slow
 
 # 100 batches in 10 s, of which steps need 2: one process that computes.
 BUSY_BUILDER = Facts(
@@ -228,7 +228,7 @@ def test_computing_on_full_cores_is_never_answered_by_more_workers(measured):
     ],
 )
 def test_durations_have_units_and_few_digits(seconds, text):
-    assert words.duration(seconds) == text
+    assert formatting.duration(seconds) == text
 
 
 @pytest.mark.parametrize(
@@ -236,13 +236,13 @@ def test_durations_have_units_and_few_digits(seconds, text):
     [(0, "0 B"), (512, "512 B"), (38_535_168, "38.5 MB"), (2e15, "2,000 TB")],
 )
 def test_sizes_have_units_and_few_digits(nbytes, text):
-    assert words.size(nbytes) == text
+    assert formatting.size(nbytes) == text
 
 
 def test_one_batch_is_not_one_batches():
-    assert words.count(1, "batch") == "1 batch"
-    assert words.count(2, "batch") == "2 batches"
-    assert words.count(1234, "time") == "1,234 times"
+    assert formatting.count(1, "batch") == "1 batch"
+    assert formatting.count(2, "batch") == "2 batches"
+    assert formatting.count(1234, "time") == "1,234 times"
 
 
 def test_advice_for_workers_on_ray_is_about_those():
@@ -308,11 +308,11 @@ def test_of_batches_from_a_cache_no_worker_is_said_to_be_slow(workers_are):
     ],
 )
 def test_a_duration_is_in_the_unit_that_it_is_rounded_to(seconds, text):
-    assert words.duration(seconds) == text
+    assert formatting.duration(seconds) == text
 
 
 def test_a_size_is_in_the_unit_that_it_is_rounded_to():
-    assert [words.size(n) for n in (999, 999.6, 999_499, 999_600)] == [
+    assert [formatting.size(n) for n in (999, 999.6, 999_499, 999_600)] == [
         "999 B",
         "1 KB",
         "999 KB",

@@ -15,7 +15,7 @@ from samples import Deadly, LetsAChildReturn, Numbered, numbers
 
 from benchmarks.trouble import Trouble
 from keras_fastdata import WorkerDiedError
-from keras_fastdata.workers.recovery import losses_of
+from keras_fastdata.workers.process.recovery import losses_of
 
 # The long way round, in the full run.
 KILLS = 300 if os.environ.get("KERAS_FASTDATA_FULL") else 100
@@ -80,12 +80,12 @@ def test_a_worker_killed_while_idle_is_replaced():
         assert numbers(dataset) == list(range(10))
 
 
-def test_when_the_nursery_is_killed_another_takes_its_place():
+def test_when_the_forkserver_is_killed_another_takes_its_place():
     with Numbered(length=30, **PROCESSES) as dataset:
         batches = iter(dataset)
         assert numbers([next(batches)]) == [0]
-        nursery = psutil.Process().children()[0]
-        nursery.kill()
+        forkserver = psutil.Process().children()[0]
+        forkserver.kill()
         assert numbers(batches) == list(range(1, 30))
 
 
@@ -154,23 +154,23 @@ def test_what_a_worker_started_ends_with_it():
 # -- the pure part -----------------------------------------------------------
 
 
-def test_a_ticket_noted_by_the_dead_is_the_suspect():
+def test_a_request_noted_by_the_dead_is_the_suspect():
     losses = losses_of({1, 2, 3}, {3}, 1, {0: 2})
     assert (losses.suspect, losses.unclaimed) == (1, ())
 
 
-def test_a_ticket_that_nobody_admits_to_is_unclaimed():
+def test_a_request_that_nobody_admits_to_is_unclaimed():
     losses = losses_of({1, 2, 3}, {3}, 0, {0: 2})
     assert (losses.suspect, losses.unclaimed) == (None, (1,))
 
 
-def test_a_note_about_a_ticket_with_a_result_accuses_nobody():
+def test_a_note_about_a_request_with_a_result_accuses_nobody():
     losses = losses_of({2, 3}, {3}, 1, {0: 2})
     assert (losses.suspect, losses.unclaimed) == (None, ())
 
 
 def _workers():
-    """The processes that build: children of the nursery."""
+    """The processes that build: children of the fork server."""
     nurseries = psutil.Process().children()
     return [w for n in nurseries for w in n.children() if w.is_running()]
 
@@ -224,12 +224,12 @@ def test_a_signal_for_the_whole_job_ends_no_worker(name, start_method):
             list(dataset)
         batches = iter(dataset)
         next(batches)
-        pids = dataset._fastdata.loader.staff().pids
+        pids = dataset._fastdata.loader.pool_stats().pids
         for process in psutil.Process().children(recursive=True):
             process.send_signal(getattr(signal, name))
         assert numbers(batches) == list(range(1, 10))
         assert numbers(dataset) == list(range(10))
-        assert dataset._fastdata.loader.staff().pids == pids
+        assert dataset._fastdata.loader.pool_stats().pids == pids
 
 
 def test_workers_are_met_when_they_end_although_the_trainer_ignores_that(

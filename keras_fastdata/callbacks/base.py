@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from keras_fastdata.workers import role
+from keras_fastdata import _process_role
 
-if TYPE_CHECKING or role.is_worker():
+if TYPE_CHECKING or _process_role.is_worker():
     Callback = object
 
     def registered(cls: type) -> type:

@@ -13,20 +13,21 @@ from typing import TYPE_CHECKING, Any
 
 from keras_fastdata.callbacks import device
 from keras_fastdata.callbacks.base import Callback, registered
-from keras_fastdata.callbacks.event_files import EventFiles, log_dirs_among
-from keras_fastdata.health import plot, recorder, words
-from keras_fastdata.health import report as pages
-from keras_fastdata.health.fragment import summary_html
-from keras_fastdata.health.meter import Meter, no_step
+from keras_fastdata.callbacks.tensorboard import EventFiles, log_dirs_among
+from keras_fastdata.health.epoch_monitor import EpochMonitor, no_step
 from keras_fastdata.health.record import Record
-from keras_fastdata.health.staff import Staff
+from keras_fastdata.health.report import figure
+from keras_fastdata.health.report import html as pages
+from keras_fastdata.health.report.notebook import summary_html
+from keras_fastdata.health.report.trace import TraceWriter
 from keras_fastdata.health.summary import (
     EpochHealth,
     HealthSummary,
     summarize,
 )
-from keras_fastdata.health.trace import TraceWriter
 from keras_fastdata.health.verdict import Kind
+from keras_fastdata.metrics import formatting, recorder
+from keras_fastdata.metrics.pool_stats import PoolStats
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -100,16 +101,16 @@ class LoaderHealth(Callback):
         self.trace = None if trace is None else os.fspath(trace)
         if self.report is not None:
             pages.require()
-        self._meter: Meter | None = None
+        self._monitor: EpochMonitor | None = None
         self._fits = False
-        self._is_guest = False  # of an evaluation amid that fit
+        self._is_nested = False  # of an evaluation amid that fit
         # Told of each step; of one of training, after an evaluation amid it.
         self._step: Callable[[int], None] = no_step
         self._train_step: Callable[[int], None] = no_step
         self._has_reported = False
         self._epochs: list[EpochHealth] = []
         self._validations: list[EpochHealth] = []
-        self._staff: Staff | None = None  # of the training data
+        self._pool_stats: PoolStats | None = None  # of the training data
         self._trained: EpochHealth | None = None  # the epoch under way
         self._epoch = 0
         self._skipped: list[recorder.Skipped] = []
@@ -137,7 +138,7 @@ class LoaderHealth(Callback):
 
         While that runs: of the epochs that have ended.
         """
-        return summarize(self._epochs, self._validations, self._staff)
+        return summarize(self._epochs, self._validations, self._pool_stats)
 
     def plot(self) -> Figure:
         """Draws what the latest `fit`, `evaluate` or `predict` did.
@@ -152,14 +153,14 @@ class LoaderHealth(Callback):
             RuntimeError: Nothing has been measured yet.
         """
         record = self._record
-        if record is None and self._meter is not None:
-            record = self._make_record(self._meter)  # as far as it has come
+        if record is None and self._monitor is not None:
+            record = self._make_record(self._monitor)  # as far as it has come
         if record is None:
             raise RuntimeError(
                 "There is nothing to plot yet: pass this callback to `fit`, "
                 "`evaluate` or `predict`."
             )
-        return plot.plot(record)
+        return figure.plot(record)
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
@@ -179,8 +180,8 @@ class LoaderHealth(Callback):
 
         if self._fits and keras_bridge.is_within_fit():
             # One of its callbacks evaluates, with this one: the fit goes on.
-            self._is_guest, self._step = True, no_step
-            self._train_step = self._come_back
+            self._is_nested, self._step = True, no_step
+            self._train_step = self._resume_fit
             return
         beside = keras_bridge.callbacks_beside()
         if any(isinstance(c, LoaderHealth) and c is not self for c in beside):
@@ -189,7 +190,7 @@ class LoaderHealth(Callback):
                 "can have `report` and `trace` both."
             )
         self._companions = log_dirs_among(beside)
-        self._fits = self._is_guest = False  # one broken off did not end
+        self._fits = self._is_nested = False  # one broken off did not end
         self._stop()
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -204,15 +205,15 @@ class LoaderHealth(Callback):
         self._trained = None
         self._begin("train")
         adapter = keras_bridge.training().adapter
-        if adapter is not None and self._meter is not None:
+        if adapter is not None and self._monitor is not None:
             # Not the data that another callback evaluates on by now.
-            self._meter.recorder.feed = adapter.mark
+            self._monitor.recorder.source_id = adapter.source_id
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self._train_step(batch)
 
     def on_test_begin(self, logs: Any = None) -> None:
-        if self._is_guest:
+        if self._is_nested:
             return
         if self._fits:
             self._end_training()
@@ -225,8 +226,8 @@ class LoaderHealth(Callback):
         self._step(batch)
 
     def on_test_end(self, logs: Any = None) -> None:
-        if self._is_guest:
-            self._end_visit()
+        if self._is_nested:
+            self._end_nested()
             return
         found = self._end()
         if self._fits:
@@ -236,7 +237,7 @@ class LoaderHealth(Callback):
             self._conclude(found)
 
     def on_predict_begin(self, logs: Any = None) -> None:
-        if self._is_guest:
+        if self._is_nested:
             return
         self._start()
         self._begin("predict")
@@ -245,8 +246,8 @@ class LoaderHealth(Callback):
         self._step(batch)
 
     def on_predict_end(self, logs: Any = None) -> None:
-        if self._is_guest:
-            self._end_visit()
+        if self._is_nested:
+            self._end_nested()
             return
         self._conclude(self._end())
 
@@ -281,7 +282,7 @@ class LoaderHealth(Callback):
 
         self._stop()
         self._epochs, self._validations = [], []
-        self._staff = None
+        self._pool_stats = None
         self._epoch = 0
         self._line = None
         self._record = None
@@ -290,7 +291,7 @@ class LoaderHealth(Callback):
         if self.trace is not None:
             self._writer = TraceWriter(self.trace)
         self._event_files = EventFiles(self._companions)
-        self._meter = Meter(
+        self._monitor = EpochMonitor(
             functools.partial(device.synchronize, self.model)
             if device.is_asynchronous()
             else None,
@@ -298,16 +299,16 @@ class LoaderHealth(Callback):
             fetches_ahead=keras.backend.backend() == "torch",
             sink=self._writer,
         )
-        self._skipped = self._meter.recorder.skipped
-        recorder.listen(self._meter.recorder)
+        self._skipped = self._monitor.recorder.skipped
+        recorder.attach(self._monitor.recorder)
 
-    def _make_record(self, meter: Meter) -> Record:
+    def _make_record(self, monitor: EpochMonitor) -> Record:
         """Everything the meter knows, once it has measured all."""
         import keras
 
         # Of a fit, the training rather than the validation.
-        subject = next(iter(meter.subjects.values()), None)
-        staff = subject.staff if subject else None
+        subject = next(iter(monitor.datasets.values()), None)
+        pool_stats = subject.pool_stats if subject else None
         return Record(
             dataset=subject.name if subject else "",
             settings=dataclasses.asdict(subject.settings) if subject else {},
@@ -316,21 +317,21 @@ class LoaderHealth(Callback):
             began_s=self._began_s,
             ended_s=time.monotonic(),
             summary=self.summary(),
-            spans=meter.recorder.spans(),
-            steps=tuple(meter.steps),
-            lost=staff.losses if staff else (),
-            pids=staff.pids if staff else {},
+            spans=monitor.recorder.spans(),
+            steps=tuple(monitor.steps),
+            lost=pool_stats.losses if pool_stats else (),
+            pids=pool_stats.pids if pool_stats else {},
             skipped=tuple(self._skipped),
-            slowest=tuple(meter.recorder.tally.slowest),
+            slowest=tuple(monitor.recorder.batch_stats.slowest),
         )
 
     def _stop(self) -> None:
-        meter, self._meter = self._meter, None
+        monitor, self._monitor = self._monitor, None
         self._step = self._train_step = no_step
-        if meter is not None:
-            recorder.leave(meter.recorder)
-            meter.close()
-            self._record = record = self._make_record(meter)
+        if monitor is not None:
+            recorder.detach(monitor.recorder)
+            monitor.close()
+            self._record = record = self._make_record(monitor)
             self._event_files.close()
             writer, self._writer = self._writer, None
             if writer is not None:
@@ -349,36 +350,36 @@ class LoaderHealth(Callback):
             _log.error("The report could not be written: %s", error)
 
     def _begin(self, phase: str) -> None:
-        if self._meter is not None:
-            self._meter.begin(phase, self._epoch)
-            self._step = self._train_step = self._meter.step
+        if self._monitor is not None:
+            self._monitor.begin(phase, self._epoch)
+            self._step = self._train_step = self._monitor.step
 
-    def _end_visit(self) -> None:
+    def _end_nested(self) -> None:
         """The fit goes on, after an evaluation amid it."""
-        self._is_guest = False
-        if self._meter is not None:
-            self._step = self._train_step = self._meter.step
+        self._is_nested = False
+        if self._monitor is not None:
+            self._step = self._train_step = self._monitor.step
 
-    def _come_back(self, batch: int) -> None:
+    def _resume_fit(self, batch: int) -> None:
         """The first step of training after an evaluation that has raised."""
-        self._end_visit()
+        self._end_nested()
         self._train_step(batch)
 
     def _end(self) -> EpochHealth | None:
-        meter = self._meter
+        monitor = self._monitor
         self._step = self._train_step = no_step
-        if meter is None:
+        if monitor is None:
             return None
-        health = meter.end()
+        health = monitor.end()
         # Of a fit, the training rather than the validation.
-        subject = next(iter(meter.subjects.values()), None)
+        subject = next(iter(monitor.datasets.values()), None)
         if subject is not None:
-            self._staff = subject.staff
+            self._pool_stats = subject.pool_stats
         return health
 
     def _end_training(self) -> None:
         """Ends the epoch's training, which its validation may have done."""
-        if self._meter is not None and self._meter.phase == "train":
+        if self._monitor is not None and self._monitor.phase == "train":
             self._trained = self._end()
 
     def _conclude(self, health: EpochHealth | None) -> None:
@@ -406,12 +407,12 @@ class LoaderHealth(Callback):
 def _describe(health: EpochHealth, skipped: int) -> str:
     line = (
         f"LoaderHealth: {health.name} lost "
-        f"{words.share(health.data_wait)} of "
-        f"{words.duration(health.wall_s)} to its data ({health.verdict.kind})."
+        f"{formatting.share(health.data_wait)} of "
+        f"{formatting.duration(health.wall_s)} to its data ({health.verdict.kind})."
     )
     if health.verdict.kind is not Kind.COMPUTE_BOUND:
-        line += f" With free data: {words.duration(health.free_s)}."
+        line += f" With free data: {formatting.duration(health.free_s)}."
     if skipped:
         were = "was" if skipped == 1 else "were"
-        line += f" {words.count(skipped, 'batch')} {were} skipped."
+        line += f" {formatting.count(skipped, 'batch')} {were} skipped."
     return line

@@ -10,15 +10,15 @@ import numpy as np
 import numpy.typing as npt
 
 from keras_fastdata._dataset_internals import answer
-from keras_fastdata.datasets.ordering import (
+from keras_fastdata.building import build
+from keras_fastdata.datasets.sampling import (
     Indices,
     SampledDataset,
     Sampler,
-    attribute,
+    overridable_property,
     take_transform,
     transformed,
 )
-from keras_fastdata.engine import build
 
 
 class ArrayDataset(SampledDataset):
@@ -110,7 +110,7 @@ class ArrayDataset(SampledDataset):
             )
         (self._fastdata_count,) = lengths
 
-    @attribute
+    @overridable_property
     def num_samples(self) -> int:
         """The length of the arrays."""
         return self._fastdata_count

@@ -84,7 +84,7 @@ def _faster(module: str) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
+class ImageSpec:
     """What images are to become.
 
     Attributes:
@@ -102,7 +102,7 @@ class Form:
     pads: bool
 
 
-def read(path: str, form: Form) -> Pixels:
+def read(path: str, form: ImageSpec) -> Pixels:
     """Reads an image file.
 
     Returns:
@@ -241,7 +241,9 @@ def _resize(
     )
 
 
-def _fitted(size: tuple[int, int], form: Form) -> tuple[_Box, tuple[int, int]]:
+def _fitted(
+    size: tuple[int, int], form: ImageSpec
+) -> tuple[_Box, tuple[int, int]]:
     """Which part of an image becomes how large a part of the result.
 
     Args:

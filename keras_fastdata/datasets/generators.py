@@ -32,21 +32,21 @@ from keras_fastdata._dataset_internals import (
     internals_of,
     state_dict_of,
 )
+from keras_fastdata.building.held_generators import Held, Search, seeds_its_own
 from keras_fastdata.dataset import FastPyDataset
 from keras_fastdata.datasets.collate import Padded, Padding, collate
-from keras_fastdata.datasets.ordering import GENERATORS
-from keras_fastdata.engine.generators import Held, Search, seeds_its_own
-from keras_fastdata.engine.resume import State
+from keras_fastdata.datasets.sampling import GENERATOR_KEY
 from keras_fastdata.engine.settings import (
     arguments_of,
     boolean,
     integer,
     unknown_arguments,
 )
-from keras_fastdata.engine.shards import has_random_access
+from keras_fastdata.engine.sharding import has_random_access
+from keras_fastdata.engine.state_dict import State
 from keras_fastdata.errors import EndOfData, LoaderError
 from keras_fastdata.memory.ownership import copied
-from keras_fastdata.workers import failures
+from keras_fastdata.workers import exceptions
 
 _BATCH, _LAST = 0, 1  # what a turn of a shard came to
 _UNKNOWN = -1  # a checksum, where the factory left out what was before
@@ -210,25 +210,25 @@ class GeneratorDataset(FastPyDataset):
     def __getitem__(self, index: int) -> Any:
         """The next batch; it is one from the beginning, for an index of 0."""
         plan, epoch = self._fastdata_plan, answer(self, "epoch")
-        walk = plan.walk
-        for place, batch in walk.latest if walk is not None else ():
+        turns = plan.turns
+        for place, batch in turns.latest if turns is not None else ():
             if place == (epoch, index):
                 return batch
-        if walk is None or not walk.leads_to(epoch, index):
-            walk = _walk_to(self, index)
-        walk.epoch, walk.index = epoch, index
+        if turns is None or not turns.leads_to(epoch, index):
+            turns = _turns_to(self, index)
+        turns.epoch, turns.index = epoch, index
         try:
-            batch = walk.next()
+            batch = turns.next()
         except EndOfData:
             if plan.num_batches is None:
                 raise
         except BaseException:
-            plan.walk = None  # whose turn it is, nobody knows
+            plan.turns = None  # whose turn it is, nobody knows
             raise
         else:
-            walk.index += 1
+            turns.index += 1
             if not plan.restarts:
-                walk.latest.append(((epoch, index), batch))
+                turns.latest.append(((epoch, index), batch))
             return batch
         way_out = "Pass the true number, or `None`"
         if plan.restarts:
@@ -240,7 +240,7 @@ class GeneratorDataset(FastPyDataset):
 
     def close(self) -> None:
         """Ends the workers and waits until they are gone."""
-        self._fastdata_plan.walk = None
+        self._fastdata_plan.turns = None
         for shards in self._fastdata_plan.shards:
             shards.close()
         super().close()
@@ -273,7 +273,7 @@ class _Plan:
         num_batches: Of an epoch; `None` for all that there are.
         shards: Those of each worker.
         workers: How many workers there are; 0 if the caller builds.
-        walk: The turns, as far as they have come.
+        turns: The turns, as far as they have come.
     """
 
     def __init__(
@@ -289,10 +289,10 @@ class _Plan:
         self.num_batches = num_batches
         self.shards = shards
         self.workers = workers
-        self.walk: _Walk | None = None
+        self.turns: _Turns | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "walk": None}
+        return {**vars(self), "turns": None}
 
 
 @has_random_access.register
@@ -318,19 +318,19 @@ def _(dataset: GeneratorDataset, state: State) -> dict[str, Any]:
     return {**state.as_dict(), "num_shards": plan.num_shards}
 
 
-def _walk_to(dataset: GeneratorDataset, index: int) -> _Walk:
+def _turns_to(dataset: GeneratorDataset, index: int) -> _Turns:
     """The walk that has batch `index` of this epoch next."""
     plan = dataset._fastdata_plan
-    if plan.walk is None or plan.restarts:
-        key = int(answer(dataset, "rng_for")(GENERATORS).integers(2**63))
-        walk = _Walk(plan.shards, key)
+    if plan.turns is None or plan.restarts:
+        key = int(answer(dataset, "rng_for")(GENERATOR_KEY).integers(2**63))
+        turns = _Turns(plan.shards, key)
         for _ in range(index):
-            walk.next()
-        plan.walk = walk
-    return plan.walk
+            turns.next()
+        plan.turns = turns
+    return plan.turns
 
 
-class _Walk:
+class _Turns:
     """Turns of shards, from their beginning on.
 
     Attributes:
@@ -576,7 +576,9 @@ class _Shard:
         except EndOfData:
             pass
         except Exception as error:
-            failures.note(error, f"In batch {self._position} of {self._name}.")
+            exceptions.note(
+                error, f"In batch {self._position} of {self._name}."
+            )
             raise
         short = len(items) < (owner._batch_size or 1)
         return [] if short and owner._drop_remainder else items

@@ -11,16 +11,16 @@ import numpy as np
 import numpy.typing as npt
 
 from keras_fastdata.datasets import decoding
-from keras_fastdata.datasets.ordering import (
+from keras_fastdata.datasets.samples import SampleDataset
+from keras_fastdata.datasets.sampling import (
     Sampler,
-    attribute,
+    overridable_property,
     take_transform,
     transformed,
 )
-from keras_fastdata.datasets.samples import SampleDataset
 from keras_fastdata.engine.settings import check_local, one_of
 from keras_fastdata.shared_list import SharedList
-from keras_fastdata.workers import failures
+from keras_fastdata.workers import exceptions
 
 FORMATS = (".bmp", ".gif", ".jpeg", ".jpg", ".png")
 
@@ -285,7 +285,7 @@ class ImageFileDataset(SampleDataset):
             return make(training, shuffle), make(validation, False)
         return make(parts[str(subset)], shuffle)
 
-    @attribute
+    @overridable_property
     def num_samples(self) -> int:
         """The number of files."""
         return len(self.paths)
@@ -296,7 +296,7 @@ class ImageFileDataset(SampleDataset):
         try:
             image = _read(self, path)
         except Exception as error:
-            failures.note(error, f"While reading {path}.")
+            exceptions.note(error, f"While reading {path}.")
             raise
         if self.transform is not None:
             image = transformed(self, image)
@@ -312,7 +312,7 @@ class ImageFileDataset(SampleDataset):
 
 def _read(dataset: ImageFileDataset, path: str) -> Image:
     if dataset.decoder is None:
-        form = decoding.Form(
+        form = decoding.ImageSpec(
             dataset.image_size,
             dataset.color_mode,
             dataset.interpolation,

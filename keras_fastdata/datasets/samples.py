@@ -13,17 +13,17 @@ import numpy as np
 import numpy.typing as npt
 
 from keras_fastdata._dataset_internals import answer
+from keras_fastdata.building import build
 from keras_fastdata.dataset import FastPyDataset
 from keras_fastdata.datasets.collate import Padded, Padding, collate
-from keras_fastdata.datasets.ordering import (
+from keras_fastdata.datasets.sampling import (
     SAMPLE,
     SampledDataset,
     Sampler,
-    attribute,
     for_iterables,
+    overridable_property,
 )
-from keras_fastdata.engine import build
-from keras_fastdata.workers import failures
+from keras_fastdata.workers import exceptions
 
 
 class _SampleRng:
@@ -49,7 +49,7 @@ class _SampleRng:
 class _ByHand(threading.local):
     """Of a batch that a thread asks for by hand: the sample being got."""
 
-    part: build.Part | None = None
+    part: build.SampleContext | None = None
 
 
 _by_hand = _ByHand()
@@ -143,7 +143,7 @@ class SampleDataset(SampledDataset):
         self.source = source
         self._fastdata_padded = Padded(pad_to, pad_value)
 
-    @attribute
+    @overridable_property
     def num_samples(self) -> int:
         """Samples in an epoch; `len(source)` unless it is overridden."""
         return len(_source_of(self, "num_samples"))
@@ -175,11 +175,11 @@ def _samples_of(
         context = build.current_context() or _by_hand
         # A sample may be made of those of another such dataset.
         outer = context.part
-        context.part = build.Part((SAMPLE, index, *drawn))
+        context.part = build.SampleContext((SAMPLE, index, *drawn))
         try:
             sample = dataset.get_sample(index)
         except Exception as error:
-            failures.note(error, f"In sample {index}.")
+            exceptions.note(error, f"In sample {index}.")
             raise
         finally:
             context.part = outer

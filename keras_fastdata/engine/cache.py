@@ -31,9 +31,9 @@ import numpy as np
 import numpy.typing as npt
 
 from keras_fastdata import _atomic_write
-from keras_fastdata.health import memory
-from keras_fastdata.memory import layout, limits
+from keras_fastdata.memory import layout, os_limits
 from keras_fastdata.memory.arena import aligned_empty, round_up
+from keras_fastdata.metrics import ram
 
 _MAGIC = b"keras_fastdata batch 1\n"
 _SIZES = struct.Struct("<QI")  # bytes of the head, and their checksum
@@ -85,7 +85,7 @@ class MemoryCache:
     """
 
     def __init__(self, name: str, most: int | None) -> None:
-        if most is None and (free := memory.free()) is not None:
+        if most is None and (free := ram.free()) is not None:
             most = free // 2
         self._room = _Room(name, most)
         self._batches: dict[int, _Opened] = {}
@@ -121,7 +121,7 @@ class MemoryCache:
         del self._batches[index]
 
 
-class _File(enum.Enum):
+class _CachedFile(enum.Enum):
     """What is known of the file of a batch."""
 
     MISSING = enum.auto()  # or damaged: the batch is built, and written
@@ -149,7 +149,7 @@ class DiskCache:
         self._open: collections.OrderedDict[int, _Opened] = (
             collections.OrderedDict()
         )
-        self._files: dict[int, _File] = {}  # by index, once looked for
+        self._files: dict[int, _CachedFile] = {}  # by index, once looked for
         self._has_told = False
 
     @property
@@ -160,7 +160,7 @@ class DiskCache:
         file = self._files.get(index)
         if file is None:
             file = self._files[index] = self._look_for(index)
-        return file is _File.READABLE
+        return file is _CachedFile.READABLE
 
     def get(self, index: int) -> Any:
         if index not in self._open:
@@ -169,7 +169,10 @@ class DiskCache:
         return described.assemble(buffers)
 
     def put(self, index: int, batch: Any) -> None:
-        if self._files.get(index, _File.MISSING) is not _File.MISSING:
+        if (
+            self._files.get(index, _CachedFile.MISSING)
+            is not _CachedFile.MISSING
+        ):
             return
         plain = _plain(batch, self._room)
         if plain is None:
@@ -181,18 +184,18 @@ class DiskCache:
         except Exception as error:
             self._room.close(f"{path} cannot be written ({error})")
         else:
-            self._files[index] = _File.READABLE
+            self._files[index] = _CachedFile.READABLE
 
     def lose(self, index: int) -> None:
-        self._files[index] = _File.MISSING
+        self._files[index] = _CachedFile.MISSING
         self._open.pop(index, None)
 
-    def _look_for(self, index: int) -> _File:
+    def _look_for(self, index: int) -> _CachedFile:
         path = self._path(index)
         try:
             self._keep_open(index, _read(path))
         except FileNotFoundError:
-            return _File.MISSING
+            return _CachedFile.MISSING
         except PermissionError as error:
             if not self._has_told:
                 self._has_told = True
@@ -203,7 +206,7 @@ class DiskCache:
                     "one as `cache`.",
                     error,
                 )
-            return _File.FORBIDDEN
+            return _CachedFile.FORBIDDEN
         except (OSError, ValueError) as error:
             _log.warning(
                 "%s is not a batch that was cached, or is damaged (%s); it is "
@@ -211,8 +214,8 @@ class DiskCache:
                 path,
                 error,
             )
-            return _File.MISSING
-        return _File.READABLE
+            return _CachedFile.MISSING
+        return _CachedFile.READABLE
 
     def _keep_open(self, index: int, opened: _Opened) -> None:
         self._open[index] = opened
@@ -337,7 +340,7 @@ def _read(path: pathlib.Path, *, trusted: bool = False) -> _Opened:
         OSError: There is no such file, or it cannot be read.
         ValueError: It is not as it was written.
     """
-    with limits.named("A cached batch could not be opened"):
+    with os_limits.named("A cached batch could not be opened"):
         file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115
     with file:
         found = os.fstat(file.fileno())
@@ -391,7 +394,7 @@ def _map(file: io.BufferedReader) -> memoryview:
 
     On some versions of Python each map has a descriptor of its own.
     """
-    if len(_mapped) < limits.open_files() // 4:
+    if len(_mapped) < os_limits.open_files() // 4:
         with contextlib.suppress(OSError):
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             _mapped.add(mapped)

@@ -29,13 +29,13 @@ from typing import Any
 
 import numpy as np
 
-from keras_fastdata.engine import build
+from keras_fastdata.building import build
+from keras_fastdata.building.modules import is_users
+from keras_fastdata.building.seeding import PRIVATE
 from keras_fastdata.engine.cache import Cache, DiskCache, MemoryCache
-from keras_fastdata.engine.modules import is_users
-from keras_fastdata.engine.seeding import PRIVATE
 from keras_fastdata.engine.settings import Settings
 from keras_fastdata.errors import LoaderError
-from keras_fastdata.memory import classes, handles
+from keras_fastdata.memory import class_refs, reducers
 
 _OURS = ("keras", "keras_fastdata")  # packages whose code is left out
 _LONGEST = 4096  # characters of a path
@@ -195,11 +195,11 @@ def _pickled(
         keep: Takes the bytes of arrays; `None`: they are in the pickle.
     """
     stream = io.BytesIO()
-    _Pickler(stream, found, keep).dump(value)
+    _FingerprintPickler(stream, found, keep).dump(value)
     return stream.getvalue()
 
 
-class _Pickler(handles.Pickler):
+class _FingerprintPickler(reducers.Pickler):
     """Gives what is equal the same pickle in every run.
 
     Sets are put in order. Classes and functions that are not installed are
@@ -228,7 +228,7 @@ class _Pickler(handles.Pickler):
             known = self._found.known
             if id(obj) not in known:
                 by_name = _is_installed(obj.__module__)
-                by_name = by_name and classes.is_importable(obj)
+                by_name = by_name and class_refs.is_importable(obj)
                 known[id(obj)] = obj, None if by_name else [obj.__qualname__]
                 if not by_name:
                     self._found.code.append(obj)

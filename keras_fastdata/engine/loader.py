@@ -1,11 +1,11 @@
 """The loader of one dataset: what is built ahead, and in which order it comes.
 
-    Pass.__next__ -> Loader.deliver -> tickets -> workers.submit / collect
+    Pass.__next__ -> Loader.deliver -> requests -> workers.submit / collect
                                     -> ready batches, by position
 
 Everything happens in the thread that asks for a batch; there is no thread of
 the loader's own. Workers run on by themselves between two calls, as far as the
-lookahead has given them tickets.
+lookahead has given them requests.
 
 One lock guards it all, and is held for moments only: to look at what has come
 and to ask for more (which may pickle the dataset, or start a worker). Nobody
@@ -20,7 +20,7 @@ and after every wait the state is looked at anew.
     next call starts new ones
 
 
-Where another epoch is known to follow, its first tickets go out behind the
+Where another epoch is known to follow, its first requests go out behind the
 last ones of a pass, and its batches wait for the next one. Until that asks for
 one, the epoch has not begun.
 
@@ -43,30 +43,31 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from keras_fastdata.engine import build, hiring, pickling, resume
-from keras_fastdata.engine.auto import Auto
+from keras_fastdata.building import build
+from keras_fastdata.engine import pickling_errors, pool_factory, state_dict
+from keras_fastdata.engine.autotune import AutoTuner
 from keras_fastdata.engine.cache import Cache
+from keras_fastdata.engine.epoch import Completed, Epoch, size_of, span_of
 from keras_fastdata.engine.fingerprint import open_cache
 from keras_fastdata.engine.outside_state import OutsideState
+from keras_fastdata.engine.prefetcher import Prefetcher
 from keras_fastdata.engine.schedule import Schedule, plan_epoch
 from keras_fastdata.engine.settings import Settings
-from keras_fastdata.engine.shards import Shard, shard_of
-from keras_fastdata.engine.tickets import Tickets
-from keras_fastdata.engine.walk import Arrival, Walk, size_of, span_of
+from keras_fastdata.engine.sharding import Shard, shard_of
 from keras_fastdata.errors import DatasetPicklingError, EndOfData, LoaderError
-from keras_fastdata.health import words
-from keras_fastdata.health.staff import Staff
-from keras_fastdata.health.timing import Timing
-from keras_fastdata.workers import failures, relay
-from keras_fastdata.workers.base import Built, Ticket, Workers
-from keras_fastdata.workers.inline import InlineWorkers
-from keras_fastdata.workers.interrupts import Uninterrupted
+from keras_fastdata.metrics import formatting
+from keras_fastdata.metrics.pool_stats import PoolStats
+from keras_fastdata.metrics.timing import Timing
+from keras_fastdata.workers import exceptions, log_forwarding
+from keras_fastdata.workers.base import BatchRequest, LocalResult, WorkerPool
+from keras_fastdata.workers.inline import InlinePool
+from keras_fastdata.workers.signals import DeferredSignals
 
 # Between two looks at what else there is to do. Another thread may have taken
 # the batch in, or ended the workers.
 _WAIT_S = 0.05
 _LOOK_S = 0.005  # between two looks at workers whose batches are here
-_SETTLE_S = 1.0  # for workers to finish what they are at
+_QUIESCE_S = 1.0  # for workers to finish what they are at
 
 
 END = object()  # what `Loader.deliver` returns after the last batch
@@ -88,11 +89,11 @@ class _PoolState(enum.Enum):
     INVALID = enum.auto()  # no: they are to be ended when that call does
 
 
-class _Request:
+class _Fetch:
     """A batch that a pass has asked for, through all waits for it.
 
     Attributes:
-        quietly: Whether the workers shall rest until the next is asked for.
+        pause_after: Whether the workers shall rest until the next is asked for.
         thorough: Whether to look what has come even if the batch is here and
             there are more where it was.
         began: Whether the dataset has been brought to the workers as it was
@@ -108,26 +109,26 @@ class _Request:
         "began",
         "came_s",
         "here",
-        "quietly",
+        "pause_after",
         "thorough",
         "waits_for",
     )
 
-    def __init__(self, quietly: bool, thorough: bool) -> None:
-        self.quietly = quietly
+    def __init__(self, pause_after: bool, thorough: bool) -> None:
+        self.pause_after = pause_after
         self.thorough = thorough
         self.began = False
         self.awaited = -1
         self.came_s: float | None = None
-        self.here: InlineWorkers | None = None
-        self.waits_for: Workers | None = None
+        self.here: InlinePool | None = None
+        self.waits_for: WorkerPool | None = None
 
 
-class _WalkRef(weakref.ref[Any]):
+class _EpochRef(weakref.ref[Any]):
     """A weak reference to who walks through the dataset."""
 
-    __slots__ = ("walk",)
-    walk: Walk
+    __slots__ = ("epoch",)
+    epoch: Epoch
 
 
 class Loader:
@@ -150,26 +151,30 @@ class Loader:
         self._ending: Any = threading.RLock()  # while workers are ended
         self._pid = self._lock_pid = os.getpid()
         self._pool = _PoolState.READY
-        self._workers: Workers | None = None
-        self._receiver = relay.Receiver()  # of what they log
+        self._workers: WorkerPool | None = None
+        self._receiver = log_forwarding.Receiver()  # of what they log
         self._outside = OutsideState()  # that they were told of
         self._finalizer: weakref.finalize[Any, Any] | None = None
         # Workers that nobody uses any more, and what would end them at exit.
         self._dismissed: collections.deque[
-            tuple[Workers, weakref.finalize[Any, Any] | None]
+            tuple[WorkerPool, weakref.finalize[Any, Any] | None]
         ] = collections.deque()
-        self._tickets = Tickets(self._settings, self._auto)
-        self._passes: set[_WalkRef] = set()
-        self._peeks: list[Walk] = []  # through which batches are peeked at
+        self._prefetcher = Prefetcher(self._settings, self._auto)
+        self._iterators: set[_EpochRef] = set()
+        self._peeks: list[Epoch] = []  # through which batches are peeked at
         self._dropped: collections.deque[weakref.ref[Any]] = collections.deque()
         self._hooks: list[tuple[str, int]] = []  # that have run
         self._digest: tuple[int, str] | None = None  # after so many of them
         self._attributes = frozenset(vars(dataset))  # which no build has set
-        self._latest: Walk | None = None  # that a batch was delivered from
-        # The walk that has begun last, if none of its batches was delivered;
+        self._latest: Epoch | None = None  # that a batch was delivered from
+        # The epoch that has begun last, if none of its batches was delivered;
         # and the epoch and resumed state that there were before.
-        self._beginning: tuple[Walk, int, resume.State | None] | None = None
-        self._resume: resume.State | None = None  # where the next one begins
+        self._beginning: tuple[Epoch, int, state_dict.State | None] | None = (
+            None
+        )
+        self._resume: state_dict.State | None = (
+            None  # where the next one begins
+        )
         self._is_restored = False  # and Keras has begun no epoch since
         self.within_epoch = False  # of Keras's
         self._cache: Cache | None = None  # made when it is needed
@@ -178,7 +183,9 @@ class Loader:
         self._shard = Shard()  # known last
         self._look_s = 0.0  # when to look after the workers in any case
         self._changed = False
-        self._leave = hiring.Leave()  # asked for at the interpreter's end
+        self._shutdown = (
+            pool_factory.ShutdownFlag()
+        )  # asked for at the interpreter's end
 
     @property
     def seed(self) -> int:
@@ -248,24 +255,24 @@ class Loader:
     def state(
         self,
         dataset: build.Dataset,
-        walk: Walk | None = None,
-        behind: int = 0,
-    ) -> resume.State:
-        """Where a walk is, or the latest one; while an epoch begins, where
+        epoch: Epoch | None = None,
+        lag: int = 0,
+    ) -> state_dict.State:
+        """Where an epoch is, or the latest one; while an epoch begins, where
         the one before has ended.
 
         Args:
             dataset: The dataset.
-            walk: The walk.
-            behind: How many of its batches are not to count.
+            epoch: The epoch.
+            lag: How many of its batches are not to count.
         """
         self._own_lock()
         with self._hook_lock:  # what a hook does is not to be seen in part
-            resumed, place = self._place(walk, behind)
+            resumed, place = self._place(epoch, lag)
             if resumed is not None:
                 return resumed
             number, position, shuffle = place
-            return resume.State(
+            return state_dict.State(
                 self.seed,
                 number,
                 position,
@@ -277,30 +284,30 @@ class Loader:
             )
 
     def _place(
-        self, walk: Walk | None, behind: int
-    ) -> tuple[resume.State | None, tuple[int, int, bool | None]]:
-        """What is to be resumed; or epoch, position and order of a walk."""
+        self, epoch: Epoch | None, lag: int
+    ) -> tuple[state_dict.State | None, tuple[int, int, bool | None]]:
+        """What is to be resumed; or epoch, position and order of an epoch."""
         try:
             with self._own_lock():
                 number, resumed = self.epoch, self._resume
-                if walk is None:
-                    walk, beginning = self._latest, self._beginning
+                if epoch is None:
+                    epoch, beginning = self._latest, self._beginning
                     if beginning is not None and self._is_open(beginning[0]):
                         _, number, resumed = beginning
                 place: tuple[int, int, bool | None] = number, 0, None
                 if (
-                    walk is not None
-                    and walk.begun
-                    and (behind or not walk.ended)
+                    epoch is not None
+                    and epoch.begun
+                    and (lag or not epoch.ended)
                 ):
-                    assert walk.epoch is not None
-                    assert walk.schedule is not None
-                    position = walk.position_before(behind)
+                    assert epoch.number is not None
+                    assert epoch.schedule is not None
+                    position = epoch.position_before(lag)
                     # Nothing tells whether the end has been asked for.
-                    if position == walk.schedule.num_batches:
-                        return resumed, (number, 0, walk.shuffle)
-                    position *= walk.schedule.shard.count
-                    place = walk.epoch, position, walk.shuffle
+                    if position == epoch.schedule.num_batches:
+                        return resumed, (number, 0, epoch.shuffle)
+                    position *= epoch.schedule.shard.count
+                    place = epoch.number, position, epoch.shuffle
                 return resumed, place
         finally:
             self._end_if_invalid()
@@ -308,12 +315,14 @@ class Loader:
     def _digest_of(self, dataset: build.Dataset) -> str:
         count = len(self._hooks)
         if self._digest is None or self._digest[0] != count:
-            found = resume.digest(dataset, self._attributes) if count else ""
+            found = (
+                state_dict.digest(dataset, self._attributes) if count else ""
+            )
             self._digest = count, found
         return self._digest[1]
 
-    def restore(self, dataset: build.Dataset, state: resume.State) -> None:
-        """Has the next walk begin where another dataset stood.
+    def restore(self, dataset: build.Dataset, state: state_dict.State) -> None:
+        """Has the next epoch begin where another dataset stood.
 
         Raises:
             ValueError: It is another dataset.
@@ -345,10 +354,10 @@ class Loader:
             self.within_epoch = state.within
 
     def set_epoch(self, dataset: build.Dataset, epoch: int) -> None:
-        """Has the next walk begin that epoch."""
+        """Has the next epoch begin that epoch."""
         if epoch == self.epoch and self._resume is None:
             return
-        state = resume.State(
+        state = state_dict.State(
             self.seed,
             epoch,
             0,
@@ -359,16 +368,16 @@ class Loader:
         )
         self._call(self._go_to, state, _PoolState.CALLED)
 
-    def _go_to(self, state: resume.State, pool: _PoolState) -> None:
+    def _go_to(self, state: state_dict.State, pool: _PoolState) -> None:
         self.epoch, self._resume = state.epoch, state
         self._beginning = None
-        for walk in self._walks():
-            if walk.following is not None:
-                self._forget_ahead(walk.following)
-                walk.following = None
-            if not walk.delivered:
-                self._forget_ahead(walk)
-                walk.begun, walk.schedule, walk.epoch = False, None, None
+        for epoch in self._epochs():
+            if epoch.next_epoch is not None:
+                self._forget_ahead(epoch.next_epoch)
+                epoch.next_epoch = None
+            if not epoch.delivered:
+                self._forget_ahead(epoch)
+                epoch.begun, epoch.schedule, epoch.number = False, None, None
         self._pool = pool
 
     def skips_hook(self, name: str, *, starting: bool) -> bool:
@@ -395,17 +404,19 @@ class Loader:
         """The constructor arguments of its dataset, as they are in effect."""
         return self._settings
 
-    def staff(self) -> Staff | None:
+    def pool_stats(self) -> PoolStats | None:
         """Who the workers are; `None` before there are any."""
         workers, auto = self._workers, self._auto
         if workers is None:
             return None
-        staff = workers.staff()
+        pool_stats = workers.pool_stats()
         if auto is not None:
-            staff = dataclasses.replace(staff, decisions=auto.decisions)
+            pool_stats = dataclasses.replace(
+                pool_stats, decisions=auto.decisions
+            )
         if self._shard.count > 1:
-            staff = dataclasses.replace(staff, shard=str(self._shard))
-        return staff
+            pool_stats = dataclasses.replace(pool_stats, shard=str(self._shard))
+        return pool_stats
 
     def shard(self, dataset: build.Dataset) -> Shard:
         """Which batches are this process's, as things are now."""
@@ -434,16 +445,16 @@ class Loader:
         auto = None if dataset is None else _auto(settings, dataset)
         self._call(self._replace, settings, auto, nests=True)
 
-    def _replace(self, settings: Settings, auto: Auto | None) -> None:
+    def _replace(self, settings: Settings, auto: AutoTuner | None) -> None:
         self._auto = auto
         if settings.seed is not None:
             self._drawn_seed = settings.seed
-        self._take_up(settings if auto is None else auto.settings)
+        self._apply_settings(settings if auto is None else auto.settings)
 
-    def _take_up(self, settings: Settings) -> None:
+    def _apply_settings(self, settings: Settings) -> None:
         """Has other workers build what has not been delivered."""
         self._settings = settings
-        self._tickets.take_up(settings, self._auto)
+        self._prefetcher.apply_settings(settings, self._auto)
         self._pool = _PoolState.INVALID
 
     def close(self) -> None:
@@ -531,7 +542,7 @@ class Loader:
                     self._dismiss()
             self._end_dismissed()
 
-    def _wait(self, request: _Request) -> None:
+    def _wait(self, request: _Fetch) -> None:
         """Waits for a batch, or a while; in the caller, builds it.
 
         An interrupt meanwhile, when it is likeliest, costs nothing.
@@ -552,7 +563,7 @@ class Loader:
         Raises:
             LoaderError: It is an `atexit` handler that asks.
         """
-        if not self._leave.is_asked:
+        if not self._shutdown.is_asked:
             return
         if threading.current_thread() is not threading.main_thread():
             raise SystemExit
@@ -564,49 +575,49 @@ class Loader:
 
     # -- what a pass calls --------------------------------------------------
 
-    def enroll(self, opened: object, walk: Walk) -> None:
-        """Keeps a walk in mind for as long as that object lives."""
+    def register(self, opened: object, epoch: Epoch) -> None:
+        """Keeps an epoch in mind for as long as that object lives."""
         # The callback is C code, for the reason given in memory/arena.py.
-        reference = _WalkRef(opened, self._dropped.append)
-        reference.walk = walk
-        self._passes.add(reference)
+        reference = _EpochRef(opened, self._dropped.append)
+        reference.epoch = epoch
+        self._iterators.add(reference)
 
     def deliver(
-        self, walk: Walk, dataset: build.Dataset, quietly: bool = False
+        self, epoch: Epoch, dataset: build.Dataset, pause_after: bool = False
     ) -> Any:
         """The next batch; of the next epoch, where a resumed one has none."""
-        request = _Request(quietly, self._is_time_to_look())
-        counts = walk.delivered > 0 and not quietly
+        request = _Fetch(pause_after, self._is_time_to_look())
+        counts = epoch.delivered > 0 and not pause_after
         if self._auto is not None:
             self._auto.ask()
-        walk.settled_s = 0.0
-        walk.is_from_cache = False
+        epoch.quiesce_s = 0.0
+        epoch.is_from_cache = False
         self._go_on()
         while True:
-            batch = self._call(self._deliver, walk, dataset, request, counts)
+            batch = self._call(self._deliver, epoch, dataset, request, counts)
             if batch is not _NOT_YET:
                 return batch
             self._wait(request)
 
     def _deliver(
         self,
-        walk: Walk,
+        epoch: Epoch,
         dataset: build.Dataset,
-        request: _Request,
+        request: _Fetch,
         counts: bool,
     ) -> Any:
         """The next batch, or `_NOT_YET`."""
-        batch = self._next(walk, dataset, request)
-        if batch is END and walk.start and not walk.delivered:
-            walk.start = walk.position = walk.issued = 0
-            walk.ended = walk.met_its_end = walk.begun = False
-            walk.schedule = None
-            walk.skipped.clear()
-            batch = self._next(walk, dataset, request)
+        batch = self._next(epoch, dataset, request)
+        if batch is END and epoch.start and not epoch.delivered:
+            epoch.start = epoch.position = epoch.issued = 0
+            epoch.ended = epoch.said_its_end = epoch.begun = False
+            epoch.schedule = None
+            epoch.skipped.clear()
+            batch = self._next(epoch, dataset, request)
         if self._auto is not None and batch is not _NOT_YET:
-            counts = counts and batch is not END and not walk.is_from_cache
+            counts = counts and batch is not END and not epoch.is_from_cache
             if self._auto.deliver(counts=counts):
-                self._take_up(self._auto.settings)
+                self._apply_settings(self._auto.settings)
         return batch
 
     @property
@@ -616,7 +627,7 @@ class Loader:
 
     @property
     def resumes(self) -> bool:
-        """Whether the next walk is to begin elsewhere."""
+        """Whether the next epoch is to begin elsewhere."""
         return self._resume is not None
 
     def rest(self, dataset: build.Dataset) -> int | None:
@@ -627,103 +638,107 @@ class Loader:
         return length - self.shard(dataset).position(state.position)
 
     def _next(
-        self, walk: Walk, dataset: build.Dataset, request: _Request
+        self, epoch: Epoch, dataset: build.Dataset, request: _Fetch
     ) -> Any:
         """The next batch; `END`, or `_NOT_YET`."""
-        if walk.ended:
+        if epoch.ended:
             return END
-        workers, schedule = self._prepare(walk, dataset, request)
+        workers, schedule = self._prepare(epoch, dataset, request)
         request.waits_for = workers
-        if not request.quietly:
+        if not request.pause_after:
             workers.resume()
-        while (index := schedule.index_at(walk.position)) is not None:
-            if walk.position in walk.cached and not _holds(self._cache, index):
-                walk.cached.discard(walk.position)  # but on its way to it
-            if request.quietly and not self._is_settled(
-                workers, walk, schedule, index, request
+        while (index := schedule.index_at(epoch.position)) is not None:
+            if epoch.position in epoch.cached and not _holds(
+                self._cache, index
+            ):
+                epoch.cached.discard(epoch.position)  # but on its way to it
+            if request.pause_after and not self._is_quiesced(
+                workers, epoch, schedule, index, request
             ):
                 return _NOT_YET
-            if walk.issued <= walk.position:
-                self._refill(workers, walk, schedule)
-            batch = self._fetch(workers, walk, schedule, index, request)
+            if epoch.issued <= epoch.position:
+                self._fill(workers, epoch, schedule)
+            batch = self._fetch(workers, epoch, schedule, index, request)
             if batch is _AGAIN:
-                batch = self._build_here(workers, walk, index, request)
+                batch = self._build_here(workers, epoch, index, request)
             if batch is _NOT_YET:
                 return _NOT_YET
             if batch is _GONE:
                 continue
             if batch is END:
                 break
-            walk.position += 1
+            epoch.position += 1
             if batch is _SKIPPED:
                 continue
-            self._note_delivery(walk, index, batch)
-            if request.thorough or self._tickets.has_room(walk):
-                self._refill(workers, walk, schedule)
+            self._note_delivery(epoch, index, batch)
+            if request.thorough or self._prefetcher.should_fill(epoch):
+                self._fill(workers, epoch, schedule)
             return batch
         workers.resume()
-        self._retire(walk)
+        self._finish(epoch)
         return END
 
     def _fetch(
         self,
-        workers: Workers,
-        walk: Walk,
+        workers: WorkerPool,
+        epoch: Epoch,
         schedule: Schedule,
         index: int,
-        request: _Request,
+        request: _Fetch,
     ) -> Any:
         """The next batch, at `index`, or what stands for it."""
         if request.here is not None:
-            return self._built_here(workers, walk, index, request)
-        if index in walk.peeked:
-            return walk.peeked.pop(index)
-        if walk.position in walk.cached:
-            return self._from_cache(walk, index)
-        if index in walk.skipped:
+            return self._built_here(workers, epoch, index, request)
+        if index in epoch.peeked:
+            return epoch.peeked.pop(index)
+        if epoch.position in epoch.cached:
+            return self._from_cache(epoch, index)
+        if index in epoch.skipped:
             return _SKIPPED
-        position = walk.position
+        position = epoch.position
         if (
             request.thorough
-            or position not in walk.ready
-            or walk.is_running_out
+            or position not in epoch.ready
+            or epoch.is_running_out
         ):
-            self._tickets.take_in(workers)
+            self._prefetcher.drain_results(workers)
         if request.awaited != position:
-            walk.depth = len(walk.ready) if position in walk.ready else 0
-            if walk.depth and walk.following is not None:
-                walk.depth += len(walk.following.ready)
-        if position not in walk.ready:
+            epoch.depth = len(epoch.ready) if position in epoch.ready else 0
+            if epoch.depth and epoch.next_epoch is not None:
+                epoch.depth += len(epoch.next_epoch.ready)
+        if position not in epoch.ready:
             request.awaited = position
-            if self._tickets.has_room(walk):
-                self._refill(workers, walk, schedule)
-            self._ask_for(workers, walk, position, index)
-        if position not in walk.ready:
+            if self._prefetcher.should_fill(epoch):
+                self._fill(workers, epoch, schedule)
+            self._ask_for(workers, epoch, position, index)
+        if position not in epoch.ready:
             return _NOT_YET
-        return self._open(walk, walk.ready.pop(position), index)
+        return self._open(epoch, epoch.ready.pop(position), index)
 
-    def _note_delivery(self, walk: Walk, index: int, batch: Any) -> None:
-        walk.span = walk.spans.pop(index, None)
-        if walk.remembers:
-            if walk.span is not None:
-                walk.spans[index] = walk.span
-            walk.remembers = walk.delivered < _PROBED
-            if walk.remembers:
-                walk.remembered[index] = batch
+    def _note_delivery(self, epoch: Epoch, index: int, batch: Any) -> None:
+        epoch.span = epoch.spans.pop(index, None)
+        if epoch.remembers:
+            if epoch.span is not None:
+                epoch.spans[index] = epoch.span
+            epoch.remembers = epoch.delivered < _PROBED
+            if epoch.remembers:
+                epoch.remembered[index] = batch
             else:
-                walk.remembered = {}
-        walk.delivered += 1
-        self._latest, self._beginning = walk, None
+                epoch.remembered = {}
+        epoch.delivered += 1
+        self._latest, self._beginning = epoch, None
 
-    def peek(self, walk: Walk, dataset: build.Dataset, count: int) -> list[Any]:
-        ahead = Walk(shuffle=False)
-        ahead.skipped, ahead.spans = walk.skipped, walk.spans
+    def peek(
+        self, epoch: Epoch, dataset: build.Dataset, count: int
+    ) -> list[Any]:
+        ahead = Epoch(shuffle=False)
+        ahead.skipped, ahead.spans = epoch.skipped, epoch.spans
         self._peeks.append(ahead)
         try:
-            request = _Request(quietly=False, thorough=True)
+            request = _Fetch(pause_after=False, thorough=True)
             found: list[Any] = []
             while not self._call(
-                self._peek, walk, dataset, ahead, count, found, request
+                self._peek, epoch, dataset, ahead, count, found, request
             ):
                 self._wait(request)
             return found
@@ -732,19 +747,19 @@ class Loader:
 
     def _peek(
         self,
-        walk: Walk,
+        epoch: Epoch,
         dataset: build.Dataset,
-        ahead: Walk,
+        ahead: Epoch,
         count: int,
         found: list[Any],
-        request: _Request,
+        request: _Fetch,
     ) -> bool:
         """Peeks at what is here; returns whether that is all."""
-        workers, schedule = self._prepare(walk, dataset, request)
+        workers, schedule = self._prepare(epoch, dataset, request)
         request.waits_for = workers
         workers.resume()
-        ahead.epoch, ahead.schedule = walk.epoch, schedule
-        ahead.interval_s = walk.interval_s
+        ahead.number, ahead.schedule = epoch.number, schedule
+        ahead.interval_s = epoch.interval_s
         while len(found) < count and schedule.holds(ahead.position):
             if request.here is None:
                 self._ask_ahead(workers, ahead, schedule, count)
@@ -756,7 +771,7 @@ class Loader:
                 batch = self._from_cache(ahead, index)
             if batch is _GONE:
                 if index not in ahead.ready:
-                    self._tickets.take_in(workers)
+                    self._prefetcher.drain_results(workers)
                     self._ask_for(workers, ahead, index, index)
                 if index not in ahead.ready:
                     return False
@@ -769,13 +784,13 @@ class Loader:
                 break
             ahead.position += 1
             if batch is not _SKIPPED:
-                walk.peeked[index] = batch
+                epoch.peeked[index] = batch
                 found.append(batch)
-        self._make_room(walk, schedule, count)
+        self._make_room(epoch, schedule, count)
         return True
 
     def _ask_ahead(
-        self, workers: Workers, ahead: Walk, schedule: Schedule, count: int
+        self, workers: WorkerPool, ahead: Epoch, schedule: Schedule, count: int
     ) -> None:
         """Asks for the batches to be peeked at, as far as there is room."""
         for index in range(ahead.position, count):
@@ -784,144 +799,146 @@ class Loader:
                 and index not in ahead.ready
                 and index not in ahead.waiting
                 and not _holds(self._cache, index)
-                and not self._tickets.issue(workers, ahead, index, key=index)
+                and not self._prefetcher.issue(workers, ahead, index, key=index)
             ):
                 return
 
-    def _make_room(self, walk: Walk, schedule: Schedule, count: int) -> None:
+    def _make_room(self, epoch: Epoch, schedule: Schedule, count: int) -> None:
         """Drops peeked batches that would leave little room in the queue.
 
         They are built again when their turn comes, unless it comes first.
         """
-        if not self._tickets.leaves_little(len(walk.peeked)):
+        if not self._prefetcher.leaves_little(len(epoch.peeked)):
             return
-        first = {schedule.index_at(walk.position + n) for n in range(count)}
-        for index in walk.peeked.keys() - first:
-            del walk.peeked[index]
-            walk.spans.pop(index, None)
+        first = {schedule.index_at(epoch.position + n) for n in range(count)}
+        for index in epoch.peeked.keys() - first:
+            del epoch.peeked[index]
+            epoch.spans.pop(index, None)
 
-    def rewind(self, walk: Walk) -> None:
-        self._call(self._rewind, walk)
+    def rewind(self, epoch: Epoch) -> None:
+        self._call(self._rewind, epoch)
 
-    def _rewind(self, walk: Walk) -> None:
-        if walk.ended or walk.delivered > len(walk.remembered):
-            self._forget_ahead(walk)
-            walk.issued = walk.start
-        walk.peeked.update(walk.remembered)
-        walk.remembered, walk.remembers = {}, False
-        walk.position, walk.delivered = walk.start, 0
-        walk.ended = walk.met_its_end = False
+    def _rewind(self, epoch: Epoch) -> None:
+        if epoch.ended or epoch.delivered > len(epoch.remembered):
+            self._forget_ahead(epoch)
+            epoch.issued = epoch.start
+        epoch.peeked.update(epoch.remembered)
+        epoch.remembered, epoch.remembers = {}, False
+        epoch.position, epoch.delivered = epoch.start, 0
+        epoch.ended = epoch.said_its_end = False
 
     # -- the way of a batch -------------------------------------------------
 
     def _prepare(
-        self, walk: Walk, dataset: build.Dataset, request: _Request
-    ) -> tuple[Workers, Schedule]:
-        """Makes workers, dataset and walk ready for the next ticket."""
+        self, epoch: Epoch, dataset: build.Dataset, request: _Fetch
+    ) -> tuple[WorkerPool, Schedule]:
+        """Makes workers, dataset and epoch ready for the next request."""
         while self._dropped:
             reference = self._dropped.popleft()
-            assert isinstance(reference, _WalkRef)
-            self._passes.discard(reference)
-            walks = [reference.walk, reference.walk.following]
-            for abandoned in filter(None, walks):
+            assert isinstance(reference, _EpochRef)
+            self._iterators.discard(reference)
+            epochs = [reference.epoch, reference.epoch.next_epoch]
+            for abandoned in filter(None, epochs):
                 self._cache_ready(abandoned)
-                self._retire(abandoned)
+                self._finish(abandoned)
         # Not after a wait: asking for the length may itself be a change.
         if not request.began:
-            if not walk.begun and self._outside.has_changed():
+            if not epoch.begun and self._outside.has_changed():
                 self._changed = True
             if self._changed:
                 self._change()
         request.began = True
-        if not walk.begun:
+        if not epoch.begun:
             self.shard(dataset)  # which may decide the seed
         if self._cache is None and self._settings.cache is not None:
             self._cache = open_cache(
                 dataset, self._settings, self.built, self._before
             )
         if self._workers is None:
-            with Uninterrupted():
-                self._workers = self._employ(dataset)
-        if not walk.begun:
-            self._begin(walk, dataset, self._workers)
-        schedule = walk.schedule
+            with DeferredSignals():
+                self._workers = self._start_pool(dataset)
+        if not epoch.begun:
+            self._begin(epoch, dataset, self._workers)
+        schedule = epoch.schedule
         if schedule is None:
             shard = self.shard(dataset)
-            schedule = self._plan(walk, build.length_of(dataset), shard)
+            schedule = self._plan(epoch, build.length_of(dataset), shard)
         return self._workers, schedule
 
     def _begin(
-        self, walk: Walk, dataset: build.Dataset, workers: Workers
+        self, epoch: Epoch, dataset: build.Dataset, workers: WorkerPool
     ) -> None:
-        """Gives a walk its epoch, for which no other can be prepared now."""
-        foretold = walk.schedule
+        """Gives an epoch its epoch, for which no other can be prepared now."""
+        foretold = epoch.schedule
         if foretold is None or foretold.total != build.length_of(dataset):
-            self._forget_ahead(walk)
-            walk.epoch = self.epoch
-            walk.schedule = None
-        elif any(a.done.is_lost for a in walk.ready.values()):
+            self._forget_ahead(epoch)
+            epoch.number = self.epoch
+            epoch.schedule = None
+        elif any(a.done.is_lost for a in epoch.ready.values()):
             # The epoch before had no worker restarts left. This one has.
-            self._forget_ahead(walk)
-        beginning = walk, self.epoch, self._resume
+            self._forget_ahead(epoch)
+        beginning = epoch, self.epoch, self._resume
         if self._resume is not None:
-            self._begin_at(walk, self._resume, dataset)
+            self._begin_at(epoch, self._resume, dataset)
         self._beginning = beginning
         self._resume = None
-        walk.begun = True
+        epoch.begun = True
         self.epoch += 1
         workers.begin_epoch()
-        for other in self._walks():
+        for other in self._epochs():
             if not other.begun and other.schedule is not None:
                 self._forget_ahead(other)
                 other.schedule = None
-                other.may_lead = False
+                other.may_prefetch_next = False
 
     def _begin_at(
-        self, walk: Walk, state: resume.State, dataset: build.Dataset
+        self, epoch: Epoch, state: state_dict.State, dataset: build.Dataset
     ) -> None:
-        """Begins a walk where an earlier run has left it."""
-        if state.shuffle not in (None, walk.shuffle):
+        """Begins an epoch where an earlier run has left it."""
+        if state.shuffle not in (None, epoch.shuffle):
             raise ValueError(
                 f"The state is of an epoch with shuffle={state.shuffle}, and "
-                f"this one of {self._name} has shuffle={walk.shuffle}. Pass "
+                f"this one of {self._name} has shuffle={epoch.shuffle}. Pass "
                 "the same `shuffle`, to the dataset or to `fit`."
             )
-        walk.start = self.shard(dataset).position(state.position)
-        walk.position = walk.issued = walk.start
+        epoch.start = self.shard(dataset).position(state.position)
+        epoch.position = epoch.issued = epoch.start
 
     def _plan(
-        self, walk: Walk, num_batches: int | None, shard: Shard
+        self, epoch: Epoch, num_batches: int | None, shard: Shard
     ) -> Schedule:
-        assert walk.epoch is not None
-        walk.schedule = plan_epoch(
+        assert epoch.number is not None
+        epoch.schedule = plan_epoch(
             num_batches,
-            shuffle=walk.shuffle,
+            shuffle=epoch.shuffle,
             seed=self.seed,
-            epoch=walk.epoch,
+            epoch=epoch.number,
             shard=shard,
         )
-        return walk.schedule
+        return epoch.schedule
 
-    def _refill(self, workers: Workers, walk: Walk, schedule: Schedule) -> None:
-        """Issues tickets, also of the next epoch where there is room.
+    def _fill(
+        self, workers: WorkerPool, epoch: Epoch, schedule: Schedule
+    ) -> None:
+        """Issues requests, also of the next epoch where there is room.
 
         That is taken to be as long; whether it is shows when it begins.
         """
         if (
-            not self._tickets.refill(workers, walk, schedule, self._cache)
-            or not walk.leads_on
-            or not walk.may_lead
+            not self._prefetcher.fill(workers, epoch, schedule, self._cache)
+            or not epoch.prefetches_next
+            or not epoch.may_prefetch_next
             or self._settings.kind == "inline"
         ):
             return
-        following = walk.following
-        if following is None:
-            following = walk.following = Walk(walk.shuffle)
-        following.interval_s = walk.interval_s
-        if following.schedule is None:
-            following.epoch = self.epoch
-            self._plan(following, schedule.total, schedule.shard)
-        self._tickets.refill_following(workers, walk, following, self._cache)
+        next_epoch = epoch.next_epoch
+        if next_epoch is None:
+            next_epoch = epoch.next_epoch = Epoch(epoch.shuffle)
+        next_epoch.interval_s = epoch.interval_s
+        if next_epoch.schedule is None:
+            next_epoch.number = self.epoch
+            self._plan(next_epoch, schedule.total, schedule.shard)
+        self._prefetcher.fill_next(workers, epoch, next_epoch, self._cache)
 
     def _is_time_to_look(self) -> bool:
         """Whether to look after the workers, however well they keep up."""
@@ -932,7 +949,7 @@ class Loader:
         return True
 
     def _ask_for(
-        self, workers: Workers, walk: Walk, key: int, index: int
+        self, workers: WorkerPool, epoch: Epoch, key: int, index: int
     ) -> None:
         """Sees to it that the batch a consumer waits for is out, or here.
 
@@ -942,20 +959,20 @@ class Loader:
         (see `Arena.crowded`), and what workers keep. Where there is none yet,
         the caller waits, and asks again.
         """
-        while key not in walk.ready and key not in walk.waiting:
-            if self._tickets.issue(workers, walk, index, key=key):
+        while key not in epoch.ready and key not in epoch.waiting:
+            if self._prefetcher.issue(workers, epoch, index, key=key):
                 return
-            if not self._tickets.make_room({*self._walks(), walk}):
+            if not self._prefetcher.make_room({*self._epochs(), epoch}):
                 return
-            self._tickets.take_in(workers)
+            self._prefetcher.drain_results(workers)
 
-    def _is_settled(
+    def _is_quiesced(
         self,
-        workers: Workers,
-        walk: Walk,
+        workers: WorkerPool,
+        epoch: Epoch,
         schedule: Schedule,
         index: int,
-        request: _Request,
+        request: _Fetch,
     ) -> bool:
         """Whether the workers rest, and the next batch, at `index`, is here.
 
@@ -963,53 +980,53 @@ class Loader:
         for a moment: it is for a measurement. Where they rest already and the
         batch is here, they go on resting.
         """
-        if not walk.knows(walk.position, index):
+        if not epoch.knows(epoch.position, index):
             workers.resume()
         if request.came_s is None:
-            self._refill(workers, walk, schedule)
-        self._tickets.take_in(workers)
-        if not walk.knows(walk.position, index):
-            self._ask_for(workers, walk, walk.position, index)
-        if not walk.knows(walk.position, index):
+            self._fill(workers, epoch, schedule)
+        self._prefetcher.drain_results(workers)
+        if not epoch.knows(epoch.position, index):
+            self._ask_for(workers, epoch, epoch.position, index)
+        if not epoch.knows(epoch.position, index):
             return False
         workers.pause()
         now_s = time.monotonic()
         if request.came_s is None:
             request.came_s = now_s
         waited_s = now_s - request.came_s
-        if workers.busy and waited_s <= _SETTLE_S:
+        if workers.busy and waited_s <= _QUIESCE_S:
             return False
-        walk.settled_s += waited_s
+        epoch.quiesce_s += waited_s
         request.came_s = None
         return True
 
-    def _open(self, walk: Walk, arrival: Arrival, index: int) -> Any:
+    def _open(self, epoch: Epoch, completed: Completed, index: int) -> Any:
         """The batch at `index`, or `_SKIPPED`; `END` if there is none."""
-        done = arrival.done
+        done = completed.done
         try:
             try:
                 timing = done.timing
                 if self._auto is not None:
                     self._auto.opened(timing, done.worker)
-                if timing is None or not walk.wants_span(timing):
+                if timing is None or not epoch.wants_span(timing):
                     batch = done.open()
                 else:
                     began_s = time.monotonic()
                     batch = done.open()
                     opened_s = time.monotonic() - began_s
                     nbytes = done.nbytes or size_of(batch)
-                    walk.spans[index] = span_of(
-                        walk, index, arrival, opened_s, nbytes
+                    epoch.spans[index] = span_of(
+                        epoch, index, completed, opened_s, nbytes
                     )
                 if self._cache is not None:
                     self._cache.put(index, batch)
                 return batch
-            except build.SharedDraw:
+            except build.GlobalRngUsedError:
                 return _AGAIN
             except Exception as error:
-                if _is_the_end(walk, error):
-                    self._retire(walk)
-                    walk.met_its_end = True
+                if _is_the_end(epoch, error):
+                    self._finish(epoch)
+                    epoch.said_its_end = True
                     return END
                 if (
                     self._settings.on_error == "raise"
@@ -1017,41 +1034,41 @@ class Loader:
                     or isinstance(error, LoaderError)
                 ):
                     raise
-                self._skip(walk, index, error)
+                self._skip(epoch, index, error)
                 return _SKIPPED
         except Exception:
             # The user's own: the pass is over, the workers are as they were.
-            self._retire(walk)
+            self._finish(epoch)
             self._end_call()
             raise
 
     def _build_here(
-        self, workers: Workers, walk: Walk, index: int, request: _Request
+        self, workers: WorkerPool, epoch: Epoch, index: int, request: _Fetch
     ) -> Any:
         """Has a batch built again in the caller, while nobody else builds.
 
         Whatever threads have built meanwhile is as doubtful, and given up.
         """
-        assert walk.epoch is not None
-        for other in {*self._walks(), walk}:
+        assert epoch.number is not None
+        for other in {*self._epochs(), epoch}:
             self._forget_ahead(other)
-        workers.resume()  # cancelled tickets are answered at once
+        workers.resume()  # cancelled requests are answered at once
         builder = build.Builder(
-            functools.partial(hiring.alive, self._dataset),
+            functools.partial(pool_factory.alive, self._dataset),
             self.seed,
             cached=self._settings.cache is not None,
             observer=self._auto,
         )
-        request.here = InlineWorkers(builder, self._name)
-        request.here.submit(Ticket(0, walk.epoch, index))
-        return self._built_here(workers, walk, index, request)
+        request.here = InlinePool(builder, self._name)
+        request.here.submit(BatchRequest(0, epoch.number, index))
+        return self._built_here(workers, epoch, index, request)
 
     def _built_here(
-        self, workers: Workers, walk: Walk, index: int, request: _Request
+        self, workers: WorkerPool, epoch: Epoch, index: int, request: _Fetch
     ) -> Any:
         """The batch that is built in the caller, once it is."""
         assert request.here is not None
-        self._tickets.take_in(workers)
+        self._prefetcher.drain_results(workers)
         if workers.busy:
             return _NOT_YET
         built = request.here.collect()
@@ -1059,16 +1076,16 @@ class Loader:
             request.waits_for = request.here
             return _NOT_YET
         request.here = None
-        batch = self._open(walk, Arrival(built[0], 0.0), index)
-        walk.issued = max(walk.issued, walk.position + 1)
+        batch = self._open(epoch, Completed(built[0], 0.0), index)
+        epoch.issued = max(epoch.issued, epoch.position + 1)
         if self._auto is not None and self._auto.settings != self._settings:
-            self._take_up(self._auto.settings)
+            self._apply_settings(self._auto.settings)
         return batch
 
-    def _from_cache(self, walk: Walk, index: int) -> Any:
+    def _from_cache(self, epoch: Epoch, index: int) -> Any:
         """A batch that an earlier epoch has built, or `_GONE`."""
         assert self._cache is not None
-        walk.cached.discard(walk.position)
+        epoch.cached.discard(epoch.position)
         began_s = time.monotonic()
         try:
             batch = self._cache.get(index)
@@ -1082,41 +1099,45 @@ class Loader:
             )
             self._cache.lose(index)
             return _GONE
-        walk.is_from_cache = True
+        epoch.is_from_cache = True
         timing = Timing(began_s, began_s, began_s, 0.0, 0.0)
-        if walk.wants_span(timing):
-            built = Built(0, 0, timing=timing)
+        if epoch.wants_span(timing):
+            built = LocalResult(0, 0, timing=timing)
             opened_s = time.monotonic() - began_s
-            walk.depth = 1
-            walk.spans[index] = span_of(
-                walk, index, Arrival(built, began_s), opened_s, size_of(batch)
+            epoch.depth = 1
+            epoch.spans[index] = span_of(
+                epoch,
+                index,
+                Completed(built, began_s),
+                opened_s,
+                size_of(batch),
             )
         return batch
 
-    def _skip(self, walk: Walk, index: int, error: Exception) -> None:
+    def _skip(self, epoch: Epoch, index: int, error: Exception) -> None:
         """Leaves a batch out, unless there have been too many.
 
         Raises:
             LoaderError: More than a tenth of the epoch's batches.
         """
-        walk.skipped[index] = failures.text_of(error)
+        epoch.skipped[index] = exceptions.text_of(error)
         _log.warning(
             "Batch %d of epoch %d of %s is skipped (`on_error='skip'`):\n%s",
             index,
-            walk.epoch,
+            epoch.number,
             self._name,
-            walk.skipped[index].rstrip(),
+            epoch.skipped[index].rstrip(),
         )
-        assert walk.schedule is not None
-        length = walk.schedule.num_batches
+        assert epoch.schedule is not None
+        length = epoch.schedule.num_batches
         of = f"{length} batches"
         if length is None:
-            length = walk.delivered + len(walk.skipped)
+            length = epoch.delivered + len(epoch.skipped)
             of = f"the first {length} batches"
-        if len(walk.skipped) > max(1, int(_MOST_SKIPPED * length)):
-            listed = words.listed(sorted(walk.skipped), most=10)
+        if len(epoch.skipped) > max(1, int(_MOST_SKIPPED * length)):
+            listed = formatting.listed(sorted(epoch.skipped), most=10)
             raise LoaderError(
-                f"{len(walk.skipped)} of {of} of {self._name} have raised "
+                f"{len(epoch.skipped)} of {of} of {self._name} have raised "
                 f"({listed}), more than the tenth that "
                 f"`on_error='skip'` leaves out. The error of batch {index} is "
                 "the cause of this one."
@@ -1124,82 +1145,82 @@ class Loader:
 
     # -- dropping what was built ahead --------------------------------------
 
-    def _cache_ready(self, walk: Walk) -> None:
-        """Caches what lies ready for a walk that nobody goes on with."""
-        while self._cache is not None and walk.ready:
-            assert walk.schedule is not None
-            position, arrival = walk.ready.popitem()
-            index = walk.schedule.index_at(position)
+    def _cache_ready(self, epoch: Epoch) -> None:
+        """Caches what lies ready for an epoch that nobody goes on with."""
+        while self._cache is not None and epoch.ready:
+            assert epoch.schedule is not None
+            position, completed = epoch.ready.popitem()
+            index = epoch.schedule.index_at(position)
             assert index is not None
             # Whoever asks for it again hears what is wrong with it.
             with contextlib.suppress(Exception):
-                self._cache.put(index, arrival.done.open())
+                self._cache.put(index, completed.done.open())
 
-    def _forget_ahead(self, walk: Walk) -> None:
-        self._tickets.forget(self._workers, walk)
+    def _forget_ahead(self, epoch: Epoch) -> None:
+        self._prefetcher.forget(self._workers, epoch)
 
-    def _retire(self, walk: Walk) -> None:
-        """Ends a walk and frees all it holds."""
-        self._forget_ahead(walk)
-        walk.remembered = {}
-        walk.ended = True
-        if self._beginning is not None and self._beginning[0] is walk:
+    def _finish(self, epoch: Epoch) -> None:
+        """Ends an epoch and frees all it holds."""
+        self._forget_ahead(epoch)
+        epoch.remembered = {}
+        epoch.ended = True
+        if self._beginning is not None and self._beginning[0] is epoch:
             self._beginning = None
 
     def _change(self) -> None:
         """Brings the workers to the dataset's present state."""
-        for walk in self._walks():
-            self._forget_ahead(walk)
-            walk.remembered = {}
-            if walk.position == walk.start:
-                walk.schedule = None  # the length may have changed too
-                walk.skipped.clear()
+        for epoch in self._epochs():
+            self._forget_ahead(epoch)
+            epoch.remembered = {}
+            if epoch.position == epoch.start:
+                epoch.schedule = None  # the length may have changed too
+                epoch.skipped.clear()
         self._changed = False
         self._cache = None  # it is of the state before
         if self._workers is not None:
             self._look_outside()
             try:
-                with pickling.explained(self._dataset):
+                with pickling_errors.explained(self._dataset):
                     self._workers.change()
             except DatasetPicklingError as error:
                 if self._auto is None or not self._auto.cannot_be_had(error):
                     raise
-                self._take_up(self._auto.settings)
+                self._apply_settings(self._auto.settings)
                 self._dismiss()
                 self._pool = _PoolState.CALLED
 
-    def _walks(self) -> list[Walk]:
+    def _epochs(self) -> list[Epoch]:
         # A copy: another thread may open a pass meanwhile.
-        walks = [r.walk for r in list(self._passes)] + self._peeks
-        following = [w.following for w in walks if w.following is not None]
-        return [walk for walk in walks + following if not walk.ended]
+        epochs = [r.epoch for r in list(self._iterators)] + self._peeks
+        next_epoch = [w.next_epoch for w in epochs if w.next_epoch is not None]
+        return [epoch for epoch in epochs + next_epoch if not epoch.ended]
 
-    def _is_open(self, walk: Walk) -> bool:
+    def _is_open(self, epoch: Epoch) -> bool:
         """Whether somebody still may ask for its batches."""
         return any(
-            r.walk is walk and r() is not None for r in list(self._passes)
+            r.epoch is epoch and r() is not None for r in list(self._iterators)
         )
 
     # -- workers ------------------------------------------------------------
 
-    def _employ(self, dataset: build.Dataset) -> Workers:
+    def _start_pool(self, dataset: build.Dataset) -> WorkerPool:
         """Workers as the settings have them, or such as can be had."""
         try:
-            workers = self._hire()
+            workers = self._create_pool()
         except (LoaderError, OSError) as error:
             if self._auto is None or not self._auto.cannot_be_had(error):
                 raise
             self._settings = self._auto.settings
-            self._tickets.take_up(self._settings, self._auto)
-            workers = self._hire()
-        self._finalizer = hiring.dismissed_with(
-            dataset, workers, self._own_lock(), self._leave
+            self._prefetcher.apply_settings(self._settings, self._auto)
+            workers = self._create_pool()
+        self._finalizer = pool_factory.finalize_with(
+            dataset, workers, self._own_lock(), self._shutdown
         )
         return workers
 
-    def _hire(self) -> Workers:
+    def _create_pool(self) -> WorkerPool:
         self._look_outside()
-        return hiring.hire(
+        return pool_factory.create_pool(
             self._dataset,
             self._name,
             self._settings,
@@ -1218,13 +1239,13 @@ class Loader:
         )
 
     def _dismiss(self) -> None:
-        """Has nobody use the workers any more; walks go on with new ones."""
-        with Uninterrupted():
+        """Has nobody use the workers any more; epochs go on with new ones."""
+        with DeferredSignals():
             workers, self._workers = self._workers, None
             finalizer, self._finalizer = self._finalizer, None
-            for walk in self._walks():
-                walk.let_go()
-            self._tickets.clear()
+            for epoch in self._epochs():
+                epoch.discard_prefetched()
+            self._prefetcher.clear()
             self._pool = _PoolState.READY
             if workers is not None:
                 self._dismissed.append((workers, finalizer))
@@ -1235,7 +1256,7 @@ class Loader:
         with self._ending:
             while self._dismissed:
                 workers, finalizer = dismissed = self._dismissed[0]
-                with Uninterrupted():
+                with DeferredSignals():
                     workers.close()
                     if finalizer is not None:
                         finalizer.detach()
@@ -1248,7 +1269,7 @@ class Loader:
         Not even to forget them: some would tell the parent's friends.
         """
         self._pid = os.getpid()
-        ready = [list(walk.ready.values()) for walk in self._walks()]
+        ready = [list(epoch.ready.values()) for epoch in self._epochs()]
         dismissed = list(self._dismissed)
         _the_parents.append((self._workers, ready, dismissed))
         self._workers = None
@@ -1258,23 +1279,23 @@ class Loader:
             if finalizer is not None:
                 finalizer.detach()
         self._finalizer = None
-        for walk in self._walks():
-            walk.let_go()
-        self._tickets.clear()
+        for epoch in self._epochs():
+            epoch.discard_prefetched()
+        self._prefetcher.clear()
 
 
 # What a forked child must not finalize.
 _the_parents: list[Any] = []
 
 
-def _auto(settings: Settings, dataset: build.Dataset) -> Auto | None:
-    return Auto(settings, dataset) if settings.workers == "auto" else None
+def _auto(settings: Settings, dataset: build.Dataset) -> AutoTuner | None:
+    return AutoTuner(settings, dataset) if settings.workers == "auto" else None
 
 
-def _is_the_end(walk: Walk, error: Exception) -> bool:
+def _is_the_end(epoch: Epoch, error: Exception) -> bool:
     """Whether this ends an epoch whose length nobody knew."""
-    assert walk.schedule is not None
-    return isinstance(error, EndOfData) and walk.schedule.num_batches is None
+    assert epoch.schedule is not None
+    return isinstance(error, EndOfData) and epoch.schedule.num_batches is None
 
 
 def _holds(cache: Cache | None, index: int) -> bool:

@@ -33,7 +33,11 @@ from typing import Any
 
 import numpy as np
 
-from keras_fastdata.engine.referred_names import ABSENT, Variable, variables_of
+from keras_fastdata.building.referred_names import (
+    ABSENT,
+    Variable,
+    variables_of,
+)
 
 _MOST_ITEMS = 1000  # of a plain value, in all; so many bytes are one
 _BYTES_PER_ITEM = 64
@@ -61,7 +65,7 @@ class OutsideState:
         self.told = Told({}, {})
         self._is_shared = False
         self._is_watched = False
-        self._seen: list[_Seen] = []
+        self._seen: list[_SeenVariable] = []
         self._error_state: dict[str, Any] = {}
         self._lost: set[str] = set()
 
@@ -84,7 +88,7 @@ class OutsideState:
             variables = []
         for variable in variables:
             value = variable.value
-            self._seen.append(_Seen(variable, value))
+            self._seen.append(_SeenVariable(variable, value))
             if variable.by_value:
                 continue
             if _is_plain(value):
@@ -128,7 +132,7 @@ class OutsideState:
         return {"numpy": self._error_state, **_settings()}
 
 
-class _Seen:
+class _SeenVariable:
     """The value of a variable, as it was when looked at.
 
     It does not keep alive what it need not.

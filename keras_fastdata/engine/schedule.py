@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from keras_fastdata.engine import seeding
-from keras_fastdata.engine.permutation import Permutation
-from keras_fastdata.engine.shards import Shard
+from keras_fastdata.building import seeding
+from keras_fastdata.building.permutation import Permutation
+from keras_fastdata.engine.sharding import Shard
 
 _ALL = Shard()
 

@@ -16,13 +16,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from keras_fastdata.workers import cluster
+from keras_fastdata.workers.ray import cluster
 
-MAX_WORKERS = 1024  # as many lines as the arena's board has
+MAX_WORKERS = 1024  # as many lines as the arena's heartbeats has
 START_METHODS = ("forkserver", "spawn", "fork")
 _LONGEST_QUEUE = 1024  # batches; a dataset may have no end
 
-Kind = Literal["inline", "thread", "process", "ray"]
+PoolKind = Literal["inline", "thread", "process", "ray"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ class Settings:
         self._check_executor()
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> PoolKind:
         """Where batches are built; to begin with, if that is not decided."""
         if not self.count:
             return "inline"

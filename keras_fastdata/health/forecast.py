@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from keras_fastdata.health import words
+from keras_fastdata.metrics import formatting
 
 _FAR = 16  # workers that are looked at where there are fewer cores
 _MOST_WORTH = 0.9  # of the best rate: more workers would bring too little
@@ -37,7 +37,7 @@ def counts(cores: float) -> list[int]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Costs:
+class BuildCosts:
     """What one batch costs with one kind of workers, in seconds.
 
     Attributes:
@@ -97,7 +97,7 @@ def lock_s(held: float, batches_per_s: float, cpu_s: float) -> float:
     return min(cpu_s, held / batches_per_s)
 
 
-def limits(costs: Costs, workers: int, cores: float) -> dict[str, float]:
+def limits(costs: BuildCosts, workers: int, cores: float) -> dict[str, float]:
     """What each of the five limits allows, in batches per second."""
     return {
         "workers": _rate(workers, costs.build_s),
@@ -108,7 +108,7 @@ def limits(costs: Costs, workers: int, cores: float) -> dict[str, float]:
     }
 
 
-def expected(costs: Costs, workers: int, cores: float) -> float:
+def expected(costs: BuildCosts, workers: int, cores: float) -> float:
     """Batches per second that so many workers would build."""
     return min(limits(costs, workers, cores).values())
 
@@ -130,8 +130,8 @@ class Advice:
 
 def advise(
     inline_s: float,
-    threads: Costs,
-    processes: Costs | None,
+    threads: BuildCosts,
+    processes: BuildCosts | None,
     cores: float,
     held: float = math.nan,
 ) -> Advice:
@@ -174,7 +174,7 @@ def advise(
     return Advice(workers, are_processes, reason)
 
 
-def _useful(costs: Costs, cores: float) -> int:
+def _useful(costs: BuildCosts, cores: float) -> int:
     """Workers that keep all cores busy; more would only wait for one."""
     most = max(counts(cores))
     return max(1, round(min(most, _rate(cores, costs.computing))))
@@ -189,8 +189,8 @@ def _rate(count: float, seconds: float) -> float:
 
 def _why_inline(inline_s: float, best: float) -> str:
     return (
-        f"A batch is built in {words.duration(inline_s)}; handing it over "
-        f"from a worker takes more than that ({words.duration(1 / best)} a "
+        f"A batch is built in {formatting.duration(inline_s)}; handing it over "
+        f"from a worker takes more than that ({formatting.duration(1 / best)} a "
         "batch at best)."
     )
 
@@ -201,10 +201,12 @@ def _why_processes(held: float) -> str:
     return f"{_in_turn(held)} Processes have a lock each."
 
 
-def _why_threads(threads: Costs, processes: Costs | None, held: float) -> str:
+def _why_threads(
+    threads: BuildCosts, processes: BuildCosts | None, held: float
+) -> str:
     if threads.computing < _WAITS:
         return (
-            f"A build waits {words.share(1 - threads.computing)} of its time, "
+            f"A build waits {formatting.share(1 - threads.computing)} of its time, "
             "for files, a network or the like; that needs no core, and "
             "threads do it at once."
         )
@@ -216,11 +218,11 @@ def _why_threads(threads: Costs, processes: Costs | None, held: float) -> str:
 def _in_turn(held: float) -> str:
     return (
         "Builds run Python code, and threads take turns at that: its lock "
-        f"(the GIL) is held {words.share(held)} of the time two of them build."
+        f"(the GIL) is held {formatting.share(held)} of the time two of them build."
     )
 
 
-def _why_no_more(costs: Costs, workers: int, cores: float) -> str:
+def _why_no_more(costs: BuildCosts, workers: int, cores: float) -> str:
     """What a worker more would run into."""
     if workers >= _useful(costs, cores) and costs.computing >= _WAITS:
         return f"More workers would wait for a core; {_there_are(cores)}."

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from keras_fastdata.health.recorder import Skipped, Slow, Span
-from keras_fastdata.health.staff import Loss
-from keras_fastdata.health.steps import Step
+from keras_fastdata.health.step_clock import Step
 from keras_fastdata.health.summary import HealthSummary
+from keras_fastdata.metrics.pool_stats import WorkerLoss
+from keras_fastdata.metrics.recorder import Skipped, Slow, Span
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Record:
     summary: HealthSummary
     spans: npt.NDArray[np.float64]
     steps: tuple[Step, ...]
-    lost: tuple[Loss, ...]
+    lost: tuple[WorkerLoss, ...]
     pids: dict[int, int]
     skipped: tuple[Skipped, ...]
     slowest: tuple[Slow, ...]

@@ -6,9 +6,9 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from keras_fastdata.health import words
-from keras_fastdata.health.staff import Decision, Staff
 from keras_fastdata.health.verdict import Verdict
+from keras_fastdata.metrics import formatting
+from keras_fastdata.metrics.pool_stats import PoolStats, TuningDecision
 
 _MOST_ROWS = 12  # of a table; then the first and the last epochs
 _COLUMNS = (
@@ -112,7 +112,7 @@ class HealthSummary:
     wall_s: float
     epochs: tuple[EpochHealth, ...]
     validations: tuple[EpochHealth, ...] = ()
-    decisions: tuple[Decision, ...] = ()
+    decisions: tuple[TuningDecision, ...] = ()
     shard: str = ""
 
     @property
@@ -143,7 +143,7 @@ class HealthSummary:
 def summarize(
     epochs: list[EpochHealth],
     validations: list[EpochHealth],
-    staff: Staff | None = None,
+    pool_stats: PoolStats | None = None,
 ) -> HealthSummary:
     """One summary over epochs."""
     wall_s = sum(e.wall_s for e in epochs)
@@ -154,8 +154,8 @@ def summarize(
         wall_s=wall_s,
         epochs=tuple(epochs),
         validations=tuple(validations),
-        decisions=() if staff is None else staff.decisions,
-        shard="" if staff is None else staff.shard,
+        decisions=() if pool_stats is None else pool_stats.decisions,
+        shard="" if pool_stats is None else pool_stats.shard,
     )
 
 
@@ -204,12 +204,12 @@ def _row(epoch: EpochHealth) -> tuple[str, ...]:
     rate = epoch.batches_per_s
     return (
         str(epoch.epoch + 1),
-        words.duration(epoch.wall_s),
-        words.share(epoch.data_wait),
+        formatting.duration(epoch.wall_s),
+        formatting.share(epoch.data_wait),
         str(epoch.verdict.kind),
         f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}",
-        words.duration(epoch.build_s_p50),
-        words.duration(epoch.build_s_p95),
+        formatting.duration(epoch.build_s_p50),
+        formatting.duration(epoch.build_s_p95),
         f"{epoch.queue_depth_mean:.1f}",
-        words.share(epoch.worker_utilization),
+        formatting.share(epoch.worker_utilization),
     )

@@ -11,9 +11,9 @@ import dataclasses
 import enum
 import math
 
-from keras_fastdata.health import words
-from keras_fastdata.health.recorder import Slow
-from keras_fastdata.health.steps import share_saved
+from keras_fastdata.health.step_clock import share_saved
+from keras_fastdata.metrics import formatting
+from keras_fastdata.metrics.recorder import Slow
 
 WORTH_A_CHANGE = 0.1  # of the wall time; below, free data would not be noticed
 
@@ -182,8 +182,8 @@ def judge(facts: Facts) -> Verdict:
     evidence, advice = _REASONS[kind](facts)
     if kind is not Kind.COMPUTE_BOUND:
         evidence += (
-            f" With free data it would take {words.duration(facts.free_s)} "
-            f"instead of {words.duration(facts.wall_s)}."
+            f" With free data it would take {formatting.duration(facts.free_s)} "
+            f"instead of {formatting.duration(facts.wall_s)}."
         )
     return Verdict(kind, evidence, advice, max(1.0, facts.ceiling_speedup))
 
@@ -255,7 +255,7 @@ def _is_gil_bound(facts: Facts) -> bool:
 
 def _compute_bound(facts: Facts) -> tuple[str, str]:
     return (
-        f"Free data would save {words.share(facts.data_wait)} of the time: "
+        f"Free data would save {formatting.share(facts.data_wait)} of the time: "
         "the ceiling is reached.",
         "A faster model or device would help, faster data would not.",
     )
@@ -264,7 +264,7 @@ def _compute_bound(facts: Facts) -> tuple[str, str]:
 def _build_cpu_bound(facts: Facts) -> tuple[str, str]:
     evidence = (
         f"Building a batch takes {_per_batch(facts, facts.build_s)}, "
-        f"{words.share(facts.computing)} of it computing; "
+        f"{formatting.share(facts.computing)} of it computing; "
         f"{_free_cores(facts)}."
     )
     return evidence, _more_processes(facts)
@@ -283,7 +283,7 @@ def _io_bound(facts: Facts) -> tuple[str, str]:
     idle = 1.0 - facts.computing
     evidence = (
         f"Building a batch takes {_per_batch(facts, facts.build_s)}, and "
-        f"{words.share(idle)} of that it waits for something else: files, a "
+        f"{formatting.share(idle)} of that it waits for something else: files, a "
         "network, a lock."
     )
     workers = max(facts.workers, 1)
@@ -328,7 +328,7 @@ def _transfer_bound(facts: Facts) -> tuple[str, str]:
         return (
             "Batches are at hand, from a cache, say; but it takes "
             f"{_per_batch(facts, facts.wait_s)} to read or copy the "
-            f"{words.size(facts.nbytes / facts.batches)} of one.",
+            f"{formatting.size(facts.nbytes / facts.batches)} of one.",
             "That happens where training does, so workers would not help. "
             "Move less: hand over uint8 or float16 instead of float32 and "
             "convert in the model.",
@@ -336,7 +336,7 @@ def _transfer_bound(facts: Facts) -> tuple[str, str]:
     moving_s = facts.store_s + facts.open_s
     evidence = (
         f"Building a batch takes {_per_batch(facts, facts.build_s)}, moving "
-        f"its {words.size(facts.nbytes / facts.batches)} to the training "
+        f"its {formatting.size(facts.nbytes / facts.batches)} to the training "
         f"process {_per_batch(facts, moving_s)}."
     )
     advice = (
@@ -352,9 +352,9 @@ def _transfer_bound_on_ray(facts: Facts) -> tuple[str, str]:
     busy = facts.build_s / max(facts.workers * facts.wall_s, 1e-9)
     evidence = (
         f"Building a batch takes {_per_batch(facts, facts.build_s)}, and "
-        f"{facts.workers} workers build {words.share(busy)} of the time; what "
+        f"{facts.workers} workers build {formatting.share(busy)} of the time; what "
         f"is waited for is Ray, which moves "
-        f"{words.size(facts.nbytes / facts.batches)} a batch."
+        f"{formatting.size(facts.nbytes / facts.batches)} a batch."
     )
     advice = (
         "Move less: hand over uint8 or float16 instead of float32 and convert "
@@ -366,10 +366,10 @@ def _transfer_bound_on_ray(facts: Facts) -> tuple[str, str]:
 def _stragglers(facts: Facts) -> tuple[str, str]:
     slow = facts.stragglers
     evidence = (
-        f"{words.count(len(slow), 'batch')} (index "
-        f"{words.listed([s.batch for s in slow])}) took up to "
-        f"{words.duration(slow[0].build_s)} to build, the others around "
-        f"{words.duration(facts.build_s_p50)}; most of the waiting was for "
+        f"{formatting.count(len(slow), 'batch')} (index "
+        f"{formatting.listed([s.batch for s in slow])}) took up to "
+        f"{formatting.duration(slow[0].build_s)} to build, the others around "
+        f"{formatting.duration(facts.build_s_p50)}; most of the waiting was for "
         "these."
     )
     advice = "Look at what is special about them, with `dataset[index]`."
@@ -393,20 +393,20 @@ def _stragglers(facts: Facts) -> tuple[str, str]:
     )
     if facts.workers < 2:
         advice += " and `workers=2`"
-    queued = words.size(wanted * facts.nbytes / max(facts.batches, 1))
+    queued = formatting.size(wanted * facts.nbytes / max(facts.batches, 1))
     return evidence, f"{advice}; the queue may take {queued} of memory then."
 
 
 def _late_start(facts: Facts) -> tuple[str, str]:
     evidence = (
         f"The first batch was waited for "
-        f"{words.duration(facts.first_wait_s)}, all others together "
-        f"{words.duration(max(0.0, facts.wait_s - facts.first_wait_s))}."
+        f"{formatting.duration(facts.first_wait_s)}, all others together "
+        f"{formatting.duration(max(0.0, facts.wait_s - facts.first_wait_s))}."
     )
     if facts.hook_s > facts.first_wait_s:
         evidence = (
             f"`on_epoch_begin` and `on_epoch_end` of the dataset took "
-            f"{words.duration(facts.hook_s)}. {evidence}"
+            f"{formatting.duration(facts.hook_s)}. {evidence}"
         )
     advice = (
         "Where only the first epoch is late, workers start and load the "
@@ -421,7 +421,7 @@ def _late_start(facts: Facts) -> tuple[str, str]:
 
 def _too_few_batches(facts: Facts) -> tuple[str, str]:
     evidence = (
-        f"{words.count(facts.batches, 'batch')} for {facts.workers} workers: "
+        f"{formatting.count(facts.batches, 'batch')} for {facts.workers} workers: "
         "they build all at once, and training waits for the first."
     )
     advice = (
@@ -435,9 +435,9 @@ def _too_few_batches(facts: Facts) -> tuple[str, str]:
 
 def _unstable_workers(facts: Facts) -> tuple[str, str]:
     evidence = (
-        f"Workers were lost {words.count(facts.restarts, 'time')} in "
-        f"{words.count(facts.batches, 'batch')}, and "
-        f"{words.count(facts.retried, 'batch')} had to be built again."
+        f"Workers were lost {formatting.count(facts.restarts, 'time')} in "
+        f"{formatting.count(facts.batches, 'batch')}, and "
+        f"{formatting.count(facts.retried, 'batch')} had to be built again."
     )
     advice = (
         "The log says how each ended, and over which batch. Where the kernel "
@@ -498,11 +498,11 @@ def _gain(facts: Facts, building_s: float) -> str:
     hoped_s = max(facts.free_s, building_s, facts.build_s_p50)
     if hoped_s >= facts.wall_s:
         return "."
-    return f": {words.duration(hoped_s)} an epoch at best."
+    return f": {formatting.duration(hoped_s)} an epoch at best."
 
 
 def _per_batch(facts: Facts, seconds: float) -> str:
-    return words.duration(seconds / max(facts.batches, 1))
+    return formatting.duration(seconds / max(facts.batches, 1))
 
 
 def _free_cores(facts: Facts) -> str:

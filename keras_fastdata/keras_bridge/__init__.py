@@ -31,7 +31,7 @@ from keras_fastdata.keras_bridge.keras_internals import (
     values_in_training,
     warn_of_what_is_off,
 )
-from keras_fastdata.workers import failures
+from keras_fastdata.workers import exceptions
 
 __all__ = [
     "FastPyDatasetAdapter",
@@ -69,7 +69,7 @@ def register(dataset_class: Any) -> None:
         return object.__new__(FastPyDatasetAdapter if ours else cls)
 
     PyDatasetAdapter.__new__ = new
-    hide_frames(failures.PACKAGE)
+    hide_frames(exceptions.PACKAGE)
 
 
 def _told(setting: property, value: Any) -> property:
@@ -88,4 +88,4 @@ def unregister() -> None:
         return object.__new__(cls)
 
     PyDatasetAdapter.__new__ = new
-    show_frames(failures.PACKAGE)
+    show_frames(exceptions.PACKAGE)

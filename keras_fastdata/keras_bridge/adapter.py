@@ -23,12 +23,11 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import keras
 
 from keras_fastdata._dataset_internals import loader_of, state_dict_of
-from keras_fastdata.engine import build
-from keras_fastdata.engine.passes import Pass, open_pass
+from keras_fastdata.building import build
+from keras_fastdata.engine.batch_iterator import BatchIterator, iterate
 from keras_fastdata.errors import LoaderError
-from keras_fastdata.health import recorder
 from keras_fastdata.keras_bridge import rows
-from keras_fastdata.keras_bridge.batches import Batches, ForTensorFlow
+from keras_fastdata.keras_bridge.batches import ForTensorFlow, IteratorBatches
 from keras_fastdata.keras_bridge.conversions import (
     spell_out_cause,
     strings_as_tensors,
@@ -46,16 +45,17 @@ from keras_fastdata.keras_bridge.keras_internals import (
     get_random_seed,
     get_tensor_spec,
     has,
-    is_amid_pass,
+    is_amid_iteration,
     is_keras_step,
     steps_argument,
     trainer_at_work,
     users_stacklevel,
 )
-from keras_fastdata.workers import failures
+from keras_fastdata.metrics import recorder
+from keras_fastdata.workers import exceptions
 
 if TYPE_CHECKING:
-    from keras_fastdata import tensorflow_feed
+    from keras_fastdata.keras_bridge import tensorflow_iterator
 
 _SPEC_BATCHES = 2  # that TensorFlow's signature is made of, as in Keras
 _FUNCTIONS = {"fit": "train_function", "evaluate": "test_function"}
@@ -85,17 +85,21 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         self.shuffle = shuffle
         self._output_signature: Any = None
         self._within_epoch = False
-        self._begun: Pass | None = None  # a pass for the next iterator to use
+        self._begun: BatchIterator | None = (
+            None  # a pass for the next iterator to use
+        )
         # Weakly: whoever iterates holds it, and it holds this adapter.
-        self._latest: weakref.ref[Batches] | None = None
-        self._pass: Pass | None = None  # its, to open the next one after
+        self._latest: weakref.ref[IteratorBatches] | None = None
+        self._iterator: BatchIterator | None = (
+            None  # its, to open the next one after
+        )
         self._trains = False  # whether the probe, if there is one, is over
         self.early_end = EarlyEnd()
-        self._in_pass = (
+        self._in_iterator = (
             0  # delivered in this pass, in several of Keras's epochs
         )
         self._trained = 0  # steps of this pass in such epochs that are over
-        self._passes_due = 0  # that such an epoch is still to begin, itself
+        self._iterations_due = 0  # that such an epoch is still to begin, itself
         self._resumed: EpochIterator | None = None  # in such a pass
         self._steps: int | None = None  # of an epoch, if the user said
         self._steps_run = 0  # those, in whole executions
@@ -106,7 +110,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         )
         self.fit_thread = threading.get_ident()
         self._rows = rows.Rows()
-        self.mark = object()  # what a recorder knows it by
+        self.source_id = object()  # what a recorder knows it by
 
     @property
     def is_within_epoch(self) -> bool:
@@ -147,18 +151,20 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
 
     def _get_iterator(self) -> Iterator[Any]:
         # PyTorch knows no tensors that cannot be written to.
-        return Batches(self, writable=keras.backend.backend() == "torch")
+        return IteratorBatches(
+            self, writable=keras.backend.backend() == "torch"
+        )
 
     def get_tf_dataset(self) -> Any:
         import tensorflow as tf
 
-        from keras_fastdata import tensorflow_feed
+        from keras_fastdata.keras_bridge import tensorflow_iterator
 
         if self._output_signature is None:
             began = time.perf_counter()
             self._output_signature = self._sign()
             if (listener := self.listener()) is not None:
-                listener.aside_s += time.perf_counter() - began
+                listener.excluded_s += time.perf_counter() - began
         # TensorFlow keeps this function for ever (in its default graph); it
         # must not keep the dataset, and with it the workers. The caller's
         # EpochIterator keeps the adapter while it trains.
@@ -176,14 +182,17 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
             options.threading.private_threadpool_size = 1
             return dataset.with_options(options)
 
-        if not tensorflow_feed.feeds_directly(signature) or not _walks_itself():
+        if (
+            not tensorflow_iterator.feeds_directly(signature)
+            or not _walks_itself()
+        ):
             return plain()
-        return tensorflow_feed.DirectDataset(
+        return tensorflow_iterator.DirectDataset(
             signature,
-            lambda: Batches(_alive(adapter)),
+            lambda: IteratorBatches(_alive(adapter)),
             self.early_end.put_aside,
             plain,
-            _taker,
+            _consumer,
         )
 
     def on_epoch_begin(self) -> None:
@@ -200,7 +209,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
             self._steps = iterator.steps_per_epoch
             each = iterator.steps_per_execution
             self._steps_run = -(-(self._steps or 0) // each) * each
-        self._passes_due = 0 if is_amid_pass(iterator) else 1
+        self._iterations_due = 0 if is_amid_iteration(iterator) else 1
         if self._trains and iterator is not None and has(Feature.RESUME):
             self._shorten(iterator)
         # What the hooks change is not known before they have run.
@@ -211,11 +220,11 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         self._run_hook("on_epoch_begin", starting=not self._trains)
 
     def on_epoch_end(self) -> None:
-        self.early_end.settle()
-        if self._passes_due >= 0:  # or else the next one has begun already
+        self.early_end.raise_pending()
+        if self._iterations_due >= 0:  # or else the next one has begun already
             self._trained += self._steps_run
         resumed = self._resumed
-        if resumed is not None and not is_amid_pass(resumed):
+        if resumed is not None and not is_amid_iteration(resumed):
             self._resumed = None
             resumed._num_batches = self.num_batches
         # Keras resets before it begins, after the probe; and validation data
@@ -224,7 +233,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         starting = is_reset and not self._trains
         if starting:
             self._trains = True
-            self._take_back()
+            self._undo_probe()
         self._run_hook("on_epoch_end", starting=starting)
         self._within_epoch = False
 
@@ -235,7 +244,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         """
         name, count = type(self.py_dataset).__name__, self.num_batches
         number = "fewer" if count is None else f"{count}"
-        ended = f"{self._in_pass - self._trained}"
+        ended = f"{self._in_iterator - self._trained}"
         if self._steps is not None:
             ended += f" of {self._steps}"
         warnings.warn(
@@ -257,19 +266,19 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
             if rest is not None:
                 iterator._num_batches = rest
 
-    def take_pass(self, batches: Batches) -> Pass:
+    def take_iterator(self, batches: IteratorBatches) -> BatchIterator:
         """The pass for an iterator that is asked for its first batch."""
         self._latest = weakref.ref(batches)
-        before, dataset = self._pass, self.py_dataset
+        before, dataset = self._iterator, self.py_dataset
         found, self._begun = self._begun, None
         if found is None and before is not None:
-            found = before.open_following()
+            found = before.iterate_next()
         elif found is None:
-            found = open_pass(loader_of(dataset), dataset, self.shuffle)
-        self._pass = found
-        self._in_pass = self._trained = 0
-        self._passes_due -= 1
-        found.lead_on(self._another_follows)
+            found = iterate(loader_of(dataset), dataset, self.shuffle)
+        self._iterator = found
+        self._in_iterator = self._trained = 0
+        self._iterations_due -= 1
+        found.prefetch_next(self._another_follows)
         if not self._trains:
             found.remember_first()
         listener = self.listener()
@@ -285,7 +294,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
 
     def listener(self) -> recorder.Recorder | None:
         """What measures this fit, evaluation or prediction, if anything."""
-        return recorder.of(self.fit_thread)
+        return recorder.current_for(self.fit_thread)
 
     def is_fetching_itself(self) -> bool:
         """Whether the thread that trains is the one that asks for a batch."""
@@ -304,7 +313,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
             self._rows.check(standardized)
         return standardized
 
-    def name_batch(self, error: BaseException, begun: Pass) -> None:
+    def name_batch(self, error: BaseException, begun: BatchIterator) -> None:
         """Notes which batch an error is about: the one delivered last."""
         self._name_batches(error, f"batch {begun.index}", begun.epoch)
 
@@ -312,50 +321,52 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         self, error: BaseException, batches: str, epoch: int
     ) -> None:
         name = type(self.py_dataset).__name__
-        failures.note(error, f"In {batches} of epoch {epoch} of {name}.")
+        exceptions.note(error, f"In {batches} of epoch {epoch} of {name}.")
 
-    def is_heard_by(
+    def should_record(
         self, listener: recorder.Recorder | None
     ) -> TypeGuard[recorder.Recorder]:
         """Whether batches count: those of a probe do not."""
         return (
             listener is not None
             and (self._trains or listener.predicts)
-            and listener.is_of(self.mark)
+            and listener.is_of(self.source_id)
         )
 
-    def book(
+    def record_batch(
         self,
         listener: recorder.Recorder | None,
-        begun: Pass,
+        begun: BatchIterator,
         waited_s: float,
         delivered_s: float,
     ) -> None:
         """Accounts for one batch and the wait for it, which has just ended."""
-        self._in_pass += 1
+        self._in_iterator += 1
         if listener is None:
             return
-        if listener.feed is not self.mark and not self.is_heard_by(listener):
-            listener.aside_s += waited_s
+        if listener.source_id is not self.source_id and not self.should_record(
+            listener
+        ):
+            listener.excluded_s += waited_s
             return
-        span, settled_s = begun.span, begun.settled_s
+        span, quiesce_s = begun.span, begun.quiesce_s
         if span is not None:
-            listener.hear_from(loader_of(self.py_dataset))
-        if settled_s:
-            listener.rested_s += settled_s
-            waited_s -= settled_s
+            listener.attach_source(loader_of(self.py_dataset))
+        if quiesce_s:
+            listener.quiesced_s += quiesce_s
+            waited_s -= quiesce_s
         listener.add(span, waited_s, delivered_s)
 
-    def may_end_early(self, begun: Pass) -> bool:
+    def may_end_early(self, begun: BatchIterator) -> bool:
         """Whether it is no news to the user that there is nothing more."""
-        if begun.has_met_its_end and self._steps is not None:
+        if begun.has_said_its_end and self._steps is not None:
             return False  # they wanted more
-        return self._in_pass > self._trained
+        return self._in_iterator > self._trained
 
     def nothing_good(self) -> LoaderError:
         """The error for a dataset that has none, or only such as raise."""
         name = type(self.py_dataset).__name__
-        if self._pass is not None and not self._pass.is_shortened:
+        if self._iterator is not None and not self._iterator.is_shortened:
             return LoaderError(f"{name} has no batch: it ended at once.")
         return LoaderError(f"{name} has no batch that does not raise.")
 
@@ -367,22 +378,22 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
             "with `//` or `drop_remainder=True`, fewer than a batch."
         )
 
-    def book_skipped(self, begun: Pass) -> None:
+    def record_skipped(self, begun: BatchIterator) -> None:
         """Accounts for the batches newly left out."""
         listener = self.listener()
-        if not self.is_heard_by(listener):
+        if not self.should_record(listener):
             return  # a probe; they are taken when the epoch comes to them
         name = type(self.py_dataset).__name__
         for index, text in begun.take_skipped().items():
             listener.skip(recorder.Skipped(name, index, text))
 
-    def _take_back(self) -> None:
+    def _undo_probe(self) -> None:
         """Makes as if the batches taken so far had not been taken."""
         latest = None if self._latest is None else self._latest()
         if latest is not None:
             latest.give_up()
-        if self._pass is not None:
-            self._begun, self._pass = self._pass, None
+        if self._iterator is not None:
+            self._begun, self._iterator = self._iterator, None
             self._begun.rewind()
 
     def state(self, steps: int | None) -> dict[str, Any]:
@@ -393,14 +404,14 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
                 after its end.
         """
         dataset = self.py_dataset
-        if self._pass is None:
+        if self._iterator is None:
             state: dict[str, Any] = dataset.state_dict()
             return state
-        behind = 0
+        lag = 0
         if steps is not None or self._steps is not None:
             trained = self._trained + (steps or 0)
-            behind = max(0, self._in_pass - trained)
-        return state_dict_of(dataset, self._pass.state(behind))
+            lag = max(0, self._in_iterator - trained)
+        return state_dict_of(dataset, self._iterator.state(lag))
 
     def _run_hook(self, name: str, *, starting: bool) -> None:
         dataset = self.py_dataset
@@ -425,7 +436,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
             wanted = min(wanted, count)
         if not wanted:
             raise self.no_batches()
-        self._begun = self.take_pass(Batches(self))
+        self._begun = self.take_iterator(IteratorBatches(self))
         try:
             peeked = self._begun.peek(wanted)
         except Exception as error:
@@ -487,11 +498,11 @@ def is_within_fit() -> bool:
     return names[:1] != ["fit"] and "fit" in names
 
 
-def _taker() -> tensorflow_feed.Taker:
+def _consumer() -> tensorflow_iterator.Consumer:
     """Who takes the batches that Keras is about to walk over."""
     import tensorflow as tf
 
-    from keras_fastdata import tensorflow_feed
+    from keras_fastdata.keras_bridge import tensorflow_iterator
 
     name, trainer = trainer_at_work()
     living = weakref.ref(trainer)
@@ -507,8 +518,8 @@ def _taker() -> tensorflow_feed.Taker:
     function = getattr(trainer, _FUNCTIONS.get(name, ""), None)
     if function is None:
         # For a prediction, or to build a model, Keras asks for a batch itself.
-        return tensorflow_feed.Taker(True, False, is_eager)
-    return tensorflow_feed.Taker(
+        return tensorflow_iterator.Consumer(True, False, is_eager)
+    return tensorflow_iterator.Consumer(
         is_keras_step(function),
         trainer.steps_per_execution == 1,
         is_eager,

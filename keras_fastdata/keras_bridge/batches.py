@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from keras_fastdata.engine.passes import Pass
-from keras_fastdata.health import recorder
+from keras_fastdata.engine.batch_iterator import BatchIterator
 from keras_fastdata.keras_bridge.conversions import (
     for_tensorflow,
     own,
     spell_out_cause,
 )
+from keras_fastdata.metrics import recorder
 
 if TYPE_CHECKING:
     from keras_fastdata.keras_bridge.adapter import FastPyDatasetAdapter
 
 
-class Batches(Iterator[Any]):
+class IteratorBatches(Iterator[Any]):
     """The batches of one pass, which begins when the first is asked for.
 
     Args:
@@ -33,13 +33,13 @@ class Batches(Iterator[Any]):
     ) -> None:
         self._adapter = adapter
         self._writable = writable
-        self._pass: Pass | None = None
+        self._iterator: BatchIterator | None = None
         self._over = False
 
     def __next__(self) -> Any:
         if self._over:
             raise StopIteration
-        listener = recorder.of(self._adapter.fit_thread)
+        listener = recorder.current_for(self._adapter.fit_thread)
         if (
             listener is not None
             and listener.is_sampling
@@ -47,33 +47,35 @@ class Batches(Iterator[Any]):
         ):
             listener.before_wait()
         began_s = time.monotonic()
-        if self._pass is None:
-            self._pass = self._adapter.take_pass(self)
+        if self._iterator is None:
+            self._iterator = self._adapter.take_iterator(self)
         try:
-            batch = self._pass.fetch(
-                quietly=listener is not None and listener.wants_quiet
+            batch = self._iterator.fetch(
+                pause_after=listener is not None and listener.wants_quiet
             )
         except StopIteration:
             self._over = True
-            if self._pass.is_empty and self._adapter.num_batches == 0:
+            if self._iterator.is_empty and self._adapter.num_batches == 0:
                 raise self._adapter.no_batches() from None
-            if self._pass.is_shortened or self._pass.has_met_its_end:
-                if self._pass.is_empty:
+            if self._iterator.is_shortened or self._iterator.has_said_its_end:
+                if self._iterator.is_empty:
                     raise self._adapter.nothing_good() from None
-                if self._adapter.may_end_early(self._pass):
-                    self._adapter.early_end.announce()
+                if self._adapter.may_end_early(self._iterator):
+                    self._adapter.early_end.stop_early()
             raise
         except Exception as error:
             spell_out_cause(error)
             self._over = True
             raise
         finally:
-            if self._pass.is_shortened:
-                self._adapter.book_skipped(self._pass)
-        if self._writable and self._pass.is_read_only:
+            if self._iterator.is_shortened:
+                self._adapter.record_skipped(self._iterator)
+        if self._writable and self._iterator.is_read_only:
             batch = keras.tree.map_structure(own, batch)
         now_s = time.monotonic()
-        self._adapter.book(listener, self._pass, now_s - began_s, now_s)
+        self._adapter.record_batch(
+            listener, self._iterator, now_s - began_s, now_s
+        )
         try:
             return self._adapter.standardize(batch)
         except Exception as error:
@@ -82,12 +84,12 @@ class Batches(Iterator[Any]):
 
     def name_batch(self, error: BaseException) -> None:
         """Notes which batch an error is about: the one given last."""
-        if self._pass is not None:
-            self._adapter.name_batch(error, self._pass)
+        if self._iterator is not None:
+            self._adapter.name_batch(error, self._iterator)
 
     def give_up(self) -> None:
         """Ends this iterator."""
-        self._over, self._pass = True, None
+        self._over, self._iterator = True, None
 
 
 class ForTensorFlow(Iterator[Any]):
@@ -100,7 +102,7 @@ class ForTensorFlow(Iterator[Any]):
     """
 
     def __init__(self, adapter: FastPyDatasetAdapter) -> None:
-        self._batches = Batches(adapter)
+        self._batches = IteratorBatches(adapter)
         self._early_end = adapter.early_end
 
     def __next__(self) -> Any:

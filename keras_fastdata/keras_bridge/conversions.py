@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from keras_fastdata.errors import DatasetPicklingError
-from keras_fastdata.workers import failures
+from keras_fastdata.workers import exceptions
 
 
 def for_tensorflow(leaf: Any) -> Any:
@@ -49,6 +49,6 @@ def spell_out_cause(error: Exception) -> None:
     """
     if error.__cause__ is not None:
         if not isinstance(error, DatasetPicklingError):
-            failures.note_causes(error)
+            exceptions.note_causes(error)
         if error.__context__ is None:
             BaseException.__setattr__(error, "__context__", error.__cause__)

@@ -25,7 +25,7 @@ class EarlyEnd:
     """
 
     def __init__(self) -> None:
-        self._unraised: _Unraised | None = None
+        self._deferred: _DeferredError | None = None
         self._iterator: Callable[[], EpochIterator | None] = _nobody
 
     def expect(
@@ -37,33 +37,33 @@ class EarlyEnd:
             self._iterator = weakref.ref(iterator)
             iterator._interrupted_warning = warn
 
-    def announce(self) -> None:
+    def stop_early(self) -> None:
         """Has Keras not warn of an end of the data that is about to come."""
         iterator = self._iterator()
         if iterator is not None:
             iterator._interrupted_warning = _nobody
 
     def put_aside(self, error: BaseException) -> bool:
-        """Keeps an exception for `settle`, before the data is ended.
+        """Keeps an exception for `raise_pending`, before the data is ended.
 
         Returns:
             `False` where Keras runs no epoch: nobody would come to raise it.
         """
         if self._iterator() is None:
             return False
-        if self._unraised is None:
-            self._unraised = _Unraised(error)
-        self.announce()
+        if self._deferred is None:
+            self._deferred = _DeferredError(error)
+        self.stop_early()
         return True
 
-    def settle(self) -> None:
+    def raise_pending(self) -> None:
         """Ends the quiet, and raises the exception if there was one."""
         iterator = self._iterator()
         if iterator is not None:
             vars(iterator).pop("_interrupted_warning", None)
-        unraised, self._unraised = self._unraised, None
-        if unraised is not None:
-            error = unraised.take()
+        deferred, self._deferred = self._deferred, None
+        if deferred is not None:
+            error = deferred.take()
             context = error.__context__
             try:
                 raise error
@@ -72,7 +72,7 @@ class EarlyEnd:
                 BaseException.__setattr__(error, "__context__", context)
 
 
-class _Unraised:
+class _DeferredError:
     """An exception that is logged, if it is never taken.
 
     The only thing here with code that runs when it is collected: there a

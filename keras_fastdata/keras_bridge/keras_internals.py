@@ -25,7 +25,7 @@ from typing import Any
 
 import keras
 
-from keras_fastdata.workers import failures
+from keras_fastdata.workers import exceptions
 
 __all__ = [
     "USES",
@@ -44,7 +44,7 @@ __all__ = [
     "get_tensor_spec",
     "has",
     "hide_frames",
-    "is_amid_pass",
+    "is_amid_iteration",
     "is_keras_step",
     "show_frames",
     "steps_argument",
@@ -511,7 +511,7 @@ def users_stacklevel() -> int:
     """The `stacklevel` of a warning, for the caller, at the user's line."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(
-        (failures.PACKAGE, _KERAS)
+        (exceptions.PACKAGE, _KERAS)
     ):
         level, frame = level + 1, frame.f_back
     return level
@@ -594,7 +594,7 @@ def values_in_training(model: Any) -> list[Any]:
     return [getattr(variable, "_value", None) for variable in variables]
 
 
-def is_amid_pass(iterator: Any) -> bool:
+def is_amid_iteration(iterator: Any) -> bool:
     """Whether the next epoch goes on where the one before has ended."""
     return bool(
         has(Feature.RESUME)

@@ -39,11 +39,11 @@ import numpy as np
 import numpy.typing as npt
 
 from keras_fastdata.errors import LoaderError
-from keras_fastdata.memory import limits
+from keras_fastdata.memory import os_limits
 
 ALIGNMENT = 64  # bytes; what TensorFlow and JAX need to take an array as it is
-BOARD_BYTES = 1 << 16  # one 64-byte line for each of up to 1,024 workers
-LINE_BYTES = 64
+HEARTBEATS_BYTES = 1 << 16  # one 64-byte line for each of up to 1,024 workers
+HEARTBEAT_BYTES = 64
 
 _MAP_FIXED = 0x10  # Linux's; the `mmap` module does not have it
 # Copies each page, as writing to it would, while nobody else can.
@@ -62,7 +62,7 @@ USUAL_STRIDE = 1 << 32  # slots are smaller under a limit on address space
 Bytes = npt.NDArray[np.uint8]
 
 
-class _Lease(weakref.ref[Any]):
+class _SlotRef(weakref.ref[Any]):
     """A weak reference to a batch's root array that knows its slot."""
 
     __slots__ = ("slot",)
@@ -94,29 +94,31 @@ class Segment:
         offset = self._slot_offset(slot) + start
         return np.frombuffer(self._mmap, np.uint8, nbytes, offset)
 
-    def note(self, worker: int, serial: int) -> None:
-        """Writes on the board that `worker` is building ticket `serial`."""
-        line = worker * LINE_BYTES
-        self._mmap[line : line + 8] = serial.to_bytes(8, "little")
+    def set_heartbeat(self, worker: int, task_id: int) -> None:
+        """Writes in the heartbeats that `worker` is building request `task_id`."""
+        line = worker * HEARTBEAT_BYTES
+        self._mmap[line : line + 8] = task_id.to_bytes(8, "little")
 
-    def noted(self, worker: int) -> int:
-        """Reads the ticket that `worker` is building; 0 for none."""
-        line = worker * LINE_BYTES
+    def heartbeat(self, worker: int) -> int:
+        """Reads the request that `worker` is building; 0 for none."""
+        line = worker * HEARTBEAT_BYTES
         return int.from_bytes(self._mmap[line : line + 8], "little")
 
-    def clock(self, worker: int, began_s: float) -> None:
-        """Writes on the board when `worker` began to build; 0 for done.
+    def set_started(self, worker: int, began_s: float) -> None:
+        """Writes in the heartbeats when `worker` began to build; 0 for done.
 
-        Only once the ticket is noted: a reader looks at the note first.
+        Only once the request is noted: a reader looks at the note first.
         """
-        start = worker * LINE_BYTES + 8
+        start = worker * HEARTBEAT_BYTES + 8
         self._mmap[start : start + 8] = _CLOCK.pack(began_s)
 
-    def clocked(self, worker: int) -> float:
+    def started_s(self, worker: int) -> float:
         """Reads when `worker` began to build, by `time.monotonic`."""
-        return float(_CLOCK.unpack_from(self._mmap, worker * LINE_BYTES + 8)[0])
+        return float(
+            _CLOCK.unpack_from(self._mmap, worker * HEARTBEAT_BYTES + 8)[0]
+        )
 
-    def give_back(self, slot: int) -> None:
+    def release_pages(self, slot: int) -> None:
         """Returns a slot's pages to the kernel; its content is lost."""
         remove = getattr(mmap, "MADV_REMOVE", None)
         if remove is not None:
@@ -178,7 +180,7 @@ class Segment:
             raise OSError(number, os.strerror(number))
 
     def _slot_offset(self, slot: int) -> int:
-        return BOARD_BYTES + slot * self.stride
+        return HEARTBEATS_BYTES + slot * self.stride
 
 
 class Arena:
@@ -201,8 +203,8 @@ class Arena:
         # and has its pages already.
         self._warm: collections.deque[int] = collections.deque()
         self._cold = list(reversed(range(slots)))
-        self._lent: dict[int, _Lease] = {}
-        self._returned: collections.deque[_Lease] = collections.deque()
+        self._leased: dict[int, _SlotRef] = {}
+        self._returned: collections.deque[_SlotRef] = collections.deque()
         self._detached: set[int] = set()
         self._seen_by_forks: set[int] = set()  # for want of memory
         _detach_before_forks(self)
@@ -216,7 +218,7 @@ class Arena:
     def crowded(self) -> bool:
         """Whether the consumer holds as many slots as it may."""
         self._collect()
-        return len(self._lent) >= self._hold_limit
+        return len(self._leased) >= self._hold_limit
 
     def take(self, leave: int = 0) -> int | None:
         """Takes a free slot, or `None` if no more than `leave` are free."""
@@ -228,7 +230,7 @@ class Arena:
             return self._warm.pop()
         return self._cold.pop() if self._cold else None
 
-    def put(self, slot: int) -> None:
+    def release(self, slot: int) -> None:
         """Takes back a slot over which no array was handed out."""
         self._warm.append(slot)
         if len(self._warm) > self._warm_slots:
@@ -239,15 +241,15 @@ class Arena:
         self._warm_slots = slots
         while len(self._warm) > slots:
             coldest = self._warm.popleft()
-            self.segment.give_back(coldest)
+            self.segment.release_pages(coldest)
             self._cold.append(coldest)
 
-    def lend(self, slot: int, nbytes: int) -> Bytes:
+    def lease(self, slot: int, nbytes: int) -> Bytes:
         """Lends the first `nbytes` of a slot until the array has died."""
         root = self.segment.root(slot, 0, nbytes)
-        lease = _Lease(root, self._returned.append)
+        lease = _SlotRef(root, self._returned.append)
         lease.slot = slot
-        self._lent[slot] = lease
+        self._leased[slot] = lease
         return root
 
     def detach(self, *, copy: bool = True) -> None:
@@ -256,7 +258,7 @@ class Arena:
         Any thread may call it. A slot for which there is no memory is not
         used again.
         """
-        for slot, lease in list(self._lent.items()):
+        for slot, lease in list(self._leased.items()):
             root = lease()  # which, while it lives, is not returned
             if root is None or slot in self._detached or self.segment.fd < 0:
                 continue
@@ -279,8 +281,8 @@ class Arena:
             slot = self._returned.popleft().slot
             if slot in self._detached and not self._join(slot):
                 continue  # still counted as lent
-            del self._lent[slot]
-            self.put(slot)
+            del self._leased[slot]
+            self.release(slot)
 
     def _join(self, slot: int) -> bool:
         """Whether a slot that was detached can be used again."""
@@ -385,8 +387,8 @@ def memfd(name: str) -> int:
             "lacks. Use `use_multiprocessing=False` for threads."
         )
     with (
-        limits.named("Shared memory could not be made"),
-        limits.allowed("memfd_create"),
+        os_limits.named("Shared memory could not be made"),
+        os_limits.allowed("memfd_create"),
     ):
         return os.memfd_create(name, os.MFD_CLOEXEC)
 
@@ -399,13 +401,13 @@ def _reserve_segment(slots: int) -> Segment:
         stride -= stride % mmap.PAGESIZE
         fd = memfd("keras_fastdata-batches")
         try:
-            os.ftruncate(fd, BOARD_BYTES + slots * stride)
+            os.ftruncate(fd, HEARTBEATS_BYTES + slots * stride)
             return Segment(fd, stride)
         except (OSError, ValueError) as error:
             os.close(fd)
             if isinstance(error, OSError) and error.errno == errno.EMFILE:
                 # mmap duplicates the descriptor.
-                with limits.named("Shared memory could not be mapped"):
+                with os_limits.named("Shared memory could not be mapped"):
                     raise
             if stride <= _LEAST_STRIDE:
                 limit = "address space (`ulimit -v unlimited`)"

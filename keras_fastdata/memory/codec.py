@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from keras_fastdata.errors import LoaderError
-from keras_fastdata.memory import classes, layout
+from keras_fastdata.memory import class_refs, layout
 from keras_fastdata.memory.arena import (
     USUAL_STRIDE,
     Arena,
@@ -58,14 +58,14 @@ class Encoded(NamedTuple):
             layout, or a pickle.
         extents: Where each array's bytes are: packed (start, nbytes) pairs.
         used: Bytes of the slot in use.
-        kept: Whether the dataset still holds an array that `self.empty` made
+        retained: Whether the dataset still holds an array that `self.empty` made
             in this slot, so that it must not be used again.
     """
 
     structure: bytes
     extents: bytes
     used: int
-    kept: bool
+    retained: bool
 
 
 class Writer(Protocol):
@@ -81,11 +81,11 @@ class Writer(Protocol):
         """Takes arrays; returns where their bytes are, as `write` does."""
         ...
 
-    def place(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    def allocate_copy(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """A contiguous copy of `array`, which `write` need not copy."""
         ...
 
-    def seal(self, extents: list[tuple[int, int]]) -> bool:
+    def detach_retained(self, extents: list[tuple[int, int]]) -> bool:
         """Whether the dataset kept arrays that it may yet write to."""
         ...
 
@@ -100,7 +100,7 @@ class SlotWriter:
 
     Args:
         segment: The worker's mapping of the arena.
-        slot: The slot that came with the ticket.
+        slot: The slot that came with the request.
         in_place: Whether `empty` may hand out the slot's own memory.
     """
 
@@ -160,7 +160,7 @@ class SlotWriter:
         target[:] = np.frombuffer(b"".join(parts), np.uint8)
         return [(first + start, nbytes) for start, nbytes in lies]
 
-    def place(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    def allocate_copy(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """A contiguous copy of `array`, made in the slot."""
         target, start = self._allocate(array.nbytes)
         self._address = address_of(target) - start
@@ -168,7 +168,7 @@ class SlotWriter:
         np.copyto(copy, array)
         return copy
 
-    def seal(self, extents: list[tuple[int, int]]) -> bool:
+    def detach_retained(self, extents: list[tuple[int, int]]) -> bool:
         """Moves what the dataset kept to where it can no longer write.
 
         Called once the batch itself is gone. An array of `empty` that is
@@ -178,11 +178,11 @@ class SlotWriter:
         Returns:
             Whether there was such an array.
         """
-        kept = False
+        retained = False
         for reference, start, nbytes in self._made:
             if reference() is None:
                 continue
-            kept = True
+            retained = True
             target, moved = self._allocate(nbytes)
             target[:] = self._segment.root(self._slot, start, nbytes)
             for number, (offset, size) in enumerate(extents):
@@ -190,7 +190,7 @@ class SlotWriter:
                     extents[number] = (moved + offset - start, size)
         # Whoever keeps `empty` itself gets other memory from it now.
         self._in_place = False
-        return kept
+        return retained
 
     def append(self, body: bytes) -> None:
         """Writes a message's body behind the arrays; see `read_appended`."""
@@ -245,9 +245,9 @@ def encode(batch: list[Any], writer: Writer) -> Encoded:
     if structure is None:
         structure = _write_pickled(batch[0], writer, extents)
     batch.clear()
-    kept = writer.seal(extents)
+    retained = writer.detach_retained(extents)
     packed = b"".join(_EXTENT.pack(*extent) for extent in extents)
-    return Encoded(structure, packed, writer.used, kept)
+    return Encoded(structure, packed, writer.used, retained)
 
 
 def decode(encoded: Encoded, arena: Arena, slot: int) -> Any:
@@ -257,17 +257,17 @@ def decode(encoded: Encoded, arena: Arena, slot: int) -> Any:
     when the consumer holds too many slots already, everything is copied and
     the slot is free at once.
     """
-    structure, packed, used, kept = encoded
+    structure, packed, used, retained = encoded
     extents = [*_EXTENT.iter_unpack(packed)]
     tiny = used <= TINY_BYTES
-    lend = (
+    lease = (
         not tiny
-        and not kept
+        and not retained
         and max((nbytes for _, nbytes in extents), default=0) >= SMALL_BYTES
         and not arena.crowded
     )
-    if lend:
-        root = arena.lend(slot, used)
+    if lease:
+        root = arena.lease(slot, used)
     elif used:
         root = arena.segment.root(slot, 0, used)
     try:
@@ -283,12 +283,12 @@ def decode(encoded: Encoded, arena: Arena, slot: int) -> Any:
                 buffers.append(np.empty(0, np.uint8))
                 continue
             part = root[start : start + nbytes]
-            whole = tiny or (lend and nbytes >= SMALL_BYTES)
+            whole = tiny or (lease and nbytes >= SMALL_BYTES)
             buffers.append(part if whole else aligned_copy(part))
         return assemble(structure, buffers)
     finally:
-        if not lend and not kept:
-            arena.put(slot)
+        if not lease and not retained:
+            arena.release(slot)
 
 
 def extents(encoded: Encoded) -> list[tuple[int, int]]:
@@ -387,7 +387,7 @@ def octets(array: npt.NDArray[Any], writer: Writer) -> Bytes:
     elif array.flags.f_contiguous:
         flat = array.reshape(-1, order="F")
     else:
-        flat = writer.place(array).reshape(-1)
+        flat = writer.allocate_copy(array).reshape(-1)
     return flat.view(np.uint8)
 
 
@@ -450,7 +450,7 @@ class _BatchCloudPickler(_ArraysInTheSlot, cloudpickle.Pickler):  # type: ignore
     def reducer_override(self, obj: Any) -> Any:
         reduced = self.reduce(obj)
         if reduced is NotImplemented and isinstance(obj, type):
-            reduced = classes.reduce_class(obj)
+            reduced = class_refs.reduce_class(obj)
         if reduced is NotImplemented:
             return super().reducer_override(obj)
         return reduced

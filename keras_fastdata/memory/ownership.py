@@ -30,7 +30,7 @@ def take(batches: list[Any]) -> Any:
     Args:
         batches: Holds the batch. The caller must hold no other reference.
     """
-    search = _Search()
+    search = _KeptArrays()
     search.look_into(batches, False)
     kept = search.kept
     batch = batches.pop()
@@ -50,7 +50,7 @@ def copied(item: Any) -> Any:
     return _mapped(_copy, item)
 
 
-class _Search:
+class _KeptArrays:
     """Looks for arrays in a batch that something else refers to as well.
 
     References are counted on `parts[key]` itself: a local variable would

@@ -1,6 +1,6 @@
 """What the engine asks of workers, wherever they are.
 
-The engine submits tickets and collects what became of them. It never learns
+The engine submits requests and collects what became of them. It never learns
 what a worker is; a worker never learns what an epoch's order is.
 """
 
@@ -10,44 +10,44 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from keras_fastdata.health.staff import Staff
-from keras_fastdata.health.timing import Timing
+from keras_fastdata.metrics.pool_stats import PoolStats
+from keras_fastdata.metrics.timing import Timing
 
 # The attribute of a log record that one worker of all is to give.
 ONCE = "once_per_dataset"
 
 
 @dataclasses.dataclass(slots=True)
-class Ticket:
+class BatchRequest:
     """An order to build one batch.
 
     Attributes:
-        serial: Unique among the tickets of one set of workers, from 1.
+        request_id: Unique among the requests of one set of workers, from 1.
         epoch: The epoch the batch is for.
         index: The batch's index in the dataset.
         interval_s: How often to tell how batches are built; see
-            `health.timing.Stopwatch.start`.
+            `metrics.timing.Stopwatch.start`.
     """
 
-    serial: int
+    request_id: int
     epoch: int
     index: int
     interval_s: float | None = None
 
 
-class Done(Protocol):
-    """What became of one ticket.
+class BatchResult(Protocol):
+    """What became of one request.
 
     Attributes:
-        serial: The ticket's.
+        request_id: The request's.
         worker: Index of the worker that built the batch, from 0.
         nbytes: Bytes that the batch takes while it waits to be delivered.
         by_dataset: Whether `open` raises an `Exception` of the dataset's own.
         is_lost: Whether it raises another, for want of workers.
-        timing: How the batch was built, if the ticket asks for it.
+        timing: How the batch was built, if the request asks for it.
     """
 
-    serial: int
+    request_id: int
     worker: int
     nbytes: int
     by_dataset: bool
@@ -66,7 +66,7 @@ class Done(Protocol):
 
 
 class Builds(Protocol):
-    """What workers run; `engine.build.Builder` is the one there is."""
+    """What workers run; `building.build.Builder` is the one there is."""
 
     def start(self, worker_index: int) -> None: ...
 
@@ -89,7 +89,7 @@ class Builds(Protocol):
         ...
 
 
-class Workers(Protocol):
+class WorkerPool(Protocol):
     """A set of workers that serves one dataset.
 
     All methods but `wait` and `close` are called by one thread at a time, in
@@ -98,11 +98,11 @@ class Workers(Protocol):
     the workers amid a wait.
     """
 
-    def submit(self, ticket: Ticket) -> bool:
-        """Takes a ticket, or returns False when there is no room for it."""
+    def submit(self, request: BatchRequest) -> bool:
+        """Takes a request, or returns False when there is no room for it."""
         ...
 
-    def collect(self) -> Iterable[Done]:
+    def collect(self) -> Iterable[BatchResult]:
         """Returns what is done, without waiting."""
         ...
 
@@ -114,8 +114,8 @@ class Workers(Protocol):
         """
         ...
 
-    def cancel(self, serials: Iterable[int]) -> None:
-        """Takes tickets back; nothing more is heard of them."""
+    def cancel(self, request_ids: Iterable[int]) -> None:
+        """Takes requests back; nothing more is heard of them."""
         ...
 
     def pause(self) -> None:
@@ -128,11 +128,11 @@ class Workers(Protocol):
 
     @property
     def busy(self) -> bool:
-        """Whether a ticket is out that `collect` has not returned."""
+        """Whether a request is out that `collect` has not returned."""
         ...
 
     def change(self) -> None:
-        """Has every later ticket built from the dataset as it is now."""
+        """Has every later request built from the dataset as it is now."""
         ...
 
     def expect(self, ahead: int) -> None:
@@ -143,7 +143,7 @@ class Workers(Protocol):
         """Allows the worker restarts of a new epoch."""
         ...
 
-    def staff(self) -> Staff:
+    def pool_stats(self) -> PoolStats:
         """Says who they are."""
         ...
 
@@ -153,20 +153,20 @@ class Workers(Protocol):
 
 
 @dataclasses.dataclass
-class Built:
+class LocalResult:
     """A batch that was built in this process.
 
     Attributes:
-        serial: The ticket's.
+        request_id: The request's.
         worker: Index of the worker.
         batch: The batch, if building it went well.
         error: What it raised, if not.
         by_dataset: Whether the dataset's own code raised it, an `Exception`.
         nbytes: Not measured: such a batch takes no shared memory.
-        timing: How it was built, if the ticket asks for it.
+        timing: How it was built, if the request asks for it.
     """
 
-    serial: int
+    request_id: int
     worker: int
     batch: Any = None
     error: BaseException | None = None
@@ -190,11 +190,11 @@ class Built:
         self.batch = self.error = None
 
 
-def where(
-    dataset: str, ticket: Ticket, worker: str, doing: str = "building"
+def describe_batch(
+    dataset: str, request: BatchRequest, worker: str, doing: str = "building"
 ) -> str:
     """Names a batch in the words that every error uses."""
     return (
-        f"While {doing} batch {ticket.index} of epoch {ticket.epoch} of "
+        f"While {doing} batch {request.index} of epoch {request.epoch} of "
         f"{dataset}, in {worker}."
     )

@@ -10,16 +10,21 @@ import contextlib
 import threading
 from collections.abc import Iterable
 
-from keras_fastdata.health.staff import Staff
-from keras_fastdata.health.timing import Stopwatch
 from keras_fastdata.memory import ownership
-from keras_fastdata.workers.base import Builds, Built, Ticket, where
-from keras_fastdata.workers.failures import note
+from keras_fastdata.metrics.pool_stats import PoolStats
+from keras_fastdata.metrics.timing import Stopwatch
+from keras_fastdata.workers.base import (
+    BatchRequest,
+    Builds,
+    LocalResult,
+    describe_batch,
+)
+from keras_fastdata.workers.exceptions import note
 
 _CLOSE_TIMEOUT_S = 5.0  # what a batch that another thread builds gets to end
 
 
-class InlineWorkers:
+class InlinePool:
     """Builds in the calling thread.
 
     Args:
@@ -30,16 +35,16 @@ class InlineWorkers:
     def __init__(self, builder: Builds, dataset: str) -> None:
         self._builder = builder
         self._dataset = dataset
-        self._tickets: collections.deque[Ticket] = collections.deque()
+        self._requests: collections.deque[BatchRequest] = collections.deque()
         self._broken_off: set[int] = set()  # serials; for those who ask again
-        self._built: tuple[Ticket, Built] | None = None
+        self._built: tuple[BatchRequest, LocalResult] | None = None
         self._lock = threading.RLock()  # held by the thread that builds
         self._builds_in = 0  # that one
         self._started = self._closed = False
         self._stopwatch = Stopwatch()
 
-    def submit(self, ticket: Ticket) -> bool:
-        self._tickets.append(ticket)
+    def submit(self, request: BatchRequest) -> bool:
+        self._requests.append(request)
         return True
 
     def wait(self, timeout_s: float) -> None:
@@ -47,62 +52,67 @@ class InlineWorkers:
         with self._lock:
             if self._built is not None:
                 return
-            ticket = self._next()
-            if ticket is None:
+            request = self._next()
+            if request is None:
                 return  # none was asked for, or a signal handler has closed
             outer = self._builds_in
             self._builds_in = threading.get_ident()
             try:
-                self._built = ticket, self._build(ticket)
+                self._built = request, self._build(request)
             except BaseException:
-                self._broken_off.add(ticket.serial)
+                self._broken_off.add(request.request_id)
                 raise
             finally:
                 self._builds_in = outer
                 if self._closed:
                     self._stop()
 
-    def _next(self) -> Ticket | None:
-        """The ticket to build: one that was broken off comes last.
+    def _next(self) -> BatchRequest | None:
+        """The request to build: one that was broken off comes last.
 
         Whoever had asked for that one may never come back.
         """
-        tickets = list(self._tickets)
-        for ticket in tickets:
-            if ticket.serial not in self._broken_off:
-                return ticket
-        return tickets[0] if tickets else None
+        requests = list(self._requests)
+        for request in requests:
+            if request.request_id not in self._broken_off:
+                return request
+        return requests[0] if requests else None
 
-    def collect(self) -> list[Built]:
+    def collect(self) -> list[LocalResult]:
         if self._built is None:
             return []
-        (ticket, built), self._built = self._built, None
-        if ticket not in self._tickets:
+        (request, built), self._built = self._built, None
+        if request not in self._requests:
             return []  # it was cancelled meanwhile
-        self._tickets.remove(ticket)
-        self._broken_off.discard(ticket.serial)
+        self._requests.remove(request)
+        self._broken_off.discard(request.request_id)
         return [built]
 
-    def cancel(self, serials: Iterable[int]) -> None:
-        gone = set(serials)
-        kept = (t for t in self._tickets if t.serial not in gone)
-        self._tickets = collections.deque(kept)
+    def cancel(self, request_ids: Iterable[int]) -> None:
+        gone = set(request_ids)
+        kept = (t for t in self._requests if t.request_id not in gone)
+        self._requests = collections.deque(kept)
         self._broken_off -= gone
 
-    def _build(self, ticket: Ticket) -> Built:
+    def _build(self, request: BatchRequest) -> LocalResult:
         if not self._started:
             self._builder.start(0)
             self._started = True
-        self._stopwatch.start(ticket.interval_s, ticket.epoch)
+        self._stopwatch.start(request.interval_s, request.epoch)
         try:
             batch = ownership.take(
-                [self._builder.build(ticket.epoch, ticket.index, 0)]
+                [self._builder.build(request.epoch, request.index, 0)]
             )
             timing = self._stopwatch.stop()
-            return Built(ticket.serial, 0, batch, timing=timing)
+            return LocalResult(request.request_id, 0, batch, timing=timing)
         except Exception as error:
-            note(error, where(self._dataset, ticket, "the calling thread"))
-            return Built(ticket.serial, 0, error=error, by_dataset=True)
+            note(
+                error,
+                describe_batch(self._dataset, request, "the calling thread"),
+            )
+            return LocalResult(
+                request.request_id, 0, error=error, by_dataset=True
+            )
 
     def pause(self) -> None:
         """Nothing to do: nothing is built while the caller does not wait."""
@@ -124,8 +134,8 @@ class InlineWorkers:
     def begin_epoch(self) -> None:
         """Nothing to do: there is no worker to restart."""
 
-    def staff(self) -> Staff:
-        return Staff("inline", 0)
+    def pool_stats(self) -> PoolStats:
+        return PoolStats("inline", 0)
 
     def close(self) -> None:
         """Ends it; where a thread builds, that is, once it has.
@@ -133,7 +143,7 @@ class InlineWorkers:
         A thread that builds may be this one: a signal handler interrupts it.
         """
         self._closed = True
-        self._tickets.clear()
+        self._requests.clear()
         if self._builds_in != threading.get_ident() and self._lock.acquire(
             timeout=_CLOSE_TIMEOUT_S
         ):

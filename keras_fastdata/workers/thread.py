@@ -1,9 +1,9 @@
 """Worker threads: they share the dataset itself, and the GIL.
 
-    submit -> tickets (queue) -> thread: build -> results (deque) -> collect
+    submit -> requests (queue) -> thread: build -> results (deque) -> collect
 
 The threads are daemons, so that a batch which never ends cannot keep the
-interpreter alive, and hold no reference to the dataset between tickets.
+interpreter alive, and hold no reference to the dataset between requests.
 """
 
 from __future__ import annotations
@@ -18,19 +18,29 @@ import time
 from collections.abc import Iterable
 
 from keras_fastdata.errors import BatchTimeoutError, LoaderError
-from keras_fastdata.health.staff import Staff
-from keras_fastdata.health.timing import Stopwatch
 from keras_fastdata.memory import ownership
-from keras_fastdata.workers import stack
-from keras_fastdata.workers.base import Builds, Built, Ticket, where
-from keras_fastdata.workers.failures import note
-from keras_fastdata.workers.interrupts import Uninterrupted
-from keras_fastdata.workers.watch import Watch, Work, building, loading
+from keras_fastdata.metrics.pool_stats import PoolStats
+from keras_fastdata.metrics.timing import Stopwatch
+from keras_fastdata.workers import stack_dump
+from keras_fastdata.workers.base import (
+    BatchRequest,
+    Builds,
+    LocalResult,
+    describe_batch,
+)
+from keras_fastdata.workers.exceptions import note
+from keras_fastdata.workers.signals import DeferredSignals
+from keras_fastdata.workers.watchdog import (
+    Activity,
+    Watchdog,
+    building,
+    loading,
+)
 
 _CLOSE_TIMEOUT_S = 5.0  # what a batch being built gets to end
 
 
-class ThreadWorkers:
+class ThreadPool:
     """Builds in `count` threads of this process.
 
     Args:
@@ -49,18 +59,20 @@ class ThreadWorkers:
     ) -> None:
         self._builder = builder
         self._dataset = dataset
-        self._tickets: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
-        self._given = 0  # tickets that threads are to answer
-        self._held: list[Ticket] | None = None  # while paused
+        self._requests: queue.SimpleQueue[BatchRequest | None] = (
+            queue.SimpleQueue()
+        )
+        self._given = 0  # requests that threads are to answer
+        self._held: list[BatchRequest] | None = None  # while paused
         self._results = _Results()
         self._cancelled: set[int] = set()
-        self._watch = Watch(
+        self._watchdog = Watchdog(
             batch_timeout,
             "A stuck thread cannot be replaced; a worker process can "
             "(`use_multiprocessing=True, batch_timeout=...`).",
         )
         self._threads: list[_Thread] = []
-        with Uninterrupted():
+        with DeferredSignals():
             for worker in range(count):
                 try:
                     self._threads.append(self._start(worker))
@@ -72,37 +84,37 @@ class ThreadWorkers:
                         "(`ulimit -u`), or lower `workers`."
                     ) from error
 
-    def submit(self, ticket: Ticket) -> bool:
+    def submit(self, request: BatchRequest) -> bool:
         if self._held is None:
-            self._give(ticket)
+            self._assign(request)
         else:
-            self._held.append(ticket)
+            self._held.append(request)
         return True
 
-    def _give(self, ticket: Ticket) -> None:
+    def _assign(self, request: BatchRequest) -> None:
         self._given += 1
-        self._tickets.put(ticket)
+        self._requests.put(request)
 
     def wait(self, timeout_s: float) -> None:
-        self._results.wait(min(timeout_s, self._watch.interval_s))
+        self._results.wait(min(timeout_s, self._watchdog.interval_s))
 
-    def collect(self) -> Iterable[Built]:
+    def collect(self) -> Iterable[LocalResult]:
         kept = []
         for built, seconds in self._results.take():
             self._given -= 1
-            if built.serial == _START_FAILED:
+            if built.request_id == _START_FAILED:
                 raise built.error or RuntimeError("on_worker_start failed")
-            if built.serial in self._cancelled:
-                self._cancelled.discard(built.serial)
+            if built.request_id in self._cancelled:
+                self._cancelled.discard(built.request_id)
             else:
-                self._watch.learn(seconds)
+                self._watchdog.learn(seconds)
                 kept.append(built)
-        if not kept and self._watch.is_due():
+        if not kept and self._watchdog.is_due():
             kept += self._look_at_threads()
         return kept
 
-    def cancel(self, serials: Iterable[int]) -> None:
-        self._cancelled.update(serials)
+    def cancel(self, request_ids: Iterable[int]) -> None:
+        self._cancelled.update(request_ids)
 
     def pause(self) -> None:
         if self._held is None:
@@ -111,8 +123,8 @@ class ThreadWorkers:
 
     def resume(self) -> None:
         held, self._held = self._held, None
-        for ticket in held or ():
-            self._give(ticket)
+        for request in held or ():
+            self._assign(request)
 
     @property
     def busy(self) -> bool:
@@ -127,11 +139,11 @@ class ThreadWorkers:
     def begin_epoch(self) -> None:
         """Nothing to do: a thread does not die."""
 
-    def staff(self) -> Staff:
-        return Staff("thread", len(self._threads))
+    def pool_stats(self) -> PoolStats:
+        return PoolStats("thread", len(self._threads))
 
     def close(self) -> None:
-        with Uninterrupted():
+        with DeferredSignals():
             self._end_threads()
 
     def _start(self, worker: int) -> _Thread:
@@ -139,57 +151,59 @@ class ThreadWorkers:
             self._builder,
             self._dataset,
             worker,
-            self._tickets,
+            self._requests,
             self._results,
             self._cancelled,
         )
         thread.start()
         return thread
 
-    def _look_at_threads(self) -> list[Built]:
+    def _look_at_threads(self) -> list[LocalResult]:
         """Gives up batches whose time is up, and the threads they are in."""
-        works = [w for t in self._threads if (w := t.work()) is not None]
+        activities = [
+            w for t in self._threads if (w := t.activity()) is not None
+        ]
         late = []
-        for overdue in self._watch.look(works):
-            work = overdue.work
-            worker, ticket = work.worker, work.ticket
-            if not self._threads[worker].give_up(ticket):
+        for expired in self._watchdog.look(activities):
+            activity = expired.activity
+            worker, request = activity.worker, activity.request
+            if not self._threads[worker].give_up(request):
                 continue  # it has finished after all, a moment ago
             self._threads[worker] = self._start(worker)
-            self._given -= ticket is not None
-            if ticket is not None and ticket.serial in self._cancelled:
-                self._cancelled.discard(ticket.serial)
+            self._given -= request is not None
+            if request is not None and request.request_id in self._cancelled:
+                self._cancelled.discard(request.request_id)
                 continue  # nobody waits for it
             error = BatchTimeoutError(
-                f"{overdue.text} A thread cannot be stopped: this one goes "
+                f"{expired.text} A thread cannot be stopped: this one goes "
                 "on, and holds whatever it holds. A worker process would have "
                 "been replaced (`use_multiprocessing=True`). It was here:\n"
-                f"{overdue.stack}",
+                f"{expired.stack}",
                 dataset=self._dataset,
                 worker=worker,
                 pid=os.getpid(),
-                epoch=ticket.epoch if ticket else None,
-                batch_index=ticket.index if ticket else None,
-                elapsed_s=work.elapsed_s,
-                stack=overdue.stack,
+                epoch=request.epoch if request else None,
+                batch_index=request.index if request else None,
+                elapsed_s=activity.elapsed_s,
+                stack=expired.stack,
             )
-            if ticket is None:
+            if request is None:
                 raise error
-            late.append(Built(ticket.serial, worker, error=error))
+            late.append(LocalResult(request.request_id, worker, error=error))
         return late
 
-    def _taken_back(self) -> list[Ticket]:
-        """The tickets that no thread has taken yet."""
+    def _taken_back(self) -> list[BatchRequest]:
+        """The requests that no thread has taken yet."""
         found = []
         with contextlib.suppress(queue.Empty):
-            while (ticket := self._tickets.get_nowait()) is not None:
-                found.append(ticket)
+            while (request := self._requests.get_nowait()) is not None:
+                found.append(request)
         return found
 
     def _end_threads(self) -> None:
         self._taken_back()
         for _ in self._threads:
-            self._tickets.put(None)
+            self._requests.put(None)
         deadline = time.monotonic() + _CLOSE_TIMEOUT_S
         for thread in self._threads:
             # The last reference to a dataset may die in one of its threads.
@@ -207,12 +221,12 @@ class _Results:
     """
 
     def __init__(self) -> None:
-        self._built: collections.deque[tuple[Built, float]] = (
+        self._built: collections.deque[tuple[LocalResult, float]] = (
             collections.deque()
         )
         self._arrivals: queue.SimpleQueue[None] = queue.SimpleQueue()
 
-    def put(self, built: Built, seconds: float) -> None:
+    def put(self, built: LocalResult, seconds: float) -> None:
         self._built.append((built, seconds))
         self._arrivals.put(None)
 
@@ -225,7 +239,7 @@ class _Results:
         """Ends the wait, if there is one."""
         self._arrivals.put(None)
 
-    def take(self) -> list[tuple[Built, float]]:
+    def take(self) -> list[tuple[LocalResult, float]]:
         """What has come since, each with the seconds it took."""
         with contextlib.suppress(queue.Empty):
             while not self._arrivals.empty():
@@ -236,7 +250,7 @@ class _Results:
         return taken
 
 
-_START_FAILED = 0  # the serial of a failure that belongs to no ticket
+_START_FAILED = 0  # the serial of a failure that belongs to no request
 
 
 class _Thread(threading.Thread):
@@ -244,8 +258,8 @@ class _Thread(threading.Thread):
 
     Attributes:
         _starting: Whether `on_worker_start` has not ended yet.
-        _desk: The ticket it has, and since when.
-        _given_up: Whether somebody else answers for that ticket; nothing is
+        _assigned: The request it has, and since when.
+        _given_up: Whether somebody else answers for that request; nothing is
             to be heard of this thread any more.
         _lock: Guards the three.
     """
@@ -255,7 +269,7 @@ class _Thread(threading.Thread):
         builder: Builds,
         dataset: str,
         worker: int,
-        tickets: queue.SimpleQueue[Ticket | None],
+        requests: queue.SimpleQueue[BatchRequest | None],
         results: _Results,
         cancelled: set[int],
     ) -> None:
@@ -263,47 +277,47 @@ class _Thread(threading.Thread):
         self._builder = builder
         self._dataset = dataset
         self._worker = worker
-        self._tickets = tickets
+        self._requests = requests
         self._results = results
         self._cancelled = cancelled
         self._lock = threading.Lock()
-        self._desk: tuple[Ticket, float] | None = None
+        self._assigned: tuple[BatchRequest, float] | None = None
         self._starting = True
         self._given_up = False
         self._stopwatch = Stopwatch()
 
-    def work(self) -> Work | None:
+    def activity(self) -> Activity | None:
         """What it is busy with."""
         with self._lock:
-            desk, starting = self._desk, self._starting
-        if desk is None:
+            assigned, starting = self._assigned, self._starting
+        if assigned is None:
             return None
-        ticket, began = desk
+        request, began = assigned
         name = f"worker thread {self._worker}"
-        return Work(
+        return Activity(
             self._worker,
             loading(self._dataset, name)
             if starting
-            else building(self._dataset, ticket, name),
-            None if starting else ticket,
+            else building(self._dataset, request, name),
+            None if starting else request,
             time.monotonic() - began,
-            functools.partial(stack.of_thread, self.ident or 0),
+            functools.partial(stack_dump.of_thread, self.ident or 0),
             starting,
         )
 
-    def give_up(self, ticket: Ticket | None) -> bool:
-        """Gives it up, if it still is at that ticket, or else at its start."""
+    def give_up(self, request: BatchRequest | None) -> bool:
+        """Gives it up, if it still is at that request, or else at its start."""
         with self._lock:
-            if ticket is None:
+            if request is None:
                 self._given_up = self._starting
-            elif self._desk is not None:
-                self._given_up = self._desk[0] is ticket
+            elif self._assigned is not None:
+                self._given_up = self._assigned[0] is request
             return self._given_up
 
     def run(self) -> None:
         try:
-            while (ticket := self._tickets.get()) is not None:
-                if not self._serve(ticket):
+            while (request := self._requests.get()) is not None:
+                if not self._serve(request):
                     return
             if not self._starting:
                 self._builder.stop(self._worker)
@@ -314,49 +328,53 @@ class _Thread(threading.Thread):
             if isinstance(error, _StartFailed) and error.__cause__ is not None:
                 error = error.__cause__
             note(error, f"In worker thread {self._worker} of {self._dataset}.")
-            self._deliver(Built(_START_FAILED, self._worker, error=error))
+            self._deliver(LocalResult(_START_FAILED, self._worker, error=error))
         finally:
             self._stopwatch.close()
 
-    def _serve(self, ticket: Ticket) -> bool:
+    def _serve(self, request: BatchRequest) -> bool:
         """Builds one batch; returns whether to go on."""
-        self._lay(ticket, starting=self._starting)
+        self._set_assigned(request, starting=self._starting)
         if self._starting:
             _start(self._builder, self._worker)
-            self._lay(ticket, starting=False)
-        return self._deliver(self._build(ticket))
+            self._set_assigned(request, starting=False)
+        return self._deliver(self._build(request))
 
-    def _lay(self, ticket: Ticket, *, starting: bool) -> None:
+    def _set_assigned(self, request: BatchRequest, *, starting: bool) -> None:
         with self._lock:
-            self._desk = ticket, time.monotonic()
+            self._assigned = request, time.monotonic()
             self._starting = starting
 
-    def _deliver(self, built: Built) -> bool:
+    def _deliver(self, built: LocalResult) -> bool:
         """Hands over a result, unless the thread has been given up."""
         with self._lock:
-            desk, self._desk = self._desk, None
+            assigned, self._assigned = self._assigned, None
             if self._given_up:
                 return False
-        began = desk[1] if desk else time.monotonic()
+        began = assigned[1] if assigned else time.monotonic()
         self._results.put(built, time.monotonic() - began)
         return True
 
-    def _build(self, ticket: Ticket) -> Built:
-        serial, worker = ticket.serial, self._worker
-        if serial in self._cancelled:
-            return Built(serial, worker)
-        self._stopwatch.start(ticket.interval_s, ticket.epoch)
+    def _build(self, request: BatchRequest) -> LocalResult:
+        request_id, worker = request.request_id, self._worker
+        if request_id in self._cancelled:
+            return LocalResult(request_id, worker)
+        self._stopwatch.start(request.interval_s, request.epoch)
         try:
             batch = ownership.take(
-                [self._builder.build(ticket.epoch, ticket.index, worker)]
+                [self._builder.build(request.epoch, request.index, worker)]
             )
             timing = self._stopwatch.stop()
-            return Built(serial, worker, batch, timing=timing)
+            return LocalResult(request_id, worker, batch, timing=timing)
         except BaseException as error:
-            here = where(self._dataset, ticket, f"worker thread {worker}")
+            here = describe_batch(
+                self._dataset, request, f"worker thread {worker}"
+            )
             note(error, here)
             usual = isinstance(error, Exception)
-            return Built(serial, worker, error=error, by_dataset=usual)
+            return LocalResult(
+                request_id, worker, error=error, by_dataset=usual
+            )
 
 
 class _StartFailed(Exception):

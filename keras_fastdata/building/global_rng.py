@@ -1,0 +1,170 @@
+"""The global random generators: one build at a time, left as they were found.
+
+Builds in the caller and epoch hooks seed `np.random`, `random` and torch's
+generator, which all threads of a process share. A thread holds them from
+before they are seeded until they are put back, and other such builds wait, so
+that two datasets in two threads have the bytes that each has alone.
+
+A build may itself wait for a thread that builds batches of another dataset.
+Both would wait for ever. So a thread that waits looks where the holder is: a
+holder that does not move for long is taken to wait, and other builds go on
+within its own, now and whenever it is at that place again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import sys
+import threading
+import time
+from types import CodeType, FrameType
+from typing import Any
+
+from keras_fastdata.building import mt19937, seeding
+
+_LOOK_S = 0.05  # between two looks at where the holder is
+_STUCK_S = 10.0  # at one place, before a holder is taken to wait
+
+_Place = tuple[tuple[CodeType, int], ...]  # in a thread's code, inmost first
+
+_log = logging.getLogger("keras_fastdata")
+
+
+class preserved_globals:
+    """Holds the global generators, and leaves them as it found them.
+
+    Attributes:
+        depth: How many are entered now, in all threads.
+        crossings: How often any was entered or left.
+    """
+
+    depth = 0
+    crossings = 0
+
+    def __enter__(self) -> None:
+        self._turn = _take_turn(sys._getframe(1))
+        try:
+            self._numpy = mt19937.Snapshot()
+            self._python_state = random.getstate()
+            self._torch = seeding.loaded_torch()
+            self._torch_state = (
+                None if self._torch is None else self._torch.get_rng_state()
+            )
+        except BaseException:
+            self._turn.release()
+            raise
+        preserved_globals.depth += 1
+        preserved_globals.crossings += 1
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._numpy.restore()
+        finally:
+            random.setstate(self._python_state)
+            if self._torch is not None and self._torch_state is not None:
+                self._torch.set_rng_state(self._torch_state)
+            preserved_globals.depth -= 1
+            preserved_globals.crossings += 1
+            self._turn.release()
+
+
+class _Turn:
+    """The right to use the global generators, which one thread has at a time.
+
+    Attributes:
+        lock: Held by that thread, as often as its builds are nested.
+    """
+
+    def __init__(self) -> None:
+        self.lock: Any = threading.RLock()
+        self._depth = 0
+        self._thread = 0
+        self._frame = 0  # by its id: the outermost that has it
+
+    def begin(self, frame: FrameType) -> None:
+        """Called by the thread that has just taken the lock."""
+        if not self._depth:
+            self._thread, self._frame = threading.get_ident(), id(frame)
+        self._depth += 1
+
+    def release(self) -> None:
+        """Gives the lock back, once for each time it was taken."""
+        self._depth -= 1
+        self.lock.release()
+
+    def give_up(self) -> None:
+        """Gives it back altogether, if the calling thread has it."""
+        while self.lock._is_owned():
+            self._depth = 0
+            self.lock.release()
+
+    def place(self) -> _Place:
+        """Where the build is that has it."""
+        found = []
+        frame = sys._current_frames().get(self._thread)
+        while frame is not None and id(frame) != self._frame:
+            found.append((frame.f_code, frame.f_lasti))
+            frame = frame.f_back
+        return tuple(found)
+
+
+_turns = [_Turn()]  # each but the first within the one before, which waits
+_waits_at: set[_Place] = set()  # where holders were found to wait
+
+
+def _take_turn(frame: FrameType) -> _Turn:
+    if len(_turns) > 1:
+        for turn in _turns[:0:-1]:
+            if turn.lock._is_owned():
+                turn.lock.acquire()
+                turn.begin(frame)
+                return turn
+    level = 0
+    while not (
+        _turns[level].lock.acquire(blocking=False) or _wait_for(_turns[level])
+    ):
+        level += 1
+        if level == len(_turns):
+            _turns.append(_Turn())
+    _turns[level].begin(frame)
+    return _turns[level]
+
+
+def _wait_for(turn: _Turn) -> bool:
+    """Takes the lock; returns `False` if its holder waits for a thread."""
+    before: _Place | None = None
+    since_s = 0.0
+    while not turn.lock.acquire(timeout=_LOOK_S):
+        place, now_s = turn.place(), time.monotonic()
+        if place in _waits_at:
+            return False
+        if place != before:
+            before, since_s = place, now_s
+        elif now_s - since_s > _STUCK_S:
+            _waits_at.add(place)
+            _log.warning(
+                "A build of a batch has been in one place for %d s and seems "
+                "to wait for a batch that thread %r builds, which now goes "
+                "on. If the first build draws from `np.random` or `random` "
+                "meanwhile, its batch cannot be repeated.",
+                _STUCK_S,
+                threading.current_thread().name,
+            )
+            return False
+    return True
+
+
+def give_up() -> None:
+    """Gives up what a build that was broken off has left to this thread."""
+    for turn in _turns:
+        turn.give_up()
+
+
+def _after_fork() -> None:
+    """In the child: what other threads held, nobody will give back."""
+    _turns[:] = [turn for turn in _turns if turn.lock._is_owned()] or [_Turn()]
+
+
+os.register_at_fork(after_in_child=_after_fork)

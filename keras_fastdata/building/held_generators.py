@@ -1,0 +1,526 @@
+"""Finding the random generators that a dataset reaches, to seed them.
+
+The search goes breadth first from the dataset's attributes through objects,
+slots, dicts, lists, partials, bound methods, and what functions close over;
+then through what the user's own classes and functions refer to by name, which
+is the program's as well. It asks no property, and looks into no large array.
+
+A generator's stream depends on its path from the dataset, not on how many
+others there are: one that a single process has made changes no other's draws.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import hashlib
+import inspect
+import io
+import itertools
+import logging
+import pickle
+import random
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from keras_fastdata.building import seeding
+from keras_fastdata.building.modules import is_users
+
+_MOST_VISITED = 20_000  # objects in one search
+_MOST_ITEMS = 1_000  # of a container
+
+_log = logging.getLogger("keras_fastdata")
+
+
+class Held(NamedTuple):
+    """A random generator that a dataset reaches.
+
+    Attributes:
+        path: Its place, seen from the dataset.
+        key: Of its stream, from that path.
+        is_outside: Whether it is a global or a class's, and not the dataset's
+            alone.
+        generator: The generator.
+    """
+
+    path: str
+    key: tuple[int, ...]
+    is_outside: bool
+    generator: _Generator
+
+    def reseed(self, seed: int, *key: int) -> None:
+        """Puts it at the start of its stream for that key."""
+        self.generator.reseed(seeding.sequence(seed, *key, *self.key))
+
+
+class _Generator:
+    """A generator of a kind that can be seeded in place."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def reseed(self, stream: np.random.SeedSequence) -> None:
+        """Puts it at the start of a stream."""
+        raise NotImplementedError
+
+    def state(self) -> Any:
+        """How far it is; what is equal draws the same."""
+        raise NotImplementedError
+
+    def restore(self, state: Any) -> None:
+        """Puts it back to a state."""
+        raise NotImplementedError
+
+
+class _NumpyGenerator(_Generator):
+    """A `np.random.Generator`, or a bit generator alone."""
+
+    @property
+    def _bits(self) -> Any:
+        return getattr(self.value, "bit_generator", self.value)
+
+    def reseed(self, stream: np.random.SeedSequence) -> None:
+        fresh = type(self._bits)(stream)
+        self._set(fresh.state, fresh.seed_seq)
+
+    def state(self) -> tuple[bytes, Any, Any]:
+        sequence = self._bits.seed_seq  # which its `spawn` asks
+        spawned = getattr(sequence, "n_children_spawned", None)
+        return pickle.dumps(self._bits.state), sequence, spawned
+
+    def restore(self, state: tuple[bytes, Any, Any]) -> None:
+        self._set(pickle.loads(state[0]), state[1])
+
+    def _set(self, state: Any, sequence: Any) -> None:
+        kind: Any = np.random.BitGenerator
+        kind.__setstate__(self._bits, (state, sequence))
+
+
+class _SeedSequence(_Generator):
+    """A `np.random.SeedSequence`; how often it has spawned is its state."""
+
+    def reseed(self, stream: np.random.SeedSequence) -> None:
+        self.restore(int(stream.generate_state(1)[0] >> 1))  # of 32 bits
+
+    def state(self) -> int:
+        return int(self.value.n_children_spawned)
+
+    def restore(self, state: int) -> None:
+        entropy, _, *others = self.value.__reduce__()[2]
+        self.value.__setstate__((entropy, state, *others))
+
+
+class _NumpyRandomState(_Generator):
+    def reseed(self, stream: np.random.SeedSequence) -> None:
+        bits = self.value._bit_generator
+        # This also forgets a normal number that was drawn in advance.
+        self.value.set_state(type(bits)(stream).state)
+
+    def state(self) -> bytes:
+        return pickle.dumps(self.value.get_state(legacy=False))
+
+    def restore(self, state: bytes) -> None:
+        self.value.set_state(pickle.loads(state))
+
+
+class _PythonRandom(_Generator):
+    def reseed(self, stream: np.random.SeedSequence) -> None:
+        words = stream.generate_state(4).tobytes()
+        self.value.seed(int.from_bytes(words, "little"))
+
+    def state(self) -> Any:
+        return self.value.getstate()
+
+    def restore(self, state: Any) -> None:
+        self.value.setstate(state)
+
+
+class _TorchGenerator(_Generator):
+    def reseed(self, stream: np.random.SeedSequence) -> None:
+        self.value.manual_seed(int(stream.generate_state(1, np.uint64)[0] >> 1))
+
+    def state(self) -> bytes:
+        found: bytes = self.value.get_state().numpy().tobytes()
+        return found
+
+    def restore(self, state: bytes) -> None:
+        array = np.frombuffer(state, np.uint8).copy()
+        self.value.set_state(sys.modules["torch"].from_numpy(array))
+
+
+class _HasSeedMethod(_Generator):
+    """An object with a method that seeds it; held weakly.
+
+    It may refer to the dataset, which must not be kept by what builds it.
+    """
+
+    def __init__(self, value: Any, name: str) -> None:
+        super().__init__(weakref.ref(value))
+        self._name = name
+
+    def reseed(self, stream: np.random.SeedSequence) -> None:
+        value = self.value()
+        if value is None or not self._name:
+            return
+        try:
+            getattr(value, self._name)(int(stream.generate_state(1)[0]))
+        except Exception as error:
+            _log.warning(
+                "%s.%s(seed) raised %r: what it draws is not seeded for each "
+                "batch. Override `reseed` to seed it.",
+                type(value).__name__,
+                self._name,
+                error,
+            )
+            self._name = ""
+
+    def state(self) -> bytes:
+        try:
+            return pickle.dumps(self.value())
+        except Exception:
+            return b""
+
+
+class Search:
+    """What one search of a dataset has found.
+
+    Args:
+        dataset: Where it begins.
+
+    Attributes:
+        held: The generators.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.held: list[Held] = []
+        attributes = _attributes_of(dataset)
+        self._count = len(attributes)
+        self._roots: dict[str, int] = {}  # ids of attributes that lead to one
+        known: set[int] = set()
+        within: set[int] = set()  # objects that hold one
+        seedable: list[tuple[_ReachStep, str]] = []
+        for step in _reachable(dataset):
+            make = _kind_of(step.value)
+            if make is not None:
+                bits = getattr(step.value, "bit_generator", step.value)
+                if id(bits) not in known and not _is_global(step.value):
+                    known.add(id(bits))
+                    within.update(id(one.value) for one in step.way())
+                    self._add(step, make(step.value))
+            elif not step.is_outside and (name := _method_of(step.value)):
+                seedable.append((step, name))
+        for step, name in seedable:
+            # One whose generators are known is seeded by way of these.
+            parts = _parts_of(step.value)
+            if id(step.value) not in within and not any(
+                _kind_of(part) for _, part in parts
+            ):
+                self._add(step, _HasSeedMethod(step.value, name))
+
+    def is_of(self, dataset: Any) -> bool:
+        """Whether the dataset still seems to hold these, and no others."""
+        attributes = _attributes_of(dataset)
+        if len(attributes) != self._count:
+            return False
+        for name, number in self._roots.items():
+            if id(attributes.get(name)) != number:
+                return False
+        return True
+
+    def lacks(self, later: Search) -> bool:
+        """Whether a later search has found a generator at another place."""
+        paths = {held.path for held in self.held}
+        return any(held.path not in paths for held in later.held)
+
+    def _add(self, step: _ReachStep, generator: _Generator) -> None:
+        way = step.way()
+        path = "".join(one.name for one in reversed(way))
+        digest = hashlib.blake2b(path.encode("utf-8", "replace"), digest_size=8)
+        key: tuple[int, ...] = (int.from_bytes(digest.digest(), "little"),)
+        if alike := sum(held.path == path for held in self.held):
+            key = (*key, alike)  # of a set, whose items have no order
+        self.held.append(Held(path, key, step.is_outside, generator))
+        if not step.is_outside:
+            self._roots[way[-1].name.removeprefix(".")] = id(way[-1].value)
+
+
+@functools.singledispatch
+def seeds_its_own(dataset: Any) -> bool:
+    """Whether a dataset itself seeds the generators that it reaches.
+
+    A class of which that is so registers a function of its own.
+    """
+    return False
+
+
+def reaches(dataset: Any, part: Any) -> bool:
+    """Whether a dataset holds an object, itself or in what it holds."""
+    return any(step.value is part for step in _reachable(dataset))
+
+
+# -- the search ----------------------------------------------------------------
+
+
+class _ReachStep(NamedTuple):
+    """An object that was reached, and from where."""
+
+    name: str
+    value: Any
+    before: Any  # the step before it; `None`: the dataset
+    is_outside: bool
+
+    def way(self) -> list[_ReachStep]:
+        """This step, and all before it."""
+        found = [self]
+        while found[-1].before is not None:
+            found.append(found[-1].before)
+        return found
+
+
+def _reachable(dataset: Any) -> Iterator[_ReachStep]:
+    """All that a dataset reaches, near things first, its own before others."""
+    inside: collections.deque[_ReachStep] = collections.deque()
+    outside: collections.deque[_ReachStep] = collections.deque()
+    seen = {id(dataset)}
+
+    def meet(
+        name: str, part: Any, before: _ReachStep | None, is_out: bool
+    ) -> None:
+        if type(part) in _LEAF_TYPES or id(part) in seen:
+            return
+        seen.add(id(part))
+        if not isinstance(part, _LEAVES) and not _is_leaf(type(part)):
+            step = _ReachStep(name, part, before, is_out)
+            (outside if is_out else inside).append(step)
+
+    def open_up(value: Any, step: _ReachStep | None) -> None:
+        is_out = step is not None and step.is_outside
+        for name, part in _parts_of(value):
+            meet(name, part, step, is_out)
+        # Paths of globals do not depend on which function is met first.
+        for name, part in _named_by(value):
+            meet(name, part, None, True)
+
+    open_up(dataset, None)
+    imgaug = sys.modules.get("imgaug.random")
+    meet("imgaug", getattr(imgaug, "GLOBAL_RNG", None), None, True)
+    for _ in range(_MOST_VISITED):
+        if not inside and not outside:
+            return
+        step = (inside or outside).popleft()
+        yield step
+        open_up(step.value, step)  # the user's own kind may hold another
+
+
+def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """What an object is made of, each part with its name."""
+    items: Any = ()
+    if isinstance(value, dict):
+        for key in itertools.islice(list(value), _MOST_ITEMS):
+            yield f"[{key!r:.100}]", dict.get(value, key)
+    elif isinstance(value, (list, tuple, collections.deque)):
+        items = itertools.islice(value, _MOST_ITEMS)
+    elif isinstance(value, (set, frozenset)):
+        for item in itertools.islice(list(value), _MOST_ITEMS):
+            yield "{}", item
+    elif isinstance(value, np.ndarray):
+        if value.dtype == object:
+            items = itertools.islice(value.flat, _MOST_ITEMS)
+    elif isinstance(value, types.FunctionType):
+        yield ".__defaults__", value.__defaults__
+        yield ".__kwdefaults__", value.__kwdefaults__
+        names = value.__code__.co_freevars
+        for name, cell in zip(names, value.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # not assigned yet
+                yield f" -> {name}", cell.cell_contents
+    elif isinstance(value, functools.partial):
+        yield ".func", value.func
+        yield ".args", value.args
+        yield ".keywords", value.keywords
+    elif isinstance(value, types.MethodType):
+        yield ".__func__", value.__func__
+        yield "", value.__self__
+    elif isinstance(value, types.BuiltinMethodType):
+        yield ".__self__", value.__self__
+    for number, item in enumerate(items):
+        yield f"[{number}]", item
+    if isinstance(value, type):
+        return
+    # Sorted: what is assigned anew may have another place in a worker.
+    attributes = _attributes_of(value)
+    for name in sorted(name for name in attributes if isinstance(name, str)):
+        if name != seeding.PRIVATE:
+            yield f".{name}", attributes.get(name)
+    kind: Any = type(value)
+    for slot in _slots_of(kind):
+        with contextlib.suppress(AttributeError):  # not assigned
+            yield f".{slot.__name__}", slot.__get__(value)
+
+
+def _attributes_of(value: Any) -> dict[str, Any]:
+    """An object's own attributes, without asking its `__getattr__`."""
+    if not type(value).__dictoffset__:
+        return {}
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except Exception:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+@functools.lru_cache(maxsize=1024)
+def _slots_of(kind: Any) -> tuple[Any, ...]:
+    return tuple(
+        slot
+        for base in kind.__mro__
+        if "__slots__" in vars(base)
+        for slot in vars(base).values()
+        if isinstance(slot, types.MemberDescriptorType)
+    )
+
+
+def _named_by(value: Any) -> Iterator[tuple[str, Any]]:
+    """What the user's own classes and functions refer to."""
+    if isinstance(value, types.FunctionType):
+        if is_users(value.__globals__.get("__name__") or ""):
+            names = set(_names_in(value.__code__))
+            yield from _globals_of(value.__globals__, names)
+        return
+    kind = value if isinstance(value, type) else type(value)
+    for base in kind.__mro__:
+        if is_users(base.__module__):
+            for name in sorted(vars(base)):
+                # A worker does not construct the dataset.
+                if name not in ("__init__", "__new__", "__dict__"):
+                    part = vars(base).get(name)
+                    inner = getattr(part, "__func__", None)
+                    inner = inner or getattr(part, "fget", None)
+                    inner = inner or getattr(part, "func", None)
+                    path = f"{base.__qualname__}.{name}"
+                    yield path, part if inner is None else inner
+
+
+def _globals_of(
+    found: dict[str, Any], names: set[str]
+) -> Iterator[tuple[str, Any]]:
+    for name in sorted(names & found.keys()):
+        part = found.get(name)
+        if not isinstance(part, types.ModuleType):
+            yield f"{found.get('__name__')}:{name}", part
+        elif is_users(part.__name__):
+            yield from (
+                (f"{part.__name__}:{inner}", vars(part)[inner])
+                for inner in sorted(names & vars(part).keys())
+            )
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    """Names that a function, or one inside it, looks up."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_in(constant)
+
+
+def _is_leaf(kind: type) -> bool:
+    """Whether objects of that class are not searched."""
+    if kind.__name__ in ("Tensor", "Parameter"):
+        return kind.__module__.startswith("torch")
+    return kind.__module__.partition(".")[0] in _OPAQUE
+
+
+# Arrays and tables; what they hold draws nothing.
+_OPAQUE = {"tensorflow", "jax", "jaxlib", "pandas", "pyarrow", "h5py"}
+_LEAF_TYPES = {
+    str,
+    bytes,
+    bytearray,
+    int,
+    float,
+    complex,
+    bool,
+    type(None),
+    type(...),
+    slice,
+    range,
+    property,
+}
+_LEAVES = (
+    types.ModuleType,
+    types.CodeType,
+    types.GeneratorType,
+    np.generic,
+    np.dtype,
+    memoryview,
+    weakref.ref,
+    io.IOBase,
+    threading.Thread,
+)
+
+
+# -- what is sought ------------------------------------------------------------
+
+
+def _kind_of(value: Any) -> Callable[[Any], _Generator] | None:
+    """How to seed a generator of a known kind."""
+    if isinstance(value, (np.random.Generator, np.random.BitGenerator)):
+        return _NumpyGenerator
+    if isinstance(value, np.random.RandomState):
+        return _NumpyRandomState
+    if type(value) is np.random.SeedSequence:
+        return _SeedSequence
+    if isinstance(value, random.Random):
+        is_system = isinstance(value, random.SystemRandom)
+        return None if is_system else _PythonRandom
+    torch = seeding.loaded_torch()
+    if torch is not None and isinstance(value, torch.Generator):
+        return _TorchGenerator
+    return None
+
+
+def _is_global(value: Any) -> bool:
+    """Whether it is one of those that are seeded for every batch anyway."""
+    numpy: Any = np.random
+    torch = seeding.loaded_torch()
+    return (
+        value is numpy.mtrand._rand
+        or value is numpy.get_bit_generator()
+        or value is getattr(random, "_inst", None)
+        or (torch is not None and value is torch.default_generator)
+    )
+
+
+def _method_of(value: Any) -> str:
+    """The name of the method that seeds an object; empty if there is none.
+
+    What has items, or is stepped through, is a dataset, an array or an
+    environment: there `seed` may be anything.
+    """
+    kind = type(value)
+    for name in ("set_random_seed", "seed"):
+        method = getattr(kind, name, None)
+        if isinstance(method, types.FunctionType):
+            has_items = any(hasattr(kind, other) for other in _NOT_SEEDED)
+            return name if not has_items and _takes_a_seed(method) else ""
+    return ""
+
+
+def _takes_a_seed(method: types.FunctionType) -> bool:
+    _, *parameters = inspect.signature(method).parameters.values()
+    if not parameters or "seed" not in parameters[0].name:
+        return False
+    return parameters[0].kind is not inspect.Parameter.KEYWORD_ONLY and all(
+        one.default is not one.empty
+        or one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+        for one in parameters[1:]
+    )
+
+
+_NOT_SEEDED = ("__getitem__", "__len__", "__iter__", "__next__", "step")

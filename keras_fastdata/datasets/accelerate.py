@@ -1,0 +1,180 @@
+"""Any dataset of Keras's, built by our workers, without a change of its class.
+
+The iterators of Keras's `ImageDataGenerator` count the batches they have built
+and seed `np.random` with that count, each process with its own; and the first
+process that needs an order draws one. Here the count follows from epoch and
+index, and the order is drawn in the training process.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+from keras_fastdata._dataset_internals import answer
+from keras_fastdata.dataset import FastPyDataset
+from keras_fastdata.datasets.sampling import for_iterables
+from keras_fastdata.engine.settings import arguments_of, unknown_arguments
+
+_HOOKS = ("on_epoch_begin", "on_epoch_end")
+
+
+def accelerate(dataset: Any, workers: int = 1, **kwargs: Any) -> FastPyDataset:
+    """Has our workers build the batches of a dataset written for Keras.
+
+    Batches go through shared memory, each comes once and in order, with the
+    same bytes for any number of processes, and all else that `FastPyDataset`
+    does. The dataset's class is not touched, and need not be ours.
+
+    Args:
+        dataset: A `keras.utils.PyDataset` (`keras.utils.Sequence`), such as
+            `ImageDataGenerator().flow_from_directory(...)`; or anything else
+            with `__getitem__(index)` that returns a batch, and `__len__`.
+        workers: See `FastPyDataset`; 0 builds in the caller.
+        **kwargs: The other arguments of `FastPyDataset`. For code that draws
+            from `np.random`, or runs Python, pass `use_multiprocessing=True`.
+
+    Returns:
+        A dataset to pass to `fit` instead. It has the attributes of the first,
+        and setting one sets it there. Call its `mark_changed()` after editing
+        that in place.
+
+    Raises:
+        TypeError: `dataset` has no batches by number, or an argument is
+            unknown or of the wrong type.
+        ValueError: An argument is out of range.
+
+    Example:
+
+    >>> import keras
+    >>> import numpy as np
+    >>> from keras_fastdata import accelerate
+    >>> class Old(keras.utils.PyDataset):
+    ...     def __len__(self):
+    ...         return 3
+    ...     def __getitem__(self, index):
+    ...         return np.full(2, index)
+    >>> with accelerate(Old(), workers=2) as dataset:
+    ...     [batch.tolist() for batch in dataset]
+    [[0, 0], [1, 1], [2, 2]]
+    """
+    if isinstance(dataset, type):
+        raise TypeError(
+            "`dataset` must be a dataset, and not its class. Received the "
+            f"class {dataset.__name__}; pass `{dataset.__name__}(...)`."
+        )
+    if isinstance(dataset, FastPyDataset):
+        raise TypeError(
+            f"{type(dataset).__name__} is a FastPyDataset already; pass it "
+            "`workers` and the rest where it is made."
+        )
+    if not hasattr(dataset, "__getitem__") or not (
+        hasattr(dataset, "__len__") or hasattr(dataset, "num_batches")
+    ):
+        raise TypeError(
+            "`dataset` must have `__getitem__(index)`, which returns a batch, "
+            f"and `__len__`. Received an object of type "
+            f"{type(dataset).__name__}, which has not, and so cannot be asked "
+            "for batch 7." + for_iterables("dataset", dataset, "")
+        )
+    allowed = arguments_of(FastPyDataset)
+    if unknown := set(kwargs) - set(allowed):
+        raise unknown_arguments("accelerate", unknown, allowed)
+    hooked = any(_has_hook(dataset, name) for name in _HOOKS)
+    wrapper = _WrappedWithHooks if hooked else _Wrapped
+    return wrapper(dataset, workers=workers, **kwargs)
+
+
+class _Wrapped(FastPyDataset):
+    """The batches of another dataset."""
+
+    def __init__(self, dataset: Any, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._fastdata_wrapped = dataset
+        if _counts_batches(dataset) and dataset.index_array is None:
+            dataset._set_index_array()
+
+    @property
+    def num_batches(self) -> int | None:
+        """Batches in an epoch, as the dataset says."""
+        if hasattr(self._fastdata_wrapped, "num_batches"):
+            count: int | None = self._fastdata_wrapped.num_batches
+            return count
+        return len(self._fastdata_wrapped)
+
+    def __len__(self) -> int:
+        return len(self._fastdata_wrapped)
+
+    def __getitem__(self, index: int) -> Any:
+        dataset = self._fastdata_wrapped
+        if _counts_batches(dataset):
+            # Threads share it.
+            dataset = copy.copy(dataset)
+            dataset.total_batches_seen = (
+                answer(self, "epoch") * len(self) + index
+            )
+        return dataset[index]
+
+    def __getattr__(self, name: str) -> Any:
+        # Asked when there is no such attribute, also while it is unpickled.
+        dataset = vars(self).get("_fastdata_wrapped")
+        if dataset is None or name.startswith("__"):
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}"
+            )
+        return getattr(dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        dataset = vars(self).get("_fastdata_wrapped")
+        # Also what its class has: a default, a property, a slot.
+        is_there = hasattr(dataset, "__dict__") or hasattr(dataset, name)
+        if hasattr(type(self), name) or not is_there:
+            super().__setattr__(name, value)
+        else:
+            setattr(dataset, name, value)
+            self.mark_changed()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(vars(self))
+        if _counts_batches(self._fastdata_wrapped):
+            # For `next` alone, and a generator cannot be pickled.
+            state["_fastdata_wrapped"] = copy.copy(self._fastdata_wrapped)
+            state["_fastdata_wrapped"].index_generator = None
+        return state
+
+
+class _WrappedWithHooks(_Wrapped):
+    """One that has something to do between epochs."""
+
+    def __iter__(self) -> Iterator[Any]:
+        # The hooks of the dataset itself may have been called.
+        self.mark_changed()
+        return super().__iter__()
+
+    def on_epoch_begin(self) -> None:
+        if _has_hook(self._fastdata_wrapped, "on_epoch_begin"):
+            self._fastdata_wrapped.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        if _has_hook(self._fastdata_wrapped, "on_epoch_end"):
+            self._fastdata_wrapped.on_epoch_end()
+
+
+def _has_hook(dataset: Any, name: str) -> bool:
+    """Whether a method does more than that of Keras's base class."""
+    method = getattr(dataset, name, None)
+    if method is None:
+        return False
+    home = next(
+        (kind for kind in type(dataset).__mro__ if name in vars(kind)), None
+    )
+    return home is None or home.__name__ != "PyDataset"
+
+
+def _counts_batches(dataset: Any) -> bool:
+    """Whether it is an iterator of `ImageDataGenerator`'s."""
+    return all(
+        hasattr(dataset, name)
+        for name in ("total_batches_seen", "index_array", "_set_index_array")
+    )

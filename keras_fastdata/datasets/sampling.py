@@ -1,0 +1,307 @@
+"""Which samples a batch is made of.
+
+A position counts the samples of an epoch; batch k has those from k times
+`batch_size` on. Which sample is at a position depends on seed, epoch and
+position alone, and is computed a batch at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from keras_fastdata._dataset_internals import answer
+from keras_fastdata.building.permutation import Permutation
+from keras_fastdata.dataset import FastPyDataset
+from keras_fastdata.engine.settings import boolean, integer
+
+Indices = npt.NDArray[np.int64]
+Sampler = Callable[[np.random.Generator, int], npt.ArrayLike]
+_T = TypeVar("_T")
+
+_DRAWN = 4096  # positions whose random numbers are drawn at a time
+_EPOCHS_KEPT = 2  # the one that ends, and the one that begins
+
+# First elements of our own keys of `rng_for`; a user's are smaller numbers.
+_WEIGHTS = 1 << 62
+_SAMPLER = _WEIGHTS + 1
+SAMPLE = _WEIGHTS + 2
+GENERATOR_KEY = _WEIGHTS + 3
+
+
+class overridable_property(Generic[_T]):
+    """A property that gives way to an attribute of the instance's own."""
+
+    def __init__(self, compute: Callable[[Any], _T]) -> None:
+        self._compute = compute
+        self.__doc__ = compute.__doc__
+
+    @overload
+    def __get__(self, owner: None, kind: type) -> overridable_property[_T]: ...
+
+    @overload
+    def __get__(self, owner: Any, kind: type) -> _T: ...
+
+    def __get__(self, owner: Any, kind: type) -> Any:
+        return self if owner is None else self._compute(owner)
+
+
+class SampledDataset(FastPyDataset):
+    """What datasets of samples have in common.
+
+    Its arguments are described in `SampleDataset`.
+
+    Attributes:
+        transform: For those that have one: a function, or a method of a
+            subclass, or `None`.
+    """
+
+    transform: Callable[..., Any] | None = None
+
+    def __init__(
+        self,
+        batch_size: int,
+        *,
+        drop_remainder: bool,
+        shuffle: bool | None,
+        sampler: Sampler | npt.ArrayLike | None,
+        **kwargs: Any,
+    ) -> None:
+        order = None if shuffle is None and sampler is None else False
+        super().__init__(shuffle=order, **kwargs)
+        self.batch_size = integer("batch_size", batch_size, least=1)
+        self.drop_remainder = bool(drop_remainder)
+        shuffles = shuffle is not None and boolean("shuffle", shuffle)
+        if shuffles and sampler is not None:
+            raise ValueError(
+                "`sampler` draws the samples of an epoch in an order of its "
+                "own; leave out `shuffle`."
+            )
+        self._fastdata_order = _Order(shuffles)
+        if callable(sampler):
+            self._fastdata_order.sampler = sampler
+        elif sampler is not None:
+            self._fastdata_order.shares = _cumulated(sampler)
+
+    @overridable_property
+    def num_samples(self) -> int:
+        """Samples in an epoch."""
+        raise NotImplementedError(
+            f"{type(self).__name__} must define the property `num_samples`."
+        )
+
+    def __len__(self) -> int:
+        whole, rest = divmod(self.num_samples, self.batch_size)
+        return whole + bool(rest and not self.drop_remainder)
+
+    def sample_indices(self, index: int) -> Indices:
+        """The samples that batch `index` of the present epoch is made of.
+
+        Args:
+            index: From 0.
+
+        Returns:
+            An int64 array of shape `(n,)`, n at most `batch_size`.
+
+        Raises:
+            IndexError: There is no such batch.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(
+                f"There is no batch {index}; {type(self).__name__} has "
+                f"{len(self)}."
+            )
+        start = index * self.batch_size
+        stop = min(start + self.batch_size, self.num_samples)
+        positions = np.arange(start, stop, dtype=np.int64)
+        order = self._fastdata_order
+        if order.sampler is not None:
+            return _sampled(self, order, order.sampler)[positions]
+        if order.shares is not None:
+            return _drawn_by_weight(self, positions, order.shares)
+        if order.shuffles:
+            whole: Permutation = answer(self, "epoch_order")(self.num_samples)
+            return whole.at(positions)
+        return positions
+
+    def mark_changed(self) -> None:
+        self._fastdata_order.drawn = {}
+        super().mark_changed()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            **vars(self),
+            "_fastdata_order": copy.copy(self._fastdata_order),
+        }
+
+
+class _Order:
+    """How a dataset draws the samples of an epoch, and calls `transform`.
+
+    It is pickled and copied without what was worked out.
+
+    Attributes:
+        shuffles: Whether in a random order.
+        sampler: The function that draws them, if one does.
+        shares: Cumulated weights by which they are drawn, if they are.
+        drawn: What `sampler` has drawn, by epoch.
+        transform: The latest `transform`, and whether it takes `rng`. A
+            method is known by its function, which does not hold the dataset.
+    """
+
+    def __init__(self, shuffles: bool) -> None:
+        self.shuffles = shuffles
+        self.sampler: Sampler | None = None
+        self.shares: npt.NDArray[np.float64] | None = None
+        self.drawn: dict[int, Indices] = {}
+        self.transform: tuple[Any, bool] = (None, False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "drawn": {}, "transform": (None, False)}
+
+    @property
+    def draws_again(self) -> bool:
+        """Whether a sample may come more than once in an epoch."""
+        return self.sampler is not None or self.shares is not None
+
+
+def take_transform(
+    dataset: SampledDataset, transform: Callable[..., Any] | None
+) -> None:
+    """Takes over an argument of the constructor.
+
+    Raises:
+        TypeError: It is no function.
+    """
+    if transform is not None:
+        dataset.transform = transform
+    if dataset.transform is not None and not callable(dataset.transform):
+        raise TypeError(
+            f"`transform` must be a function. Received: {dataset.transform!r}"
+        )
+
+
+def transformed(dataset: SampledDataset, *parts: Any) -> Any:
+    """What `transform`, which there is, makes of the parts."""
+    transform, order = dataset.transform, dataset._fastdata_order
+    assert transform is not None
+    function = getattr(transform, "__func__", transform)
+    known, draws = order.transform
+    if known is not function:
+        draws = _has_rng(transform)
+        order.transform = function, draws
+    return transform(*parts, rng=dataset.rng) if draws else transform(*parts)
+
+
+def _drawn_by_weight(
+    dataset: SampledDataset,
+    positions: Indices,
+    shares: npt.NDArray[np.float64],
+) -> Indices:
+    if len(shares) != dataset.num_samples:
+        raise ValueError(
+            f"`sampler` has {len(shares)} weights for {dataset.num_samples} "
+            "samples; pass one for each."
+        )
+    rng_for = answer(dataset, "rng_for")
+    blocks = np.unique(positions // _DRAWN)
+    numbers = np.concatenate(
+        [rng_for(_WEIGHTS, int(b)).random(_DRAWN) for b in blocks]
+    )
+    found = numbers[positions - blocks[0] * _DRAWN]
+    return np.asarray(np.searchsorted(shares, found, "right"), np.int64)
+
+
+def _sampled(
+    dataset: SampledDataset, order: _Order, sampler: Sampler
+) -> Indices:
+    epoch = answer(dataset, "epoch")
+    found = order.drawn.get(epoch)
+    if found is None:
+        count = dataset.num_samples
+        rng = answer(dataset, "rng_for")(_SAMPLER)
+        found = np.asarray(sampler(rng, count))
+        if found.shape != (count,) or found.dtype.kind not in "iu":
+            raise ValueError(
+                f"`sampler` must return {count} indices, as many as there "
+                f"are samples. It returned an array of shape "
+                f"{found.shape} and dtype {found.dtype}."
+            )
+        if count and not 0 <= found.min() <= found.max() < count:
+            raise ValueError(
+                f"`sampler` returned indices from {found.min()} to "
+                f"{found.max()}; there are {count} samples, from 0 on."
+            )
+        found = found.astype(np.int64)
+        kept = {**order.drawn, epoch: found}
+        # In one go: threads share it.
+        order.drawn = {e: kept[e] for e in sorted(kept)[-_EPOCHS_KEPT:]}
+    return found
+
+
+def for_iterables(name: str, source: Any, batching: str) -> str:
+    """Says which dataset takes what can only be iterated over.
+
+    Args:
+        name: Of the argument that `source` was passed as.
+        source: What was received.
+        batching: The further arguments that it takes.
+    """
+    if hasattr(source, "as_numpy_iterator"):  # a tf.data.Dataset
+        return (
+            " `fit` takes it as it is; workers of ours take "
+            f"`GeneratorDataset({name}.as_numpy_iterator{batching})`."
+        )
+    if hasattr(source, "__next__"):
+        return (
+            " Pass the function that makes it, without calling it: "
+            f"`GeneratorDataset(function{batching})`."
+        )
+    if hasattr(source, "__iter__"):
+        return (
+            " What can only be iterated over is for "
+            f"`GeneratorDataset(lambda: iter({name}){batching})`."
+        )
+    return ""
+
+
+def _cumulated(weights: Any) -> npt.NDArray[np.float64]:
+    """Weights as the shares of all up to and with each; the last is 1."""
+    wanted = (
+        "`sampler` must be a function or an array of weights, one for each "
+        "sample."
+    )
+    try:
+        found = np.asarray(weights, np.float64)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"{wanted} Received: {weights!r} (of type "
+            f"{type(weights).__name__}). For classes that come equally often "
+            "pass `sampler=1 / np.bincount(labels)[labels]`."
+        ) from None
+    if found.ndim != 1:
+        raise ValueError(f"{wanted} Received an array of shape {found.shape}.")
+    sums: npt.NDArray[np.float64] = np.cumsum(found)
+    if not len(sums) or not 0 < sums[-1] < np.inf or found.min() < 0:
+        raise ValueError(
+            "The weights of `sampler` must be finite, at least 0, and not all "
+            f"0. Received: {found}"
+        )
+    sums /= sums[-1]
+    return sums
+
+
+def _has_rng(function: Callable[..., Any] | None) -> bool:
+    """Whether a function has a parameter named `rng`."""
+    try:
+        return (
+            function is not None
+            and "rng" in inspect.signature(function).parameters
+        )
+    except ValueError:
+        return False  # written in C, without a signature

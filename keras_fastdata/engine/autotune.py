@@ -1,0 +1,146 @@
+"""`workers="auto"` in a loader: what the tuner is told, and what it decides.
+
+The tuner reads no clock and knows no workers; a loader knows nothing of
+tuning. This stands between the two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import time
+
+from keras_fastdata.building import build
+from keras_fastdata.engine.settings import Settings
+from keras_fastdata.engine.tuner import (
+    INLINE,
+    Sample,
+    Tuner,
+    WorkerConfigChoice,
+)
+from keras_fastdata.metrics import cpu
+from keras_fastdata.metrics.pool_stats import TuningDecision
+from keras_fastdata.metrics.timing import INTERVAL_S, Timing
+
+_log = logging.getLogger("keras_fastdata")
+
+
+class AutoTuner:
+    """Where the batches of a dataset are built, while that is found out.
+
+    Args:
+        settings: The constructor arguments.
+        dataset: Theirs.
+    """
+
+    def __init__(self, settings: Settings, dataset: build.Dataset) -> None:
+        self._settings = settings
+        # What a worker opens is its own: it could neither be shared by
+        # threads, nor sent to processes.
+        opens = any(
+            build.overrides(dataset, name)
+            for name in ("on_worker_start", "on_worker_stop")
+        )
+        can_fork = hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
+        opens = opens and can_fork
+        self._tuner = Tuner(
+            cpu.read().allowed,
+            settings.lookahead,
+            WorkerConfigChoice(1, True) if opens else INLINE,
+        )
+        if opens:
+            self._exclude(
+                False, "`on_worker_start` opens what is a worker's own."
+            )
+        if not can_fork:
+            self._exclude(True, "No processes on this platform.")
+        self._timing: Timing | None = None
+        self._worker = 0
+        self._asked_s = self._returned_s = 0.0
+        self._asked_cpu_s = self._returned_cpu_s = 0.0
+
+    @property
+    def settings(self) -> Settings:
+        """The constructor arguments, with workers in number."""
+        choice = self._tuner.choice
+        return dataclasses.replace(
+            self._settings,
+            workers=choice.workers,
+            use_multiprocessing=choice.are_processes,
+        )
+
+    @property
+    def decisions(self) -> tuple[TuningDecision, ...]:
+        """What was decided so far, and why."""
+        return tuple(self._tuner.decisions)
+
+    def interval_s(self, wanted_s: float | None) -> float:
+        """How often batches are to be timed, where another wants it too."""
+        needed_s = INTERVAL_S if self._tuner.has_converged else 0.0
+        return needed_s if wanted_s is None else min(needed_s, wanted_s)
+
+    def ask(self) -> None:
+        """Called when a batch is asked for."""
+        self._timing = None
+        self._asked_cpu_s = time.process_time()
+        self._asked_s = time.perf_counter()
+
+    def opened(self, timing: Timing | None, worker: int) -> None:
+        """Told how the batch was built; not called for one that was not."""
+        self._timing, self._worker = timing, worker
+
+    def deliver(self, *, counts: bool) -> bool:
+        """Called when it is there.
+
+        Args:
+            counts: Whether it came in the middle of an epoch, and undisturbed.
+
+        Returns:
+            Whether `settings` are others now.
+        """
+        before = self._tuner.choice
+        returned_s = time.perf_counter()
+        if counts:
+            self._tuner.add(
+                Sample(
+                    self._asked_s - self._returned_s,
+                    self._asked_cpu_s - self._returned_cpu_s,
+                    returned_s - self._asked_s,
+                    self._timing,
+                    self._worker,
+                )
+            )
+        self._returned_cpu_s = time.process_time()
+        self._returned_s = time.perf_counter()
+        return self._tuner.choice != before
+
+    def cannot_be_had(self, error: Exception) -> bool:
+        """Rules out the present kind of workers; `False` if it is inline."""
+        choice = self._tuner.choice
+        if not choice.workers:
+            return False
+        kind = "processes" if choice.are_processes else "threads"
+        lines = str(error).strip().splitlines()
+        why = lines[0] if lines else repr(error)
+        self._exclude(choice.are_processes, f"No {kind}: {why}")
+        return True
+
+    @property
+    def observes(self) -> bool:
+        """Whether it matters that a batch built inline draws."""
+        tuner = self._tuner
+        if tuner.is_excluded(processes=False):
+            return False
+        choice = tuner.choice
+        return not tuner.has_converged or (
+            choice.workers > 0 and not choice.are_processes
+        )
+
+    def on_global_rng(self, what: str) -> None:
+        """Rules out threads, which share what a batch draws from."""
+        self._exclude(False, f"No threads, which would share {what}.")
+
+    def _exclude(self, processes: bool, reason: str) -> None:
+        self._tuner.exclude(processes=processes, reason=reason)
+        _log.info("workers='auto': %s", reason)

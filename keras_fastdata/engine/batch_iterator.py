@@ -1,0 +1,185 @@
+"""One walk through a dataset, as whoever takes its batches sees it."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from keras_fastdata.building import build
+from keras_fastdata.engine import state_dict
+from keras_fastdata.engine.epoch import Epoch
+from keras_fastdata.engine.loader import END, Loader
+from keras_fastdata.metrics.recorder import Span
+from keras_fastdata.workers import exceptions
+
+
+def iterate(
+    loader: Loader, dataset: build.Dataset, shuffle: bool
+) -> BatchIterator:
+    """A new pass; its epoch begins with its first batch."""
+    if loader.settings.shuffle is not None:
+        shuffle = loader.settings.shuffle
+    return BatchIterator(loader, dataset, Epoch(shuffle))
+
+
+class BatchIterator(Iterator[Any]):
+    """One walk through a dataset: an epoch, as an iterator of batches.
+
+    Attributes:
+        span: How the latest batch came about, if it was timed.
+        quiesce_s: How long the latest `fetch` waited for the workers to rest.
+    """
+
+    def __init__(
+        self, loader: Loader, dataset: build.Dataset, epoch: Epoch
+    ) -> None:
+        self.span: Span | None = None
+        self.quiesce_s = 0.0
+        self._loader = loader
+        # The dataset must not be collected while it is being walked through.
+        self._dataset = dataset
+        self._epoch = epoch
+        self._taken = 0  # of the skipped batches
+        self._consumer = 0  # the thread that asked for the latest batch
+        loader.register(self, epoch)
+
+    def __next__(self) -> Any:
+        try:
+            return self.fetch()
+        except StopIteration:
+            raise
+        except Exception as error:
+            exceptions.shorten(error)
+            raise
+
+    def fetch(self, *, pause_after: bool = False) -> Any:
+        """The next batch; or `StopIteration`.
+
+        Args:
+            pause_after: Whether the workers shall rest until another batch is
+                asked for, so that they slow nothing down meanwhile.
+        """
+        if self._consumer != threading.get_ident():
+            self._consumer = threading.get_ident()
+            build.consume(self._dataset)
+        try:
+            batch = self._loader.deliver(
+                self._epoch, self._dataset, pause_after
+            )
+        except StopIteration as error:
+            raise _not_the_end(error) from error
+        if batch is END:
+            raise StopIteration
+        self.span, self.quiesce_s = self._epoch.span, self._epoch.quiesce_s
+        return batch
+
+    def prefetch_next(self, prefetches_next: bool) -> None:
+        """Says whether another epoch follows, to be begun ahead of its time.
+
+        Its first batches are asked for when there is room behind the last of
+        this one. Call `iterate_next` to have them.
+        """
+        self._epoch.prefetches_next = prefetches_next
+
+    def iterate_next(self) -> BatchIterator:
+        """A pass through the next epoch, in the same kind of order."""
+        epoch = self._epoch
+        next_epoch = epoch.next_epoch
+        if next_epoch is None:
+            next_epoch = Epoch(epoch.shuffle)
+            next_epoch.may_prefetch_next = epoch.may_prefetch_next
+        opened = BatchIterator(self._loader, self._dataset, next_epoch)
+        # Only now: an interrupt must not leave it to nobody.
+        epoch.next_epoch = None
+        return opened
+
+    def time_batches(self, interval_s: float | None) -> None:
+        """Has the batches that are asked for from now on come with a span.
+
+        Args:
+            interval_s: One of them in this time, and all that take as long;
+                0 for all of them. `None`: without.
+        """
+        self._epoch.interval_s = interval_s
+
+    @property
+    def is_shortened(self) -> bool:
+        """Whether any batch was left out, or is from an earlier run."""
+        return bool(self._epoch.skipped) or self._epoch.start > 0
+
+    def state(self, lag: int) -> state_dict.State:
+        """Where the dataset stood before the latest `lag` batches."""
+        return self._loader.state(self._dataset, self._epoch, lag)
+
+    @property
+    def epoch(self) -> int:
+        """Its number; or what it will be, if no other begins before."""
+        epoch = self._epoch
+        if epoch.begun and epoch.number is not None:
+            return epoch.number
+        return self._loader.epoch
+
+    @property
+    def index(self) -> int | None:
+        """Index of the batch delivered last; `None` before the first."""
+        return self._epoch.latest
+
+    @property
+    def peeked(self) -> list[int]:
+        """Indices of the batches that `peek` has built, in its order."""
+        return list(self._epoch.peeked)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no batch has been delivered."""
+        return not self._epoch.delivered
+
+    @property
+    def has_said_its_end(self) -> bool:
+        """Whether it was the dataset that said where it ends."""
+        return self._epoch.said_its_end
+
+    @property
+    def is_read_only(self) -> bool:
+        """Whether the latest batch is one that others may look at too."""
+        return self._epoch.is_from_cache or self._loader.lends_read_only
+
+    def take_skipped(self) -> dict[int, str]:
+        """Batches left out since the last call: index and traceback."""
+        skipped = self._epoch.skipped
+        new = dict(itertools.islice(skipped.items(), self._taken, None))
+        self._taken += len(new)
+        return new
+
+    def peek(self, count: int) -> list[Any]:
+        """Builds the batches of lowest index ahead of their turn.
+
+        When their turn comes, they are delivered without being built again.
+
+        Returns:
+            `count` batches; fewer if the dataset has no more that are good.
+        """
+        try:
+            return self._loader.peek(self._epoch, self._dataset, count)
+        except StopIteration as error:
+            raise _not_the_end(error) from error
+
+    def remember_first(self) -> None:
+        """Keeps the first two until the third, so that `rewind` has them."""
+        self._epoch.remembers = True
+
+    def rewind(self) -> None:
+        """Starts over, in the same epoch and order, as if never begun."""
+        self._loader.rewind(self._epoch)
+
+
+def _not_the_end(error: StopIteration) -> RuntimeError:
+    """What a StopIteration of the user's becomes, as in a generator.
+
+    It would end the epoch early, and nobody would notice.
+    """
+    return RuntimeError(
+        f"The dataset raised StopIteration{error.args}; its epoch is not over."
+    )

@@ -1,0 +1,182 @@
+"""The workers that a dataset's settings ask for: how they come, and go."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from keras_fastdata.building import build
+from keras_fastdata.engine import pickling_errors
+from keras_fastdata.engine.outside_state import OutsideState, Told
+from keras_fastdata.engine.settings import Settings
+from keras_fastdata.workers import log_forwarding
+from keras_fastdata.workers.base import WorkerPool
+from keras_fastdata.workers.inline import InlinePool
+from keras_fastdata.workers.thread import ThreadPool
+
+_SHUTDOWN_S = 5.0  # for a daemon thread to leave the loader at exit
+
+
+@dataclasses.dataclass
+class ShutdownFlag:
+    """Whether whoever uses the workers is to let go of them."""
+
+    is_asked: bool = False
+
+
+def create_pool(
+    reference: weakref.ref[build.Dataset],
+    name: str,
+    settings: Settings,
+    seed: int,
+    observer: build.Observer | None,
+    receiver: log_forwarding.Receiver,
+    outside: OutsideState,
+) -> WorkerPool:
+    """Makes the workers of a dataset.
+
+    Args:
+        reference: To the dataset.
+        name: Its class name.
+        settings: What they are to be.
+        seed: The base seed of its batches.
+        observer: Told of batches that draw from what threads share; only
+            workers in this process have one.
+        receiver: Hands on what workers elsewhere log, and warn of.
+        outside: What they are told of the state of this process.
+
+    Raises:
+        DatasetPicklingError: They need a copy of it, and it has none.
+        LoaderError: They cannot be had.
+    """
+    cached = settings.cache is not None
+    if settings.kind in ("process", "ray"):
+        with pickling_errors.explained(reference):
+            maker = _BuilderMaker(reference, seed, cached, outside)
+            return _create_remote_pool(maker, name, settings, receiver)
+    threads = settings.kind == "thread"
+    builder = build.Builder(
+        functools.partial(alive, reference),
+        seed,
+        threads=settings.count if threads else 0,
+        cached=cached,
+        observer=observer,
+    )
+    if not threads:
+        return InlinePool(builder, name)
+    return ThreadPool(builder, name, settings.count, settings.batch_timeout)
+
+
+def _create_remote_pool(
+    maker: _BuilderMaker,
+    name: str,
+    settings: Settings,
+    receiver: log_forwarding.Receiver,
+) -> WorkerPool:
+    """Workers that have a copy of the dataset each."""
+    worker_env = settings.worker_env
+    common: dict[str, Any] = {
+        "dataset": name,
+        "count": settings.count,
+        "lookahead": settings.lookahead,
+        "max_restarts": settings.max_worker_restarts,
+        "batch_timeout": settings.batch_timeout,
+        "worker_env": None if worker_env is None else dict(worker_env),
+    }
+    if settings.kind == "ray":
+        from keras_fastdata.workers.ray import cluster, pool
+
+        options = cluster.Options.of(settings.ray_options)
+        plan = pool.RayPlan(options=options, **common)
+        return pool.RayPool(plan, maker, receiver)
+    # Needs what only POSIX has.
+    from keras_fastdata.workers.process.pool import ProcessPlan, ProcessPool
+
+    method = settings.start_method or "forkserver"
+    return ProcessPool(
+        ProcessPlan(start_method=method, **common), maker, receiver
+    )
+
+
+def finalize_with(
+    dataset: build.Dataset,
+    workers: WorkerPool,
+    lock: threading.RLock,
+    shutdown: ShutdownFlag,
+) -> weakref.finalize[Any, Any]:
+    """Has workers end when their dataset is collected, or Python ends.
+
+    Args:
+        dataset: The dataset.
+        workers: Its workers.
+        lock: Held by whoever uses them.
+        shutdown: Asked for when whoever does is to let go of them.
+    """
+    return weakref.finalize(
+        dataset, _dismiss, workers, os.getpid(), lock, shutdown
+    )
+
+
+def _dismiss(
+    workers: WorkerPool,
+    pid: int,
+    lock: threading.RLock,
+    shutdown: ShutdownFlag,
+) -> None:
+    """Ends workers that are this process's own.
+
+    The dataset was collected, and nobody uses them; or the interpreter ends,
+    and a daemon thread may. One that does not leave keeps the workers until
+    the process is gone, and they with it.
+    """
+    if pid != os.getpid():
+        return
+    shutdown.is_asked = True
+    if lock.acquire(timeout=_SHUTDOWN_S):
+        try:
+            workers.close()
+        finally:
+            lock.release()
+
+
+class _BuilderMaker:
+    """Makes a worker's builder; travels with the dataset it refers to."""
+
+    def __init__(
+        self,
+        dataset: weakref.ref[build.Dataset],
+        seed: int,
+        cached: bool,
+        outside: OutsideState,
+    ) -> None:
+        self._dataset = dataset
+        self._fixed = seed, cached
+        self._outside = outside
+
+    def __call__(self) -> build.Builder:
+        return build.builder_in_worker(alive(self._dataset), *self._fixed)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        # What it is told comes first: the dataset may need it to be loaded.
+        arguments = alive(self._dataset), *self._fixed
+        return _maker_in_worker, (self._outside.told, *arguments)
+
+
+def _maker_in_worker(
+    _: Told, dataset: build.Dataset, seed: int, cached: bool
+) -> Callable[[], build.Builder]:
+    """Makes what a worker makes its builder with; pickles name it."""
+    return functools.partial(build.builder_in_worker, dataset, seed, cached)
+
+
+def alive(reference: weakref.ref[build.Dataset]) -> build.Dataset:
+    """The dataset, which somebody is known to hold."""
+    dataset = reference()
+    if dataset is None:
+        raise ReferenceError("the dataset has been collected")
+    return dataset

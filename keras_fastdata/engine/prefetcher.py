@@ -1,0 +1,280 @@
+"""The requests of one dataset: which are out, and how many there may be.
+
+A request asks workers for a batch. What comes back belongs to a walk through
+its request id; whatever else arrives is discarded.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable
+
+from keras_fastdata.engine.autotune import AutoTuner
+from keras_fastdata.engine.cache import Cache
+from keras_fastdata.engine.epoch import Completed, Epoch, Pending
+from keras_fastdata.engine.schedule import Schedule
+from keras_fastdata.engine.settings import Settings
+from keras_fastdata.workers.base import BatchRequest, BatchResult, WorkerPool
+
+_CACHED_AHEAD = 4  # times the lookahead is how far to look past cached ones
+
+
+class Prefetcher:
+    """Asks workers for batches, and puts what comes to where it belongs.
+
+    Args:
+        settings: The constructor arguments, as they are in effect.
+        auto: What wants builds timed, if anything does.
+    """
+
+    def __init__(self, settings: Settings, auto: AutoTuner | None) -> None:
+        self._request_ids = itertools.count(1)
+        self._pending: dict[int, Pending] = {}  # by serial
+        # Of a dataset with a cache: whose each batch is, or was, by index.
+        self._asked: dict[int, tuple[Epoch, int, int]] = {}
+        self._largest = 0  # bytes of the largest batch so far
+        self.apply_settings(settings, auto)
+
+    def apply_settings(
+        self, settings: Settings, auto: AutoTuner | None
+    ) -> None:
+        """Goes by other settings from now on."""
+        self._settings, self._auto = settings, auto
+        self._look_ahead()
+
+    def fill(
+        self,
+        workers: WorkerPool,
+        epoch: Epoch,
+        schedule: Schedule,
+        cache: Cache | None,
+    ) -> bool:
+        """Issues requests as far ahead as the settings allow.
+
+        Args:
+            workers: Who gets them.
+            epoch: For what epoch.
+            schedule: Its own.
+            cache: Batches in it need no request, nor do those that are on
+                their way to it: each is built once.
+
+        Returns:
+            Whether that is as far as the schedule goes, and there is room for
+            those of an epoch that follows.
+        """
+        allowed = self._lookahead
+        if epoch.ahead > allowed:
+            self._recall(workers, epoch, allowed)
+        # Of cached batches there may be any number.
+        end = epoch.position + _CACHED_AHEAD * allowed
+        while (
+            # Batches behind it may fill the queue; it must come all the same.
+            epoch.issued < end and epoch.ahead < allowed
+        ) or epoch.issued == epoch.position:
+            index = schedule.index_at(epoch.issued)
+            if index is None:
+                return True
+            if not self._issue_next(workers, epoch, index, cache):
+                return False
+        return False
+
+    def fill_next(
+        self,
+        workers: WorkerPool,
+        epoch: Epoch,
+        next_epoch: Epoch,
+        cache: Cache | None,
+    ) -> None:
+        """Issues requests of the next epoch, behind the last ones of this."""
+        schedule, allowed = next_epoch.schedule, self._lookahead
+        assert schedule is not None
+        end = _CACHED_AHEAD * allowed
+        while epoch.ahead < allowed and next_epoch.issued < end:
+            index = schedule.index_at(next_epoch.issued)
+            if index is None or not self._issue_next(
+                workers, next_epoch, index, cache
+            ):
+                return
+
+    def should_fill(self, epoch: Epoch) -> bool:
+        """Whether it is worth while to issue requests now.
+
+        Waking a worker takes longer than all else that is done for a small
+        batch, so up to half of the lookahead goes out together. While batches
+        lie ready, a worker may wait for that.
+        """
+        room = self._lookahead - epoch.ahead
+        return not 0 <= room < self._few or epoch.issued <= epoch.position
+
+    def leaves_little(self, held: int) -> bool:
+        """Whether so many batches take most of what may be ahead."""
+        return 1 < self._lookahead < 2 * held
+
+    def issue(
+        self, workers: WorkerPool, epoch: Epoch, index: int, *, key: int
+    ) -> bool:
+        """Asks for a batch; `False`: there is no room for it.
+
+        One that is to be cached, and that another epoch has asked for, is
+        taken over from that epoch.
+
+        Args:
+            workers: Who is asked.
+            epoch: What epoch it is for.
+            index: Of the batch.
+            key: What it is to lie ready under.
+        """
+        if self._is_asked_for(index):
+            self._take_over(epoch, index, key)
+            return True
+        request_id = next(self._request_ids)
+        assert epoch.number is not None
+        interval_s = epoch.interval_s
+        if interval_s is not None and not epoch.delivered:
+            interval_s = 0.0  # the first one counts, however soon it comes
+        if self._auto is not None:
+            interval_s = self._auto.interval_s(interval_s)
+        if not workers.submit(
+            BatchRequest(request_id, epoch.number, index, interval_s)
+        ):
+            return False
+        queued_s = 0.0 if interval_s is None else time.monotonic()
+        self._pending[request_id] = Pending(epoch, key, queued_s)
+        epoch.waiting[key] = request_id
+        if self._settings.cache is not None:
+            self._asked[index] = epoch, key, request_id
+        return True
+
+    def make_room(self, epochs: Iterable[Epoch]) -> bool:
+        """Gives up the ready batch that is farthest from its turn.
+
+        It is asked for again when its epoch goes on.
+
+        Args:
+            epochs: Those that may have one; the one with most of them loses it.
+
+        Returns:
+            Whether there was one.
+        """
+        epoch = max(epochs, key=lambda epoch: len(epoch.ready))
+        if not epoch.ready:
+            return False
+        key = max(epoch.ready)
+        epoch.ready.pop(key).done.discard()
+        epoch.issued = min(epoch.issued, key)
+        return True
+
+    def drain_results(self, workers: WorkerPool) -> None:
+        """Puts every batch that has come to where it belongs."""
+        for done in workers.collect():
+            self._complete(workers, done)
+
+    def forget(self, workers: WorkerPool | None, epoch: Epoch) -> None:
+        """Takes back the requests of an epoch and drops what came of others."""
+        if epoch.waiting and workers is not None:
+            workers.cancel(epoch.waiting.values())
+        for request_id in epoch.waiting.values():
+            self._pending.pop(request_id, None)
+        for completed in epoch.ready.values():
+            completed.done.discard()
+        epoch.peeked.clear()
+        epoch.discard_prefetched()
+
+    def clear(self) -> None:
+        """Forgets them all: there is nobody left to answer."""
+        self._pending.clear()
+        self._asked.clear()
+
+    def _issue_next(
+        self, workers: WorkerPool, epoch: Epoch, index: int, cache: Cache | None
+    ) -> bool:
+        """Has the next batch built, unless it is known; `False`: no room."""
+        is_out = epoch.issued in epoch.waiting
+        if not is_out and not epoch.knows(epoch.issued, index):
+            if cache is not None and (
+                cache.holds(index)
+                or (cache.keeps_all and self._is_asked_for(index))
+            ):
+                epoch.cached.add(epoch.issued)
+            elif not self.issue(workers, epoch, index, key=epoch.issued):
+                return False
+        epoch.issued += 1
+        return True
+
+    def _is_asked_for(self, index: int) -> bool:
+        """Whether a batch that is to be cached is out, or lies ready."""
+        if index not in self._asked:
+            return False
+        epoch, key, request_id = self._asked[index]
+        if epoch.waiting.get(key) == request_id:
+            return True
+        if (
+            key in epoch.ready
+            and epoch.ready[key].done.request_id == request_id
+        ):
+            return True
+        del self._asked[index]
+        return False
+
+    def _take_over(self, epoch: Epoch, index: int, key: int) -> None:
+        """Has an epoch get a batch that another one has asked for."""
+        other, place, request_id = self._asked[index]
+        other.issued = min(other.issued, place)
+        if place in other.waiting:
+            epoch.waiting[key] = other.waiting.pop(place)
+            self._pending[request_id] = Pending(
+                epoch, key, self._pending[request_id].queued_s
+            )
+        else:
+            epoch.ready[key] = other.ready.pop(place)
+        self._asked[index] = epoch, key, request_id
+
+    def _recall(self, workers: WorkerPool, epoch: Epoch, allowed: int) -> None:
+        """Recalls requests that a larger batch than any before makes too many.
+
+        A batch that has come already stays, at its position; but those of
+        the next epoch, which has not begun, are dropped.
+        """
+        if epoch.next_epoch is not None:
+            self.forget(workers, epoch.next_epoch)
+        end = epoch.position + allowed
+        late = [key for key in epoch.waiting if key >= end]
+        workers.cancel([epoch.waiting[key] for key in late])
+        for key in late:
+            del self._pending[epoch.waiting.pop(key)]
+            epoch.issued = min(epoch.issued, key)
+
+    def _complete(self, workers: WorkerPool, done: BatchResult) -> None:
+        epoch, key, queued_s = self._pending.pop(done.request_id)
+        del epoch.waiting[key]
+        epoch.ready[key] = Completed(done, queued_s)
+        if done.nbytes > self._largest:
+            self._largest = done.nbytes
+            self._look_ahead()
+            workers.expect(self._lookahead)
+
+    def _look_ahead(self) -> None:
+        """Decides how far, and how many requests go out together."""
+        settings = self._settings
+        allowed = _lookahead(settings, self._largest)
+        self._lookahead = allowed
+        self._few = max(1, min(allowed // 2, allowed - settings.count))
+
+
+def _lookahead(settings: Settings, largest: int) -> int:
+    """How many batches may be asked for and not delivered.
+
+    Args:
+        settings: The constructor arguments.
+        largest: Bytes of the largest batch; 0 where none is known.
+    """
+    if settings.kind == "inline":
+        return 1
+    apart = settings.kind in ("process", "ray")
+    if not apart or settings.max_queue_bytes is None:
+        return settings.lookahead
+    if not largest:
+        return min(settings.lookahead, settings.count)
+    fitting = settings.max_queue_bytes // largest
+    return max(1, min(settings.lookahead, fitting))

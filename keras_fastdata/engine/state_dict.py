@@ -1,0 +1,313 @@
+"""Where a dataset stands: what `state_dict` returns, and what is refused.
+
+A batch is a function of the dataset, seed, epoch and index, so that a place in
+the order is all there is to know. Only what epoch hooks have done to the
+dataset is more than that: hooks are seeded by their number, so they are run
+again, and a digest tells whether the dataset has become what it was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import operator
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import numpy as np
+
+from keras_fastdata.building.seeding import PRIVATE
+from keras_fastdata.errors import LoaderError
+
+VERSION = 1
+_DEPTH = 6  # of objects within objects that a digest covers
+_PLAIN = (bool, int, float, complex, str)
+_MOST_BYTES = 1 << 26  # of an array that are looked at, about
+_MANY = 1000  # items that are looked at as an array, if they make one
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """A place in the batches of a dataset.
+
+    Attributes:
+        seed: Base seed.
+        epoch: The epoch of the next batch,
+        position: and how many batches come before it there.
+        num_batches: Length of an epoch, or `None`.
+        shuffle: Whether its order is drawn; `None` before it has begun.
+        within: Whether Keras was between the begin and the end of an epoch,
+            and so whether the end hook was still to come.
+        hooks: The epoch hooks that have run, each as its name and epoch.
+        digest: Of the dataset after them; empty if there were none.
+    """
+
+    seed: int
+    epoch: int
+    position: int
+    num_batches: int | None
+    shuffle: bool | None
+    within: bool = False
+    hooks: tuple[tuple[str, int], ...] = ()
+    digest: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same, of what JSON knows."""
+        state = {"version": VERSION, **dataclasses.asdict(self)}
+        state["hooks"] = [list(hook) for hook in self.hooks]
+        return state
+
+    @classmethod
+    def from_dict(
+        cls, state: Any, dataset: str, also: Collection[str] = ()
+    ) -> State:
+        """What `as_dict` made.
+
+        Args:
+            state: What the user passed; it may come from a damaged file.
+            dataset: The dataset's class name, for messages.
+            also: Fields that states of this dataset have besides.
+
+        Raises:
+            ValueError: It did not; the error names the field.
+        """
+        if not isinstance(state, Mapping) or "version" not in state:
+            raise ValueError(
+                f"This is no state of a dataset: {state!r:.200}. Pass what "
+                f"`state_dict()` of a {dataset} has returned."
+            )
+        version = state["version"]
+        if type(version) is not int or version != VERSION:
+            raise ValueError(
+                f"The state has version {version!r:.200}, and this "
+                f"keras_fastdata knows version {VERSION}."
+            )
+        names = [field.name for field in dataclasses.fields(cls)]
+        known = {"version", *names, *also}
+        if missing := sorted(known - set(state)):
+            raise ValueError(f"The state lacks: {', '.join(missing)}.")
+        if unknown := [name for name in state if name not in known]:
+            raise ValueError(
+                f"The state of a {dataset} has no field {unknown[0]!r:.200}. "
+                f"It has: {', '.join(sorted(known))}. Take out what you have "
+                "added to it."
+            )
+        fields = {name: _checked(name, state[name]) for name in [*names, *also]}
+        if None is not fields["num_batches"] < fields["position"]:
+            raise ValueError(
+                f"`position` of the state must be at most its `num_batches`, "
+                f"{fields['num_batches']}. Received: {fields['position']}"
+            )
+        return cls(**{name: fields[name] for name in names})
+
+    def check(
+        self,
+        dataset: str,
+        seed: int | None,
+        hooks: tuple[tuple[str, int], ...],
+        is_drawn: bool,
+    ) -> None:
+        """Refuses to go on here in a dataset that is another one.
+
+        Args:
+            dataset: Its class name.
+            seed: Its seed; `None` if that is still free.
+            hooks: Those that have run.
+            is_drawn: Whether that seed is not the user's.
+
+        Raises:
+            ValueError: It is.
+        """
+        if seed is not None and seed != self.seed:
+            has = f"has seed={seed}. Pass that one, or none, which takes over "
+            has += "the state's."
+            if is_drawn:
+                has = "has drawn another for its epoch hooks, which have run "
+                has += f"already. Pass `seed={self.seed}` to its constructor."
+            raise ValueError(
+                f"The state is of a dataset with seed={self.seed}, and this "
+                f"{dataset} {has}"
+            )
+        if hooks != self.hooks[: len(hooks)]:
+            raise ValueError(
+                f"The epoch hooks of this {dataset} have run as "
+                f"{_listed(hooks)}; those of the state as "
+                f"{_listed(self.hooks)}. Resume with a new dataset, on the "
+                "same backend of Keras, with the same hooks."
+            )
+
+    def check_length(self, dataset: str, num_batches: int | None) -> None:
+        """Refuses a dataset of another length, after its hooks have run.
+
+        Raises:
+            ValueError: It is.
+        """
+        if num_batches != self.num_batches:
+            raise ValueError(
+                f"The state is of a dataset of {self.num_batches} batches an "
+                f"epoch, and this {dataset} has {num_batches}. Give it the "
+                "data and the batch size it had."
+            )
+
+    def check_digest(self, dataset: str, digest: str) -> None:
+        """Refuses a dataset whose hooks did not do what they did before.
+
+        Raises:
+            LoaderError: They did not.
+        """
+        if digest != self.digest:
+            raise LoaderError(
+                f"The {len(self.hooks)} calls of epoch hooks that the state "
+                f"knows of were repeated, but {dataset} is not what it was: "
+                "its attributes differ. Hooks can be repeated if they depend "
+                "on the dataset, on `self.rng`, `np.random` or `random`, and "
+                "on `self.epoch`; and if nobody else assigns attributes."
+            )
+
+
+def _checked(name: str, value: Any) -> Any:
+    """A field of a state.
+
+    Raises:
+        ValueError: It has a value that `as_dict` does not give it.
+    """
+    allowed, read = _FIELDS[name]
+    try:
+        return read(value)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"`{name}` of the state must be {allowed}. Received: "
+            f"{value!r:.200} (of type {type(value).__name__})"
+        ) from None
+
+
+def _count(value: Any, least: int = 0, below: int = 1 << 63) -> int:
+    if isinstance(value, (bool, np.bool_)):
+        raise TypeError
+    if not least <= (number := operator.index(value)) < below:
+        raise ValueError
+    return number
+
+
+def _seed(value: Any) -> int:
+    return _count(value, below=1 + abs(operator.index(value)))
+
+
+def _truth(value: Any) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError
+    return bool(value)
+
+
+def _hooks(value: Any) -> tuple[tuple[str, int], ...]:
+    if not isinstance(value, (list, tuple)):
+        raise TypeError
+    hooks = tuple((name, _count(epoch)) for name, epoch in value)
+    if any(name not in ("on_epoch_begin", "on_epoch_end") for name, _ in hooks):
+        raise ValueError
+    return hooks
+
+
+def _hexadecimal(value: Any) -> str:
+    if not isinstance(value, str) or not _DIGEST.fullmatch(value):
+        raise ValueError
+    return value
+
+
+def _or_none(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: None if value is None else read(value)
+
+
+_DIGEST = re.compile("([0-9a-f]{32})?")
+_INTEGER = "an integer of at least 0"
+
+# What each field may be, in words, and what reads it.
+_FIELDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "seed": (_INTEGER, _seed),
+    "epoch": (f"{_INTEGER} and below 2**63", _count),
+    "position": (f"{_INTEGER} and below 2**63", _count),
+    "num_batches": (f"{_INTEGER} and below 2**63, or None", _or_none(_count)),
+    "shuffle": ("True, False or None", _or_none(_truth)),
+    "within": ("True or False", _truth),
+    "hooks": (
+        'a list of pairs of "on_epoch_begin" or "on_epoch_end" and an epoch',
+        _hooks,
+    ),
+    "digest": ("32 hexadecimal digits, or empty", _hexadecimal),
+    "num_shards": (
+        "an integer of at least 1",
+        functools.partial(_count, least=1),
+    ),
+}
+
+
+def _listed(hooks: tuple[tuple[str, int], ...]) -> str:
+    names = [name for name, _ in hooks]
+    return f"{', '.join(names[:3]) or 'none'}{', ...' if names[3:] else ''}"
+
+
+def digest(dataset: Any, names: Collection[str]) -> str:
+    """What tells whether attributes of a dataset have the same values.
+
+    Numbers, texts, arrays, and containers of them count; other objects, such
+    as may be opened on first use, do not. Of a memory map the file's name
+    counts, and of an array of more than 64 MB a part.
+
+    Args:
+        dataset: The dataset.
+        names: The attributes.
+    """
+    found = hashlib.blake2b(digest_size=16)
+    attributes = vars(dataset)
+    known = {k: attributes.get(k) for k in names if k != PRIVATE}
+    _feed(found, known, _DEPTH)
+    return found.hexdigest()
+
+
+def _feed(found: Any, value: Any, depth: int) -> None:
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, _PLAIN):
+        found.update(f"{value!r};".encode("utf-8", "surrogatepass"))
+    elif isinstance(value, (bytes, bytearray)):
+        found.update(value)
+    elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        found.update(f"{value.dtype.str}{value.shape};".encode())
+        if isinstance(value, np.memmap):
+            found.update(f"{value.filename};".encode())
+            return
+        step = 1 + value.nbytes // _MOST_BYTES
+        part = value.reshape(-1)[::step]
+        found.update(np.ascontiguousarray(part).view("uint8").data)
+    elif depth == 0:
+        return
+    elif isinstance(value, (list, tuple, np.ndarray)):
+        array = _as_array(value)
+        if array is not None:
+            _feed(found, array, depth)
+            return
+        found.update(f"[{len(value)};".encode())
+        for item in value:
+            _feed(found, item, depth - 1)
+    elif isinstance(value, (set, frozenset)):
+        plain = sorted(repr(v) for v in value if isinstance(v, _PLAIN))
+        found.update(f"{{{len(value)}{plain};".encode("utf-8", "replace"))
+    elif isinstance(value, Mapping):
+        for key in sorted(
+            (k for k in value if isinstance(k, _PLAIN)), key=repr
+        ):
+            found.update(f"{key!r}:".encode("utf-8", "surrogatepass"))
+            _feed(found, value[key], depth - 1)
+
+
+def _as_array(value: Any) -> np.ndarray[Any, Any] | None:
+    """A long list of numbers or texts, as one."""
+    if len(value) < _MANY or isinstance(value, np.ndarray):
+        return None
+    kinds = set(map(type, value))
+    if len(kinds) == 1 and kinds <= {int, float, str, bool}:
+        array = np.asarray(value)
+        return None if array.dtype.hasobject else array
+    return None

@@ -1,0 +1,348 @@
+"""`workers="auto"`: where batches are built, found out while training.
+
+It starts small and looks at what a batch costs and how often training asks for
+one. From that follows how many workers could be of use, and of which kind;
+what they do bring is tried, one choice after the other, and the cheapest that
+is nearly as quick as the quickest is kept:
+
+    first place: what a build and a step need          some 30 batches
+    each choice: warm up, then time per batch          some 40 batches
+    the best one is kept; another look only when builds or steps change
+
+Time per batch is what counts, not time spent waiting: where a device works
+behind the back of Python, or builds and steps compete for cores, waiting does
+not tell what workers bring.
+
+Nothing here knows a worker, and no clock is read: samples in, a place out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Generator, Iterator
+from typing import NamedTuple
+
+from keras_fastdata.metrics import formatting
+from keras_fastdata.metrics.pool_stats import TuningDecision
+from keras_fastdata.metrics.timing import Timing
+
+_MOST = 16  # workers, however long builds wait
+_TAKE_S = 40e-6  # what it costs to be handed a batch by a worker, about
+_WORTH = 0.93  # of the time per batch: a choice must be as much quicker
+_NEAR = 1.15  # times what can be expected at best: good enough to stop
+_WAITS = 0.5  # of a build that is computing: less is waiting
+_COMPUTES = 0.8  # of a build: more does not wait to speak of
+_NOTICED = 0.2  # of the time per batch: less does not matter
+_CHEAP = 0.15  # of the time per batch: hiding a build would bring no more
+_MISTAKEN = 3.0  # times longer or shorter than a trial has said
+_CHANGED = 1.5  # times longer or shorter: another situation
+
+_FEWEST = 4  # batches by which builds and steps are known, if they take long
+_TRIAL = 24  # batches by which a choice is known, or
+_LONG_TRIAL = 40  # where they are quick
+_TRIAL_S = 0.1  # that is, where a trial would be shorter than this
+_ENOUGH_S = 1.0  # a trial of few batches may end then
+_WATCHED = 256  # batches between two looks at what has been settled
+_MOST_PATIENCE = 16  # times that
+_BLOCKS = 4  # of samples; what disturbs one of them does not count
+
+
+class WorkerConfigChoice(NamedTuple):
+    """Where batches are built.
+
+    Attributes:
+        workers: How many workers; 0 for the caller.
+        are_processes: Whether they are processes.
+    """
+
+    workers: int
+    are_processes: bool
+
+    def __str__(self) -> str:
+        if not self.workers:
+            return "inline"
+        kind = "process" if self.are_processes else "thread"
+        return formatting.count(self.workers, kind)
+
+
+INLINE = WorkerConfigChoice(0, False)
+
+
+class Sample(NamedTuple):
+    """One batch, as the training process saw it.
+
+    Attributes:
+        gap_s: From the batch before it until it was asked for: a step.
+        gap_cpu_s: CPU time of the process meanwhile, of all its threads.
+        wait_s: From then until it was there.
+        timing: How it was built, if that is known.
+        worker: Who built it.
+    """
+
+    gap_s: float
+    gap_cpu_s: float
+    wait_s: float
+    timing: Timing | None
+    worker: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """What one batch takes on average, in seconds.
+
+    Attributes:
+        period_s: From one to the next, all in all.
+        step_s: What is done with it.
+        step_cpu_s: CPU time of that.
+        build_s: Building and storing it, by one worker.
+        computing: The share of that on a core: 0 to 1.
+    """
+
+    period_s: float
+    step_s: float
+    step_cpu_s: float
+    build_s: float
+    computing: float
+
+    @property
+    def build_cpu_s(self) -> float:
+        """CPU time of one build."""
+        return self.build_s * self.computing
+
+    def at_best(self, workers: int, cores: float) -> float:
+        """The period with so many workers, if nothing else were in the way."""
+        cpu_s = self.build_cpu_s + self.step_cpu_s + _TAKE_S
+        return max(self.step_s + _TAKE_S, self.build_s / workers, cpu_s / cores)
+
+    def useful(self, cores: float, most: int) -> int:
+        """Workers that keep up with training, or keep the cores busy.
+
+        As many as are building at any time (Little's law) at the rate that
+        steps and cores allow; and some more where they wait, since at times
+        more of them do.
+        """
+        busy_s = (self.build_cpu_s + self.step_cpu_s) / cores
+        period_s = max(self.step_s, busy_s)
+        if period_s * most <= self.build_s:
+            return most
+        workers = self.build_s / period_s
+        if self.computing < _COMPUTES:
+            workers += math.sqrt(workers)
+        # A little less than a whole worker is no reason for another.
+        return max(1, min(most, math.ceil(workers - 0.1)))
+
+    def is_unlike(self, other: Costs, times: float) -> bool:
+        """Whether either takes so many times as long in one of the two."""
+        pairs = (self.build_s, other.build_s), (self.step_s, other.step_s)
+        least_s = _NOTICED * max(self.period_s, other.period_s)
+        return any(
+            max(pair) > least_s and max(pair) > times * min(pair)
+            for pair in pairs
+        )
+
+
+class ExcludedError(Exception):
+    """What is being tried cannot be had."""
+
+
+class Tuner:
+    """Decides where the batches of one dataset are built.
+
+    Args:
+        cores: Cores that this process may use; 1.5 is possible.
+        most: Workers that may be of use: the length of the queue.
+        first: Where to begin.
+
+    Attributes:
+        choice: Where batches are to be built now.
+        has_converged: Whether that is to stay.
+        decisions: What was decided, and why.
+    """
+
+    def __init__(
+        self, cores: float, most: int, first: WorkerConfigChoice = INLINE
+    ) -> None:
+        self.choice = self._first = first
+        self.has_converged = False
+        self.decisions: list[TuningDecision] = []
+        self._cores = max(cores, 0.1)
+        self._most = min(most, _MOST)
+        self._excluded: dict[bool, str] = {}  # processes or threads, and why
+        self._batches = 0
+        self._set_out()
+
+    def _set_out(self) -> None:
+        self._course = self._tune()
+        next(self._course)
+
+    def add(self, sample: Sample) -> None:
+        """Takes note of a batch; `choice` may be another one after it."""
+        self._batches += 1
+        try:
+            self._course.send(sample)
+        except BaseException:
+            self._set_out()  # Ctrl-C has ended it
+            raise
+
+    def is_excluded(self, *, processes: bool) -> bool:
+        """Whether a kind of workers has been ruled out."""
+        return processes in self._excluded
+
+    def exclude(self, *, processes: bool, reason: str) -> None:
+        """Rules out a kind of workers; `choice` is none of them after it."""
+        self._excluded[processes] = reason
+        if self.choice.workers and self.choice.are_processes == processes:
+            self._course.throw(ExcludedError())
+
+    # -- the course of it -----------------------------------------------------
+
+    def _tune(self) -> Generator[None, Sample, None]:
+        patience = 1
+        while True:
+            try:
+                expected = yield from self._search()
+                known = yield from self._watch(_WATCHED)
+                seen = known
+                if patience > 1 or not expected.is_unlike(known, _MISTAKEN):
+                    # Ever longer looks: what changes often cannot be followed.
+                    while not known.is_unlike(seen, _CHANGED):
+                        seen = yield from self._watch(patience * _WATCHED)
+                else:
+                    known = expected  # by too few batches
+                patience = min(2 * patience, _MOST_PATIENCE)
+                why = _what_changed(known, seen)
+            except ExcludedError:
+                why = self._excluded[self.choice.are_processes]
+            if self._excluded.get(self._first.are_processes):
+                self._first = INLINE
+            self._move(self._first, why, settled=False)
+
+    def _search(self) -> Generator[None, Sample, Costs]:
+        """Finds the best place, from the first one on; what it costs there."""
+        costs = yield from self._measure(2, _FEWEST)
+        best, at_best = self.choice, costs
+        best_s = costs.period_s
+        if not best.workers:  # looking at what it draws from takes time
+            best_s = min(best_s, costs.step_s + costs.build_s)
+        reasons = [_describe(costs)]
+        for choice in self._choices(costs):
+            ideal_s = costs.at_best(choice.workers, self._cores)
+            if ideal_s > _WORTH * best_s or choice == best:
+                continue
+            self._move(
+                choice, f"{_describe(costs)} To be tried.", settled=False
+            )
+            try:
+                # Memory that was never used before is slow: all of the queue.
+                found = yield from self._measure(self._most + 2)
+            except ExcludedError:
+                reasons.append(self._excluded[choice.are_processes])
+                continue
+            reasons.append(f"{choice}: {formatting.duration(found.period_s)}.")
+            if found.period_s < _WORTH * best_s:
+                best, at_best, best_s = choice, found, found.period_s
+            if best_s <= _NEAR * ideal_s:
+                break
+        if len(reasons) == 1:
+            reasons.append("Workers would bring nothing.")
+        self._move(best, " ".join(reasons), settled=True)
+        return at_best
+
+    def _choices(self, costs: Costs) -> Iterator[WorkerConfigChoice]:
+        """What is worth a trial, the likeliest first.
+
+        Threads suit builds that wait, and processes those that compute.
+        """
+        if costs.build_s < _CHEAP * costs.period_s:
+            return
+        workers = costs.useful(self._cores, self._most)
+        processes_first = costs.computing >= _WAITS
+        for are_processes in (processes_first, not processes_first):
+            if are_processes not in self._excluded:
+                yield WorkerConfigChoice(workers, are_processes)
+
+    def _move(
+        self, choice: WorkerConfigChoice, reason: str, *, settled: bool
+    ) -> None:
+        self.choice, self.has_converged = choice, settled
+        decision = TuningDecision(self._batches, str(choice), settled, reason)
+        self.decisions.append(decision)
+
+    def _watch(self, count: int) -> Generator[None, Sample, Costs]:
+        """Looks at so many batches, however long they take."""
+        return self._measure(0, count, count, count)
+
+    def _measure(
+        self,
+        skip: int,
+        fewest: int = 8,
+        count: int = _TRIAL,
+        most: int = _LONG_TRIAL,
+    ) -> Generator[None, Sample, Costs]:
+        """Looks at batches until it is known what they cost.
+
+        Args:
+            skip: Those that do not count, to begin with; and up to as many
+                again, until each worker has built one.
+            fewest: How many to look at, where they take long;
+            count: or else this,
+            most: or as many as this, where they are quick.
+        """
+        workers: set[int] = set()
+        for skipped in range(2 * skip):
+            if skipped >= skip and len(workers) >= self.choice.workers:
+                break
+            workers.add((yield).worker)
+        samples: list[Sample] = []
+        spent_s = 0.0
+        while (
+            len(samples) < count or (len(samples) < most and spent_s < _TRIAL_S)
+        ) and (len(samples) < fewest or spent_s < _ENOUGH_S):
+            sample = yield
+            samples.append(sample)
+            spent_s += sample.gap_s + sample.wait_s
+        return _costs(samples)
+
+
+def _costs(samples: list[Sample]) -> Costs:
+    timings = [s.timing for s in samples if s.timing is not None]
+    asked = [t for t in timings if not math.isnan(t.cpu_s)]
+    cpu_s = sum(t.cpu_s for t in asked)
+    # Time without a core says how busy the machine was.
+    built_s = sum(t.stored_s - t.began_s - t.delay_s for t in asked)
+    return Costs(
+        _steady([s.gap_s + s.wait_s for s in samples]),
+        _steady([s.gap_s for s in samples]),
+        _steady([s.gap_cpu_s for s in samples]),
+        _steady([t.stored_s - t.began_s for t in timings]),
+        min(1.0, cpu_s / built_s) if built_s > 0 else 1.0,
+    )
+
+
+def _steady(values: list[float]) -> float:
+    """The mean of a series, but for what disturbed a part of it."""
+    if not values:
+        return 0.0
+    size = math.ceil(len(values) / _BLOCKS)
+    return statistics.median(
+        statistics.fmean(values[n : n + size])
+        for n in range(0, len(values), size)
+    )
+
+
+def _describe(costs: Costs) -> str:
+    return (
+        f"A batch takes {formatting.duration(costs.build_s)} to build, "
+        f"{formatting.share(costs.computing)} of it on a core, and a step "
+        f"{formatting.duration(costs.step_s)}."
+    )
+
+
+def _what_changed(known: Costs, seen: Costs) -> str:
+    return (
+        f"Builds took {formatting.duration(known.build_s)} and steps "
+        f"{formatting.duration(known.step_s)}; now it is "
+        f"{formatting.duration(seen.build_s)} and {formatting.duration(seen.step_s)}."
+    )

@@ -1,0 +1,295 @@
+"""Measures one thread's training: epochs in, `EpochHealth` out.
+
+A recorder hears of batches, a step clock of training steps; at the end of an
+epoch (or a validation, an evaluation, a prediction) both are read, together
+with what the machine and the workers say, and judged.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from keras_fastdata.health.step_clock import EpochTiming, Step, StepClock
+from keras_fastdata.health.summary import EpochHealth
+from keras_fastdata.health.verdict import Facts, judge
+from keras_fastdata.metrics import cpu, ram
+from keras_fastdata.metrics.gil import GilProbe
+from keras_fastdata.metrics.pool_stats import PoolStats
+from keras_fastdata.metrics.recorder import BatchSource, BatchStats, Recorder
+from keras_fastdata.metrics.timing import INTERVAL_S
+
+# Reading a worker's memory walks its page tables.
+_MEMORY_INTERVAL_S = 3.0
+STEPS_KEPT = 8192
+
+
+@dataclasses.dataclass(frozen=True)
+class MonitoredDataset:
+    """A dataset that was measured.
+
+    Attributes:
+        name: Its class name.
+        settings: Its constructor arguments (`engine.settings.Settings`).
+        pool_stats: Its workers, at the end of what was measured last.
+    """
+
+    name: str
+    settings: Any
+    pool_stats: PoolStats | None
+
+
+class Sink(Protocol):
+    """What wants every single batch and step, such as a trace.
+
+    Called by the thread that trains. Between `begin` and `end`, the batches
+    come in the order of their delivery and the steps in theirs; either may
+    be far ahead of the other.
+    """
+
+    def begin(self, phase: str, epoch: int) -> None:
+        """An epoch of a phase begins."""
+        ...
+
+    def batches(self, spans: npt.NDArray[np.float64]) -> None:
+        """Batches were delivered: `(n, len(Span._fields))`."""
+        ...
+
+    def step(self, step: Step) -> None:
+        """A step has ended."""
+        ...
+
+    def end(self) -> None:
+        """The epoch has ended; all its batches and steps were told."""
+        ...
+
+
+class EpochMonitor:
+    """Measures the thread that calls it, until `close`.
+
+    Args:
+        synchronize: Waits until the device has done all it was asked for;
+            `None` where steps end only when they have been computed.
+        fetches_ahead: Whether the batch of a step is fetched before
+            `on_train_batch_begin`.
+        sink: What wants to know of every batch and step, if anything does.
+
+    Attributes:
+        step: To be called with its number when a step begins.
+        recorder: What hears of the batches.
+        steps: The latest steps.
+        datasets: What was measured, by phase.
+    """
+
+    def __init__(
+        self,
+        synchronize: Callable[[], None] | None,
+        fetches_ahead: bool,
+        sink: Sink | None = None,
+    ) -> None:
+        # A sink wants all of them.
+        self.recorder = Recorder(0.0 if sink is not None else INTERVAL_S)
+        self.recorder.on_source = self._meet
+        self.steps: collections.deque[Step] = collections.deque(
+            maxlen=STEPS_KEPT
+        )
+        self.datasets: dict[str, MonitoredDataset] = {}
+        self._sink = sink
+        if sink is not None:
+            self.recorder.on_spans = sink.batches
+        self._synchronize = synchronize
+        self._fetches_ahead = fetches_ahead
+        self._clocks: dict[str, StepClock] = {}  # by phase
+        self._clock: StepClock | None = None
+        self.step: Callable[[int], None] = no_step
+        self._phase = ""
+        self._probe = GilProbe(self.recorder)
+        self._settings: Any = None
+        self._memory_s = time.monotonic()  # when it was looked at
+        self._workers_nbytes: int | None = None
+
+    @property
+    def phase(self) -> str:
+        """What is being measured; empty if nothing is."""
+        return self._phase
+
+    def begin(self, phase: str, epoch: int) -> None:
+        """Begins to measure an epoch of a phase."""
+        if phase not in self._clocks:
+            self._clocks[phase] = StepClock(
+                phase,
+                self.recorder,
+                self._synchronize,
+                self._fetches_ahead,
+                self._note_step,
+            )
+        self._phase, self._epoch = phase, epoch
+        self._clock = self._clocks[phase]
+        self.step = self._clock.step
+        self.recorder.begin()
+        self.recorder.predicts = phase == "predict"
+        self.recorder.before_wait = self._clock.pause
+        self._watch_lock()
+        self._skips = self.recorder.skips
+        self._probe.take()
+        self._cores = cpu.read()
+        self._began_s = time.monotonic()
+        if self._sink is not None:
+            self._sink.begin(phase, epoch)
+        self._clock.begin(epoch)
+
+    def end(self) -> EpochHealth | None:
+        """Ends what was begun.
+
+        Returns:
+            Its figures; `None` if no batch of ours was delivered in it.
+        """
+        clock, self._clock, self.step = self._clock, None, no_step
+        if clock is None:
+            return None
+        stretch = clock.end()
+        self.recorder.flush()
+        ended_s = time.monotonic()
+        phase, self._phase = self._phase, ""
+        if self._sink is not None:
+            self._sink.end()
+        source = self.recorder.source
+        if source is not None:
+            self._settings = source.settings  # "auto" may have changed them
+        if not self.recorder.batch_stats.batches:
+            return None
+        pool_stats = None if source is None else source.pool_stats()
+        self.datasets[phase] = MonitoredDataset(
+            self._name, self._settings, pool_stats
+        )
+        facts = self._facts(stretch, pool_stats)
+        return self._health(phase, facts, stretch, pool_stats, ended_s)
+
+    def _facts(
+        self, stretch: EpochTiming, pool_stats: PoolStats | None
+    ) -> Facts:
+        """What the verdict is found from."""
+        settings, batch_stats = self._settings, self.recorder.batch_stats
+        losses = () if pool_stats is None else pool_stats.losses
+        restarts = sum(loss.at_s >= self._began_s for loss in losses)
+        now = cpu.read()
+        busy_cores = cpu.busy_cores(self._cores, now)
+        allowed = now.allowed
+        if pool_stats is not None and pool_stats.cores is not None:
+            allowed, busy_cores = pool_stats.cores, None  # nobody tells
+        return Facts(
+            workers_are=settings.kind,
+            workers=0 if settings.kind == "inline" else settings.workers,
+            max_queue_size=settings.lookahead,
+            batches=batch_stats.batches,
+            nbytes=batch_stats.nbytes,
+            wall_s=stretch.wall_s,
+            free_s=_free_s(stretch, batch_stats),
+            build_s=batch_stats.build_s,
+            cpu_s=batch_stats.cpu_s,
+            delay_s=batch_stats.delay_s,
+            store_s=batch_stats.store_s,
+            open_s=batch_stats.open_s,
+            wait_s=batch_stats.wait_s,
+            build_s_p50=batch_stats.build.quantile(0.5),
+            first_wait_s=batch_stats.first_wait_s,
+            hook_s=batch_stats.hook_s,
+            retried=batch_stats.retried,
+            retried_wait_s=batch_stats.retried_wait_s,
+            restarts=restarts,
+            slowest=tuple(batch_stats.slowest),
+            cores=allowed,
+            busy_cores=busy_cores,
+            gil_held=self._probe.take(),
+            memory=ram.left_now() if restarts else "",
+        )
+
+    def _health(
+        self,
+        phase: str,
+        facts: Facts,
+        stretch: EpochTiming,
+        pool_stats: PoolStats | None,
+        ended_s: float,
+    ) -> EpochHealth:
+        batch_stats = self.recorder.batch_stats
+        busy_s = batch_stats.build_s + batch_stats.store_s
+        had_s = max(ended_s - self._began_s, 1e-9) * max(facts.workers, 1)
+        return EpochHealth(
+            phase=phase,
+            epoch=self._epoch,
+            batches=batch_stats.batches,
+            verdict=judge(facts),
+            data_wait=facts.data_wait,
+            wall_s=facts.wall_s,
+            free_s=facts.free_s,
+            step_s=stretch.step_s,
+            build_s_p50=facts.build_s_p50,
+            build_s_p95=batch_stats.build.quantile(0.95),
+            wait_s_p95=batch_stats.wait.quantile(0.95),
+            queue_depth_mean=batch_stats.depth / batch_stats.batches,
+            worker_utilization=min(1.0, busy_s / had_s),
+            nbytes=batch_stats.nbytes,
+            restarts=facts.restarts,
+            skipped=self.recorder.skips - self._skips,
+            retried=batch_stats.retried,
+            cores=facts.cores,
+            busy_cores=facts.busy_cores,
+            workers_nbytes=self._weigh(pool_stats),
+            shared_nbytes=0 if pool_stats is None else pool_stats.shared_nbytes,
+        )
+
+    def close(self) -> None:
+        """Ends what measuring has going. Idempotent."""
+        self._probe.close()
+
+    def _note_step(self, step: Step) -> None:
+        self.steps.append(step)
+        if self._sink is not None:
+            self._sink.step(step)
+
+    def _meet(self, source: BatchSource) -> None:
+        self._name, self._settings = source.name, source.settings
+        self._watch_lock()
+
+    def _watch_lock(self) -> None:
+        """Threads alone hold each other up, if there are several."""
+        settings = self._settings
+        if settings and settings.kind == "thread" and settings.workers > 1:
+            self._probe.watch()
+
+    def _weigh(self, pool_stats: PoolStats | None) -> int | None:
+        """The memory of the workers, looked at now and then."""
+        if pool_stats is None or not pool_stats.pids:
+            return None
+        now_s = time.monotonic()
+        if now_s - self._memory_s >= _MEMORY_INTERVAL_S:
+            self._memory_s = now_s
+            self._workers_nbytes = ram.pss(pool_stats.pids.values())
+        return self._workers_nbytes
+
+
+def _free_s(stretch: EpochTiming, batch_stats: BatchStats) -> float:
+    """What a stretch would take with free data, and no more than it took.
+
+    Free data saves no more than the waits, and what may have slowed the steps
+    down: building. All else that took time is of others' doing.
+    """
+    most_s = (
+        batch_stats.wait_s
+        + batch_stats.hook_s
+        + batch_stats.build_s
+        + batch_stats.store_s
+    )
+    free_s = max(stretch.free_s, stretch.wall_s - most_s)
+    return min(free_s, stretch.wall_s)
+
+
+def no_step(number: int) -> None:
+    """Nobody measures."""

@@ -1,0 +1,181 @@
+"""A record as one HTML page that needs nothing else.
+
+The page has its style and its figures in itself, runs no script, and may be
+opened from a disk, mailed, or kept beside a checkpoint. Whatever a user named,
+wrote or raised is escaped by the template engine.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import math
+import os
+import re
+from typing import Any
+
+import numpy as np
+
+from keras_fastdata import _atomic_write
+from keras_fastdata.health.record import Record
+from keras_fastdata.health.report import drawing
+from keras_fastdata.health.summary import HealthSummary
+from keras_fastdata.metrics import formatting
+from keras_fastdata.metrics.recorder import Span
+
+_MOST_SLOW = 12
+_MOST_TRACEBACKS = 50
+_MOST_RETRIED = 50
+_UNITS = "ms|s|min|h|B|KB|MB|GB|TB"  # stay on the line of their figure
+_WHO = {
+    "train": "Training",
+    "evaluate": "The evaluation",
+    "predict": "The prediction",
+}
+
+
+def write_report(record: Record, path: str | os.PathLike[str]) -> None:
+    """Writes a record as a page of HTML.
+
+    The page appears at once: it is written beside `path` and then renamed. A
+    file that is there already is replaced.
+
+    Args:
+        record: What was measured.
+        path: The file to write; folders that are missing are made.
+
+    Raises:
+        ImportError: Jinja2 is not installed.
+        OSError: The file could not be written.
+    """
+    # A traceback may hold halves of characters, as file names do.
+    page = _render(record).encode(errors="backslashreplace")
+    with _atomic_write.replacing(path) as file:
+        file.write(page)
+
+
+def require() -> None:
+    """Raises the ImportError that a report without Jinja2 would end in."""
+    try:
+        import jinja2  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            "Reports need Jinja2: pip install 'keras-fastdata[report]'"
+        ) from error
+
+
+def _render(record: Record) -> str:
+    require()
+    import jinja2
+
+    environment = jinja2.Environment(
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(
+        duration=formatting.duration,
+        share=formatting.share,
+        size=formatting.size,
+        counted=formatting.count,
+        prose=_prose,
+        last_line=_raised,
+    )
+    files = importlib.resources.files("keras_fastdata.health")
+    source = files.joinpath("report.html.jinja").read_text("utf-8")
+    return environment.from_string(source).render(_view(record))
+
+
+def _view(record: Record) -> dict[str, Any]:
+    """All that the template writes."""
+    summary = record.summary
+    phases = summary.phases
+    builds = record.column("built_s") - record.column("began_s")
+    histograms = [
+        drawing.histogram("Time to build a batch", builds),
+        drawing.histogram("Wait for a batch", record.column("waited_s")),
+    ]
+    return {
+        "record": record,
+        "summary": summary,
+        "verdict": summary.verdict,
+        "headline": _headline(record),
+        "free_s": summary.free_s,
+        "speedup": _speedup(summary),
+        "took_s": record.ended_s - record.began_s,
+        "timelines": drawing.timelines(record),
+        "over_time": drawing.over_time(record),
+        "histograms": [chart for chart in histograms if chart],
+        "phases": phases,
+        "batches": sum(phase.batches for phase in phases),
+        "settings": _settings(record),
+        "slowest": record.slowest[:_MOST_SLOW],
+        "usual_s": float(np.median(builds)) if len(builds) else math.nan,
+        "skips": sum(phase.skipped for phase in phases),
+        "tracebacks": record.skipped[:_MOST_TRACEBACKS],
+        "retries": sum(phase.retried for phase in phases),
+        "retried": _retried(record),
+        "width": drawing.WIDTH,
+    }
+
+
+def _headline(record: Record) -> str:
+    """What happened, in a sentence."""
+    summary = record.summary
+    if not summary.epochs:
+        if len(record.spans):
+            return "No epoch has ended"
+        return "No batch of a FastPyDataset was seen"
+    who = _WHO.get(summary.epochs[0].phase, "Training")
+    wait = formatting.share(summary.data_wait)
+    return f"{who} lost {wait} of its time to data"
+
+
+def _speedup(summary: HealthSummary) -> str:
+    """How many times faster that is, such as "2.6 times"."""
+    times = summary.wall_s / max(summary.free_s, 1e-9)
+    if times >= 100:
+        return "over 100 times"
+    return f"{times:.2f} times" if times < 2 else f"{times:.1f} times"
+
+
+def _prose(text: str) -> list[tuple[bool, str]]:
+    """Pieces of a text, and whether each is code (between backquotes)."""
+    kept = re.sub(rf"(\d) (?=({_UNITS})\b)", "\\1\N{NO-BREAK SPACE}", text)
+    pieces = kept.split("`")
+    if len(pieces) % 2 == 0:
+        return [(False, kept)]
+    return [(place % 2 == 1, piece) for place, piece in enumerate(pieces)]
+
+
+def _raised(traceback: str) -> str:
+    """The line that names the exception; notes may follow it."""
+    lines = traceback.rstrip().splitlines()
+    frames = [i for i, line in enumerate(lines) if line.startswith("  ")]
+    after = lines[frames[-1] + 1 :] if frames else lines
+    return (after or lines or [""])[0]
+
+
+def _settings(record: Record) -> list[tuple[str, str]]:
+    shown = dict(record.settings)
+    if record.summary.shard:
+        shown["this process has"] = record.summary.shard
+    for decision in record.summary.decisions:
+        name = f"workers, from batch {decision.batches} on"
+        shown[name] = f"{decision.place}. {decision.reason}"
+    return [(name, _shown(name, value)) for name, value in shown.items()]
+
+
+def _shown(name: str, value: Any) -> str:
+    # Variables may hold passwords, and reports are passed on.
+    if value and name in ("worker_env", "ray_options"):
+        return f"{', '.join(sorted(value))} (values are not shown)"
+    return repr(value)
+
+
+def _retried(record: Record) -> list[Span]:
+    again = record.spans[record.column("retries") > 0]
+    return [
+        Span(*(int(v) if v.is_integer() else v for v in values))
+        for values in again[-_MOST_RETRIED:].tolist()
+    ]

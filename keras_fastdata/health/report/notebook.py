@@ -1,0 +1,92 @@
+"""A summary as a piece of HTML, for notebooks; needs no template engine."""
+
+from __future__ import annotations
+
+import html
+
+from keras_fastdata.health.summary import (
+    EpochHealth,
+    HealthSummary,
+    abridged,
+)
+from keras_fastdata.metrics import formatting
+
+_COLUMNS = (
+    "",
+    "verdict",
+    "data wait",
+    "took",
+    "with free data",
+    "build, median",
+    "build, 95%",
+    "workers busy",
+)
+_CELL = 'style="text-align:right;padding:.15em .8em"'
+_FIRST_CELL = 'style="text-align:left;padding:.15em .8em .15em 0"'
+
+
+def summary_html(summary: HealthSummary) -> str:
+    """The verdict, and a table of the epochs.
+
+    Args:
+        summary: The figures.
+
+    Returns:
+        A `div` that follows the colours of the page it is put into.
+    """
+    if summary.verdict is None:
+        return "<div>LoaderHealth: no batch of a FastPyDataset was seen.</div>"
+    verdict = summary.verdict
+    figures = (
+        f"{formatting.share(summary.data_wait)} of {formatting.duration(summary.wall_s)} "
+        "were waiting for data; with free data: "
+        f"{formatting.duration(summary.free_s)}."
+    )
+    return (
+        "<div>"
+        f"<p><b>{html.escape(verdict.kind)}</b>: {html.escape(figures)}</p>"
+        f"<p>{html.escape(verdict.evidence)}<br>"
+        f"{html.escape(verdict.advice)}</p>"
+        f"{_decided(summary)}"
+        f"{_table(summary)}</div>"
+    )
+
+
+def _decided(summary: HealthSummary) -> str:
+    if not summary.decisions:
+        return ""
+    return f"<p>{html.escape(str(summary.decisions[-1]))}</p>"
+
+
+def _table(summary: HealthSummary) -> str:
+    rest = ("",) * (len(_COLUMNS) - 1)
+    rows = [_row(_COLUMNS, "th")] + [
+        _row(("...", *rest) if phase is None else _cells(phase), "td")
+        for phase in abridged(summary.phases)
+    ]
+    return (
+        '<div style="overflow-x:auto"><table>'
+        + "".join(rows)
+        + "</table></div>"
+    )
+
+
+def _cells(phase: EpochHealth) -> tuple[str, ...]:
+    return (
+        phase.name,
+        str(phase.verdict.kind),
+        formatting.share(phase.data_wait),
+        formatting.duration(phase.wall_s),
+        formatting.duration(phase.free_s),
+        formatting.duration(phase.build_s_p50),
+        formatting.duration(phase.build_s_p95),
+        formatting.share(phase.worker_utilization),
+    )
+
+
+def _row(cells: tuple[str, ...], tag: str) -> str:
+    written = "".join(
+        f"<{tag} {_CELL if place else _FIRST_CELL}>{html.escape(cell)}</{tag}>"
+        for place, cell in enumerate(cells)
+    )
+    return f"<tr>{written}</tr>"

@@ -1,0 +1,370 @@
+"""Who did what when: a record's spans and steps as rows of bars.
+
+A row for the steps of training, and one for each worker. A fit has far more
+batches than a page has pixels; so a timeline shows a stretch of it, in which
+single batches can be seen, and what is narrower than a pixel is merged into
+bars that say which share of them is filled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from keras_fastdata.health.record import Record
+from keras_fastdata.health.step_clock import Step
+from keras_fastdata.metrics import formatting
+from keras_fastdata.metrics.recorder import Span
+
+MOST_ROWS = 64  # of workers; more would not be told apart
+_FEW_STEPS = 60  # are shown all at once
+_STEPS = 40  # of a stretch, or so many that
+_BUILDS = 3.0  # times a build, as it usually is, fit in
+_MOST_STEPS = 160
+
+
+class Bar(NamedTuple):
+    """What was done from one moment to another.
+
+    Attributes:
+        what: "build", "copy" or "lost" of a worker; "compute" or "wait" of
+            training.
+        begin_s: By `time.monotonic`.
+        end_s: Likewise.
+        share: Of that time, what it was done in; below 1 if merged.
+        title: The same in words.
+    """
+
+    what: str
+    begin_s: float
+    end_s: float
+    share: float
+    title: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What one worker, or training, did.
+
+    Attributes:
+        name: Such as "worker 3".
+        title: More about it; may be empty.
+        bars: In the order of their beginning, each kind by itself.
+    """
+
+    name: str
+    title: str
+    bars: tuple[Bar, ...]
+
+
+class Window(NamedTuple):
+    """A part of a fit. Moments are those of `time.monotonic`.
+
+    Attributes:
+        name: Such as "the beginning".
+        begin_s: When it begins.
+        end_s: When it ends.
+    """
+
+    name: str
+    begin_s: float
+    end_s: float
+
+
+def windows(record: Record) -> tuple[Window, ...]:
+    """The parts of a record that are worth a look; none if it is empty.
+
+    All of it, where that is short; else the beginning, the longest wait after
+    that, and the middle of the last epoch, which shows what is usual.
+    """
+    phase = _main_phase(record)
+    steps = [step for step in record.steps if step.phase == phase]
+    if not steps:
+        return _without_steps(record)
+    count = _steps_in_view(record, steps)
+    if len(record.steps) <= max(_FEW_STEPS, count):
+        return (
+            Window(
+                "the whole run",
+                _first_s(record, steps),
+                record.steps[-1].ended_s,
+            ),
+        )
+    of_last = sum(step.epoch == steps[-1].epoch for step in steps)
+    last = len(steps) - of_last + max(0, of_last - count) // 2
+    found = [_cut(_earliest(steps), steps, 0, 0, count)]
+    found[0] = found[0]._replace(begin_s=_first_s(record, steps))
+    if len(steps) > count:
+        waits = [step.waited_s for step in steps[count:]]
+        longest = count + int(np.argmax(waits))
+        first = max(0, longest - count // 2)
+        found.append(_cut("the longest wait", steps, first, longest, count))
+    middle = last + min(count, of_last) // 2
+    found.append(_cut("in the last epoch", steps, last, middle, count))
+    return tuple(found)
+
+
+def rows(record: Record, stretch: Window, pixel_s: float) -> list[Row]:
+    """What training and each worker did in a stretch.
+
+    Args:
+        record: What was measured.
+        stretch: The part of it to show.
+        pixel_s: Seconds in a pixel: shorter bars are merged.
+
+    Returns:
+        Training first, then at most `MOST_ROWS` workers by their index.
+    """
+    bars = {"training": _of_steps(record, stretch)}
+    titles = {"training": "the process that trains"}
+    names = worker_names(record)[:MOST_ROWS]
+    for worker, name in enumerate(names):
+        bars[name] = []
+        pid = record.pids.get(worker)
+        titles[name] = f"{name}, process {pid}" if pid else name
+    for worker, bar in _of_workers(record, stretch):
+        if worker < len(names):
+            bars[names[worker]].append(bar)
+    return [
+        Row(
+            name,
+            titles[name],
+            tuple(
+                bar
+                for what in ("lost", "build", "copy", "compute", "wait")
+                for bar in _merge(
+                    [b for b in ours if b.what == what], pixel_s, name
+                )
+            ),
+        )
+        for name, ours in bars.items()
+    ]
+
+
+def worker_names(record: Record) -> list[str]:
+    """What the workers are called, by index; also those that did nothing."""
+    workers = int(record.settings.get("workers") or 0)
+    seen = int(record.column("worker").max()) + 1 if len(record.spans) else 0
+    if not workers and seen <= 1:
+        return ["inline"] if seen else []
+    return [f"worker {i}" for i in range(max(workers, seen))]
+
+
+def has_queue(record: Record) -> bool:
+    """Whether batches are built ahead at all."""
+    return record.settings.get("workers") != 0
+
+
+def epochs(record: Record) -> list[tuple[str, float, float]]:
+    """The epochs and validations that steps are known of: name, from, to."""
+    found: list[tuple[str, float, float]] = []
+    before: Step | None = None
+    for step in record.steps:
+        if before and (before.phase, before.epoch) == (step.phase, step.epoch):
+            found[-1] = (*found[-1][:2], step.ended_s)
+        else:
+            name = {
+                "train": f"epoch {step.epoch + 1}",
+                "validation": f"validation {step.epoch + 1}",
+            }.get(step.phase, step.phase)
+            found.append((name, step.began_s, step.ended_s))
+        before = step
+    return found
+
+
+def asked_s(record: Record) -> npt.NDArray[np.float64]:
+    """When each batch was asked for."""
+    asked: npt.NDArray[np.float64] = record.column(
+        "delivered_s"
+    ) - record.column("waited_s")
+    return asked
+
+
+def _main_phase(record: Record) -> str:
+    phases = {step.phase for step in record.steps}
+    return "train" if "train" in phases else next(iter(phases), "")
+
+
+def _steps_in_view(record: Record, steps: list[Step]) -> int:
+    usual_s = float(np.median([s.ended_s - s.began_s for s in steps]))
+    builds = record.column("built_s") - record.column("began_s")
+    build_s = float(np.median(builds)) if len(builds) else 0.0
+    wanted = _BUILDS * build_s / max(usual_s, 1e-9)
+    return int(min(max(_STEPS, wanted), _MOST_STEPS))
+
+
+def _earliest(steps: list[Step]) -> str:
+    """What the first steps are, of which earlier ones may be forgotten."""
+    return "the earliest kept" if steps[0].number else "the beginning"
+
+
+def _cut(
+    name: str, steps: list[Step], first: int, anchor: int, count: int
+) -> Window:
+    """Some steps, without those that a long validation lies before."""
+    shown = steps[first : first + count]
+    anchor -= first
+    lengths = [step.ended_s - step.began_s for step in shown]
+    limit_s = len(shown) / 2 * float(np.median(lengths))
+    breaks = [
+        place
+        for place in range(1, len(shown))
+        if shown[place].began_s - shown[place - 1].ended_s > limit_s
+    ]
+    begin = max((b for b in breaks if b <= anchor), default=0)
+    end = min((b for b in breaks if b > anchor), default=len(shown))
+    return Window(name, shown[begin].began_s, shown[end - 1].ended_s)
+
+
+def _first_s(record: Record, steps: list[Step]) -> float:
+    """When the first of these steps began, or a batch was built for it."""
+    begin_s = steps[0].began_s
+    if len(record.spans) and len(record.spans) == _batches(record):
+        return min(begin_s, float(record.column("began_s").min()))
+    return begin_s
+
+
+def _batches(record: Record) -> int:
+    """How many there ever were."""
+    summary = record.summary
+    return sum(e.batches for e in (*summary.epochs, *summary.validations))
+
+
+def _without_steps(record: Record) -> tuple[Window, ...]:
+    latest = record.spans[-_MOST_STEPS:]
+    if not len(latest):
+        return ()
+    begin_s = float(latest[:, _BEGAN].min())
+    end_s = float(latest[:, _DELIVERED].max())
+    return (
+        (Window("the latest batches", begin_s, end_s),)
+        if end_s > begin_s
+        else ()
+    )
+
+
+_BEGAN = Span._fields.index("began_s")
+_DELIVERED = Span._fields.index("delivered_s")
+
+
+def _of_steps(record: Record, stretch: Window) -> list[Bar]:
+    bars = []
+    for step in record.steps:
+        if step.ended_s < stretch.begin_s or step.began_s > stretch.end_s:
+            continue
+        title = f"step {step.number} of {step.phase} {step.epoch + 1}: "
+        if step.calls > 1:
+            title = f"{step.calls} steps from {title.removeprefix('step ')}"
+        turn_s = min(step.began_s + step.waited_s, step.ended_s)
+        bars += [
+            Bar(
+                "wait",
+                step.began_s,
+                turn_s,
+                1.0,
+                f"{title}waits {formatting.duration(step.waited_s)} for data",
+            ),
+            Bar(
+                "compute",
+                turn_s,
+                step.ended_s,
+                1.0,
+                f"{title}computes {formatting.duration(step.own_s)}",
+            ),
+        ]
+    return _clip(bars, stretch)
+
+
+def _of_workers(record: Record, stretch: Window) -> Iterator[tuple[int, Bar]]:
+    ended = np.maximum(record.column("stored_s"), record.column("built_s"))
+    seen = (ended > stretch.begin_s) & (
+        record.column("began_s") < stretch.end_s
+    )
+    for values in record.spans[seen]:
+        span = Span(*values)
+        title = f"batch {span.batch:.0f}: "
+        bars = [
+            Bar(
+                "build",
+                span.began_s,
+                span.built_s,
+                1.0,
+                f"{title}built in {_between(span.began_s, span.built_s)}",
+            ),
+            Bar(
+                "copy",
+                span.built_s,
+                span.stored_s,
+                1.0,
+                f"{title}{formatting.size(span.nbytes)} copied in "
+                f"{_between(span.built_s, span.stored_s)}",
+            ),
+        ]
+        for bar in _clip(bars, stretch):
+            yield int(span.worker), bar
+    for loss in record.lost:
+        back_s = _back_s(record, loss.worker, loss.at_s)
+        bar = Bar("lost", loss.at_s, back_s, 1.0, f"process {loss.pid} lost")
+        for clipped in _clip([bar], stretch):
+            yield loss.worker, clipped
+
+
+def _back_s(record: Record, worker: int, lost_s: float) -> float:
+    """When a worker that was lost built again; its replacement did."""
+    began = record.column("began_s")
+    later = began[(record.column("worker") == worker) & (began > lost_s)]
+    return float(later.min()) if len(later) else record.ended_s
+
+
+def _between(begin_s: float, end_s: float) -> str:
+    return formatting.duration(max(0.0, end_s - begin_s))
+
+
+def _clip(bars: list[Bar], stretch: Window) -> list[Bar]:
+    clipped = [
+        bar._replace(
+            begin_s=max(bar.begin_s, stretch.begin_s),
+            end_s=min(bar.end_s, stretch.end_s),
+        )
+        for bar in bars
+    ]
+    return [bar for bar in clipped if bar.end_s > bar.begin_s]
+
+
+def _merge(bars: list[Bar], pixel_s: float, name: str) -> Iterator[Bar]:
+    """Joins bars that are narrower than a pixel with those beside them."""
+    group: list[Bar] = []
+    for bar in sorted(bars, key=lambda bar: bar.begin_s):
+        if group and not (
+            bar.begin_s - group[-1].end_s < pixel_s
+            and min(_length(bar), _length(group[-1])) < pixel_s
+        ):
+            yield _joined(group, name)
+            group = []
+        group.append(bar)
+    if group:
+        yield _joined(group, name)
+
+
+def _joined(group: list[Bar], name: str) -> Bar:
+    if len(group) == 1:
+        return group[0]
+    what = group[0].what
+    begin_s, end_s = group[0].begin_s, max(bar.end_s for bar in group)
+    filled_s = sum(_length(bar) for bar in group)
+    return Bar(
+        what,
+        begin_s,
+        end_s,
+        min(1.0, filled_s / (end_s - begin_s)),
+        f"{name}: {formatting.duration(filled_s)} of "
+        f"{formatting.duration(end_s - begin_s)} {what}, {len(group)} times",
+    )
+
+
+def _length(bar: Bar) -> float:
+    return bar.end_s - bar.begin_s

@@ -1,0 +1,379 @@
+"""What training steps need by themselves, apart from what they wait for.
+
+    on_train_batch_begin i ------------------ on_train_batch_begin i + 1
+            [ wait for a batch | compute, callbacks, progress bar ]
+
+How long the *host* waits inside our iterators is not the whole truth. Where
+steps are dispatched asynchronously (JAX; any accelerator) the device may have
+been computing all the while. And builds slow steps down that run beside them:
+they take its cores, its memory bandwidth, Python's lock. So some steps are
+sampled: the workers rest, the device is synchronized before and after, and
+what remains without the wait is what a step needs by itself. Then
+
+    free_s    = what the epoch would take with free data
+    data_wait = 1 - free_s / wall_s
+
+Steps that follow each other closely are looked at together, one group in every
+`Recorder.interval_s`; samples are single steps.
+
+Sampling disturbs: meanwhile the queue fills up, or runs dry. So it becomes
+rarer as a stretch goes on, and to the wall time a step that was sampled counts
+as much as the others do on average. Steps that compile (the first; the first
+with another shape) are told by their length and left out of both.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from keras_fastdata.metrics.recorder import Recorder
+
+_SAMPLES = 32  # remembered
+_FRESH_SAMPLES = 3  # of a stretch: what it needed is known from them alone
+_WARMING_UP = 2  # stretches: caches, clocks and workers settle meanwhile
+_RARE = 100  # times what sampling a step costs is the time until the next one
+_PAUSE_S = 0.25  # and at least this: workers take a moment to be in step again;
+_ENOUGH = 4  # and longer, the more than these a stretch has already
+_CONTENDED = 0.8  # of what steps took: they must have been slowed down
+_COMPILING = 10  # times what a step needs, and
+_COMPILING_S = 0.05  # this much more: it must have been compiling
+_LONG_STEPS = 1024  # remembered one by one, to tell which compiled
+
+
+class Step(NamedTuple):
+    """One call of the training function, or a few short ones in a row.
+
+    Moments are those of `time.monotonic`.
+
+    Attributes:
+        phase: "train", "validation", "evaluate" or "predict".
+        epoch: As Keras counts, from 0.
+        number: Of its first batch in the epoch, from 0.
+        began_s: When it began.
+        ended_s: When the next one that was looked at began, or the epoch
+            ended.
+        waited_s: How long it waited for data meanwhile.
+        sampled: Whether the device had done all before and after it.
+        calls: How many these were.
+    """
+
+    phase: str
+    epoch: int
+    number: int
+    began_s: float
+    ended_s: float
+    waited_s: float
+    sampled: bool
+    calls: int = 1
+
+    @property
+    def own_s(self) -> float:
+        """Its time without the wait."""
+        return max(0.0, self.ended_s - self.began_s - self.waited_s)
+
+
+@dataclasses.dataclass(frozen=True)
+class EpochTiming:
+    """What a stretch of steps took.
+
+    Attributes:
+        steps: How many there were.
+        wall_s: Wall time, without what compiling and sampling took.
+        free_s: What it would have been, had every batch been there at once.
+        step_s: What one step needs by itself; NaN where it is not known.
+        compiling_s: Time of steps that compiled.
+    """
+
+    steps: int
+    wall_s: float
+    free_s: float
+    step_s: float
+    compiling_s: float
+
+    @property
+    def data_wait(self) -> float:
+        """The share of the wall time that free data would save: 0 to 1."""
+        return share_saved(self.wall_s, self.free_s)
+
+
+def share_saved(wall_s: float, free_s: float) -> float:
+    """The share of a time that free data would save: 0 to 1."""
+    if wall_s <= 0:
+        return 0.0
+    return min(1.0, max(0.0, 1.0 - free_s / wall_s))
+
+
+class StepClock:
+    """Follows the steps of one thread's training.
+
+    Args:
+        phase: What kind of steps they are.
+        recorder: What knows how long that thread has waited for data.
+        synchronize: Waits until the device has done all it was asked for;
+            `None` where steps end only when they have been computed.
+        fetches_ahead: Whether the batch of a step is fetched before
+            `on_train_batch_begin`.
+        tell: Called with each step that has ended.
+    """
+
+    def __init__(
+        self,
+        phase: str,
+        recorder: Recorder,
+        synchronize: Callable[[], None] | None,
+        fetches_ahead: bool,
+        tell: Callable[[Step], None],
+    ) -> None:
+        self._phase = phase
+        self._recorder = recorder
+        self._tell = tell
+        self._asynchronous = synchronize is not None
+        self._synchronize = synchronize or (lambda: None)
+        self._samples: collections.deque[float] = collections.deque(
+            maxlen=_SAMPLES
+        )
+        self._fetches_ahead = fetches_ahead
+        self._epoch_timings = 0
+        self._next_s = 0.0  # when a sample is due again
+        self._running = False
+        self._look_s = 0.0  # when to look at what has become of steps
+
+    def begin(self, epoch: int) -> None:
+        """Starts a stretch: an epoch, or a validation."""
+        self._synchronize()
+        self._mark = self._read(time.monotonic())
+        self._sums = _Sums(epoch, self._mark)
+        self._epoch_timings += 1
+        self._number: int | None = None  # of the step under way
+        self._calls = 0  # of the training function, since that began
+        self._unmet = 0  # of those, since host and device have met
+        self._look_s = 0.0
+        self._recorder.is_sampling = False
+        self._running = True
+
+    def step(self, number: int) -> None:
+        """A step begins, and with that the one before has ended."""
+        if time.monotonic() < self._look_s:
+            self._calls += 1
+            return
+        if not self._running:
+            return
+        due = self._is_due()
+        # Where batches are fetched ahead, what follows a fetch still belongs
+        # to the step before: workers rest from the fetch that begins a sample
+        # to the one that ends it.
+        fetched_quietly = self._recorder.wants_quiet or not self._fetches_ahead
+        self._end_step(due and fetched_quietly)
+        self._recorder.wants_quiet = due
+        self._number, self._calls = number, 1
+        if due or self._recorder.is_sampling:
+            self._look_s = 0.0  # at the very next step
+        else:
+            self._look_s = self._mark.at_s + self._recorder.interval_s
+
+    def end(self) -> EpochTiming:
+        """Ends the stretch, and says what it took."""
+        self._end_step(False, last=True)
+        self._running = self._recorder.wants_quiet = False
+        self._recorder.is_sampling = False
+        self._look_s = 0.0
+        need_s = self._need_s()
+        sums = self._sums
+        compiled = []
+        if not math.isnan(need_s):
+            limit_s = _compiling_limit_s(need_s)
+            compiled = [step for step in sums.long if step.host_s > limit_s]
+        compiling_s = sum(step.host_s for step in compiled)
+        own_s = sums.own_s - compiling_s
+        steps = sums.count - sum(step.calls for step in compiled)
+        wall_s = self._undisturbed_s(compiled)
+        if steps and not math.isnan(need_s):
+            free_s = sums.before_s + steps * need_s
+            if self._asynchronous or free_s < _CONTENDED * own_s:
+                own_s = free_s
+        if self._asynchronous:
+            # Of the few steps of a short epoch, those may have been sampled
+            # at whose end the host met the device.
+            whole_s = self._mark.at_s - sums.began.at_s
+            wall_s = max(wall_s, min(whole_s, own_s))
+        return EpochTiming(sums.count, wall_s, own_s, need_s, compiling_s)
+
+    def _undisturbed_s(self, compiled: list[_LongStep]) -> float:
+        """What it would have taken, had no step been sampled or compiled."""
+        sums, mark = self._sums, self._mark
+        wall_s = mark.at_s - sums.began.at_s
+        wall_s -= mark.excluded_s - sums.began.excluded_s
+        wall_s -= sum(step.host_s for step in compiled)
+        usual = sums.count - sums.disturbed
+        usual -= sum(step.calls for step in compiled)
+        if usual <= 0:
+            return wall_s - (mark.quiesced_s - sums.began.quiesced_s)
+        usual_s = sums.usual_s - sum(step.whole_s for step in compiled)
+        # But no more was added than the time that workers rested, or waited
+        # for each other to: a batch that was late by more was late in itself.
+        least_s = sums.disturbed_s - sums.quiet_s - sums.resting_s
+        most_s = sums.disturbed_s + sums.quiet_s
+        would_be_s = min(max(sums.disturbed * usual_s / usual, least_s), most_s)
+        return wall_s + would_be_s - sums.disturbed_s
+
+    def pause(self) -> None:
+        """The thread is about to wait for a batch, maybe in mid-step."""
+        if self._recorder.is_sampling:
+            self._synchronize()
+
+    def _is_due(self) -> bool:
+        """Whether it is time for another sample."""
+        if self._number is None:
+            return False  # the first compiles, or its batch is late
+        if (
+            self._epoch_timings <= _WARMING_UP
+            and self._sums.fresh + self._recorder.is_sampling < _FRESH_SAMPLES
+        ):
+            return True
+        return (
+            not self._recorder.is_sampling and time.monotonic() >= self._next_s
+        )
+
+    def _read(self, at_s: float) -> _ClockReading:
+        recorder = self._recorder
+        return _ClockReading(
+            at_s, recorder.waited_s, recorder.excluded_s, recorder.quiesced_s
+        )
+
+    def _end_step(self, sample_next: bool, *, last: bool = False) -> None:
+        host_s = now_s = time.monotonic()
+        recorder, sums, before = self._recorder, self._sums, self._mark
+        met = recorder.is_sampling or sample_next or last
+        if met:
+            self._synchronize()
+            now_s = time.monotonic()
+        self._mark = mark = self._read(now_s)
+        waited_s = mark.no_step_s - before.no_step_s
+        own_s = max(0.0, now_s - before.at_s - waited_s)
+        sums.own_s += own_s
+        if self._number is None:
+            sums.before_s += own_s
+        else:
+            sums.count += self._calls
+            self._tell(
+                Step(
+                    self._phase,
+                    sums.epoch,
+                    self._number,
+                    before.at_s,
+                    now_s,
+                    waited_s,
+                    recorder.is_sampling,
+                    self._calls,
+                )
+            )
+            quiesced_s = mark.quiesced_s - before.quiesced_s
+            if recorder.is_sampling:
+                self._samples.append(own_s)
+                sums.fresh += 1
+                cost_s = _RARE * (own_s + quiesced_s)
+                pause_s = _PAUSE_S * max(1.0, sums.fresh / _ENOUGH)
+                self._next_s = now_s + max(pause_s, cost_s)
+            self._unmet += self._calls
+            whole_s = own_s + waited_s - (mark.excluded_s - before.excluded_s)
+            if recorder.is_sampling or recorder.wants_quiet:
+                sums.disturbed += self._calls
+                sums.disturbed_s += whole_s
+                sums.resting_s += quiesced_s
+                sums.quiet_s += own_s
+            else:
+                sums.usual_s += whole_s
+                self._note_if_long(host_s - before.at_s - waited_s, whole_s)
+        if met:
+            self._unmet = 0
+        recorder.is_sampling = sample_next
+
+    def _need_s(self) -> float:
+        """What one step needs by itself: the mean of the middle samples."""
+        if not self._samples:
+            return math.nan
+        samples, fresh = list(self._samples), self._sums.fresh
+        if fresh >= _FRESH_SAMPLES:
+            samples = samples[-fresh:]
+        ordered = sorted(samples)
+        third = len(ordered) // 3
+        return statistics.fmean(ordered[third : len(ordered) - third])
+
+    def _note_if_long(self, host_s: float, whole_s: float) -> None:
+        # It is the host that compiles; waiting for the device is not it, for
+        # all that it was asked for since they met.
+        if host_s > _COMPILING_S and self._asynchronous and self._samples:
+            host_s -= self._unmet * self._need_s()
+        if host_s <= _COMPILING_S:
+            return
+        long = self._sums.long
+        long.append(_LongStep(host_s, whole_s, self._calls))
+        if len(long) > _LONG_STEPS:
+            limit_s = _compiling_limit_s(self._need_s())
+            long[:] = [step for step in long if step.host_s > limit_s]
+            del long[_LONG_STEPS // 2 :]
+
+
+class _ClockReading(NamedTuple):
+    """A moment, and what a recorder had heard of until then."""
+
+    at_s: float
+    waited_s: float
+    excluded_s: float
+    quiesced_s: float
+
+    @property
+    def no_step_s(self) -> float:
+        """Time that went into no step."""
+        return self.waited_s + self.excluded_s + self.quiesced_s
+
+
+@dataclasses.dataclass
+class _Sums:
+    """Over the steps of a stretch.
+
+    Attributes:
+        epoch: As Keras counts, from 0.
+        began: When it did.
+        count: Of steps.
+        fresh: How many of them were sampled.
+        own_s: Their time, without the waits.
+        before_s: Of that, before the first of them.
+        usual_s: Of those not disturbed, with their waits.
+        disturbed: How many were sampled, or ended quietly.
+        disturbed_s: Time of these, with their waits.
+        resting_s: Of that, until the workers rested.
+        quiet_s: What these took besides, without the waits.
+        long: Those that may have compiled.
+    """
+
+    epoch: int
+    began: _ClockReading
+    count: int = 0
+    fresh: int = 0
+    own_s: float = 0.0
+    before_s: float = 0.0
+    usual_s: float = 0.0
+    disturbed: int = 0
+    disturbed_s: float = 0.0
+    resting_s: float = 0.0
+    quiet_s: float = 0.0
+    long: list[_LongStep] = dataclasses.field(default_factory=list)
+
+
+class _LongStep(NamedTuple):
+    """Steps of which one may have compiled: without the wait, and with."""
+
+    host_s: float
+    whole_s: float
+    calls: int
+
+
+def _compiling_limit_s(need_s: float) -> float:
+    return max(_COMPILING * need_s, need_s + _COMPILING_S)

@@ -1,0 +1,215 @@
+"""An object laid out in an anonymous file, for any number of workers to map.
+
+The training process writes it. Each worker maps it privately (copy-on-write),
+so that N workers share one copy of the arrays, may write to theirs, and nobody
+sees it. What they were told of is never written again: pages that a worker has
+not touched would follow such a write. A later state of the object therefore
+goes behind the one before, and refers to those of its arrays that are the same:
+
+    | table  pickle  array  array | table  pickle  array | ...
+                       ^------------------'
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import pickle
+import struct
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from keras_fastdata.memory import os_limits, reducers
+from keras_fastdata.memory.arena import Bytes, address_of, memfd, round_up
+
+_HEADER = struct.Struct("<QQ")  # bytes of the pickle, number of buffers
+_EXTENT = struct.Struct("<QQ")  # start in the file, number of bytes
+_COMPARED = 1 << 20  # bytes at a time
+_SPARE = 1 << 24  # bytes of states gone by, or half of a state, may stay
+
+
+class _Extent(NamedTuple):
+    start: int
+    nbytes: int
+
+
+class SharedState:
+    """An object in an anonymous file, and its later states.
+
+    Args:
+        obj: The object, in its first state.
+
+    Attributes:
+        fd: Descriptor of the file.
+        start: Where in the file the latest state begins.
+
+    Raises:
+        LoaderError: There is not enough memory, or too low a limit.
+        Exception: Whatever pickling raises for what it cannot pickle.
+    """
+
+    def __init__(self, obj: Any) -> None:
+        self.fd, self._end = -1, 0
+        self._write(*pickle_in_parts(obj))
+
+    def renew(self, obj: Any) -> bool:
+        """Adds the present state of the object.
+
+        Returns:
+            Whether there was anything to write.
+        """
+        pickled, buffers = pickle_in_parts(obj)
+        found = [self._find(buffer) for buffer in buffers]
+        if found == self._extents and self._holds(self._pickle, pickled):
+            return False
+        live = pickled.nbytes + sum(buffer.nbytes for buffer in buffers)
+        fresh = live - sum(extent.nbytes for extent in found if extent)
+        if self._end + fresh > live + max(live // 2, _SPARE):
+            self._write(pickled, buffers)
+        else:
+            self._append(pickled, buffers, found)
+        return True
+
+    def close(self) -> None:
+        """Gives the file up; those who have mapped it keep it. Idempotent."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _find(self, buffer: memoryview) -> _Extent | None:
+        """Where in the latest state that very array is, unless it changed."""
+        extent = self._places.get(place_of(buffer))
+        if extent is not None and self._holds(extent, buffer):
+            return extent
+        return None
+
+    def _holds(self, extent: _Extent, buffer: memoryview) -> bool:
+        """Whether a part of the file has the same bytes."""
+        if extent.nbytes != buffer.nbytes:
+            return False
+        scratch = memoryview(bytearray(min(buffer.nbytes, _COMPARED)))
+        for at in range(0, buffer.nbytes, _COMPARED):
+            here = buffer[at : at + _COMPARED]
+            there = scratch[: here.nbytes]
+            if os.preadv(self.fd, [there], extent.start + at) < here.nbytes:
+                return False
+            if not np.array_equal(_bytes_of(here), _bytes_of(there)):
+                return False
+        return True
+
+    def _write(self, pickled: memoryview, buffers: list[memoryview]) -> None:
+        """Puts a state into a new file."""
+        with os_limits.named("The dataset could not be put in shared memory"):
+            fd = memfd("keras_fastdata-dataset")
+        old, self.fd = self.fd, fd
+        old_end, self._end = self._end, 0
+        try:
+            self._append(pickled, buffers, [None] * len(buffers))
+        except BaseException:
+            os.close(fd)
+            self.fd, self._end = old, old_end
+            raise
+        if old >= 0:
+            os.close(old)
+
+    def _append(
+        self,
+        pickled: memoryview,
+        buffers: list[memoryview],
+        found: list[_Extent | None],
+    ) -> None:
+        start = round_up(self._end, mmap.PAGESIZE)
+        table = start + _HEADER.size + _EXTENT.size * len(buffers)
+        end = table + pickled.nbytes
+        extents, fresh = [], []
+        for buffer, extent in zip(buffers, found, strict=True):
+            if extent is None:
+                extent = _Extent(round_up(end), buffer.nbytes)
+                end = extent.start + extent.nbytes
+                fresh.append((extent, buffer))
+            extents.append(extent)
+        head = _HEADER.pack(pickled.nbytes, len(buffers))
+        head += b"".join(_EXTENT.pack(*extent) for extent in extents)
+        with os_limits.named("The dataset could not be put in shared memory"):
+            os.ftruncate(self.fd, end)
+            _write_at(self.fd, memoryview(head), start)
+            _write_at(self.fd, pickled, table)
+            for extent, buffer in fresh:
+                _write_at(self.fd, buffer, extent.start)
+        self.start, self._end = start, end
+        self._pickle = _Extent(table, pickled.nbytes)
+        self._extents = extents
+        self._places = {
+            place_of(buffer): extent
+            for buffer, extent in zip(buffers, extents, strict=True)
+        }
+
+
+def write_shared_state(obj: Any) -> int:
+    """Pickles `obj` into a fresh anonymous file.
+
+    Returns:
+        Its descriptor, which the caller owns.
+
+    Raises:
+        Exception: Whatever pickling raises for what it cannot pickle.
+    """
+    return SharedState(obj).fd
+
+
+def can_be_written(obj: Any) -> bool:
+    """Whether `write_shared_state` would take `obj`."""
+    try:
+        pickle_in_parts(obj)
+    except Exception:
+        # Pickling runs the user's `__reduce__` and `__getstate__`: anything.
+        return False
+    return True
+
+
+def read_shared_state(fd: int, start: int = 0) -> Any:
+    """Rebuilds the object; its arrays lie in a private mapping of the file.
+
+    Args:
+        fd: The file.
+        start: Where in it the state begins.
+    """
+    view = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY))
+    pickled, count = _HEADER.unpack_from(view, start)
+    extents_at = start + _HEADER.size
+    pickled_at = extents_at + _EXTENT.size * count
+    extents = _EXTENT.iter_unpack(view[extents_at:pickled_at])
+    buffers = [view[at : at + nbytes] for at, nbytes in extents]
+    return pickle.loads(
+        view[pickled_at : pickled_at + pickled], buffers=buffers
+    )
+
+
+def pickle_in_parts(obj: Any) -> tuple[memoryview, list[memoryview]]:
+    """The pickle of an object, and the buffers that travel beside it."""
+    buffers: list[memoryview] = []
+    stream = io.BytesIO()
+    reducers.Pickler(
+        stream, protocol=5, buffer_callback=lambda b: buffers.append(b.raw())
+    ).dump(obj)
+    return stream.getbuffer(), buffers
+
+
+def place_of(buffer: memoryview) -> tuple[int, int]:
+    """Where in this process's memory it lies, and how long it is."""
+    if not buffer.nbytes:
+        return 0, 0
+    return address_of(_bytes_of(buffer)), buffer.nbytes
+
+
+def _bytes_of(view: memoryview) -> Bytes:
+    return np.frombuffer(view, np.uint8)
+
+
+def _write_at(fd: int, view: memoryview, offset: int) -> None:
+    while view.nbytes:
+        written = os.pwrite(fd, view, offset)
+        offset += written
+        view = view[written:]

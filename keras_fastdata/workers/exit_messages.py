@@ -1,0 +1,157 @@
+"""What to tell the user about a worker that died, or had to be killed."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+
+from keras_fastdata.errors import (
+    BatchTimeoutError,
+    LoaderError,
+    WorkerDiedError,
+)
+from keras_fastdata.metrics import ram
+from keras_fastdata.workers.base import BatchRequest
+from keras_fastdata.workers.watchdog import Expired
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerExit:
+    """The facts.
+
+    Attributes:
+        dataset: The dataset's class name.
+        worker: Index of the worker.
+        pid: Its process id.
+        exit_code: As in `Popen.returncode`; `None` if unknown.
+        expired: Why it was killed, if it was by us.
+        starting: Whether it was still loading the dataset.
+        how: What is known of its end, where no exit code can say.
+        request: The batch it was building, or `None`.
+        again: Whether that batch has cost a worker before.
+        restarts_used_up: `max_worker_restarts`, if that is why there is an
+            error at all.
+    """
+
+    dataset: str
+    worker: int
+    pid: int
+    exit_code: int | None
+    expired: Expired | None
+    starting: bool
+    how: str = ""
+    request: BatchRequest | None = None
+    again: bool = False
+    restarts_used_up: int | None = None
+
+    def news(self, restarts: int, most: int) -> str:
+        """What to log about a worker that is replaced."""
+        again = " and its batch is built again" if self.request else ""
+        if self.expired is not None:
+            return (
+                f"{self.expired.text} The worker is replaced{again}. It was "
+                f"here:\n{self.expired.stack}"
+            )
+        return (
+            f"{self._what()}. It is replaced{again} (restart {restarts} of at "
+            f"most {most} in this epoch)."
+        )
+
+    def error(self) -> LoaderError:
+        """The error that ends the epoch."""
+        request = self.request
+        where = {
+            "dataset": self.dataset,
+            "worker": self.worker,
+            "pid": self.pid,
+            "epoch": request.epoch if request else None,
+            "batch_index": request.index if request else None,
+        }
+        if self.expired is None:
+            return WorkerDiedError(
+                self._text(), exit_code=self.exit_code, **where
+            )
+        return BatchTimeoutError(
+            self._timeout_text(self.expired),
+            elapsed_s=self.expired.activity.elapsed_s,
+            stack=self.expired.stack,
+            **where,
+        )
+
+    def _text(self) -> str:
+        again = ", for the second time" if self.again else ""
+        remedy = "" if self.how else f" {_remedy(self.exit_code)}"
+        return (
+            f"{self._what()}{again}.{self._used_up()}{remedy}"
+            f"{self._look('end')}"
+        )
+
+    def _what(self) -> str:
+        doing = ""
+        if self.starting:
+            doing = (
+                " while it was starting (loading the dataset, or in "
+                "`on_worker_start`)"
+            )
+        elif self.request is not None:
+            doing = (
+                f" while building batch {self.request.index} of epoch "
+                f"{self.request.epoch}"
+            )
+        return (
+            f"Worker {self.worker} (pid {self.pid}) of {self.dataset} "
+            f"{'died' if self.how else _how(self.exit_code)}{doing}"
+            f"{f' ({self.how})' if self.how else ''}"
+        )
+
+    def _timeout_text(self, expired: Expired) -> str:
+        again = " That was the second time." if self.again else ""
+        return (
+            f"{expired.text}{again}{self._used_up()} If that is what it takes, "
+            "pass a larger `batch_timeout` to the constructor."
+            f"{self._look('hang')} It was here:\n{expired.stack}"
+        )
+
+    def _used_up(self) -> str:
+        if self.restarts_used_up is None:
+            return ""
+        return f" `max_worker_restarts={self.restarts_used_up}` is used up."
+
+    def _look(self, risk: str) -> str:
+        if self.request is None:
+            return ""
+        return (
+            f" `dataset[{self.request.index}]` builds that batch in this "
+            f"process, which may {risk} as well."
+        )
+
+
+def _how(exit_code: int | None) -> str:
+    if exit_code is None:
+        return "ended in a way that could not be learned"
+    if exit_code >= 0:
+        return f"exited with status {exit_code}"
+    try:
+        return f"was killed by {signal.Signals(-exit_code).name}"
+    except ValueError:
+        return f"was killed by signal {-exit_code}"
+
+
+def _remedy(exit_code: int | None) -> str:
+    if exit_code == -signal.SIGKILL:
+        return (
+            "The kernel kills processes when memory runs out, and so do job "
+            f"schedulers. {ram.left_now()} If that is little, lower "
+            "`workers` or `max_queue_size`."
+        )
+    if exit_code is not None and exit_code < 0:
+        return "A library that `__getitem__` calls has crashed."
+    if exit_code is None:
+        return (
+            "Where SIGCHLD is ignored, or somebody else waits for all children "
+            "of the training process, nobody learns how a worker ended."
+        )
+    return (
+        "Something that the dataset called ended the process; raise an "
+        "exception instead."
+    )

@@ -1,0 +1,250 @@
+"""Log records and warnings of a worker, handed to the training process.
+
+In the worker every record goes to one handler of the root logger and every
+warning that passes the filters to one hook; both send. In the training process
+each is given to the logger of its name, or to the warnings filters, as if it
+had happened there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import pickle
+import sys
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from keras_fastdata.workers import exceptions
+from keras_fastdata.workers.base import ONCE
+from keras_fastdata.workers.process import messages
+from keras_fastdata.workers.process.messages import MessageKind
+
+_NO_LEVEL = logging.NOTSET
+_MAX_BYTES = 64 * 1024  # of the text of one record
+
+
+@dataclasses.dataclass(frozen=True)
+class LoggingConfig:
+    """How the training process logs and warns; workers follow it.
+
+    Attributes:
+        levels: Level of each logger that has one of its own; "" is the root.
+        disabled: The argument of `logging.disable`.
+        filters: `warnings.filters`, each category as (module, name): a
+            filter for a warning of some library must not import it.
+    """
+
+    levels: dict[str, int]
+    disabled: int
+    filters: list[tuple[Any, Any, tuple[str, str], Any, int]]
+
+    @staticmethod
+    def of_this_process() -> LoggingConfig:
+        loggers = logging.root.manager.loggerDict
+        levels = {
+            name: logger.level
+            for name, logger in list(loggers.items())
+            if isinstance(logger, logging.Logger) and logger.level
+        }
+        levels[""] = logging.root.level
+        filters = [
+            (action, text, (kind.__module__, kind.__qualname__), module, line)
+            for action, text, kind, module, line in warnings.filters
+            if isinstance(kind, type)
+        ]
+        return LoggingConfig(levels, logging.root.manager.disable, filters)
+
+    def apply(self) -> None:
+        """Takes them on, as far as the modules they name are imported."""
+        for name, level in self.levels.items():
+            logging.getLogger(name or None).setLevel(level)
+        logging.disable(self.disabled)
+        found = []
+        for action, text, (home, name), module, line in self.filters:
+            kind = getattr(sys.modules.get(home), name, None)
+            if isinstance(kind, type):
+                found.append((action, text, kind, module, line))
+        warnings.filters[:] = found  # type: ignore[index]
+        # A public call that makes the module notice the new list.
+        warnings.simplefilter("default", _Never)
+
+
+class _Never(Warning):
+    """A category that no warning has."""
+
+
+Send = Callable[[MessageKind, bytes], None]
+
+
+def install(send: Send) -> None:
+    """Sends this process's records and warnings through `send`."""
+    sender = _Sender(send)
+    logging.root.handlers[:] = [sender]
+
+    def showwarning(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: Any = None,
+        line: str | None = None,
+    ) -> None:
+        del file, line
+        given = _ForwardedWarning(
+            exceptions.dump_exception(message)
+            if isinstance(message, Warning)
+            else None,
+            _shortened(str(message)),
+            _module_at(filename, lineno),
+            filename,
+            lineno,
+        )
+        body = pickle.dumps(given)
+        if len(body) > messages.MAX_DATAGRAM_BYTES:
+            brief = exceptions.dump_exception(category(given.text))
+            body = pickle.dumps(dataclasses.replace(given, described=brief))
+        if len(body) > messages.MAX_DATAGRAM_BYTES:
+            body = pickle.dumps(dataclasses.replace(given, described=None))
+        send(MessageKind.WARNING, body)
+
+    warnings.showwarning = showwarning
+
+
+def take_over() -> None:
+    """Removes the handlers that the user's modules made when imported.
+
+    The training process has imported them too, and its handlers will do.
+    """
+    sender = next(h for h in logging.root.handlers if isinstance(h, _Sender))
+    logging.root.handlers[:] = [sender]
+    for logger in list(logging.root.manager.loggerDict.values()):
+        if isinstance(logger, logging.Logger):
+            logger.handlers[:] = []
+            logger.propagate = True
+
+
+@dataclasses.dataclass(frozen=True)
+class _ForwardedWarning:
+    """A warning on its way.
+
+    Attributes:
+        described: The instance, as an exception that is taken apart.
+        text: What it says, should it not be put together.
+        module: The module that warns, which filters may name.
+        filename: Where.
+        lineno: Where.
+    """
+
+    described: bytes | None
+    text: str
+    module: str | None
+    filename: str
+    lineno: int
+
+
+def _module_at(filename: str, lineno: int) -> str | None:
+    """`__name__` of the running code at a place, which warnings filter by."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename == filename and frame.f_lineno == lineno:
+            return str(frame.f_globals.get("__name__"))
+        frame = frame.f_back
+    return None
+
+
+class Receiver:
+    """Hands on what workers of a dataset sent, in the training process."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()  # that is to be said once
+        # By file, and shared by all workers, so that "once" means once among
+        # them all.
+        self._registries: dict[str, dict[Any, Any]] = {}
+
+    def receive(self, kind: MessageKind, body: bytes) -> None:
+        if kind is MessageKind.LOG:
+            self._log(*pickle.loads(body))
+        else:
+            self._warn(pickle.loads(body))
+
+    def _log(self, record: logging.LogRecord, extra: dict[str, bytes]) -> None:
+        record.levelname = logging.getLevelName(record.levelno)
+        for name, pickled in extra.items():
+            with contextlib.suppress(Exception):
+                # Loading runs other people's code.
+                vars(record)[name] = pickle.loads(pickled)
+        if ONCE in extra:
+            said = str(vars(record).get(ONCE))
+            if said in self._said:
+                return
+            self._said.add(said)
+        logger = logging.getLogger(record.name)
+        if logger.isEnabledFor(record.levelno):
+            logger.handle(record)
+
+    def _warn(self, given: _ForwardedWarning) -> None:
+        message: Any = None
+        if given.described is not None:
+            message = exceptions.load_exception(given.described)
+        if not isinstance(message, Warning):
+            message = UserWarning(given.text)
+        warnings.warn_explicit(
+            message,
+            type(message),
+            given.filename,
+            given.lineno,
+            given.module,
+            self._registries.setdefault(given.filename, {}),
+        )
+
+
+class _Sender(logging.Handler):
+    def __init__(self, send: Send) -> None:
+        super().__init__(_NO_LEVEL)
+        self._send = send
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            # As logging.handlers.QueueHandler.prepare: arguments and
+            # tracebacks become text, because they may not pickle.
+            text = _shortened(self.format(record))
+            plain = logging.makeLogRecord(
+                {k: v for k, v in vars(record).items() if k in _RECORD}
+            )
+            plain.message = plain.msg = text
+            plain.args = None
+            plain.exc_info = plain.exc_text = plain.stack_info = None
+            extra = {
+                name: _dumps(value)
+                for name, value in vars(record).items()
+                if name not in _RECORD
+            }
+            body = pickle.dumps((plain, extra))
+            if len(body) > messages.MAX_DATAGRAM_BYTES:
+                body = pickle.dumps((plain, {}))
+            self._send(MessageKind.LOG, body)
+        except Exception:
+            self.handleError(record)
+
+
+_RECORD = frozenset(vars(logging.makeLogRecord({}))) | {"message"}
+
+
+def _dumps(value: Any) -> bytes:
+    """Pickles a value, or else what it looks like."""
+    with contextlib.suppress(Exception):
+        # Pickling runs other people's code.
+        return pickle.dumps(value)
+    return pickle.dumps(exceptions.look_of(value))
+
+
+def _shortened(text: str) -> str:
+    """As much of a text as fits a datagram with something to spare."""
+    if len(text) <= _MAX_BYTES // 4:
+        return text
+    return text.encode("utf-8", "replace")[:_MAX_BYTES].decode(errors="ignore")

@@ -1,0 +1,192 @@
+"""What crosses the sockets between the training process and its workers.
+
+Two socket pairs of type SOCK_SEQPACKET are shared by all workers of a loader.
+A datagram is received whole, by exactly one reader. The task socket is
+therefore a work queue that needs no lock and no feeder thread, and a killed
+worker can take nothing with it but the request in its hand.
+
+    trainer --Task--> task socket --> whichever worker is free
+    trainer <--Result, Notice-- result socket <-- every worker
+    trainer --version + descriptor--> control socket of one worker
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import socket
+import struct
+from typing import NamedTuple
+
+from keras_fastdata.metrics.timing import Timing
+
+# One datagram holds at most about 200 KB; what is larger lies in the slot.
+MAX_INLINE_BYTES = 32 * 1024
+MAX_DATAGRAM_BYTES = 160 * 1024
+RECEIVE_BYTES = 192 * 1024
+NOBODY = 0xFFFF  # in place of a worker's index, before it knows its own
+
+
+def socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Two ends that wait, whatever `socket.setdefaulttimeout` says."""
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in ends:
+        end.setblocking(True)
+    return ends
+
+
+def socket_of(fd: int) -> socket.socket:
+    """One of these ends, in the process that was given its descriptor."""
+    end = socket.socket(fileno=fd)
+    end.setblocking(True)
+    return end
+
+
+class MessageKind(enum.IntEnum):
+    """What a message of a worker tells."""
+
+    BATCH = 1  # the request's batch lies in its slot
+    FAILURE = 2  # building it raised
+    STALE = 3  # the request was for a state of the dataset that has passed
+    READY = 4  # the dataset is loaded and `on_worker_start` has run
+    START_FAILED = 5  # it could not be loaded, or `on_worker_start` raised
+    LOG = 6  # a log record
+    WARNING = 7  # a warning
+
+
+_KINDS = {int(kind): kind for kind in MessageKind}
+
+# Facts about a message, added up. (Not an `enum.IntFlag`, whose arithmetic
+# takes longer than all else that is done with a message.)
+RETAINED = 1  # the dataset holds on to memory of the slot
+SPILLED = 2  # the body lies in the slot, behind the batch's arrays
+_TIMED = 4  # the message has a `Timing`
+
+
+_VERSION = struct.Struct("<QQ")
+_TASK = struct.Struct("<QQqIId")
+_RESULT = struct.Struct("<BBHQQQQQ")
+_TIMING = struct.Struct("<5d")
+TASK_BYTES = _TASK.size
+
+
+@dataclasses.dataclass(slots=True)
+class TaskMessage:
+    """One batch to build, as sent to whichever worker is free.
+
+    Attributes:
+        task_id: The request's request id.
+        epoch: Epoch of the batch.
+        index: Index of the batch.
+        version: The dataset's state that it is to be built from.
+        slot: The slot to build it in.
+        interval_s: How often results are to come with a `Timing`; see
+            `metrics.timing.Stopwatch.start`.
+    """
+
+    task_id: int
+    epoch: int
+    index: int
+    version: int
+    slot: int
+    interval_s: float | None = None
+
+    def pack(self) -> bytes:
+        return _TASK.pack(
+            self.task_id,
+            self.epoch,
+            self.index,
+            self.version,
+            self.slot,
+            -1.0 if self.interval_s is None else self.interval_s,
+        )
+
+    @staticmethod
+    def unpack(datagram: bytes) -> TaskMessage:
+        task_id, epoch, index, version, slot, interval_s = _TASK.unpack(
+            datagram
+        )
+        asked = interval_s if interval_s >= 0 else None
+        return TaskMessage(task_id, epoch, index, version, slot, asked)
+
+
+class ResultMessage(NamedTuple):
+    """What a worker tells about one request, or about itself.
+
+    Attributes:
+        kind: What it tells.
+        worker: Index of the worker.
+        task_id: The request's request id; 0 if it is about no request.
+        flags: `RETAINED`, `SPILLED`, both added up, or 0.
+        used: Bytes of the slot that the batch's arrays take.
+        build_ns: How long building and encoding the batch took.
+        extents: Where those arrays lie, packed; empty if spilled.
+        body: A batch's structure, a failure, a record; empty if spilled.
+        extents_nbytes: Size of `extents`, wherever they are.
+        body_nbytes: Size of `body`, wherever it is.
+        timing: How it was built, if the task asks for it.
+    """
+
+    kind: MessageKind
+    worker: int
+    task_id: int = 0
+    flags: int = 0
+    used: int = 0
+    build_ns: int = 0
+    extents: bytes = b""
+    body: bytes = b""
+    extents_nbytes: int = 0
+    body_nbytes: int = 0
+    timing: Timing | None = None
+
+    def pack(self) -> bytes:
+        flags, timing = self.flags, b""
+        if self.timing is not None:
+            flags |= _TIMED
+            timing = _TIMING.pack(*self.timing[:5])
+        head = _RESULT.pack(
+            self.kind,
+            flags,
+            self.worker,
+            self.task_id,
+            self.used,
+            self.build_ns,
+            self.extents_nbytes or len(self.extents),
+            self.body_nbytes or len(self.body),
+        )
+        return head + timing + self.extents + self.body
+
+    @staticmethod
+    def unpack(datagram: bytes) -> ResultMessage:
+        kind, flags, worker, task_id, used, build_ns, extents, body = (
+            _RESULT.unpack_from(datagram)
+        )
+        start, timing = _RESULT.size, None
+        if flags & _TIMED:
+            timing = Timing(*_TIMING.unpack_from(datagram, start))
+            start += _TIMING.size
+        split = start + extents
+        return ResultMessage(
+            _KINDS[kind],
+            worker,
+            task_id,
+            flags & ~_TIMED,
+            used,
+            build_ns,
+            datagram[start:split],
+            datagram[split : split + body],
+            extents,
+            body,
+            timing,
+        )
+
+
+def pack_version(version: int, start: int) -> bytes:
+    """A message that the dataset has a new state, and where in its file."""
+    return _VERSION.pack(version, start)
+
+
+def unpack_version(datagram: bytes) -> tuple[int, int]:
+    """Takes apart what `pack_version` made."""
+    version, start = _VERSION.unpack(datagram)
+    return version, start

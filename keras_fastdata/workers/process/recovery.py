@@ -1,0 +1,52 @@
+"""What to do about the requests of a worker that died: a pure function.
+
+A worker notes its request in the heartbeats after taking it off the task socket. A
+worker that is killed in between leaves a request that is neither queued nor
+noted, so the note alone proves nothing. What does: the training process
+empties the queue itself, and then every request that has no result is either
+queued, noted by a living worker, or lost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+
+
+@dataclasses.dataclass(frozen=True)
+class Losses:
+    """Which requests a death has cost.
+
+    Attributes:
+        suspect: The request that the dead worker was building, or `None`.
+        unclaimed: Requests that nobody admits to, lowest first. The dead
+            worker may have taken one, or a living one may have, a moment
+            before noting it: they must be built again, but not in the same
+            slot.
+    """
+
+    suspect: int | None
+    unclaimed: tuple[int, ...]
+
+
+def losses_of(
+    outstanding: Collection[int],
+    queued: Collection[int],
+    last_heartbeat: int,
+    heartbeats: Mapping[int, int],
+) -> Losses:
+    """Finds what a dead worker took with it.
+
+    Args:
+        outstanding: Requests that were sent and have no result, after every
+            result there is has been received.
+        queued: Requests found when the queue was emptied, after the death.
+        last_heartbeat: The dead worker's last note; 0 for none.
+        heartbeats: The note of each living worker, read after the queue
+            was emptied; 0 for none.
+    """
+    suspect = last_heartbeat if last_heartbeat in outstanding else None
+    accounted = {suspect, *queued, *heartbeats.values()}
+    return Losses(
+        suspect, tuple(sorted(s for s in outstanding if s not in accounted))
+    )

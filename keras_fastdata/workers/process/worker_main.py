@@ -1,0 +1,577 @@
+"""The worker's side: take a request, build the batch, say where it lies.
+
+Runs in a worker process, on its main thread. The dataset's state is the
+training process's; a request names the version it is for, and a worker that is
+behind first reads the newer ones from its control socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import gc
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+from keras_fastdata import _process_role
+from keras_fastdata.errors import LoaderError
+from keras_fastdata.memory import codec, os_limits, shared_state
+from keras_fastdata.memory.arena import Segment
+from keras_fastdata.metrics.timing import Stopwatch, Timing
+from keras_fastdata.workers import exceptions, log_forwarding, stack_dump
+from keras_fastdata.workers.base import BatchRequest, Builds, describe_batch
+from keras_fastdata.workers.process import messages
+from keras_fastdata.workers.process.messages import (
+    RETAINED,
+    SPILLED,
+    MessageKind,
+    ResultMessage,
+    TaskMessage,
+)
+
+# What a whole job, or a terminal, is sent. It is for the trainer to answer;
+# the fork server and the workers end when it does.
+NOT_FOR_US = (
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
+_OOM_SCORE = 500  # of 1000: the kernel picks a worker before the trainer
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerStart:
+    """What a worker is told before it loads the dataset.
+
+    Attributes:
+        worker: Index of the worker.
+        dataset: The dataset's class name, for messages.
+        version: Version of the dataset's state.
+        state: Where in the payload that state begins.
+        stride: Bytes from slot to slot.
+        environ: Environment variables, complete.
+        cwd: Working directory.
+        path: `sys.path`.
+        argv: `sys.argv`.
+        umask: File mode creation mask.
+        logging_config: How to log and warn.
+    """
+
+    worker: int
+    dataset: str
+    version: int
+    state: int
+    stride: int
+    environ: dict[str, str]
+    cwd: str | None
+    path: list[str]
+    argv: list[str]
+    umask: int
+    logging_config: log_forwarding.LoggingConfig
+
+    @staticmethod
+    def by_this_process(
+        worker: int,
+        dataset: str,
+        version: int,
+        state: int,
+        stride: int,
+        environ: dict[str, str],
+    ) -> WorkerStart:
+        """What a worker is told that is to work in this process's place."""
+        try:
+            cwd = os.getcwd()
+        except OSError:
+            cwd = None  # it has been deleted
+        return WorkerStart(
+            worker=worker,
+            dataset=dataset,
+            version=version,
+            state=state,
+            stride=stride,
+            environ=environ,
+            cwd=cwd,
+            path=list(sys.path),
+            argv=list(getattr(sys, "argv", [])),
+            umask=_umask(),
+            logging_config=log_forwarding.LoggingConfig.of_this_process(),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Files:
+    """The descriptors a worker is born with.
+
+    Attributes:
+        start: An anonymous file with the `WorkerStart`.
+        dataset: An anonymous file with the pickled maker of the builder.
+        arena: The segment that batches are built in.
+        tasks: The receiving end of the task socket.
+        results: The sending end of the result socket.
+        control: The worker's end of its control socket.
+        stacks: An anonymous file to write this process's stacks into.
+    """
+
+    start: int
+    dataset: int
+    arena: int
+    tasks: int
+    results: int
+    control: int
+    stacks: int
+
+    def all(self) -> list[int]:
+        return list(dataclasses.astuple(self))
+
+
+def main(
+    files: Files,
+    make_builder: Callable[[], Builds] | None = None,
+    segment: Segment | None = None,
+    trainer_pidfd: int | None = None,
+) -> int:
+    """Runs a worker until the training process has no more for it.
+
+    Args:
+        files: Descriptors; this function takes them over.
+        make_builder: Makes the builder where the process was forked from the
+            trainer; else the maker is read from `files.dataset`.
+        segment: The arena, where the process was forked with it mapped.
+        trainer_pidfd: The training process, where no fork server watches it.
+
+    Returns:
+        The exit status for the process.
+    """
+    _process_role.become_worker()
+    stack_dump.enable(files.stacks)
+    results = messages.socket_of(files.results)
+    try:
+        with os_limits.named("A worker process could not begin"):
+            start: WorkerStart = shared_state.read_shared_state(files.start)
+            os.close(files.start)
+            if trainer_pidfd is not None:
+                _die_with(trainer_pidfd)
+            _set_up(start)
+            worker = _WorkerLoop(files, start, results, segment)
+    except Exception as error:
+        _give_up(results, messages.NOBODY, error)
+        return 1
+    log_forwarding.install(worker.tell)
+    if not worker.load(make_builder):
+        return 1
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        worker.serve()
+    worker.stop()
+    return 0
+
+
+def spawned(trainer_pidfd: int, fds: list[int]) -> NoReturn:
+    """Runs a worker that was started as an interpreter of its own."""
+    for fd in (trainer_pidfd, *fds):
+        os.set_inheritable(fd, False)
+    run_and_leave(
+        lambda: _end_alone(main(Files(*fds), trainer_pidfd=trainer_pidfd))
+    )
+
+
+def forked(
+    trainer_pidfd: int,
+    files: Files,
+    make_builder: Callable[[], Builds],
+    segment: Segment,
+) -> int:
+    """Runs a worker that is a fork of the trainer."""
+    with contextlib.suppress(OSError):
+        os.setpgid(0, 0)
+    # The trainer's objects hold these descriptors too. Its limit must not
+    # keep this process from having its own.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    own_pidfd = os.dup(trainer_pidfd)
+    own = Files(*map(os.dup, files.all()))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return _end_alone(main(own, make_builder, segment, own_pidfd))
+
+
+def _end_alone(status: int) -> int:
+    """Ends what a worker in peace leaves running, and the worker with it.
+
+    A trainer that ends closes its sockets before its pidfd tells, so that
+    the worker may be gone before its watch has heard.
+    """
+    if not status:
+        _flush()
+        os.killpg(0, signal.SIGKILL)
+    return status
+
+
+def leave(status: int) -> NoReturn:
+    """Ends the process, without the exit handlers it was forked with."""
+    _flush()
+    os._exit(status)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+
+
+def run_and_leave(run: Callable[[], int]) -> NoReturn:
+    """Runs `run` and ends the process with its status, whatever happens."""
+    status = 1
+    try:
+        status = run()
+    except SystemExit as request:
+        status = _status_of(request)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        leave(status)
+
+
+def _die_with(trainer_pidfd: int) -> None:
+    """Kills this process's group when the trainer has ended.
+
+    For workers that no fork server watches over. The signal of
+    PR_SET_PDEATHSIG would come when the trainer's *thread* ends.
+    """
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(trainer_pidfd, select.POLLIN)
+        poll.poll()
+        os.killpg(0, signal.SIGKILL)
+
+    thread = threading.Thread(target=watch, name="trainer-watch", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise OSError(errno.EAGAIN, f"{error}") from error
+
+
+def _map(fd: int, stride: int, inherited: Segment | None) -> Segment:
+    """The worker's own mapping of the arena.
+
+    That of the trainer, which a fork inherits, has private copies of what is
+    lent, and the dataset may refer to these. It is used only where a limit on
+    address space has no room for another one.
+    """
+    try:
+        return Segment(fd, stride)
+    except (OSError, ValueError):
+        if inherited is None:
+            raise
+        inherited.join_all()
+        return inherited
+
+
+class _WorkerLoop:
+    def __init__(
+        self,
+        files: Files,
+        start: WorkerStart,
+        results: socket.socket,
+        segment: Segment | None,
+    ) -> None:
+        self._start = start
+        self._version = start.version
+        self._dataset_fd = files.dataset
+        self._segment = _map(files.arena, start.stride, segment)
+        self._writers: list[codec.SlotWriter] = []  # with arrays alive
+        os.register_at_fork(after_in_child=self._leave_slots)
+        self._tasks = messages.socket_of(files.tasks)
+        self._results = results
+        self._control = messages.socket_of(files.control)
+        self._in_place = True
+        self._stopwatch = Stopwatch(time.process_time)
+        self._pid = os.getpid()
+        self._name = f"worker {start.worker} (pid {os.getpid()})"
+
+    def _leave_slots(self) -> None:
+        """In a process that the dataset forks: what it writes stays in it."""
+        for writer in self._writers:
+            writer.detach()
+
+    def tell(self, kind: MessageKind, body: bytes) -> None:
+        """Sends a message that is about no request."""
+        message = ResultMessage(kind, self._start.worker, body=body).pack()
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            try:
+                self._results.send(message, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                with self._without_heartbeat():
+                    self._results.send(message)
+
+    @contextlib.contextmanager
+    def _without_heartbeat(self) -> Iterator[None]:
+        """While this waits for the trainer, its batch does not get late."""
+        worker, segment = self._start.worker, self._segment
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        began, stopped = segment.started_s(worker), time.monotonic()
+        segment.set_started(worker, 0)
+        yield
+        if began:
+            segment.set_started(worker, began + time.monotonic() - stopped)
+
+    def load(self, make_builder: Callable[[], Builds] | None) -> bool:
+        """Loads the dataset; tells what went wrong where that failed."""
+        try:
+            if make_builder is None:
+                make_builder = shared_state.read_shared_state(
+                    self._dataset_fd, self._start.state
+                )
+            os.close(self._dataset_fd)
+            self._builder: Builds = make_builder()
+            # Once more, now that the user's modules are imported.
+            self._start.logging_config.apply()
+            log_forwarding.take_over()
+            self._builder.start(self._start.worker)
+        except SystemExit:
+            raise
+        except BaseException as error:
+            self._give_up(error)
+            return False
+        self.tell(MessageKind.READY, b"")
+        return True
+
+    def _give_up(self, error: BaseException) -> None:
+        exceptions.note(
+            error,
+            f"While {self._start.dataset} was loaded or its "
+            f"`on_worker_start` ran, in {self._name}.",
+        )
+        _give_up(self._results, self._start.worker, error)
+
+    def serve(self) -> None:
+        """Builds what the requests ask for until the task socket is shut."""
+        receive, note = self._tasks.recv, self._segment.set_heartbeat
+        clock = self._segment.set_started
+        worker = self._start.worker
+        while datagram := receive(messages.TASK_BYTES):
+            task = TaskMessage.unpack(datagram)
+            note(worker, task.task_id)
+            clock(worker, time.monotonic())
+            while self._version < task.version:
+                try:
+                    self._update()
+                except (BrokenPipeError, ConnectionResetError):
+                    raise
+                except Exception as error:
+                    self._give_up(error)
+                    raise SystemExit(1) from None
+            if self._version > task.version:
+                result = ResultMessage(MessageKind.STALE, worker, task.task_id)
+            else:
+                result = self._build(task)
+            # From here it may wait for the trainer, which is nobody's fault.
+            clock(worker, 0)
+            self._send(result)
+            note(worker, 0)
+
+    def stop(self) -> None:
+        """Runs `on_worker_stop`, which the builder keeps from raising."""
+        self._builder.stop(self._start.worker)
+
+    def _build(self, task: TaskMessage) -> ResultMessage:
+        writer = codec.SlotWriter(self._segment, task.slot, self._in_place)
+        self._writers.append(writer)
+        batch: list[Any] = []
+        began = time.monotonic_ns()
+        self._stopwatch.start(task.interval_s, task.epoch)
+        try:
+            batch.append(self._build_in_this_process(task, writer))
+            self._stopwatch.built()
+            encoded = codec.encode(batch, writer)
+        except SystemExit:
+            raise
+        except BaseException as error:
+            batch.clear()
+            request = BatchRequest(task.task_id, task.epoch, task.index)
+            exceptions.note(
+                error, describe_batch(self._start.dataset, request, self._name)
+            )
+            body = exceptions.dump_exception(error)
+            kind, extents = MessageKind.FAILURE, b""
+        else:
+            kind, extents, body = (
+                MessageKind.BATCH,
+                encoded.extents,
+                encoded.structure,
+            )
+            retained = encoded.retained
+        if kind is MessageKind.FAILURE:
+            # The exception is gone by now, and with it the frames it held.
+            retained = writer.detach_retained([])
+        if retained:
+            self._in_place = False
+        else:
+            self._writers.remove(writer)
+        build_ns = time.monotonic_ns() - began
+        timing = self._stopwatch.stop()
+        try:
+            return self._result(
+                kind, task, writer, build_ns, timing, extents, body, retained
+            )
+        except LoaderError as error:  # there is no room in the slot for it
+            body = exceptions.dump_exception(error)
+        return self._result(
+            MessageKind.FAILURE,
+            task,
+            writer,
+            build_ns,
+            timing,
+            b"",
+            body,
+            retained,
+        )
+
+    def _build_in_this_process(
+        self, task: TaskMessage, writer: codec.SlotWriter
+    ) -> Any:
+        try:
+            return self._builder.build(
+                task.epoch, task.index, self._start.worker, writer.empty
+            )
+        finally:
+            if os.getpid() != self._pid:
+                # `__getitem__` has forked this one, and let it return.
+                leave(1)
+
+    def _result(
+        self,
+        kind: MessageKind,
+        task: TaskMessage,
+        writer: codec.SlotWriter,
+        build_ns: int,
+        timing: Timing | None,
+        extents: bytes,
+        body: bytes,
+        retained: bool,
+    ) -> ResultMessage:
+        flags = RETAINED if retained else 0
+        used = writer.used
+        sizes = len(extents), len(body)
+        if sum(sizes) > messages.MAX_INLINE_BYTES:
+            writer.append(extents + body)
+            extents = body = b""
+            flags |= SPILLED
+        return ResultMessage(
+            kind,
+            self._start.worker,
+            task.task_id,
+            flags,
+            used,
+            build_ns,
+            extents,
+            body,
+            *sizes,
+            timing,
+        )
+
+    def _send(self, result: ResultMessage) -> None:
+        self._results.send(result.pack())
+
+    def _update(self) -> None:
+        """Reads the next version of the dataset's state and takes it over."""
+        datagram, fds, flags, _ = socket.recv_fds(
+            self._control, 64, 1, socket.MSG_CMSG_CLOEXEC
+        )
+        if not datagram:
+            raise BrokenPipeError("the training process closed")
+        if flags & socket.MSG_CTRUNC or len(fds) != 1:
+            raise LoaderError(
+                f"A new state of {self._start.dataset} did not reach "
+                f"{self._name}: it has no file descriptor left. Raise the "
+                "limit on open files (`ulimit -n`)."
+            )
+        version, state = messages.unpack_version(datagram)
+        make_builder = shared_state.read_shared_state(fds[0], state)
+        os.close(fds[0])
+        self._builder.adopt(make_builder())
+        self._version = version
+
+
+def _give_up(results: socket.socket, worker: int, error: BaseException) -> None:
+    """Tells why a worker ends, in as many messages as it takes."""
+    body = exceptions.dump_exception(error)
+    size = messages.MAX_DATAGRAM_BYTES
+    parts = [body[i : i + size] for i in range(0, len(body), size)]
+    for follow, part in zip(reversed(range(len(parts))), parts, strict=True):
+        message = ResultMessage(
+            MessageKind.START_FAILED, worker, follow, body=part
+        )
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            results.send(message.pack())
+
+
+def _set_up(start: WorkerStart) -> None:
+    """Makes the process a worker of this trainer: its place and its manners."""
+    os.environ.clear()
+    os.environ.update(start.environ)
+    if start.cwd is not None:
+        with contextlib.suppress(OSError):
+            os.chdir(start.cwd)
+    sys.path[:] = start.path
+    sys.argv[:] = start.argv
+    os.umask(start.umask)
+    start.logging_config.apply()
+    # A handler that does nothing, rather than SIG_IGN: a program that the
+    # worker starts gets the default action back, as exec resets handlers.
+    for number in NOT_FOR_US:
+        signal.signal(number, lambda *_: None)
+    # Printing to a terminal that others have (`stty tostop`) stops nobody.
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    with (
+        contextlib.suppress(OSError),
+        open("/proc/self/oom_score_adj", "w") as f,
+    ):
+        f.write(str(_OOM_SCORE))
+    # When a worker wakes, it does not push the training thread off its core:
+    # their turns get longer, and the caches stay warm.
+    if os.sched_getscheduler(0) == os.SCHED_OTHER:
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    sys.breakpointhook = exceptions.no_breakpoint
+    # A fork has the trainer's; nobody could tell whom a line is for.
+    with contextlib.suppress(OSError):
+        sys.stdin = open(os.devnull)  # noqa: SIM115
+        os.dup2(sys.stdin.fileno(), 0)
+    gc.freeze()
+
+
+def _umask() -> int:
+    """The file mode creation mask."""
+    told = stack_dump.status_of("self").get("Umask")
+    if told is not None:
+        return int(told, 8)
+    # Without /proc it is read by setting it. What another thread makes in
+    # between is for this user alone.
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def _status_of(request: SystemExit) -> int:
+    if request.code is None:
+        return 0
+    if not isinstance(request.code, int):
+        print(request.code, file=sys.stderr)
+    return request.code & 0xFF if isinstance(request.code, int) else 1

@@ -1,0 +1,305 @@
+"""A worker that is a Ray actor: its own side.
+
+Everything that it is asked is answered, also by what went wrong: nothing here
+raises but what ends the process. The arrays of a batch go into Ray's object
+store by themselves, beside an answer that says how to put them together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from keras_fastdata import _process_role
+from keras_fastdata.memory import codec
+from keras_fastdata.memory.arena import Bytes, aligned_empty
+from keras_fastdata.metrics.timing import Stopwatch, Timing
+from keras_fastdata.workers import exceptions, log_forwarding, stack_dump
+from keras_fastdata.workers.base import BatchRequest, Builds, describe_batch
+from keras_fastdata.workers.process.messages import MessageKind
+from keras_fastdata.workers.ray import cluster
+
+# Smaller arrays of the dataset travel in its pickle, and the worker may write
+# to them; larger ones are there once per node, and read-only.
+SHARED_BYTES = 1 << 20
+
+
+class DatasetState(NamedTuple):
+    """A dataset on its way: references into Ray's object store.
+
+    Attributes:
+        version: From 1; a later state has a higher one.
+        pickled: Where the pickle is.
+        buffers: Where each array is that it leaves out; small ones come along
+            as they are.
+    """
+
+    version: int
+    pickled: Any
+    buffers: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ActorStart:
+    """What a worker is told before it can build.
+
+    Attributes:
+        worker: Its index.
+        dataset: The dataset's class name, for messages.
+        state: The dataset.
+        cwd: The training process's working directory; `None` to stay.
+        path: Its `sys.path`.
+        leads: Whether that comes before the worker's own.
+        argv: Its `sys.argv`.
+        logging_config: How it logs and warns.
+    """
+
+    worker: int
+    dataset: str
+    state: DatasetState
+    cwd: str | None
+    path: list[str]
+    leads: bool
+    argv: list[str]
+    logging_config: log_forwarding.LoggingConfig
+
+
+class WorkerLocation(NamedTuple):
+    """Where a worker is.
+
+    Attributes:
+        pid: Its process.
+        node: The node's id in the cluster.
+        host: The node's name or address, for messages.
+        machine: See `cluster.machine`.
+    """
+
+    pid: int
+    node: str
+    host: str
+    machine: str
+
+
+class Answer(NamedTuple):
+    """What became of a request.
+
+    Attributes:
+        failure: What it raised, taken apart, or `None`.
+        by_start: Whether the failure leaves the worker without a dataset.
+        structure: The batch without its arrays.
+        sizes: Bytes of each array.
+        build_s: How long building took.
+        timing: How it was built, if the request asks for it.
+        forwarded: Log records and warnings since the last answer.
+        at_s: The worker's `time.monotonic`.
+    """
+
+    failure: bytes | None = None
+    by_start: bool = False
+    structure: bytes = b""
+    sizes: tuple[int, ...] = ()
+    build_s: float = 0.0
+    timing: Timing | None = None
+    forwarded: tuple[tuple[MessageKind, bytes], ...] = ()
+    at_s: float = math.nan
+
+
+class _GatheredArrays:
+    """Takes the arrays of a batch as they are; Ray copies them.
+
+    Where an array begins in a slot, it has a number here.
+    """
+
+    used = 0
+
+    def __init__(self) -> None:
+        self._arrays: list[Bytes] = []
+
+    def write(self, source: Bytes) -> tuple[int, int]:
+        self._arrays.append(source)
+        return len(self._arrays) - 1, source.nbytes
+
+    def write_all(
+        self, arrays: list[npt.NDArray[Any]]
+    ) -> list[tuple[int, int]]:
+        return [self.write(codec.octets(array, self)) for array in arrays]
+
+    def allocate_copy(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        copy = aligned_empty(array.shape, array.dtype)
+        np.copyto(copy, array)
+        return copy
+
+    def detach_retained(self, extents: list[tuple[int, int]]) -> bool:
+        return False
+
+    def arrays(self, extents: list[tuple[int, int]]) -> list[Bytes]:
+        """Those of the batch, but for empty ones."""
+        return [self._arrays[number] for number, size in extents if size]
+
+
+class Actor:
+    """What the training process holds a handle of.
+
+    All methods run in one thread, one after another, but for `stack`.
+    """
+
+    def __init__(self) -> None:
+        _process_role.become_worker()
+        self._forwarded: list[tuple[MessageKind, bytes]] = []
+        self._stopwatch = Stopwatch(time.process_time)
+        self._thread = 0
+        self._builder: Builds | None = None
+
+    def location(self) -> WorkerLocation:
+        """Says where it is, and so that it is."""
+        import ray
+
+        node = ray.get_runtime_context().get_node_id()
+        return WorkerLocation(
+            os.getpid(), node, os.uname().nodename, cluster.machine()
+        )
+
+    def load(self, start: ActorStart) -> Answer:
+        """Loads the dataset, and runs `on_worker_start`."""
+        self._thread = threading.get_ident()
+        self._start = start
+        self._version = start.state.version
+        self._name = f"Ray worker {start.worker} (pid {os.getpid()})"
+        _set_up(start)
+        log_forwarding.install(self._tell)
+        try:
+            make_builder = self._fetch(start.state)
+            self._builder = make_builder()
+            # Once more, now that the user's modules are imported.
+            start.logging_config.apply()
+            log_forwarding.take_over()
+            self._builder.start(start.worker)
+        except SystemExit:
+            raise
+        except BaseException as error:
+            return self._given_up(error)
+        return Answer(forwarded=self._take_forwarded())
+
+    def build(
+        self, request: BatchRequest, state: DatasetState | None
+    ) -> tuple[Answer, list[Bytes]]:
+        """Builds one batch, from a new state of the dataset if there is one."""
+        if self._builder is None:
+            raise RuntimeError("no dataset was loaded")
+        self._thread = threading.get_ident()
+        if state is not None and state.version > self._version:
+            try:
+                self._builder.adopt(self._fetch(state)())
+                self._version = state.version
+            except Exception as error:
+                return self._given_up(error), []
+        return self._build(self._builder, request)
+
+    def stop(self) -> Answer:
+        """Runs `on_worker_stop`, which the builder keeps from raising."""
+        builder, self._builder = self._builder, None
+        if builder is not None:
+            builder.stop(self._start.worker)
+        self._stopwatch.close()
+        return Answer(forwarded=self._take_forwarded())
+
+    def stack(self) -> str:
+        """Where `build` or `load` is at the moment."""
+        return stack_dump.of_thread(self._thread)
+
+    def _build(
+        self, builder: Builds, request: BatchRequest
+    ) -> tuple[Answer, list[Bytes]]:
+        gathered = _GatheredArrays()
+        batch: list[Any] = []
+        failure: bytes | None = None
+        structure = b""
+        extents: list[tuple[int, int]] = []
+        began = time.monotonic()
+        self._stopwatch.start(request.interval_s, request.epoch)
+        try:
+            batch.append(
+                builder.build(request.epoch, request.index, self._start.worker)
+            )
+            self._stopwatch.built()
+            encoded = codec.encode(batch, gathered)
+            structure, extents = encoded.structure, codec.extents(encoded)
+        except SystemExit:
+            raise
+        except BaseException as error:
+            batch.clear()
+            exceptions.note(
+                error, describe_batch(self._start.dataset, request, self._name)
+            )
+            failure = exceptions.dump_exception(error)
+        timing = self._stopwatch.stop()
+        ended = time.monotonic()
+        answer = Answer(
+            failure=failure,
+            structure=structure,
+            sizes=tuple(size for _, size in extents),
+            build_s=ended - began,
+            timing=timing,
+            forwarded=self._take_forwarded(),
+            at_s=ended,
+        )
+        return answer, gathered.arrays(extents)
+
+    def _fetch(self, state: DatasetState) -> Callable[[], Builds]:
+        """Rebuilds the builder's maker; its large arrays stay in the store."""
+        import ray
+
+        references = [state.pickled, *state.buffers]
+        shared = [r for r in references if isinstance(r, ray.ObjectRef)]
+        found = iter(ray.get(shared))
+        pickled, *buffers = (
+            next(found) if isinstance(r, ray.ObjectRef) else bytearray(r)
+            for r in references
+        )
+        make_builder: Callable[[], Builds] = pickle.loads(
+            pickled, buffers=buffers
+        )
+        return make_builder
+
+    def _tell(self, kind: MessageKind, body: bytes) -> None:
+        self._forwarded.append((kind, body))
+
+    def _take_forwarded(self) -> tuple[tuple[MessageKind, bytes], ...]:
+        forwarded, self._forwarded = self._forwarded, []
+        return tuple(forwarded)
+
+    def _given_up(self, error: BaseException) -> Answer:
+        exceptions.note(
+            error,
+            f"While {self._start.dataset} was loaded or its "
+            f"`on_worker_start` ran, in {self._name}.",
+        )
+        return Answer(
+            exceptions.dump_exception(error),
+            by_start=True,
+            forwarded=self._take_forwarded(),
+        )
+
+
+def _set_up(start: ActorStart) -> None:
+    """Gives the process the training process's place, as far as it is here."""
+    if start.cwd is not None:
+        with contextlib.suppress(OSError):
+            os.chdir(start.cwd)
+    theirs = [p for p in start.path if not p or os.path.exists(p)]
+    paths = [*theirs, *sys.path] if start.leads else [*sys.path, *theirs]
+    sys.path[:] = dict.fromkeys(paths)  # each once, where it is first
+    sys.argv[:] = start.argv
+    start.logging_config.apply()
+    sys.breakpointhook = exceptions.no_breakpoint

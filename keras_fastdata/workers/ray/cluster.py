@@ -1,0 +1,404 @@
+"""Joining a Ray cluster, and leaving it.
+
+The cluster is shared by all loaders of the process, and by the user: one that
+the user has joined (`ray.init`) is used and never left. Otherwise the first
+loader joins, or starts a Ray of its own on this machine, and the last one to
+end its workers leaves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import numbers
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from keras_fastdata.errors import LoaderError
+
+# What actors are made with is the engine's business: it replaces those that
+# die, and keeps their requests in order.
+_OURS = (
+    "concurrency_groups",
+    "get_if_exists",
+    "lifetime",
+    "max_concurrency",
+    "max_pending_calls",
+    "max_restarts",
+    "max_task_retries",
+    "name",
+    "num_returns",
+)
+_TIMEOUT_S = 60.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """`ray_options`, taken apart.
+
+    Attributes:
+        init: Arguments of `ray.init`.
+        actor: Arguments of each actor's `options`.
+        timeout_s: How long joining may take, and the first worker's place.
+
+    Raises:
+        TypeError: An option is of the wrong type.
+        ValueError: An option that cannot be had.
+    """
+
+    init: dict[str, Any] = dataclasses.field(default_factory=dict)
+    actor: dict[str, Any] = dataclasses.field(default_factory=dict)
+    timeout_s: float = _TIMEOUT_S
+
+    @property
+    def runtime_env(self) -> dict[str, Any]:
+        """What the user wants workers to have, or to find there."""
+        return {
+            **(self.init.get("runtime_env") or {}),
+            **(self.actor.get("runtime_env") or {}),
+        }
+
+    @staticmethod
+    def of(given: Any) -> Options:
+        """Options as the user gave them."""
+        if given is None:
+            return Options()
+        if not isinstance(given, Mapping) or not all(
+            isinstance(name, str) for name in given
+        ):
+            raise TypeError(
+                "`ray_options` must be a dict, such as {'address': "
+                f"'10.0.0.1:6379', 'num_cpus': 1}}. Received: {given!r}"
+            )
+        actor = dict(given)
+        init = actor.pop("init", {})
+        if not isinstance(init, Mapping):
+            raise TypeError(
+                "`ray_options['init']` must be a dict of arguments of "
+                f"`ray.init`. Received: {init!r}"
+            )
+        init = dict(init)
+        if "address" in actor:
+            init["address"] = _address(actor.pop("address"))
+        timeout_s = _seconds(actor.pop("timeout_s", _TIMEOUT_S))
+        for name in _OURS:
+            if name in actor:
+                raise ValueError(
+                    f"`ray_options[{name!r}]` is not the user's to set: dead "
+                    "workers are replaced as `max_worker_restarts` says, and "
+                    "each builds one batch at a time."
+                )
+        return Options(init, actor, timeout_s)
+
+
+def _address(address: Any) -> str | None:
+    if address is not None and not isinstance(address, str):
+        raise TypeError(
+            "`ray_options['address']` must be a string, such as "
+            f"'10.0.0.1:6379', or None. Received: {address!r}"
+        )
+    if address is not None and address.startswith("ray://"):
+        raise ValueError(
+            f"`ray_options['address']={address!r}` is that of a proxy (Ray "
+            "Client), through which every batch would be copied. Run the "
+            "training on a node of the cluster, and leave the address out, "
+            "or give 'host:port' of its head node (6379 as a rule)."
+        )
+    return address
+
+
+def _seconds(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(
+            "`ray_options['timeout_s']` must be a number of seconds. "
+            f"Received: {value!r}"
+        )
+    seconds = float(value)
+    if not seconds > 0:
+        raise ValueError(
+            "`ray_options['timeout_s']` must be more than 0. "
+            f"Received: {value!r}"
+        )
+    return seconds
+
+
+class _Membership:
+    """Who uses Ray in this process.
+
+    Attributes:
+        users: How many loaders do.
+        pid: The process that this is said of.
+        joined: The session that was joined for them; `None` if the user's.
+        is_own: Whether that is a Ray that was started for them.
+        lock: Guards the three. Reentrant, because a dataset may be
+            collected, and so closed, while it is held.
+    """
+
+    def __init__(self) -> None:
+        self.users = 0
+        self.pid = os.getpid()
+        self.joined: tuple[Any, ...] | None = None
+        self.is_own = False
+        self.lock = threading.RLock()
+
+
+_membership = _Membership()
+_is_inherited = False
+
+
+def _after_fork() -> None:
+    """In a child: a Ray that was joined is the parent's, and does not work."""
+    global _membership, _is_inherited
+    _membership = _Membership()
+    ray: Any = sys.modules.get("ray")
+    _is_inherited = ray is not None and ray.is_initialized()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+class Session:
+    """A loader's part in Ray. It lasts until `leave`.
+
+    Attributes:
+        identity: Tells it from one that the user joined later.
+    """
+
+    def __init__(self, member: _Membership) -> None:
+        self._member: _Membership | None = member
+        self.identity = _identity()
+
+    @property
+    def is_on(self) -> bool:
+        """Whether Ray has not been left, or joined anew, by the user."""
+        return self.identity == _identity()
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether others may use its memory when this process has left."""
+        return self._member is None or not self._member.is_own
+
+    def leave(self, *, stay: bool = False) -> None:
+        """Leaves Ray with the last loader. Idempotent.
+
+        Args:
+            stay: To leave that to a later loader, or to the program's end.
+        """
+        member, self._member = self._member, None
+        if member is None or member.pid != os.getpid():
+            return
+        with member.lock:
+            member.users -= 1
+            joined = member.joined
+            if stay or member.users or joined is None:
+                return
+            member.joined = None
+            if joined == _identity():
+                import ray
+
+                ray.shutdown()
+
+
+def join(options: Options) -> Session:
+    """Joins Ray, unless that was done.
+
+    Raises:
+        LoaderError: Ray is not installed, or the cluster not to be reached.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise LoaderError(
+            "`executor='ray'` needs Ray: pip install 'keras-fastdata[ray]'."
+        ) from error
+    if _is_inherited:
+        raise LoaderError(
+            "This process was forked from one that had joined Ray, and cannot "
+            "use it. Start it afresh (`subprocess`, or `multiprocessing` with "
+            "'spawn')."
+        )
+    member = _membership
+    with member.lock:
+        if not ray.is_initialized():
+            _init(options)
+            member.joined = _identity()
+            member.is_own = _has_started_it()
+        elif member.joined != _identity():
+            member.joined = None  # the user has joined another one
+        member.users += 1
+        return Session(member)
+
+
+def _has_started_it() -> bool:
+    """Whether Ray's head node is a child of this process."""
+    import ray
+
+    try:
+        node = ray._private.worker._global_node
+        return bool(node is not None and node.is_head())
+    except AttributeError:
+        return False  # nothing public tells
+
+
+def _identity() -> tuple[Any, ...] | None:
+    """Which Ray this process has joined; `None` for none."""
+    import ray
+
+    if not ray.is_initialized():
+        return None
+    context = ray.get_runtime_context()
+    return context.get_node_id(), context.get_job_id()
+
+
+def _init(options: Options) -> None:
+    """`ray.init`, with an error instead of an endless wait."""
+    import ray
+
+    address = options.init.get("address") or os.environ.get("RAY_ADDRESS")
+    if address and ":" in address:
+        _probe(address, options.timeout_s)
+    arguments: dict[str, Any] = {"logging_level": logging.WARNING}
+    if address in (None, "", "local"):
+        arguments["include_dashboard"] = False
+        with contextlib.suppress(OSError):
+            # Ray makes it, and the token in it, readable for all.
+            os.makedirs(os.path.expanduser("~/.ray"), 0o700, exist_ok=True)
+    arguments.update(options.init)
+    try:
+        with _no_statistics(), _on_loopback():
+            try:
+                ray.init(**arguments)
+            except OSError as error:
+                if not _is_unwritable_token(error):
+                    raise
+                # A process that has no token and can keep none needs none
+                # later for another cluster: it may stay.
+                os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+                ray.init(**arguments)
+    except Exception as error:
+        # Ray raises ConnectionError, RuntimeError, TimeoutError, ValueError
+        # and others here.
+        where = f"the cluster at {address}" if address else "Ray"
+        raise LoaderError(
+            f"{where[0].upper()}{where[1:]} could not be joined: {error}"
+        ) from error
+
+
+def _probe(address: str, timeout_s: float) -> None:
+    """Makes sure that a cluster answers, in a process that can be ended.
+
+    Where nobody listens, or somebody else does, Ray tries for minutes.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout_s).close()
+    except (OSError, ValueError) as error:
+        raise LoaderError(
+            f"Nobody answers at {address!r}, where the Ray cluster was to be "
+            f"({error}). `ray start --head` prints the address of a cluster; "
+            "without one (no 'address' in `ray_options`, no RAY_ADDRESS) a "
+            "Ray of its own is started on this machine."
+        ) from error
+    code = f"import ray; ray.init(address={address!r}, log_to_driver=False)"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", code],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise LoaderError(
+            f"Something listens at {address!r}, but no Ray cluster could be "
+            f"joined there within {timeout_s:g} s (`ray_options['timeout_s']`)."
+        ) from None
+    if done.returncode:
+        said = done.stderr.strip().rpartition("\n")[2]
+        raise LoaderError(
+            f"The Ray cluster at {address!r} could not be joined: {said}"
+        )
+
+
+@contextlib.contextmanager
+def _no_statistics() -> Iterator[None]:
+    """Keeps a Ray that is started here from reporting its usage."""
+    name = "RAY_USAGE_STATS_ENABLED"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+
+
+@contextlib.contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Has a Ray that is started here listen on the loopback address only.
+
+    This is what Ray does on macOS and Windows. `_node_ip_address="127.0.0.1"`
+    does not do it: `ray.init` replaces that by the address of the network.
+    """
+    constants: Any = sys.modules.get("ray._private.ray_constants")
+    if constants is None:
+        yield  # another Ray than those that are known
+        return
+    was = getattr(constants, "ENABLE_RAY_CLUSTER", None)
+    constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        constants.ENABLE_RAY_CLUSTER = was
+
+
+def _is_unwritable_token(error: OSError) -> bool:
+    """Whether Ray could not keep a new token in the home folder."""
+    path = os.path.expanduser("~/.ray/auth_token")
+    return path.startswith(str(error.filename))
+
+
+def is_alive(node: str) -> bool:
+    """Whether a node of the cluster is still part of it."""
+    import ray
+
+    return any(n["NodeID"] == node and n["Alive"] for n in ray.nodes())
+
+
+def store_nbytes() -> int:
+    """Size of the object store of this machine's node."""
+    import ray
+
+    here = ray.get_runtime_context().get_node_id()
+    for node in ray.nodes():
+        if node["NodeID"] == here:
+            return int(node["Resources"].get("object_store_memory", 0))
+    return 0
+
+
+def cores() -> float:
+    """How many the nodes of the cluster have to give."""
+    import ray
+
+    return float(ray.cluster_resources().get("CPU", 0.0))
+
+
+@functools.cache
+def machine() -> str:
+    """Names what processes share a clock and numbers of processes on."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()

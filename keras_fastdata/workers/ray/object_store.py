@@ -1,0 +1,126 @@
+"""What this process keeps in Ray's object store: batches, and datasets.
+
+Batches lie there until the consumer has dropped their last array. A dataset
+lies there once for all workers, each of its large arrays by itself, so that a
+later state of it refers to those that have not changed.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+import weakref
+from typing import Any
+
+import numpy as np
+
+from keras_fastdata.memory import shared_state
+from keras_fastdata.memory.arena import Bytes
+from keras_fastdata.workers.ray import actor
+
+
+class _StoreRef(weakref.ref[Any]):
+    """A weak reference to an array in the store, and whose part it is."""
+
+    __slots__ = ("answer",)
+    answer: list[int]  # how many arrays of it are held, and its bytes
+
+
+class StoreUsage:
+    """What this process keeps in its node's object store, of all datasets.
+
+    An answer lies there until the last of its arrays has died.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._leased = 0
+        self._undelivered = 0
+        self._references: dict[int, _StoreRef] = {}
+        # C code, for the reason given in memory/arena.py.
+        self._died: collections.deque[_StoreRef] = collections.deque()
+
+    def lease(self, arrays: list[Bytes], nbytes: int) -> list[Bytes]:
+        """Views to build on, whose ends are heard of."""
+        answer = [len(arrays), nbytes]
+        roots: list[Bytes] = [np.frombuffer(a.data, np.uint8) for a in arrays]
+        with self._lock:
+            for root in roots:
+                reference = _StoreRef(root, self._died.append)
+                reference.answer = answer
+                self._references[id(reference)] = reference
+            self._leased += nbytes
+        return roots
+
+    def wait(self, nbytes: int) -> None:
+        """Counts a batch that waits to be delivered; less than 0: no more."""
+        with self._lock:
+            self._undelivered += nbytes
+
+    @property
+    def leased(self) -> int:
+        """Bytes that views are lent of."""
+        with self._lock:
+            while self._died:
+                reference = self._died.popleft()
+                del self._references[id(reference)]
+                reference.answer[0] -= 1
+                if not reference.answer[0]:
+                    self._leased -= reference.answer[1]
+            return self._leased
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in all."""
+        return self.leased + self._undelivered
+
+
+store_usage = StoreUsage()
+
+
+class RemoteDataset:
+    """A dataset in Ray's object store, and its later states.
+
+    Arrays that have not changed are not put there again.
+
+    Attributes:
+        state: The latest one.
+        nbytes: What it takes there.
+    """
+
+    def __init__(self) -> None:
+        self.state = actor.DatasetState(0, None, ())
+        self.nbytes = 0
+        # By place in this process's memory: where an array is in the store,
+        # and a view of that.
+        self._put: dict[tuple[int, int], tuple[Any, Bytes]] = {}
+
+    def put(self, pickled: memoryview, buffers: list[memoryview]) -> None:
+        """Puts a state there that was taken apart."""
+        import ray
+
+        put: dict[tuple[int, int], tuple[Any, Bytes]] = {}
+        parts: list[Any] = []
+        for buffer in buffers:
+            if buffer.nbytes < actor.SHARED_BYTES:
+                parts.append(bytes(buffer))
+                continue
+            array: Bytes = np.frombuffer(buffer, np.uint8)
+            place = shared_state.place_of(buffer)
+            found = self._put.get(place)
+            if found is None or not np.array_equal(found[1], array):
+                reference = ray.put(array)
+                found = reference, ray.get(reference)
+            put[place] = found
+            parts.append(found[0])
+        self._put = put
+        self.nbytes = pickled.nbytes + sum(size for _, size in put)
+        version = self.state.version + 1
+        self.state = actor.DatasetState(
+            version, ray.put(bytes(pickled)), tuple(parts)
+        )
+
+    def drop(self) -> None:
+        """Gives it up."""
+        self._put.clear()
+        self.state = actor.DatasetState(0, None, ())

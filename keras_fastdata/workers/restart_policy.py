@@ -1,0 +1,125 @@
+"""Which workers of a loader are replaced, and which batch is to blame.
+
+It says which of them are replaced, and when a batch is to blame. How a death
+comes to be known, and what is done about it, is for the workers' own file.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+import time
+from typing import Protocol
+
+from keras_fastdata.errors import LoaderError
+from keras_fastdata.metrics.pool_stats import WorkerLoss
+from keras_fastdata.workers.base import BatchRequest
+from keras_fastdata.workers.exit_messages import WorkerExit
+
+MAX_CRASHES_PER_BATCH = (
+    2  # deaths of workers over one batch before the batch is blamed
+)
+
+_MOST_LOSSES = 1000  # remembered
+
+_log = logging.getLogger("keras_fastdata")
+
+
+class Attempted(Protocol):
+    """A request that a worker had in its hands, and deaths over it so far."""
+
+    request: BatchRequest
+    crashes: int
+
+
+class RestartPolicy:
+    """Counts deaths, up to those that an epoch survives.
+
+    Args:
+        count: Number of workers.
+        max_restarts: Deaths survived in one epoch.
+
+    Attributes:
+        is_over: Whether every worker has died and none is replaced.
+    """
+
+    def __init__(self, count: int, max_restarts: int) -> None:
+        self._count = count
+        self._most = max_restarts
+        self._restarts = 0
+        self._unreplaced: set[int] = set()
+        self._last: WorkerExit | None = None
+        self._losses: collections.deque[WorkerLoss] = collections.deque(
+            maxlen=_MOST_LOSSES
+        )
+        self.is_over = False
+
+    def begin_epoch(self) -> None:
+        """All may be replaced again."""
+        self._restarts = 0
+        self._unreplaced.clear()
+        self.is_over = False
+
+    @property
+    def losses(self) -> tuple[WorkerLoss, ...]:
+        """The latest deaths."""
+        return tuple(self._losses)
+
+    def replaces(self, worker: int) -> bool:
+        """Whether a worker that is missing is to be started again."""
+        return worker not in self._unreplaced
+
+    def record(self, worker: int, pid: int, *, counts: bool = True) -> None:
+        """A worker has died.
+
+        Args:
+            worker: Its index.
+            pid: Its process; 0 if unknown.
+            counts: Whether as a death of its own, rather than as one with
+                that of others.
+        """
+        self._losses.append(WorkerLoss(time.monotonic(), worker, pid))
+        self._restarts += counts
+        if self._restarts > self._most:
+            self._unreplaced.add(worker)
+            self.is_over = len(self._unreplaced) == self._count
+
+    def judge(
+        self, worker_exit: WorkerExit, held: Attempted | None
+    ) -> LoaderError | None:
+        """Decides about the batch that a worker died over, if it did.
+
+        Args:
+            worker_exit: The facts, as far as the worker's end tells them.
+            held: What it was building, or `None`.
+
+        Returns:
+            The error that the batch ends in. `None`: it is to be built again,
+            or there is none; the death is in the log.
+        """
+        used_up = self._restarts > self._most
+        self._last = dataclasses.replace(
+            worker_exit, restarts_used_up=self._most if used_up else None
+        )
+        worker_exit = dataclasses.replace(
+            self._last,
+            request=held.request if held else None,
+            again=bool(held and held.crashes >= MAX_CRASHES_PER_BATCH),
+        )
+        if used_up or worker_exit.again:
+            return worker_exit.error() if held else None
+        _log.warning("%s", worker_exit.news(self._restarts, self._most))
+        return None
+
+    def end(self) -> WorkerExit:
+        """What is told of batches that nobody is left to build."""
+        assert self._last is not None
+        return self._last
+
+
+def record_crash(held: Attempted) -> None:
+    """Remembers of a batch that a worker died over it."""
+    held.crashes += 1
+    if held.request.interval_s is not None:
+        held.request.interval_s = 0.0  # this one is told of

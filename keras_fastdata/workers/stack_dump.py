@@ -1,0 +1,134 @@
+"""Where a worker is stuck, asked from outside.
+
+A worker process gives `faulthandler` an anonymous file and a signal to write
+its Python stacks on. That handler is C code that needs neither the GIL nor the
+interpreter's cooperation, so it also answers from a deadlock or from deep
+inside an extension. The training process holds the same file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+
+from keras_fastdata.workers.exceptions import PACKAGE
+
+# The highest numbers of the real-time range are the least likely to be used.
+_SIGNAL = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else 0
+
+_ANSWER_TIMEOUT_S = 1.0
+_QUIET_S = 0.05  # without a further line, after which the answer is complete
+_MAX_BYTES = 64 * 1024
+
+_BOOTSTRAP = '  File "<string>", line 1 in <module>'
+_THREAD_BEGINS = re.compile(
+    r'threading\.py", line \d+ in (run|_bootstrap|_bootstrap_inner)$'
+)
+
+
+def enable(fd: int) -> None:
+    """Has this process write its stacks into `fd` when asked."""
+    faulthandler.register(_SIGNAL, file=fd, all_threads=True)
+    # System calls of C libraries that do not expect signals go on.
+    signal.siginterrupt(_SIGNAL, False)
+
+
+def request(pid: int, pidfd: int, fd: int) -> str:
+    """The Python stacks of a process that called `enable`.
+
+    Args:
+        pid: The process.
+        pidfd: The same, to signal it.
+        fd: The file that it writes into.
+
+    Returns:
+        The stacks, innermost line first, or why they cannot be had.
+    """
+    state = status_of(pid)
+    match state.get("State", "")[:1]:
+        case "T" | "t":
+            return "It has been stopped (SIGSTOP, or a debugger)."
+        case "D":
+            return (
+                "It is in an uninterruptible system call "
+                f"({_kernel_function(pid)}), such as on a file system that "
+                "does not answer."
+            )
+    caught = int(state.get("SigCgt", "0"), 16)
+    if not caught >> (_SIGNAL - 1) & 1:
+        return "Its stack cannot be had: it has not got that far, or ended."
+    start = seen = os.fstat(fd).st_size
+    try:
+        signal.pidfd_send_signal(pidfd, _SIGNAL)
+    except ProcessLookupError:
+        pass
+    except PermissionError:
+        return "Its stack cannot be had: it runs as another user."
+    began = changed = time.monotonic()
+    while (now := time.monotonic()) - began < _ANSWER_TIMEOUT_S:
+        size = os.fstat(fd).st_size
+        if size != seen:
+            seen, changed = size, now
+        elif size > start and now - changed > _QUIET_S:
+            break
+        time.sleep(_QUIET_S / 5)
+    written = os.pread(fd, min(seen - start, _MAX_BYTES), start)
+    return _users_part(written.decode("utf-8", "replace")) or (
+        "It does not answer, so its stack cannot be had."
+    )
+
+
+def _users_part(dump: str) -> str:
+    """A dump without our own frames, and threads that have no others."""
+    threads: list[list[str]] = []
+    for line in dump.splitlines():
+        if not line.startswith(" "):
+            if line:
+                threads.append([line])
+        elif (
+            threads
+            and PACKAGE not in line
+            and line != _BOOTSTRAP
+            and not _THREAD_BEGINS.search(line)
+        ):
+            threads[-1].append(line)
+    return "\n".join(
+        line for thread in threads if len(thread) > 1 for line in thread
+    )
+
+
+def of_thread(ident: int) -> str:
+    """The Python stack of a thread of this process, innermost line last."""
+    frame = sys._current_frames().get(ident)
+    if frame is None:
+        return "Its stack cannot be had: it has ended."
+    # The first lines are how a thread begins.
+    return "".join(
+        line
+        for line in traceback.format_stack(frame)
+        if PACKAGE not in line and threading.__file__ not in line
+    ).rstrip()
+
+
+def status_of(pid: int | str) -> dict[str, str]:
+    """What the kernel says of a process; "self" is this one."""
+    with (
+        contextlib.suppress(OSError),
+        open(f"/proc/{pid}/status", errors="replace") as file,
+    ):
+        pairs = (line.partition(":") for line in file)
+        return {name: value.strip() for name, _, value in pairs}
+    return {}
+
+
+def _kernel_function(pid: int) -> str:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/wchan") as file:
+        return file.read() or "unknown"
+    return "unknown"

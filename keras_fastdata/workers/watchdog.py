@@ -1,0 +1,167 @@
+"""Noticing work that takes too long, and telling where it is stuck.
+
+With a timeout, work that has had its time is to be replaced. Without one, a
+user who waits deserves to know for what: work that takes far longer than any
+before is reported once, and again only when it has moved to another place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+from keras_fastdata.workers.base import BatchRequest
+
+START_TIMEOUT_S = 60.0  # to load a dataset and open its files, at least
+
+_LEAST_LIMIT_S = 30.0
+_FIRST_LIMIT_S = 60.0  # while there is nothing to compare with
+_FAR_BEYOND = 10  # times the slowest batch so far
+_INTERVAL_S = 0.25
+
+_log = logging.getLogger("keras_fastdata")
+
+
+@dataclasses.dataclass(frozen=True)
+class Activity:
+    """What one worker is busy with.
+
+    Attributes:
+        worker: Index of the worker.
+        what: In words, such as "Batch 3 of epoch 0 of Images, in worker 1,".
+        request: The batch it builds; `None` for anything else.
+        elapsed_s: How long it has been at it.
+        stack: Finds out where it is; may take a second.
+        starting: Whether it is still loading the dataset.
+    """
+
+    worker: int
+    what: str
+    request: BatchRequest | None
+    elapsed_s: float
+    stack: Callable[[], str]
+    starting: bool = False
+
+
+def building(dataset: str, request: BatchRequest, worker: str) -> str:
+    """The `what` of a worker that builds a batch."""
+    return (
+        f"Batch {request.index} of epoch {request.epoch} of {dataset}, in "
+        f"{worker},"
+    )
+
+
+def loading(dataset: str, worker: str) -> str:
+    """The `what` of a worker that is not ready yet."""
+    return f"Loading {dataset}, or its `on_worker_start`, in {worker},"
+
+
+@dataclasses.dataclass(frozen=True)
+class Expired:
+    """Work that has had its time.
+
+    Attributes:
+        activity: What it is.
+        stack: Where it was stuck.
+        text: What to tell the user, without the remedy.
+    """
+
+    activity: Activity
+    stack: str
+    text: str
+
+
+class Watchdog:
+    """Looks at what workers are busy with, now and then.
+
+    Args:
+        timeout_s: Seconds that one batch may take, or `None`. Loading the
+            dataset may take `START_TIMEOUT_S`, where that is more.
+        remedy: What to do about work that never ends, for warnings.
+    """
+
+    def __init__(self, timeout_s: float | None, remedy: str) -> None:
+        self._timeout_s = timeout_s
+        self._remedy = remedy
+        self._slowest_s = 0.0
+        self._next_look = 0.0
+        # By worker: the work warned about, when to ask again, the stack.
+        self._warned: dict[int, tuple[str, float, str]] = {}
+
+    @property
+    def interval_s(self) -> float:
+        """How long to wait at most between two looks."""
+        if self._timeout_s is None:
+            return _INTERVAL_S
+        return min(_INTERVAL_S, self._timeout_s / 4)
+
+    def learn(self, seconds: float) -> None:
+        """Takes note of how long a batch took."""
+        self._slowest_s = max(self._slowest_s, seconds)
+
+    def is_due(self) -> bool:
+        """Whether it is time for `look`."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return False
+        self._next_look = now + self.interval_s
+        return True
+
+    def look(self, activities: Iterable[Activity]) -> list[Expired]:
+        """Returns work that has had its time, and warns about the rest."""
+        expired = []
+        for activity in activities:
+            if self._timeout_s is None:
+                self._warn_if_slow(activity)
+            elif activity.elapsed_s > self._limit_s(activity, self._timeout_s):
+                expired.append(self._describe(activity))
+        return expired
+
+    @staticmethod
+    def _limit_s(activity: Activity, timeout_s: float) -> float:
+        return (
+            max(timeout_s, START_TIMEOUT_S) if activity.starting else timeout_s
+        )
+
+    def _describe(self, activity: Activity) -> Expired:
+        assert self._timeout_s is not None
+        limit = f"`batch_timeout={self._timeout_s:g}`"
+        if activity.starting and self._timeout_s < START_TIMEOUT_S:
+            limit = f"the {START_TIMEOUT_S:g} s that a start may take"
+        text = f"{activity.what} has taken {activity.elapsed_s:.3g} s, more than {limit}."
+        return Expired(activity, activity.stack(), text)
+
+    def _warn_if_slow(self, activity: Activity) -> None:
+        slowest = 0.0 if activity.starting else self._slowest_s
+        limit = (
+            max(_LEAST_LIMIT_S, _FAR_BEYOND * slowest)
+            if slowest
+            else _FIRST_LIMIT_S
+        )
+        about, again_s, before = self._warned.get(
+            activity.worker, ("", 0.0, "")
+        )
+        if about != activity.what:
+            again_s, before = 0.0, ""
+        if activity.elapsed_s <= max(limit, again_s):
+            return
+        stack = activity.stack()
+        # Rarer and rarer: something slow moves, and is not worth a line each.
+        self._warned[activity.worker] = (
+            activity.what,
+            2 * activity.elapsed_s,
+            stack,
+        )
+        if stack == before:
+            return
+        usual = f"; the slowest before took {slowest:.3g} s" if slowest else ""
+        _log.warning(
+            "%s has taken %.0f s so far%s. %s\n%s",
+            activity.what,
+            activity.elapsed_s,
+            usual,
+            self._remedy,
+            stack,
+        )

@@ -1,0 +1,146 @@
+"""The caller's global generators after a batch was built in its process."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from keras_fastdata.building import mt19937, seeding
+from keras_fastdata.building.global_rng import preserved_globals
+
+
+@pytest.fixture(autouse=True)
+def _as_before():
+    bits, state = np.random.get_bit_generator(), np.random.get_state()
+    yield
+    np.random.set_bit_generator(bits)
+    np.random.set_state(state)
+
+
+def draw():
+    """A little of everything."""
+    return (
+        np.random.rand(3).tolist(),
+        np.random.randn(3).tolist(),  # draws a fourth in advance
+        np.random.randint(0, 1 << 30, 2).tolist(),
+        random.random(),
+        random.gauss(0, 1),
+    )
+
+
+def draws_with(interlude, before):
+    """What is drawn after an interlude, when so much was drawn before."""
+    np.random.seed(7)
+    random.seed(7)
+    np.random.randn(before)
+    found = []
+    for _ in range(4):
+        interlude()
+        found.append(draw())
+    return found
+
+
+def build_a_batch():
+    with preserved_globals():
+        np.random.seed(1)
+        random.seed(1)
+        draw()
+
+
+def build_in_vain():
+    with preserved_globals():
+        np.random.rand(10)
+        raise KeyError
+
+
+@pytest.mark.parametrize("before", [0, 1, 2, 3])
+def test_building_leaves_no_trace(before):
+    assert draws_with(build_a_batch, before) == draws_with(int, before)
+
+
+def test_a_normal_number_drawn_in_advance_is_drawn_next_all_the_same():
+    np.random.seed(3)
+    first, second = np.random.randn(), np.random.randn()
+    np.random.seed(3)
+    assert np.random.randn() == first
+    build_a_batch()
+    build_a_batch()
+    assert np.random.randn() == second
+
+
+def test_one_that_the_build_drew_in_advance_is_forgotten():
+    np.random.seed(3)
+    first = np.random.randn()
+    np.random.seed(3)
+    with preserved_globals():
+        np.random.randn()
+    assert np.random.randn() == first
+
+
+def test_another_bit_generator_is_preserved_too():
+    np.random.set_bit_generator(np.random.PCG64(5))
+    wanted = [np.random.rand() for _ in range(3)]
+    np.random.set_bit_generator(np.random.PCG64(5))
+    found = []
+    for _ in range(3):
+        with preserved_globals():
+            np.random.rand(10)
+        found.append(np.random.rand())
+    assert found == wanted
+
+
+def test_an_exception_leaves_no_trace_either():
+    np.random.seed(3)
+    wanted = np.random.rand()
+    np.random.seed(3)
+    with pytest.raises(KeyError):
+        build_in_vain()
+    assert np.random.rand() == wanted
+
+
+def test_the_state_is_read_from_memory_only_if_it_lies_there(monkeypatch):
+    monkeypatch.setattr(mt19937, "_packed", lambda state: b"elsewhere")
+    monkeypatch.setattr(mt19937, "_known", None)
+    assert draws_with(build_a_batch, 1) == draws_with(int, 1)
+
+
+def test_where_nothing_was_drawn_in_between_the_slow_way_is_spared(monkeypatch):
+    np.random.seed(3)
+    with preserved_globals():
+        draw()
+    monkeypatch.delattr(np.random, "get_state")
+    with preserved_globals():
+        draw()
+
+
+def seeded_draws():
+    np.random.randn()  # draws a second one in advance, to be forgotten
+    seeding.reseed_globals(7, 1, 2, 3)
+    return draw()
+
+
+def test_a_seed_means_the_same_where_the_state_lies_elsewhere(monkeypatch):
+    usual = seeded_draws()
+    assert seeded_draws() == usual
+    monkeypatch.setattr(mt19937, "_packed", lambda state: b"elsewhere")
+    monkeypatch.setattr(mt19937, "_known", None)
+    assert seeded_draws() == usual
+
+
+def test_a_seed_means_the_same_wherever_the_generator_is():
+    usual = seeded_draws()
+    np.random.set_bit_generator(np.random.MT19937())
+    assert seeded_draws() == usual
+
+
+def test_streams_with_other_keys_differ():
+    found = set()
+    for key in [(1,), (1, 0), (10,), (2**70, 3)]:
+        for seed in (0, 1, 11, 2**70):
+            seeding.reseed_globals(seed, *key)
+            found.add((np.random.randint(2**62), random.random()))
+    assert len(found) == 16
+    assert len({drawn for drawn, _ in found}) == 16
+    assert len({drawn for _, drawn in found}) == 16

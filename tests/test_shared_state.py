@@ -1,0 +1,205 @@
+"""A dataset's state in an anonymous file, and its later states."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+import numpy as np
+import pytest
+from samples import Numbered
+
+from keras_fastdata.memory.shared_state import SharedState, read_shared_state
+
+MB = 1 << 20
+
+
+class Holder:
+    """Something with a large array, a small one, and a word."""
+
+    def __init__(self, nbytes=4 * MB):
+        self.table = np.arange(nbytes // 4, dtype="int32")
+        self.index = np.arange(1000)
+        self.word = "first"
+
+
+@pytest.fixture
+def payload_of():
+    with contextlib.ExitStack() as stack:
+
+        def make(obj):
+            payload = SharedState(obj)
+            stack.callback(payload.close)
+            return payload
+
+        yield make
+
+
+def size(payload):
+    return os.fstat(payload.fd).st_size
+
+
+def latest(payload):
+    return read_shared_state(payload.fd, payload.start)
+
+
+def test_what_has_not_changed_is_not_written_again(payload_of):
+    holder = Holder()
+    payload = payload_of(holder)
+    before = size(payload), payload.start
+    assert payload.renew(holder) is False
+    assert (size(payload), payload.start) == before
+
+
+def test_an_array_that_changed_in_place_is_written_alone(payload_of):
+    holder = Holder()
+    payload = payload_of(holder)
+    before = size(payload)
+    holder.index[:] = holder.index[::-1].copy()
+    assert payload.renew(holder) is True
+    assert size(payload) - before < MB
+    found = latest(payload)
+    np.testing.assert_array_equal(found.index, np.arange(1000)[::-1])
+    np.testing.assert_array_equal(found.table, holder.table)
+
+
+def test_a_single_byte_that_changed_is_found(payload_of):
+    holder = Holder()
+    payload = payload_of(holder)
+    holder.table[-1] += 1
+    assert payload.renew(holder) is True
+    assert latest(payload).table[-1] == holder.table[-1]
+
+
+def test_what_lies_beside_arrays_may_change_alone(payload_of):
+    holder = Holder()
+    payload = payload_of(holder)
+    before = size(payload)
+    holder.word = "second"
+    assert payload.renew(holder) is True
+    assert size(payload) - before < MB
+    assert latest(payload).word == "second"
+
+
+def test_an_array_may_come_go_grow_and_shrink(payload_of):
+    holder = Holder()
+    payload = payload_of(holder)
+    for change in (
+        lambda: setattr(holder, "more", np.ones(100_000)),
+        lambda: setattr(holder, "table", holder.table[:1000]),
+        lambda: setattr(holder, "table", np.arange(2 * MB)),
+        lambda: setattr(holder, "table", np.empty(0)),
+        lambda: delattr(holder, "more"),
+        lambda: setattr(holder, "index", holder.table),
+    ):
+        change()
+        assert payload.renew(holder) is True
+        found = latest(payload)
+        assert vars(found).keys() == vars(holder).keys()
+        for name, value in vars(holder).items():
+            np.testing.assert_array_equal(getattr(found, name), value)
+    assert found.index is found.table
+
+
+def test_a_state_gone_by_stays_as_it_was(payload_of):
+    holder = Holder()
+    payload = payload_of(holder)
+    first = latest(payload)
+    holder.table[:] = 7
+    payload.renew(holder)
+    assert first.table[:3].tolist() == [0, 1, 2]
+    assert latest(payload).table[:3].tolist() == [7, 7, 7]
+
+
+def test_whoever_reads_it_may_write_to_a_copy_of_its_own(payload_of):
+    holder = Holder()
+    payload = payload_of(holder)
+    latest(payload).table[:] = 9
+    assert latest(payload).table[5] == 5
+    assert payload.renew(holder) is False
+
+
+def test_states_gone_by_do_not_pile_up(payload_of):
+    holder = Holder()
+    payload = payload_of(holder)
+    for number in range(30):
+        holder.table[0] = number + 1
+        payload.renew(holder)
+        assert size(payload) < holder.table.nbytes + 17 * MB
+        assert latest(payload).table[0] == number + 1
+    assert payload.renew(holder) is False
+
+
+def test_a_state_that_cannot_be_pickled_leaves_the_one_before(payload_of):
+    holder = Holder()
+    payload = payload_of(holder)
+    holder.word = (i for i in range(3))
+    with pytest.raises(TypeError, match="generator"):
+        payload.renew(holder)
+    assert latest(payload).word == "first"
+
+
+def test_a_large_array_that_changes_every_time_is_there_once():
+    holder = Holder(16 * MB)
+    with contextlib.closing(SharedState(holder)) as payload:
+        for number in range(3):
+            holder.table[0] = number + 1
+            payload.renew(holder)
+            assert size(payload) < 17 * MB
+            assert latest(payload).table[0] == number + 1
+
+
+def test_an_interrupt_while_arrays_are_compared_is_one(payload_of, monkeypatch):
+    holder = Holder()
+    payload = payload_of(holder)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "array_equal", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            payload.renew(holder)
+    assert payload.renew(holder) is False
+
+
+class Reshuffled(Numbered):
+    """Reverses its index after each epoch, beside a large table."""
+
+    def __init__(self, **kwargs):
+        super().__init__(length=8, **kwargs)
+        self.table = np.ones(8 * MB, "uint8")
+        self.index = np.arange(8)
+        self.labels = 10 * np.arange(8)
+
+    def __getitem__(self, index):
+        number = self.index[index] * self.table[index]
+        return np.full((4,), number), self.labels[[index]]
+
+    def on_epoch_end(self):
+        self.index[:] = self.index[::-1].copy()
+
+
+def _state_files():
+    """Descriptor and size of each dataset's file in this process."""
+    found = {}
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if "fastdata-dataset" in os.readlink(f"/proc/self/fd/{fd}"):
+                found[fd] = os.stat(f"/proc/self/fd/{fd}").st_size
+    return found
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_an_index_that_is_shuffled_each_epoch_does_not_move_the_table(method):
+    with Reshuffled(
+        workers=2, use_multiprocessing=True, start_method=method
+    ) as dataset:
+        for epoch in range(6):
+            wanted = dataset.index.tolist()
+            found = [int(x[0]) for x, _ in dataset]
+            assert found == wanted, epoch
+            dataset.on_epoch_end()
+            dataset.mark_changed()
+        (nbytes,) = _state_files().values()
+    assert nbytes < 9 * MB
