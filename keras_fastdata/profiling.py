@@ -469,8 +469,8 @@ def _facts(found: Profile) -> str:
         (
             "Build",
             f"{formatting.duration(found.build_s_p50)} a batch (p95 "
-            f"{formatting.duration(found.build_s_p95)}): {computing} computing, "
-            f"{formatting.share(1 - found.computing)} waiting",
+            f"{formatting.duration(found.build_s_p95)}): {computing} "
+            f"computing, {formatting.share(1 - found.computing)} waiting",
         ),
         ("Batch", f"{formatting.size(found.nbytes)} in its arrays"),
     ]

@@ -29,20 +29,22 @@ _ROOMS = [
     "__init__",
     "__main__",
     "profiling",
-    "target",
+    "cli_target",
     "datasets",
     "dataset",
     "callbacks",
+    "health",
     "iterators",
     "shared_list",
     "keras_bridge",
-    "tensorflow_feed",
     "_dataset_internals",
     "engine",
+    "building",
     "workers",
     "memory",
-    "health",
+    "metrics",
     "errors",
+    "_process_role",
     "_atomic_write",
 ]
 _HEAVY = {
@@ -427,8 +429,8 @@ print(json.dumps([name for name in before if before[name] != after[name]]))
 
 def test_a_worker_imports_every_public_name_without_keras(tmp_path):
     script = """
-from keras_fastdata.workers import role
-role.become_worker()
+from keras_fastdata import _process_role
+_process_role.become_worker()
 import keras_fastdata
 class Squares(keras_fastdata.FastPyDataset):
     def __len__(self):

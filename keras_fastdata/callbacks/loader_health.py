@@ -408,7 +408,8 @@ def _describe(health: EpochHealth, skipped: int) -> str:
     line = (
         f"LoaderHealth: {health.name} lost "
         f"{formatting.share(health.data_wait)} of "
-        f"{formatting.duration(health.wall_s)} to its data ({health.verdict.kind})."
+        f"{formatting.duration(health.wall_s)} to its data "
+        f"({health.verdict.kind})."
     )
     if health.verdict.kind is not Kind.COMPUTE_BOUND:
         line += f" With free data: {formatting.duration(health.free_s)}."

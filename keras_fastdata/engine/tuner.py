@@ -344,5 +344,6 @@ def _what_changed(known: Costs, seen: Costs) -> str:
     return (
         f"Builds took {formatting.duration(known.build_s)} and steps "
         f"{formatting.duration(known.step_s)}; now it is "
-        f"{formatting.duration(seen.build_s)} and {formatting.duration(seen.step_s)}."
+        f"{formatting.duration(seen.build_s)} and "
+        f"{formatting.duration(seen.step_s)}."
     )

@@ -190,8 +190,8 @@ def _rate(count: float, seconds: float) -> float:
 def _why_inline(inline_s: float, best: float) -> str:
     return (
         f"A batch is built in {formatting.duration(inline_s)}; handing it over "
-        f"from a worker takes more than that ({formatting.duration(1 / best)} a "
-        "batch at best)."
+        "from a worker takes more than that "
+        f"({formatting.duration(1 / best)} a batch at best)."
     )
 
 
@@ -206,8 +206,8 @@ def _why_threads(
 ) -> str:
     if threads.computing < _WAITS:
         return (
-            f"A build waits {formatting.share(1 - threads.computing)} of its time, "
-            "for files, a network or the like; that needs no core, and "
+            f"A build waits {formatting.share(1 - threads.computing)} of its "
+            "time, for files, a network or the like; that needs no core, and "
             "threads do it at once."
         )
     if processes is not None:
@@ -218,7 +218,8 @@ def _why_threads(
 def _in_turn(held: float) -> str:
     return (
         "Builds run Python code, and threads take turns at that: its lock "
-        f"(the GIL) is held {formatting.share(held)} of the time two of them build."
+        f"(the GIL) is held {formatting.share(held)} of the time two of them "
+        "build."
     )
 
 

@@ -182,8 +182,8 @@ def judge(facts: Facts) -> Verdict:
     evidence, advice = _REASONS[kind](facts)
     if kind is not Kind.COMPUTE_BOUND:
         evidence += (
-            f" With free data it would take {formatting.duration(facts.free_s)} "
-            f"instead of {formatting.duration(facts.wall_s)}."
+            f" With free data it would take "
+            f"{formatting.duration(facts.free_s)} instead of {formatting.duration(facts.wall_s)}."
         )
     return Verdict(kind, evidence, advice, max(1.0, facts.ceiling_speedup))
 
@@ -255,8 +255,8 @@ def _is_gil_bound(facts: Facts) -> bool:
 
 def _compute_bound(facts: Facts) -> tuple[str, str]:
     return (
-        f"Free data would save {formatting.share(facts.data_wait)} of the time: "
-        "the ceiling is reached.",
+        f"Free data would save {formatting.share(facts.data_wait)} of the "
+        "time: the ceiling is reached.",
         "A faster model or device would help, faster data would not.",
     )
 
@@ -283,8 +283,8 @@ def _io_bound(facts: Facts) -> tuple[str, str]:
     idle = 1.0 - facts.computing
     evidence = (
         f"Building a batch takes {_per_batch(facts, facts.build_s)}, and "
-        f"{formatting.share(idle)} of that it waits for something else: files, a "
-        "network, a lock."
+        f"{formatting.share(idle)} of that it waits for something else: files, "
+        "a network, a lock."
     )
     workers = max(facts.workers, 1)
     wanted = math.ceil(facts.build_s / max(facts.free_s, 1e-9))
@@ -352,8 +352,8 @@ def _transfer_bound_on_ray(facts: Facts) -> tuple[str, str]:
     busy = facts.build_s / max(facts.workers * facts.wall_s, 1e-9)
     evidence = (
         f"Building a batch takes {_per_batch(facts, facts.build_s)}, and "
-        f"{facts.workers} workers build {formatting.share(busy)} of the time; what "
-        f"is waited for is Ray, which moves "
+        f"{facts.workers} workers build {formatting.share(busy)} of the time; "
+        f"what is waited for is Ray, which moves "
         f"{formatting.size(facts.nbytes / facts.batches)} a batch."
     )
     advice = (
@@ -369,8 +369,8 @@ def _stragglers(facts: Facts) -> tuple[str, str]:
         f"{formatting.count(len(slow), 'batch')} (index "
         f"{formatting.listed([s.batch for s in slow])}) took up to "
         f"{formatting.duration(slow[0].build_s)} to build, the others around "
-        f"{formatting.duration(facts.build_s_p50)}; most of the waiting was for "
-        "these."
+        f"{formatting.duration(facts.build_s_p50)}; most of the waiting was "
+        "for these."
     )
     advice = "Look at what is special about them, with `dataset[index]`."
     if facts.workers_are == "inline":
@@ -421,8 +421,8 @@ def _late_start(facts: Facts) -> tuple[str, str]:
 
 def _too_few_batches(facts: Facts) -> tuple[str, str]:
     evidence = (
-        f"{formatting.count(facts.batches, 'batch')} for {facts.workers} workers: "
-        "they build all at once, and training waits for the first."
+        f"{formatting.count(facts.batches, 'batch')} for {facts.workers} "
+        "workers: they build all at once, and training waits for the first."
     )
     advice = (
         "Smaller batches, and more of them, let training begin earlier. More "

@@ -58,8 +58,8 @@ class Encoded(NamedTuple):
             layout, or a pickle.
         extents: Where each array's bytes are: packed (start, nbytes) pairs.
         used: Bytes of the slot in use.
-        retained: Whether the dataset still holds an array that `self.empty` made
-            in this slot, so that it must not be used again.
+        retained: Whether the dataset still holds an array that `self.empty`
+            made in this slot, so that it must not be used again.
     """
 
     structure: bytes

@@ -250,8 +250,8 @@ class Recorder:
         is_sampling: Whether the step under way is one by itself, between two
             device synchronizations.
         before_wait: Called before that thread then waits for a batch itself.
-        source_id: What the batches of the stretch come from, once it is known; see
-            `is_of`.
+        source_id: Where the batches of this stretch come from, once it is
+            known; see `is_of`.
         batch_stats: Of the present stretch; see `begin`.
     """
 

@@ -130,7 +130,10 @@ class Watchdog:
         limit = f"`batch_timeout={self._timeout_s:g}`"
         if activity.starting and self._timeout_s < START_TIMEOUT_S:
             limit = f"the {START_TIMEOUT_S:g} s that a start may take"
-        text = f"{activity.what} has taken {activity.elapsed_s:.3g} s, more than {limit}."
+        text = (
+            f"{activity.what} has taken {activity.elapsed_s:.3g} s, more than "
+            f"{limit}."
+        )
         return Expired(activity, activity.stack(), text)
 
     def _warn_if_slow(self, activity: Activity) -> None:

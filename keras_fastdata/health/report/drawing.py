@@ -111,7 +111,10 @@ def histogram(name: str, seconds: npt.NDArray[np.float64]) -> Chart | None:
                 title,
             )
         )
-    note = f"median {formatting.duration(median)}, 95% within {formatting.duration(p95)}"
+    note = (
+        f"median {formatting.duration(median)}, 95% within "
+        f"{formatting.duration(p95)}"
+    )
     if figure.at_once:
         least = formatting.duration(axes.LEAST_S)
         note += f"; {figure.at_once:,} under {least} are not drawn"

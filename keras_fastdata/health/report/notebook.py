@@ -38,8 +38,8 @@ def summary_html(summary: HealthSummary) -> str:
         return "<div>LoaderHealth: no batch of a FastPyDataset was seen.</div>"
     verdict = summary.verdict
     figures = (
-        f"{formatting.share(summary.data_wait)} of {formatting.duration(summary.wall_s)} "
-        "were waiting for data; with free data: "
+        f"{formatting.share(summary.data_wait)} of "
+        f"{formatting.duration(summary.wall_s)} were waiting for data; with free data: "
         f"{formatting.duration(summary.free_s)}."
     )
     return (

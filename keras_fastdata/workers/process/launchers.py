@@ -382,8 +382,8 @@ def _key(worker_env: dict[str, str], rights: _Rights) -> tuple[object, ...]:
     return tuple(sorted(worker_env.items())), rights
 
 
-# The fork servers of this process, by `worker_env` and rights. Reentrant, because
-# a dataset may be collected, and so closed, while the lock is held.
+# The fork servers of this process, by `worker_env` and rights. The lock is
+# reentrant, because a dataset may be collected, and so closed, while it is held.
 _forkservers: dict[tuple[object, ...], _Forkserver] = {}
 _forkservers_lock = threading.RLock()
 _forkservers_pid = os.getpid()
