@@ -32,15 +32,11 @@ from keras_fastdata._dataset_internals import (
     settings_in_effect,
     state_dict_of,
 )
+from keras_fastdata._validation import arguments_of, integer, unknown_arguments
 from keras_fastdata.building import build
 from keras_fastdata.building.permutation import Permutation
 from keras_fastdata.engine.batch_iterator import iterate
-from keras_fastdata.engine.settings import (
-    Settings,
-    arguments_of,
-    integer,
-    unknown_arguments,
-)
+from keras_fastdata.engine.settings import Settings
 from keras_fastdata.engine.state_dict import State
 
 if TYPE_CHECKING or _process_role.is_worker():

@@ -44,6 +44,7 @@ _ROOMS = [
     "memory",
     "metrics",
     "errors",
+    "_validation",
     "_process_role",
     "_atomic_write",
 ]

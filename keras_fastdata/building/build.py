@@ -21,11 +21,11 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from keras_fastdata._validation import integer
 from keras_fastdata.building import global_rng, held_generators, seeding
 from keras_fastdata.building.global_rng import preserved_globals
 from keras_fastdata.building.permutation import Permutation
 from keras_fastdata.building.worker_state import WorkerState
-from keras_fastdata.engine.settings import integer
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.memory.arena import aligned_empty
 from keras_fastdata.workers.base import ONCE

@@ -10,8 +10,8 @@ from typing import Any
 
 from keras_fastdata import _atomic_write
 from keras_fastdata._dataset_internals import internals_of
+from keras_fastdata._validation import boolean, integer
 from keras_fastdata.callbacks.base import Callback, registered
-from keras_fastdata.engine.settings import boolean, integer
 
 _Saved = dict[str, Any]
 

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from keras_fastdata._dataset_internals import answer
+from keras_fastdata._validation import arguments_of, unknown_arguments
 from keras_fastdata.dataset import FastPyDataset
 from keras_fastdata.datasets.sampling import for_iterables
-from keras_fastdata.engine.settings import arguments_of, unknown_arguments
 
 _HOOKS = ("on_epoch_begin", "on_epoch_end")
 

@@ -32,16 +32,16 @@ from keras_fastdata._dataset_internals import (
     internals_of,
     state_dict_of,
 )
-from keras_fastdata.building.held_generators import Held, Search, seeds_its_own
-from keras_fastdata.dataset import FastPyDataset
-from keras_fastdata.datasets.collate import Padded, Padding, collate
-from keras_fastdata.datasets.sampling import GENERATOR_KEY
-from keras_fastdata.engine.settings import (
+from keras_fastdata._validation import (
     arguments_of,
     boolean,
     integer,
     unknown_arguments,
 )
+from keras_fastdata.building.held_generators import Held, Search, seeds_its_own
+from keras_fastdata.dataset import FastPyDataset
+from keras_fastdata.datasets.collate import Padded, Padding, collate
+from keras_fastdata.datasets.sampling import GENERATOR_KEY
 from keras_fastdata.engine.sharding import has_random_access
 from keras_fastdata.engine.state_dict import State
 from keras_fastdata.errors import EndOfData, LoaderError

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from keras_fastdata._validation import check_local, one_of
 from keras_fastdata.datasets import decoding
 from keras_fastdata.datasets.samples import SampleDataset
 from keras_fastdata.datasets.sampling import (
@@ -18,7 +19,6 @@ from keras_fastdata.datasets.sampling import (
     take_transform,
     transformed,
 )
-from keras_fastdata.engine.settings import check_local, one_of
 from keras_fastdata.shared_list import SharedList
 from keras_fastdata.workers import exceptions
 

@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from keras_fastdata._dataset_internals import answer
+from keras_fastdata._validation import boolean, integer
 from keras_fastdata.building.permutation import Permutation
 from keras_fastdata.dataset import FastPyDataset
-from keras_fastdata.engine.settings import boolean, integer
 
 Indices = npt.NDArray[np.int64]
 Sampler = Callable[[np.random.Generator, int], npt.ArrayLike]

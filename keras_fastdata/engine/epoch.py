@@ -38,8 +38,8 @@ class Epoch:
             not begun, what it will be if nobody else begins one before.
         begun: Whether that number is its own.
         prefetches_next: Whether an epoch like this one is to follow.
-        may_prefetch_next: Whether that may begin ahead of its time: not where epochs
-            of different passes take turns.
+        may_prefetch_next: Whether that may begin ahead of its time: not where
+            epochs of different iterators take turns.
         next_epoch: That one, once requests of it may be out.
         position: Of the next batch to deliver.
         issued: Positions below this one have been asked for.

@@ -89,10 +89,10 @@ def _create_remote_pool(
         "worker_env": None if worker_env is None else dict(worker_env),
     }
     if settings.kind == "ray":
-        from keras_fastdata.workers.ray import cluster, pool
+        from keras_fastdata.workers.ray import pool
+        from keras_fastdata.workers.ray.options import Options
 
-        options = cluster.Options.of(settings.ray_options)
-        plan = pool.RayPlan(options=options, **common)
+        plan = pool.RayPlan(options=Options.of(settings.ray_options), **common)
         return pool.RayPool(plan, maker, receiver)
     # Needs what only POSIX has.
     from keras_fastdata.workers.process.pool import ProcessPlan, ProcessPool

@@ -182,8 +182,8 @@ def judge(facts: Facts) -> Verdict:
     evidence, advice = _REASONS[kind](facts)
     if kind is not Kind.COMPUTE_BOUND:
         evidence += (
-            f" With free data it would take "
-            f"{formatting.duration(facts.free_s)} instead of {formatting.duration(facts.wall_s)}."
+            f" With free data it would take {formatting.duration(facts.free_s)}"
+            f" instead of {formatting.duration(facts.wall_s)}."
         )
     return Verdict(kind, evidence, advice, max(1.0, facts.ceiling_speedup))
 

@@ -39,8 +39,8 @@ def summary_html(summary: HealthSummary) -> str:
     verdict = summary.verdict
     figures = (
         f"{formatting.share(summary.data_wait)} of "
-        f"{formatting.duration(summary.wall_s)} were waiting for data; with free data: "
-        f"{formatting.duration(summary.free_s)}."
+        f"{formatting.duration(summary.wall_s)} were waiting for data; with "
+        f"free data: {formatting.duration(summary.free_s)}."
     )
     return (
         "<div>"

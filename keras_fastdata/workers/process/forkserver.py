@@ -1,10 +1,10 @@
-"""The fork server: a clean process that forks workers and outlives none of them.
+"""The fork server: a clean process that forks workers, and dies with them.
 
 A process that has run TensorFlow or JAX is full of threads and must not be
 forked. The fork server has imported NumPy and little else, has one thread, and
 forks in milliseconds. It reports how each worker ended. When the trainer ends,
-however it ends, the fork server kills the workers with all they have started, and
-ends too; should the fork server be killed, the kernel kills the workers
+however it ends, the fork server kills the workers with all they have started,
+and ends too. If the fork server is killed, the kernel kills the workers
 (PR_SET_PDEATHSIG).
 
     trainer --FORK + descriptors--> fork server --fork--> worker

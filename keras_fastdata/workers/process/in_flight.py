@@ -1,14 +1,14 @@
-"""The books of a set of worker processes: which request is where, in which slot.
+"""Which request is where, and in which slot, in a pool of worker processes.
 
 A request travels under a task id, a new one each time it is sent. Until its
 result is settled it is in exactly one of three states, and holds a slot:
 
-    queue     waits here, because the task socket was full
+    queued      waits here, because the task socket was full
     out         in the task socket, or in a worker's hands
     cancelled   out, but nobody wants the batch any more
 
-A slot whose request went missing is in quarantine: some living worker may yet write
-to it.
+A slot whose request went missing is in quarantine: some living worker may yet
+write to it.
 """
 
 from __future__ import annotations

@@ -383,7 +383,7 @@ def _key(worker_env: dict[str, str], rights: _Rights) -> tuple[object, ...]:
 
 
 # The fork servers of this process, by `worker_env` and rights. The lock is
-# reentrant, because a dataset may be collected, and so closed, while it is held.
+# reentrant: a dataset may be collected, and so closed, while it is held.
 _forkservers: dict[tuple[object, ...], _Forkserver] = {}
 _forkservers_lock = threading.RLock()
 _forkservers_pid = os.getpid()

@@ -44,6 +44,7 @@ from keras_fastdata.workers.base import (
 from keras_fastdata.workers.process import launchers
 from keras_fastdata.workers.ray import actor, cluster
 from keras_fastdata.workers.ray.object_store import RemoteDataset, store_usage
+from keras_fastdata.workers.ray.options import Options
 from keras_fastdata.workers.restart_policy import (
     MAX_CRASHES_PER_BATCH,
     RestartPolicy,
@@ -97,7 +98,7 @@ class RayPlan:
     max_restarts: int
     batch_timeout: float | None
     worker_env: dict[str, str] | None
-    options: cluster.Options
+    options: Options
 
 
 @dataclasses.dataclass(eq=False)

@@ -1,0 +1,134 @@
+"""Checks of arguments; each error names the argument and what was received."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+import numbers
+import operator
+import os
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+
+def integer(name: str, value: Any, *, least: int, or_else: str = "") -> int:
+    """An argument that must be an integer of at least `least`.
+
+    Args:
+        name: Of the argument.
+        value: What was received.
+        least: The smallest that is allowed.
+        or_else: What the error is to say of other values that are allowed.
+    """
+    wanted = f"`{name}` must be an integer of at least {least}{or_else}."
+    if isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{wanted} Received: {value!r}")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"{wanted} Received: {value!r} (of type {type(value).__name__})"
+            f"{_as_integer(name, value)}"
+        ) from None
+    if number < least:
+        raise ValueError(f"{wanted} Received: {number}")
+    return number
+
+
+def _as_integer(name: str, value: Any) -> str:
+    """Says how to pass the integer that was meant, where there is one."""
+    try:
+        number = int(value)
+    except (TypeError, ValueError, OverflowError):
+        return ""
+    is_it = isinstance(value, str) or number == value
+    return f". Pass `{name}={number}`, or `int(...)` of it." if is_it else ""
+
+
+def arguments_of(kind: type) -> list[str]:
+    """Names that the constructor of a class takes, its bases' included."""
+    names: dict[str, None] = {}
+    for base in kind.__mro__:
+        initialize: Any = vars(base).get("__init__")
+        if initialize is None or base is object:
+            continue
+        _, *parameters = inspect.signature(initialize).parameters.values()
+        for parameter in parameters:
+            if parameter.kind not in (
+                parameter.VAR_POSITIONAL,
+                parameter.VAR_KEYWORD,
+            ):
+                names[parameter.name] = None
+    return list(names)
+
+
+def unknown_arguments(
+    taker: str, unknown: Iterable[str], allowed: Sequence[str]
+) -> TypeError:
+    """The error for arguments that nothing takes.
+
+    Args:
+        taker: Name of the class or function they were passed to.
+        unknown: Their names.
+        allowed: Names of the arguments there are.
+    """
+    names = sorted(unknown)
+    near = [difflib.get_close_matches(name, allowed, 1) for name in names]
+    meant = " and ".join(f"`{name}`" for found in near for name in found)
+    return TypeError(
+        f"{taker} received unknown arguments: {', '.join(names)}. "
+        f"It takes: {', '.join(allowed)}."
+        + (f" Did you mean {meant}?" if meant else "")
+    )
+
+
+def check_local(name: str, path: Any, way_out: str = "") -> None:
+    """Refuses an address such as `s3://...`, which is no path of a file."""
+    text = os.fspath(path)
+    if isinstance(text, str) and re.match(r"[a-zA-Z][\w+.-]+://", text):
+        raise ValueError(
+            f"`{name}` must be on a file system of this machine. Received: "
+            f"{text!r}. Mount it, or copy the files here"
+            f"{way_out or ' first'}."
+        )
+
+
+def seconds(name: str, value: Any) -> float:
+    """An argument that must be a finite number of seconds, more than 0."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(
+            f"`{name}` must be a number of seconds. "
+            f"Received: {value!r} (of type {type(value).__name__})"
+        )
+    number = float(value)
+    if not 0 < number < math.inf:
+        raise ValueError(
+            f"`{name}` must be more than 0 seconds, and finite; `None` waits "
+            f"for ever. Received: {value!r}"
+        )
+    return number
+
+
+def boolean(name: str, value: Any) -> bool:
+    """An argument that must be True or False."""
+    # NumPy's bool and 0 / 1 come out of configuration files.
+    if value in (True, False):
+        return bool(value)
+    raise TypeError(
+        f"`{name}` must be True or False. "
+        f"Received: {value!r} (of type {type(value).__name__})"
+    )
+
+
+def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    """Refuses an argument that is none of the words allowed."""
+    if value not in allowed:
+        names = ", ".join(repr(choice) for choice in allowed)
+        one_of = "one of " if len(allowed) > 1 else ""
+        raise ValueError(
+            f"`{name}` must be {one_of}{names}. Received: {value!r}"
+        )
