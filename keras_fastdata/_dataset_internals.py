@@ -51,6 +51,10 @@ class Internals:
         self.loader: Loader | None = None
         self.outside_rng: np.random.Generator | None = None
 
+    def forget_outside_rng(self) -> None:
+        """Has `self.rng` begin anew where no batch is being built."""
+        self.outside_rng = None
+
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         return _ForeignInternals, (self.settings,)
 
@@ -156,7 +160,7 @@ def answer(dataset: build.Dataset, name: str) -> Any:
     if context is None:
         return getattr(_Outside(dataset), name)
     if name in _VARYING:
-        context.asked = name
+        context.note_asked(name)
     return getattr(context, name)
 
 

@@ -438,7 +438,7 @@ class FastPyDataset(_Base):
         """
         state = State.from_dict(state_dict, type(self).__name__)
         loader_of(self).restore(self, state)
-        internals_of(self).outside_rng = None
+        internals_of(self).forget_outside_rng()
 
     def set_epoch(self, epoch: int) -> None:
         """Has the next epoch be number `epoch`, from 0, of any.

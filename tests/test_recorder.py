@@ -178,8 +178,9 @@ def test_the_latest_spans_are_kept_in_order(count):
 
 def test_every_span_is_told_once_and_in_order():
     told = []
-    heard = Recorder()
-    heard.on_spans = lambda spans: told.extend(spans[:, 1].astype(int))
+    heard = Recorder(
+        on_spans=lambda spans: told.extend(spans[:, 1].astype(int))
+    )
     for batch in range(2000):
         heard.add(span(batch), 0.0)
     heard.flush()

@@ -317,7 +317,7 @@ def test_time_aside_belongs_to_no_epoch(world):
         real.fetch()
         real.compute()
     real.now_s += 10  # a validation is set up
-    real.recorder.excluded_s += 10
+    real.recorder.exclude(10)
     stretch = real.clock.end()
     assert stretch.wall_s == pytest.approx(5 * (0.02 + 2 * HOST_S), rel=0.01)
 

@@ -142,6 +142,10 @@ class Context:
     _rng: np.random.Generator | None = None
     _holds: tuple[int, bool] | None = None
 
+    def note_asked(self, name: str) -> None:
+        """Remembers what was asked for that depends on the epoch."""
+        self.asked = name
+
     def holds(self, dataset: Any) -> bool:
         """Whether that is a part of the one whose batch is built."""
         if self._holds is None or self._holds[0] != id(dataset):

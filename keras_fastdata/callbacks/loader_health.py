@@ -207,7 +207,7 @@ class LoaderHealth(Callback):
         adapter = keras_bridge.training().adapter
         if adapter is not None and self._monitor is not None:
             # Not the data that another callback evaluates on by now.
-            self._monitor.recorder.source_id = adapter.source_id
+            self._monitor.recorder.expect(adapter.source_id)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self._train_step(batch)

@@ -9,7 +9,7 @@ from typing import Any
 
 from keras_fastdata.building import build
 from keras_fastdata.engine import state_dict
-from keras_fastdata.engine.epoch import Epoch
+from keras_fastdata.engine.epoch import Epoch, Finish
 from keras_fastdata.engine.loader import END, Loader
 from keras_fastdata.metrics.recorder import Span
 from keras_fastdata.workers import exceptions
@@ -81,18 +81,14 @@ class BatchIterator(Iterator[Any]):
         Its first batches are asked for when there is room behind the last of
         this one. Call `iterate_next` to have them.
         """
-        self._epoch.prefetches_next = prefetches_next
+        self._epoch.set_prefetching(prefetches_next)
 
     def iterate_next(self) -> BatchIterator:
         """A pass through the next epoch, in the same kind of order."""
-        epoch = self._epoch
-        next_epoch = epoch.next_epoch
-        if next_epoch is None:
-            next_epoch = Epoch(epoch.shuffle)
-            next_epoch.may_prefetch_next = epoch.may_prefetch_next
+        next_epoch = self._epoch.prepare_next()
         opened = BatchIterator(self._loader, self._dataset, next_epoch)
         # Only now: an interrupt must not leave it to nobody.
-        epoch.next_epoch = None
+        self._epoch.release_next()
         return opened
 
     def time_batches(self, interval_s: float | None) -> None:
@@ -102,7 +98,7 @@ class BatchIterator(Iterator[Any]):
             interval_s: One of them in this time, and all that take as long;
                 0 for all of them. `None`: without.
         """
-        self._epoch.interval_s = interval_s
+        self._epoch.time_batches(interval_s)
 
     @property
     def is_shortened(self) -> bool:
@@ -117,7 +113,7 @@ class BatchIterator(Iterator[Any]):
     def epoch(self) -> int:
         """Its number; or what it will be, if no other begins before."""
         epoch = self._epoch
-        if epoch.begun and epoch.number is not None:
+        if epoch.has_begun and epoch.number is not None:
             return epoch.number
         return self._loader.epoch
 
@@ -139,7 +135,7 @@ class BatchIterator(Iterator[Any]):
     @property
     def has_said_its_end(self) -> bool:
         """Whether it was the dataset that said where it ends."""
-        return self._epoch.said_its_end
+        return self._epoch.finished_by is Finish.END_OF_DATA
 
     @property
     def is_read_only(self) -> bool:
@@ -168,7 +164,7 @@ class BatchIterator(Iterator[Any]):
 
     def remember_first(self) -> None:
         """Keeps the first two until the third, so that `rewind` has them."""
-        self._epoch.remembers = True
+        self._epoch.remember_first()
 
     def rewind(self) -> None:
         """Starts over, in the same epoch and order, as if never begun."""

@@ -1,16 +1,41 @@
-"""The state of one walk through a dataset.
+"""The progress of one epoch: what was delivered, and what lies ready.
 
-It belongs to the loader, which changes it behind its lock.
+    PLANNED --activate--> ACTIVE --finish(why)--> FINISHED
+    ACTIVE --reset--> PLANNED
+    FINISHED --rewind--> ACTIVE, or --restart--> PLANNED
+
+Methods change it. The loader calls them, and so do its prefetcher and its
+iterators, behind the loader's lock.
 """
 
 from __future__ import annotations
 
+import enum
 from typing import Any, NamedTuple
 
 from keras_fastdata.engine.schedule import Schedule
 from keras_fastdata.metrics.recorder import Span
 from keras_fastdata.metrics.timing import Timing
 from keras_fastdata.workers.base import BatchResult
+
+_PROBED = 2  # batches at most that Keras takes to build a model, one ahead
+
+
+class EpochState(enum.Enum):
+    """Where an epoch stands."""
+
+    PLANNED = enum.auto()  # its number is what it will be, if no other begins
+    ACTIVE = enum.auto()  # its number is its own; batches are asked for
+    FINISHED = enum.auto()  # it delivers nothing any more, unless rewound
+
+
+class Finish(enum.Enum):
+    """Why an epoch is finished."""
+
+    EXHAUSTED = enum.auto()  # all batches of its schedule were delivered
+    END_OF_DATA = enum.auto()  # the dataset raised `EndOfData`
+    FAILED = enum.auto()  # an error was raised to the consumer
+    ABANDONED = enum.auto()  # nobody holds its iterator any more
 
 
 class Pending(NamedTuple):
@@ -29,14 +54,14 @@ class Completed(NamedTuple):
 
 
 class Epoch:
-    """How far one pass has come, and what lies ready for it.
+    """How far an epoch has come, and what lies ready for it.
 
     Attributes:
         shuffle: Whether the order is drawn.
         schedule: The order, once the first batch was asked for.
-        number: The number of the epoch, from then on; or, of an epoch that has
-            not begun, what it will be if nobody else begins one before.
-        begun: Whether that number is its own.
+        number: The number of the epoch; see `EpochState.PLANNED`.
+        state: Where it stands.
+        finished_by: Why it is finished; `None` if it is not.
         prefetches_next: Whether an epoch like this one is to follow.
         may_prefetch_next: Whether that may begin ahead of its time: not where
             epochs of different iterators take turns.
@@ -53,13 +78,11 @@ class Epoch:
         remembered: The first batches, by index, as long as they are kept.
         remembers: Whether the first batches are kept for a `rewind`.
         start: The position it began at; 0, unless an earlier run did.
-        ended: Whether the last batch was delivered, or an error.
-        said_its_end: Whether `EndOfData` was what ended it.
         is_from_cache: Whether the latest batch came from the cache.
         interval_s: How often there is to be a span; see `time_batches`.
         next_span_s: When there is to be another.
         depth: Batches known to be ready when one was last asked for.
-        quiesce_s: How long workers were then waited for to rest.
+        quiesce_s: Seconds until the workers rested, for the latest batch.
         spans: Of timed batches that have been opened, by index.
         span: Of the batch delivered last.
     """
@@ -68,7 +91,8 @@ class Epoch:
         self.shuffle = shuffle
         self.schedule: Schedule | None = None
         self.number: int | None = None
-        self.begun = False
+        self.state = EpochState.PLANNED
+        self.finished_by: Finish | None = None
         self.prefetches_next = False
         self.may_prefetch_next = True
         self.next_epoch: Epoch | None = None
@@ -83,7 +107,6 @@ class Epoch:
         self.remembered: dict[int, Any] = {}
         self.remembers = False
         self.start = 0
-        self.ended = self.said_its_end = False
         self.is_from_cache = False
         self.interval_s: float | None = None
         self.next_span_s = 0.0
@@ -91,6 +114,156 @@ class Epoch:
         self.quiesce_s = 0.0
         self.spans: dict[int, Span] = {}
         self.span: Span | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether its number is its own."""
+        return self.state is not EpochState.PLANNED
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it delivers nothing any more."""
+        return self.state is EpochState.FINISHED
+
+    # -- its states ----------------------------------------------------------
+
+    def _move_to(self, state: EpochState, why: Finish | None = None) -> None:
+        """The one place where the state changes."""
+        self.state, self.finished_by = state, why
+
+    def plan(self, number: int, schedule: Schedule | None = None) -> None:
+        """Says which epoch this is, or will be, and its order if known."""
+        self.number, self.schedule = number, schedule
+
+    def drop_schedule(self) -> None:
+        """Forgets the order, because the length may have changed."""
+        self.schedule = None
+
+    def drop_skipped(self) -> None:
+        """Has skipped batches built again."""
+        self.skipped.clear()
+
+    def activate(self) -> None:
+        """Begins the epoch that it was planned to be."""
+        self._move_to(EpochState.ACTIVE)
+
+    def start_at(self, position: int) -> None:
+        """Leaves out the batches before a position: an earlier run had them."""
+        self.start = self.position = self.issued = position
+
+    def finish(self, why: Finish) -> None:
+        """Ends the epoch."""
+        self.remembered = {}
+        self._move_to(EpochState.FINISHED, why)
+
+    def reset(self) -> None:
+        """Undoes `plan` and `activate`; nothing was delivered yet."""
+        self._move_to(EpochState.PLANNED)
+        self.number = self.schedule = None
+
+    def restart(self) -> None:
+        """Has another epoch begin from position 0: this one had no batches."""
+        self.start_at(0)
+        self.drop_schedule()
+        self.drop_skipped()
+        self._move_to(EpochState.PLANNED)
+
+    def rewind(self) -> None:
+        """Starts over; batches that were remembered are delivered again."""
+        self.peeked.update(self.remembered)
+        self.forget_first()
+        self.position, self.delivered = self.start, 0
+        if self.is_finished:
+            self._move_to(EpochState.ACTIVE)
+
+    # -- the batch that is asked for -----------------------------------------
+
+    def begin_request(self) -> None:
+        """Called when the consumer asks for a batch."""
+        self.quiesce_s = 0.0
+        self.is_from_cache = False
+
+    def note_depth(self) -> None:
+        """Counts the batches that are ready, first the one that is wanted."""
+        self.depth = len(self.ready) if self.position in self.ready else 0
+        if self.depth and self.next_epoch is not None:
+            self.depth += len(self.next_epoch.ready)
+
+    def note_quiesce(self, seconds: float) -> None:
+        """Adds time until the workers rested."""
+        self.quiesce_s += seconds
+
+    def note_cached(self) -> None:
+        """Told that the batch comes from the cache."""
+        self.is_from_cache = True
+        self.depth = 1
+
+    def pass_position(self) -> None:
+        """Goes on to the next position."""
+        self.position += 1
+
+    def note_delivery(self, index: int, batch: Any) -> None:
+        """Counts a batch that was delivered."""
+        self.span = self.spans.pop(index, None)
+        if self.remembers:
+            if self.span is not None:
+                self.spans[index] = self.span
+            if self.delivered < _PROBED:
+                self.remembered[index] = batch
+            else:
+                self.forget_first()
+        self.delivered += 1
+
+    def remember_first(self) -> None:
+        """Keeps the first batches for a `rewind`."""
+        self.remembers = True
+
+    def forget_first(self) -> None:
+        """Keeps them no longer."""
+        self.remembered, self.remembers = {}, False
+
+    # -- what is asked for ahead of time -------------------------------------
+
+    def note_issued(self) -> None:
+        """Counts one more position that was asked for."""
+        self.issued += 1
+
+    def issue_again_from(self, position: int) -> None:
+        """Has positions from this one on asked for again."""
+        self.issued = min(self.issued, position)
+
+    def note_built_here(self) -> None:
+        """Told that the batch at `position` was built in the caller."""
+        self.issued = max(self.issued, self.position + 1)
+
+    def time_batches(self, interval_s: float | None) -> None:
+        """Says how often there is to be a span; `None`: never."""
+        self.interval_s = interval_s
+
+    def set_prefetching(self, prefetches_next: bool) -> None:
+        """Says whether an epoch like this one is to follow."""
+        self.prefetches_next = prefetches_next
+
+    def forbid_prefetching(self) -> None:
+        """Has no epoch be prefetched after this one."""
+        self.may_prefetch_next = False
+
+    def prepare_next(self) -> Epoch:
+        """The epoch that follows, which is made if there is none."""
+        if self.next_epoch is None:
+            self.next_epoch = Epoch(self.shuffle)
+            self.next_epoch.may_prefetch_next = self.may_prefetch_next
+        return self.next_epoch
+
+    def release_next(self) -> None:
+        """Lets go of the epoch that follows: another object has it."""
+        self.next_epoch = None
+
+    def peeking(self) -> Epoch:
+        """An epoch over the same batches, by index, to look at some early."""
+        ahead = Epoch(shuffle=False)
+        ahead.skipped, ahead.spans = self.skipped, self.spans
+        return ahead
 
     def wants_span(self, timing: Timing) -> bool:
         """Whether to look at a batch that was built so."""

@@ -47,7 +47,13 @@ from keras_fastdata.building import build
 from keras_fastdata.engine import pickling_errors, pool_factory, state_dict
 from keras_fastdata.engine.autotune import AutoTuner
 from keras_fastdata.engine.cache import Cache
-from keras_fastdata.engine.epoch import Completed, Epoch, size_of, span_of
+from keras_fastdata.engine.epoch import (
+    Completed,
+    Epoch,
+    Finish,
+    size_of,
+    span_of,
+)
 from keras_fastdata.engine.fingerprint import open_cache
 from keras_fastdata.engine.outside_state import OutsideState
 from keras_fastdata.engine.prefetcher import Prefetcher
@@ -76,7 +82,6 @@ _AGAIN = object()  # stands for one to be built again, in the caller
 _GONE = object()  # stands for one that is not in the cache any more
 _NOT_YET = object()  # stands for one that is to be waited for
 _MOST_SKIPPED = 0.1  # of an epoch's batches; one is always allowed
-_PROBED = 2  # batches at most that Keras takes to build a model, one ahead
 
 _log = logging.getLogger("keras_fastdata")
 
@@ -247,8 +252,12 @@ class Loader:
         """
         skips = self.skips_hook(name, starting=False)
         result = None if skips else self.run_hook(dataset, name, hook)
-        self.within_epoch = name == "on_epoch_begin"
+        self.note_hook(name)
         return result
+
+    def note_hook(self, name: str) -> None:
+        """Told that an epoch hook is over, whether it ran or was skipped."""
+        self.within_epoch = name == "on_epoch_begin"
 
     # -- where it stands ----------------------------------------------------
 
@@ -297,8 +306,8 @@ class Loader:
                 place: tuple[int, int, bool | None] = number, 0, None
                 if (
                     epoch is not None
-                    and epoch.begun
-                    and (lag or not epoch.ended)
+                    and epoch.has_begun
+                    and (lag or not epoch.is_finished)
                 ):
                     assert epoch.number is not None
                     assert epoch.schedule is not None
@@ -374,10 +383,10 @@ class Loader:
         for epoch in self._epochs():
             if epoch.next_epoch is not None:
                 self._forget_ahead(epoch.next_epoch)
-                epoch.next_epoch = None
+                epoch.release_next()
             if not epoch.delivered:
                 self._forget_ahead(epoch)
-                epoch.begun, epoch.schedule, epoch.number = False, None, None
+                epoch.reset()
         self._pool = pool
 
     def skips_hook(self, name: str, *, starting: bool) -> bool:
@@ -590,8 +599,7 @@ class Loader:
         counts = epoch.delivered > 0 and not pause_after
         if self._auto is not None:
             self._auto.ask()
-        epoch.quiesce_s = 0.0
-        epoch.is_from_cache = False
+        epoch.begin_request()
         self._go_on()
         while True:
             batch = self._call(self._deliver, epoch, dataset, request, counts)
@@ -609,10 +617,7 @@ class Loader:
         """The next batch, or `_NOT_YET`."""
         batch = self._next(epoch, dataset, request)
         if batch is END and epoch.start and not epoch.delivered:
-            epoch.start = epoch.position = epoch.issued = 0
-            epoch.ended = epoch.said_its_end = epoch.begun = False
-            epoch.schedule = None
-            epoch.skipped.clear()
+            epoch.restart()
             batch = self._next(epoch, dataset, request)
         if self._auto is not None and batch is not _NOT_YET:
             counts = counts and batch is not END and not epoch.is_from_cache
@@ -641,7 +646,7 @@ class Loader:
         self, epoch: Epoch, dataset: build.Dataset, request: _Fetch
     ) -> Any:
         """The next batch; `END`, or `_NOT_YET`."""
-        if epoch.ended:
+        if epoch.is_finished:
             return END
         workers, schedule = self._prepare(epoch, dataset, request)
         request.waits_for = workers
@@ -667,7 +672,7 @@ class Loader:
                 continue
             if batch is END:
                 break
-            epoch.position += 1
+            epoch.pass_position()
             if batch is _SKIPPED:
                 continue
             self._note_delivery(epoch, index, batch)
@@ -675,7 +680,7 @@ class Loader:
                 self._fill(workers, epoch, schedule)
             return batch
         workers.resume()
-        self._finish(epoch)
+        self._finish(epoch, Finish.EXHAUSTED)
         return END
 
     def _fetch(
@@ -703,9 +708,7 @@ class Loader:
         ):
             self._prefetcher.drain_results(workers)
         if request.awaited != position:
-            epoch.depth = len(epoch.ready) if position in epoch.ready else 0
-            if epoch.depth and epoch.next_epoch is not None:
-                epoch.depth += len(epoch.next_epoch.ready)
+            epoch.note_depth()
         if position not in epoch.ready:
             request.awaited = position
             if self._prefetcher.should_fill(epoch):
@@ -716,23 +719,13 @@ class Loader:
         return self._open(epoch, epoch.ready.pop(position), index)
 
     def _note_delivery(self, epoch: Epoch, index: int, batch: Any) -> None:
-        epoch.span = epoch.spans.pop(index, None)
-        if epoch.remembers:
-            if epoch.span is not None:
-                epoch.spans[index] = epoch.span
-            epoch.remembers = epoch.delivered < _PROBED
-            if epoch.remembers:
-                epoch.remembered[index] = batch
-            else:
-                epoch.remembered = {}
-        epoch.delivered += 1
+        epoch.note_delivery(index, batch)
         self._latest, self._beginning = epoch, None
 
     def peek(
         self, epoch: Epoch, dataset: build.Dataset, count: int
     ) -> list[Any]:
-        ahead = Epoch(shuffle=False)
-        ahead.skipped, ahead.spans = epoch.skipped, epoch.spans
+        ahead = epoch.peeking()
         self._peeks.append(ahead)
         try:
             request = _Fetch(pause_after=False, thorough=True)
@@ -758,8 +751,9 @@ class Loader:
         workers, schedule = self._prepare(epoch, dataset, request)
         request.waits_for = workers
         workers.resume()
-        ahead.number, ahead.schedule = epoch.number, schedule
-        ahead.interval_s = epoch.interval_s
+        assert epoch.number is not None
+        ahead.plan(epoch.number, schedule)
+        ahead.time_batches(epoch.interval_s)
         while len(found) < count and schedule.holds(ahead.position):
             if request.here is None:
                 self._ask_ahead(workers, ahead, schedule, count)
@@ -782,7 +776,7 @@ class Loader:
                 return False
             if batch is END:
                 break
-            ahead.position += 1
+            ahead.pass_position()
             if batch is not _SKIPPED:
                 epoch.peeked[index] = batch
                 found.append(batch)
@@ -819,13 +813,10 @@ class Loader:
         self._call(self._rewind, epoch)
 
     def _rewind(self, epoch: Epoch) -> None:
-        if epoch.ended or epoch.delivered > len(epoch.remembered):
+        if epoch.is_finished or epoch.delivered > len(epoch.remembered):
             self._forget_ahead(epoch)
-            epoch.issued = epoch.start
-        epoch.peeked.update(epoch.remembered)
-        epoch.remembered, epoch.remembers = {}, False
-        epoch.position, epoch.delivered = epoch.start, 0
-        epoch.ended = epoch.said_its_end = False
+            epoch.issue_again_from(epoch.start)
+        epoch.rewind()
 
     # -- the way of a batch -------------------------------------------------
 
@@ -840,15 +831,15 @@ class Loader:
             epochs = [reference.epoch, reference.epoch.next_epoch]
             for abandoned in filter(None, epochs):
                 self._cache_ready(abandoned)
-                self._finish(abandoned)
+                self._finish(abandoned, Finish.ABANDONED)
         # Not after a wait: asking for the length may itself be a change.
         if not request.began:
-            if not epoch.begun and self._outside.has_changed():
+            if not epoch.has_begun and self._outside.has_changed():
                 self._changed = True
             if self._changed:
                 self._change()
         request.began = True
-        if not epoch.begun:
+        if not epoch.has_begun:
             self.shard(dataset)  # which may decide the seed
         if self._cache is None and self._settings.cache is not None:
             self._cache = open_cache(
@@ -857,7 +848,7 @@ class Loader:
         if self._workers is None:
             with DeferredSignals():
                 self._workers = self._start_pool(dataset)
-        if not epoch.begun:
+        if not epoch.has_begun:
             self._begin(epoch, dataset, self._workers)
         schedule = epoch.schedule
         if schedule is None:
@@ -868,12 +859,11 @@ class Loader:
     def _begin(
         self, epoch: Epoch, dataset: build.Dataset, workers: WorkerPool
     ) -> None:
-        """Gives an epoch its epoch, for which no other can be prepared now."""
+        """Begins an epoch, for whose number no other can be prepared now."""
         foretold = epoch.schedule
         if foretold is None or foretold.total != build.length_of(dataset):
             self._forget_ahead(epoch)
-            epoch.number = self.epoch
-            epoch.schedule = None
+            epoch.plan(self.epoch)
         elif any(a.done.is_lost for a in epoch.ready.values()):
             # The epoch before had no worker restarts left. This one has.
             self._forget_ahead(epoch)
@@ -882,14 +872,14 @@ class Loader:
             self._begin_at(epoch, self._resume, dataset)
         self._beginning = beginning
         self._resume = None
-        epoch.begun = True
+        epoch.activate()
         self.epoch += 1
         workers.begin_epoch()
         for other in self._epochs():
-            if not other.begun and other.schedule is not None:
+            if not other.has_begun and other.schedule is not None:
                 self._forget_ahead(other)
-                other.schedule = None
-                other.may_prefetch_next = False
+                other.drop_schedule()
+                other.forbid_prefetching()
 
     def _begin_at(
         self, epoch: Epoch, state: state_dict.State, dataset: build.Dataset
@@ -901,21 +891,21 @@ class Loader:
                 f"this one of {self._name} has shuffle={epoch.shuffle}. Pass "
                 "the same `shuffle`, to the dataset or to `fit`."
             )
-        epoch.start = self.shard(dataset).position(state.position)
-        epoch.position = epoch.issued = epoch.start
+        epoch.start_at(self.shard(dataset).position(state.position))
 
     def _plan(
         self, epoch: Epoch, num_batches: int | None, shard: Shard
     ) -> Schedule:
         assert epoch.number is not None
-        epoch.schedule = plan_epoch(
+        schedule = plan_epoch(
             num_batches,
             shuffle=epoch.shuffle,
             seed=self.seed,
             epoch=epoch.number,
             shard=shard,
         )
-        return epoch.schedule
+        epoch.plan(epoch.number, schedule)
+        return schedule
 
     def _fill(
         self, workers: WorkerPool, epoch: Epoch, schedule: Schedule
@@ -931,12 +921,10 @@ class Loader:
             or self._settings.kind == "inline"
         ):
             return
-        next_epoch = epoch.next_epoch
-        if next_epoch is None:
-            next_epoch = epoch.next_epoch = Epoch(epoch.shuffle)
-        next_epoch.interval_s = epoch.interval_s
+        next_epoch = epoch.prepare_next()
+        next_epoch.time_batches(epoch.interval_s)
         if next_epoch.schedule is None:
-            next_epoch.number = self.epoch
+            next_epoch.plan(self.epoch)
             self._plan(next_epoch, schedule.total, schedule.shard)
         self._prefetcher.fill_next(workers, epoch, next_epoch, self._cache)
 
@@ -996,7 +984,7 @@ class Loader:
         waited_s = now_s - request.came_s
         if workers.busy and waited_s <= _QUIESCE_S:
             return False
-        epoch.quiesce_s += waited_s
+        epoch.note_quiesce(waited_s)
         request.came_s = None
         return True
 
@@ -1025,8 +1013,7 @@ class Loader:
                 return _AGAIN
             except Exception as error:
                 if _is_the_end(epoch, error):
-                    self._finish(epoch)
-                    epoch.said_its_end = True
+                    self._finish(epoch, Finish.END_OF_DATA)
                     return END
                 if (
                     self._settings.on_error == "raise"
@@ -1038,7 +1025,7 @@ class Loader:
                 return _SKIPPED
         except Exception:
             # The user's own: the pass is over, the workers are as they were.
-            self._finish(epoch)
+            self._finish(epoch, Finish.FAILED)
             self._end_call()
             raise
 
@@ -1077,7 +1064,7 @@ class Loader:
             return _NOT_YET
         request.here = None
         batch = self._open(epoch, Completed(built[0], 0.0), index)
-        epoch.issued = max(epoch.issued, epoch.position + 1)
+        epoch.note_built_here()
         if self._auto is not None and self._auto.settings != self._settings:
             self._apply_settings(self._auto.settings)
         return batch
@@ -1099,12 +1086,11 @@ class Loader:
             )
             self._cache.lose(index)
             return _GONE
-        epoch.is_from_cache = True
+        epoch.note_cached()
         timing = Timing(began_s, began_s, began_s, 0.0, 0.0)
         if epoch.wants_span(timing):
             built = LocalResult(0, 0, timing=timing)
             opened_s = time.monotonic() - began_s
-            epoch.depth = 1
             epoch.spans[index] = span_of(
                 epoch,
                 index,
@@ -1159,11 +1145,10 @@ class Loader:
     def _forget_ahead(self, epoch: Epoch) -> None:
         self._prefetcher.forget(self._workers, epoch)
 
-    def _finish(self, epoch: Epoch) -> None:
+    def _finish(self, epoch: Epoch, why: Finish) -> None:
         """Ends an epoch and frees all it holds."""
         self._forget_ahead(epoch)
-        epoch.remembered = {}
-        epoch.ended = True
+        epoch.finish(why)
         if self._beginning is not None and self._beginning[0] is epoch:
             self._beginning = None
 
@@ -1171,10 +1156,10 @@ class Loader:
         """Brings the workers to the dataset's present state."""
         for epoch in self._epochs():
             self._forget_ahead(epoch)
-            epoch.remembered = {}
+            epoch.remembered.clear()
             if epoch.position == epoch.start:
-                epoch.schedule = None  # the length may have changed too
-                epoch.skipped.clear()
+                epoch.drop_schedule()
+                epoch.drop_skipped()
         self._changed = False
         self._cache = None  # it is of the state before
         if self._workers is not None:
@@ -1193,7 +1178,7 @@ class Loader:
         # A copy: another thread may open a pass meanwhile.
         epochs = [r.epoch for r in list(self._iterators)] + self._peeks
         next_epoch = [w.next_epoch for w in epochs if w.next_epoch is not None]
-        return [epoch for epoch in epochs + next_epoch if not epoch.ended]
+        return [epoch for epoch in epochs + next_epoch if not epoch.is_finished]
 
     def _is_open(self, epoch: Epoch) -> bool:
         """Whether somebody still may ask for its batches."""

@@ -162,7 +162,7 @@ class Prefetcher:
             return False
         key = max(epoch.ready)
         epoch.ready.pop(key).done.discard()
-        epoch.issued = min(epoch.issued, key)
+        epoch.issue_again_from(key)
         return True
 
     def drain_results(self, workers: WorkerPool) -> None:
@@ -199,7 +199,7 @@ class Prefetcher:
                 epoch.cached.add(epoch.issued)
             elif not self.issue(workers, epoch, index, key=epoch.issued):
                 return False
-        epoch.issued += 1
+        epoch.note_issued()
         return True
 
     def _is_asked_for(self, index: int) -> bool:
@@ -220,7 +220,7 @@ class Prefetcher:
     def _take_over(self, epoch: Epoch, index: int, key: int) -> None:
         """Has an epoch get a batch that another one has asked for."""
         other, place, request_id = self._asked[index]
-        other.issued = min(other.issued, place)
+        other.issue_again_from(place)
         if place in other.waiting:
             epoch.waiting[key] = other.waiting.pop(place)
             self._pending[request_id] = Pending(
@@ -243,7 +243,7 @@ class Prefetcher:
         workers.cancel([epoch.waiting[key] for key in late])
         for key in late:
             del self._pending[epoch.waiting.pop(key)]
-            epoch.issued = min(epoch.issued, key)
+            epoch.issue_again_from(key)
 
     def _complete(self, workers: WorkerPool, done: BatchResult) -> None:
         epoch, key, queued_s = self._pending.pop(done.request_id)

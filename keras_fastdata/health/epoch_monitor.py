@@ -94,15 +94,16 @@ class EpochMonitor:
         sink: Sink | None = None,
     ) -> None:
         # A sink wants all of them.
-        self.recorder = Recorder(0.0 if sink is not None else INTERVAL_S)
-        self.recorder.on_source = self._meet
+        self.recorder = Recorder(
+            0.0 if sink is not None else INTERVAL_S,
+            on_source=self._meet,
+            on_spans=None if sink is None else sink.batches,
+        )
         self.steps: collections.deque[Step] = collections.deque(
             maxlen=STEPS_KEPT
         )
         self.datasets: dict[str, MonitoredDataset] = {}
         self._sink = sink
-        if sink is not None:
-            self.recorder.on_spans = sink.batches
         self._synchronize = synchronize
         self._fetches_ahead = fetches_ahead
         self._clocks: dict[str, StepClock] = {}  # by phase
@@ -132,9 +133,9 @@ class EpochMonitor:
         self._phase, self._epoch = phase, epoch
         self._clock = self._clocks[phase]
         self.step = self._clock.step
-        self.recorder.begin()
-        self.recorder.predicts = phase == "predict"
-        self.recorder.before_wait = self._clock.pause
+        self.recorder.begin(
+            predicts=phase == "predict", before_wait=self._clock.pause
+        )
         self._watch_lock()
         self._skips = self.recorder.skips
         self._probe.take()

@@ -154,7 +154,7 @@ class StepClock:
         self._calls = 0  # of the training function, since that began
         self._unmet = 0  # of those, since host and device have met
         self._look_s = 0.0
-        self._recorder.is_sampling = False
+        self._recorder.mark_sampling(False)
         self._running = True
 
     def step(self, number: int) -> None:
@@ -170,7 +170,7 @@ class StepClock:
         # to the one that ends it.
         fetched_quietly = self._recorder.wants_quiet or not self._fetches_ahead
         self._end_step(due and fetched_quietly)
-        self._recorder.wants_quiet = due
+        self._recorder.request_quiet(due)
         self._number, self._calls = number, 1
         if due or self._recorder.is_sampling:
             self._look_s = 0.0  # at the very next step
@@ -180,8 +180,8 @@ class StepClock:
     def end(self) -> EpochTiming:
         """Ends the stretch, and says what it took."""
         self._end_step(False, last=True)
-        self._running = self._recorder.wants_quiet = False
-        self._recorder.is_sampling = False
+        self._running = False
+        self._recorder.stop_sampling()
         self._look_s = 0.0
         need_s = self._need_s()
         sums = self._sums
@@ -292,7 +292,7 @@ class StepClock:
                 self._note_if_long(host_s - before.at_s - waited_s, whole_s)
         if met:
             self._unmet = 0
-        recorder.is_sampling = sample_next
+        recorder.mark_sampling(sample_next)
 
     def _need_s(self) -> float:
         """What one step needs by itself: the mean of the middle samples."""

@@ -164,7 +164,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
             began = time.perf_counter()
             self._output_signature = self._sign()
             if (listener := self.listener()) is not None:
-                listener.excluded_s += time.perf_counter() - began
+                listener.exclude(time.perf_counter() - began)
         # TensorFlow keeps this function for ever (in its default graph); it
         # must not keep the dataset, and with it the workers. The caller's
         # EpochIterator keeps the adapter while it trains.
@@ -216,7 +216,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         self._another_follows = not self._has_hooks and epoch_follows()
         if (listener := self.listener()) is not None:
             # Of a `fit` that was broken off.
-            listener.wants_quiet = listener.is_sampling = False
+            listener.stop_sampling()
         self._run_hook("on_epoch_begin", starting=not self._trains)
 
     def on_epoch_end(self) -> None:
@@ -347,13 +347,13 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         if listener.source_id is not self.source_id and not self.should_record(
             listener
         ):
-            listener.excluded_s += waited_s
+            listener.exclude(waited_s)
             return
         span, quiesce_s = begun.span, begun.quiesce_s
         if span is not None:
             listener.attach_source(loader_of(self.py_dataset))
         if quiesce_s:
-            listener.quiesced_s += quiesce_s
+            listener.add_quiesce(quiesce_s)
             waited_s -= quiesce_s
         listener.add(span, waited_s, delivered_s)
 
@@ -423,7 +423,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
             if (listener := self.listener()) is not None:
                 listener.add_hook(time.perf_counter() - began)
         if not starting:
-            loader.within_epoch = name == "on_epoch_begin"
+            loader.note_hook(name)
 
     def _sign(self) -> Any:
         """The signature TensorFlow wants, from batches 0 and 1 as in Keras.

@@ -233,6 +233,8 @@ class Recorder:
     Args:
         interval_s: Of batches and steps that take less than this, one is
             looked at in this time; 0 for every single one.
+        on_source: Called when batches come from another loader than before.
+        on_spans: Called with spans as they are taken in, in order.
 
     Attributes:
         interval_s: The argument.
@@ -243,9 +245,7 @@ class Recorder:
         batches: Batches that those delivered.
         skipped: Batches that they left out, the latest 1,000 of them.
         skips: How many that were.
-        on_source: Called when batches come from another loader than before.
         predicts: Whether it listens to a `predict`, which has no probe.
-        on_spans: Called with spans as they are taken in, in order.
         wants_quiet: Whether workers are to rest while the next step runs.
         is_sampling: Whether the step under way is one by itself, between two
             device synchronizations.
@@ -255,7 +255,13 @@ class Recorder:
         batch_stats: Of the present stretch; see `begin`.
     """
 
-    def __init__(self, interval_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        interval_s: float = 0.0,
+        *,
+        on_source: Callable[[BatchSource], None] | None = None,
+        on_spans: Callable[[npt.NDArray[np.float64]], None] | None = None,
+    ) -> None:
         self.interval_s = interval_s
         self.waited_s = 0.0
         self.excluded_s = 0.0
@@ -263,14 +269,14 @@ class Recorder:
         self.batches = 0
         self.skipped: list[Skipped] = []
         self.skips = 0
-        self.on_source: Callable[[BatchSource], None] | None = None
+        self._on_source = on_source
         self._source: weakref.ref[BatchSource] | None = None
         self.source_id: object = None
         self.predicts = False
         self.wants_quiet = False
         self.is_sampling = False
         self.before_wait: Callable[[], None] = _nothing
-        self.on_spans: Callable[[npt.NDArray[np.float64]], None] = _nobody
+        self._on_spans = on_spans or _nobody
         self.batch_stats = BatchStats()
         self._pending: list[_PendingBatch] = []
         self._seen = 0  # of the batches, those that spans stand for
@@ -278,8 +284,20 @@ class Recorder:
         self._ring = np.empty((SPANS_KEPT, len(Span._fields)))
         self._rung = 0  # spans ever written to the ring
 
-    def begin(self) -> None:
-        """Starts a new stretch, with sums of its own."""
+    def begin(
+        self,
+        *,
+        predicts: bool = False,
+        before_wait: Callable[[], None] | None = None,
+    ) -> None:
+        """Starts a new stretch, with sums of its own.
+
+        Args:
+            predicts: Whether it is of a `predict`, which has no probe.
+            before_wait: Called before the thread waits for a batch itself.
+        """
+        self.predicts = predicts
+        self.before_wait = before_wait or _nothing
         self.flush()
         self.batch_stats = BatchStats()
         self._seen = self.batches
@@ -298,6 +316,30 @@ class Recorder:
             self.source_id = source_id
         return self.source_id is source_id
 
+    def expect(self, source_id: object) -> None:
+        """Says where the batches of this stretch come from."""
+        self.source_id = source_id
+
+    def request_quiet(self, wanted: bool) -> None:
+        """Says whether workers are to rest while the next step runs."""
+        self.wants_quiet = wanted
+
+    def mark_sampling(self, is_sampling: bool) -> None:
+        """Says whether the step under way is measured by itself."""
+        self.is_sampling = is_sampling
+
+    def stop_sampling(self) -> None:
+        """Measures no step by itself until asked again."""
+        self.wants_quiet = self.is_sampling = False
+
+    def exclude(self, seconds: float) -> None:
+        """Takes note of time that belongs to no training step."""
+        self.excluded_s += seconds
+
+    def add_quiesce(self, seconds: float) -> None:
+        """Takes note of time until workers rested, for a measurement."""
+        self.quiesced_s += seconds
+
     @property
     def source(self) -> BatchSource | None:
         """The loader that the latest batches came from, if it still lives."""
@@ -308,8 +350,8 @@ class Recorder:
         reference = weakref.ref(source)  # the same one every time
         if reference is not self._source:
             self._source = reference
-            if self.on_source is not None:
-                self.on_source(source)
+            if self._on_source is not None:
+                self._on_source(source)
 
     def add(
         self,
@@ -385,7 +427,7 @@ class Recorder:
         places = np.arange(self._rung, self._rung + len(spans)) % SPANS_KEPT
         self._ring[places] = spans
         self._rung += len(spans)
-        self.on_spans(spans)
+        self._on_spans(spans)
 
     def spans(self) -> npt.NDArray[np.float64]:
         """The latest spans, oldest first: `(n, len(Span._fields))`."""

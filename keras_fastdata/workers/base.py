@@ -17,7 +17,7 @@ from keras_fastdata.metrics.timing import Timing
 ONCE = "once_per_dataset"
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class BatchRequest:
     """An order to build one batch.
 

@@ -122,4 +122,5 @@ def record_crash(held: Attempted) -> None:
     """Remembers of a batch that a worker died over it."""
     held.crashes += 1
     if held.request.interval_s is not None:
-        held.request.interval_s = 0.0  # this one is told of
+        # This one is told of.
+        held.request = dataclasses.replace(held.request, interval_s=0.0)

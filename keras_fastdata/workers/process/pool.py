@@ -456,11 +456,13 @@ class ProcessPool:
             extents, body = self._spilled(result, slot)
         if result.kind is MessageKind.FAILURE:
             self._release(slot, result)
-            error = exceptions.load_exception(body)
-            usual = isinstance(error, Exception)
+            raised = exceptions.load_exception(body)
             done.append(
                 LocalResult(
-                    request_id, result.worker, error=error, by_dataset=usual
+                    request_id,
+                    result.worker,
+                    error=raised,
+                    by_dataset=isinstance(raised, Exception),
                 )
             )
             return
@@ -480,15 +482,23 @@ class ProcessPool:
             done.append(delivery)
             return
         # The worker may still write to the slot, and die: copied at once.
-        built = LocalResult(
-            request_id, result.worker, nbytes=result.used, timing=timing
-        )
+        batch: Any = None
+        error: Exception | None = None
         try:
-            built.batch = delivery.open()
+            batch = delivery.open()
         except Exception as broken:
-            built.error = broken
+            error = broken
         self._release(slot, result)
-        done.append(built)
+        done.append(
+            LocalResult(
+                request_id,
+                result.worker,
+                batch,
+                error,
+                nbytes=result.used,
+                timing=timing,
+            )
+        )
 
     def _spilled(self, result: ResultMessage, slot: int) -> tuple[bytes, bytes]:
         """The extents and body of a result, which lie in its slot."""

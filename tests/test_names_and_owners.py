@@ -1,0 +1,227 @@
+"""One word, one meaning; and each field is written by its own file alone."""
+
+from __future__ import annotations
+
+import ast
+import collections
+import pathlib
+
+import keras_fastdata
+
+_ROOT = pathlib.Path(keras_fastdata.__file__).parent
+_TREES = {
+    str(path.relative_to(_ROOT)): ast.parse(path.read_text("utf-8"))
+    for path in sorted(_ROOT.rglob("*.py"))
+}
+
+# Names that the package had, and what took their places.
+_GONE = {
+    "Walk": "Epoch",
+    "walk": "epoch",
+    "open_pass": "iterate",
+    "enroll": "register",
+    "retire": "finish",
+    "let_go": "discard_prefetched",
+    "leads_on": "prefetches_next",
+    "may_lead": "may_prefetch_next",
+    "lead_on": "prefetch_next",
+    "following": "next_epoch",
+    "trail": "recent_positions",
+    "behind": "lag",
+    "Tickets": "Prefetcher",
+    "refill": "fill",
+    "Ticket": "BatchRequest",
+    "ticket": "request",
+    "tickets": "requests",
+    "serial": "request_id",
+    "serials": "request_ids",
+    "wire": "task_id",
+    "Route": "Pending",
+    "Arrival": "Completed",
+    "Done": "BatchResult",
+    "Built": "LocalResult",
+    "Delivery": "SlotResult",
+    "take_up": "apply_settings",
+    "take_in": "drain_results",
+    "take_back": "requeue",
+    "hire": "create_pool",
+    "hiring": "pool_factory",
+    "employ": "start_pool",
+    "dismissed_with": "finalize_with",
+    "Leave": "ShutdownFlag",
+    "Workers": "WorkerPool",
+    "Staff": "PoolStats",
+    "staff": "pool_stats",
+    "Loss": "WorkerLoss",
+    "Decision": "TuningDecision",
+    "toll": "restart_policy",
+    "Toll": "RestartPolicy",
+    "strike": "record_crash",
+    "strikes": "crashes",
+    "deaths": "exit_messages",
+    "Death": "WorkerExit",
+    "bury": "on_exit",
+    "fallen": "last_dead_forkserver",
+    "ledger": "in_flight",
+    "Ledger": "InFlight",
+    "Sent": "Task",
+    "limbo": "quarantine",
+    "backlog": "queued",
+    "noted": "heartbeat",
+    "clocked": "started_s",
+    "nursery": "forkserver",
+    "Nursery": "Forkserver",
+    "relay": "log_forwarding",
+    "Habits": "LoggingConfig",
+    "habits": "logging_config",
+    "take_apart": "dump_exception",
+    "put_together": "load_exception",
+    "answer_into": "enable",
+    "Watch": "Watchdog",
+    "Work": "Activity",
+    "Overdue": "Expired",
+    "overdue": "expired",
+    "Uninterrupted": "DeferredSignals",
+    "payload": "shared_state",
+    "Payload": "SharedState",
+    "Lease": "SlotRef",
+    "lend": "lease",
+    "give_back": "release_pages",
+    "seal": "detach_retained",
+    "Shipment": "RemoteDataset",
+    "InStore": "StoreUsage",
+    "desk": "assigned",
+    "relieve": "start_backups",
+    "Auto": "AutoTuner",
+    "barred": "excluded",
+    "Barred": "ExcludedError",
+    "is_settled": "has_converged",
+    "SharedDraw": "GlobalRngUsedError",
+    "GlobalsWatch": "GlobalRngMonitor",
+    "drew": "on_global_rng",
+    "preserving": "global_rng",
+    "mersenne": "mt19937",
+    "settle": "complete",
+    "settled_s": "quiesce_s",
+    "quietly": "pause_after",
+    "rested_s": "quiesced_s",
+    "aside_s": "excluded_s",
+    "announce": "stop_early",
+    "Unraised": "DeferredError",
+    "Taker": "Consumer",
+    "book": "record_batch",
+    "hear_from": "attach_source",
+    "is_heard_by": "should_record",
+    "Meter": "EpochMonitor",
+    "Stretch": "EpochTiming",
+    "Subject": "MonitoredDataset",
+    "Tally": "BatchStats",
+    "tally": "batch_stats",
+    "guest": "nested",
+    "come_back": "resume_fit",
+    "fragment": "notebook",
+    "ordering": "sampling",
+    "Form": "ImageSpec",
+}
+_OF_OTHERS = {("datasets/images.py", "walk")}  # `os.walk`
+
+# Fields that only have the name of one of ours, and whose they are.
+_FIELDS_OF_OTHERS = {
+    ("building/build.py", "before"): "a `threading.local`",
+    ("building/held_generators.py", "state"): "NumPy's bit generator",
+    ("engine/cache.py", "writeable"): "an array's flags",
+    ("keras_bridge/__init__.py", "use_multiprocessing"): "Keras's `PyDataset`",
+    ("keras_bridge/__init__.py", "workers"): "Keras's `PyDataset`",
+    ("memory/reducers.py", "filename"): "NumPy's `memmap`",
+    ("memory/reducers.py", "mode"): "NumPy's `memmap`",
+    ("memory/reducers.py", "writeable"): "an array's flags",
+    ("workers/log_forwarding.py", "args"): "a log record",
+}
+
+
+def _identifiers(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.alias):
+            yield from node.name.split(".")
+
+
+def test_names_that_were_given_up_do_not_return():
+    found = {
+        f"{file}: {name}; say {_GONE[name.strip('_')]}"
+        for file, tree in _TREES.items()
+        for name in _identifiers(tree)
+        if name.strip("_") in _GONE
+        and (file, name.strip("_")) not in _OF_OTHERS
+    }
+    assert found == set()
+
+
+def test_no_file_has_a_name_that_was_given_up():
+    parts = {part for file in _TREES for part in file[:-3].split("/")}
+    assert parts & set(_GONE) == set()
+
+
+def _classes(tree):
+    return [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+
+
+def test_no_two_modules_have_a_class_of_one_name():
+    files = collections.defaultdict(set)
+    for file, tree in _TREES.items():
+        for node in _classes(tree):
+            files[node.name].add(file)
+    assert {n: f for n, f in files.items() if len(f) > 1} == {}
+
+
+def _stored(node):
+    """Every target of an assignment or deletion."""
+    if isinstance(node, (ast.Assign, ast.Delete)):
+        targets = node.targets
+    elif isinstance(node, (ast.AugAssign, ast.AnnAssign)):
+        targets = [node.target]
+    else:
+        return
+    for target in targets:
+        if isinstance(target, (ast.Tuple, ast.List)):
+            yield from target.elts
+        else:
+            yield target
+
+
+def _fields(tree):
+    """Names of the fields that classes of a module have."""
+    for owner in _classes(tree):
+        for node in ast.walk(owner):
+            for target in _stored(node):
+                if isinstance(target, ast.Attribute) and _is_own(target):
+                    yield target.attr
+                elif isinstance(target, ast.Name) and node in owner.body:
+                    yield target.id
+
+
+def _is_own(attribute):
+    base = attribute.value
+    return isinstance(base, ast.Name) and base.id in ("self", "cls")
+
+
+def test_a_field_is_written_by_the_file_of_its_class_alone():
+    owners = {file: set(_fields(tree)) for file, tree in _TREES.items()}
+    ours = set().union(*owners.values())
+    found = {
+        (file, target.attr)
+        for file, tree in _TREES.items()
+        for node in ast.walk(tree)
+        for target in _stored(node)
+        if isinstance(target, ast.Attribute)
+        and not _is_own(target)
+        and target.attr in ours - owners[file]
+    }
+    assert found == set(_FIELDS_OF_OTHERS)
