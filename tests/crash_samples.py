@@ -204,7 +204,7 @@ class DiesNoting(Drawn):
         note = Segment.set_heartbeat
 
         def dies(segment, worker, task_id):
-            if bool(task_id) == self.at_a_ticket:
+            if bool(task_id) == self.at_a_task:
                 self.fate.meet()
             note(segment, worker, task_id)
 
@@ -214,13 +214,13 @@ class DiesNoting(Drawn):
 class DiesTaking(DiesNoting):
     """Dies with a ticket in its hand that it has not noted."""
 
-    at_a_ticket = True
+    at_a_task = True
 
 
 class DiesAnswering(DiesNoting):
     """Dies with a note about a ticket whose result it has sent."""
 
-    at_a_ticket = False
+    at_a_task = False
 
 
 class DiesChanged(Drawn):

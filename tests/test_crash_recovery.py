@@ -286,7 +286,7 @@ def test_a_death_costs_nothing_with_any_length_of_the_queue(
     assert fate.deaths == 1
 
 
-# -- the fork server -------------------------------------------------------------
+# -- the fork server ---------------------------------------------------------
 
 
 def test_a_forkserver_that_dies_idle_is_started_again(undisturbed, tmp_path):

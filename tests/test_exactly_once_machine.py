@@ -158,7 +158,7 @@ class Loading(RuleBasedStateMachine):
             kill(workers[which % len(workers)])
 
     @rule(then=st.sampled_from(["go on", "change", "abandon"]))
-    def kill_the_worker_that_builds_the_next_ticket(self, then):
+    def kill_the_worker_that_builds_the_next_batch(self, then):
         while self.batches is None or self.position + AHEAD >= LENGTH:
             self._next()
         index = self.position + AHEAD

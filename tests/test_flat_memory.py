@@ -40,8 +40,8 @@ MEGABYTES = 8  # that the training process may have grown by
 NURSERY_MEGABYTES = 1
 # CPython and glibc map and unmap an arena now and then.
 MAPPINGS = 8
-# A fork server may be at a message, or a death, whose descriptors it then closes.
-# All here is done more often than this.
+# A fork server may be at a message, or a death, whose descriptors it then
+# closes. All here is done more often than this.
 DESCRIPTORS = 4
 
 

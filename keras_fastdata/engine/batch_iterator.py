@@ -1,4 +1,4 @@
-"""One walk through a dataset, as whoever takes its batches sees it."""
+"""An epoch, as the consumer of its batches sees it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from keras_fastdata.workers import exceptions
 def iterate(
     loader: Loader, dataset: build.Dataset, shuffle: bool
 ) -> BatchIterator:
-    """A new pass; its epoch begins with its first batch."""
+    """Returns an iterator; its epoch begins with its first batch."""
     if loader.settings.shuffle is not None:
         shuffle = loader.settings.shuffle
     return BatchIterator(loader, dataset, Epoch(shuffle))
 
 
 class BatchIterator(Iterator[Any]):
-    """One walk through a dataset: an epoch, as an iterator of batches.
+    """An iterator over the batches of one epoch.
 
     Attributes:
         span: How the latest batch came about, if it was timed.
@@ -84,7 +84,7 @@ class BatchIterator(Iterator[Any]):
         self._epoch.set_prefetching(prefetches_next)
 
     def iterate_next(self) -> BatchIterator:
-        """A pass through the next epoch, in the same kind of order."""
+        """Returns an iterator over the next epoch, shuffled like this one."""
         next_epoch = self._epoch.prepare_next()
         opened = BatchIterator(self._loader, self._dataset, next_epoch)
         # Only now: an interrupt must not leave it to nobody.

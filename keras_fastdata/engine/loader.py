@@ -1,7 +1,7 @@
 """The loader of one dataset: what is built ahead, and in which order it comes.
 
-    Pass.__next__ -> Loader.deliver -> requests -> workers.submit / collect
-                                    -> ready batches, by position
+    BatchIterator.__next__ -> Loader.deliver -> Prefetcher -> WorkerPool.submit
+                           <- Epoch.ready    <- Prefetcher <- WorkerPool.collect
 
 Everything happens in the thread that asks for a batch; there is no thread of
 the loader's own. Workers run on by themselves between two calls, as far as the
@@ -19,12 +19,11 @@ and after every wait the state is looked at anew.
     INVALID, or a call that was broken off: the workers are ended, and the
     next call starts new ones
 
-
 Where another epoch is known to follow, its first requests go out behind the
-last ones of a pass, and its batches wait for the next one. Until that asks for
-one, the epoch has not begun.
+last ones of the present epoch. Its batches wait. It begins when its iterator is
+asked for the first of them.
 
-Invariant: a pass delivers position 0, 1, 2 ... of its schedule, each once.
+Invariant: an epoch delivers position 0, 1, 2 ... of its schedule, each once.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ class _PoolState(enum.Enum):
 
 
 class _Fetch:
-    """A batch that a pass has asked for, through all waits for it.
+    """A batch that an iterator has asked for, through all waits for it.
 
     Attributes:
         pause_after: Whether the workers shall rest until the next is asked for.
@@ -137,7 +136,7 @@ class _EpochRef(weakref.ref[Any]):
 
 
 class Loader:
-    """Feeds the passes over one dataset from one set of workers.
+    """Feeds the iterators over one dataset from one pool of workers.
 
     Args:
         dataset: Held weakly: the dataset owns the loader.
@@ -582,7 +581,7 @@ class Loader:
             "runs after. Register it when they have, or use `workers=0`."
         )
 
-    # -- what a pass calls --------------------------------------------------
+    # -- what an iterator calls ---------------------------------------------
 
     def register(self, opened: object, epoch: Epoch) -> None:
         """Keeps an epoch in mind for as long as that object lives."""
@@ -1024,7 +1023,7 @@ class Loader:
                 self._skip(epoch, index, error)
                 return _SKIPPED
         except Exception:
-            # The user's own: the pass is over, the workers are as they were.
+            # The user's own: the epoch is over, the workers are as they were.
             self._finish(epoch, Finish.FAILED)
             self._end_call()
             raise
@@ -1175,7 +1174,7 @@ class Loader:
                 self._pool = _PoolState.CALLED
 
     def _epochs(self) -> list[Epoch]:
-        # A copy: another thread may open a pass meanwhile.
+        # A copy: another thread may make an iterator meanwhile.
         epochs = [r.epoch for r in list(self._iterators)] + self._peeks
         next_epoch = [w.next_epoch for w in epochs if w.next_epoch is not None]
         return [epoch for epoch in epochs + next_epoch if not epoch.is_finished]

@@ -1,7 +1,7 @@
 """The requests of one dataset: which are out, and how many there may be.
 
-A request asks workers for a batch. What comes back belongs to a walk through
-its request id; whatever else arrives is discarded.
+A request asks workers for a batch. Its id tells to which epoch the result
+belongs; whatever else arrives is discarded.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Prefetcher:
 
         Args:
             workers: Who gets them.
-            epoch: For what epoch.
-            schedule: Its own.
+            epoch: The epoch whose batches are requested.
+            schedule: The schedule of that epoch.
             cache: Batches in it need no request, nor do those that are on
                 their way to it: each is built once.
 

@@ -4,8 +4,8 @@ The segment is a sparse `memfd`: it has no name, does not count against
 `/dev/shm`, and is freed by the kernel with the last process that maps it. Slot
 k begins at k times a fixed stride. Address space is reserved for every slot at
 once and costs nothing until touched, so a slot never moves, grows, or needs a
-descriptor of its own. The first page, the board, holds what each worker says
-it is building.
+descriptor of its own. The first page holds the heartbeats: the task that each
+worker is building, and since when.
 
 Invariant: the training process alone decides which slot is free, and a slot is
 free only once the last array over it has died. It learns of that death from a
@@ -95,19 +95,19 @@ class Segment:
         return np.frombuffer(self._mmap, np.uint8, nbytes, offset)
 
     def set_heartbeat(self, worker: int, task_id: int) -> None:
-        """Writes in the heartbeats that `worker` is building request `task_id`."""
+        """Writes that `worker` is building this task; 0 for none."""
         line = worker * HEARTBEAT_BYTES
         self._mmap[line : line + 8] = task_id.to_bytes(8, "little")
 
     def heartbeat(self, worker: int) -> int:
-        """Reads the request that `worker` is building; 0 for none."""
+        """Reads which task `worker` is building; 0 for none."""
         line = worker * HEARTBEAT_BYTES
         return int.from_bytes(self._mmap[line : line + 8], "little")
 
     def set_started(self, worker: int, began_s: float) -> None:
-        """Writes in the heartbeats when `worker` began to build; 0 for done.
+        """Writes when `worker` began to build; 0 for done.
 
-        Only once the request is noted: a reader looks at the note first.
+        Only after `set_heartbeat`: a reader looks at the task first.
         """
         start = worker * HEARTBEAT_BYTES + 8
         self._mmap[start : start + 8] = _CLOCK.pack(began_s)
@@ -153,7 +153,7 @@ class Segment:
         self._mmap.madvise(mmap.MADV_DONTDUMP, start, self.stride)
 
     def join_all(self) -> None:
-        """Has every slot, and the board, be the segment's again."""
+        """Has every slot, and the heartbeats, be the segment's again."""
         self._map(0, len(self._mmap), mmap.MAP_SHARED)
         self._mmap.madvise(mmap.MADV_DONTDUMP)
 

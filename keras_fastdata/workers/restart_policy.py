@@ -1,7 +1,7 @@
-"""Which workers of a loader are replaced, and which batch is to blame.
+"""The restart policy of a pool: who is replaced, and which batch is to blame.
 
-It says which of them are replaced, and when a batch is to blame. How a death
-comes to be known, and what is done about it, is for the workers' own file.
+How a pool learns that a worker has died, and how it starts another, is for the
+pool's own file.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from keras_fastdata.metrics.pool_stats import WorkerLoss
 from keras_fastdata.workers.base import BatchRequest
 from keras_fastdata.workers.exit_messages import WorkerExit
 
-MAX_CRASHES_PER_BATCH = (
-    2  # deaths of workers over one batch before the batch is blamed
-)
+MAX_CRASHES_PER_BATCH = 2  # workers that die over a batch before it is blamed
 
 _MOST_LOSSES = 1000  # remembered
 

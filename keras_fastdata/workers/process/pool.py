@@ -1,7 +1,7 @@
 """Worker processes, and the training process's side of their sockets.
 
-    submit -> queue -> task socket  -> whichever worker is free
-    collect <------------ result socket <- every worker
+    submit -> in flight -> task socket   -> whichever worker is free
+    collect <------------- result socket <- every worker
 
 Nothing here blocks in a send: what the task socket does not take waits in the
 queue. The one wait, in `collect`, is over the result socket and the end of

@@ -1,10 +1,10 @@
 """What to do about the requests of a worker that died: a pure function.
 
-A worker notes its request in the heartbeats after taking it off the task socket. A
-worker that is killed in between leaves a request that is neither queued nor
-noted, so the note alone proves nothing. What does: the training process
-empties the queue itself, and then every request that has no result is either
-queued, noted by a living worker, or lost.
+A worker takes a task off the task socket, then writes it in its heartbeat. A
+worker that is killed in between leaves a task that is neither in the socket nor
+in a heartbeat, so the heartbeat alone proves nothing. This does: the training
+process empties the socket itself. Then every task without a result was in the
+socket, is in the heartbeat of a living worker, or is lost.
 """
 
 from __future__ import annotations
