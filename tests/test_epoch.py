@@ -38,6 +38,15 @@ def test_an_epoch_is_planned_then_active_then_finished():
     assert epoch.finished_by is Finish.EXHAUSTED
 
 
+def test_an_epoch_that_is_finished_keeps_its_reason():
+    epoch = planned()
+    epoch.activate()
+    epoch.finish(Finish.END_OF_DATA)
+    epoch.finish(Finish.EXHAUSTED)
+    epoch.finish(Finish.ABANDONED)
+    assert epoch.finished_by is Finish.END_OF_DATA
+
+
 def test_an_epoch_that_is_reset_has_neither_number_nor_order():
     epoch = planned()
     epoch.activate()

@@ -128,7 +128,6 @@ _OF_OTHERS = {("datasets/images.py", "walk")}  # `os.walk`
 # Fields that only have the name of one of ours, and whose they are.
 _FIELDS_OF_OTHERS = {
     ("building/build.py", "before"): "a `threading.local`",
-    ("building/held_generators.py", "state"): "NumPy's bit generator",
     ("engine/cache.py", "writeable"): "an array's flags",
     ("keras_bridge/__init__.py", "use_multiprocessing"): "Keras's `PyDataset`",
     ("keras_bridge/__init__.py", "workers"): "Keras's `PyDataset`",

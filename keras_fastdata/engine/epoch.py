@@ -152,9 +152,10 @@ class Epoch:
         self.start = self.position = self.issued = position
 
     def finish(self, why: Finish) -> None:
-        """Ends the epoch."""
+        """Ends the epoch; the first reason counts."""
         self.remembered = {}
-        self._move_to(EpochState.FINISHED, why)
+        if not self.is_finished:
+            self._move_to(EpochState.FINISHED, why)
 
     def reset(self) -> None:
         """Undoes `plan` and `activate`; nothing was delivered yet."""
