@@ -128,7 +128,7 @@ def _wait_for(condition):
 def _workers_of(dataset):
     """The actors of a dataset: index to place."""
     workers = dataset._fastdata.loader._workers
-    return {i: w.place for i, w in workers._workers.items()}
+    return {i: w.location for i, w in workers._workers.items()}
 
 
 def _make_ready(dataset):
