@@ -81,8 +81,8 @@ def _render(record: Record) -> str:
         prose=_prose,
         last_line=_raised,
     )
-    files = importlib.resources.files("keras_fastdata.health")
-    source = files.joinpath("report.html.jinja").read_text("utf-8")
+    files = importlib.resources.files("keras_fastdata.health.report")
+    source = files.joinpath("page.html.jinja").read_text("utf-8")
     return environment.from_string(source).render(_view(record))
 
 

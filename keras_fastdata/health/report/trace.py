@@ -26,7 +26,7 @@ import math
 import os
 import weakref
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -192,25 +192,35 @@ class TraceWriter:
         if self._phase == "validation":
             thread += _VALIDATION
         self._threads.add(thread)
-        which = f'"batch":{int(span.batch)},"epoch":{int(span.epoch)}'
+        batch = {"batch": int(span.batch), "epoch": int(span.epoch)}
+        arguments: dict[str, float] = {
+            **batch,
+            "bytes": int(span.nbytes),
+            "queue_depth": int(span.depth),
+            "retries": int(span.retries),
+        }
+        if not math.isnan(span.cpu_s):  # which a short build may come without
+            arguments["cpu_ms"] = _ms(span.cpu_s)
+            arguments["core_delay_ms"] = _ms(span.delay_s)
         self._file.write(
-            _slice("build", _WORKERS, thread, began_us, built_us)
-            + f'{which},"bytes":{int(span.nbytes)},'
-            f'"queue_depth":{int(span.depth)},"retries":{int(span.retries)}'
-            f"{_cpu_time(span)}}}}}"
+            _slice("build", _WORKERS, thread, began_us, built_us, arguments)
         )
         if span.stored_s > span.built_s:
             stored_us = self._us(span.stored_s)
             self._file.write(
-                _slice("store", _WORKERS, thread, built_us, stored_us)
-                + f"{which}}}}}"
+                _slice("store", _WORKERS, thread, built_us, stored_us, batch)
             )
         asked_us = self._us(span.delivered_s - span.waited_s)
+        arguments = {
+            **batch,
+            "queue_depth": int(span.depth),
+            "waited_ms": _ms(span.waited_s),
+            "opened_ms": _ms(span.opened_s),
+        }
         self._file.write(
-            _slice("deliver", _TRAINING, _DATA, asked_us, delivered_us)
-            + f'{which},"queue_depth":{int(span.depth)},'
-            f'"waited_ms":{span.waited_s * 1e3:.3f},'
-            f'"opened_ms":{span.opened_s * 1e3:.3f}}}}}'
+            _slice(
+                "deliver", _TRAINING, _DATA, asked_us, delivered_us, arguments
+            )
         )
         if self._phase:
             # A moment within the slice, so that the arrow is bound to it.
@@ -222,12 +232,15 @@ class TraceWriter:
 
     def _write_step(self, step: Step) -> None:
         began_us, ended_us = self._us(step.began_s), self._us(step.ended_s)
+        arguments = {
+            "step": step.number,
+            "epoch": step.epoch,
+            "phase": step.phase,
+            "sampled": step.sampled,
+            "waited_ms": _ms(step.waited_s),
+        }
         self._file.write(
-            _slice("step", _TRAINING, _STEPS, began_us, ended_us)
-            + f'"step":{step.number},"epoch":{step.epoch},'
-            f'"phase":{json.dumps(step.phase)},'
-            f'"sampled":{"true" if step.sampled else "false"},'
-            f'"waited_ms":{step.waited_s * 1e3:.3f}}}}}'
+            _slice("step", _TRAINING, _STEPS, began_us, ended_us, arguments)
         )
         self._took.append(_Took(step.number, began_us, ended_us))
         if len(self._took) > _ARROWS:
@@ -238,9 +251,15 @@ class TraceWriter:
         if self._origin_s is None:
             self._origin_s = loss.at_s
         self._file.write(
-            f'{{"ph":"i","name":"worker lost","s":"t","pid":{_WORKERS},'
-            f'"tid":{loss.worker},"ts":{self._us(loss.at_s):.3f},'
-            f'"args":{{"pid":{loss.pid}}}}}'
+            _event(
+                "i",
+                "worker lost",
+                _WORKERS,
+                loss.worker,
+                s="t",
+                ts=self._us(loss.at_s),
+                args={"pid": loss.pid},
+            )
         )
 
     def _name_of(self, thread: int, pids: dict[int, int]) -> str:
@@ -284,14 +303,14 @@ class TraceWriter:
         if used_us < built.built_us:
             return  # it cannot have been this step
         self._arrows += 1
-        flow = f'"name":"batch","cat":"flow","id":{self._arrows}'
+        flow = {"cat": "flow", "id": self._arrows}
+        build_us = round(built.built_us, 3)
         self._file.write(
-            f'{{"ph":"s",{flow},"pid":{_WORKERS},"tid":{built.thread},'
-            f'"ts":{built.built_us:.3f}}}'
+            _event("s", "batch", _WORKERS, built.thread, ts=build_us, **flow)
         )
+        step_us = round(used_us, 3)
         self._file.write(
-            f'{{"ph":"f","bp":"e",{flow},"pid":{_TRAINING},"tid":{_STEPS},'
-            f'"ts":{used_us:.3f}}}'
+            _event("f", "batch", _TRAINING, _STEPS, ts=step_us, bp="e", **flow)
         )
 
 
@@ -374,48 +393,40 @@ def _write_all(fd: int, text: bytes) -> None:
 
 
 _BEGAN = Span._fields.index("began_s")
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+
+
+def _event(
+    phase: str, name: str, process: int, thread: int, **more: Any
+) -> str:
+    """One event of the trace, as JSON."""
+    return _encode(
+        {"ph": phase, "name": name, "pid": process, "tid": thread, **more}
+    )
 
 
 def _slice(
-    name: str, process: int, thread: int, began_us: float, ended_us: float
+    name: str,
+    process: int,
+    thread: int,
+    began_us: float,
+    ended_us: float,
+    arguments: dict[str, Any],
 ) -> str:
-    """A complete event, up to its arguments."""
-    took_us = max(0.0, ended_us - began_us)
-    return (
-        f'{{"ph":"X","name":"{name}","pid":{process},"tid":{thread},'
-        f'"ts":{began_us:.3f},"dur":{took_us:.3f},"args":{{'
+    """An event with a duration."""
+    took_us = round(max(0.0, ended_us - began_us), 3)
+    return _event(
+        "X", name, process, thread, ts=began_us, dur=took_us, args=arguments
     )
 
 
 def _name(kind: str, process: int, thread: int, name: str) -> str:
-    return json.dumps(
-        {
-            "ph": "M",
-            "name": kind,
-            "pid": process,
-            "tid": thread,
-            "args": {"name": name},
-        }
-    )
+    return _event("M", kind, process, thread, args={"name": name})
 
 
 def _order(kind: str, process: int, place: int) -> str:
-    return json.dumps(
-        {
-            "ph": "M",
-            "name": kind,
-            "pid": process,
-            "tid": 0,
-            "args": {"sort_index": place},
-        }
-    )
+    return _event("M", kind, process, 0, args={"sort_index": place})
 
 
-def _cpu_time(span: Span) -> str:
-    """Arguments that a short build may come without."""
-    if math.isnan(span.cpu_s):
-        return ""
-    return (
-        f',"cpu_ms":{span.cpu_s * 1e3:.3f}'
-        f',"core_delay_ms":{span.delay_s * 1e3:.3f}'
-    )
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 3)
