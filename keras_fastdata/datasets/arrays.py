@@ -19,6 +19,7 @@ from keras_fastdata.datasets.sampling import (
     take_transform,
     transformed,
 )
+from keras_fastdata.memory.ownership import map_leaves
 
 
 class ArrayDataset(SampledDataset):
@@ -96,7 +97,7 @@ class ArrayDataset(SampledDataset):
             return array
 
         self.arrays = tuple(
-            _mapped(functools.partial(usable, name=name), part)
+            map_leaves(functools.partial(usable, name=name), part)
             for name, part in parts.items()
             if part is not None
         )
@@ -119,7 +120,7 @@ class ArrayDataset(SampledDataset):
         indices = self.sample_indices(index)
         empty = answer(self, "empty")
         batch = [
-            _mapped(lambda leaf: _rows(leaf, indices, empty), part)
+            map_leaves(lambda leaf: _rows(leaf, indices, empty), part)
             for part in self.arrays
         ]
         if self.transform is not None:
@@ -203,17 +204,3 @@ def _usable(leaf: Any, name: str) -> Any:
 def _is_sparse(leaf: Any) -> bool:
     """Whether it is a sparse matrix of SciPy's."""
     return hasattr(leaf, "tocsr")
-
-
-def _mapped(function: Callable[[Any], Any], part: Any) -> Any:
-    """The same structure, with `function` of every leaf."""
-    if isinstance(part, dict):
-        return {key: _mapped(function, value) for key, value in part.items()}
-    if isinstance(part, (tuple, list)):
-        parts = [_mapped(function, value) for value in part]
-        return (
-            type(part)(*parts)
-            if hasattr(part, "_fields")
-            else type(part)(parts)
-        )
-    return function(part)

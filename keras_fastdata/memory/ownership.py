@@ -36,7 +36,7 @@ def take(batches: list[Any]) -> Any:
     batch = batches.pop()
     if not kept:
         return batch
-    return _mapped(
+    return map_leaves(
         lambda leaf: _copy(leaf) if id(leaf) in kept else leaf, batch
     )
 
@@ -47,7 +47,7 @@ def copied(item: Any) -> Any:
     Everything that is a structure to `collate` or to `keras.tree` is made
     anew.
     """
-    return _mapped(_copy, item)
+    return map_leaves(_copy, item)
 
 
 class _KeptArrays:
@@ -148,20 +148,24 @@ def _copy(leaf: Any) -> Any:
     return leaf
 
 
-def _mapped(function: Callable[[Any], Any], item: Any) -> Any:
-    """The same structure, with `function` of every leaf."""
+def map_leaves(function: Callable[[Any], Any], item: Any) -> Any:
+    """Returns the same structure with `function(leaf)` for each leaf.
+
+    Tuples, lists, deques, mappings and classes registered with Keras are
+    structures; everything else, `None` included, is a leaf.
+    """
     if isinstance(item, tuple):
         kind = type(item)
         make = getattr(kind, "_make", kind)  # of a named tuple, or any other
-        return make(_mapped(function, part) for part in item)
+        return make(map_leaves(function, part) for part in item)
     again: Any
     if isinstance(item, (list, collections.deque)):
         again = copy.copy(item)
         for place, part in enumerate(item):
-            again[place] = _mapped(function, part)
+            again[place] = map_leaves(function, part)
         return again
     if isinstance(item, Mapping):
-        parts = {key: _mapped(function, part) for key, part in item.items()}
+        parts = {key: map_leaves(function, part) for key, part in item.items()}
         if type(item) is dict or not isinstance(item, dict):
             return parts
         again = copy.copy(item)
@@ -171,7 +175,7 @@ def _mapped(function: Callable[[Any], Any], item: Any) -> Any:
     if optree is None:
         return function(item)
     return optree.tree_map(
-        lambda leaf: _mapped(function, leaf), item, namespace="keras"
+        lambda leaf: map_leaves(function, leaf), item, namespace="keras"
     )
 
 
@@ -187,6 +191,8 @@ def _optree_of(item: Any) -> Any:
     A class can be registered with `keras.tree` only once this is imported.
     """
     optree = sys.modules.get("optree")
-    if optree is None or optree.tree_is_leaf(item, namespace="keras"):
+    if optree is None or optree.tree_is_leaf(
+        item, none_is_leaf=True, namespace="keras"
+    ):
         return None
     return optree
