@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import Any
 
 
-class EndOfData(Exception):
+class EndOfData(Exception):  # noqa: N818 - no error, as `StopIteration`
     """Raised by `__getitem__(index)` where there is no such batch any more.
 
     For datasets whose `num_batches` is `None`: the epoch ends before this

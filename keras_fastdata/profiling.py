@@ -182,10 +182,12 @@ def _silent(done: int, of: int, what: str) -> None:
 def run(
     dataset: FastPyDataset, batches: int, seconds: float, tell: Tell
 ) -> Profile:
-    """`profile`, which tells how far it has come.
+    """Runs `profile` and reports its progress.
 
     Args:
-        dataset, batches, seconds: As there.
+        dataset: The dataset.
+        batches: As in `profile`.
+        seconds: As in `profile`.
         tell: Called with the batches done, how many there will be, and where
             they are being built.
     """

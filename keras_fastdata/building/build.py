@@ -162,6 +162,10 @@ class Context:
                 )
         return self._rng
 
+    def restart_rng(self) -> None:
+        """Puts `rng` at the start of its stream."""
+        self._rng = None
+
     def rng_for(self, *key: int) -> np.random.Generator:
         return rng_for(self.seed, self.epoch, *key)
 
@@ -349,7 +353,7 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-class _building:
+class _Building:
     """Makes a context the current one of the calling thread.
 
     A class, because `contextlib.contextmanager` sets attributes of an
@@ -437,7 +441,7 @@ class Builder:
         """Runs `on_worker_start`, once for each worker."""
         dataset = self.dataset
         given = dict(vars(dataset))
-        with _building(self._outside(worker_index)):
+        with _Building(self._outside(worker_index)):
             dataset.on_worker_start()
         self._own = {
             name
@@ -450,7 +454,7 @@ class Builder:
     def stop(self, worker_index: int) -> None:
         """Runs `on_worker_stop`, once for each worker."""
         dataset = self.dataset
-        with _building(self._outside(worker_index)):
+        with _Building(self._outside(worker_index)):
             try:
                 dataset.on_worker_stop()
             except Exception:
@@ -484,7 +488,7 @@ class Builder:
             self._threads,
             self._private,
         )
-        with _building(context):
+        with _Building(context):
             if self._rng_monitor is not None:
                 self._rng_monitor.begin()
                 try:
@@ -497,7 +501,7 @@ class Builder:
                 if state is not None and state.is_due():
                     self._look_for_lost_state(state)
                 return batch
-            with preserved_globals(), _preserved(self._held()):
+            with preserved_globals(), _Preserved(self._held()):
                 return self._observed(context)
 
     def _observed(self, context: Context) -> Any:
@@ -543,7 +547,7 @@ class Builder:
             self._search = held_generators.Search(self.dataset)
             if search.lacks(self._search):
                 del batch
-                context._rng = None
+                context.restart_rng()
                 self._reseed(context.epoch, context.index)
                 batch = self._made(context)
         return batch
@@ -706,17 +710,17 @@ def run_hook(
     caller's global generators are put back.
     """
     stream = (seed, seeding.HOOK, number)
-    context = Context(seed, epoch, 0, None, dataset=dataset)
-    context._rng = seeding.generator(*stream, 2)
+    rng = seeding.generator(*stream, 2)
+    context = Context(seed, epoch, 0, None, dataset=dataset, _rng=rng)
     found = held_generators.Search(dataset).held
-    with _building(context), preserved_globals(), _preserved(found):
+    with _Building(context), preserved_globals(), _Preserved(found):
         for held in found:
             held.reseed(*stream, 1)
         seeding.reseed_globals(*stream, 0)
         return hook()
 
 
-class _preserved:
+class _Preserved:
     """Leaves generators outside of the dataset as it found them."""
 
     def __init__(self, found: list[held_generators.Held]) -> None:

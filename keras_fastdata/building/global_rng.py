@@ -32,7 +32,7 @@ _Place = tuple[tuple[CodeType, int], ...]  # in a thread's code, inmost first
 _log = logging.getLogger("keras_fastdata")
 
 
-class preserved_globals:
+class preserved_globals:  # noqa: N801 - called like a function
     """Holds the global generators, and leaves them as it found them.
 
     Attributes:

@@ -93,7 +93,7 @@ class _Wrapped(FastPyDataset):
         super().__init__(**kwargs)
         self._fastdata_wrapped = dataset
         if _counts_batches(dataset) and dataset.index_array is None:
-            dataset._set_index_array()
+            dataset._set_index_array()  # noqa: SLF001 - as Keras would
 
     @property
     def num_batches(self) -> int | None:

@@ -414,12 +414,12 @@ class GeneratorShards(FastPyDataset):
         super().__init__(shuffle=False, **kwargs)
         self.key = 0
         self.num_shards = num_shards
-        self._source = source
-        self._indices = indices
-        self._batch_size = batch_size
-        self._drop_remainder = drop_remainder
-        self._padded = padded
-        self._repeats = repeats
+        self.source = source
+        self.indices = indices
+        self.batch_size = batch_size
+        self.drop_remainder = drop_remainder
+        self.padded = padded
+        self.repeats = repeats
 
     @property
     def num_batches(self) -> None:
@@ -442,10 +442,10 @@ class GeneratorShards(FastPyDataset):
         # Generators stay where they are.
         return {k: v for k, v in vars(self).items() if k != "_running"}
 
-    def _stacked(self, items: list[Any], first: int) -> Any:
+    def stacked(self, items: list[Any], first: int) -> Any:
         """A batch of items, of which the first is the shard's `first`."""
         numbers = range(first, first + len(items))
-        return collate(items, numbers, self.empty, self._padded)
+        return collate(items, numbers, self.empty, self.padded)
 
 
 class _Running:
@@ -454,7 +454,7 @@ class _Running:
     def __init__(self, owner: GeneratorShards, key: int) -> None:
         self._key = key
         self._turns = 0
-        self._live = [_Shard(owner, key, index) for index in owner._indices]
+        self._live = [_Shard(owner, key, index) for index in owner.indices]
         self._place = 0
         self._failed = False
 
@@ -525,7 +525,7 @@ class _Shard:
     def skip(self, batches: int) -> bool:
         """Has the generator leave out batches, if it can."""
         owner = self._owner
-        if not owner._source.takes_start or owner._repeats or not batches:
+        if not owner.source.takes_start or owner.repeats or not batches:
             return False
         self._position = self._start = batches
         self._chain = _UNKNOWN
@@ -533,13 +533,13 @@ class _Shard:
 
     def close(self) -> None:
         """Ends the generator, unless it is the user's own iterator."""
-        if not self._owner._source.is_iterator:
+        if not self._owner.source.is_iterator:
             getattr(self._generator, "close", lambda: None)()
 
     def next(self, dropped: bool) -> Any:
         """The next batch, or the end; see `GeneratorShards`."""
         items = self._take()
-        if not items and self._owner._repeats and self._position:
+        if not items and self._owner.repeats and self._position:
             self._round += 1
             self._position = 0
             self._generator = None
@@ -550,27 +550,27 @@ class _Shard:
         if before != _UNKNOWN:
             for item in items:
                 self._chain = _checksum(item, self._chain)
-        first = self._position * (self._owner._batch_size or 1)
+        first = self._position * (self._owner.batch_size or 1)
         self._position += 1
         told = np.array([_BATCH, before, self._chain])
         if dropped:
             return (told,)
-        if self._owner._batch_size is None:
+        if self._owner.batch_size is None:
             return told, items[0]
-        return told, self._owner._stacked(items, first)
+        return told, self._owner.stacked(items, first)
 
     def _take(self) -> list[Any]:
         """The items of the next batch; none at the end."""
         owner = self._owner
         items: list[Any] = []
         # An item that is a batch is copied where a worker takes it.
-        is_batch = owner._batch_size is None
+        is_batch = owner.batch_size is None
         self._seed()
         try:
             if self._generator is None:
                 self._generator = self._made()
             for item in itertools.islice(
-                self._generator, owner._batch_size or 1
+                self._generator, owner.batch_size or 1
             ):
                 items.append(item if is_batch else copied(item))
         except EndOfData:
@@ -580,8 +580,8 @@ class _Shard:
                 error, f"In batch {self._position} of {self._name}."
             )
             raise
-        short = len(items) < (owner._batch_size or 1)
-        return [] if short and owner._drop_remainder else items
+        short = len(items) < (owner.batch_size or 1)
+        return [] if short and owner.drop_remainder else items
 
     @property
     def _name(self) -> str:
@@ -590,11 +590,11 @@ class _Shard:
     def _made(self) -> Iterator[Any]:
         owner = self._owner
         named: dict[str, Any] = {}
-        if owner._source.takes_rng:
+        if owner.source.takes_rng:
             named["rng"] = np.random.default_rng((*self._stream, self._round))
-        if owner._source.takes_start:
-            named["start"] = self._start * (owner._batch_size or 1)
-        return owner._source.make(self._index, owner.num_shards, named)
+        if owner.source.takes_start:
+            named["start"] = self._start * (owner.batch_size or 1)
+        return owner.source.make(self._index, owner.num_shards, named)
 
     def _seed(self) -> None:
         """Seeds what is everybody's, for this very batch."""
@@ -607,7 +607,7 @@ class _Shard:
         np.random.seed(words[:4])
         random.seed(words[4:].tobytes())
         if self._generator is None:
-            self._held = Search(self._owner._source.factory).held
+            self._held = Search(self._owner.source.factory).held
         for held in self._held:
             held.reseed(0, *self._stream, self._round, self._position)
 

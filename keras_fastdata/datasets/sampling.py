@@ -34,7 +34,7 @@ SAMPLE = _WEIGHTS + 2
 GENERATOR_KEY = _WEIGHTS + 3
 
 
-class overridable_property(Generic[_T]):
+class overridable_property(Generic[_T]):  # noqa: N801 - a decorator
     """A property that gives way to an attribute of the instance's own."""
 
     def __init__(self, compute: Callable[[Any], _T]) -> None:

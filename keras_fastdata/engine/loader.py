@@ -266,8 +266,9 @@ class Loader:
         epoch: Epoch | None = None,
         lag: int = 0,
     ) -> state_dict.State:
-        """Where an epoch is, or the latest one; while an epoch begins, where
-        the one before has ended.
+        """Says where an epoch, or the latest one, is.
+
+        While an epoch begins, that is where the one before has ended.
 
         Args:
             dataset: The dataset.

@@ -53,7 +53,7 @@ def resolve_class(
 
 
 def _mark(cls: type) -> str | None:
-    """cloudpickle's id of a class it rebuilt here, where it keeps one."""
+    """Returns cloudpickle's id of a class that it rebuilt here, or `None`."""
     marks = getattr(
         cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_CLASS", {}
     )

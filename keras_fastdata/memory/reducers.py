@@ -108,7 +108,8 @@ def _reduce_rlock(_: Any) -> Reduced:
 
 
 def _reduce_condition(condition: Any) -> Reduced:
-    return threading.Condition, (condition._lock,)
+    # A condition keeps its lock only there.
+    return threading.Condition, (condition._lock,)  # noqa: SLF001
 
 
 def _reduce_local(_: Any) -> Reduced:

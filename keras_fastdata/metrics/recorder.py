@@ -121,8 +121,14 @@ class BatchSource(Protocol):
 
 
 class _PendingBatch(NamedTuple):
-    """A batch that was looked at: its span, what that cannot know, and
-    its place among all batches, from 1."""
+    """A batch that was looked at, and what its span cannot know.
+
+    Attributes:
+        span: The times of the batch.
+        delivered_s: When it was delivered.
+        waited_s: How long `fit` waited for it.
+        place: Its place among all batches, from 1.
+    """
 
     span: Span
     delivered_s: float

@@ -375,7 +375,10 @@ def _place_of(error: BaseException) -> str:
 
 
 def _frames_of(tb: types.TracebackType | None) -> Iterator[dict[str, Any]]:
-    """tblib's description of each frame, one by one: nested ones nest deep."""
+    """Yields tblib's description of each frame.
+
+    One by one, because tblib nests a traceback as deep as it is long.
+    """
     while tb is not None:
         alone = types.TracebackType(
             None, tb.tb_frame, tb.tb_lasti, tb.tb_lineno
