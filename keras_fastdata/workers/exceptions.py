@@ -1,11 +1,12 @@
 """Exceptions on their way from a worker to the caller of `fit`.
 
-An exception travels as a description that is taken apart and put together
-without running its class's `__init__`, so that one with two arguments or none
-arrives as well as any other. Its frames travel through tblib. Each part is
-pickled on its own: a lock in an attribute costs that attribute, not the
-exception. What cannot be rebuilt at all arrives as a `LoaderError` with the
-full text.
+An exception is pickled as a description, and rebuilt without running its
+class's `__init__`: exceptions whose `__init__` takes two arguments, or none,
+arrive too. tblib describes the frames. (tblib's own `pickle_exception` loses
+slots and the fields of `UnicodeDecodeError`, and one lock in an attribute fails
+the whole exception.) Each argument and attribute is pickled on its own, so that
+a lock in an attribute costs that attribute alone. An exception that cannot be
+rebuilt arrives as a `LoaderError` with the full text.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import threading
 import traceback
 import types
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import tblib
@@ -29,60 +30,48 @@ import tblib
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.memory import class_refs
 
-_MAX_CHAIN = 16  # causes of causes
-_MAX_NESTED = 3  # exceptions that are attributes of exceptions
-_MAX_TEXT = 64 * 1024  # characters
+_MAX_CHAIN = 16  # causes of causes that travel
+_MAX_NESTED = 3  # exceptions in attributes of exceptions that travel
+_MAX_TEXT = 64 * 1024  # characters of a traceback's text that travel
 PACKAGE = os.path.join(
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))), ""
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class PickledPart:
-    """One argument or attribute.
+class _Part(NamedTuple):
+    """One argument or attribute of an exception.
 
     Attributes:
-        pickled: The value, or `None` where it cannot be pickled.
-        text: What it looks like.
+        pickled: The value, or `None` if it cannot be pickled.
+        text: The value's `repr`, shown if it cannot be loaded.
     """
 
     pickled: bytes | None
     text: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Failure:
-    """One exception, taken apart.
+class _Description(NamedTuple):
+    """One exception, without those that led to it.
 
     Attributes:
-        text: The formatted traceback, should nothing else be of use.
-        make: Pickled function and class that rebuild it, or `None`.
-        args: What they are called with.
-        state: Attributes, by name.
+        text: The formatted traceback, used if nothing else can be.
+        make: The pickled function that rebuilds the exception.
+        args: The arguments of that function.
+        state: The exception's attributes, by name.
         frames: The traceback, frame by frame, as tblib describes it.
-        notes: What `add_note` added.
-        cause: `__cause__`, taken apart.
-        context: `__context__`, taken apart.
-        suppress_context: `__suppress_context__`.
-        number: Among those that are described together.
-        same_as: The number of the one that this is, if it was met before.
+        notes: The texts that `add_note` added.
     """
 
     text: str
-    make: bytes | None = None
-    args: tuple[PickledPart, ...] = ()
-    state: dict[str, PickledPart] = dataclasses.field(default_factory=dict)
-    frames: tuple[dict[str, Any], ...] = ()
-    notes: tuple[str, ...] = ()
-    cause: Failure | None = None
-    context: Failure | None = None
-    suppress_context: bool = False
-    number: int = 0
-    same_as: int | None = None
+    make: bytes | None
+    args: tuple[_Part, ...]
+    state: dict[str, _Part]
+    frames: tuple[dict[str, Any], ...]
+    notes: tuple[str, ...]
 
 
 class Unpicklable:
-    """Stands for an argument that could not travel; it looks like it did."""
+    """Stands for an argument that could not travel, and has its `repr`."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -92,37 +81,36 @@ class Unpicklable:
 
 
 def dump_exception(error: BaseException) -> bytes:
-    """Describes an exception so that `load_exception` can rebuild it."""
+    """Pickles an exception for `load_exception`."""
     if isinstance(error, bdb.BdbQuit):
         debugger = no_debugger().with_traceback(error.__traceback__)
         for text in _notes_of(error):
             note(debugger, text)
         error = debugger
-    try:
-        return pickle.dumps(_describe(error, _MAX_CHAIN), protocol=5)
-    except Exception:
-        # An exception made to be difficult, or too deep for pickle.
-        return pickle.dumps(Failure(_text_of(error)[-_MAX_TEXT:]), protocol=5)
+    # `None` for an exception made to be difficult, or too deep for pickle.
+    pickled = _dumps(error)
+    return pickle.dumps((_text_of(error)[-_MAX_TEXT:], pickled), protocol=5)
 
 
 def load_exception(described: bytes) -> BaseException:
-    """Rebuilds the exception, or a `LoaderError` with its text."""
-    failure: Failure = pickle.loads(described)
-    try:
-        return _rebuild(failure)
-    except Exception:
-        # Other people's code once more: an exception may hook into anything.
-        return _text_alone(failure)
+    """Rebuilds the exception, or returns a `LoaderError` with its text."""
+    text, pickled = pickle.loads(described)
+    if pickled is not None:
+        # Loading runs the user's code, which may raise anything.
+        with contextlib.suppress(Exception):
+            error: BaseException = pickle.loads(pickled)
+            return error
+    return _text_alone(text)
 
 
 def note(error: BaseException, text: str) -> None:
-    """`error.add_note(text)`, also for one that lets nobody set attributes."""
+    """Adds a note, even if the exception's class forbids setting attributes."""
     notes = [*_notes_of(error), text]
     BaseException.__setattr__(error, "__notes__", notes)
 
 
 def note_causes(error: BaseException) -> None:
-    """Names what led to an exception, a line each, before all other notes."""
+    """Adds a first note with one line for each cause of an exception."""
     lines: list[str] = []
     cause = error.__cause__
     while cause is not None and len(lines) < _MAX_CHAIN:
@@ -135,10 +123,10 @@ def note_causes(error: BaseException) -> None:
 
 
 def shorten(error: BaseException) -> None:
-    """Drops our frames from tracebacks, as Keras drops its own, and likewise.
+    """Drops this package's frames from a traceback, as Keras drops its own.
 
-    Re-raised by a bare `raise`, the exception does not get the frame back that
-    called this. `keras.config.disable_traceback_filtering()` keeps all.
+    A bare `raise` afterwards does not add the caller's frame again.
+    `keras.config.disable_traceback_filtering()` keeps all frames.
     """
     keras = sys.modules.get("keras")
     if keras and not keras.config.is_traceback_filtering_enabled():
@@ -153,7 +141,7 @@ def shorten(error: BaseException) -> None:
 
 
 def text_of(error: BaseException) -> str:
-    """The formatted traceback, from the user's first frame on."""
+    """Returns the formatted traceback from the user's first frame on."""
     own = error.__traceback__
     try:
         return _text_of(error.with_traceback(_outside_the_package(own)))
@@ -162,12 +150,12 @@ def text_of(error: BaseException) -> str:
 
 
 def look_of(value: Any) -> str:
-    """`repr(value)`, whatever that does."""
+    """Returns `repr(value)`, or a placeholder if `repr` raises."""
     return _safely(repr, value)
 
 
 def no_debugger() -> LoaderError:
-    """The error for a debugger that was started in a worker process."""
+    """Returns the error for a debugger started in a worker process."""
     return LoaderError(
         "A debugger was started in a worker process, which has no terminal. "
         "Make the dataset with `workers=0` to debug `__getitem__` in the "
@@ -176,7 +164,7 @@ def no_debugger() -> LoaderError:
 
 
 def no_breakpoint(*_: Any, **__: Any) -> None:
-    """What `breakpoint()` does in a worker process."""
+    """Takes the place of `breakpoint()` in a worker process."""
     if os.environ.get("PYTHONBREAKPOINT") != "0":
         raise no_debugger()
 
@@ -184,47 +172,19 @@ def no_breakpoint(*_: Any, **__: Any) -> None:
 # -- in the worker -------------------------------------------------------------
 
 
-def _describe(
-    error: BaseException, depth: int, seen: dict[int, int] | None = None
-) -> Failure:
-    """Describes an exception, and those that led to it, each of them once.
-
-    Args:
-        error: The exception.
-        depth: How many in a row may have led to it.
-        seen: Those that have been described: `id` to number.
-    """
-    seen = {} if seen is None else seen
-    if id(error) in seen:
-        return Failure("", same_as=seen[id(error)])
-    number = seen[id(error)] = len(seen)
+def _describe(error: BaseException) -> _Description:
     _under_way.errors.append(error)
     try:
         make, args, state = _recipe_of(error)
     finally:
         _under_way.errors.pop()
-    cause, context = error.__cause__, error.__context__
-    if context is cause:
-        context = None
-    return Failure(
+    return _Description(
         text=_text_of(error)[-_MAX_TEXT:],
         make=make,
         args=args,
         state=state,
         frames=tuple(_frames_of(_outside_the_package(error.__traceback__))),
         notes=tuple(_safely(str, n) for n in _notes_of(error)),
-        cause=(
-            _describe(cause, depth - 1, seen)
-            if cause is not None and depth
-            else None
-        ),
-        context=(
-            _describe(context, depth - 1, seen)
-            if context is not None and depth
-            else None
-        ),
-        suppress_context=error.__suppress_context__,
-        number=number,
     )
 
 
@@ -249,22 +209,22 @@ def _safely(convert: Any, value: Any) -> str:
     try:
         return str(convert(value))
     except Exception:
-        # As above, of the user's `__str__` and `__repr__`.
+        # The user's `__str__` and `__repr__` may raise anything.
         return f"<{type(value).__name__} without a text>"
 
 
 def _recipe_of(
     error: BaseException,
-) -> tuple[bytes | None, tuple[PickledPart, ...], dict[str, PickledPart]]:
-    """How to make it, with which arguments, and what to set on it then."""
+) -> tuple[bytes | None, tuple[_Part, ...], dict[str, _Part]]:
+    """Returns a pickled function, its arguments, and attributes to set."""
     cls = type(error)
     if _says_how_to_pickle(cls):
         own = _dumps(error, whole=error)
         if _loads_as(own, cls):
-            return _dumps(_given), (PickledPart(own, ""),), {}
+            return _dumps(_given), (_Part(own, ""),), {}
     elif not isinstance(cls.__init__, types.FunctionType):
         with contextlib.suppress(Exception):
-            # An exception written in C knows best.
+            # An exception written in C knows best how to be rebuilt.
             reduced: Any = error.__reduce_ex__(4)
             make, args, *more = reduced
             extra = more[0] if more and isinstance(more[0], dict) else {}
@@ -309,26 +269,26 @@ def _attributes_of(error: BaseException) -> dict[str, Any]:
     return found
 
 
-def _parts(values: Any) -> tuple[PickledPart, ...]:
+def _parts(values: Any) -> tuple[_Part, ...]:
     return tuple(_part(value) for value in values)
 
 
-def _state(attributes: dict[str, Any]) -> dict[str, PickledPart]:
+def _state(attributes: dict[str, Any]) -> dict[str, _Part]:
     attributes.pop("__notes__", None)
     return {name: _part(value) for name, value in attributes.items()}
 
 
-def _part(value: Any) -> PickledPart:
+def _part(value: Any) -> _Part:
     pickled = _dumps(value)
     if pickled is not None and isinstance(value, (str, bytes, int, float)):
-        return PickledPart(pickled, type(value).__name__)
-    return PickledPart(pickled, _safely(repr, value)[:1000])
+        return _Part(pickled, type(value).__name__)
+    return _Part(pickled, _safely(repr, value)[:1000])
 
 
 def _outside_the_package(
     tb: types.TracebackType | None,
 ) -> types.TracebackType | None:
-    """Drops our own frames above the user's."""
+    """Drops this package's frames above the user's first."""
     first = tb
     while tb and tb.tb_frame.f_code.co_filename.startswith(PACKAGE):
         tb = tb.tb_next
@@ -352,7 +312,7 @@ def _is_ours(link: types.TracebackType) -> bool:
 def _without_the_package(
     tb: types.TracebackType | None,
 ) -> types.TracebackType | None:
-    """Drops all our frames but the one that raised, if it is ours."""
+    """Drops this package's frames, except for the one that raised."""
     links = _links_of(tb)
     kept = links.pop() if links else None
     for link in reversed(links):
@@ -364,7 +324,7 @@ def _without_the_package(
 
 
 def _place_of(error: BaseException) -> str:
-    """Where an exception was raised, outside of this package."""
+    """Says where an exception was raised, outside of this package."""
     links = [x for x in _links_of(error.__traceback__) if not _is_ours(x)]
     if not links:
         return ""
@@ -390,79 +350,69 @@ def _frames_of(tb: types.TracebackType | None) -> Iterator[dict[str, Any]]:
 # -- in the training process ---------------------------------------------------
 
 
-def _text_alone(failure: Failure) -> LoaderError:
+def _text_alone(text: str) -> LoaderError:
     return LoaderError(
         "A worker raised an exception that cannot be rebuilt in this process. "
-        f"Its text:\n\n{failure.text}"
+        f"Its text:\n\n{text}"
     )
 
 
-def _rebuild(
-    failure: Failure, made: dict[int, BaseException] | None = None
-) -> BaseException:
-    """Rebuilds an exception, and those that led to it.
-
-    Args:
-        failure: What `_describe` has made of it.
-        made: Those that have been rebuilt, by number.
-    """
-    made = {} if made is None else made
-    if failure.same_as is not None:
-        return made[failure.same_as]
-    error, left_out = _rebuild_alone(failure)
-    is_whole = error is not None
+def _rebuild(description: _Description) -> BaseException:
+    """Rebuilds an exception; those that led to it are set by `_link`."""
+    error, left_out = _rebuild_bare(description)
     if error is None:
-        error = _text_alone(failure)
-    made[failure.number] = error
-    cause, context = (
-        None if other is None else _rebuild(other, made)
-        for other in (failure.cause, failure.context)
-    )
-    if not is_whole:
-        return error  # whose text tells of those
-    if failure.frames:
-        error = error.with_traceback(_traceback_of(failure.frames))
-    for text in failure.notes:
+        return _text_alone(description.text)
+    if description.frames:
+        error = error.with_traceback(_traceback_of(description.frames))
+    for text in description.notes:
         note(error, text)
     if left_out:
         names = ", ".join(left_out)
         note(error, f"Left behind in the worker: {names}.")
+    return error
+
+
+def _link(
+    error: BaseException,
+    links: tuple[BaseException | None, BaseException | None, bool],
+) -> None:
+    """Sets `__cause__`, `__context__` and `__suppress_context__`."""
+    cause, context, suppress = links
     put = BaseException.__setattr__
     if context is not None or cause is not None:
         put(error, "__context__", cause if context is None else context)
     if cause is not None:
         put(error, "__cause__", cause)
-    put(error, "__suppress_context__", failure.suppress_context)
-    return error
+    put(error, "__suppress_context__", suppress)
 
 
-def _rebuild_alone(
-    failure: Failure,
+def _rebuild_bare(
+    description: _Description,
 ) -> tuple[BaseException | None, list[str]]:
-    """The exception, and the attributes that it lacks."""
-    if failure.make is None:
+    """Returns the exception, or `None`, and the attributes that it lacks."""
+    if description.make is None:
         return None, []
     left_out = []
     try:
-        error = pickle.loads(failure.make)(*map(_load, failure.args))
+        error = pickle.loads(description.make)(*map(_load, description.args))
         if not isinstance(error, BaseException):
             return None, []
-        for name, part in failure.state.items():
+        for name, part in description.state.items():
             value = _load(part)
             if isinstance(value, Unpicklable):
                 left_out.append(f"{name} ({part.text})")
             else:
                 BaseException.__setattr__(error, name, value)
     except Exception:
-        # Other people's constructors and imports; the text remains.
+        # The user's constructors and imports; the text remains.
         return None, []
     return error, left_out
 
 
-def _load(part: PickledPart) -> Any:
+def _load(part: _Part) -> Any:
     if part.pickled is not None:
         with contextlib.suppress(Exception):
-            # Loading runs other people's code.
+            # Loading runs the user's code.
             return pickle.loads(part.pickled)
     return Unpicklable(part.text)
 
@@ -473,7 +423,7 @@ def _given(error: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Bare:
-    """Makes an instance on which only the built-in `__init__` has run."""
+    """Makes an exception on which only the built-in `__init__` has run."""
 
     cls: type[BaseException]
 
@@ -482,7 +432,7 @@ class _Bare:
         try:
             error: BaseException = builtin.__new__(self.cls, *args)
         except TypeError:
-            # A base class in C wants its own `__new__`.
+            # A base class written in C needs its own `__new__`.
             error = self.cls.__new__(self.cls, *args)
         initialize: Any = vars(builtin).get("__init__", BaseException.__init__)
         try:
@@ -496,7 +446,7 @@ class _Bare:
 def _traceback_of(
     frames: tuple[dict[str, Any], ...],
 ) -> types.TracebackType | None:
-    """A traceback of frames that were elsewhere."""
+    """Makes a traceback of the frames of another process."""
     chain = None
     for frame in reversed(frames):
         one = tblib.Traceback.from_dict(frame)
@@ -506,7 +456,7 @@ def _traceback_of(
 
 
 def _without_columns(tb: types.TracebackType) -> types.TracebackType:
-    """Drops the columns, which are those of tblib's own line of code."""
+    """Drops the columns, which point into tblib's own line of code."""
     bare: types.TracebackType | None = None
     for link in reversed(_links_of(tb)):
         bare = types.TracebackType(bare, link.tb_frame, -1, link.tb_lineno)
@@ -532,31 +482,47 @@ def _dumps(value: Any, whole: Any = None) -> bytes | None:
     try:
         _ExceptionPickler(stream, whole).dump(value)
     except Exception:
-        # Pickling runs other people's code, which may raise anything.
+        # Pickling runs the user's code, which may raise anything.
         return None
     return stream.getvalue()
 
 
 class _ExceptionPickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle's, with exceptions taken apart and classes as references.
+    """Pickles exceptions as descriptions, and classes as references.
+
+    pickle's own memo keeps exceptions that refer to each other from being
+    described twice.
 
     Args:
-        file: Where to.
-        whole: An exception to pickle as its class says.
+        file: Takes the pickle.
+        whole: An exception to pickle as its class defines it.
     """
 
     def __init__(self, file: io.BytesIO, whole: Any) -> None:
         super().__init__(file, protocol=5)
         self._whole = whole
+        self._chain: dict[int, int] = {}  # id to causes that may follow
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, BaseException) and obj is not self._whole:
             outer = _under_way.errors
             if len(outer) > _MAX_NESTED or any(obj is other for other in outer):
                 return Unpicklable, (_safely(repr, obj)[:1000],)
-            return _rebuild, (_describe(obj, 0),)
+            return self._reduced(obj, 0 if outer else _MAX_CHAIN)
         if isinstance(obj, type):
             reduced = class_refs.reduce_class(obj)
             if reduced is not NotImplemented:
                 return reduced
         return super().reducer_override(obj)
+
+    def _reduced(self, error: BaseException, chain: int) -> Any:
+        chain = self._chain.get(id(error), chain)
+        cause, context = error.__cause__, error.__context__
+        if context is cause:
+            context = None
+        if not chain:
+            cause = context = None
+        for link in (cause, context):
+            self._chain.setdefault(id(link), chain - 1)
+        links = (cause, context, error.__suppress_context__)
+        return _rebuild, (_describe(error),), links, None, None, _link
