@@ -40,7 +40,7 @@ from keras_fastdata.engine.settings import Settings
 from keras_fastdata.engine.state_dict import State
 
 if TYPE_CHECKING or _process_role.is_worker():
-    # A worker needs the user's methods and ours, not Keras's base class.
+    # A worker needs no Keras: it calls the user's methods and ours only.
     _Base = object
 else:
     from keras_fastdata import keras_bridge
@@ -50,14 +50,14 @@ else:
 _T = TypeVar("_T")
 
 
-_NOTICED = "_fastdata_notices"  # the mark of a hook whose calls are noticed
+_NOTICED = "_fastdata_notices"  # marks functions that `_noticed` returned
 
 
 class _WhileBuilding(Generic[_T]):
-    """A name that yields to an attribute of the user's own.
+    """A property that gives way to an attribute of the user's own.
 
-    `epoch` and `rng` are everyday names in people's datasets. A descriptor
-    without `__set__` is only asked where the instance has no such attribute.
+    `epoch` and `rng` are common names in datasets. Python only calls a
+    descriptor without `__set__` if the instance has no such attribute.
     """
 
     def __init__(self, doc: str) -> None:
@@ -82,121 +82,123 @@ class _WhileBuilding(Generic[_T]):
 class FastPyDataset(_Base):
     """A dataset of batches, built by threads or processes in shared memory.
 
-    Takes the place of `keras.utils.PyDataset` (`keras.utils.Sequence`): keep
+    Use it in place of `keras.utils.PyDataset` (`keras.utils.Sequence`): keep
     `__getitem__`, which returns batch `index`, and `__len__`, the number of
     batches, and pass the dataset to `fit`, `evaluate` or `predict`. Every
-    batch arrives once, in order, with the same bytes for any number of worker
-    processes; of threads too, if it draws from `self.rng` alone.
+    batch arrives once and in order. Its bytes are the same for any number of
+    worker processes, and of threads if it draws from `self.rng` alone.
 
     Args:
-        workers: Where batches are built. 0: in the caller, when asked for.
+        workers: Where batches are built. 0: in the caller, on request.
             n >= 1: ahead of time, by n threads, or by n processes with
-            `use_multiprocessing=True`; at most 1,024. "auto": found out
-            while training, and anew when builds or steps change. It begins
-            in the caller, and where workers would bring more tries threads
-            or processes: at most 16, the length of the queue, and what the
-            cores have room for. Threads only where batches seem not to draw
-            from what threads share; `__getitem__` must then stand to be
-            called by several at once. Defaults to 1.
+            `use_multiprocessing=True`; at most 1,024. "auto": chosen during
+            training, and again when builds or steps change. "auto" starts in
+            the caller. Where workers would help, it tries threads or
+            processes: at most 16, at most the length of the queue, and no
+            more than the cores can run. It tries threads only where batches
+            seem not to draw from generators that threads share; several
+            threads then call `__getitem__` at once. Defaults to 1.
         use_multiprocessing: Whether workers are processes. Threads suit
             builds that wait (for files, the network) or run in NumPy;
             processes suit builds that run Python code. Defaults to `False`.
-        max_queue_size: Batches being built or ready, in all, at least 1; 0: as
-            many as there are in an epoch, up to 1,024. They take memory, and
-            more workers than that idle. `fit` on TensorFlow looks at 2 before
-            its first step. What a strategy of `tf.distribute` fetches ahead
-            counts as delivered. Defaults to 10.
-        max_queue_bytes: The same bound in bytes of shared memory, as far as
-            it can be told from the largest batch so far. One batch is always
-            allowed. `None`: no bound. Elsewhere than in processes it has no
-            effect.
-        seed: Base seed, an integer of at least 0. `None` draws one from
+        max_queue_size: How many batches may be in progress or ready, in
+            total, at least 1. 0: as many as an epoch has, up to 1,024.
+            Batches in the queue take memory, and workers beyond this number
+            are idle. `fit` on TensorFlow fetches 2 before its first step. A
+            batch that a `tf.distribute` strategy fetched ahead counts as
+            delivered. Defaults to 10.
+        max_queue_bytes: The same limit in bytes of shared memory, estimated
+            from the largest batch so far. One batch is always allowed.
+            `None`: no limit. Applies to worker processes only.
+        seed: Base seed, an integer of at least 0. `None` draws a seed from
             Python's `random` at first use, so that
             `keras.utils.set_random_seed` makes runs repeatable.
-        shuffle: `None`: what `fit(shuffle=)` says, and in order elsewhere.
-            `True` or `False` decide it here, everywhere, also in `predict`.
+        shuffle: `None`: `fit(shuffle=)` decides; elsewhere batches come in
+            order. `True` or `False` decides everywhere, also in `predict`.
         start_method: How processes start. `None` or "forkserver": forked
             from a small clean process, in milliseconds. "spawn": each a fresh
             interpreter. "fork": copies of the training process, for a dataset
             that cannot be pickled; it warns of the risk.
         batch_timeout: Seconds that a batch may take, more than 0. A worker
-            process that takes longer is killed and replaced, as if it had
-            died, and the Python stack of where it was stuck is logged. A
-            thread cannot be stopped: there `BatchTimeoutError`, which has the
-            stack, ends the epoch. Inline (`workers=0`) it has no effect.
-            Loading the dataset and `on_worker_start` may take 60 s, or that
-            long if it is more. `None`: no limit, but a batch that takes far
-            longer than any before, and 30 s (60 s for a first batch, or a
-            start), is logged with its stack.
-        max_worker_restarts: Worker deaths survived in one epoch, at least 0.
-            What a dead worker was building is built again by another. The
-            second worker to die over one batch ends the epoch. Defaults to 3.
-        on_error: What an exception of `__getitem__` does. "raise": it reaches
-            the caller. "skip": the batch is left out, and logged with its
-            traceback; the epoch is shorter by it, and `predict` returns so
-            much less. More than a tenth of the dataset's batches, and more
-            than one, is an error.
-        shard: Which batches are this process's, where several train together.
-            `(index, count)`: of each `count` that follow one another in the
-            epoch's order, number `index`; so the order is the same for any
-            `count`. The last ones are filled up from the beginning, so that
-            every process has as many. "auto": what `keras.distribution`, a
-            multi-worker strategy of `tf.distribute` in scope,
-            `jax.distributed` or `torch.distributed` says, in this order; all
-            batches, where none is in use. `None`: all batches.
-        cache: Where batches are kept once they were built, and from the next
-            epoch on come from, by index, without being built or copied again.
-            "memory": in this process. Else the path of a directory, where
-            they also outlive it. Their arrays are read-only. A batch that
-            depends on the epoch (`self.rng`, `self.epoch` and the like; the
-            random generators, but for threads) is a `LoaderError`; so is an
-            epoch hook. Editing the dataset empties the cache. Batches of
-            other things than arrays in tuples, lists and dicts are not kept.
-            `None`: nowhere.
-        cache_bytes: How much that may be; what is beyond it is built in every
-            epoch. `None`: for "memory", half of the memory that is free when
-            the first epoch begins; no bound for a directory, where batches of
-            other states of such a dataset count as well.
-        cache_version: For a directory: any string or integer; another one
-            makes its batches invalid. So does a change of an attribute; of
-            code that is the dataset's or among what it holds, or of plain
-            globals, functions and classes that such code names; or of a file
-            whose whole path is anywhere in these. Not looked at are files in
-            folders, paths that are put together from parts, methods and
-            attributes of global objects, installed packages, and attributes
-            that builds set.
+            process that takes longer is killed and replaced, and the Python
+            stack at which it was stuck is logged. A thread cannot be
+            stopped: there `BatchTimeoutError`, which has the stack, ends the
+            epoch. Inline (`workers=0`) the limit has no effect. Loading the
+            dataset and `on_worker_start` may take 60 s, or `batch_timeout`
+            if that is more. `None`: no limit. A batch that takes more than
+            30 s, and far longer than any before, is then logged with its
+            stack; for a first batch, or a start, 60 s.
+        max_worker_restarts: How many worker deaths an epoch survives, at
+            least 0. Another worker builds the dead worker's batches again.
+            The second worker to die over one batch ends the epoch. Defaults
+            to 3.
+        on_error: What an exception of `__getitem__` does. "raise": the
+            caller receives it. "skip": the batch is left out, and its
+            traceback logged; the epoch is one batch shorter, and `predict`
+            returns fewer rows. Skipping more than one batch, and more than a
+            tenth of all, is an error.
+        shard: Which batches this process trains on, where several processes
+            train together. `(index, count)`: number `index` of each `count`
+            successive batches in the epoch's order. That order is the same
+            for any `count`. Batches from the beginning fill up the end, so
+            that every process has equally many. "auto": asks
+            `keras.distribution`, a multi-worker `tf.distribute` strategy in
+            scope, `jax.distributed` and `torch.distributed`, in this order;
+            all batches if none is in use. `None`: all batches.
+        cache: Where to keep batches once they are built. From the next epoch
+            on they come from there, by index, and are not built or copied
+            again. "memory": this process. Otherwise the path of a directory,
+            where batches also outlive the process. Cached arrays are
+            read-only. Raises `LoaderError` if batches differ between epochs
+            (`self.rng`, `self.epoch` and the like; random generators, except
+            in threads) or if epoch hooks are overridden. Editing the dataset
+            empties the cache. Only batches of arrays in tuples, lists and
+            dicts are kept. `None`: no cache.
+        cache_bytes: The cache's size limit. Batches beyond it are built in
+            every epoch. `None`: for "memory", half of the memory that is
+            free when the first epoch begins; for a directory, no limit. In a
+            directory, batches of other versions of the dataset count too.
+        cache_version: For a directory: any string or integer. Another value
+            makes the cached batches invalid. So does a change of an
+            attribute; of the dataset's code, or the code of an object in it;
+            of plain globals, functions and classes that such code names; or
+            of a file whose whole path is in any of these. Not checked are
+            files in folders, paths that are put together from parts, methods
+            and attributes of global objects, installed packages, and
+            attributes that builds set.
         executor: "local": workers are threads or processes of this machine,
-            as above. "ray": they are Ray actors, on this machine or a
-            cluster (`pip install 'keras-fastdata[ray]'`), with all that is
-            said here of worker processes. Their batches come through Ray's
-            object store, and large arrays in them are read-only views of it;
-            of the dataset's own arrays, those of 1 MiB and more are there
-            once per node, and read-only in the workers. `ray.init` is called
-            unless it has been; Ray listens on ports of its own, and keeps its
-            store in /dev/shm.
-        worker_env: Environment variables for worker processes, over defaults
-            that hide accelerators and give BLAS and OpenMP one thread each.
-        ray_options: With `executor="ray"`, a dict. "address": "host:port" of
-            a cluster; else what `ray.init` finds, or a Ray of its own on this
-            machine. "init": a dict of other arguments of `ray.init`.
-            "timeout_s": how long the cluster may take to answer, and to have
-            a place for a first worker, 60 by default. All others are those
-            of a Ray actor's `options`: "num_cpus" and "resources" that one
-            worker takes, "scheduling_strategy" ("SPREAD" by default),
-            "runtime_env", ...
+            as above. "ray": workers are Ray actors, on this machine or a
+            cluster (`pip install 'keras-fastdata[ray]'`). All that is said
+            here of worker processes holds for them. Their batches come
+            through Ray's object store, and large arrays in them are
+            read-only views of it. Arrays of the dataset of 1 MiB and more
+            exist once per node, and are read-only in workers. `ray.init` is
+            called unless it was before. Ray listens on ports of its own, and
+            keeps its store in /dev/shm.
+        worker_env: Environment variables for worker processes. They override
+            defaults that hide accelerators and give BLAS and OpenMP one
+            thread each.
+        ray_options: A dict, for `executor="ray"`. "address": "host:port" of
+            a cluster; without it, the cluster that `ray.init` finds, or a
+            new Ray on this machine. "init": a dict of other arguments of
+            `ray.init`. "timeout_s": how long the cluster may take to answer
+            and to find a place for the first worker; 60 by default. All
+            others are arguments of a Ray actor's `options`: "num_cpus" and
+            "resources" for each worker, "scheduling_strategy" ("SPREAD" by
+            default), "runtime_env", ...
 
     Raises:
         TypeError: An argument is unknown or of the wrong type.
         ValueError: An argument is out of range.
 
-    While batches are fetched, `LoaderError` and its subclasses are raised, and
-    whatever `__getitem__` raises.
+    Fetching batches raises `LoaderError` and its subclasses, and whatever
+    `__getitem__` raises.
 
     While a batch is built, `self.rng`, `self.epoch`, `self.worker_index` and
-    `self.empty` answer for that batch; also threads that `__getitem__` has
-    started. But where several worker threads build at once, ask in
-    `__getitem__` itself and hand the answer on: whose such a thread is cannot
-    be told, and it gets a `LoaderError`.
+    `self.empty` belong to that batch, also in threads that `__getitem__` has
+    started. Where several worker threads build at once, such a thread could
+    belong to any of their batches, and gets a `LoaderError`: read these in
+    `__getitem__` itself and pass them on.
 
     Example:
 
@@ -263,13 +265,13 @@ class FastPyDataset(_Base):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for name in ("on_epoch_begin", "on_epoch_end"):
-            hook = getattr(cls, name)  # of a mixin, perhaps
+            hook = getattr(cls, name)  # possibly a mixin's
             if isinstance(hook, types.FunctionType) and not (
                 build.is_default_hook(hook) or hasattr(hook, _NOTICED)
             ):
                 setattr(cls, name, _noticed(name, hook))
         for name in ("__setattr__", "__delattr__"):
-            method = getattr(cls, name)  # which need not call ours
+            method = getattr(cls, name)  # may not call `super()`'s
             if isinstance(method, types.FunctionType) and not (
                 hasattr(method, _NOTICED)
             ):
@@ -283,10 +285,10 @@ class FastPyDataset(_Base):
         A batch is `inputs`, `(inputs,)`, `(inputs, targets)` or
         `(inputs, targets, sample_weights)`, each an array or a nested
         structure of arrays, or a dict. Arrays that the dataset keeps are
-        copied, so that a buffer can be filled again for the next batch
-        (though not by two threads at once); fresh arrays need no copy. A
-        worker process has a copy of the dataset: what this sets on `self`
-        stays there.
+        copied, so that a buffer can be filled again for the next batch (but
+        not by two threads at once). Fresh arrays are not copied. A worker
+        process has a copy of the dataset: attributes that `__getitem__` sets
+        on `self` stay in that process.
         """
         raise NotImplementedError(
             f"{type(self).__name__} must define `__getitem__(self, index)`."
@@ -294,16 +296,16 @@ class FastPyDataset(_Base):
 
     @property
     def num_batches(self) -> int | None:
-        """Batches in an epoch; `None` if nobody knows.
+        """The number of batches in an epoch; `None` if it is unknown.
 
-        Then `fit` needs `steps_per_epoch`, unless `__getitem__` raises
-        `EndOfData` where there is no batch any more; and nothing is shuffled.
-        Override it where `__len__` will not do. It is read again at the
-        start of every epoch.
+        With `None`, `fit` needs `steps_per_epoch`, unless `__getitem__`
+        raises `EndOfData` at the end of the data; and batches are not
+        shuffled. Override this property if `__len__` cannot give the number.
+        It is read again at the start of every epoch.
         """
         kind: Any = type(self)
         if hasattr(self, "__len__"):
-            # Not `len`, whose error for a float names nothing.
+            # Not `len`: its error for a float does not name the method.
             return build.checked_length(
                 f"{kind.__name__}.__len__()", kind.__len__(self)
             )
@@ -317,143 +319,146 @@ class FastPyDataset(_Base):
     def on_epoch_begin(self) -> None:
         """Called before each epoch, in the training process.
 
-        What it changes reaches every worker before the next batch is built.
-        `self.rng`, `np.random` and `random` are seeded for the call.
+        Changes to the dataset reach every worker before the next batch is
+        built. `self.rng`, `np.random` and `random` are seeded for the call.
         """
 
     @build.default_hook
     def on_epoch_end(self) -> None:
         """Called after each epoch, in the training process.
 
-        Keras also calls it once before the first epoch, and a loop of your
-        own may call it. What it changes reaches every worker before the next
-        batch is built. `self.rng`, `np.random` and `random` are seeded for
-        the call, so that shuffling here is repeatable.
+        Keras also calls it once before the first epoch, and your own loop
+        may call it. Changes to the dataset reach every worker before the
+        next batch is built. `self.rng`, `np.random` and `random` are seeded
+        for the call, so that shuffling here is repeatable.
         """
 
     @build.default_hook
     def on_worker_start(self) -> None:
         """Called once in each worker, before its first batch.
 
-        The place to open files and connections. In processes, what it sets
-        on `self` belongs to that worker and is not overwritten: parts of the
-        dataset that are in it (`Reader(self.table)`) stay as they were, where
-        `Reader(self)` has them as they are. Threads share `self`: there, use
-        `threading.local()`, or `self.worker_index`.
+        Open files and connections here. In processes, attributes that it
+        sets on `self` belong to that worker and are never overwritten. If
+        the training process later changes `self.table`, `Reader(self.table)`
+        keeps the old table, and `Reader(self)` sees the new one. Threads
+        share `self`: there, use `threading.local()` or `self.worker_index`.
         """
 
     @build.default_hook
     def on_worker_stop(self) -> None:
-        """Called once in each worker that ends in peace.
+        """Called once in each worker that ends in an orderly way.
 
-        In threads and in the caller that is at `close`: a dataset that was
-        collected is not there to be called.
+        For threads and for builds in the caller, `close` calls it. It is not
+        called there if the dataset is garbage-collected instead.
         """
 
     @build.default_hook
     def reseed(self, seed_sequence: np.random.SeedSequence) -> None:
-        """Called before each batch, for generators we do not know.
+        """Called before each batch, to seed random generators of other kinds.
 
-        `np.random`, `random`, torch's default generator, and generators of
-        NumPy, Python and torch that the dataset reaches are seeded already,
-        and so is what has a method `set_random_seed(seed)` or `seed(seed)`.
-        Not called in worker threads, which share whatever it would seed.
+        Already seeded are `np.random`, `random`, torch's default generator,
+        and objects that the dataset refers to: generators of NumPy, Python
+        and torch, and objects with a method `set_random_seed(seed)` or
+        `seed(seed)`. Not called in worker threads, which would share the
+        generators.
 
         Args:
-            seed_sequence: The batch's own, from seed, epoch and index.
+            seed_sequence: Depends on the seed, epoch and index of the batch.
         """
 
     # -- while a batch is built ----------------------------------------------
 
     rng: _WhileBuilding[np.random.Generator] = _WhileBuilding(
-        "A `np.random.Generator` for this very batch: its draws depend on "
-        "seed, epoch and index alone."
+        "A `np.random.Generator` for this batch alone: its draws depend only "
+        "on seed, epoch and index."
     )
     rng_for: _WhileBuilding[Callable[..., np.random.Generator]] = (
         _WhileBuilding(
             "`self.rng_for(*key)`: a generator whose draws depend on seed, "
-            "epoch and key, one or more integers of at least 0, such as the "
-            "index of a sample; in whichever batch it is asked for."
+            "epoch and key, and not on the batch. The key is one or more "
+            "integers of at least 0, such as the index of a sample."
         )
     )
     epoch_order: _WhileBuilding[Callable[[int], Permutation]] = _WhileBuilding(
         "`self.epoch_order(length)`: a random order of `range(length)` that "
-        "depends on seed and epoch. `order[i]` is what comes at position i, "
-        "and `order.at(positions)` the same for an array; of a billion, too, "
-        "it takes no memory."
+        "depends on seed and epoch. `order[i]` is the item at position i, "
+        "and `order.at(positions)` the items at an array of positions. Even "
+        "an order of a billion items takes no memory."
     )
     epoch: _WhileBuilding[int] = _WhileBuilding(
-        "Which walk through the dataset the batch is for, from 0. Each epoch "
-        "of `fit`, each validation, each `for` loop is one."
+        "The number of the epoch that the batch belongs to, from 0. Each "
+        "epoch of `fit`, each validation and each `for` loop counts as one."
     )
     worker_index: _WhileBuilding[int | None] = _WhileBuilding(
-        "Which worker builds the batch, from 0; `None` outside of workers."
+        "The index of the worker that builds the batch, from 0; `None` "
+        "outside of workers."
     )
     empty: _WhileBuilding[build.Empty] = _WhileBuilding(
         "`self.empty(shape, dtype='float32')`: an uninitialized array. In a "
-        "worker process it lies in the shared memory that the batch travels "
-        "in, so that returning it copies nothing."
+        "worker process it lies in the shared memory of the batch, so that "
+        "returning it copies nothing."
     )
 
     # -- outside of fit ------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
-        """Walks through one epoch, fed by the workers.
+        """Iterates over the batches of one epoch, which the workers build.
 
-        In order, unless `shuffle=True`; the epoch hooks are not called.
+        Batches come in order, unless `shuffle=True`. The epoch hooks are not
+        called.
         """
         if _process_role.is_worker():
             return plain_iterator(self)
         return iterate(loader_of(self), self, shuffle=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """Says where the dataset stands, for `load_state_dict`.
+        """Returns the position in the epoch, for `load_state_dict`.
 
-        That is the next batch after the one delivered last; batches that are
-        only built ahead do not count. In a callback of `fit` a framework may
-        have fetched some that it has not trained on: `DatasetCheckpoint`
-        knows of those.
+        The position is the batch after the one delivered last; batches that
+        are only built ahead do not count. In a callback of `fit`, the
+        framework may have fetched batches that it has not trained on yet:
+        use `DatasetCheckpoint`, which accounts for them.
 
         Returns:
-            A small dict of what JSON knows. Workers of other kinds and
-            numbers make no difference to it.
+            A small dict that JSON can hold. It does not depend on the kind or
+            number of workers.
         """
         return state_dict_of(self, loader_of(self).state(self))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Has the next epoch begin where another dataset stood.
+        """Makes the next epoch begin at a position from `state_dict`.
 
-        For a dataset made as that one was, before its first epoch. The rest
-        of that epoch comes first, byte for byte. Epoch hooks that had run
-        there are run here, seeded as they were.
+        Call it before the first epoch, on a dataset made with the same
+        arguments. The rest of the saved epoch comes first, byte for byte.
+        Epoch hooks that had run before are run again, with the same seeds.
 
         Args:
-            state_dict: What `state_dict` returned.
+            state_dict: A dict that `state_dict` returned.
 
         Raises:
-            ValueError: A field of it is damaged, and named; or it is of a
-                dataset of another length, with another seed, or with other
-                epoch hooks.
-            LoaderError: Its epoch hooks did not do what they had done.
+            ValueError: A field is damaged (the message names it), or the
+                state belongs to a dataset with another length, another seed,
+                or other epoch hooks.
+            LoaderError: The epoch hooks did not repeat what they had done.
         """
         state = State.from_dict(state_dict, type(self).__name__)
         loader_of(self).restore(self, state)
         internals_of(self).forget_outside_rng()
 
     def set_epoch(self, epoch: int) -> None:
-        """Has the next epoch be number `epoch`, from 0, of any.
+        """Sets the number of the next epoch, from 0.
 
-        Its order and bytes are then those it has in a run from the first
-        epoch on: for `fit(initial_epoch=epoch)`. Epoch hooks are not run.
+        That epoch then has the same order and bytes as in a run from epoch
+        0; use it with `fit(initial_epoch=epoch)`. Epoch hooks are not run.
         """
         loader_of(self).set_epoch(self, integer("epoch", epoch, least=0))
 
     def mark_changed(self) -> None:
-        """Says that the dataset was edited in place.
+        """Tells the workers that the dataset was edited in place.
 
-        Batches that were built ahead are dropped and built from the dataset
-        as it is now. Not needed for attributes that are assigned, nor for
-        what the epoch hooks change: those are noticed.
+        Batches that were built ahead are dropped and built again from the
+        present dataset. Assignments to attributes, and changes by the epoch
+        hooks, are noticed without this call.
         """
         internals = own_internals(self)
         if internals is not None and internals.loader is not None:
@@ -462,12 +467,11 @@ class FastPyDataset(_Base):
     def close(self) -> None:
         """Ends the workers and waits until they are gone.
 
-        They start again when needed. Also done when the dataset is collected
-        and at the end of a `with` block. Any thread may call it, at any time,
-        and so may a signal handler: a batch that is being built is built
-        again. Where the handler has interrupted this dataset at work, the
-        workers end when that goes on. Called by a worker, from `__getitem__`
-        or `on_worker_stop` for example, it does nothing.
+        Workers start again when they are needed. The end of a `with` block
+        and garbage collection do the same. Any thread or signal handler may
+        call `close` at any time; a batch in progress is built again later.
+        If a signal handler interrupts a call of this dataset, the workers
+        end when that call goes on. In a worker, `close` does nothing.
         """
         internals = own_internals(self)
         if internals is not None and internals.loader is not None:
@@ -483,7 +487,7 @@ class FastPyDataset(_Base):
 
     @property
     def workers(self) -> int:
-        """Number of workers, at the moment; see the class."""
+        """The present number of workers; see the class."""
         return settings_in_effect(self).count
 
     @workers.setter
@@ -492,7 +496,7 @@ class FastPyDataset(_Base):
 
     @property
     def use_multiprocessing(self) -> bool:
-        """Whether workers are processes, at the moment; see the class."""
+        """Whether workers are processes at present; see the class."""
         return settings_in_effect(self).use_multiprocessing
 
     @use_multiprocessing.setter
@@ -501,14 +505,14 @@ class FastPyDataset(_Base):
 
     @property
     def max_queue_size(self) -> int:
-        """Batches scheduled ahead of the consumer; see the class."""
+        """How many batches are requested ahead; see the class."""
         return internals_of(self).settings.max_queue_size
 
     @max_queue_size.setter
     def max_queue_size(self, value: int) -> None:
         replace_settings(self, max_queue_size=value)
 
-    # -- ours ----------------------------------------------------------------
+    # -- noticing changes ----------------------------------------------------
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -520,9 +524,9 @@ class FastPyDataset(_Base):
 
 
 def _noticed(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
-    """An epoch hook whose call is noticed, whoever calls it.
+    """Wraps an epoch hook so that the loader notices calls by the user.
 
-    A call in `__init__` is part of how the dataset is made.
+    A call in `__init__` belongs to making the dataset, and is not noticed.
     """
 
     @functools.wraps(hook)
@@ -542,7 +546,7 @@ def _noticed(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_being_made(dataset: FastPyDataset) -> bool:
-    """Whether the caller is called by the dataset's `__init__`."""
+    """Whether the dataset's `__init__` is on the call stack."""
     frame: types.FrameType | None = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
@@ -557,7 +561,7 @@ def _is_being_made(dataset: FastPyDataset) -> bool:
 
 
 def _notes_assigned(method: Callable[..., None]) -> Callable[..., None]:
-    """What sets or deletes an attribute, and notes that it has."""
+    """Wraps `__setattr__` or `__delattr__` so that changes are noticed."""
 
     @functools.wraps(method)
     def notes(self: FastPyDataset, name: str, *value: Any) -> None:

@@ -1,16 +1,17 @@
-"""Every error this package raises on its own account.
+"""The errors that this package defines.
 
     RuntimeError
-    └── LoaderError                  something of the loader's failed
-        ├── WorkerDiedError          a worker process ended without being asked
+    └── LoaderError                  the loader failed
+        ├── WorkerDiedError          a worker process ended unexpectedly
         ├── BatchTimeoutError        a batch took longer than `batch_timeout`
-        └── DatasetPicklingError     the dataset cannot travel to a process
+        └── DatasetPicklingError     the dataset cannot be sent to a process
 
-`EndOfData` is none: a dataset raises it, as an iterator does `StopIteration`.
+`EndOfData` is not an error: a dataset raises it as an iterator raises
+`StopIteration`.
 
-An exception raised by a user's `__getitem__` is not wrapped in any of these:
-it arrives as itself. Only one that cannot be rebuilt in the training process
-becomes a `LoaderError`, which then carries its full text.
+An exception of the user's `__getitem__` is not wrapped: it arrives as itself.
+If it cannot be rebuilt in the training process, a `LoaderError` with its full
+text takes its place.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from typing import Any
 
 
 class EndOfData(Exception):  # noqa: N818 - no error, as `StopIteration`
-    """Raised by `__getitem__(index)` where there is no such batch any more.
+    """Raised by `__getitem__(index)` at the end of the data.
 
-    For datasets whose `num_batches` is `None`: the epoch ends before this
-    batch. Elsewhere it is an error like any other.
+    It is for datasets whose `num_batches` is `None`: the epoch ends before
+    this batch. In other datasets it is an error like any other.
 
     Example:
 
@@ -39,11 +40,11 @@ class EndOfData(Exception):  # noqa: N818 - no error, as `StopIteration`
 
 
 class LoaderError(RuntimeError):
-    """Something of the loader's failed; the message says what to do."""
+    """The loader failed; the message says what to do."""
 
 
 class _WorkerError(LoaderError):
-    """What happened in one worker, over one batch."""
+    """An error of one worker, while it built one batch."""
 
     def __init__(
         self,
@@ -64,15 +65,15 @@ class _WorkerError(LoaderError):
 
 
 class WorkerDiedError(_WorkerError):
-    """A worker process ended without being asked to.
+    """A worker process ended unexpectedly.
 
     Attributes:
         dataset: Class name of the dataset the worker was serving.
-        worker: Index of the worker, from 0; `None` if none was left to name.
+        worker: Index of the worker, from 0; `None` if no worker was left.
         pid: Process id of the worker, or `None`.
         exit_code: Exit status as in `subprocess.Popen.returncode`: negative
-            for a signal, `None` if it could not be learned.
-        epoch: Epoch of the batch it was building, or `None` if it held none.
+            for a signal, `None` if it is unknown.
+        epoch: Epoch of the batch it was building, or `None`.
         batch_index: Index of that batch, or `None`.
     """
 
@@ -92,8 +93,8 @@ class BatchTimeoutError(_WorkerError):
         pid: Process id of the worker, or of this process for a thread.
         epoch: Epoch of the batch; `None` if the worker was still starting.
         batch_index: Index of that batch, or `None`.
-        elapsed_s: Seconds it had taken.
-        stack: Where the worker was stuck, as text.
+        elapsed_s: Seconds since the build, or the start, began.
+        stack: The Python stack of the worker, as text.
     """
 
     def __init__(
@@ -113,8 +114,9 @@ class DatasetPicklingError(LoaderError):
     """The dataset, or something it holds, cannot be sent to a process.
 
     Attributes:
-        path: Where the culprit was found, such as `"dataset.reader.handle"`.
-        type_name: Qualified name of its type.
+        path: The object that cannot be pickled, such as
+            `"dataset.reader.handle"`.
+        type_name: Qualified name of that object's type.
     """
 
     def __init__(

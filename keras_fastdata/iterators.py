@@ -1,4 +1,4 @@
-"""Iterators and generators that any number of threads may share."""
+"""Iterators and generators that several threads may share."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _P = ParamSpec("_P")
 
 
 class ThreadSafeIterator(Iterator[_T], Generic[_T]):
-    """Serializes `next` on an iterator.
+    """Lets several threads call `next` on one iterator.
 
-    Whatever the number of threads, each item is handed out once. An exception
-    from the iterator reaches exactly one caller and ends it for all others.
-    After the end every call raises `StopIteration`.
+    Each item goes to exactly one thread. An exception from the iterator
+    reaches exactly one caller, and ends the iteration for all. After the end,
+    every call raises `StopIteration`.
 
     Args:
-        iterable: What to iterate over. It is not to be used elsewhere.
+        iterable: The iterable. Do not use it elsewhere.
 
     Raises:
         TypeError: `iterable` cannot be iterated over.
-        ValueError: From `next`, when the iterator calls `next` on itself.
+        ValueError: Raised by `next` if the iterator calls `next` on itself.
 
     Example:
 
@@ -40,7 +40,7 @@ class ThreadSafeIterator(Iterator[_T], Generic[_T]):
 
     def __next__(self) -> _T:
         if self._running_in == threading.get_ident():
-            # Waiting for the lock would be waiting for oneself.
+            # This thread holds the lock; waiting for it would never end.
             raise ValueError("ThreadSafeIterator: next() called from within")
         try:
             with self._lock:
@@ -58,21 +58,21 @@ class ThreadSafeIterator(Iterator[_T], Generic[_T]):
                     self._running_in = 0
         finally:
             if self._closing:
-                # `close` may have found the lock taken, and left it to us.
+                # `close` found the lock taken, and left the end to this thread.
                 self._end_if_idle()
 
     def close(self) -> None:
         """Ends the iterator, and runs a generator's `finally` blocks.
 
-        Never waits: while another thread is inside `next`, that thread ends
-        the iterator when its item has come. Idempotent.
+        `close` never waits: if another thread is inside `next`, that thread
+        ends the iterator after its item. Idempotent.
         """
         self._closing = True
         self._end_if_idle()
 
     def _end_if_idle(self) -> None:
-        # Who finds the lock taken may leave: its holder looks at `_closing`
-        # again once the lock is free.
+        # If the lock is taken, return: the thread that holds it looks at
+        # `_closing` again after it releases the lock.
         if self._lock.acquire(blocking=False):
             try:
                 self._end()
@@ -92,10 +92,10 @@ def threadsafe_generator(
     """Decorates a generator function so that threads may share its iterators.
 
     Args:
-        function: A generator function, or any that returns an iterable.
+        function: A generator function, or a function that returns an iterable.
 
     Returns:
-        A function that returns `ThreadSafeIterator`s.
+        A function that returns a `ThreadSafeIterator`.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""A long list that worker processes share."""
+"""`SharedList`: a long list that worker processes share."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ T = TypeVar("T")
 
 
 class SharedList(Sequence[T]):
-    """A list that cannot be changed, of which there is one copy for all.
+    """An immutable list with one copy for all worker processes.
 
-    A worker process gets a copy of its own of every Python object in the
-    dataset: a million strings are 60 MB and more, and half a second, in each.
-    In here they are the bytes of one array, and arrays are shared. An item is
-    made anew when it is asked for, in about a microsecond.
+    Each worker process gets its own copy of every Python object in the
+    dataset: a million strings take 60 MB and more, and half a second, in each
+    worker. A `SharedList` keeps its items as the bytes of one array, and
+    arrays are shared. Indexing makes the item again, in about a microsecond.
 
     Args:
-        items: `str`, `bytes`, or anything else that can be pickled. They are
-            taken one by one, so a generator never becomes a list.
+        items: `str`, `bytes`, or other objects that can be pickled. They are
+            read one by one: a generator is not turned into a list first.
 
     Raises:
         TypeError: `items` cannot be iterated over.
@@ -43,8 +43,8 @@ class SharedList(Sequence[T]):
     def __init__(self, items: Iterable[T]) -> None:
         packed = bytearray()
         ends = array.array("q", [0])
-        # What items refer to in `__main__`, which workers do not import. It
-        # travels as the dataset does.
+        # Classes and functions of `__main__`, which workers do not import.
+        # They are pickled with the dataset.
         self._named: list[Any] = []
         numbers: dict[Any, int] = {}
         for item in items:
@@ -64,7 +64,7 @@ class SharedList(Sequence[T]):
     def __getitem__(self, index: slice) -> list[T]: ...
 
     def __getitem__(self, index: SupportsIndex | slice) -> T | list[T]:
-        """One item, or a plain list of those in a slice.
+        """Returns one item, or a plain list of the items in a slice.
 
         Raises:
             IndexError: There is no item at that index.
@@ -93,7 +93,7 @@ class SharedList(Sequence[T]):
 
 
 class _ListPickler(pickle.Pickler):
-    """Leaves out what is defined in `__main__`, and numbers it."""
+    """Replaces classes and functions of `__main__` by numbers."""
 
     def __init__(self, file: io.BytesIO, numbers: dict[Any, int]) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
@@ -117,7 +117,7 @@ class _ListUnpickler(pickle.Unpickler):
 
 def _pack(item: Any, numbers: dict[Any, int]) -> bytes:
     if type(item) is str:
-        # File names may hold what is not text.
+        # File names may hold bytes that are not UTF-8.
         return b"s" + item.encode("utf-8", "surrogatepass")
     if type(item) is bytes:
         return b"b" + item

@@ -1,1 +1,1 @@
-"""Datasets that are ready made, on top of what `FastPyDataset` offers."""
+"""Ready-made datasets, built on `FastPyDataset`."""

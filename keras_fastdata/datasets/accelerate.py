@@ -1,9 +1,9 @@
-"""Any dataset of Keras's, built by our workers, without a change of its class.
+"""`accelerate`: workers for a Keras dataset, without changing its class.
 
-The iterators of Keras's `ImageDataGenerator` count the batches they have built
-and seed `np.random` with that count, each process with its own; and the first
-process that needs an order draws one. Here the count follows from epoch and
-index, and the order is drawn in the training process.
+The iterators of Keras's `ImageDataGenerator` count the batches they build, and
+seed `np.random` with that count. In several processes the counts would differ,
+and each process would draw an order of its own. Here the count is computed from
+epoch and index, and the order is drawn in the training process.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ _HOOKS = ("on_epoch_begin", "on_epoch_end")
 
 
 def accelerate(dataset: Any, workers: int = 1, **kwargs: Any) -> FastPyDataset:
-    """Has our workers build the batches of a dataset written for Keras.
+    """Builds the batches of a Keras dataset with this package's workers.
 
-    Batches go through shared memory, each comes once and in order, with the
-    same bytes for any number of processes, and all else that `FastPyDataset`
-    does. The dataset's class is not touched, and need not be ours.
+    As with `FastPyDataset`, batches go through shared memory, and each comes
+    once, in order, with the same bytes for any number of processes. The
+    dataset's class is not changed.
 
     Args:
         dataset: A `keras.utils.PyDataset` (`keras.utils.Sequence`), such as
-            `ImageDataGenerator().flow_from_directory(...)`; or anything else
-            with `__getitem__(index)` that returns a batch, and `__len__`.
+            `ImageDataGenerator().flow_from_directory(...)`; or any object
+            with `__len__`, and with `__getitem__(index)` that returns a batch.
         workers: See `FastPyDataset`; 0 builds in the caller.
         **kwargs: The other arguments of `FastPyDataset`. For code that draws
             from `np.random`, or runs Python, pass `use_multiprocessing=True`.
 
     Returns:
-        A dataset to pass to `fit` instead. It has the attributes of the first,
-        and setting one sets it there. Call its `mark_changed()` after editing
-        that in place.
+        A dataset to pass to `fit` instead. Reading and setting its attributes
+        reads and sets those of `dataset`. Call its `mark_changed()` after
+        editing `dataset` in place.
 
     Raises:
-        TypeError: `dataset` has no batches by number, or an argument is
-            unknown or of the wrong type.
+        TypeError: `dataset` cannot be indexed or has no length, or an
+            argument is unknown or of the wrong type.
         ValueError: An argument is out of range.
 
     Example:
@@ -59,6 +59,17 @@ def accelerate(dataset: Any, workers: int = 1, **kwargs: Any) -> FastPyDataset:
     ...     [batch.tolist() for batch in dataset]
     [[0, 0], [1, 1], [2, 2]]
     """
+    _check_indexable(dataset)
+    allowed = arguments_of(FastPyDataset)
+    if unknown := set(kwargs) - set(allowed):
+        raise unknown_arguments("accelerate", unknown, allowed)
+    hooked = any(_has_hook(dataset, name) for name in _HOOKS)
+    wrapper = _WrappedWithHooks if hooked else _Wrapped
+    return wrapper(dataset, workers=workers, **kwargs)
+
+
+def _check_indexable(dataset: Any) -> None:
+    """Raises `TypeError` for an object that `accelerate` cannot wrap."""
     if isinstance(dataset, type):
         raise TypeError(
             "`dataset` must be a dataset, and not its class. Received the "
@@ -78,16 +89,10 @@ def accelerate(dataset: Any, workers: int = 1, **kwargs: Any) -> FastPyDataset:
             f"{type(dataset).__name__}, which has not, and so cannot be asked "
             "for batch 7." + for_iterables("dataset", dataset, "")
         )
-    allowed = arguments_of(FastPyDataset)
-    if unknown := set(kwargs) - set(allowed):
-        raise unknown_arguments("accelerate", unknown, allowed)
-    hooked = any(_has_hook(dataset, name) for name in _HOOKS)
-    wrapper = _WrappedWithHooks if hooked else _Wrapped
-    return wrapper(dataset, workers=workers, **kwargs)
 
 
 class _Wrapped(FastPyDataset):
-    """The batches of another dataset."""
+    """Delivers the batches of another dataset."""
 
     def __init__(self, dataset: Any, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -97,7 +102,7 @@ class _Wrapped(FastPyDataset):
 
     @property
     def num_batches(self) -> int | None:
-        """Batches in an epoch, as the dataset says."""
+        """The number of batches in an epoch, from the other dataset."""
         if hasattr(self._fastdata_wrapped, "num_batches"):
             count: int | None = self._fastdata_wrapped.num_batches
             return count
@@ -109,7 +114,7 @@ class _Wrapped(FastPyDataset):
     def __getitem__(self, index: int) -> Any:
         dataset = self._fastdata_wrapped
         if _counts_batches(dataset):
-            # Threads share it.
+            # Worker threads share the dataset, and the count is per batch.
             dataset = copy.copy(dataset)
             dataset.total_batches_seen = (
                 answer(self, "epoch") * len(self) + index
@@ -117,7 +122,7 @@ class _Wrapped(FastPyDataset):
         return dataset[index]
 
     def __getattr__(self, name: str) -> Any:
-        # Asked when there is no such attribute, also while it is unpickled.
+        # Called if there is no such attribute, also during unpickling.
         dataset = vars(self).get("_fastdata_wrapped")
         if dataset is None or name.startswith("__"):
             raise AttributeError(
@@ -127,7 +132,7 @@ class _Wrapped(FastPyDataset):
 
     def __setattr__(self, name: str, value: Any) -> None:
         dataset = vars(self).get("_fastdata_wrapped")
-        # Also what its class has: a default, a property, a slot.
+        # `hasattr` also finds defaults, properties and slots of the class.
         is_there = hasattr(dataset, "__dict__") or hasattr(dataset, name)
         if hasattr(type(self), name) or not is_there:
             super().__setattr__(name, value)
@@ -138,17 +143,17 @@ class _Wrapped(FastPyDataset):
     def __getstate__(self) -> dict[str, Any]:
         state = dict(vars(self))
         if _counts_batches(self._fastdata_wrapped):
-            # For `next` alone, and a generator cannot be pickled.
+            # Only `next` uses it, and a generator cannot be pickled.
             state["_fastdata_wrapped"] = copy.copy(self._fastdata_wrapped)
             state["_fastdata_wrapped"].index_generator = None
         return state
 
 
 class _WrappedWithHooks(_Wrapped):
-    """One that has something to do between epochs."""
+    """Also calls the epoch hooks of the other dataset."""
 
     def __iter__(self) -> Iterator[Any]:
-        # The hooks of the dataset itself may have been called.
+        # The user may have called hooks of the other dataset.
         self.mark_changed()
         return super().__iter__()
 
@@ -162,7 +167,7 @@ class _WrappedWithHooks(_Wrapped):
 
 
 def _has_hook(dataset: Any, name: str) -> bool:
-    """Whether a method does more than that of Keras's base class."""
+    """Whether a dataset has an epoch hook other than Keras's empty one."""
     method = getattr(dataset, name, None)
     if method is None:
         return False
@@ -173,7 +178,7 @@ def _has_hook(dataset: Any, name: str) -> bool:
 
 
 def _counts_batches(dataset: Any) -> bool:
-    """Whether it is an iterator of `ImageDataGenerator`'s."""
+    """Whether a dataset is an iterator of Keras's `ImageDataGenerator`."""
     return all(
         hasattr(dataset, name)
         for name in ("total_batches_seen", "index_array", "_set_index_array")

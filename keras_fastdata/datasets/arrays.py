@@ -1,4 +1,4 @@
-"""Batches of arrays that lie in memory or in a file."""
+"""Batches of the rows of arrays, in memory or in a file."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ from keras_fastdata.memory.ownership import map_leaves
 class ArrayDataset(SampledDataset):
     """Batches of the rows of arrays.
 
-    Arrays in memory are shared with worker processes, of which none has a
-    copy. From a file only the rows of a batch are read, in the order in which
-    they lie there.
+    Worker processes share arrays in memory; none makes a copy. From a file
+    only the rows of a batch are read, in the order of the file.
 
     Args:
         x: Inputs: an array, a memory map, an h5py or zarr dataset, a pandas
             object; or a nested structure (tuples, lists, dicts) of these, all
             of the same length, the number of samples.
-        y: Targets, likewise, or `None`.
-        sample_weight: A weight for each sample, likewise, or `None`.
+        y: Targets, of the same kinds as `x`, or `None`.
+        sample_weight: A weight for each sample, of the same kinds, or `None`.
         batch_size: Samples in a batch, at least 1. Defaults to 32.
-        transform: A function of what a batch is made of, `transform(x)`,
-            `transform(x, y)` or `transform(x, y, sample_weight)`, that returns
-            the batch. It may write to its arguments. If it has a parameter
-            `rng`, it is given the batch's own NumPy generator to draw from.
-            A subclass may have a method of that name instead.
-        drop_remainder: Whether to leave out a last batch that would be
-            smaller. Defaults to `False`.
-        shuffle: As in `SampleDataset`: `True` for a new order of all samples
-            every epoch, `False` for their own, `None` for their own with
-            `fit(shuffle=True)` shuffling whole batches, which suits files.
+        transform: A function that gets the rows of a batch and returns the
+            batch: `transform(x)`, `transform(x, y)` or
+            `transform(x, y, sample_weight)`. It may write to its arguments.
+            If it has a parameter `rng`, it receives the batch's own NumPy
+            generator. A subclass may define a method `transform` instead.
+        drop_remainder: Whether to leave out a smaller last batch. Defaults
+            to `False`.
+        shuffle: As in `SampleDataset`. `True`: a new random order of all
+            samples every epoch. `False`: the order of the arrays. `None`: the
+            order of the arrays, and `fit(shuffle=True)` shuffles whole
+            batches, which suits files.
         sampler: As in `SampleDataset`: weights, or a function.
-        **kwargs: Those of `FastPyDataset`.
+        **kwargs: Arguments of `FastPyDataset`.
 
     Raises:
         TypeError: An argument is unknown or of the wrong type.
@@ -89,7 +89,7 @@ class ArrayDataset(SampledDataset):
         if sample_weight is not None and y is None:
             raise ValueError("`sample_weight` needs `y`.")
         parts = {"x": x, "y": y, "sample_weight": sample_weight}
-        lengths: dict[int, str] = {}  # and where each was met first
+        lengths: dict[int, str] = {}  # to the argument that has it first
 
         def usable(leaf: Any, name: str) -> Any:
             array = _usable(leaf, name)
@@ -127,12 +127,12 @@ class ArrayDataset(SampledDataset):
             return transformed(self, *batch)
         if len(batch) == 1 and not isinstance(batch[0], (tuple, list)):
             return batch[0]
-        # Keras takes the second of several inputs for targets, otherwise.
+        # In a tuple, Keras would take the second of two inputs for targets.
         return tuple(batch)
 
 
 def _rows(array: Any, indices: Indices, empty: build.Empty) -> npt.NDArray[Any]:
-    """The rows of one array, in memory of the batch's own."""
+    """Returns rows of an array, in memory that only the batch uses."""
     count = array.shape[0]
     if not 0 <= indices.min() <= indices.max() < count:
         raise IndexError(
@@ -152,17 +152,17 @@ def _rows(array: Any, indices: Indices, empty: build.Empty) -> npt.NDArray[Any]:
         rows[...] = array[run]
     elif array.flags.c_contiguous and array.flags.aligned:
         rows = empty(shape, array.dtype)
-        # The indices are known to be right; NumPy would copy once more
-        # to find out.
+        # The indices were checked above. With mode="raise", NumPy would copy
+        # once more.
         np.take(array, indices, axis=0, out=rows, mode="clip")
     else:
-        # `take` would make a contiguous copy of the whole array first.
+        # `np.take` would first make a contiguous copy of the whole array.
         rows = array[indices]
     return rows
 
 
 def _read(array: Any, indices: Indices, empty: build.Empty) -> npt.NDArray[Any]:
-    """The rows of something that is not an array, in ascending order."""
+    """Reads rows in ascending order from an object such as an h5py dataset."""
     if (run := _run_of(indices)) is not None:
         return np.asarray(array[run])
     ascending, places = np.unique(indices, return_inverse=True)
@@ -175,7 +175,7 @@ def _read(array: Any, indices: Indices, empty: build.Empty) -> npt.NDArray[Any]:
 
 
 def _run_of(indices: Indices) -> slice | None:
-    """The slice that has just these, if they are neighbours in order."""
+    """Returns the indices as a slice if they count up by one, else `None`."""
     first, last = int(indices[0]), int(indices[-1])
     if last - first + 1 != len(indices) or (np.diff(indices) != 1).any():
         return None
@@ -183,13 +183,13 @@ def _run_of(indices: Indices) -> slice | None:
 
 
 def _usable(leaf: Any, name: str) -> Any:
-    """An array, or what can be asked for rows like one."""
+    """Returns an array, or an object whose rows can be indexed like one."""
     if _is_sparse(leaf):
-        return leaf.tocsr()  # which has rows
+        return leaf.tocsr()  # the format whose rows can be indexed
     if hasattr(leaf, "to_numpy"):
         leaf = leaf.to_numpy()
     elif not isinstance(leaf, np.ndarray) and (
-        # A number or word, a tensor; but not a dataset in a file.
+        # A number, a string or a tensor; but not a dataset in a file.
         not hasattr(leaf, "shape") or hasattr(leaf, "device")
     ):
         leaf = np.asarray(leaf)
@@ -202,5 +202,5 @@ def _usable(leaf: Any, name: str) -> Any:
 
 
 def _is_sparse(leaf: Any) -> bool:
-    """Whether it is a sparse matrix of SciPy's."""
+    """Whether an array is a sparse matrix of SciPy."""
     return hasattr(leaf, "tocsr")

@@ -1,8 +1,8 @@
-"""Samples stacked into batches, each copied once, to where it travels.
+"""Stacks samples into batches; each is copied once, into the batch's memory.
 
 A sample is a nested structure (tuples, lists, mappings) of arrays and numbers.
-A batch has the same structure, with one array in place of each of these, which
-has the samples along its first axis.
+A batch has the same structure. Each of its arrays has the samples along its
+first axis.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Padding = Any
 
 
 class Padded:
-    """What ragged samples are made alike by.
+    """How samples of different shapes are padded.
 
     Args:
-        to: `None`: samples must be alike. "longest": every axis is as long as
-            the longest in the batch. An integer: the length of the first axis
-            of everything that has one. A tuple of integers and `None`: of the
+        to: `None`: shapes must be equal. "longest": every axis is as long as
+            the longest in the batch. An integer: the length of every array's
+            first axis. A tuple of integers and `None`: the lengths of the
             first axes. Or a structure of these like that of a sample.
-        value: What fills the rest.
+        value: The value that fills the padding.
 
     Raises:
         ValueError: `to` is none of these.
@@ -39,7 +39,7 @@ class Padded:
         self.value = value
 
     def of(self, keys: list[Any]) -> list[Padded]:
-        """Those of the parts of a sample.
+        """Returns the padding of each part of a sample.
 
         Raises:
             ValueError: `to` is a structure of another kind.
@@ -66,14 +66,14 @@ def collate(
     empty: Empty,
     padded: Padded,
 ) -> Any:
-    """Stacks samples.
+    """Stacks samples into a batch.
 
     Args:
-        samples: As many as there are indices, at least one. Each is asked for
-            when the one before has been copied, unless "longest" needs all.
-        indices: What they are called in errors.
+        samples: One for each index, at least one. Each sample is requested
+            after the one before was copied, unless "longest" needs them all.
+        indices: The samples' numbers, for error messages.
         empty: Makes the arrays of the batch.
-        padded: What is done about samples of different shapes.
+        padded: How samples of different shapes are padded.
 
     Raises:
         ValueError: Samples do not fit together.
@@ -108,27 +108,27 @@ def collate(
 
 
 class _MisfitError(Exception):
-    """A sample is not like the first of its batch."""
+    """A sample differs in structure from the first one of its batch."""
 
 
 class _TooLongError(_MisfitError):
-    """A sample is longer than all are to be padded to."""
+    """A sample is longer than the length to pad to."""
 
 
 class _Stack(Protocol):
-    """The batch of one part of a sample."""
+    """Collects one part of all samples into one part of the batch."""
 
     def put(self, place: int, part: Any) -> None:
-        """Adds that of the sample at a place, or raises `_MisfitError`."""
+        """Adds the part of the sample at `place`; may raise `_MisfitError`."""
         ...
 
     def batch(self) -> Any:
-        """What has become of all."""
+        """Returns the part of the batch, once all samples are added."""
         ...
 
 
 class _Nested:
-    """Of a tuple, list or dict."""
+    """Collects tuples, lists or dicts."""
 
     def __init__(
         self, sample: Any, count: int, empty: Empty, padded: Padded, where: str
@@ -169,7 +169,7 @@ class _Nested:
 
 
 class _Nothing:
-    """Of `None`, such as the targets of a sample that has none."""
+    """Collects `None`, such as the targets of samples without targets."""
 
     def put(self, place: int, part: Any) -> None:
         if part is not None:
@@ -180,7 +180,7 @@ class _Nothing:
 
 
 class _Column:
-    """Of an array or a number: one array that is filled row by row."""
+    """Collects arrays or numbers into one array, row by row."""
 
     def __init__(
         self,
@@ -237,7 +237,7 @@ class _Column:
 
 
 class _Gathered:
-    """Of what is stacked only when all are there: words, ragged arrays."""
+    """Keeps strings or ragged arrays, and stacks them at the end."""
 
     def __init__(
         self, count: int, empty: Empty, padded: Padded, where: str
@@ -260,7 +260,7 @@ class _Gathered:
             raise _MisfitError(
                 f"{_called(self._where)} is {leaf.dtype}, not {first.dtype}."
             )
-        # A sample's buffer may be filled again for the next one.
+        # `get_sample` may fill the same buffer again for the next sample.
         self._leaves.append(leaf.copy())
 
     def batch(self) -> Any:
@@ -301,10 +301,10 @@ def _keys(sample: Any) -> list[Any]:
 
 
 def _as_array(leaf: Any) -> npt.NDArray[Any]:
-    """A leaf as NumPy knows it; Python's floats are Keras's, not doubles.
+    """Returns a leaf as an array; Python floats become float32, as in Keras.
 
-    NumPy's arrays of texts drop zeros at the end of a text. A text that has
-    some becomes an array of objects, and so does the batch it is in.
+    NumPy's string arrays drop zeros at the end of a string. A string that
+    ends in a zero becomes an array of objects, and so does its batch.
     """
     if type(leaf) is float:
         return np.asarray(leaf, np.float32)
@@ -316,7 +316,7 @@ def _as_array(leaf: Any) -> npt.NDArray[Any]:
 def _padded_shape(
     shape: tuple[int, ...], to: Padding
 ) -> tuple[tuple[int, ...], set[int]]:
-    """The shape that samples are padded to, and along which axes they are."""
+    """Returns the shape to pad a sample to, and the axes that are padded."""
     if to is None or to == "longest" or not shape:
         return shape, set()
     if isinstance(to, (dict, list)):
@@ -339,7 +339,7 @@ def _padded_shape(
 
 
 def _checked(to: Any) -> Padding:
-    """`None`, "longest", an integer, a tuple of lengths, a dict or a list."""
+    """Returns `pad_to` as `None`, "longest", int, tuple, dict or list."""
     if to is None or (isinstance(to, str) and to == "longest"):
         return to
     if isinstance(to, Mapping):
@@ -361,7 +361,7 @@ def _checked(to: Any) -> Padding:
 
 
 def _check_value(value: float, dtype: np.dtype[Any]) -> None:
-    """Refuses to fill an array with what it cannot hold."""
+    """Raises `ValueError` if arrays of a dtype cannot hold a pad value."""
     try:
         filled: Any = np.asarray(value, dtype)
         fits = bool(filled == value)

@@ -1,9 +1,9 @@
-"""From an image file to its pixels, in the size that they are wanted in.
+"""Reads an image file as an array of pixels, in a given size.
 
-open -> decode (of a JPEG: no more than is needed) -> turn upright -> resize
+    open -> decode (JPEGs at reduced size) -> turn upright -> resize
 
-Pillow does all of it where it is alone. simplejpeg decodes JPEGs, and
-cykooz.resizer resizes, where they are installed.
+Pillow does all steps if it is alone. If they are installed, simplejpeg decodes
+JPEGs, and cykooz.resizer resizes.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ RESAMPLING = {
 _ORIENTATION = 0x0112  # the EXIF tag
 _LYING = (5, 6, 7, 8)  # orientations that swap height and width
 
-# Memory that a thread decodes into is kept for its next image, up to this: what
-# is fresh from the kernel each time takes half as long as decoding.
+# A thread keeps the memory that it decodes into for its next image, up to this
+# size. Fresh memory from the kernel would cost half as much time as decoding.
 _KEPT_BYTES = 1 << 25
 
 Pixels = npt.NDArray[np.uint8]  # of shape (height, width, channels)
@@ -39,18 +39,18 @@ _Box = tuple[float, float, float, float]  # left, upper, right, lower
 
 
 class _Kept(threading.local):
-    """What a thread uses again for its next image.
+    """What a thread keeps for its next image.
 
     Attributes:
-        memory: To decode into.
-        resizer: A `cykooz_resizer.Resizer`, once there was need of one.
+        memory: The memory to decode into.
+        resizer: A `cykooz_resizer.Resizer`, or `None` before the first use.
     """
 
     memory = np.empty(0, np.uint8)
     resizer: Any = None
 
     def room(self, nbytes: int) -> Pixels:
-        """Memory for an image, good until the next one."""
+        """Returns memory for an image; the next call may return it again."""
         if nbytes > _KEPT_BYTES:
             return np.empty(nbytes, np.uint8)
         if nbytes > self.memory.nbytes:
@@ -76,7 +76,7 @@ def require() -> None:
 
 @functools.cache
 def _faster(module: str) -> Any:
-    """A module that does some of Pillow's work; `None` where there is none."""
+    """Returns an optional module, or `None` if it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -85,14 +85,14 @@ def _faster(module: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class ImageSpec:
-    """What images are to become.
+    """The size and format that images are converted to.
 
     Attributes:
         size: Height and width.
         mode: A key of `MODES`.
         interpolation: A key of `RESAMPLING`.
-        crops: Whether to cut off what does not fit the aspect ratio.
-        pads: Whether to fill up with black instead.
+        crops: Whether to crop images to the aspect ratio of `size`.
+        pads: Whether to pad images with black to that ratio instead.
     """
 
     size: tuple[int, int]
@@ -106,7 +106,7 @@ def read(path: str, form: ImageSpec) -> Pixels:
     """Reads an image file.
 
     Returns:
-        Of shape `(height, width, channels)`; may be read-only.
+        An array of shape `(height, width, channels)`; may be read-only.
     """
     from PIL import Image
 
@@ -115,7 +115,7 @@ def read(path: str, form: ImageSpec) -> Pixels:
         orientation = image.getexif().get(_ORIENTATION, 1)
         size = image.size[::-1] if orientation in _LYING else image.size
         box, wanted = _fitted(size, form)
-        # Every part of the box must be there in the size it is wanted in.
+        # The decoded image must not be smaller than the result.
         scale = max(
             wanted[0] / (box[2] - box[0]), wanted[1] / (box[3] - box[1])
         )
@@ -140,14 +140,14 @@ def read(path: str, form: ImageSpec) -> Pixels:
 def _decode(image: Any, mode: str, scale: float, orientation: int) -> Pixels:
     """Decodes an opened image, and turns it upright.
 
-    A JPEG is decoded at half, a quarter or an eighth of its size where that
-    will do. (Other eighths are possible, but take longer than all of it.)
+    A JPEG is decoded at half, a quarter or an eighth of its size if that is
+    large enough. (Other eighths are possible, but slower than the full size.)
 
     Args:
-        image: What `PIL.Image.open` returned.
-        mode: The mode it is wanted in.
-        scale: Of its size, how much is needed at least.
-        orientation: By the EXIF tag.
+        image: The image that `PIL.Image.open` returned.
+        mode: Pillow's name of the wanted mode.
+        scale: The least size to decode at, relative to the image's own.
+        orientation: The value of the EXIF tag.
     """
     from PIL import ImageOps
 
@@ -171,9 +171,9 @@ def _decode(image: Any, mode: str, scale: float, orientation: int) -> Pixels:
 def _decode_jpeg(
     simplejpeg: Any, image: Any, mode: str, needed: tuple[int, int]
 ) -> Pixels | None:
-    """As it is stored, until the next one is decoded in this thread.
+    """Decodes a JPEG without turning it; `None` if simplejpeg refuses it.
 
-    `None` if there is something wrong with it.
+    The next JPEG in this thread overwrites the pixels.
     """
     least = image.size
     for _ in range(3):
@@ -191,12 +191,12 @@ def _decode_jpeg(
             buffer=_kept.room(math.prod(image.size) * len(mode)),
         )
     except ValueError:
-        return None  # Pillow may put up with it, or says what is wrong
+        return None  # Pillow may accept the file, or says what is wrong
     return pixels
 
 
 def _turn(pixels: Pixels, orientation: int) -> Pixels:
-    """Pixels that a camera has stored, upright."""
+    """Turns pixels upright, by the EXIF orientation."""
     if orientation in _LYING:
         pixels = pixels.swapaxes(0, 1)
     if orientation in (3, 4, 7, 8):
@@ -209,7 +209,7 @@ def _turn(pixels: Pixels, orientation: int) -> Pixels:
 def _resize(
     pixels: Pixels, size: tuple[int, int], interpolation: str
 ) -> Pixels:
-    """An image in that width and height, with antialiasing; its own memory."""
+    """Resizes an image with antialiasing; the result has memory of its own."""
     height, width, channels = pixels.shape
     if size == (width, height):
         return pixels.copy()
@@ -244,16 +244,16 @@ def _resize(
 def _fitted(
     size: tuple[int, int], form: ImageSpec
 ) -> tuple[_Box, tuple[int, int]]:
-    """Which part of an image becomes how large a part of the result.
+    """Returns the box to take from an image, and the size it is resized to.
 
     Args:
-        size: Of the image: width and height.
-        form: What it is to become.
+        size: Width and height of the image.
+        form: The size and format of the result.
     """
     height, width = form.size
     whole = (0.0, 0.0, float(size[0]), float(size[1]))
     if form.crops:
-        # To the pixel what Keras takes.
+        # The same pixels that Keras crops to.
         kept = (
             max(1, min(size[0], int(size[1] * width / height))),
             max(1, min(size[1], int(size[0] * height / width))),
@@ -270,7 +270,7 @@ def _fitted(
 
 
 def _in_bytes(image: Any) -> Any:
-    """An image of 16 bits a channel as one of 8."""
+    """Converts an image with 16 bits per channel to 8 bits."""
     if not image.mode.startswith("I"):
         return image
     from PIL import Image

@@ -1,16 +1,18 @@
-"""Generators, made safe: several at once, each item once, in a fixed order.
+"""`GeneratorDataset`: generators in several workers, in a fixed order.
 
-    GeneratorDataset          in the training process: whose turn is it?
-        GeneratorShards       one for each worker, which it has to itself
+    GeneratorDataset          in the training process: which shard is next?
+        GeneratorShards       one for each worker
             generator         one for each shard
 
-Shards take turns: batch k is the next of the shard whose turn it is, and a
-shard that has ended is left out from then on. A worker has every so-many-th
-shard, and has these take turns likewise; so it need not be told which is next.
+Shards take turns, and a shard that has ended is left out of later rounds.
+With n workers, worker k runs the shards k, k + n, k + 2n ... Within a worker
+these take turns in the same order, so that a worker needs no message about
+which shard is next.
 
-A worker that dies takes its generators along. The next one makes new ones, and
-drops what they give until they are where the first ones were. What it drops
-has to be what was delivered: batches carry a checksum of all before them.
+When a worker dies, its generators are lost. A new worker makes new generators,
+and drops their first batches until they reach the position of the lost ones.
+Each batch carries a checksum of all batches of its shard so far, which shows
+whether the dropped batches were those that had been delivered.
 """
 
 from __future__ import annotations
@@ -48,66 +50,69 @@ from keras_fastdata.errors import EndOfData, LoaderError
 from keras_fastdata.memory.ownership import copied
 from keras_fastdata.workers import exceptions
 
-_BATCH, _LAST = 0, 1  # what a turn of a shard came to
-_UNKNOWN = -1  # a checksum, where the factory left out what was before
-# Of data that goes on: the first batches of a `fit`, where a hook has changed
-# the dataset after Keras had looked at them.
+_BATCH, _LAST = 0, 1  # the result of a shard's turn
+_UNKNOWN = -1  # the checksum if the factory skipped the batches before
+# Batches that are kept with `restart=False`: `fit` asks again for its first
+# batches if a hook changed the dataset after Keras had looked at them.
 _ASKED_FOR_AGAIN = 2
-# Arguments of other datasets that have no meaning here.
+# Arguments of `FastPyDataset` that have no meaning here.
 _REFUSED = ("shuffle", "cache", "cache_bytes", "cache_version", "on_error")
-_CHECKED = 1024  # bytes at either end of an array that go into a checksum
+_CHECKED = 1024  # bytes at each end of an array that a checksum covers
 
 
 class GeneratorDataset(FastPyDataset):
-    """Batches from generators, each item once, also with several workers.
+    """Batches from generators; each item comes once, with several workers too.
 
-    `factory` is called to make a generator, in the worker that has it, anew
-    for every epoch. For more than one worker it must take its share of the
-    data: `factory(shard_index, num_shards)`. Shards take turns, so that the
-    order depends on `num_shards` alone.
+    Each epoch calls `factory` in a worker to make a generator. For more than
+    one worker, a generator must yield only its share of the data:
+    `factory(shard_index, num_shards)`. Shards take turns, so that the order
+    of batches depends on `num_shards` alone.
 
-    `factory` may have these parameters too, and is given them by name:
+    `factory` may also have these parameters, which are passed by name:
 
-    - `rng`, a `np.random.Generator` of seed, epoch and shard. `np.random` and
-      `random` are seeded before every batch as well, except in threads.
-    - `start`, how many items the generator shall leave out. After the death of
-      a worker that has one shard, a new generator is told so; otherwise it
-      gives them all again, and they are dropped. That counts as one batch for
-      `batch_timeout`.
+    - `rng`, a `np.random.Generator` that depends on seed, epoch and shard.
+      `np.random` and `random` are also seeded before every batch, except in
+      threads.
+    - `start`, the number of items that the generator shall skip. It is used
+      when a worker with one shard died. Without it, a new generator yields
+      all items again, and those already delivered are dropped; for
+      `batch_timeout` this counts as one batch.
 
     Args:
-        factory: Such a function; for `workers` up to 1 in threads or inline
-            it may be an iterator, which can be walked through once. What a
-            thread has read ahead is lost with `close`.
+        factory: A function that returns a generator. With `workers` 0, or 1
+            in a thread, it may be an iterator, which serves one pass over its
+            items. `close` loses the items that a thread has read ahead.
         batch_size: Items in a batch, at least 1, stacked as samples are in
             `SampleDataset`. `None`: each item is a batch. Defaults to `None`.
-        num_shards: Generators, at least 1. `None`: one for each worker.
-        num_batches: Batches in an epoch, at least 1. `None`: all that there
-            are; `fit` then needs `steps_per_epoch` where there is no end.
-        restart: Whether every epoch starts anew. `False`: it goes on where
-            the one before ended, and starts anew where the data ends; this
-            needs `num_batches`. `None`: `True`, but for an iterator.
-        drop_remainder: With `batch_size`: whether to leave out a last batch,
-            of every shard, that would be smaller. Defaults to `False`.
-        pad_to: See `SampleDataset`.
-        pad_value: Likewise.
+        num_shards: Number of generators, at least 1. `None`: one for each
+            worker.
+        num_batches: Batches in an epoch, at least 1. `None`: all of them; if
+            the data has no end, `fit` then needs `steps_per_epoch`.
+        restart: Whether every epoch makes new generators. `False`: an epoch
+            goes on where the one before ended, and new generators are made
+            when the data ends; this needs `num_batches`. `None`: `True`, but
+            `False` for an iterator.
+        drop_remainder: With `batch_size`: whether to leave out a smaller last
+            batch of every shard. Defaults to `False`.
+        pad_to: As in `SampleDataset`.
+        pad_value: As in `SampleDataset`.
         workers: Where generators run. 0: in the caller. n >= 1: ahead of
             time, in n threads, or n processes with `use_multiprocessing=True`.
-            There are at most as many as shards. Defaults to 1.
-        seed: See `FastPyDataset`.
-        max_queue_size: Batches being built or ready, in all, but at least one
-            for each worker; 0: no bound. Defaults to 10.
+            There are never more workers than shards. Defaults to 1.
+        seed: As in `FastPyDataset`.
+        max_queue_size: Batches in progress or ready, in total, but at least
+            one for each worker; 0: no limit. Defaults to 10.
         **kwargs: The other arguments of `FastPyDataset`, for the workers.
 
     Raises:
-        TypeError: `factory` cannot be called so, or an argument is unknown
-            or of the wrong type.
-        ValueError: `factory` cannot be shared out to so many workers, or an
-            argument is out of range.
+        TypeError: `factory` has other required parameters, or an argument is
+            unknown or of the wrong type.
+        ValueError: `factory` cannot split its data among several workers, or
+            an argument is out of range.
 
-    While batches are fetched, `LoaderError` says that generators could not be
-    made to give the same again, and `WorkerDiedError` that workers die over
-    and over. What a generator raises ends the epoch.
+    Fetching batches raises `LoaderError` if new generators do not repeat the
+    batches of lost ones, and `WorkerDiedError` if workers keep dying. An
+    exception of a generator ends the epoch.
 
     Example:
 
@@ -137,7 +142,7 @@ class GeneratorDataset(FastPyDataset):
     ) -> None:
         _check_kwargs(type(self), workers, kwargs)
         if kwargs.get("executor") == "ray":
-            kwargs["use_multiprocessing"] = True  # Ray's workers are those
+            kwargs["use_multiprocessing"] = True  # Ray's workers are processes
         super().__init__(
             workers=0,
             shuffle=False,
@@ -157,12 +162,8 @@ class GeneratorDataset(FastPyDataset):
         num_shards = integer("num_shards", num_shards, least=1)
         source.check(num_shards, shared)
         restarts = source.restarts(restart, num_batches)
-        # Each has its shards to itself, and the ways of a dataset for itself.
         count = min(max(1, workers), num_shards)
-        if kwargs.get("max_queue_bytes") is not None:
-            given = kwargs["max_queue_bytes"]
-            most = integer("max_queue_bytes", given, least=1)
-            kwargs["max_queue_bytes"] = max(1, most // count)
+        _share_bytes(kwargs, count)
         shards = [
             GeneratorShards(
                 source,
@@ -173,7 +174,7 @@ class GeneratorDataset(FastPyDataset):
                 Padded(pad_to, pad_value),
                 repeats=not restarts and not source.is_iterator,
                 workers=min(1, workers),
-                seed=0,  # what is drawn depends on keys from our own
+                seed=0,  # draws depend on `GeneratorShards.key` instead
                 max_queue_size=max_queue_size
                 and max(1, (max_queue_size + count - 1 - index) // count),
                 **kwargs,
@@ -191,24 +192,24 @@ class GeneratorDataset(FastPyDataset):
 
     @property  # type: ignore[misc]
     def use_multiprocessing(self) -> bool:
-        """Whether they are processes; it cannot be changed."""
+        """Whether workers are processes; it cannot be changed."""
         return internals_of(self).settings.use_multiprocessing
 
     @property  # type: ignore[misc]
     def max_queue_size(self) -> int:
-        """Batches that lie ready, in all; it cannot be changed."""
+        """How many batches may be ready, in total; it cannot be changed."""
         return internals_of(self).settings.max_queue_size
 
     @property
     def num_batches(self) -> int | None:
-        """Batches in an epoch; `None`: all that there are."""
+        """The number of batches in an epoch; `None` for all of them."""
         if sys._getframe(1).f_code.co_name == "get_data_adapter":
-            # Keras asks whether to warn of `shuffle=True`, its own default.
+            # Keras decides here whether to warn of its default `shuffle=True`.
             return 0
         return self._fastdata_plan.num_batches
 
     def __getitem__(self, index: int) -> Any:
-        """The next batch; it is one from the beginning, for an index of 0."""
+        """Returns the next batch; index 0 starts from the beginning."""
         plan, epoch = self._fastdata_plan, answer(self, "epoch")
         turns = plan.turns
         for place, batch in turns.latest if turns is not None else ():
@@ -223,7 +224,7 @@ class GeneratorDataset(FastPyDataset):
             if plan.num_batches is None:
                 raise
         except BaseException:
-            plan.turns = None  # whose turn it is, nobody knows
+            plan.turns = None  # which shard is next is unknown
             raise
         else:
             turns.index += 1
@@ -249,7 +250,7 @@ class GeneratorDataset(FastPyDataset):
         return {**vars(self), "_fastdata_plan": copy.copy(self._fastdata_plan)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As of any dataset; the items before that place are made again."""
+        """Restores a position; generators make the items before it again."""
         name = type(self).__name__
         State.from_dict(state_dict, name, also=["num_shards"])
         rest = dict(state_dict)
@@ -265,15 +266,15 @@ class GeneratorDataset(FastPyDataset):
 
 
 class _Plan:
-    """How a `GeneratorDataset` takes turns; copied without the present walk.
+    """What a `GeneratorDataset` was made from; copies leave out `turns`.
 
     Attributes:
-        restarts: Whether generators begin anew with each epoch.
-        num_shards: How many there are.
-        num_batches: Of an epoch; `None` for all that there are.
-        shards: Those of each worker.
-        workers: How many workers there are; 0 if the caller builds.
-        turns: The turns, as far as they have come.
+        restarts: Whether each epoch makes new generators.
+        num_shards: The number of generators.
+        num_batches: Batches in an epoch; `None` for all of them.
+        shards: The shards of each worker.
+        workers: The number of workers; 0 if the caller builds.
+        turns: The present pass over the shards, or `None`.
     """
 
     def __init__(
@@ -319,7 +320,7 @@ def _(dataset: GeneratorDataset, state: State) -> dict[str, Any]:
 
 
 def _turns_to(dataset: GeneratorDataset, index: int) -> _Turns:
-    """The walk that has batch `index` of this epoch next."""
+    """Returns the pass over the shards whose next batch is `index`."""
     plan = dataset._fastdata_plan
     if plan.turns is None or plan.restarts:
         key = int(answer(dataset, "rng_for")(GENERATOR_KEY).integers(2**63))
@@ -331,12 +332,12 @@ def _turns_to(dataset: GeneratorDataset, index: int) -> _Turns:
 
 
 class _Turns:
-    """Turns of shards, from their beginning on.
+    """One pass over the shards, which take turns.
 
     Attributes:
         epoch: The dataset's epoch.
-        index: Of the batch that is next.
-        latest: Epoch and index of batches given last, and these.
+        index: The index of the next batch.
+        latest: The last batches, each with its epoch and index.
     """
 
     def __init__(self, shards: list[GeneratorShards], key: int) -> None:
@@ -344,30 +345,31 @@ class _Turns:
         self.latest: collections.deque[tuple[tuple[int, int], Any]] = (
             collections.deque(maxlen=_ASKED_FOR_AGAIN)
         )
-        self._chains: dict[int, int] = {}  # checksums, by shard
+        self._chains: dict[int, int] = {}  # checksums so far, by shard
         self._rounds: list[Iterator[Any]] = []
         for one in shards:
             one.key = key
-            one.mark_changed()  # `key` is set while a batch is being built
+            one.mark_changed()  # setting `key` during a build is not noticed
             self._rounds.append(iter(one))
         self._live = list(range(shards[0].num_shards))
-        self._turn = 0  # place in these
+        self._turn = 0  # position in `_live`
 
     def leads_to(self, epoch: int, index: int) -> bool:
         """Whether that batch is the next."""
         return (self.epoch, self.index) == (epoch, index)
 
     def next(self) -> Any:
-        """The next batch.
+        """Returns the next batch.
 
         Raises:
-            EndOfData: There is none.
-            LoaderError: The shard had a new worker, and is not as it was.
+            EndOfData: All shards have ended.
+            LoaderError: A new worker's generator did not repeat the batches
+                of the lost one.
         """
         while self._live:
             self._turn %= len(self._live)
             shard = self._live[self._turn]
-            # Of those who take turns there, this one is next.
+            # That worker's shards take the same turns: this shard is next.
             (what, before, after), *batch = next(
                 self._rounds[shard % len(self._rounds)]
             )
@@ -389,14 +391,21 @@ class _Turns:
 
 
 class GeneratorShards(FastPyDataset):
-    """The generators of one worker, in turns; `GeneratorDataset` has these.
+    """The shards of one worker of a `GeneratorDataset`.
 
-    A batch is a row of three integers (whether it is the shard's end; the
-    checksums of all that the shard gave before it, and with it) and, unless
-    it is the end, what the generator gave.
+    A batch is an array of three integers: `_BATCH` or `_LAST`, and checksums
+    of all items of the shard, without and with this batch. Unless the shard
+    has ended, the batch of the generator follows.
 
     Attributes:
-        key: Of the walk, from seed and epoch: what is drawn depends on it.
+        key: Seeds the random generators; depends on seed and epoch.
+        num_shards: The number of shards of all workers.
+        source: Makes the generators.
+        indices: The shards of this worker.
+        batch_size: Items in a batch; `None` if an item is a batch.
+        drop_remainder: Whether to leave out a smaller last batch.
+        padded: How items of different shapes are padded.
+        repeats: Whether to make new generators when the data ends.
     """
 
     def __init__(
@@ -423,10 +432,10 @@ class GeneratorShards(FastPyDataset):
 
     @property
     def num_batches(self) -> None:
-        """Nobody knows."""
+        """`None`: unknown."""
 
     def __getitem__(self, index: int) -> Any:
-        """What turn `index` of the shards comes to."""
+        """Returns the result of turn `index` of the shards."""
         running: _Running | None = vars(self).get("_running")
         if running is None or not running.leads_to(self.key, index):
             running = self._running = _Running(self, self.key)
@@ -439,17 +448,17 @@ class GeneratorShards(FastPyDataset):
             running.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Generators stay where they are.
+        # Generators cannot be pickled.
         return {k: v for k, v in vars(self).items() if k != "_running"}
 
     def stacked(self, items: list[Any], first: int) -> Any:
-        """A batch of items, of which the first is the shard's `first`."""
+        """Stacks items into a batch; the first is number `first` of a shard."""
         numbers = range(first, first + len(items))
         return collate(items, numbers, self.empty, self.padded)
 
 
 class _Running:
-    """Generators under way in a worker, and whose turn it is."""
+    """The running generators of a worker, and which one is next."""
 
     def __init__(self, owner: GeneratorShards, key: int) -> None:
         self._key = key
@@ -459,15 +468,15 @@ class _Running:
         self._failed = False
 
     def leads_to(self, key: int, turn: int) -> bool:
-        """Whether that turn is the next."""
+        """Whether turn `turn` is the next."""
         if key != self._key:
             return False
-        # Some turns are asked for before it is known that there is none.
+        # Turns are requested ahead, before it is known that the data ended.
         over = turn > self._turns and (self._failed or not self._live)
         return over or (turn == self._turns and not self._failed)
 
     def skip(self, turns: int) -> None:
-        """Goes on to that turn, as if all before it had been asked for."""
+        """Advances by a number of turns, and drops their batches."""
         if len(self._live) == 1 and self._live[0].skip(turns):
             self._turns = turns
             return
@@ -486,7 +495,7 @@ class _Running:
             shard.close()
 
     def next(self, *, dropped: bool = False) -> Any:
-        """What the next turn comes to."""
+        """Returns the result of the next turn."""
         if self._failed or not self._live:
             raise EndOfData("The generators have ended.")
         self._place %= len(self._live)
@@ -509,7 +518,7 @@ def _(dataset: GeneratorShards) -> bool:
 
 
 class _Shard:
-    """One generator, or one after another where it repeats."""
+    """One generator, or one after another if the shard repeats."""
 
     def __init__(self, owner: GeneratorShards, key: int, index: int) -> None:
         self._owner = owner
@@ -517,13 +526,13 @@ class _Shard:
         self._index = index
         self._round = 0
         self._generator: Iterator[Any] | None = None
-        self._position = 0  # in the round, in batches
-        self._start = 0  # where the round begins
+        self._position = 0  # batches since the round began
+        self._start = 0  # batches that the generator was told to skip
         self._chain = 0
-        self._held: list[Held] = []  # generators that the factory reaches
+        self._held: list[Held] = []  # random generators of the factory
 
     def skip(self, batches: int) -> bool:
-        """Has the generator leave out batches, if it can."""
+        """Tells the generator to skip batches; `False` if it cannot."""
         owner = self._owner
         if not owner.source.takes_start or owner.repeats or not batches:
             return False
@@ -537,7 +546,7 @@ class _Shard:
             getattr(self._generator, "close", lambda: None)()
 
     def next(self, dropped: bool) -> Any:
-        """The next batch, or the end; see `GeneratorShards`."""
+        """Returns the next batch, or the end; see `GeneratorShards`."""
         items = self._take()
         if not items and self._owner.repeats and self._position:
             self._round += 1
@@ -560,10 +569,10 @@ class _Shard:
         return told, self._owner.stacked(items, first)
 
     def _take(self) -> list[Any]:
-        """The items of the next batch; none at the end."""
+        """Returns the items of the next batch; none at the end."""
         owner = self._owner
         items: list[Any] = []
-        # An item that is a batch is copied where a worker takes it.
+        # If an item is a batch, the worker copies it as it copies any batch.
         is_batch = owner.batch_size is None
         self._seed()
         try:
@@ -597,9 +606,9 @@ class _Shard:
         return owner.source.make(self._index, owner.num_shards, named)
 
     def _seed(self) -> None:
-        """Seeds what is everybody's, for this very batch."""
+        """Seeds the global generators, and the factory's, for a batch."""
         if self._owner.workers and not self._owner.use_multiprocessing:
-            return  # the threads of a process share it
+            return  # the threads of a process share the global generators
         sequence = np.random.SeedSequence(
             (*self._stream, self._round, self._position)
         )
@@ -613,12 +622,12 @@ class _Shard:
 
 
 class _Source(NamedTuple):
-    """What generators come from.
+    """The user's factory, or iterator.
 
     Attributes:
-        factory: A function that makes them, or an iterator.
-        is_iterator: Whether it is one.
-        takes_shards: Whether it is called with a shard and their number.
+        factory: A function that makes generators, or an iterator.
+        is_iterator: Whether `factory` is an iterator.
+        takes_shards: Whether it takes `shard_index` and `num_shards`.
         takes_rng: Whether it has a parameter `rng`.
         takes_start: Whether it has a parameter `start`.
     """
@@ -631,10 +640,11 @@ class _Source(NamedTuple):
 
     @staticmethod
     def of(factory: Any) -> _Source:
-        """Looks at what the user passed.
+        """Inspects the `factory` argument.
 
         Raises:
-            TypeError: It is neither, or cannot be called so.
+            TypeError: `factory` is neither a function nor an iterator, or has
+                other required parameters.
         """
         if hasattr(factory, "__next__"):
             return _Source(factory, is_iterator=True)
@@ -649,7 +659,7 @@ class _Source(NamedTuple):
         try:
             parameters = dict(inspect.signature(factory).parameters)
         except ValueError:
-            return _Source(factory)  # written in C, without a signature
+            return _Source(factory)  # a function in C may have no signature
         rng = _is_free(parameters, "rng", factory)
         start = _is_free(parameters, "start", factory)
         kinds = inspect.Parameter
@@ -666,7 +676,7 @@ class _Source(NamedTuple):
         ]
         many = any(p.kind is kinds.VAR_POSITIONAL for p in parameters.values())
         named = [p.name for p in places[:2]] == ["shard_index", "num_shards"]
-        # Others that have defaults are the user's own.
+        # Positional parameters that have defaults are for the user.
         wanted = [p.default is kinds.empty for p in places[:2]]
         shards = many or named or wanted == [True, True]
         if any(p not in (places[:2] if shards else []) for p in needed):
@@ -679,10 +689,10 @@ class _Source(NamedTuple):
         return _Source(factory, False, shards, rng, start)
 
     def check(self, num_shards: int, processes: bool) -> None:
-        """Refuses what several would do alike.
+        """Checks that shards would not all yield the same items.
 
         Raises:
-            ValueError: Each would give the same items.
+            ValueError: They would, or an iterator would go to a process.
         """
         if num_shards > 1 and not self.takes_shards:
             what = "iterator" if self.is_iterator else "factory"
@@ -703,14 +713,14 @@ class _Source(NamedTuple):
             )
 
     def restarts(self, asked: bool | None, num_batches: int | None) -> bool:
-        """Whether every epoch starts anew.
+        """Whether every epoch makes new generators.
 
         Args:
-            asked: What the user wants; `None` leaves it to us.
-            num_batches: Batches in an epoch; `None`: all there are.
+            asked: The argument `restart`; `None` for the default.
+            num_batches: Batches in an epoch; `None` for all of them.
 
         Raises:
-            ValueError: It cannot be as the user wants it.
+            ValueError: This source does not allow the value of `asked`.
         """
         restarts = boolean(
             "restart", not self.is_iterator if asked is None else asked
@@ -730,7 +740,7 @@ class _Source(NamedTuple):
     def make(
         self, index: int, num_shards: int, named: Mapping[str, Any]
     ) -> Iterator[Any]:
-        """A new generator; or the iterator, however far it is."""
+        """Makes a generator, or returns the user's iterator as it is."""
         if self.is_iterator:
             iterator: Iterator[Any] = self.factory
             return iterator
@@ -746,7 +756,7 @@ class _Source(NamedTuple):
 
 
 def _check_kwargs(kind: type, workers: Any, kwargs: Mapping[str, Any]) -> None:
-    """Refuses what other datasets take, with the reason."""
+    """Refuses arguments that only other datasets take, with the reason."""
     if "shuffle" in kwargs:
         raise TypeError(
             "GeneratorDataset takes no `shuffle`: its generators decide the "
@@ -773,8 +783,16 @@ def _check_kwargs(kind: type, workers: Any, kwargs: Mapping[str, Any]) -> None:
         raise unknown_arguments(kind.__name__, unknown, allowed)
 
 
+def _share_bytes(kwargs: dict[str, Any], workers: int) -> None:
+    """Divides `max_queue_bytes` among the workers."""
+    if kwargs.get("max_queue_bytes") is not None:
+        given = kwargs["max_queue_bytes"]
+        most = integer("max_queue_bytes", given, least=1)
+        kwargs["max_queue_bytes"] = max(1, most // workers)
+
+
 def _is_free(parameters: dict[str, Any], name: str, factory: Any) -> bool:
-    """Takes a parameter out; whether it is there for us to fill in."""
+    """Removes a parameter; whether this package may pass its value."""
     found = parameters.get(name)
     if found is None or name in getattr(factory, "keywords", {}):
         return False
@@ -783,7 +801,7 @@ def _is_free(parameters: dict[str, Any], name: str, factory: Any) -> bool:
 
 
 def _checksum(part: Any, before: int) -> int:
-    """A checksum of all that was given, with another item."""
+    """Returns the checksum of all items before, and of this one."""
     if isinstance(part, Mapping):
         for key, value in part.items():
             before = _checksum(value, zlib.crc32(repr(key).encode(), before))

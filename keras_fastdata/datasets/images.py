@@ -1,4 +1,4 @@
-"""Batches of image files: which they are, and what goes with each."""
+"""`ImageFileDataset`: batches of images, each in a file of its own."""
 
 from __future__ import annotations
 
@@ -32,58 +32,55 @@ _BY_DECODER = (
 
 
 class ImageFileDataset(SampleDataset):
-    """Batches of images that lie in files of their own.
+    """Batches of images, each of which is a file.
 
-    A batch is `images`, or `(images, labels)`: images of shape `(n, height,
-    width, channels)`, 0 to 255. They are turned upright as their EXIF data
-    says, and resized with antialiasing; of a JPEG that is to shrink, only so
-    much is decoded as its new size needs. Pillow reads them; where they are
-    installed, as with the extra `images`, simplejpeg decodes JPEGs in two
-    thirds of its time, and cykooz.resizer resizes in a fifth of it. With and
-    without those values may differ by a few of 255.
+    A batch is `images`, or `(images, labels)`. Images have the shape `(n,
+    height, width, channels)` and values from 0 to 255. They are turned upright
+    by their EXIF data, and resized with antialiasing. A JPEG that shrinks is
+    decoded at reduced size. Pillow reads the files. With the extra `images`,
+    simplejpeg decodes JPEGs in two thirds of Pillow's time, and cykooz.resizer
+    resizes in a fifth of it; values may then differ by a few of 255.
 
     Args:
         paths: Paths of the files, one for each sample; with a `decoder`,
-            whatever that can read.
-        labels: A number, or an array of numbers, for each; or `None`.
+            anything that the decoder can read.
+        labels: A number, or an array of numbers, for each file; or `None`.
             Integers arrive as int32, others as float32.
         image_size: Height and width, or one integer for both. Defaults to
             256 by 256.
         batch_size: Samples in a batch, at least 1. Defaults to 32.
-        transform: A function of one image, of shape `(height, width,
-            channels)`, that returns what takes its place. It may write to the
-            image. If it has a parameter `rng`, it is given a NumPy generator
-            of this image's own to draw from. A subclass may have a method of
-            that name instead.
+        transform: A function that gets one image, of shape `(height, width,
+            channels)`, and returns an image. It may write to its argument. If
+            it has a parameter `rng`, it receives a NumPy generator of the
+            image's own. A subclass may define a method `transform` instead.
         color_mode: "rgb", "rgba" or "grayscale": 3, 4 or 1 channels.
         interpolation: "bilinear", "nearest", "bicubic", "area" or "lanczos3".
-        crop_to_aspect_ratio: Whether to cut off from the longer sides what
-            does not fit the aspect ratio of `image_size`, rather than to
-            distort.
-        pad_to_aspect_ratio: Whether to fill up with black instead.
-        dtype: "uint8", a quarter of what "float32" moves, or any other that
-            holds 0 to 255. The values are the same.
+        crop_to_aspect_ratio: Whether to crop images to the aspect ratio of
+            `image_size` instead of distorting them.
+        pad_to_aspect_ratio: Whether to pad images with black instead.
+        dtype: "uint8", which moves a quarter of the bytes of "float32", or
+            another type that holds 0 to 255. The values are the same.
         decoder: A function `decoder(path, image_size)` that reads a file in
-            Pillow's place, and returns an array of shape `(height, width,
-            channels)` and of `dtype`, or one that becomes it unchanged.
-        drop_remainder: As in `SampleDataset`; `shuffle` and `sampler`, too.
-        shuffle: See there.
-        sampler: See there.
-        **kwargs: Those of `FastPyDataset`. Images are decoded without holding
-            Python's lock, so that threads do as well as processes.
+            place of Pillow. It returns an array of shape `(height, width,
+            channels)`, of `dtype` or of a type that `dtype` can hold.
+        drop_remainder: As in `SampleDataset`.
+        shuffle: As in `SampleDataset`.
+        sampler: As in `SampleDataset`.
+        **kwargs: Arguments of `FastPyDataset`. Decoding does not hold
+            Python's lock, so that threads are as fast as processes.
 
     Attributes:
         paths: The paths of all samples.
-        labels: Their labels, as an array, or `None`.
-        class_names: The names of the labels, where a directory told them.
+        labels: The labels as an array, or `None`.
+        class_names: The names of the labels, if they come from a directory.
 
     Raises:
         ImportError: Pillow is not installed, and there is no `decoder`.
         TypeError: An argument is unknown or of the wrong type.
         ValueError: An argument is out of range.
 
-    While batches are fetched: whatever reading a file raises, with its path in
-    a note.
+    Fetching batches raises whatever reading a file raises, with the path in a
+    note.
 
     Example:
 
@@ -138,7 +135,7 @@ class ImageFileDataset(SampleDataset):
                 check_local("paths", path, _BY_DECODER)
         self.paths = SharedList(files)
         self.labels = _labels_of(labels, len(self.paths))
-        self._fastdata_one_hot = 0  # of so many classes
+        self._fastdata_one_hot = 0  # the number of classes, if one-hot
         self.class_names: list[str] | None = None
         self.image_size = _size_of(image_size)
         take_transform(self, transform)
@@ -182,43 +179,46 @@ class ImageFileDataset(SampleDataset):
         verbose: bool = True,
         **kwargs: Any,
     ) -> Any:
-        """The images below a folder, found and labelled as Keras does it.
+        """Makes a dataset of the images in a folder and its subfolders.
+
+        Images are found and labelled as Keras does.
 
         The arguments are those of `keras.utils.image_dataset_from_directory`.
 
         Args:
-            directory: The folder; with a folder in it for each class, where
-                labels are inferred.
-            labels: "inferred": from the folders. A list of integers: of all
-                files in alphabetical order. `None`: there are none.
+            directory: The folder. For inferred labels it has a subfolder for
+                each class.
+            labels: "inferred": from the subfolders. A list of integers: the
+                labels of all files in alphabetical order. `None`: no labels.
             label_mode: "int": int32. "binary": float32 0 or 1, of shape
                 `(n, 1)`. "categorical": float32, one-hot. `None`: no labels.
-            class_names: The folders to take, in the order of their numbers.
-            color_mode: See `ImageFileDataset`; so are all that follow and
-                are not described here.
-            batch_size: See there.
-            image_size: See there.
+            class_names: The subfolders to use, in the order of their labels.
+            color_mode: As in `ImageFileDataset`.
+            batch_size: As in `ImageFileDataset`.
+            image_size: As in `ImageFileDataset`.
             shuffle: Whether samples come in a new random order every epoch.
-                A split draws its files at random, too, then.
-            seed: Of the split and of the dataset. A split that is drawn at
-                random needs one.
-            validation_split: Which share of the files to keep for validation,
-                between 0 and 1. The same files as in Keras, for the same seed.
+                The files of a split are then drawn at random too.
+            seed: Seed of the split and of the dataset. A random split needs
+                one.
+            validation_split: The share of the files to use for validation,
+                between 0 and 1. Keras chooses the same files for the same
+                seed.
             subset: "training", "validation", or "both" for a pair of
-                datasets, of which the second does not shuffle.
-            interpolation: See there.
-            follow_links: Whether to look into folders that are links.
-            crop_to_aspect_ratio: See there.
-            pad_to_aspect_ratio: See there.
+                datasets; the second one does not shuffle.
+            interpolation: As in `ImageFileDataset`.
+            follow_links: Whether to follow symbolic links to folders.
+            crop_to_aspect_ratio: As in `ImageFileDataset`.
+            pad_to_aspect_ratio: As in `ImageFileDataset`.
             verbose: Whether to print how many files and classes were found,
                 and how many files a split leaves.
             **kwargs: The other arguments of `ImageFileDataset`.
 
         Returns:
-            A dataset, or a pair of them; `class_names` is set.
+            A dataset, or a pair of datasets, with `class_names` set.
 
         Raises:
-            ValueError: There are no images, or arguments contradict another.
+            ValueError: There are no images, or arguments contradict each
+                other.
         """
         check_local("directory", directory)
         _check_split(validation_split, subset, shuffle, seed)
@@ -244,7 +244,7 @@ class ImageFileDataset(SampleDataset):
             print(f"Found {len(paths)} files{classes}.")
         order = np.arange(len(paths))
         if shuffle and validation_split:
-            # As Keras draws it.
+            # Keras draws the split in the same way.
             np.random.RandomState(seed).shuffle(order)
 
         def make(places: npt.NDArray[np.int64], shuffles: bool) -> Any:
@@ -273,7 +273,7 @@ class ImageFileDataset(SampleDataset):
 
         if not validation_split:
             return make(order, shuffle)
-        # `int`, and a slice from the end, as in Keras.
+        # Rounded down, and taken from the end, as in Keras.
         split = len(paths) - int(validation_split * len(paths))
         parts = {"training": order[:split], "validation": order[split:]}
         wanted = list(parts) if subset == "both" else [str(subset)]
@@ -291,7 +291,7 @@ class ImageFileDataset(SampleDataset):
         return len(self.paths)
 
     def get_sample(self, index: int) -> Any:
-        """Returns image `index`, with its label where there are labels."""
+        """Returns image `index`, or `(image, label)` if there are labels."""
         path = self.paths[index]
         try:
             image = _read(self, path)
@@ -330,7 +330,7 @@ def _read(dataset: ImageFileDataset, path: str) -> Image:
             )
     if image.dtype != dataset.dtype:
         return image.astype(dataset.dtype)
-    # One that is read only is Pillow's; a transform may write to it.
+    # A read-only array is Pillow's; a transform may write to its argument.
     own = image.flags.writeable or dataset.transform is None
     return image if own else image.copy()
 
@@ -364,7 +364,7 @@ def _size_of(image_size: int | Sequence[int]) -> tuple[int, int]:
     given: Any = image_size
     try:
         sides = [operator.index(side) for side in given]
-    except TypeError:  # one for both, or neither
+    except TypeError:  # one integer for both, or an invalid value
         sides = [given] * 2 if hasattr(given, "__index__") else []
     if len(sides) != 2 or min(sides) < 1:
         raise ValueError(
@@ -383,7 +383,7 @@ def _files_in(
     class_names: Sequence[str] | None,
     follow_links: bool,
 ) -> tuple[list[str], npt.NDArray[Any] | None, list[str] | None]:
-    """Paths, class numbers and class names, in Keras's order."""
+    """Returns paths, class numbers and class names, in Keras's order."""
     if isinstance(labels, str):
         one_of("labels", labels, ("inferred",))
         names = sorted(

@@ -1,4 +1,4 @@
-"""Batches of samples, of which the user writes how to get one.
+"""`SampleDataset`: batches of samples that the user's `get_sample` returns.
 
 sample_indices(batch) -> get_sample(i), get_sample(j), ... -> collate
 """
@@ -27,10 +27,9 @@ from keras_fastdata.workers import exceptions
 
 
 class _SampleRng:
-    """`self.rng`: that of the sample being got, or else the batch's.
+    """`self.rng`: the sample's generator in `get_sample`, else the batch's.
 
-    Without `__set__`, as that of `FastPyDataset`, so that a dataset may have
-    an attribute of that name.
+    It has no `__set__`, so that a dataset may have an attribute `rng`.
     """
 
     def __get__(
@@ -47,7 +46,7 @@ class _SampleRng:
 
 
 class _ByHand(threading.local):
-    """Of a batch that a thread asks for by hand: the sample being got."""
+    """The sample that a thread gets outside of any build: `dataset[0]`."""
 
     part: build.SampleContext | None = None
 
@@ -56,47 +55,48 @@ _by_hand = _ByHand()
 
 
 class SampleDataset(SampledDataset):
-    """Batches of samples, from anything that has samples by number.
+    """Batches of samples that have numbers.
 
     Pass `source`, or write `get_sample(self, index)` and the property
-    `num_samples`. A sample is what a batch of one would be, without the first
-    axis: arrays and numbers, nested in tuples, lists and dicts. They are
-    copied once, straight into the memory in which the batch travels. Python's
-    floats become float32.
+    `num_samples`. A sample is a batch without its first axis: arrays and
+    numbers, nested in tuples, lists and dicts. They are copied once, into the
+    memory that the batch travels in. Python floats become float32.
 
     Args:
-        source: Anything with `__len__` and `__getitem__`: a list, an array,
+        source: An object with `__len__` and `__getitem__`: a list, an array,
             an h5py or zarr dataset, a PyTorch or Hugging Face dataset, a
-            Grain source. Where it has `__getitems__` (a list of indices in,
-            a list of samples out), it is asked for whole batches.
+            Grain source. If it has `__getitems__` (which takes a list of
+            indices and returns a list of samples), that is called once for a
+            whole batch.
         batch_size: Samples in a batch, at least 1. Defaults to 32.
-        drop_remainder: Whether to leave out a last batch that would be
-            smaller. Defaults to `False`.
-        pad_to: What samples of different shapes are padded to, at the end of
-            an axis. "longest": the longest in the batch. An integer or tuple:
-            the length of the first axes of every array, where `None` leaves
+        drop_remainder: Whether to leave out a smaller last batch. Defaults
+            to `False`.
+        pad_to: The length to which axes of samples are padded, at their end.
+            "longest": the longest in the batch. An integer or a tuple: the
+            lengths of the first axes of every array; `None` in a tuple leaves
             an axis as it is. Or a structure of these like that of a sample.
             A longer sample is an error. `None`: shapes must be equal.
-        pad_value: What the rest is filled with. Defaults to 0.
+        pad_value: The value that fills the padding. Defaults to 0.
         shuffle: `True`: samples come in a new random order every epoch.
-            `False`: in their own. Either way `fit(shuffle=)` adds nothing.
-            `None`: in their own, and `fit(shuffle=True)`, Keras's default,
-            has whole batches come in another order.
+            `False`: in order. In both cases `fit(shuffle=)` has no effect.
+            `None`: in order, and `fit(shuffle=True)`, Keras's default,
+            shuffles whole batches.
         sampler: Draws the samples of an epoch, in place of `shuffle`. An array
-            of weights, one for each sample, at least 0: as many samples as
-            there are, drawn with replacement in proportion. Or a function
-            `sampler(rng, num_samples)` that returns as many indices, drawn
-            from the NumPy generator `rng`. Each process that builds calls it
-            in each epoch; it must return the same in all.
-        **kwargs: Those of `FastPyDataset`.
+            with a weight of at least 0 for each sample: `num_samples` samples
+            are drawn with replacement, in proportion to the weights. Or a
+            function `sampler(rng, num_samples)` that returns `num_samples`
+            indices, drawn from the NumPy generator `rng`. Each process that
+            builds batches calls it in each epoch; all must get the same
+            result.
+        **kwargs: Arguments of `FastPyDataset`.
 
     Raises:
         TypeError: An argument is unknown or of the wrong type.
         ValueError: An argument is out of range; while batches are fetched:
             samples do not fit together.
 
-    In `get_sample`, `self.rng` is the sample's own: what it draws depends on
-    seed, epoch and the sample's index, not on the batch the sample lands in.
+    In `get_sample`, `self.rng` belongs to the sample: its draws depend on
+    seed, epoch and the sample's index, and not on the sample's batch.
     `np.random` and `random` are seeded for each batch, except in threads.
 
     Example:
@@ -145,7 +145,7 @@ class SampleDataset(SampledDataset):
 
     @overridable_property
     def num_samples(self) -> int:
-        """Samples in an epoch; `len(source)` unless it is overridden."""
+        """The number of samples in an epoch; `len(source)` by default."""
         return len(_source_of(self, "num_samples"))
 
     def get_sample(self, index: int) -> Any:
@@ -163,17 +163,17 @@ class SampleDataset(SampledDataset):
 def _samples_of(
     dataset: SampleDataset, indices: npt.NDArray[np.int64], first: int
 ) -> Iterator[Any]:
-    """Gets samples, of which the first is at position `first`."""
+    """Yields samples; the first one is at position `first` of the epoch."""
     together = getattr(dataset.source, "__getitems__", None)
     if together is not None and _is_inherited(dataset, "get_sample"):
         yield from together(indices.tolist())
         return
     draws_again = dataset._fastdata_order.draws_again
     for place, index in enumerate(indices.tolist()):
-        # One that is drawn twice has another generator each time.
+        # A sample that is drawn twice gets another generator each time.
         drawn = (first + place,) if draws_again else ()
         context = build.current_context() or _by_hand
-        # A sample may be made of those of another such dataset.
+        # `get_sample` may call that of another dataset.
         outer = context.part
         context.part = build.SampleContext((SAMPLE, index, *drawn))
         try:
@@ -200,7 +200,7 @@ def _is_inherited(dataset: SampleDataset, name: str) -> bool:
 
 
 def _column_of(table: Any) -> Any:
-    """A column of pandas's by position, as a sample's number is meant."""
+    """Returns a pandas column as an array, which is indexed by position."""
     if hasattr(table, "columns"):
         raise TypeError(
             "`source` must hold samples by number, and a DataFrame has columns "
@@ -210,7 +210,7 @@ def _column_of(table: Any) -> Any:
 
 
 def _check_source(dataset: SampleDataset, source: Any, batch_size: int) -> None:
-    """Refuses what has no samples by number."""
+    """Raises `TypeError` unless a source can be indexed from 0."""
     if source is None:
         return
     kind = type(source).__name__

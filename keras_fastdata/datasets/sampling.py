@@ -1,8 +1,8 @@
-"""Which samples a batch is made of.
+"""The order of samples in an epoch, computed one batch at a time.
 
-A position counts the samples of an epoch; batch k has those from k times
-`batch_size` on. Which sample is at a position depends on seed, epoch and
-position alone, and is computed a batch at a time.
+Positions number the samples of an epoch; batch k begins at position
+`k * batch_size`. The sample at a position depends only on seed, epoch and
+position.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Indices = npt.NDArray[np.int64]
 Sampler = Callable[[np.random.Generator, int], npt.ArrayLike]
 _T = TypeVar("_T")
 
-_DRAWN = 4096  # positions whose random numbers are drawn at a time
-_EPOCHS_KEPT = 2  # the one that ends, and the one that begins
+_DRAWN = 4096  # positions whose random numbers are drawn together
+_EPOCHS_KEPT = 2  # the present epoch, and the next one
 
-# First elements of our own keys of `rng_for`; a user's are smaller numbers.
+# First elements of this package's keys for `rng_for`; users' are smaller.
 _WEIGHTS = 1 << 62
 _SAMPLER = _WEIGHTS + 1
 SAMPLE = _WEIGHTS + 2
@@ -35,7 +35,7 @@ GENERATOR_KEY = _WEIGHTS + 3
 
 
 class overridable_property(Generic[_T]):  # noqa: N801 - a decorator
-    """A property that gives way to an attribute of the instance's own."""
+    """A property that gives way to an attribute of the instance."""
 
     def __init__(self, compute: Callable[[Any], _T]) -> None:
         self._compute = compute
@@ -52,13 +52,13 @@ class overridable_property(Generic[_T]):  # noqa: N801 - a decorator
 
 
 class SampledDataset(FastPyDataset):
-    """What datasets of samples have in common.
+    """Base class of the datasets that have samples.
 
-    Its arguments are described in `SampleDataset`.
+    `SampleDataset` describes the arguments.
 
     Attributes:
-        transform: For those that have one: a function, or a method of a
-            subclass, or `None`.
+        transform: The `transform` argument, a method of a subclass, or
+            `None`.
     """
 
     transform: Callable[..., Any] | None = None
@@ -90,7 +90,7 @@ class SampledDataset(FastPyDataset):
 
     @overridable_property
     def num_samples(self) -> int:
-        """Samples in an epoch."""
+        """The number of samples in an epoch."""
         raise NotImplementedError(
             f"{type(self).__name__} must define the property `num_samples`."
         )
@@ -100,13 +100,13 @@ class SampledDataset(FastPyDataset):
         return whole + bool(rest and not self.drop_remainder)
 
     def sample_indices(self, index: int) -> Indices:
-        """The samples that batch `index` of the present epoch is made of.
+        """Returns the samples of batch `index` in the present epoch.
 
         Args:
-            index: From 0.
+            index: The batch, from 0.
 
         Returns:
-            An int64 array of shape `(n,)`, n at most `batch_size`.
+            An int64 array of shape `(n,)`, with n at most `batch_size`.
 
         Raises:
             IndexError: There is no such batch.
@@ -143,15 +143,16 @@ class SampledDataset(FastPyDataset):
 class _Order:
     """How a dataset draws the samples of an epoch, and calls `transform`.
 
-    It is pickled and copied without what was worked out.
+    Pickles and copies leave out `drawn` and `transform`.
 
     Attributes:
-        shuffles: Whether in a random order.
-        sampler: The function that draws them, if one does.
-        shares: Cumulated weights by which they are drawn, if they are.
-        drawn: What `sampler` has drawn, by epoch.
-        transform: The latest `transform`, and whether it takes `rng`. A
-            method is known by its function, which does not hold the dataset.
+        shuffles: Whether samples come in a random order.
+        sampler: The user's function that draws the samples, or `None`.
+        shares: Cumulated weights to draw samples by, or `None`.
+        drawn: The indices that `sampler` returned, by epoch.
+        transform: The latest `transform` function, and whether it takes
+            `rng`. For a method, its function, which does not refer to the
+            dataset.
     """
 
     def __init__(self, shuffles: bool) -> None:
@@ -166,17 +167,17 @@ class _Order:
 
     @property
     def draws_again(self) -> bool:
-        """Whether a sample may come more than once in an epoch."""
+        """Whether a sample may occur more than once in an epoch."""
         return self.sampler is not None or self.shares is not None
 
 
 def take_transform(
     dataset: SampledDataset, transform: Callable[..., Any] | None
 ) -> None:
-    """Takes over an argument of the constructor.
+    """Sets `dataset.transform` from the constructor's argument.
 
     Raises:
-        TypeError: It is no function.
+        TypeError: `transform` is not a function.
     """
     if transform is not None:
         dataset.transform = transform
@@ -187,7 +188,7 @@ def take_transform(
 
 
 def transformed(dataset: SampledDataset, *parts: Any) -> Any:
-    """What `transform`, which there is, makes of the parts."""
+    """Returns the result of `dataset.transform` for the parts of a batch."""
     transform, order = dataset.transform, dataset._fastdata_order
     assert transform is not None
     function = getattr(transform, "__func__", transform)
@@ -239,18 +240,18 @@ def _sampled(
             )
         found = found.astype(np.int64)
         kept = {**order.drawn, epoch: found}
-        # In one go: threads share it.
+        # One assignment, because threads share the dataset.
         order.drawn = {e: kept[e] for e in sorted(kept)[-_EPOCHS_KEPT:]}
     return found
 
 
 def for_iterables(name: str, source: Any, batching: str) -> str:
-    """Says which dataset takes what can only be iterated over.
+    """Returns a hint for a source that can only be iterated over, or "".
 
     Args:
-        name: Of the argument that `source` was passed as.
-        source: What was received.
-        batching: The further arguments that it takes.
+        name: The argument that `source` was passed as.
+        source: The object that was received.
+        batching: Further arguments to show in the hint.
     """
     if hasattr(source, "as_numpy_iterator"):  # a tf.data.Dataset
         return (
@@ -271,7 +272,7 @@ def for_iterables(name: str, source: Any, batching: str) -> str:
 
 
 def _cumulated(weights: Any) -> npt.NDArray[np.float64]:
-    """Weights as the shares of all up to and with each; the last is 1."""
+    """Returns cumulated weights, scaled so that the last one is 1."""
     wanted = (
         "`sampler` must be a function or an array of weights, one for each "
         "sample."
@@ -304,4 +305,4 @@ def _has_rng(function: Callable[..., Any] | None) -> bool:
             and "rng" in inspect.signature(function).parameters
         )
     except ValueError:
-        return False  # written in C, without a signature
+        return False  # a function written in C may have no signature
