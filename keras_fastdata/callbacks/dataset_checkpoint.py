@@ -9,9 +9,11 @@ import os
 from typing import Any
 
 from keras_fastdata import _atomic_write
-from keras_fastdata._dataset_internals import internals_of
+from keras_fastdata._dataset_internals import internals_of, loader_of
 from keras_fastdata._validation import boolean, integer
 from keras_fastdata.callbacks.base import Callback, registered
+from keras_fastdata.engine.batch_iterator import has_rest
+from keras_fastdata.engine.state_dict import at_end
 
 _Saved = dict[str, Any]
 
@@ -145,6 +147,8 @@ class DatasetCheckpoint(Callback):
             except ValueError as error:
                 error.add_note(f"The state is in {self.path}.")
                 raise
+            if not training.has_steps:
+                state = self._after_empty_rest(state)
             if state["epoch"] != epoch:
                 # It was saved behind the last batch of its epoch; or in an
                 # epoch that was itself resumed, which BackupAndRestore takes
@@ -252,6 +256,23 @@ class DatasetCheckpoint(Callback):
                 "resumed.",
                 type(dataset).__name__,
             )
+
+    def _after_empty_rest(self, state: _Saved) -> _Saved:
+        """Has the next epoch begin if no good batch is left in the saved one.
+
+        When a state is saved, nobody may know yet that all batches behind that
+        place are skipped, or that there are none.
+        """
+        dataset, saved = self._adapter.py_dataset, state["dataset"]
+        on_error = internals_of(dataset).settings.on_error
+        is_certain = saved["num_batches"] is not None and on_error != "skip"
+        if is_certain or not (saved["within"] and saved["position"]):
+            return state
+        if not has_rest(loader_of(dataset), dataset, saved):
+            state = {**state, "epoch": state["epoch"] + 1}
+            state["dataset"] = at_end(saved)
+        dataset.load_state_dict(state["dataset"])
+        return state
 
     def _begin_with(self, epoch: int) -> None:
         """Begins a later epoch, of which nothing was saved."""

@@ -24,6 +24,22 @@ def iterate(
     return BatchIterator(loader, dataset, Epoch(shuffle))
 
 
+def has_rest(loader: Loader, dataset: build.Dataset, state: Any) -> bool:
+    """Returns whether an epoch that was broken off has a good batch left.
+
+    Builds that batch to find out, so the state must be loaded once more.
+
+    Args:
+        loader: The loader of the dataset.
+        dataset: The dataset, which has loaded the state.
+        state: The state, with a position above 0.
+    """
+    opened = BatchIterator(loader, dataset, Epoch(bool(state["shuffle"])))
+    next(opened, None)
+    # An epoch that had none left has given way to the next one.
+    return opened.epoch == int(state["epoch"])
+
+
 class BatchIterator(Iterator[Any]):
     """An iterator over the batches of one epoch.
 

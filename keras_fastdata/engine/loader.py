@@ -280,7 +280,7 @@ class Loader:
             resumed, place = self._place(epoch, lag)
             if resumed is not None:
                 return resumed
-            number, position, shuffle = place
+            number, position, shuffle, next_epoch = place
             return state_dict.State(
                 self.seed,
                 number,
@@ -290,12 +290,19 @@ class Loader:
                 self.within_epoch,
                 tuple(self._hooks),
                 self._digest_of(dataset),
+                next_epoch,
             )
 
     def _place(
         self, epoch: Epoch | None, lag: int
-    ) -> tuple[state_dict.State | None, tuple[int, int, bool | None]]:
-        """What is to be resumed; or epoch, position and order of an epoch."""
+    ) -> tuple[
+        state_dict.State | None, tuple[int, int, bool | None, int | None]
+    ]:
+        """What is to be resumed; or a place in an epoch.
+
+        That place is the epoch, the position in it, its order, and the number
+        of the next epoch where that is not the one behind it.
+        """
         try:
             with self._own_lock():
                 number, resumed = self.epoch, self._resume
@@ -303,7 +310,8 @@ class Loader:
                     epoch, beginning = self._latest, self._beginning
                     if beginning is not None and self._is_open(beginning[0]):
                         _, number, resumed = beginning
-                place: tuple[int, int, bool | None] = number, 0, None
+                place: tuple[int, int, bool | None, int | None]
+                place = number, 0, None, None
                 if (
                     epoch is not None
                     and epoch.has_begun
@@ -314,9 +322,10 @@ class Loader:
                     position = epoch.position_before(lag)
                     # Nothing tells whether the end has been asked for.
                     if position == epoch.schedule.num_batches:
-                        return resumed, (number, 0, epoch.shuffle)
+                        return resumed, (number, 0, epoch.shuffle, None)
                     position *= epoch.schedule.shard.count
-                    place = epoch.number, position, epoch.shuffle
+                    follows = None if number == epoch.number + 1 else number
+                    place = epoch.number, position, epoch.shuffle, follows
                 return resumed, place
         finally:
             self._end_if_invalid()
@@ -345,6 +354,7 @@ class Loader:
             hooks = tuple(self._hooks)
             self.shard(dataset).position(state.position)
             state.check(self._name, seed, hooks, self._settings.seed is None)
+            known = self._drawn_seed == state.seed
             self._drawn_seed = state.seed
             for name, epoch in state.hooks[len(hooks) :]:
                 self.epoch = epoch
@@ -358,7 +368,9 @@ class Loader:
                     self.run_hook(dataset, "on_epoch_end")
                 state = dataclasses.replace(state, within=False)
             self._changed = True
-            self._call(self._go_to, state, _PoolState.INVALID)  # the seed is
+            # Workers are made with the seed.
+            pool = _PoolState.CALLED if known else _PoolState.INVALID
+            self._call(self._go_to, state, pool)
             self._is_restored = bool(self._hooks)
             self.within_epoch = state.within
 
@@ -868,12 +880,14 @@ class Loader:
             # The epoch before had no worker restarts left. This one has.
             self._forget_ahead(epoch)
         beginning = epoch, self.epoch, self._resume
+        next_epoch = None
         if self._resume is not None:
             self._begin_at(epoch, self._resume, dataset)
+            next_epoch = self._resume.next_epoch
         self._beginning = beginning
         self._resume = None
         epoch.activate()
-        self.epoch += 1
+        self.epoch = self.epoch + 1 if next_epoch is None else next_epoch
         workers.begin_epoch()
         for other in self._epochs():
             if not other.has_begun and other.schedule is not None:

@@ -42,6 +42,9 @@ class State:
             and so whether the end hook was still to come.
         hooks: The epoch hooks that have run, each as its name and epoch.
         digest: Of the dataset after them; empty if there were none.
+        next_epoch: Number of the epoch that begins after this one; `None`:
+            `epoch` + 1. It is larger where another epoch has begun meanwhile,
+            such as that of an evaluation.
     """
 
     seed: int
@@ -52,11 +55,14 @@ class State:
     within: bool = False
     hooks: tuple[tuple[str, int], ...] = ()
     digest: str = ""
+    next_epoch: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The same, of what JSON knows."""
         state = {"version": VERSION, **dataclasses.asdict(self)}
         state["hooks"] = [list(hook) for hook in self.hooks]
+        if self.next_epoch is None:
+            del state["next_epoch"]
         return state
 
     @classmethod
@@ -86,7 +92,7 @@ class State:
             )
         names = [field.name for field in dataclasses.fields(cls)]
         known = {"version", *names, *also}
-        if missing := sorted(known - set(state)):
+        if missing := sorted(known - {"next_epoch"} - set(state)):
             raise ValueError(f"The state lacks: {', '.join(missing)}.")
         if unknown := [name for name in state if name not in known]:
             raise ValueError(
@@ -94,13 +100,17 @@ class State:
                 f"It has: {', '.join(sorted(known))}. Take out what you have "
                 "added to it."
             )
-        fields = {name: _checked(name, state[name]) for name in [*names, *also]}
+        fields = {
+            name: _checked(name, state[name])
+            for name in [*names, *also]
+            if name in state
+        }
         if None is not fields["num_batches"] < fields["position"]:
             raise ValueError(
                 f"`position` of the state must be at most its `num_batches`, "
                 f"{fields['num_batches']}. Received: {fields['position']}"
             )
-        return cls(**{name: fields[name] for name in names})
+        return cls(**{name: fields[name] for name in names if name in fields})
 
     def check(
         self,
@@ -165,6 +175,16 @@ class State:
                 "on the dataset, on `self.rng`, `np.random` or `random`, and "
                 "on `self.epoch`; and if nobody else assigns attributes."
             )
+
+
+def at_end(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns the state behind the last batch of a state's epoch.
+
+    The end hook of that epoch is still to come.
+    """
+    end = {**state, "epoch": state["epoch"] + 1, "position": 0}
+    following = end.pop("next_epoch", None)
+    return end if following is None else {**end, "epoch": following}
 
 
 def _checked(name: str, value: Any) -> Any:
@@ -236,6 +256,7 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
         _hooks,
     ),
     "digest": ("32 hexadecimal digits, or empty", _hexadecimal),
+    "next_epoch": (f"{_INTEGER} and below 2**63", _count),
     "num_shards": (
         "an integer of at least 1",
         functools.partial(_count, least=1),

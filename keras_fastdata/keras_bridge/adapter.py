@@ -469,24 +469,28 @@ class Training:
     Attributes:
         adapter: Of its training data; `None` if that is not ours.
         initial_epoch: What it was told to begin with.
+        has_steps: Whether it was told how many steps an epoch has.
     """
 
     adapter: FastPyDatasetAdapter | None
     initial_epoch: int
+    has_steps: bool
 
 
 def training() -> Training:
     """The `fit` around the caller, a callback."""
     found = call_of_keras("fit") if has(Feature.FIT) else None
     if found is None:
-        return Training(None, 0)
+        return Training(None, 0, False)
     _, known = found
-    adapter = getattr(known.get("epoch_iterator"), "data_adapter", None)
+    iterator = known.get("epoch_iterator")
+    adapter = getattr(iterator, "data_adapter", None)
+    has_steps = getattr(iterator, "steps_per_epoch", None) is not None
     initial_epoch = int(known.get("initial_epoch") or 0)
     forget(known)
     if not isinstance(adapter, FastPyDatasetAdapter):
         adapter = None
-    return Training(adapter, initial_epoch)
+    return Training(adapter, initial_epoch, has_steps)
 
 
 def is_within_fit() -> bool:
