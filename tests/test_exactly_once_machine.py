@@ -315,13 +315,7 @@ def _slots(dataset):
         *arena._warm,
         *arena._cold,
         *arena._leased,
-        *(sent.slot for sent in in_flight._tasks.values()),
-        *(sent.slot for sent in in_flight._cancelled.values()),
-        *(
-            s
-            for quarantine in in_flight._quarantines
-            for s in quarantine.slots.values()
-        ),
+        *(task.slot for tasks in in_flight._tasks for task in tasks.values()),
         *(slot for w in workers._workers.values() for slot in w.retained_slots),
         *(done._task.slot for done in ready if hasattr(done, "_task")),
     ]

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from keras_fastdata.memory.arena import Arena
 from keras_fastdata.workers.base import BatchRequest
-from keras_fastdata.workers.process.in_flight import InFlight
-from keras_fastdata.workers.process.recovery import losses_of
+from keras_fastdata.workers.in_flight import InFlight
+from keras_fastdata.workers.recovery import losses_of
 
 WORKERS = 3
 
@@ -232,14 +232,12 @@ def test_a_request_that_a_death_cost_has_a_slot_although_all_are_in_use():
         ):
             request_id += 1
         task_ids = []
-        in_flight.send(lambda task_id, sent: not task_ids.append(task_id))
+        in_flight.send(lambda task: not task_ids.append(task.task_id))
         # Two were received and never noted: by the dead worker and by another.
-        suspect = in_flight.recover(
-            0, in_flight.requeue(task_ids[2:]), 0, {1: 0}, ended=True
-        )
-        assert suspect is None
+        in_flight.requeue(task_ids[2:])
+        assert in_flight.recover(0, 0, {1: 0}, ended=True) is None
         sent = []
-        in_flight.send(lambda task_id, one: not sent.append(one))
+        in_flight.send(lambda task: not sent.append(task))
         assert sorted(s.request.request_id for s in sent) == [
             *range(1, request_id + 1)
         ]

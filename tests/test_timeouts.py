@@ -539,7 +539,7 @@ class _Behind:
         def leave_behind(workers, worker):
             if watcher.worker is None:
                 heartbeat = workers._arena.segment.heartbeat(worker.index)
-                watcher.slot = workers._in_flight._tasks[heartbeat].slot
+                watcher.slot = workers._in_flight._sent[heartbeat].slot
                 watcher.worker = psutil.Process(worker.process.pid)
             leave(workers, worker)
 

@@ -15,7 +15,7 @@ from samples import Deadly, LetsAChildReturn, Numbered, numbers
 
 from benchmarks.trouble import Trouble
 from keras_fastdata import WorkerDiedError
-from keras_fastdata.workers.process.recovery import losses_of
+from keras_fastdata.workers.recovery import losses_of
 
 # The long way round, in the full run.
 KILLS = 300 if os.environ.get("KERAS_FASTDATA_FULL") else 100

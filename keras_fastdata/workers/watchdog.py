@@ -80,12 +80,15 @@ class Watchdog:
         timeout_s: Seconds that one batch may take, or `None`. Loading the
             dataset may take `START_TIMEOUT_S`, where that is more.
         remedy: What to do about work that never ends, for warnings.
+
+    Attributes:
+        slowest_s: Seconds that the slowest batch took so far.
     """
 
     def __init__(self, timeout_s: float | None, remedy: str) -> None:
         self._timeout_s = timeout_s
         self._remedy = remedy
-        self._slowest_s = 0.0
+        self.slowest_s = 0.0
         self._next_look = 0.0
         # By worker: the work warned about, when to ask again, the stack.
         self._warned: dict[int, tuple[str, float, str]] = {}
@@ -99,7 +102,7 @@ class Watchdog:
 
     def learn(self, seconds: float) -> None:
         """Takes note of how long a batch took."""
-        self._slowest_s = max(self._slowest_s, seconds)
+        self.slowest_s = max(self.slowest_s, seconds)
 
     def is_due(self) -> bool:
         """Whether it is time for `look`."""
@@ -137,7 +140,7 @@ class Watchdog:
         return Expired(activity, activity.stack(), text)
 
     def _warn_if_slow(self, activity: Activity) -> None:
-        slowest = 0.0 if activity.starting else self._slowest_s
+        slowest = 0.0 if activity.starting else self.slowest_s
         limit = (
             max(_LEAST_LIMIT_S, _FAR_BEYOND * slowest)
             if slowest

@@ -72,10 +72,10 @@ TASK_BYTES = _TASK.size
 
 @dataclasses.dataclass(slots=True)
 class TaskMessage:
-    """One batch to build, as sent to whichever worker is free.
+    """One batch to build, as a worker receives it; see `pack_task`.
 
     Attributes:
-        task_id: The request's request id.
+        task_id: The number of this sending; see `in_flight.Task`.
         epoch: Epoch of the batch.
         index: Index of the batch.
         version: The dataset's state that it is to be built from.
@@ -91,16 +91,6 @@ class TaskMessage:
     slot: int
     interval_s: float | None = None
 
-    def pack(self) -> bytes:
-        return _TASK.pack(
-            self.task_id,
-            self.epoch,
-            self.index,
-            self.version,
-            self.slot,
-            -1.0 if self.interval_s is None else self.interval_s,
-        )
-
     @staticmethod
     def unpack(datagram: bytes) -> TaskMessage:
         task_id, epoch, index, version, slot, interval_s = _TASK.unpack(
@@ -110,13 +100,27 @@ class TaskMessage:
         return TaskMessage(task_id, epoch, index, version, slot, asked)
 
 
+def pack_task(
+    task_id: int,
+    epoch: int,
+    index: int,
+    version: int,
+    slot: int,
+    interval_s: float | None,
+) -> bytes:
+    """Packs what `TaskMessage.unpack` takes apart."""
+    interval_s = -1.0 if interval_s is None else interval_s
+    return _TASK.pack(task_id, epoch, index, version, slot, interval_s)
+
+
 class ResultMessage(NamedTuple):
     """What a worker tells about one request, or about itself.
 
     Attributes:
         kind: What it tells.
         worker: Index of the worker.
-        task_id: The request's request id; 0 if it is about no request.
+        task_id: The task that it answers; 0 if it is about no task. Of
+            `START_FAILED`, how many messages are to follow.
         flags: `RETAINED`, `SPILLED`, both added up, or 0.
         used: Bytes of the slot that the batch's arrays take.
         build_ns: How long building and encoding the batch took.

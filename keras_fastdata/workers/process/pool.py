@@ -41,8 +41,8 @@ from keras_fastdata.workers.base import (
     LocalResult,
     describe_batch,
 )
+from keras_fastdata.workers.in_flight import InFlight, Task
 from keras_fastdata.workers.process import launchers, messages, worker_main
-from keras_fastdata.workers.process.in_flight import InFlight, Task
 from keras_fastdata.workers.process.messages import (
     RETAINED,
     SPILLED,
@@ -272,7 +272,8 @@ class ProcessPool:
         if self._restart_policy.is_over:
             done += self._fail_all()
         self._flush()
-        self._hand_on()
+        if self._relayed:
+            self._hand_on()
         return done
 
     def cancel(self, request_ids: Iterable[int]) -> None:
@@ -344,10 +345,10 @@ class ProcessPool:
             self._tell_version()
         self._in_flight.send(self._send)
 
-    def _send(self, task_id: int, task: Task) -> bool:
+    def _send(self, task: Task) -> bool:
         request = task.request
-        message = TaskMessage(
-            task_id,
+        message = messages.pack_task(
+            task.task_id,
             request.epoch,
             request.index,
             self._version,
@@ -355,7 +356,7 @@ class ProcessPool:
             request.interval_s,
         )
         try:
-            self._tasks.send(message.pack(), socket.MSG_DONTWAIT)
+            self._tasks.send(message, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return False
         return True
@@ -385,12 +386,8 @@ class ProcessPool:
         except (BrokenPipeError, ConnectionResetError):
             pass  # it has died, which the next wait will notice
 
-    def _unqueue(self) -> list[int]:
-        """Empties the task socket; what was in it waits to be sent again.
-
-        Returns:
-            The task ids found.
-        """
+    def _unqueue(self) -> None:
+        """Empties the task socket; what was in it waits to be sent again."""
         task_ids = []
         with contextlib.suppress(BlockingIOError):
             while True:
@@ -398,7 +395,7 @@ class ProcessPool:
                     messages.TASK_BYTES, socket.MSG_DONTWAIT
                 )
                 task_ids.append(TaskMessage.unpack(datagram).task_id)
-        return self._in_flight.requeue(task_ids)
+        self._in_flight.requeue(task_ids)
 
     # -- receiving ----------------------------------------------------------
 
@@ -449,7 +446,9 @@ class ProcessPool:
             if task is not None:
                 self._in_flight.send_anew(task)
             return
-        self._watchdog.learn(result.build_ns / 1e9)
+        built_s = result.build_ns / 1e9
+        if built_s > self._watchdog.slowest_s:
+            self._watchdog.learn(built_s)
         request_id = task.request.request_id
         extents, body = result.extents, result.body
         if result.flags & SPILLED:
@@ -679,11 +678,10 @@ class ProcessPool:
         )
         if fell:
             self._last_dead_forkserver = forkserver
-        queued = self._unqueue()
+        self._unqueue()
         segment = self._arena.segment
         suspect = self._in_flight.recover(
             worker.index,
-            queued,
             segment.heartbeat(worker.index),
             {i: segment.heartbeat(i) for i in self._workers},
             ended=ended,
@@ -707,7 +705,7 @@ class ProcessPool:
         if error is None:
             self._in_flight.send_first(suspect)
             return []
-        self._arena.release(suspect.slot)
+        self._in_flight.release(suspect)
         return [
             LocalResult(suspect.request.request_id, worker.index, error=error)
         ]

@@ -1,0 +1,346 @@
+"""The in-flight book of a pool: where each request is, and in which slot.
+
+A request travels as a task. It becomes a new task, with a new task id, each
+time it is sent.
+
+    enter -> QUEUED -send-> SENT -complete-> DONE
+             QUEUED <-requeue- SENT
+             QUEUED -cancel-> DONE
+                               SENT -cancel-> CANCELLED -complete-> DONE
+                               SENT, CANCELLED -recover-> QUARANTINED -> DONE
+                               SENT, CANCELLED -recover-> DONE
+
+The book accounts for tasks and slots. It sends nothing itself.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Protocol
+
+from keras_fastdata.errors import LoaderError
+from keras_fastdata.workers.base import BatchRequest
+from keras_fastdata.workers.recovery import losses_of
+
+
+class TaskState(enum.IntEnum):
+    """Where a task is. The values index `InFlight._tasks`."""
+
+    QUEUED = 0  # waits here to be sent
+    SENT = 1  # on its way to a worker, or in a worker's hands
+    CANCELLED = 2  # was sent, but nobody wants its batch any more
+    QUARANTINED = 3  # is lost and sent again; its slot may yet be written to
+    DONE = 4  # its account is closed; the slot is free, or the caller's
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Task:
+    """A request on its way.
+
+    Attributes:
+        request: The engine's order.
+        slot: Where its batch is to be built.
+        crashes: Workers that have died over it.
+        task_id: The number of this sending, from 1.
+        state: Where it is; changed by the book alone.
+    """
+
+    request: BatchRequest
+    slot: int
+    crashes: int = 0
+    task_id: int = 0
+    state: TaskState = TaskState.QUEUED
+
+
+class Slots(Protocol):
+    """Where batches are built; `memory.arena.Arena` for processes."""
+
+    def take(self, leave: int = 0) -> int | None:
+        """Takes a free slot, or `None` if no more than `leave` are free."""
+        ...
+
+    def release(self, slot: int) -> None:
+        """Takes back a slot."""
+        ...
+
+
+@dataclasses.dataclass
+class _Quarantine:
+    """Tasks whose slots are free once each of `awaited` has moved on.
+
+    A worker builds one batch at a time: when it answers a task that was sent
+    after `since`, it is done with whatever it had before. Or a late result
+    tells which worker had a slot.
+    """
+
+    task_ids: list[int]
+    since: int
+    awaited: set[int]
+
+
+class InFlight:
+    """Accounts for the tasks and slots of one pool.
+
+    Args:
+        slots: Where slots come from.
+        spare: Slots that no new request takes. They are for requests that are
+            sent again while a worker may yet write to the slot they had.
+    """
+
+    def __init__(self, slots: Slots, spare: int = 0) -> None:
+        self._slots = slots
+        self._spare = spare
+        self._last_task_id = 0
+        # By state, then by task id; what is queued, in the order of sending.
+        self._tasks: list[collections.OrderedDict[int, Task]] = [
+            collections.OrderedDict() for _ in range(TaskState.DONE)
+        ]
+        self._queued, self._sent, self._cancelled, self._quarantined = (
+            self._tasks
+        )
+        self._quarantines: list[_Quarantine] = []
+
+    def _move(self, task: Task, state: TaskState) -> None:
+        """Changes the state of a task; nothing else does."""
+        self._tasks[task.state].pop(task.task_id, None)
+        task.state = state
+        if state is not TaskState.DONE:
+            self._tasks[state][task.task_id] = task
+
+    # -- on the way out -----------------------------------------------------
+
+    def enter(self, request: BatchRequest) -> bool:
+        """Queues a request, or returns False: there is no free slot."""
+        slot = self._slots.take(self._spare)
+        if slot is None:
+            return False
+        self._last_task_id += 1
+        task = Task(request, slot, 0, self._last_task_id)
+        self._move(task, TaskState.QUEUED)
+        return True
+
+    def send(self, take: Callable[[Task], bool]) -> None:
+        """Sends what is queued.
+
+        Args:
+            take: Given a task, returns whether it could be sent. If not, the
+                task is the first one the next time.
+        """
+        queued = self._queued
+        while queued:
+            task = next(iter(queued.values()))
+            if not take(task):
+                return
+            self._move(task, TaskState.SENT)
+
+    def requeue(self, task_ids: Iterable[int]) -> None:
+        """Queues tasks again that were found unread, in the order of sending.
+
+        Those that were cancelled are done.
+        """
+        found = []
+        for task_id in task_ids:
+            task = self._out(task_id)
+            if task.state is TaskState.SENT:
+                found.append(task)
+            else:
+                self._close(task)
+        for task in reversed(found):
+            self._move(task, TaskState.QUEUED)
+            self._put_first(task)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether any task is out, wanted or not."""
+        return bool(self._sent or self._cancelled)
+
+    def __len__(self) -> int:
+        """How many tasks are queued or out, wanted or not."""
+        return len(self._queued) + len(self._sent) + len(self._cancelled)
+
+    def is_out(self, request_ids: Collection[int]) -> bool:
+        """Whether any request with these ids is unanswered and wanted."""
+        return any(
+            task.request.request_id in request_ids for task in self._wanted()
+        )
+
+    def cancel(self, request_ids: Collection[int]) -> None:
+        """Gives up requests; call `requeue` with what is unread before."""
+        for task in self._wanted():
+            if task.request.request_id in request_ids:
+                self.cancel_task(task)
+
+    def cancel_task(self, task: Task) -> None:
+        """Gives up a task that is queued or sent."""
+        if task.state is TaskState.QUEUED:
+            self._close(task)
+        else:
+            self._move(task, TaskState.CANCELLED)
+
+    # -- on the way back ----------------------------------------------------
+
+    def request_of(self, task_id: int) -> BatchRequest | None:
+        """The request of a task, if that is out, wanted or not."""
+        task = self._sent.get(task_id) or self._cancelled.get(task_id)
+        return task.request if task else None
+
+    def oldest_unclaimed(self, heartbeats: Collection[int]) -> int | None:
+        """The lowest id of a wanted task that is out and in no heartbeat."""
+        unclaimed = (i for i in self._sent if i not in heartbeats)
+        return min(unclaimed, default=None)
+
+    def complete(
+        self, task_id: int, worker: int
+    ) -> tuple[Task | None, int | None]:
+        """Closes the account of a task that `worker` has answered.
+
+        Returns:
+            The task, or `None` if it was cancelled, or given up for lost and
+            sent again; and its slot, now the caller's. `None` for both if the
+            book has no such task.
+        """
+        if self._quarantines:
+            self._release_quarantined(worker, task_id)
+        task = self._sent.get(task_id)
+        if task is not None:
+            self._move(task, TaskState.DONE)
+            return task, task.slot
+        gone = self._quarantined.get(task_id) or self._cancelled.get(task_id)
+        if gone is None:
+            return None, None
+        self._move(gone, TaskState.DONE)
+        return None, gone.slot
+
+    def send_anew(self, task: Task) -> None:
+        """Queues the request of a task once more, in another slot."""
+        self._queue_again(task, self._take())
+
+    # -- when a worker has died ---------------------------------------------
+
+    def recover(
+        self,
+        worker: int,
+        heartbeat: int,
+        heartbeats: Mapping[int, int],
+        *,
+        ended: bool,
+    ) -> Task | None:
+        """Sends again what a lost worker took with it, but for one task.
+
+        Call `requeue` before, with what is unread after the worker's death.
+
+        Args:
+            worker: The lost one.
+            heartbeat: The last task in its heartbeat; 0 for none.
+            heartbeats: The same for each of the others.
+            ended: Whether it can write no more. One that was abandoned may
+                yet, so the slots it may have are not used again.
+
+        Returns:
+            The task it was building, done, together with its slot, for the
+            caller to judge; `None` if it was building none that is wanted.
+        """
+        outstanding = self._sent.keys() | self._cancelled.keys()
+        losses = losses_of(outstanding, (), heartbeat, heartbeats)
+        quarantine = _Quarantine(
+            [*losses.unclaimed], self._last_task_id + 1, set(heartbeats)
+        )
+        for task_id in losses.unclaimed:
+            task = self._out(task_id)
+            is_wanted = task.state is TaskState.SENT
+            self._move(task, TaskState.QUARANTINED)
+            if is_wanted:
+                self._put_first(self._queue_again(task, self._take()))
+        if ended:
+            self._release_quarantined(worker, self._last_task_id + 1)
+        else:
+            quarantine.awaited.add(worker)
+        if quarantine.task_ids:
+            self._quarantines.append(quarantine)
+        if losses.suspect is None:
+            return None
+        suspect = self._out(losses.suspect)
+        is_wanted = suspect.state is TaskState.SENT
+        self._move(suspect, TaskState.DONE)
+        if is_wanted and not ended:
+            return dataclasses.replace(suspect, slot=self._take())
+        if is_wanted:
+            return suspect
+        if ended:
+            self._slots.release(suspect.slot)
+        return None
+
+    def send_first(self, task: Task) -> None:
+        """Queues the request of a lost task, in its slot, before all others."""
+        self._put_first(self._queue_again(task, task.slot))
+
+    def release(self, task: Task) -> None:
+        """Takes back the slot of a task that is done and not sent again."""
+        self._slots.release(task.slot)
+
+    def give_up(self) -> list[BatchRequest]:
+        """Closes the accounts of all wanted tasks; returns their requests."""
+        wanted = self._wanted()
+        for task in wanted:
+            self._close(task)
+        return [task.request for task in wanted]
+
+    def clear(self) -> None:
+        """Closes every account: no worker is left."""
+        for tasks in self._tasks:
+            for task in list(tasks.values()):
+                self._close(task)
+        self._quarantines.clear()
+
+    # -- the parts of the above ---------------------------------------------
+
+    def _wanted(self) -> list[Task]:
+        """The tasks whose batches somebody waits for."""
+        return [*self._sent.values(), *self._queued.values()]
+
+    def _out(self, task_id: int) -> Task:
+        return self._sent.get(task_id) or self._cancelled[task_id]
+
+    def _close(self, task: Task) -> None:
+        """Ends a task that no worker has, or will have; its slot is free."""
+        self._move(task, TaskState.DONE)
+        self._slots.release(task.slot)
+
+    def _queue_again(self, task: Task, slot: int) -> Task:
+        self._last_task_id += 1
+        again = Task(task.request, slot, task.crashes, self._last_task_id)
+        self._move(again, TaskState.QUEUED)
+        return again
+
+    def _put_first(self, task: Task) -> None:
+        """Has a queued task sent before all others: it is the oldest."""
+        self._queued.move_to_end(task.task_id, last=False)
+
+    def _take(self) -> int:
+        slot = self._slots.take()
+        if slot is None:
+            raise LoaderError(
+                "No slot of shared memory is left. Batches of this dataset "
+                "are held in too many places; copy those you keep."
+            )
+        return slot
+
+    def _release_quarantined(self, worker: int, task_id: int) -> None:
+        """Frees the slots of quarantines that `worker` was the last to leave.
+
+        Args:
+            worker: The worker that has moved on.
+            task_id: The task that it has answered.
+        """
+        for quarantine in self._quarantines[:]:
+            if task_id >= quarantine.since:
+                quarantine.awaited.discard(worker)
+            if quarantine.awaited:
+                continue
+            self._quarantines.remove(quarantine)
+            for each in quarantine.task_ids:
+                if each in self._quarantined:  # no late result was first
+                    self._close(self._quarantined[each])
