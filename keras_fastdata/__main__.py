@@ -1,7 +1,7 @@
 """`python -m keras_fastdata profile MODULE_OR_FILE:FACTORY`.
 
-Exit status: 0 when all went well, 1 when the dataset's own code raised, 2
-when the command cannot be understood, 130 after Ctrl-C.
+Exit status: 0 for success, 1 if the dataset's own code raised an exception, 2
+if an argument is wrong, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _OK, _RAISED, _USAGE, _INTERRUPTED = 0, 1, 2, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit status."""
+    """Runs a command line, and returns the exit status."""
     options = _parser().parse_args(arguments)
     try:
         return _profile(options)
@@ -82,7 +82,7 @@ def _seconds(text: str) -> float:
 
 
 def _profile(options: argparse.Namespace) -> int:
-    # Keras comes with these; `--help` must not wait for it.
+    # These import Keras; `--help` must not wait for that.
     from keras_fastdata import cli_target, profiling
 
     progress = _Progress()
@@ -114,7 +114,7 @@ def _wrapped(text: str) -> str:
 
 @contextlib.contextmanager
 def _stdout_for_the_result_alone() -> Iterator[None]:
-    """Has what the dataset prints, in workers too, go to standard error."""
+    """Redirects all output of the dataset and its workers to standard error."""
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)
@@ -127,7 +127,7 @@ def _stdout_for_the_result_alone() -> Iterator[None]:
 
 
 class _Progress:
-    """One line on a terminal, which is gone when all is done."""
+    """Shows progress in one line on a terminal, and clears it at the end."""
 
     def __init__(self) -> None:
         self._shown = sys.stderr.isatty()
@@ -145,7 +145,7 @@ class _Progress:
             )
 
     def __enter__(self) -> None:
-        """Nothing is shown before there is something to tell."""
+        """Shows nothing yet."""
 
     def __exit__(self, *_: object) -> None:
         if self._shown:

@@ -1,9 +1,9 @@
-"""Files that are replaced in one piece.
+"""Replaces files atomically.
 
-A new file is written beside the old one and takes its name once it is whole:
-whoever reads finds the one or the other, whenever the writer is killed. Until
-then it has a name that nobody can guess, and must be new, so that a link that
-somebody put there is never followed. Its permissions follow the umask.
+A new file is written beside the old one, and renamed once it is complete. A
+reader finds either the old file or the new one, even if the writer is killed.
+The temporary name is random, and the file must not exist yet, so that a link
+that somebody placed there is never followed. Permissions follow the umask.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import BinaryIO
 def replacing(
     path: str | os.PathLike[str], *, durable: bool = False
 ) -> Iterator[BinaryIO]:
-    """Opens a file to write that takes the place of `path` at the end.
+    """Opens a new file for writing that replaces `path` at the end.
 
     Args:
-        path: The file to replace; folders that are missing are made.
-        durable: Whether the new file is to be on the disk before it has the
-            name, so that it is whole even after a power failure.
+        path: The file to replace; missing folders are made.
+        durable: Whether to write the new file to the disk before renaming
+            it, so that it is complete even after a power failure.
 
     Raises:
-        OSError: The file could not be written. The old one is as it was.
+        OSError: The file could not be written. The old one is unchanged.
     """
     target = os.path.abspath(path)
     temporary = name_beside(target)
@@ -45,11 +45,11 @@ def replacing(
 
 
 def name_beside(path: str | os.PathLike[str]) -> str:
-    """Returns a name in the folder of `path`, which is made if need be.
+    """Returns a new name in the folder of `path`; makes a missing folder.
 
-    The file must be opened with `O_EXCL`.
+    Open the file with `O_EXCL`.
     """
     folder, name = os.path.split(os.path.abspath(path))
     os.makedirs(folder, exist_ok=True)
-    # A part of the name, since there is a limit of 255 bytes.
+    # Only a part of the name: file names are limited to 255 bytes.
     return os.path.join(folder, f".{name[:50]}.{secrets.token_hex(8)}.tmp")

@@ -1,10 +1,10 @@
-"""What is ours in a dataset, behind its one private attribute.
+"""What a `FastPyDataset` keeps in its one private attribute, `_fastdata`.
 
-A user's class may have any name that is not public here: `self._loader = ...`
-and `def _state_of(self)` are everyday ones. So a `FastPyDataset` has public
-names and `_fastdata`, and everything else that the package asks of a dataset
-is a function, most of them in this module. Attributes of the ready-made
-datasets that are not public begin with `_fastdata` too.
+Users' classes may use any name that is not public: `self._loader = ...` and
+`def _state_of(self)` are common. So `FastPyDataset` has public names and
+`_fastdata` only. Other operations of the package on a dataset are functions,
+most of them in this module. Private attributes of the ready-made datasets
+begin with `_fastdata` too.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from keras_fastdata.engine.state_dict import State
 from keras_fastdata.errors import EndOfData
 from keras_fastdata.memory.arena import aligned_empty
 
-# What differs from epoch to epoch.
+# Names whose values differ between epochs.
 _VARYING = frozenset(["rng", "rng_for", "epoch_order", "epoch"])
 
 
 class Internals:
     """The settings and the loader of one dataset.
 
-    It is pickled and copied as its settings alone.
+    Pickles and copies contain the settings only.
 
     Attributes:
         settings: The constructor arguments.
-        owner: The dataset.
-        loader: Its loader, once there is one.
-        outside_rng: `self.rng` where no batch is being built.
+        owner: A weak reference to the dataset.
+        loader: The dataset's loader, or `None` before its first use.
+        outside_rng: `self.rng` outside of builds, or `None` before its use.
     """
 
     def __init__(self, settings: Settings, owner: build.Dataset) -> None:
@@ -52,7 +52,7 @@ class Internals:
         self.outside_rng: np.random.Generator | None = None
 
     def forget_outside_rng(self) -> None:
-        """Has `self.rng` begin anew where no batch is being built."""
+        """Makes `self.rng` outside of builds start from the beginning."""
         self.outside_rng = None
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
@@ -64,20 +64,20 @@ class Internals:
 
 @dataclasses.dataclass
 class _ForeignInternals:
-    """The internals of a dataset this one was copied or unpickled from."""
+    """Settings that a copied or unpickled dataset got from its original."""
 
     settings: Settings
 
 
 def give_internals(dataset: build.Dataset, settings: Settings) -> Internals:
-    """Gives a dataset settings of its own, and no loader yet."""
+    """Gives a dataset new internals, with settings and without a loader."""
     internals = Internals(settings, dataset)
     vars(dataset)[seeding.PRIVATE] = internals
     return internals
 
 
 def own_internals(dataset: build.Dataset) -> Internals | None:
-    """A dataset's internals, unless they are those of its copy's original."""
+    """Returns a dataset's internals; `None` if they are its original's."""
     found = vars(dataset).get(seeding.PRIVATE)
     if isinstance(found, Internals) and found.owner() is dataset:
         return found
@@ -85,7 +85,7 @@ def own_internals(dataset: build.Dataset) -> Internals | None:
 
 
 def internals_of(dataset: build.Dataset) -> Internals:
-    """A dataset's internals; made now for a copy, which has the settings."""
+    """Returns a dataset's internals; a copy gets its own now."""
     own = own_internals(dataset)
     if own is not None:
         return own
@@ -103,7 +103,7 @@ def internals_of(dataset: build.Dataset) -> Internals:
 
 
 def loader_of(dataset: build.Dataset) -> Loader:
-    """A dataset's loader, which is made when it is first asked for."""
+    """Returns a dataset's loader, which the first call makes."""
     internals = internals_of(dataset)
     if internals.loader is None:
         internals.loader = Loader(dataset, internals.settings)
@@ -111,7 +111,7 @@ def loader_of(dataset: build.Dataset) -> Loader:
 
 
 def settings_in_effect(dataset: build.Dataset) -> Settings:
-    """The settings as they are at the moment; "auto" has decided."""
+    """Returns the present settings, with the workers that "auto" chose."""
     internals = internals_of(dataset)
     if internals.loader is None:
         return internals.settings
@@ -119,7 +119,7 @@ def settings_in_effect(dataset: build.Dataset) -> Settings:
 
 
 def replace_settings(dataset: build.Dataset, **changes: Any) -> None:
-    """Changes settings, and the workers with them."""
+    """Changes settings, and replaces the workers."""
     internals = internals_of(dataset)
     internals.settings = dataclasses.replace(internals.settings, **changes)
     if internals.loader is not None:
@@ -127,9 +127,10 @@ def replace_settings(dataset: build.Dataset, **changes: Any) -> None:
 
 
 def note_assigned(dataset: build.Dataset, name: str) -> None:
-    """Says that an attribute was assigned or deleted.
+    """Tells the loader that an attribute was assigned or deleted.
 
-    A build may keep notes on `self`; all else is a new state.
+    During a build this is a change that the build made on `self`. At any
+    other time it is a new state of the dataset, which workers must receive.
     """
     own = own_internals(dataset)
     loader = None if own is None else own.loader
@@ -144,17 +145,17 @@ def note_assigned(dataset: build.Dataset, name: str) -> None:
 
 @functools.singledispatch
 def state_dict_of(dataset: Any, state: State) -> dict[str, Any]:
-    """What `state_dict` returns for a place in a dataset.
+    """Returns the result of `dataset.state_dict()`.
 
-    A class whose states have more in them registers a function of its own.
+    A class that adds fields registers its own function.
     """
     return state.as_dict()
 
 
 def answer(dataset: build.Dataset, name: str) -> Any:
-    """What `self.rng`, `self.epoch` and the like are for the caller.
+    """Returns the value of `self.rng`, `self.epoch` and the like.
 
-    Even where the user's class has another attribute of that name.
+    Works also if the user's class has another attribute of that name.
     """
     context = build.context_for(dataset, name)
     if context is None:
@@ -165,7 +166,7 @@ def answer(dataset: build.Dataset, name: str) -> Any:
 
 
 def plain_iterator(dataset: build.Dataset) -> Iterator[Any]:
-    """The batches of a dataset in order, built in the caller."""
+    """Yields the batches of a dataset in order, built in the caller."""
     count = build.length_of(dataset)
     if count is not None:
         yield from (dataset[index] for index in range(count))
@@ -176,9 +177,9 @@ def plain_iterator(dataset: build.Dataset) -> Iterator[Any]:
 
 
 class _Outside:
-    """What `self.rng` and the like answer where no batch is being built.
+    """Values of `self.rng` and the like outside of builds.
 
-    So that `dataset[3]`, called by hand, works.
+    They make `dataset[3]` work when a user calls it.
     """
 
     worker_index = None

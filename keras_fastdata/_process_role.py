@@ -1,7 +1,7 @@
-"""Whether this process is a worker, asked before anything heavy is imported.
+"""Whether this process is a worker; known before heavy modules are imported.
 
-A worker imports the user's module, which imports this package; that must not
-import Keras. The fork server and the workers say what they are before that.
+A worker imports the user's module, which imports this package; and that must
+not import Keras. So the fork server and the workers call `become_worker` first.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ _worker = False
 
 
 def become_worker() -> None:
-    """Declares this process a worker, or a parent of workers only."""
+    """Marks this process as a worker, or as the fork server of workers."""
     global _worker
     _worker = True
 

@@ -1,4 +1,4 @@
-"""Checks of arguments; each error names the argument and what was received."""
+"""Checks of arguments; errors name the argument and the value received."""
 
 from __future__ import annotations
 
@@ -16,13 +16,17 @@ import numpy as np
 
 
 def integer(name: str, value: Any, *, least: int, or_else: str = "") -> int:
-    """An argument that must be an integer of at least `least`.
+    """Returns an argument as an integer of at least `least`.
 
     Args:
-        name: Of the argument.
-        value: What was received.
-        least: The smallest that is allowed.
-        or_else: What the error is to say of other values that are allowed.
+        name: The argument's name.
+        value: The value received.
+        least: The smallest value that is allowed.
+        or_else: Text for the error about other values that are allowed.
+
+    Raises:
+        TypeError: The value is not an integer.
+        ValueError: The value is too small.
     """
     wanted = f"`{name}` must be an integer of at least {least}{or_else}."
     if isinstance(value, (bool, np.bool_)):
@@ -40,7 +44,7 @@ def integer(name: str, value: Any, *, least: int, or_else: str = "") -> int:
 
 
 def _as_integer(name: str, value: Any) -> str:
-    """Says how to pass the integer that was meant, where there is one."""
+    """Returns a hint for a value that can be converted to an integer."""
     try:
         number = int(value)
     except (TypeError, ValueError, OverflowError):
@@ -50,7 +54,7 @@ def _as_integer(name: str, value: Any) -> str:
 
 
 def arguments_of(kind: type) -> list[str]:
-    """Names that the constructor of a class takes, its bases' included."""
+    """Returns the argument names of a class's constructor and its bases'."""
     names: dict[str, None] = {}
     for base in kind.__mro__:
         initialize: Any = vars(base).get("__init__")
@@ -69,12 +73,12 @@ def arguments_of(kind: type) -> list[str]:
 def unknown_arguments(
     taker: str, unknown: Iterable[str], allowed: Sequence[str]
 ) -> TypeError:
-    """The error for arguments that nothing takes.
+    """Returns the error for unknown arguments.
 
     Args:
-        taker: Name of the class or function they were passed to.
-        unknown: Their names.
-        allowed: Names of the arguments there are.
+        taker: The class or function that received them.
+        unknown: The names of the unknown arguments.
+        allowed: The names of the existing arguments.
     """
     names = sorted(unknown)
     near = [difflib.get_close_matches(name, allowed, 1) for name in names]
@@ -87,7 +91,7 @@ def unknown_arguments(
 
 
 def check_local(name: str, path: Any, way_out: str = "") -> None:
-    """Refuses an address such as `s3://...`, which is no path of a file."""
+    """Raises `ValueError` for an address such as `s3://...`."""
     text = os.fspath(path)
     if isinstance(text, str) and re.match(r"[a-zA-Z][\w+.-]+://", text):
         raise ValueError(
@@ -98,7 +102,7 @@ def check_local(name: str, path: Any, way_out: str = "") -> None:
 
 
 def seconds(name: str, value: Any) -> float:
-    """An argument that must be a finite number of seconds, more than 0."""
+    """Returns an argument as a finite number of seconds, more than 0."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(
             f"`{name}` must be a number of seconds. "
@@ -114,8 +118,8 @@ def seconds(name: str, value: Any) -> float:
 
 
 def boolean(name: str, value: Any) -> bool:
-    """An argument that must be True or False."""
-    # NumPy's bool and 0 / 1 come out of configuration files.
+    """Returns an argument as True or False."""
+    # Also accepts NumPy's bool, and 0 and 1 from configuration files.
     if value in (True, False):
         return bool(value)
     raise TypeError(
@@ -125,7 +129,7 @@ def boolean(name: str, value: Any) -> bool:
 
 
 def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    """Refuses an argument that is none of the words allowed."""
+    """Raises `ValueError` unless an argument is one of the allowed words."""
     if value not in allowed:
         names = ", ".join(repr(choice) for choice in allowed)
         one_of = "one of " if len(allowed) > 1 else ""

@@ -1,10 +1,10 @@
-"""Finding the dataset that a command line names.
+"""Finds the dataset that a command line names.
 
-    MODULE:NAME      imported, from the current folder or what is installed
-    FILE.py:NAME     run as a module of its own, its folder on the path
+    MODULE:NAME      a module in the current folder, or an installed one
+    FILE.py:NAME     a file, run as a module with its folder on the path
 
-A file needs no main guard: nothing of it runs as `__main__`, and worker
-processes get its classes by value, without running the file again.
+A file needs no main guard: it does not run as `__main__`, and worker processes
+receive its classes by value, without running the file again.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _FILE_MODULE = "__fastdata_file__"
 
 
 class UsageError(Exception):
-    """What was asked for is not there, or is not what it must be."""
+    """The target does not exist, or is not a dataset."""
 
 
 def find(target: str) -> FastPyDataset:
-    """The dataset that `MODULE_OR_FILE:FACTORY` names.
+    """Returns the dataset that `MODULE_OR_FILE:FACTORY` names.
 
     Args:
-        target: The factory is a dataset, a class of datasets that needs no
-            arguments, or a function without arguments that returns one; dots
-            lead into classes and objects.
+        target: The factory is a dataset, a dataset class that needs no
+            arguments, or a function without arguments that returns a
+            dataset. Dots lead into classes and objects.
 
     Raises:
-        UsageError: There is no such thing, or it is something else.
+        UsageError: The target does not exist, or is not a dataset.
     """
     place, colon, path = target.rpartition(":")
     if not colon or not place or not path:
@@ -68,7 +68,7 @@ def _load(place: str) -> types.ModuleType:
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if place != missing and not place.startswith(f"{missing}."):
-            raise  # the module is there; what it imports is not
+            raise  # the module exists, but a module that it imports does not
         raise UsageError(
             f"There is no module {missing!r}, here or installed. Received: "
             f"{place}; a file is named with its .py."
@@ -101,7 +101,7 @@ def _attribute(module: types.ModuleType, place: str, path: str) -> Any:
 
 
 def _offer(module: types.ModuleType, place: str) -> str:
-    """Which datasets a module does have."""
+    """Returns a sentence that lists the datasets of a module."""
     names = [
         name
         for name, value in vars(module).items()
@@ -121,7 +121,7 @@ def _require_no_arguments(target: str, factory: Any) -> None:
     try:
         signature = inspect.signature(factory)
     except (TypeError, ValueError):
-        return  # of C code, which says itself what it wants
+        return  # a function in C may have no signature
     try:
         signature.bind()
     except TypeError as error:

@@ -1,9 +1,9 @@
-"""Where should a dataset's batches be built? `profile` tries it out.
+"""`profile`: measures where a dataset's batches are best built.
 
-A few dozen batches are built in the caller, by one and two threads, and by
-one and two processes, each time by a loader of its own: the dataset's, with
-its workers, its seed and its count of epochs, is not touched. What follows
-for more workers is worked out in `health/forecast.py`.
+A few dozen batches are built in the caller, by one and two threads, and by one
+and two processes. Each trial has a loader of its own, so that the dataset's
+loader keeps its workers, its seed and its epoch number. `health/forecast.py`
+computes the rates of more workers.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from keras_fastdata._dataset_internals import internals_of
+from keras_fastdata._validation import integer
 from keras_fastdata.building import build
 from keras_fastdata.dataset import FastPyDataset
 from keras_fastdata.engine.batch_iterator import iterate
@@ -34,9 +35,9 @@ from keras_fastdata.metrics.recorder import BatchStats, Recorder
 _WIDTH = 80
 _LABEL = 12  # columns
 _TRIED = ((0, False), (1, False), (2, False), (1, True), (2, True))
-_LITTLE = 0.2  # of the time Python's lock is held
-_BUSY = 0.75  # of what was expected: the cores were not free
-_SEED = 0  # where the user gave none; drawing one would be noticed
+_LITTLE = 0.2  # share of time: below, Python's lock is not in the way
+_BUSY = 0.75  # of the expected rate: below, the cores were not free
+_SEED = 0  # without a user's seed; drawing one would change `random`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +46,9 @@ class Rate:
 
     Attributes:
         kind: "inline", "thread" or "process".
-        workers: How many; 0 for inline.
-        measured: What they built; `None` if it was not tried.
-        expected: What they would build on cores of their own, at most.
+        workers: The number of workers; 0 for inline.
+        measured: The measured rate; `None` if it was not tried.
+        expected: The highest rate to expect if the cores are free.
     """
 
     kind: str
@@ -58,31 +59,31 @@ class Rate:
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """What building batches takes, and where to do it.
+    """The cost of building batches, and the workers to use.
 
-    `str()` of it is a report of at most 80 columns.
+    `str(profile)` is a report of at most 80 columns.
 
     Attributes:
         dataset: Class name of the dataset.
-        num_batches: Batches in an epoch; `None` for one without an end.
-        nbytes: Of the arrays of a batch, on average.
+        num_batches: Batches in an epoch; `None` if the data has no end.
+        nbytes: Bytes of a batch's arrays, on average.
         build_s_p50: Median time of `__getitem__`, in the caller.
-        build_s_p95: What 95% of its calls did not exceed.
+        build_s_p95: The time that 95% of calls did not exceed.
         computing: The share of a build that needs a core: 0 to 1. The rest
             is waiting.
         gil_held: Share of the time that Python's lock was held while two
-            threads built; NaN if they were too quick to tell.
-        start_s: Time until a first worker process began with its first batch.
-        worker_nbytes: Memory of a worker process (PSS, which counts what
-            several share once); `None` if unknown.
+            threads built; NaN if the builds were too quick to measure.
+        start_s: Time until the first worker process began its first batch.
+        worker_nbytes: Memory of a worker process (PSS, which divides shared
+            memory among its users); `None` if unknown.
         cores: Cores that this process may use.
         rates: Batches per second, measured and expected.
-        workers: How many workers to use.
-        use_multiprocessing: Whether they should be processes.
-        max_queue_size: What to raise it to, so that all of them have work;
-            `None` where the dataset's own will do.
-        reason: Why.
-        no_processes: Why worker processes could not be tried; else empty.
+        workers: The number of workers to use.
+        use_multiprocessing: Whether the workers should be processes.
+        max_queue_size: The value to raise `max_queue_size` to, so that all
+            workers have work; `None` if the dataset's is large enough.
+        reason: Why these workers are advised.
+        no_processes: Why worker processes could not be tried, or "".
     """
 
     dataset: str
@@ -104,7 +105,7 @@ class Profile:
 
     @property
     def call(self) -> str:
-        """The constructor call to use."""
+        """The constructor call to use, as text."""
         arguments = f"workers={self.workers}"
         if self.use_multiprocessing:
             arguments += ", use_multiprocessing=True"
@@ -113,7 +114,7 @@ class Profile:
         return f"{self.dataset}(..., {arguments})"
 
     def to_json(self) -> str:
-        """All of it as JSON; what is unknown is null."""
+        """Returns the profile as JSON; unknown values are null."""
         found = {**dataclasses.asdict(self), "call": self.call}
         return json.dumps(_finite(found), indent=2)
 
@@ -131,30 +132,31 @@ class Profile:
 def profile(
     dataset: FastPyDataset, *, batches: int = 48, seconds: float = 5.0
 ) -> Profile:
-    """Tries out where a dataset's batches are best built.
+    """Measures where a dataset's batches are best built.
 
     Builds batches in the caller, in one and two threads, and in one and two
-    processes. Nobody trains meanwhile, and nothing else should run.
+    processes. Run nothing else meanwhile.
 
-    The dataset's settings, workers and random numbers stay as they are, and
-    so do its attributes, but for what its methods change inside of them. Its
-    epoch hooks are not called.
+    The dataset's settings, workers and random generators do not change. Its
+    attributes keep their values; but if its methods edit such a value in
+    place, that stays. Epoch hooks are not called.
 
     Args:
-        dataset: Any `FastPyDataset`.
-        batches: How many batches each of the five builds, at least 1, after
-            one for each worker to warm up.
-        seconds: How long each may take, more than 0. A batch that was begun
-            is waited for.
+        dataset: A `FastPyDataset`.
+        batches: How many batches each of the five trials builds, at least 1,
+            after one batch per worker to warm up.
+        seconds: How long each trial may take, more than 0. A batch that was
+            begun is finished.
 
     Returns:
-        The figures, and what to do; `print` it.
+        The figures and the advice; `print` it.
 
     Raises:
-        TypeError: `dataset` is not a `FastPyDataset`, or a number is none.
+        TypeError: `dataset` is not a `FastPyDataset`, or `batches` or
+            `seconds` is not a number.
         ValueError: A number is out of range, or the dataset has no batches.
 
-    Whatever the dataset's own code raises arrives as it is.
+    Exceptions of the dataset's own code arrive unchanged.
 
     Example:
 
@@ -188,15 +190,15 @@ def run(
         dataset: The dataset.
         batches: As in `profile`.
         seconds: As in `profile`.
-        tell: Called with the batches done, how many there will be, and where
-            they are being built.
+        tell: Called with the number of batches done, their total, and a name
+            of the present trial.
     """
     _check(dataset, batches, seconds)
     attributes = dict(vars(dataset))
     try:
         return _run(dataset, batches, seconds, tell)
     finally:
-        # Not by `setattr`: the dataset's own workers have not missed anything.
+        # Not `setattr`, which would send the dataset to its workers again.
         vars(dataset).clear()
         vars(dataset).update(attributes)
 
@@ -207,10 +209,7 @@ def _check(dataset: Any, batches: Any, seconds: Any) -> None:
             "`profile` takes a FastPyDataset. "
             f"Received: {dataset!r} (of type {type(dataset).__name__})"
         )
-    if isinstance(batches, bool) or not isinstance(batches, int):
-        raise TypeError(f"`batches` must be an integer. Received: {batches!r}")
-    if batches < 1:
-        raise ValueError(f"`batches` must be at least 1. Received: {batches}")
+    integer("batches", batches, least=1)
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
         raise TypeError(f"`seconds` must be a number. Received: {seconds!r}")
     if not 0 < seconds < math.inf:
@@ -226,15 +225,15 @@ def _check(dataset: Any, batches: Any, seconds: Any) -> None:
 
 @dataclasses.dataclass
 class _Trial:
-    """What one set of workers did.
+    """What was measured with one set of workers.
 
     Attributes:
-        batch_stats: Sums over its batches, without those it warmed up with.
+        batch_stats: Sums over the batches, without those for warming up.
         rate: Batches per second.
         take_s: CPU time of the calling thread per batch.
         held: Share of the time Python's lock was held; NaN if unknown.
-        start_s: Time from asking for the first batch to building it.
-        worker_nbytes: Memory per worker process.
+        start_s: Time from the first request to the start of its build.
+        worker_nbytes: Memory per worker process, or `None`.
     """
 
     batch_stats: BatchStats
@@ -246,12 +245,12 @@ class _Trial:
 
     @property
     def cpu_s(self) -> float:
-        """Computing per batch, storing it included."""
+        """CPU time per batch, including storing it."""
         return self.batch_stats.cpu_s / self.batch_stats.batches
 
     @property
     def idle_s(self) -> float:
-        """What is left of a build without computing, or waiting to."""
+        """Time per build that is neither computing nor waiting for a core."""
         batch_stats = self.batch_stats
         busy_s = batch_stats.cpu_s + batch_stats.delay_s
         idle_s = batch_stats.build_s + batch_stats.store_s - busy_s
@@ -313,12 +312,12 @@ def _try(
             if done == 1:
                 start_s = max(0.0, span.began_s - began_s)
                 began_s = mark_s = max(began_s, span.began_s)
-                mark_cpu_s = time.thread_time()  # workers have been started
+                mark_cpu_s = time.thread_time()  # without starting workers
             recorder.add(span, 0.0)
             now_s = time.monotonic()
             late = now_s - began_s >= seconds
             if done == warm and not late:
-                # What comes from here on is warm, and counts.
+                # The warm-up is over: batches count from here on.
                 recorder.begin()
                 mark_s, mark_cpu_s = now_s, time.thread_time()
                 probe.take()
@@ -363,7 +362,7 @@ def _settings(
 
 
 def _spans(loader: Loader, dataset: FastPyDataset) -> Iterator[Any]:
-    """Builds one epoch after another, and says how each batch came about."""
+    """Builds one epoch after another; yields the times of each batch."""
     for _ in itertools.count():
         epoch = iterate(loader, dataset, shuffle=False)
         epoch.time_batches(0.0)
@@ -441,7 +440,7 @@ def _costs(one: _Trial, two: _Trial, held: float) -> BuildCosts:
     )
     if held <= _LITTLE:
         return costs
-    # A thread that waits for the lock looks as if it slept.
+    # A thread that waits for the lock seems to be sleeping.
     lock_s = max(costs.lock_s, min(costs.cpu_s, costs.shared_s))
     return dataclasses.replace(costs, second_idle_s=math.nan, lock_s=lock_s)
 
@@ -557,7 +556,7 @@ def _figure(rate: float | None) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """The same without what JSON has no number for."""
+    """Replaces numbers that JSON does not have (NaN, infinity) by `None`."""
     if isinstance(value, dict):
         return {name: _finite(part) for name, part in value.items()}
     if isinstance(value, (list, tuple)):

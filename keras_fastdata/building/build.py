@@ -1,7 +1,7 @@
-"""Building one batch: seeds, context, and the user's `__getitem__`.
+"""Builds one batch: seeds, context, and the user's `__getitem__`.
 
-The same `Builder` works inline, in a thread, and in a worker process, so that
-a batch has the same bytes wherever it is built.
+The same `Builder` runs inline, in threads and in worker processes, so that a
+batch has the same bytes wherever it is built.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _Result = TypeVar("_Result")
 
 
 class Dataset(Protocol):
-    """What the engine asks of a dataset."""
+    """The methods of a dataset that the engine calls."""
 
     def __getitem__(self, index: int, /) -> Any: ...
 
@@ -55,10 +55,10 @@ class Dataset(Protocol):
 
 
 class SampleContext:
-    """A sample that a batch is being made of, and its generator.
+    """A sample that a batch is being made of, and its random generator.
 
     Args:
-        key: Of that generator, within the epoch.
+        key: The key of the generator within the epoch.
     """
 
     def __init__(self, key: tuple[int, ...]) -> None:
@@ -68,7 +68,7 @@ class SampleContext:
     def rng(
         self, rng_for: Callable[..., np.random.Generator]
     ) -> np.random.Generator:
-        """The generator, the same one for all threads."""
+        """Returns the sample's generator, the same one in all threads."""
         with _making:
             if self._rng is None:
                 self._rng = rng_for(*self._key)
@@ -76,15 +76,15 @@ class SampleContext:
 
 
 def length_of(dataset: Dataset) -> int | None:
-    """Batches in an epoch; `None` if nobody knows.
+    """Returns the number of batches in an epoch; `None` if it is unknown.
 
     Raises:
-        TypeError: What the dataset says is no integer.
-        ValueError: It is negative.
+        TypeError: The dataset's number is not an integer.
+        ValueError: The number is negative.
     """
     try:
         found = dataset.num_batches
-    except NotImplementedError:  # what Keras's `__iter__` takes for endless
+    except NotImplementedError:  # means endless in Keras's `__iter__` too
         return None
     if found is None:
         return None
@@ -92,11 +92,11 @@ def length_of(dataset: Dataset) -> int | None:
 
 
 def checked_length(name: str, length: Any) -> int:
-    """A number of batches, once it is known to be one.
+    """Returns a number of batches after checking it.
 
     Raises:
-        TypeError: It is no integer.
-        ValueError: It is negative.
+        TypeError: `length` is not an integer.
+        ValueError: `length` is negative.
     """
     if isinstance(length, float):
         raise TypeError(
@@ -109,21 +109,22 @@ def checked_length(name: str, length: Any) -> int:
 
 @dataclasses.dataclass
 class Context:
-    """What `self.rng`, `self.epoch` ... answer while a batch is built.
+    """The values of `self.rng`, `self.epoch` ... while a batch is built.
 
     Attributes:
         seed: The base seed.
-        epoch: Of the batch.
-        index: Of the batch.
-        worker_index: Of the worker that builds it; `None` outside of workers.
-        empty: What `self.empty` is.
-        dataset: Whose batch it is.
-        threads: How many may build batches of that dataset here at once; 0 if
-            the caller alone does.
-        is_private: Whether it is the only batch that this process builds.
-        asked: Which of what depends on the epoch was asked for last.
-        is_lent: Whether another thread than the one that builds asked.
-        part: The sample that is being got.
+        epoch: The epoch of the batch.
+        index: The index of the batch.
+        worker_index: The worker that builds it; `None` outside of workers.
+        empty: The value of `self.empty`.
+        dataset: The dataset of the batch.
+        threads: How many threads of this process may build batches of the
+            dataset at once; 0 if only the caller does.
+        is_private: Whether this process builds one batch at a time, as worker
+            processes do.
+        asked: The last epoch-dependent name that was read, such as "rng".
+        is_lent: Whether a thread other than the building one read a value.
+        part: The sample that `get_sample` is called for, or `None`.
         outer: The batch in whose build, and thread, this one is built.
     """
 
@@ -143,11 +144,11 @@ class Context:
     _holds: tuple[int, bool] | None = None
 
     def note_asked(self, name: str) -> None:
-        """Remembers what was asked for that depends on the epoch."""
+        """Notes that a name was read whose value depends on the epoch."""
         self.asked = name
 
     def holds(self, dataset: Any) -> bool:
-        """Whether that is a part of the one whose batch is built."""
+        """Whether the dataset of this batch refers to another dataset."""
         if self._holds is None or self._holds[0] != id(dataset):
             found = held_generators.reaches(self.dataset, dataset)
             self._holds = id(dataset), found
@@ -155,6 +156,7 @@ class Context:
 
     @property
     def rng(self) -> np.random.Generator:
+        """The batch's generator."""
         if self._rng is None:
             with _making:
                 self._rng = self._rng or seeding.generator(
@@ -174,13 +176,13 @@ class Context:
 
 
 def rng_for(seed: int, epoch: int, *key: int) -> np.random.Generator:
-    """What `self.rng_for` returns in that epoch."""
+    """Returns the result of `self.rng_for` in an epoch."""
     return seeding.generator(seed, seeding.PART, epoch, *key)
 
 
 @functools.lru_cache(maxsize=4)
 def epoch_order(seed: int, epoch: int, length: int) -> Permutation:
-    """What `self.epoch_order` returns in that epoch."""
+    """Returns the result of `self.epoch_order` in an epoch."""
     return Permutation(length, seeding.sequence(seed, seeding.PARTS, epoch))
 
 
@@ -188,29 +190,29 @@ _DEFAULT_HOOKS: set[Callable[..., Any]] = set()
 
 
 def default_hook(method: _Method) -> _Method:
-    """Marks a method that does nothing unless it is overridden."""
+    """Marks a method of a base class that does nothing."""
     _DEFAULT_HOOKS.add(method)
     return method
 
 
 def is_default_hook(method: Callable[..., Any]) -> bool:
-    """Whether a method does nothing."""
+    """Whether a method was marked by `default_hook`."""
     return method in _DEFAULT_HOOKS
 
 
 def overrides(dataset: Dataset, name: str) -> bool:
-    """Whether a dataset has a method of its own in place of an idle one."""
+    """Whether a dataset overrides a method that does nothing by default."""
     method = getattr(type(dataset), name)
     return name in vars(dataset) or not is_default_hook(method)
 
 
 class _Current(threading.local):
-    """What a thread is at."""
+    """The batches that a thread builds and consumes."""
 
     context: Context | None = None  # the innermost batch that it is building
 
     def __init__(self) -> None:
-        # The datasets that it has asked for batches, by their ids.
+        # The datasets whose batches the thread consumes, by id.
         self.consumed: weakref.WeakValueDictionary[int, Dataset] = (
             weakref.WeakValueDictionary()
         )
@@ -222,12 +224,12 @@ _making = threading.RLock()  # held while a generator is made
 
 
 def current_context() -> Context | None:
-    """The batch that the calling thread is building, or `None`."""
+    """Returns the batch that the calling thread builds, or `None`."""
     return _current.context
 
 
 def is_built_for(dataset: Dataset) -> bool:
-    """Whether the caller is at work for a batch of that very dataset."""
+    """Whether the caller works on a batch of a dataset."""
     context = _current.context
     if context is None:
         return bool(_helped(dataset))
@@ -237,7 +239,7 @@ def is_built_for(dataset: Dataset) -> bool:
 
 
 def is_in_worker(dataset: Dataset) -> bool:
-    """Whether the caller is a worker of that dataset, and at work."""
+    """Whether the caller is a worker of a dataset, and builds a batch."""
     context = _current.context
     while context is not None:
         if context.dataset is dataset and context.worker_index is not None:
@@ -247,17 +249,17 @@ def is_in_worker(dataset: Dataset) -> bool:
 
 
 def context_for(dataset: Dataset, name: str) -> Context | None:
-    """The batch that the caller is at work for, or `None`.
+    """Returns the batch that the caller works on, or `None`.
 
-    A thread that `__getitem__` started works for the batch of the dataset it
-    asks, where that can be only one.
+    A thread that `__getitem__` started works on the batch of the dataset whose
+    attribute it reads, if only one batch is possible.
 
     Args:
-        dataset: What is asked.
-        name: For what.
+        dataset: The dataset whose attribute is read.
+        name: The attribute.
 
     Raises:
-        LoaderError: It can be several.
+        LoaderError: The thread may belong to several batches.
     """
     if _current.context is not None:
         return _current.context
@@ -269,20 +271,20 @@ def context_for(dataset: Dataset, name: str) -> Context | None:
         raise LoaderError(
             f"A thread that {kind}.__getitem__ seems to have started asks "
             f"for `self.{name}`, while worker threads may be building "
-            "several batches: whose it is cannot be told. Ask for it in "
-            "`__getitem__` itself and hand it to the thread, or build in "
-            "processes (`use_multiprocessing=True`)."
+            "several batches: the thread may belong to any of them. Ask for "
+            "it in `__getitem__` itself and pass it to the thread, or build "
+            "in processes (`use_multiprocessing=True`)."
         )
     building[0].is_lent = True
     return building[0]
 
 
 def _helped(dataset: Dataset) -> list[Context]:
-    """Batches that the calling thread, which builds none, may be helping with.
+    """Returns the batches that a thread without a build may be working on.
 
-    Those of the dataset that it asks, or of one that holds it; but a thread
-    that consumes a dataset's batches does not help to build them. In a worker
-    process only one batch is being built.
+    These are batches of the dataset, or of a dataset that refers to it. A
+    thread that consumes a dataset's batches does not work on them. A worker
+    process builds only one batch at a time.
     """
     if not _building_in or _consumes(dataset):
         return []
@@ -299,7 +301,7 @@ def _helped(dataset: Dataset) -> list[Context]:
 
 
 def _holders(dataset: Dataset) -> list[Context]:
-    """Batches being built of datasets that hold that one."""
+    """Returns batches in progress whose datasets refer to a dataset."""
     return [
         context
         for context in list(_building_in.values())
@@ -308,7 +310,7 @@ def _holders(dataset: Dataset) -> list[Context]:
 
 
 def consume(dataset: Dataset) -> None:
-    """Says that the calling thread is one that batches are built for."""
+    """Notes that the calling thread consumes batches of a dataset."""
     _current.consumed[id(dataset)] = dataset
 
 
@@ -320,9 +322,9 @@ def _consumes(dataset: Dataset | None) -> bool:
 
 
 def forget_context(dataset: Dataset | None) -> None:
-    """Forgets builds of a dataset that a KeyboardInterrupt has broken off.
+    """Forgets builds of a dataset that a KeyboardInterrupt has interrupted.
 
-    It may strike between any two lines, also those that put things back.
+    It may come between any two lines, also between those that clean up.
     """
     context = _current.context
     while context is not None and context.dataset is dataset:
@@ -336,7 +338,7 @@ def forget_context(dataset: Dataset | None) -> None:
 
 
 def _enter(context: Context | None) -> None:
-    """Makes that the batch which the calling thread is building."""
+    """Sets the batch that the calling thread builds."""
     _current.context = context
     if context is None:
         _building_in.pop(threading.get_ident(), None)
@@ -345,7 +347,7 @@ def _enter(context: Context | None) -> None:
 
 
 def _after_fork() -> None:
-    """In the child: its one thread is all that goes on."""
+    """Forgets other threads, which do not exist in the child."""
     _building_in.clear()
     _enter(_current.context)
 
@@ -356,8 +358,8 @@ os.register_at_fork(after_in_child=_after_fork)
 class _Building:
     """Makes a context the current one of the calling thread.
 
-    A class, because `contextlib.contextmanager` sets attributes of an
-    exception that passes, which not all allow.
+    It is a class because `contextlib.contextmanager` sets attributes on an
+    exception that passes through, and some exceptions forbid that.
     """
 
     def __init__(self, context: Context) -> None:
@@ -372,22 +374,23 @@ class _Building:
 
 
 class Observer(Protocol):
-    """Wants to know what batches draw from, so as not to share it."""
+    """Learns which random generators batches draw from."""
 
     @property
     def observes(self) -> bool:
-        """Whether it wants to know of the next one."""
+        """Whether to report the next batch."""
         ...
 
     def on_global_rng(self, what: str) -> None:
-        """Told of a batch built inline that draws from `what`."""
+        """Called if a batch that was built inline drew from `what`."""
         ...
 
 
 class GlobalRngUsedError(LoaderError):
-    """A batch built by a thread may have drawn from what threads share.
+    """A batch built by a thread may have drawn from shared generators.
 
-    Whether it has shows when it is built where nobody else builds.
+    Building the batch again, while no other thread builds, shows whether it
+    does.
     """
 
 
@@ -395,16 +398,17 @@ class Builder:
     """Builds batches of one dataset.
 
     Args:
-        dataset: Gives the dataset; weak where the builder must not keep it.
-        seed: Base seed.
-        threads: How many build at the same time. They share the global
-            generators, with each other and with the rest of the program, so
-            these are left alone. 0: the caller alone builds.
-        private: Whether the process is the worker's own, so that the global
-            generators need not be put back.
-        cached: Whether batches are to be the same in every epoch.
-        observer: Told of a batch that draws from what threads share; a
-            thread then raises `GlobalRngUsedError` instead of returning it.
+        dataset: Returns the dataset. May hold a weak reference, so that the
+            builder does not keep the dataset alive.
+        seed: The base seed.
+        threads: How many threads build at the same time. They share the
+            global generators with each other and with the program, so these
+            are not seeded. 0: only the caller builds.
+        private: Whether this is a worker process, so that the global
+            generators need not be restored.
+        cached: Whether batches must be the same in every epoch.
+        observer: Learns of batches that draw from generators that threads
+            share. A thread raises `GlobalRngUsedError` for such a batch.
     """
 
     def __init__(
@@ -425,7 +429,7 @@ class Builder:
         self._shared = threads > 0
         self._private = private
         self._search: held_generators.Search | None = None
-        self._is_sure = False  # whether builds add no generator to those
+        self._is_sure = False  # whether builds were found to add none
         self._rng_monitor: GlobalRngMonitor | None = None
         if self._shared:
             self._rng_monitor = GlobalRngMonitor(warns=observer is None)
@@ -435,6 +439,7 @@ class Builder:
 
     @property
     def dataset(self) -> Dataset:
+        """The dataset."""
         return self._dataset()
 
     def start(self, worker_index: int) -> None:
@@ -458,7 +463,7 @@ class Builder:
             try:
                 dataset.on_worker_stop()
             except Exception:
-                # Nobody waits for anything any more.
+                # The pool is closing; nobody waits for a result.
                 logging.getLogger("keras_fastdata").exception(
                     "%s.on_worker_stop raised in worker %d",
                     type(dataset).__name__,
@@ -475,8 +480,9 @@ class Builder:
         """Builds the batch at `index`, as `__getitem__` returns it.
 
         Raises:
-            LoaderError: It depends on the epoch, and is to be kept.
-            GlobalRngUsedError: It may have drawn, which is not to be.
+            LoaderError: The batch depends on the epoch, and would be cached.
+            GlobalRngUsedError: A thread built the batch, and it may have
+                drawn from shared generators.
         """
         context = Context(
             self._seed,
@@ -505,7 +511,7 @@ class Builder:
                 return self._observed(context)
 
     def _observed(self, context: Context) -> Any:
-        """The batch, once the observer knows what it draws from."""
+        """Builds a batch, and reports to the observer what it drew from."""
         observer = self._observer
         if observer is None or not observer.observes:
             return self._seeded(context)
@@ -533,9 +539,10 @@ class Builder:
         return self._seeded(context)
 
     def _seeded(self, context: Context) -> Any:
-        """The batch, drawn from generators that are all seeded for it.
+        """Seeds all generators and builds the batch.
 
-        The first build may make some; then it is done again, with these.
+        The first build may create generators; it is then repeated with these
+        seeded.
         """
         self._reseed(context.epoch, context.index)
         batch = self._made(context)
@@ -568,16 +575,16 @@ class Builder:
                 return batch
             if context.asked or last:
                 break
-            # Another thread may have drawn: once more, to be sure.
+            # Another thread may have drawn: build once more, to be sure.
         raise LoaderError(
             f"`cache` keeps batches for all epochs to come, and batch {index} "
-            f"of {type(dataset).__name__} is another one in every epoch: it "
+            f"of {type(dataset).__name__} differs from epoch to epoch: it "
             f"used {used}. Leave out `cache`; or draw from a generator of its "
             "own, such as `np.random.default_rng(index)`."
         )
 
     def _states(self) -> dict[str, Any]:
-        """How far random generators are, unless threads share them."""
+        """Returns states of random generators, unless threads share them."""
         if self._shared:
             return {}
         return {
@@ -588,33 +595,33 @@ class Builder:
         }
 
     def adopt(self, newer: Builder) -> None:
-        """Goes on with a newer state of the worker's dataset.
+        """Replaces the worker's dataset by a newer state of it.
 
-        What `on_worker_start` set stays the worker's own. What builds set
-        goes: they would have set it from the state before.
+        Attributes that `on_worker_start` set are kept. Attributes that builds
+        set are dropped, because they may come from the former state.
         """
         former, dataset = self.dataset, newer.dataset
         mine, theirs = vars(former), vars(dataset)
         for name in mine.keys() - theirs.keys() - self._own:
             del mine[name]
         mine.update((k, v) for k, v in theirs.items() if k not in self._own)
-        # Parts of it refer to this one, and what is the worker's own to
-        # former ones: what they all see is the same.
+        # Parts of the new state refer to `dataset`, and the worker's own
+        # attributes to former datasets: all of them share one `__dict__`.
         object.__setattr__(dataset, "__dict__", mine)
         if hasattr(type(former), "__del__"):
-            self._former.append(former)  # it would end what all have
+            self._former.append(former)  # `__del__` would end shared parts
         self._dataset = newer._dataset
         self.change()
         if self._worker_state is not None:
             self._worker_state.begin(self._given_attributes())
 
     def _given_attributes(self) -> dict[str, Any]:
-        """What the training process, and not this worker, has set."""
+        """Returns the attributes that the training process has set."""
         attributes = vars(self.dataset).items()
         return {k: v for k, v in attributes if k not in self._own}
 
     def _look_for_lost_state(self, state: WorkerState) -> None:
-        """Says once if builds keep state here that nobody else will see."""
+        """Warns once if builds set state that the training process loses."""
         paths = state.look(vars(self.dataset))
         if not paths:
             return
@@ -623,8 +630,8 @@ class Builder:
         logging.getLogger("keras_fastdata").warning(
             "%s.__getitem__ changes %s in worker processes. Each has "
             "a copy of the dataset, so the change is lost: neither the "
-            "training process nor another worker sees it. Return what is to "
-            "be kept with the batch, or build in this process "
+            "training process nor another worker sees it. Return the value "
+            "with the batch, or build in this process "
             "(`use_multiprocessing=False`).",
             name,
             ", ".join(f"`self.{path}`" for path in paths),
@@ -632,7 +639,7 @@ class Builder:
         )
 
     def change(self) -> None:
-        """Told that the dataset may hold other generators now."""
+        """Searches the dataset for generators again before the next build."""
         self._search, self._is_sure = None, False
 
     def _reseed(self, epoch: int, index: int) -> None:
@@ -665,15 +672,16 @@ class Builder:
 
 
 def builder_in_worker(dataset: Dataset, seed: int, cached: bool) -> Builder:
-    """The builder of a worker process, which has the dataset to itself."""
+    """Returns the builder of a worker process, with its own dataset."""
     return Builder(lambda: dataset, seed, private=True, cached=cached)
 
 
 def _item(dataset: Dataset, index: int) -> Any:
-    """`dataset[index]`, once it is known to have been built.
+    """Returns `dataset[index]`.
 
     Raises:
-        TypeError: It is code that has yet to run.
+        TypeError: `__getitem__` is a generator or coroutine function, so that
+            nothing was built.
     """
     batch = dataset[index]
     if not isinstance(batch, (types.GeneratorType, types.CoroutineType)):
@@ -705,9 +713,9 @@ def run_hook(
 ) -> _Result:
     """Runs `on_epoch_begin` or `on_epoch_end`, seeded by its number.
 
-    Shuffling an index in `on_epoch_end` is the commonest way to shuffle, and
-    this makes it repeatable, with `self.rng` or the global generators. The
-    caller's global generators are put back.
+    Shuffling an index in `on_epoch_end` is the most common way to shuffle. The
+    seeds make it repeatable, with `self.rng` or the global generators. The
+    caller's global generators are restored.
     """
     stream = (seed, seeding.HOOK, number)
     rng = seeding.generator(*stream, 2)
@@ -721,7 +729,7 @@ def run_hook(
 
 
 class _Preserved:
-    """Leaves generators outside of the dataset as it found them."""
+    """Restores generators outside of the dataset after a `with` block."""
 
     def __init__(self, found: list[held_generators.Held]) -> None:
         self._found = [held.generator for held in found if held.is_outside]
@@ -738,13 +746,14 @@ class GlobalRngMonitor:
     """Notices when threads draw from generators that they share.
 
     Args:
-        warns: Whether to warn once, and look at the first builds alone; or to
-            raise `GlobalRngUsedError`, whenever one may have drawn.
+        warns: Whether to check only the first builds, and warn once. If not,
+            all builds are checked, and `GlobalRngUsedError` is raised for one
+            that may have drawn.
     """
 
-    # One moved build may be somebody else's draw in another thread.
+    # During one build, another thread of the program may have drawn.
     _TELLING = 2
-    # Looking costs some 30 us a batch; a dataset that draws does so early.
+    # A check costs some 30 us a batch; a dataset that draws does so early.
     _BUILDS_WATCHED = 64
 
     def __init__(self, *, warns: bool) -> None:
@@ -754,7 +763,7 @@ class GlobalRngMonitor:
         self._local = threading.local()
 
     def begin(self) -> None:
-        """Called before a build, by the thread that builds."""
+        """Called before a build, in the thread that builds."""
         self._local.before = None
         early = self._moved < self._TELLING
         early = early and self._watched < self._BUILDS_WATCHED
@@ -764,12 +773,12 @@ class GlobalRngMonitor:
             self._local.before = _positions(), crossings
 
     def end(self, dataset: str) -> None:
-        """Called after it."""
+        """Called after a build, in the thread that builds."""
         before = self._local.before
         if before is None:
             return
         positions, crossings = before
-        # Another thread may build inline, and seed them meanwhile.
+        # Another thread may have built inline, and seeded the generators.
         crossed = (
             preserved_globals.depth or preserved_globals.crossings != crossings
         )
@@ -792,7 +801,7 @@ class GlobalRngMonitor:
 
 
 def _positions() -> tuple[Any, ...]:
-    """How far the global generators are."""
+    """Returns a short digest of the global generators' states."""
     numpy: Any = np.random.get_state(legacy=False)
     state = numpy["state"]
     torch = seeding.loaded_torch()

@@ -1,14 +1,15 @@
-"""The global random generators: one build at a time, left as they were found.
+"""Lets one build at a time use the global random generators, and restores them.
 
 Builds in the caller and epoch hooks seed `np.random`, `random` and torch's
-generator, which all threads of a process share. A thread holds them from
-before they are seeded until they are put back, and other such builds wait, so
-that two datasets in two threads have the bytes that each has alone.
+generator, which all threads of a process share. A thread holds the generators
+until it has restored them, and other such builds wait. So two datasets in two
+threads have the same bytes as each has alone.
 
-A build may itself wait for a thread that builds batches of another dataset.
-Both would wait for ever. So a thread that waits looks where the holder is: a
-holder that does not move for long is taken to wait, and other builds go on
-within its own, now and whenever it is at that place again.
+A build that holds the generators may wait for a thread that builds batches of
+another dataset. That thread waits for the generators: a deadlock. A waiting
+thread therefore watches the holder's stack. If it does not change for
+`_STUCK_S`, the holder is assumed to wait, and other builds run nested in the
+holder's; from then on this also happens whenever a holder is at that place.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ from typing import Any
 
 from keras_fastdata.building import mt19937, seeding
 
-_LOOK_S = 0.05  # between two looks at where the holder is
-_STUCK_S = 10.0  # at one place, before a holder is taken to wait
+_LOOK_S = 0.05  # between two looks at the holder's stack
+_STUCK_S = 10.0  # at one place, before a holder is assumed to wait
 
-_Place = tuple[tuple[CodeType, int], ...]  # in a thread's code, inmost first
+_Place = tuple[tuple[CodeType, int], ...]  # a thread's stack, innermost first
 
 _log = logging.getLogger("keras_fastdata")
 
 
 class preserved_globals:  # noqa: N801 - called like a function
-    """Holds the global generators, and leaves them as it found them.
+    """Holds the global generators in a `with` block, and restores them.
 
     Attributes:
-        depth: How many are entered now, in all threads.
-        crossings: How often any was entered or left.
+        depth: The number of blocks that are entered now, in all threads.
+        crossings: How often any block was entered or left.
     """
 
     depth = 0
@@ -71,37 +72,37 @@ class preserved_globals:  # noqa: N801 - called like a function
 
 
 class _Turn:
-    """The right to use the global generators, which one thread has at a time.
+    """The right of one thread to use the global generators.
 
     Attributes:
-        lock: Held by that thread, as often as its builds are nested.
+        lock: Held by that thread, once for each nested build.
     """
 
     def __init__(self) -> None:
         self.lock: Any = threading.RLock()
         self._depth = 0
         self._thread = 0
-        self._frame = 0  # by its id: the outermost that has it
+        self._frame = 0  # id of the frame of the outermost build
 
     def begin(self, frame: FrameType) -> None:
-        """Called by the thread that has just taken the lock."""
+        """Notes that the calling thread has just taken the lock."""
         if not self._depth:
             self._thread, self._frame = threading.get_ident(), id(frame)
         self._depth += 1
 
     def release(self) -> None:
-        """Gives the lock back, once for each time it was taken."""
+        """Releases the lock once."""
         self._depth -= 1
         self.lock.release()
 
     def give_up(self) -> None:
-        """Gives it back altogether, if the calling thread has it."""
+        """Releases the lock completely, if the calling thread holds it."""
         while self.lock._is_owned():
             self._depth = 0
             self.lock.release()
 
     def place(self) -> _Place:
-        """Where the build is that has it."""
+        """Returns the stack of the build that holds the turn."""
         found = []
         frame = sys._current_frames().get(self._thread)
         while frame is not None and id(frame) != self._frame:
@@ -110,8 +111,8 @@ class _Turn:
         return tuple(found)
 
 
-_turns = [_Turn()]  # each but the first within the one before, which waits
-_waits_at: set[_Place] = set()  # where holders were found to wait
+_turns = [_Turn()]  # each later one is nested in a holder that waits
+_waits_at: set[_Place] = set()  # stacks at which holders were found waiting
 
 
 def _take_turn(frame: FrameType) -> _Turn:
@@ -133,7 +134,7 @@ def _take_turn(frame: FrameType) -> _Turn:
 
 
 def _wait_for(turn: _Turn) -> bool:
-    """Takes the lock; returns `False` if its holder waits for a thread."""
+    """Takes the lock; returns `False` if its holder seems to wait."""
     before: _Place | None = None
     since_s = 0.0
     while not turn.lock.acquire(timeout=_LOOK_S):
@@ -157,13 +158,13 @@ def _wait_for(turn: _Turn) -> bool:
 
 
 def give_up() -> None:
-    """Gives up what a build that was broken off has left to this thread."""
+    """Releases what an interrupted build of this thread still holds."""
     for turn in _turns:
         turn.give_up()
 
 
 def _after_fork() -> None:
-    """In the child: what other threads held, nobody will give back."""
+    """Drops turns of other threads, which do not exist in the child."""
     _turns[:] = [turn for turn in _turns if turn.lock._is_owned()] or [_Turn()]
 
 

@@ -1,12 +1,13 @@
-"""Finding the random generators that a dataset reaches, to seed them.
+"""Finds the random generators that a dataset refers to, and seeds them.
 
 The search goes breadth first from the dataset's attributes through objects,
-slots, dicts, lists, partials, bound methods, and what functions close over;
-then through what the user's own classes and functions refer to by name, which
-is the program's as well. It asks no property, and looks into no large array.
+slots, dicts, lists, partials, bound methods and closures. Then it goes through
+the variables that the user's classes and functions name. It evaluates no
+property, and does not search large arrays.
 
-A generator's stream depends on its path from the dataset, not on how many
-others there are: one that a single process has made changes no other's draws.
+A generator's stream depends on its path from the dataset, and not on the
+number of generators: one that exists in a single process does not change the
+draws of others.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from keras_fastdata.building import seeding
-from keras_fastdata.building.modules import is_users
+from keras_fastdata.building.modules import is_users, names_in
 
 _MOST_VISITED = 20_000  # objects in one search
 _MOST_ITEMS = 1_000  # of a container
@@ -40,13 +41,13 @@ _log = logging.getLogger("keras_fastdata")
 
 
 class Held(NamedTuple):
-    """A random generator that a dataset reaches.
+    """A random generator that a dataset refers to.
 
     Attributes:
-        path: Its place, seen from the dataset.
-        key: Of its stream, from that path.
-        is_outside: Whether it is a global or a class's, and not the dataset's
-            alone.
+        path: The path from the dataset to the generator.
+        key: The key of its stream, computed from the path.
+        is_outside: Whether a global variable or a class holds it, and not the
+            dataset alone.
         generator: The generator.
     """
 
@@ -56,7 +57,7 @@ class Held(NamedTuple):
     generator: _Generator
 
     def reseed(self, seed: int, *key: int) -> None:
-        """Puts it at the start of its stream for that key."""
+        """Puts the generator at the start of its stream for a key."""
         self.generator.reseed(seeding.sequence(seed, *key, *self.key))
 
 
@@ -67,15 +68,15 @@ class _Generator:
         self.value = value
 
     def reseed(self, stream: np.random.SeedSequence) -> None:
-        """Puts it at the start of a stream."""
+        """Puts the generator at the start of a stream."""
         raise NotImplementedError
 
     def state(self) -> Any:
-        """How far it is; what is equal draws the same."""
+        """Returns the state; equal states give the same draws."""
         raise NotImplementedError
 
     def restore(self, state: Any) -> None:
-        """Puts it back to a state."""
+        """Puts the generator back to a state."""
         raise NotImplementedError
 
 
@@ -91,7 +92,7 @@ class _NumpyGenerator(_Generator):
         self._set(fresh.state, fresh.seed_seq)
 
     def state(self) -> tuple[bytes, Any, Any]:
-        sequence = self._bits.seed_seq  # which its `spawn` asks
+        sequence = self._bits.seed_seq  # used by the generator's `spawn`
         spawned = getattr(sequence, "n_children_spawned", None)
         return pickle.dumps(self._bits.state), sequence, spawned
 
@@ -104,7 +105,7 @@ class _NumpyGenerator(_Generator):
 
 
 class _SeedSequence(_Generator):
-    """A `np.random.SeedSequence`; how often it has spawned is its state."""
+    """A `np.random.SeedSequence`; its state is the number of spawns."""
 
     def reseed(self, stream: np.random.SeedSequence) -> None:
         self.restore(int(stream.generate_state(1)[0] >> 1))  # of 32 bits
@@ -156,9 +157,10 @@ class _TorchGenerator(_Generator):
 
 
 class _HasSeedMethod(_Generator):
-    """An object with a method that seeds it; held weakly.
+    """An object with a method that seeds it.
 
-    It may refer to the dataset, which must not be kept by what builds it.
+    The reference is weak, because the object may refer to the dataset, and a
+    builder must not keep the dataset alive.
     """
 
     def __init__(self, value: Any, name: str) -> None:
@@ -189,22 +191,22 @@ class _HasSeedMethod(_Generator):
 
 
 class Search:
-    """What one search of a dataset has found.
+    """One search of a dataset for random generators.
 
     Args:
-        dataset: Where it begins.
+        dataset: The dataset.
 
     Attributes:
-        held: The generators.
+        held: The generators that were found.
     """
 
     def __init__(self, dataset: Any) -> None:
         self.held: list[Held] = []
         attributes = _attributes_of(dataset)
         self._count = len(attributes)
-        self._roots: dict[str, int] = {}  # ids of attributes that lead to one
+        self._roots: dict[str, int] = {}  # ids of attributes with generators
         known: set[int] = set()
-        within: set[int] = set()  # objects that hold one
+        within: set[int] = set()  # ids of objects that hold a generator
         seedable: list[tuple[_ReachStep, str]] = []
         for step in _reachable(dataset):
             make = _kind_of(step.value)
@@ -217,7 +219,7 @@ class Search:
             elif not step.is_outside and (name := _method_of(step.value)):
                 seedable.append((step, name))
         for step, name in seedable:
-            # One whose generators are known is seeded by way of these.
+            # An object whose generators were found is seeded through them.
             parts = _parts_of(step.value)
             if id(step.value) not in within and not any(
                 _kind_of(part) for _, part in parts
@@ -225,7 +227,7 @@ class Search:
                 self._add(step, _HasSeedMethod(step.value, name))
 
     def is_of(self, dataset: Any) -> bool:
-        """Whether the dataset still seems to hold these, and no others."""
+        """Whether the dataset still seems to hold exactly these generators."""
         attributes = _attributes_of(dataset)
         if len(attributes) != self._count:
             return False
@@ -235,7 +237,7 @@ class Search:
         return True
 
     def lacks(self, later: Search) -> bool:
-        """Whether a later search has found a generator at another place."""
+        """Whether a later search found a generator at a new path."""
         paths = {held.path for held in self.held}
         return any(held.path not in paths for held in later.held)
 
@@ -245,7 +247,7 @@ class Search:
         digest = hashlib.blake2b(path.encode("utf-8", "replace"), digest_size=8)
         key: tuple[int, ...] = (int.from_bytes(digest.digest(), "little"),)
         if alike := sum(held.path == path for held in self.held):
-            key = (*key, alike)  # of a set, whose items have no order
+            key = (*key, alike)  # items of a set share one path
         self.held.append(Held(path, key, step.is_outside, generator))
         if not step.is_outside:
             self._roots[way[-1].name.removeprefix(".")] = id(way[-1].value)
@@ -253,15 +255,15 @@ class Search:
 
 @functools.singledispatch
 def seeds_its_own(dataset: Any) -> bool:
-    """Whether a dataset itself seeds the generators that it reaches.
+    """Whether a dataset seeds the generators that it refers to.
 
-    A class of which that is so registers a function of its own.
+    A class that does so registers its own function.
     """
     return False
 
 
 def reaches(dataset: Any, part: Any) -> bool:
-    """Whether a dataset holds an object, itself or in what it holds."""
+    """Whether a dataset refers to an object, directly or through others."""
     return any(step.value is part for step in _reachable(dataset))
 
 
@@ -269,15 +271,22 @@ def reaches(dataset: Any, part: Any) -> bool:
 
 
 class _ReachStep(NamedTuple):
-    """An object that was reached, and from where."""
+    """An object that the search reached.
+
+    Attributes:
+        name: Its part of the path.
+        value: The object.
+        before: The step before it; `None` for the dataset.
+        is_outside: Whether the way to it leads through a global or a class.
+    """
 
     name: str
     value: Any
-    before: Any  # the step before it; `None`: the dataset
+    before: Any
     is_outside: bool
 
     def way(self) -> list[_ReachStep]:
-        """This step, and all before it."""
+        """Returns this step and all before it, latest first."""
         found = [self]
         while found[-1].before is not None:
             found.append(found[-1].before)
@@ -285,7 +294,7 @@ class _ReachStep(NamedTuple):
 
 
 def _reachable(dataset: Any) -> Iterator[_ReachStep]:
-    """All that a dataset reaches, near things first, its own before others."""
+    """Yields all objects that a dataset refers to; near and own ones first."""
     inside: collections.deque[_ReachStep] = collections.deque()
     outside: collections.deque[_ReachStep] = collections.deque()
     seen = {id(dataset)}
@@ -304,7 +313,7 @@ def _reachable(dataset: Any) -> Iterator[_ReachStep]:
         is_out = step is not None and step.is_outside
         for name, part in _parts_of(value):
             meet(name, part, step, is_out)
-        # Paths of globals do not depend on which function is met first.
+        # The path of a global must not depend on the function that names it.
         for name, part in _named_by(value):
             meet(name, part, None, True)
 
@@ -316,11 +325,11 @@ def _reachable(dataset: Any) -> Iterator[_ReachStep]:
             return
         step = (inside or outside).popleft()
         yield step
-        open_up(step.value, step)  # the user's own kind may hold another
+        open_up(step.value, step)  # a generator may hold another one
 
 
 def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """What an object is made of, each part with its name."""
+    """Yields the parts of an object, each with its name."""
     items: Any = ()
     if isinstance(value, dict):
         for key in itertools.islice(list(value), _MOST_ITEMS):
@@ -353,7 +362,7 @@ def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
         yield f"[{number}]", item
     if isinstance(value, type):
         return
-    # Sorted: what is assigned anew may have another place in a worker.
+    # Sorted: the order of attributes may differ in a worker.
     attributes = _attributes_of(value)
     for name in sorted(name for name in attributes if isinstance(name, str)):
         if name != seeding.PRIVATE:
@@ -365,7 +374,7 @@ def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _attributes_of(value: Any) -> dict[str, Any]:
-    """An object's own attributes, without asking its `__getattr__`."""
+    """Returns an object's attributes without calling its `__getattr__`."""
     if not type(value).__dictoffset__:
         return {}
     try:
@@ -387,10 +396,10 @@ def _slots_of(kind: Any) -> tuple[Any, ...]:
 
 
 def _named_by(value: Any) -> Iterator[tuple[str, Any]]:
-    """What the user's own classes and functions refer to."""
+    """Yields the objects that a user's class or function refers to by name."""
     if isinstance(value, types.FunctionType):
         if is_users(value.__globals__.get("__name__") or ""):
-            names = set(_names_in(value.__code__))
+            names = names_in(value.__code__)
             yield from _globals_of(value.__globals__, names)
         return
     kind = value if isinstance(value, type) else type(value)
@@ -408,7 +417,7 @@ def _named_by(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _globals_of(
-    found: dict[str, Any], names: set[str]
+    found: dict[str, Any], names: frozenset[str]
 ) -> Iterator[tuple[str, Any]]:
     for name in sorted(names & found.keys()):
         part = found.get(name)
@@ -421,22 +430,14 @@ def _globals_of(
             )
 
 
-def _names_in(code: types.CodeType) -> Iterator[str]:
-    """Names that a function, or one inside it, looks up."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names_in(constant)
-
-
 def _is_leaf(kind: type) -> bool:
-    """Whether objects of that class are not searched."""
+    """Whether objects of a class are not searched."""
     if kind.__name__ in ("Tensor", "Parameter"):
         return kind.__module__.startswith("torch")
     return kind.__module__.partition(".")[0] in _OPAQUE
 
 
-# Arrays and tables; what they hold draws nothing.
+# Arrays and tables; they hold no random generators.
 _OPAQUE = {"tensorflow", "jax", "jaxlib", "pandas", "pyarrow", "h5py"}
 _LEAF_TYPES = {
     str,
@@ -465,11 +466,11 @@ _LEAVES = (
 )
 
 
-# -- what is sought ------------------------------------------------------------
+# -- recognizing generators ----------------------------------------------------
 
 
 def _kind_of(value: Any) -> Callable[[Any], _Generator] | None:
-    """How to seed a generator of a known kind."""
+    """Returns the class that handles a generator, or `None`."""
     if isinstance(value, (np.random.Generator, np.random.BitGenerator)):
         return _NumpyGenerator
     if isinstance(value, np.random.RandomState):
@@ -486,7 +487,7 @@ def _kind_of(value: Any) -> Callable[[Any], _Generator] | None:
 
 
 def _is_global(value: Any) -> bool:
-    """Whether it is one of those that are seeded for every batch anyway."""
+    """Whether a generator is a global one, which every batch seeds anyway."""
     numpy: Any = np.random
     torch = seeding.loaded_torch()
     return (
@@ -498,10 +499,10 @@ def _is_global(value: Any) -> bool:
 
 
 def _method_of(value: Any) -> str:
-    """The name of the method that seeds an object; empty if there is none.
+    """Returns the name of the method that seeds an object, or "".
 
-    What has items, or is stepped through, is a dataset, an array or an
-    environment: there `seed` may be anything.
+    An object with items or steps is a dataset, an array or an environment;
+    there `seed` may mean something else.
     """
     kind = type(value)
     for name in ("set_random_seed", "seed"):

@@ -1,10 +1,11 @@
-"""Whose a module is: the user's own, or something that was installed."""
+"""Tells the user's own modules from installed ones; reads names in code."""
 
 from __future__ import annotations
 
 import functools
 import os
 import sys
+import types
 from typing import Any
 
 _INSTALLED = ("site-packages", "dist-packages")
@@ -13,16 +14,16 @@ _INSTALLED = ("site-packages", "dist-packages")
 def is_users(name: Any, *, if_unknown: bool = False) -> bool:
     """Whether a module is part of the user's program.
 
-    Such are `__main__`, and files outside of the standard library and of
-    folders that packages are installed in.
+    The user's modules are `__main__`, and files outside of the standard
+    library and of the folders of installed packages.
 
     Args:
         name: The module's name.
-        if_unknown: What to return where the module has no file, or is not
-            imported here.
+        if_unknown: The result if the module has no file, or is not imported
+            in this process.
     """
     if not isinstance(name, str):
-        return False  # a class may say anything
+        return False  # a class may set `__module__` to anything
     if name == "__main__":
         return True
     top = name.partition(".")[0]
@@ -40,12 +41,24 @@ def is_users(name: Any, *, if_unknown: bool = False) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _has_installed(folder: str) -> bool:
-    """Whether packages are installed in a folder."""
+    """Whether a folder holds installed packages."""
     folder = os.path.abspath(folder)
     if any(part in _INSTALLED for part in folder.split(os.sep)):
         return True
     try:
-        # Where packages are installed, their descriptions lie beside them.
+        # Installed packages have `.dist-info` folders beside them.
         return any(name.endswith(".dist-info") for name in os.listdir(folder))
     except OSError:
         return False
+
+
+@functools.lru_cache(maxsize=4096)
+def names_in(code: types.CodeType) -> frozenset[str]:
+    """Returns the globals and attributes that code, or code in it, names."""
+    return frozenset(code.co_names).union(
+        *(
+            names_in(constant)
+            for constant in code.co_consts
+            if isinstance(constant, types.CodeType)
+        )
+    )

@@ -1,9 +1,9 @@
-"""The state of `np.random`, read and written where it lies in memory.
+"""Reads and writes the state of `np.random` directly in memory.
 
-NumPy's own functions take 90 us to read that state and to put it back, and
-another 8 us to derive one from a seed: as long as all else that a small batch
-costs. The state of a Mersenne Twister is 624 words and a position, of which
-NumPy gives the address.
+NumPy's own functions take 90 us to read and restore the state, and 8 us to
+derive a state from a seed; that is as much as the rest of a small batch costs.
+The state of a Mersenne Twister is 624 words and a position, and NumPy exposes
+its address.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import numpy as np
 
 SEED_NBYTES = 4 * 624
 
-_AT_THE_END = bytes(ctypes.c_int(624))  # the position of a fresh state
+_AT_THE_END = bytes(ctypes.c_int(624))  # the position of a new state
 _NBYTES = SEED_NBYTES + len(_AT_THE_END)
 
-_random: Any = np.random  # whose stubs leave out what is used here
+_random: Any = np.random  # its type stubs lack the functions used here
 
 
 class Snapshot:
-    """What `np.random` will draw next."""
+    """The state of `np.random` at one moment."""
 
     def __init__(self) -> None:
         self._memory = _present()
@@ -36,6 +36,7 @@ class Snapshot:
                 self._state = state
 
     def restore(self) -> None:
+        """Puts `np.random` back to the state."""
         # This forgets a normal number that was drawn in advance.
         _random.set_bit_generator(self._memory.bits)
         if self._state is not None:
@@ -45,7 +46,7 @@ class Snapshot:
 
 
 def seed(random_bytes: bytes) -> None:
-    """Puts `np.random` into the state that `SEED_NBYTES` random bytes are."""
+    """Uses `SEED_NBYTES` random bytes as the state of `np.random`."""
     memory = _present()
     if memory.is_known:
         # This forgets a normal number that was drawn in advance.
@@ -55,12 +56,12 @@ def seed(random_bytes: bytes) -> None:
         words = np.frombuffer(random_bytes, np.uint32)
         np.random.set_state(("MT19937", words, 624, 0, 0.0))
     else:
-        # Put there by the user; it may take a seed, or refuse it.
+        # A bit generator of the user's, which may refuse a seed.
         np.random.seed(np.frombuffer(random_bytes[:16], np.uint32))
 
 
 def state() -> bytes:
-    """The state of `np.random`; empty if it cannot be read like this."""
+    """Returns the state of `np.random`; empty if memory cannot be read."""
     return _present().read()
 
 
@@ -68,12 +69,12 @@ class _Memory:
     """The memory of a bit generator.
 
     Attributes:
-        bits: The generator.
-        is_known: Whether its state lies there as expected.
-        without_normal: What was read when no second normal number, which
-            NumPy draws along with a first one, was waiting to be used. It
-            does not lie in this memory: where `np.random.set_state` goes back
-            to the same bytes with such a number, it is lost.
+        bits: The bit generator.
+        is_known: Whether the memory has the expected format.
+        without_normal: The bytes last read while no normal number was
+            stored. (NumPy draws normal numbers in pairs, and stores the
+            second one outside of this memory. If `np.random.set_state` sets
+            the same bytes with a stored number, that number is lost.)
     """
 
     def __init__(self, bits: Any) -> None:
@@ -88,7 +89,7 @@ class _Memory:
         self.is_known = self._view is not None
 
     def read(self) -> bytes:
-        """The state; empty if it does not lie there as expected."""
+        """Returns the state; empty if the format is not known."""
         if not self.is_known:
             return b""
         with self.bits.lock:  # another thread may be drawing
@@ -104,7 +105,7 @@ def _packed(state: Any) -> bytes:
     return np.asarray(state["key"], np.uint32).tobytes() + bytes(position)
 
 
-_known: _Memory | None = None  # that of the present bit generator
+_known: _Memory | None = None  # of the present bit generator
 
 
 def _present() -> _Memory:

@@ -1,10 +1,10 @@
-"""A random order of any length, computed a part at a time.
+"""A random order of any length, computed part by part.
 
-Up to a million items NumPy's own permutation is drawn, whole. Beyond, a
-Feistel network shuffles the positions: a bijection on `bits` bits, whatever
-its round function, so that each position has one index and each index one
-position, and nothing needs to be stored. Positions that land beyond the length
-are sent through again until they do not (less than twice, on average).
+Up to a million items, it is NumPy's permutation, drawn as a whole. Beyond, a
+Feistel network shuffles the positions. It is a bijection on `bits` bits for
+any round function: each position has one index and each index one position,
+and nothing needs to be stored. A result beyond the length goes through the
+network again until it is within (less than twice, on average).
 
     a, b = high bits, low bits
     a ^= mix(b, key 0);  b ^= mix(a, key 1);  a ^= mix(b, key 2);  ...
@@ -15,12 +15,12 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-# Up to here an order is stored. A network this narrow would be uneven, too.
+# The longest order that is stored. So small a network would also be uneven.
 STORED = 1 << 20
 
 _ROUNDS = 8
 _BLOCK = 1024  # positions computed at a time
-_BLOCKS = 4  # remembered: where batches are issued, and where delivered
+_BLOCKS = 4  # remembered, for batches requested and batches delivered
 
 _Words = npt.NDArray[np.uint64]
 
@@ -29,8 +29,8 @@ class Permutation:
     """An order of `range(length)`, drawn from a seed.
 
     Args:
-        length: How many items, below 2**63.
-        stream: The seed; the same one gives the same order.
+        length: The number of items, below 2**63.
+        stream: The seed; equal seeds give equal orders.
     """
 
     def __init__(self, length: int, stream: np.random.SeedSequence) -> None:
@@ -51,7 +51,7 @@ class Permutation:
         return self._length
 
     def __getitem__(self, position: int) -> int:
-        """The item at a position, from 0; quick for one after the other."""
+        """Returns the item at a position; successive positions are quick."""
         if not 0 <= position < self._length:
             raise IndexError(
                 f"Position {position} of an order of {self._length} items."
@@ -63,13 +63,13 @@ class Permutation:
         if block is None:
             end = min(self._length, (number + 1) * _BLOCK)
             block = self.at(np.arange(number * _BLOCK, end))
-            # In one go: threads may share it.
+            # One assignment, because threads may share the permutation.
             kept = list(self._blocks.items())[-(_BLOCKS - 1) :]
             self._blocks = {**dict(kept), number: block}
         return int(block[place])
 
     def at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The items at positions, which must lie within the length."""
+        """Returns the items at positions, which must be below the length."""
         if self._stored is not None:
             return self._stored[positions]
         items = self._shuffled(positions.astype(np.uint64))
@@ -88,7 +88,7 @@ class Permutation:
 
 
 def _mixed(words: _Words, key: np.uint64) -> _Words:
-    """Each word and the key, spread over 64 bits (SplitMix64's finalizer)."""
+    """Mixes each word with a key into 64 bits (SplitMix64's finalizer)."""
     words = words ^ key
     words ^= words >> np.uint64(30)
     words *= np.uint64(0xBF58476D1CE4E5B9)

@@ -1,8 +1,8 @@
-"""The variables that the code of a dataset refers to, found by their names.
+"""Finds the variables that the code of a dataset refers to by name.
 
 The search begins with the dataset's class and attributes, and goes on with the
-functions, classes and objects of the user's that it meets there. What a name
-stands for is known without running anything: code has a list of its names.
+user's functions, classes and objects that it finds there. It runs no code: a
+code object lists the names that it uses.
 """
 
 from __future__ import annotations
@@ -20,28 +20,29 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from keras_fastdata.building.modules import is_users
+from keras_fastdata.building.modules import is_users, names_in
 from keras_fastdata.building.seeding import PRIVATE
 
-_MOST_VISITS = 2000  # classes, functions and objects that are looked into
-_MOST_ITEMS = 100  # of a container that is looked into
-# Methods that never run in a worker.
+_MOST_VISITS = 2000  # classes, functions and objects that are searched
+_MOST_ITEMS = 100  # of a container that is searched
+# Methods that do not run in workers.
 _RUN_HERE = ("__init__", "on_epoch_begin", "on_epoch_end")
 _LEAVES = (str, bytes, int, float, complex, type(None), np.ndarray, np.generic)
 
-ABSENT = object()  # stands for the value of a name that is none
+ABSENT = object()  # the value of a name that has none
 
 
 @dataclasses.dataclass(frozen=True)
 class Variable:
-    """A name that code refers to.
+    """A variable that code refers to.
 
     Attributes:
-        home: What it is a name in: of a module, a class or an object.
-        name: The name.
-        module: The module of that.
-        path: From there, such as "SCALE" or "Config.SCALE".
-        by_value: Whether it travels with the class or function whose it is.
+        home: The variables of the module, class or object that has it.
+        name: The variable's name.
+        module: The module that `home` belongs to.
+        path: The path in that module, such as "SCALE" or "Config.SCALE".
+        by_value: Whether cloudpickle sends the variable along with its class
+            or function.
     """
 
     home: Mapping[str, Any]
@@ -52,11 +53,12 @@ class Variable:
 
     @property
     def value(self) -> Any:
+        """The present value, or `ABSENT`."""
         return self.home.get(self.name, ABSENT)
 
 
 class _Cell(Mapping[str, Any]):
-    """A variable of an enclosing function; it has one key, whatever that is."""
+    """A variable of an enclosing function, which any key returns."""
 
     def __init__(self, cell: types.CellType) -> None:
         self._cell = cell
@@ -75,9 +77,9 @@ class _Cell(Mapping[str, Any]):
 
 
 def variables_of(dataset: Any) -> list[Variable]:
-    """Those that batches of a dataset may depend on.
+    """Returns the variables that the batches of a dataset may depend on.
 
-    But none that the code assigns, such as a module's own `_is_ready`.
+    Leaves out variables that the code assigns, such as a module's `_is_ready`.
     """
     search = _VariableSearch()
     search.value(dataset)
@@ -85,21 +87,21 @@ def variables_of(dataset: Any) -> list[Variable]:
 
 
 class _VariableSearch:
-    """Follows names.
+    """Collects variables by following names.
 
     Attributes:
         found: The variables.
-        assigned: Names that code assigns.
+        assigned: Names that the code assigns.
     """
 
     def __init__(self) -> None:
         self.found: list[Variable] = []
         self.assigned: set[str] = set()
-        self._seen: dict[Any, Any] = {}  # with the value, whose id is in use
+        self._seen: dict[Any, Any] = {}  # by id; keeps the values alive
         self._places: set[tuple[str, str]] = set()
 
     def value(self, value: Any, module: str = "", path: str = "") -> None:
-        """Looks into a value, which may be that of `module.path`."""
+        """Searches a value; `path` is its variable in `module`, if any."""
         if isinstance(value, (*_LEAVES, types.ModuleType)):
             return
         if isinstance(value, types.FunctionType):
@@ -166,17 +168,17 @@ class _VariableSearch:
                 self.found.append(Variable(_Cell(cell), "", home, "", True))
         if not is_users(home):
             return
-        names = _names_in(function.__code__)
+        names, every = _names_in(function.__code__), names_in(function.__code__)
         self.assigned |= names.assigned
         for name in names.variables:
             if name in variables:
                 self._note(variables, name, home, name)
-                self._module(variables[name], names.all)
+                self._module(variables[name], every)
         for name in names.imported:
-            self._module(sys.modules.get(name), names.all)
+            self._module(sys.modules.get(name), every)
 
     def _module(self, module: Any, names: frozenset[str]) -> None:
-        """Looks in a module for names that follow that of the module."""
+        """Searches a module for the names that the code uses."""
         if not isinstance(module, types.ModuleType):
             return
         if not is_users(module.__name__) or not self._is_new(module, names):
@@ -202,7 +204,7 @@ class _VariableSearch:
 
 
 def _is_users_object(value: Any) -> bool:
-    """Whether it has attributes of the user's; of ours it may as well."""
+    """Whether an object is of a class of the user's, or of this package."""
     module = type(value).__module__
     if module == "builtins" or isinstance(value, weakref.ref):
         return False
@@ -210,7 +212,7 @@ def _is_users_object(value: Any) -> bool:
 
 
 def _parts_of(value: Any) -> list[Any]:
-    """The functions, and so on, that are wrapped in something of Python's."""
+    """Returns the objects that one of Python's own wrappers wraps."""
     if isinstance(value, (staticmethod, classmethod)):
         return [value.__func__]
     if isinstance(value, property):
@@ -231,23 +233,20 @@ class _Names:
     """Names in code, and in code inside it.
 
     Attributes:
-        variables: Of variables that it reads.
-        imported: Of modules that it imports.
-        all: These, and those of attributes.
-        assigned: Of variables and attributes that it assigns, but for those
-            of `self`.
+        variables: Variables that it reads.
+        imported: Modules that it imports.
+        assigned: Variables and attributes that it assigns, except for
+            attributes of `self`.
     """
 
     variables: frozenset[str]
     imported: frozenset[str]
-    all: frozenset[str]
     assigned: frozenset[str]
 
 
 @functools.lru_cache(maxsize=4096)
 def _names_in(code: types.CodeType) -> _Names:
     variables, imported, assigned = set(), set(), set()
-    names = frozenset(code.co_names)
     loaded: Any = None
     for step in dis.get_instructions(code):
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
@@ -258,7 +257,7 @@ def _names_in(code: types.CodeType) -> _Names:
             step.opname == "STORE_ATTR" and loaded != "self"
         ):
             assigned.add(step.argval)
-        # Two at once, in Python 3.13.
+        # In Python 3.13 one instruction may load two names.
         loaded = step.argval[-1:] if type(step.argval) is tuple else step.argval
         loaded = loaded[0] if type(loaded) is tuple and loaded else loaded
     inner = [
@@ -269,6 +268,5 @@ def _names_in(code: types.CodeType) -> _Names:
     return _Names(
         frozenset(variables).union(*(n.variables for n in inner)),
         frozenset(imported).union(*(n.imported for n in inner)),
-        names.union(*(n.all for n in inner)),
         frozenset(assigned).union(*(n.assigned for n in inner)),
     )

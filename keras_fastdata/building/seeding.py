@@ -1,11 +1,11 @@
 """Random state as a function of (seed, epoch, batch index).
 
-Every stream has a key that begins with the base seed and what the stream is
-for. Two batches, two epochs, or two uses within a batch therefore never share
-a stream, and no worker ever passes state to another. Streams of generators are
-those of a `np.random.SeedSequence` over the seed, with the rest as its spawn
-key; the global generators' whole state is drawn from SHAKE-128 over the key,
-in a fifth of the time.
+Every stream has a key: the base seed, the purpose of the stream, and numbers
+such as epoch and index. Two batches, two epochs, or two purposes never share a
+stream, and no worker passes random state to another. A generator's stream
+comes from a `np.random.SeedSequence` of the seed, with the rest of the key as
+spawn key. The state of the global generators is drawn from SHAKE-128 over the
+key, in a fifth of the time.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ import numpy as np
 
 from keras_fastdata.building import mt19937
 
-# First element of the spawn key: what a stream is for.
+# First element of the spawn key: the purpose of a stream.
 BATCH = 0  # (epoch, index): `self.rng`
 GLOBALS = 1  # (epoch, index): np.random, random, torch
 ATTRIBUTES = 2  # (epoch, index): generators kept in the dataset
 USER = 3  # (epoch, index): `reseed`
 ORDER = 4  # (epoch): the permutation of an epoch
 HOOK = 5  # (n): the n-th call of on_epoch_begin / on_epoch_end
-OUTSIDE = 6  # (): `self.rng` where no batch is being built
+OUTSIDE = 6  # (): `self.rng` outside of builds
 PART = 7  # (epoch, *key): `self.rng_for`
 PARTS = 8  # (epoch): `self.epoch_order`
 
-PRIVATE = "_fastdata"  # the attribute of a dataset that is not the user's
+PRIVATE = "_fastdata"  # this package's attribute of a dataset
 
 
 def sequence(seed: int, *key: int) -> np.random.SeedSequence:
-    """The seed sequence of one stream."""
+    """Returns the seed sequence of a stream."""
     return np.random.SeedSequence(seed, spawn_key=key)
 
 
 def generator(seed: int, *key: int) -> np.random.Generator:
-    """A fresh NumPy generator on one stream."""
+    """Returns a new NumPy generator at the start of a stream."""
     return np.random.Generator(np.random.PCG64(sequence(seed, *key)))
 
 
@@ -56,7 +56,7 @@ def reseed_globals(seed: int, *key: int) -> None:
 
 
 def global_states() -> dict[str, Any]:
-    """How far the global generators are."""
+    """Returns the states of the global generators, by name."""
     torch = loaded_torch()
     return {
         "np.random": mt19937.state(),
@@ -66,6 +66,6 @@ def global_states() -> dict[str, Any]:
 
 
 def loaded_torch() -> Any:
-    """torch, if it has been imported and has finished importing."""
+    """Returns torch if it is completely imported, else `None`."""
     torch = sys.modules.get("torch")
     return torch if hasattr(torch, "default_generator") else None

@@ -1,14 +1,14 @@
-"""State that builds keep in a worker's copy of the dataset, and lose there.
+"""Detects state that builds set on a worker's copy of the dataset.
 
-In processes `__getitem__` has a copy of the dataset: what it counts or collects
-on `self` is seen by nobody else. That is how a worker keeps a file open, and no
-news then; but a count is lost. What tells them apart is that a worker opens a
-file once: an attribute is lost state if it changes again after a first build.
+In a worker process `__getitem__` has a copy of the dataset, and no other
+process sees its changes. Opening a file there is right, but a count is lost.
+A worker opens a file once: an attribute is lost state if it changes again
+after the first build.
 
-These are looked at: attributes that the training process gave a value other
-than `None`; what is in short lists, dicts and sets among them; and the same of
-objects of the user's own classes that they are. An entry that a dict gains, or
-loses, is a cache's. Looking takes some 50 us, and is done ever more rarely.
+Checked are attributes to which the training process gave a value other than
+`None`; the items of short lists, dicts and sets among these; and the same in
+objects of the user's own classes. Entries that a dict gains or loses belong to
+a cache, and are ignored. One check takes some 50 us, and checks become rarer.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ import numpy as np
 from keras_fastdata.building.modules import is_users
 from keras_fastdata.building.seeding import PRIVATE
 
-_MOST_ITEMS = 64  # of a container that is looked into
-_MOST_OBJECTS = 32  # with attributes of their own that are looked into
+_MOST_ITEMS = 64  # of a container that is checked
+_MOST_OBJECTS = 32  # whose attributes are checked
 _PLAIN = (bool, int, float, complex, str, bytes, np.generic, type(None))
 _SEQUENCES = (list, collections.deque)
 
-# A path, such as "stats.count", and the value there with what is in it.
+# A path, such as "stats.count", to a value and the content of a container.
 _Seen = dict[str, tuple[Any, Any]]
 
 
 class WorkerState:
-    """Notices state that is lost.
+    """Detects lost state in one worker.
 
     Args:
-        attributes: Of the dataset, as the training process has made it.
+        attributes: The dataset's attributes, as the training process sent it.
     """
 
     def __init__(self, attributes: dict[str, Any]) -> None:
@@ -44,18 +44,18 @@ class WorkerState:
         self.begin(attributes)
 
     def begin(self, attributes: dict[str, Any]) -> None:
-        """Starts again with the attributes of another state."""
+        """Starts again with the attributes of a new state of the dataset."""
         self._given = dict(_places(attributes))
         self._seen: _Seen | None = None
         self._next = self._builds + 1
 
     def is_due(self) -> bool:
-        """Called after each build: whether to look now."""
+        """Counts a build; whether to call `look` now."""
         self._builds += 1
         return self._builds >= self._next
 
     def look(self, attributes: dict[str, Any]) -> list[str]:
-        """The paths of attributes that have changed since the last look."""
+        """Returns paths of attributes that changed since the last look."""
         before, self._seen = self._seen, {}
         for path, value in _places(attributes):
             if self._given.get(path) is not None:
@@ -73,7 +73,7 @@ class WorkerState:
 
 
 def _places(attributes: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Attributes, and those of the user's own objects among them."""
+    """Yields attributes, and the attributes of the user's objects in them."""
     waiting = [("", attributes)]
     for number in range(_MOST_OBJECTS):
         if number == len(waiting):
@@ -91,7 +91,7 @@ def _places(attributes: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _content(value: Any) -> Any:
-    """What is in a short container."""
+    """Returns a copy of a short container, or the length of a long one."""
     if isinstance(value, (*_SEQUENCES, dict, set)):
         if len(value) > _MOST_ITEMS:
             return len(value)
@@ -100,7 +100,7 @@ def _content(value: Any) -> Any:
 
 
 def _differs(before: tuple[Any, Any], value: Any, content: Any) -> bool:
-    """Whether an attribute, or what is in it, is another one than before."""
+    """Whether an attribute, or an item in it, has changed."""
     former, contained = before
     if not _is_same(former, value):
         return True

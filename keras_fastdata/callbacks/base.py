@@ -1,6 +1,7 @@
-"""What our callbacks are made of: Keras's base class, but in a worker.
+"""The base class of this package's callbacks.
 
-A worker that imports the user's module must not import Keras for a callback.
+It is Keras's class, except in workers: a worker imports the user's module, and
+must not import Keras for a callback in it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ if TYPE_CHECKING or _process_role.is_worker():
     Callback = object
 
     def registered(cls: type) -> type:
-        """Nothing is saved in a worker."""
+        """Returns the class: a worker saves no callback."""
         return cls
 else:
     import keras

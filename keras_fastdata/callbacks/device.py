@@ -1,4 +1,4 @@
-"""Waiting for what an accelerator, or JAX on any device, has been asked for."""
+"""Waiting for an accelerator, or for JAX, to finish dispatched steps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def is_asynchronous() -> bool:
-    """Whether a training step may return before it has been computed."""
+    """Whether a training step may return before its result is computed."""
     import keras
 
     match keras.backend.backend():
@@ -24,7 +24,7 @@ def is_asynchronous() -> bool:
 
 
 def synchronize(model: Any) -> None:
-    """Returns when the training steps that were dispatched have ended.
+    """Waits until all dispatched training steps have ended.
 
     Args:
         model: The Keras model that is being trained; may be `None`.
@@ -48,7 +48,7 @@ def _wait_for_jax(model: Any) -> None:
     from keras_fastdata import keras_bridge
 
     for value in keras_bridge.values_in_training(model):
-        # A step that has begun since may have been given its memory.
+        # A step that began later may have taken over the value's memory.
         if isinstance(value, jax.Array) and not value.is_deleted():
             value.block_until_ready()
 

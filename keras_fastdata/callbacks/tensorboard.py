@@ -1,6 +1,7 @@
-"""Scalars for TensorBoard, beside those of `keras.callbacks.TensorBoard`.
+"""Writes scalars for TensorBoard, beside `keras.callbacks.TensorBoard`.
 
-Not through the logs: the progress bar would show them all.
+They are not passed through Keras's logs, because the progress bar shows all
+logs.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ from keras_fastdata.health.summary import EpochHealth
 
 
 class EventFiles:
-    """Event files in the folders of TensorBoard callbacks.
+    """Writes event files into the folders of TensorBoard callbacks.
 
     Args:
-        log_dirs: Their `log_dir`s; may be none.
+        log_dirs: The callbacks' `log_dir`s; may be empty.
     """
 
     def __init__(self, log_dirs: list[str]) -> None:
         self._log_dirs = log_dirs
-        self._writers: list[Any] = []  # made when there is something to write
+        self._writers: list[Any] = []  # made at the first `write`
 
     def write(self, health: EpochHealth) -> None:
         """Adds the scalars of an epoch."""
@@ -61,7 +62,7 @@ def _writer(log_dir: str) -> Any:
 
 
 def log_dirs_among(callbacks: list[Any]) -> list[str]:
-    """The folders of the TensorBoard callbacks among some."""
+    """Returns the folders of those callbacks that are TensorBoard's."""
     import keras
 
     return [

@@ -1,23 +1,22 @@
-"""One anonymous segment per loader, cut into slots that batches are built in.
+"""One anonymous segment of memory per loader, divided into slots for batches.
 
 The segment is a sparse `memfd`: it has no name, does not count against
-`/dev/shm`, and is freed by the kernel with the last process that maps it. Slot
-k begins at k times a fixed stride. Address space is reserved for every slot at
-once and costs nothing until touched, so a slot never moves, grows, or needs a
-descriptor of its own. The first page holds the heartbeats: the task that each
-worker is building, and since when.
+`/dev/shm`, and the kernel frees it with the last process that maps it. Slot k
+begins at k times a fixed stride. Address space is reserved for all slots at
+once and costs nothing until it is used, so a slot never moves, grows, or needs
+a descriptor of its own. The heartbeats come first: the task that each worker
+builds, and the time at which it began.
 
 Invariant: the training process alone decides which slot is free, and a slot is
-free only once the last array over it has died. It learns of that death from a
-weak reference to the array at the root of the batch. The reference's callback
-is `deque.append`, which is C code: it runs in whatever thread drops the array,
-takes no lock, and leaves no Python frame in which a KeyboardInterrupt could be
-swallowed.
+free only after the last array over it has died. A weak reference to the root
+array of the batch reports that death. The reference's callback is
+`deque.append`, which is C code: it runs in the thread that drops the array,
+takes no lock, and has no Python frame that could swallow a KeyboardInterrupt.
 
-A forked process has its own batches, as it has its own of all other memory:
-before a fork, the slots that are lent are detached. Their pages become a
-private copy of the process, at the same address. A slot that is detached is
-joined to the segment again before it is used again.
+A forked process must have batches of its own, like all other memory. Before a
+fork, leased slots are therefore detached: their pages become a private copy of
+the process, at the same address. A detached slot is joined to the segment
+again before its next use.
 """
 
 from __future__ import annotations
@@ -45,17 +44,15 @@ ALIGNMENT = 64  # bytes; what TensorFlow and JAX need to take an array as it is
 HEARTBEATS_BYTES = 1 << 16  # one 64-byte line for each of up to 1,024 workers
 HEARTBEAT_BYTES = 64
 
-_MAP_FIXED = 0x10  # Linux's; the `mmap` module does not have it
-# Copies each page, as writing to it would, while nobody else can.
+_MAP_FIXED = 0x10  # on Linux; the `mmap` module lacks it
+# Copies all pages at once, before another process can write to them.
 _MAP_POPULATE = getattr(mmap, "MAP_POPULATE", 0x8000)
 
 _CLOCK = struct.Struct("<d")
 _LEAST_SLOTS = 256
-_MOST_SLOTS = 4096  # of 1 GiB; for more batches there is no room ahead
+_MOST_SLOTS = 4096  # of 1 GiB each; more do not fit the address space
 _ADDRESS_SPACE = 1 << 42  # 4 TiB of the 128 TiB a process has on x86-64
-_LEAST_STRIDE = (
-    1 << 24
-)  # 16 MiB: a limit on address space below this is hopeless
+_LEAST_STRIDE = 1 << 24  # 16 MiB; with less address space, mapping fails
 
 USUAL_STRIDE = 1 << 32  # slots are smaller under a limit on address space
 
@@ -70,10 +67,10 @@ class _SlotRef(weakref.ref[Any]):
 
 
 class Segment:
-    """The mapping itself, as the trainer and every worker see it.
+    """The mapping, in the training process and in every worker.
 
     Args:
-        fd: A `memfd` that this object takes over.
+        fd: A `memfd`, which this object owns from now on.
         stride: Bytes from one slot to the next.
     """
 
@@ -82,32 +79,32 @@ class Segment:
         self.stride = stride
         size = os.fstat(fd).st_size
         self._mmap = mmap.mmap(fd, size)
-        # A core dump would fill every hole of it with a page.
+        # A core dump would otherwise fill each hole with a page.
         self._mmap.madvise(mmap.MADV_DONTDUMP)
 
     def root(self, slot: int, start: int, nbytes: int) -> Bytes:
-        """A fresh array over part of a slot, with nothing cached beneath it.
+        """Returns a new array over part of a slot.
 
-        NumPy makes the base of a view the array that owns the memory, so a
-        slice of one long-lived array would never be seen to die.
+        It is not a slice of one long-lived array: the base of a view would be
+        that array, and the death of the view's users could not be noticed.
         """
         offset = self._slot_offset(slot) + start
         return np.frombuffer(self._mmap, np.uint8, nbytes, offset)
 
     def set_heartbeat(self, worker: int, task_id: int) -> None:
-        """Writes that `worker` is building this task; 0 for none."""
+        """Writes the task that `worker` builds; 0 for none."""
         line = worker * HEARTBEAT_BYTES
         self._mmap[line : line + 8] = task_id.to_bytes(8, "little")
 
     def heartbeat(self, worker: int) -> int:
-        """Reads which task `worker` is building; 0 for none."""
+        """Reads the task that `worker` builds; 0 for none."""
         line = worker * HEARTBEAT_BYTES
         return int.from_bytes(self._mmap[line : line + 8], "little")
 
     def set_started(self, worker: int, began_s: float) -> None:
         """Writes when `worker` began to build; 0 for done.
 
-        Only after `set_heartbeat`: a reader looks at the task first.
+        Call `set_heartbeat` first: readers read the task before the time.
         """
         start = worker * HEARTBEAT_BYTES + 8
         self._mmap[start : start + 8] = _CLOCK.pack(began_s)
@@ -119,46 +116,46 @@ class Segment:
         )
 
     def release_pages(self, slot: int) -> None:
-        """Returns a slot's pages to the kernel; its content is lost."""
+        """Returns a slot's pages to the kernel, and so loses its content."""
         remove = getattr(mmap, "MADV_REMOVE", None)
         if remove is not None:
             start = self._slot_offset(slot)
             self._mmap.madvise(remove, start, self.stride)
 
     def detach(self, slot: int, nbytes: int, *, copy: bool = True) -> None:
-        """Has a slot's first bytes be this process's own from now on.
+        """Turns a slot's first bytes into a private copy of this process.
 
-        They stay where they are. Threads may read and write them meanwhile.
+        Their address does not change. Threads may read and write meanwhile.
 
         Args:
-            slot: Which one.
-            nbytes: How many of its bytes.
-            copy: Whether others may go on writing to the segment's. If not,
-                a page is copied when it is written to.
+            slot: The slot.
+            nbytes: The number of bytes to detach.
+            copy: Whether to copy all pages now, because other processes may
+                go on writing to them. If not, writing to a page copies it.
 
         Raises:
-            OSError: There is no memory for it.
+            OSError: There is not enough memory.
         """
         flags = mmap.MAP_PRIVATE | (_MAP_POPULATE if copy else 0)
         self._map(self._slot_offset(slot), nbytes, flags)
 
     def join(self, slot: int) -> None:
-        """Has a detached slot be the segment's again; its copy is lost.
+        """Maps a detached slot to the segment again; drops its copy.
 
         Raises:
-            OSError: There is no memory for it.
+            OSError: There is not enough memory.
         """
         start = self._slot_offset(slot)
         self._map(start, self.stride, mmap.MAP_SHARED)
         self._mmap.madvise(mmap.MADV_DONTDUMP, start, self.stride)
 
     def join_all(self) -> None:
-        """Has every slot, and the heartbeats, be the segment's again."""
+        """Maps all slots and the heartbeats to the segment again."""
         self._map(0, len(self._mmap), mmap.MAP_SHARED)
         self._mmap.madvise(mmap.MADV_DONTDUMP)
 
     def _map(self, offset: int, nbytes: int, flags: int) -> None:
-        """Maps a part of the segment anew, in the same place."""
+        """Maps a part of the segment again, at the same address."""
         start: Bytes = np.frombuffer(self._mmap, np.uint8, 1, offset)
         address = address_of(start)
         libc = ctypes.CDLL(None, use_errno=True)
@@ -184,13 +181,13 @@ class Segment:
 
 
 class Arena:
-    """The trainer's side: which slots are free, lent out, or kept.
+    """Manages the slots in the training process: free, leased or detached.
 
     Args:
-        warm_slots: How many free slots keep their pages. Further ones are
-            handed back to the kernel when they come free.
-        hold_limit: How many slots may be lent to arrays that the consumer
-            holds; beyond it `crowded` says to hand out private copies.
+        warm_slots: How many free slots keep their pages. The kernel gets the
+            pages of further slots back when they become free.
+        hold_limit: How many slots may be leased to arrays that the consumer
+            holds. Beyond it `crowded` is true, and batches are copied.
     """
 
     def __init__(self, warm_slots: int, hold_limit: int) -> None:
@@ -199,29 +196,29 @@ class Arena:
         self.segment = _reserve_segment(slots)
         self._warm_slots = warm_slots
         self._hold_limit = min(hold_limit, slots // 2)
-        # Last in, first out: the slot used last is the warmest in the caches
-        # and has its pages already.
+        # Last in, first out: the slot used last has its pages, and is most
+        # likely to be in the CPU's caches.
         self._warm: collections.deque[int] = collections.deque()
         self._cold = list(reversed(range(slots)))
         self._leased: dict[int, _SlotRef] = {}
         self._returned: collections.deque[_SlotRef] = collections.deque()
         self._detached: set[int] = set()
-        self._seen_by_forks: set[int] = set()  # for want of memory
+        self._seen_by_forks: set[int] = set()  # lacked memory to detach
         _detach_before_forks(self)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that its slots take at present."""
+        """Bytes of memory that the slots take at present."""
         return os.fstat(self.segment.fd).st_blocks * 512
 
     @property
     def crowded(self) -> bool:
-        """Whether the consumer holds as many slots as it may."""
+        """Whether the consumer holds as many slots as it is allowed."""
         self._collect()
         return len(self._leased) >= self._hold_limit
 
     def take(self, leave: int = 0) -> int | None:
-        """Takes a free slot, or `None` if no more than `leave` are free."""
+        """Takes a free slot; `None` if at most `leave` slots are free."""
         if self._returned:
             self._collect()
         if leave and len(self._warm) + len(self._cold) <= leave:
@@ -231,13 +228,13 @@ class Arena:
         return self._cold.pop() if self._cold else None
 
     def release(self, slot: int) -> None:
-        """Takes back a slot over which no array was handed out."""
+        """Frees a slot that is not leased."""
         self._warm.append(slot)
         if len(self._warm) > self._warm_slots:
             self.keep_warm(self._warm_slots)
 
     def keep_warm(self, slots: int) -> None:
-        """Keeps the pages of so many free slots, and of no more."""
+        """Sets how many free slots keep their pages."""
         self._warm_slots = slots
         while len(self._warm) > slots:
             coldest = self._warm.popleft()
@@ -245,7 +242,7 @@ class Arena:
             self._cold.append(coldest)
 
     def lease(self, slot: int, nbytes: int) -> Bytes:
-        """Lends the first `nbytes` of a slot until the array has died."""
+        """Returns an array over a slot's first bytes; leased until it dies."""
         root = self.segment.root(slot, 0, nbytes)
         lease = _SlotRef(root, self._returned.append)
         lease.slot = slot
@@ -253,13 +250,13 @@ class Arena:
         return root
 
     def detach(self, *, copy: bool = True) -> None:
-        """Detaches what is lent; see `Segment.detach`.
+        """Detaches all leased slots; see `Segment.detach`.
 
-        Any thread may call it. A slot for which there is no memory is not
-        used again.
+        Any thread may call it. If there is no memory to detach a slot, the
+        slot is never used again.
         """
         for slot, lease in list(self._leased.items()):
-            root = lease()  # which, while it lives, is not returned
+            root = lease()  # this reference keeps the slot leased
             if root is None or slot in self._detached or self.segment.fd < 0:
                 continue
             try:
@@ -270,7 +267,7 @@ class Arena:
 
     def close(self) -> None:
         """Closes the descriptor; the mapping lives as long as its arrays."""
-        # No worker is left that could write to them, but forks may come.
+        # No worker is left that could write to them, but forks may follow.
         self.detach(copy=False)
         fd, self.segment.fd = self.segment.fd, -1
         if fd >= 0:
@@ -280,12 +277,12 @@ class Arena:
         while self._returned:
             slot = self._returned.popleft().slot
             if slot in self._detached and not self._join(slot):
-                continue  # still counted as lent
+                continue  # still counted as leased
             del self._leased[slot]
             self.release(slot)
 
     def _join(self, slot: int) -> bool:
-        """Whether a slot that was detached can be used again."""
+        """Joins a detached slot; whether it can be used again."""
         if slot in self._seen_by_forks:
             return False
         try:
@@ -300,9 +297,9 @@ _arenas: list[weakref.ref[Arena]] = []
 
 
 def _detach_before_forks(arena: Arena) -> None:
-    """Has forked processes neither see nor change what `arena` lends."""
+    """Makes every fork detach the arena's leased slots first."""
     if not _arenas:
-        # In the child once more: another thread may have come in between.
+        # Again in the child: another thread may have leased one in between.
         os.register_at_fork(before=_detach_all, after_in_child=_detach_all)
     living = [ref for ref in _arenas if ref() is not None]
     _arenas[:] = [*living, weakref.ref(arena)]
@@ -316,13 +313,13 @@ def _detach_all() -> None:
 
 
 def address_of(array: npt.NDArray[Any]) -> int:
-    """The address of an array's first byte."""
+    """Returns the address of an array's first byte."""
     try:
         first: Any = array
         return ctypes.addressof(ctypes.c_char.from_buffer(first))
     except (TypeError, ValueError):
-        # Not writable, not contiguous, or not in the buffer protocol: asked
-        # for in a way that takes several times as long.
+        # Read-only, not contiguous, or unknown to the buffer protocol: this
+        # way takes several times as long.
         return int(array.__array_interface__["data"][0])
 
 
@@ -330,7 +327,7 @@ def aligned_empty(
     shape: SupportsIndex | Sequence[SupportsIndex],
     dtype: npt.DTypeLike = "float32",
 ) -> npt.NDArray[Any]:
-    """An uninitialized private array on a 64-byte boundary."""
+    """Returns an uninitialized private array on a 64-byte boundary."""
     kind = np.dtype(dtype)
     nbytes = count_of(shape) * kind.itemsize
     if kind.hasobject or not nbytes:
@@ -339,7 +336,7 @@ def aligned_empty(
 
 
 def aligned_copy(source: Bytes) -> Bytes:
-    """A private copy of bytes, on a 64-byte boundary."""
+    """Returns a private copy of bytes, on a 64-byte boundary."""
     copy = _aligned_bytes(source.nbytes)
     copy[:] = source
     return copy
@@ -352,16 +349,16 @@ def _aligned_bytes(nbytes: int) -> Bytes:
 
 
 def round_up(offset: int, step: int = ALIGNMENT) -> int:
-    """The next multiple of `step`, from `offset` on."""
+    """Rounds `offset` up to a multiple of `step`."""
     return -(-offset // step) * step
 
 
 def count_of(shape: SupportsIndex | Sequence[SupportsIndex]) -> int:
-    """The number of elements of an array of that shape.
+    """Returns the number of elements of an array of a shape.
 
     Raises:
-        TypeError: `shape` is neither an integer nor a sequence of such.
-        ValueError: One of them is negative.
+        TypeError: `shape` is neither an integer nor a sequence of integers.
+        ValueError: A dimension is negative.
     """
     try:
         sides: Any = [operator.index(shape)]  # type: ignore[arg-type]
@@ -374,10 +371,10 @@ def count_of(shape: SupportsIndex | Sequence[SupportsIndex]) -> int:
 
 
 def memfd(name: str) -> int:
-    """Makes an anonymous file that only its descriptor can reach.
+    """Makes an anonymous file, and returns its descriptor.
 
     Raises:
-        LoaderError: The platform has no `memfd_create` (it is Linux's), or
+        LoaderError: The platform has no `memfd_create` (only Linux has), or
             refuses it.
     """
     if not hasattr(os, "memfd_create"):
@@ -394,7 +391,7 @@ def memfd(name: str) -> int:
 
 
 def _reserve_segment(slots: int) -> Segment:
-    """Maps as much address space as the process may have."""
+    """Maps slots as large as the limit on address space allows."""
     stride = _ADDRESS_SPACE // slots
     collected = False
     while True:
@@ -421,6 +418,6 @@ def _reserve_segment(slots: int) -> Segment:
             if collected:
                 stride //= 4
             else:
-                # Datasets in reference cycles may hold theirs to no purpose.
+                # Dead datasets in reference cycles may still hold segments.
                 gc.collect()
                 collected = True

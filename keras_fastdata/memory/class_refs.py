@@ -1,11 +1,11 @@
-"""Classes on their way back from a worker: by reference first.
+"""Pickles classes on their way back from a worker by reference.
 
 cloudpickle sends a class of `__main__`, or one made inside a function, by
-value. On the way to a worker that is what we want. On the way back it is not:
-loading it would replace the methods and globals of the training process's own
-class, and `except MyError` would meet a stranger. So a class returns as a name
-to look up, then as cloudpickle's own mark for a class it has sent before, and
-by value only where the training process has neither.
+value. That is right on the way to a worker, but not on the way back: loading
+the class would replace the methods and globals of the training process's own
+class, and `except MyError` would not match. So a returning class is looked up
+by name, then by cloudpickle's id of a class that it has sent before. It comes
+by value only if the training process has neither.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import cloudpickle
 
 
 def reduce_class(cls: type) -> Any:
-    """How to pickle `cls` so that the receiver resolves it.
+    """Reduces a class for pickle so that the receiver finds its own.
 
     Returns:
-        A reduction for pickle, or `NotImplemented` where the class can be
-        imported in the worker itself and needs no help.
+        A reduction, or `NotImplemented` if the class can be imported, so that
+        pickle's own way works.
     """
     if is_importable(cls):
         return NotImplemented
@@ -35,14 +35,14 @@ def reduce_class(cls: type) -> Any:
 
 
 def is_importable(cls: Any) -> bool:
-    """Whether another process has the class, or function, under its name."""
+    """Whether another process can import a class or function by its name."""
     return cls.__module__ != "__main__" and _lookup(cls.__module__, cls) is cls
 
 
 def resolve_class(
     module: str, qualname: str, mark: str | None, by_value: bytes
 ) -> Any:
-    """The receiver's own class of that name; pickles name this function."""
+    """Returns the receiver's class of a name; pickles name this function."""
     found = _getattr_path(sys.modules.get(module), qualname)
     if isinstance(found, type):
         return found
@@ -65,8 +65,8 @@ def _lookup(module: str, cls: Any) -> Any:
     try:
         return _getattr_path(importlib.import_module(module), cls.__qualname__)
     except Exception:
-        # Importing runs other people's code; whatever it raises, the class
-        # was not to be had that way.
+        # Importing runs the user's code, which may raise anything. The class
+        # then counts as not importable.
         return None
 
 

@@ -1,11 +1,11 @@
-"""A nested batch, written into a slot and read back as views of it.
+"""Writes a nested batch into a slot, and reads it back as views of the slot.
 
-A layout describes the structure of a plain batch, a pickle (protocol 5) that
-of any other; the arrays' bytes travel beside it in the slot, each on a 64-byte
-boundary. An array that is not contiguous is copied straight into the slot. One
-that `self.empty` placed in the slot is not copied at all. Tensors become NumPy
-arrays, because a worker has no business with a device; sparse and ragged ones
-are taken apart and put together again.
+A layout describes the structure of a plain batch; a pickle (protocol 5)
+describes other batches. The arrays' bytes lie in the slot, each array on a
+64-byte boundary. An array that is not contiguous is copied directly into the
+slot. An array that `self.empty` placed in the slot is not copied. Dense tensors
+become NumPy arrays, because a worker uses no device; sparse and ragged tensors
+are split into arrays, and rebuilt.
 
 `encode` runs in a worker, `decode` in the training process.
 """
@@ -40,26 +40,27 @@ from keras_fastdata.memory.arena import (
     round_up,
 )
 
-# Smaller arrays are copied out on delivery, so that keeping a label does not
-# keep a batch of images. A copy of this size costs about 2 us.
+# Smaller arrays are copied on delivery, so that a consumer who keeps the labels
+# does not keep the slot with the images. Such a copy costs about 2 us.
 SMALL_BYTES = 32 * 1024
 
-# The arrays of a batch this small are copied together.
+# The arrays of a batch up to this size are copied together.
 TINY_BYTES = 4 * 1024
 
 _EXTENT = struct.Struct("<QQ")  # start in the slot, number of bytes
 
 
 class Encoded(NamedTuple):
-    """What is needed to read a batch back from its slot.
+    """Describes a batch in a slot, so that it can be read back.
 
     Attributes:
         structure: The nested structure, without the arrays' bytes: a packed
             layout, or a pickle.
-        extents: Where each array's bytes are: packed (start, nbytes) pairs.
+        extents: The position of each array's bytes: packed (start, nbytes)
+            pairs.
         used: Bytes of the slot in use.
         retained: Whether the dataset still holds an array that `self.empty`
-            made in this slot, so that it must not be used again.
+            made in this slot, so that the slot must not be used again.
     """
 
     structure: bytes
@@ -69,39 +70,39 @@ class Encoded(NamedTuple):
 
 
 class Writer(Protocol):
-    """Where the arrays of a batch go."""
+    """Takes the arrays of a batch: a slot, or a substitute for one."""
 
     def write(self, source: Bytes) -> tuple[int, int]:
-        """Takes bytes; returns where they begin, and how many they are."""
+        """Takes bytes; returns their start and their number."""
         ...
 
     def write_all(
         self, arrays: list[npt.NDArray[Any]]
     ) -> list[tuple[int, int]]:
-        """Takes arrays; returns where their bytes are, as `write` does."""
+        """Takes arrays; returns start and number of bytes for each."""
         ...
 
     def allocate_copy(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """A contiguous copy of `array`, which `write` need not copy."""
+        """Returns a contiguous copy of `array` that `write` will not copy."""
         ...
 
     def detach_retained(self, extents: list[tuple[int, int]]) -> bool:
-        """Whether the dataset kept arrays that it may yet write to."""
+        """Whether the dataset kept arrays that it may still write to."""
         ...
 
     @property
     def used(self) -> int:
-        """Bytes taken so far."""
+        """The number of bytes taken so far."""
         ...
 
 
 class SlotWriter:
-    """The worker's hand in one slot while one batch is built.
+    """Writes one batch into one slot, in the worker.
 
     Args:
-        segment: The worker's mapping of the arena.
-        slot: The slot that came with the request.
-        in_place: Whether `empty` may hand out the slot's own memory.
+        segment: The worker's mapping of the segment.
+        slot: The slot that came with the task.
+        in_place: Whether `empty` may return memory of the slot.
     """
 
     def __init__(self, segment: Segment, slot: int, in_place: bool) -> None:
@@ -109,9 +110,9 @@ class SlotWriter:
         self._slot = slot
         self._in_place = in_place
         self._used = 0
-        # What `empty` made: (whether it is alive, start, nbytes).
+        # Arrays that `empty` made: (weak reference, start, nbytes).
         self._made: list[tuple[weakref.ref[Any], int, int]] = []
-        # Address of the slot, once there are arrays outside that lie in it.
+        # Address of the slot; 0 until an array over it was handed out.
         self._address = 0
         self._lock = threading.Lock()  # `__getitem__` may have threads
 
@@ -120,7 +121,7 @@ class SlotWriter:
         shape: SupportsIndex | Sequence[SupportsIndex],
         dtype: npt.DTypeLike = "float32",
     ) -> npt.NDArray[Any]:
-        """An uninitialized array that lies in the slot, where it can."""
+        """Returns an uninitialized array, in the slot if possible."""
         kind = np.dtype(dtype)
         nbytes = count_of(shape) * kind.itemsize
         if not self._in_place or kind.hasobject or nbytes < SMALL_BYTES:
@@ -131,7 +132,7 @@ class SlotWriter:
         return root.view(kind).reshape(shape)
 
     def write(self, source: Bytes) -> tuple[int, int]:
-        """Copies bytes into the slot, unless that is where they are."""
+        """Copies bytes into the slot, unless they lie there already."""
         nbytes = source.nbytes
         if self._address:
             start = address_of(source) - self._address
@@ -144,7 +145,7 @@ class SlotWriter:
     def write_all(
         self, arrays: list[npt.NDArray[Any]]
     ) -> list[tuple[int, int]]:
-        """Copies arrays into the slot; several tiny ones in one go."""
+        """Copies arrays into the slot; several tiny arrays in one copy."""
         several = len(arrays) > 1
         if not several or sum([a.nbytes for a in arrays]) > TINY_BYTES:
             return [self.write(octets(array, self)) for array in arrays]
@@ -161,7 +162,7 @@ class SlotWriter:
         return [(first + start, nbytes) for start, nbytes in lies]
 
     def allocate_copy(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """A contiguous copy of `array`, made in the slot."""
+        """Returns a contiguous copy of `array`, made in the slot."""
         target, start = self._allocate(array.nbytes)
         self._address = address_of(target) - start
         copy = target.view(array.dtype).reshape(array.shape)
@@ -169,11 +170,11 @@ class SlotWriter:
         return copy
 
     def detach_retained(self, extents: list[tuple[int, int]]) -> bool:
-        """Moves what the dataset kept to where it can no longer write.
+        """Copies arrays that the dataset kept, so that later writes are unseen.
 
-        Called once the batch itself is gone. An array of `empty` that is
-        alive now is one the dataset holds on to: the bytes sent become a copy
-        of it, so that what it writes later is never seen by the consumer.
+        Call it after the batch has died. An array of `empty` that is still
+        alive is kept by the dataset. Its bytes are copied to another part of
+        the slot, and `extents` then refers to the copy.
 
         Returns:
             Whether there was such an array.
@@ -188,24 +189,24 @@ class SlotWriter:
             for number, (offset, size) in enumerate(extents):
                 if start <= offset and offset + size <= start + nbytes:
                     extents[number] = (moved + offset - start, size)
-        # Whoever keeps `empty` itself gets other memory from it now.
+        # If the dataset kept `empty` itself, it gets private memory now.
         self._in_place = False
         return retained
 
     def append(self, body: bytes) -> None:
-        """Writes a message's body behind the arrays; see `read_appended`."""
+        """Writes a message's body after the arrays; see `read_appended`."""
         target, _ = self._allocate(len(body))
         target[:] = np.frombuffer(body, np.uint8)
 
     def detach(self) -> None:
-        """Has arrays in the slot be this process's own, if memory allows."""
+        """Gives this process a private copy of the slot, if memory allows."""
         if self._used:
             with contextlib.suppress(OSError):
                 self._segment.detach(self._slot, self._used)
 
     @property
     def used(self) -> int:
-        """Bytes of the slot in use so far."""
+        """The number of bytes of the slot in use so far."""
         return self._used
 
     def _allocate(self, nbytes: int) -> tuple[Bytes, int]:
@@ -233,9 +234,9 @@ def encode(batch: list[Any], writer: Writer) -> Encoded:
     """Writes a batch into its slot.
 
     Args:
-        batch: A list that holds the batch and nothing else. It is emptied, so
-            that whoever still holds a part of the batch can be found.
-        writer: The slot to write to, or what stands for it.
+        batch: A list with the batch as its only item. It is emptied, so that
+            arrays that the dataset still holds can be detected.
+        writer: The slot to write to, or a substitute for it.
 
     Raises:
         Exception: Whatever pickling the batch raises.
@@ -253,9 +254,9 @@ def encode(batch: list[Any], writer: Writer) -> Encoded:
 def decode(encoded: Encoded, arena: Arena, slot: int) -> Any:
     """Reads a batch back; its large arrays are views of the slot.
 
-    The slot is lent until the last of those views has died. Without any, or
-    when the consumer holds too many slots already, everything is copied and
-    the slot is free at once.
+    The slot is leased until the last of these views has died. If there are
+    none, or the consumer already holds too many slots, all arrays are copied
+    and the slot is free at once.
     """
     structure, packed, used, retained = encoded
     extents = [*_EXTENT.iter_unpack(packed)]
@@ -292,12 +293,12 @@ def decode(encoded: Encoded, arena: Arena, slot: int) -> Any:
 
 
 def extents(encoded: Encoded) -> list[tuple[int, int]]:
-    """Where each array of a batch begins, and its bytes."""
+    """Returns the start and the number of bytes of each array."""
     return [*_EXTENT.iter_unpack(encoded.extents)]
 
 
 def assemble(structure: bytes, buffers: list[Bytes]) -> Any:
-    """Puts a batch together whose arrays lie in `buffers`, one each."""
+    """Rebuilds a batch from `buffers`, one for each array."""
     plain = layout.unpack(structure)
     if plain is not None:
         return plain.assemble(buffers)
@@ -305,14 +306,14 @@ def assemble(structure: bytes, buffers: list[Bytes]) -> Any:
 
 
 def read_appended(segment: Segment, slot: int, used: int, nbytes: int) -> bytes:
-    """What `SlotWriter.append` wrote behind the first `used` bytes."""
+    """Returns what `SlotWriter.append` wrote after the first `used` bytes."""
     return segment.root(slot, round_up(used), nbytes).tobytes()
 
 
 def rebuild_array(
     buffer: Any, dtype: Any, shape: tuple[int, ...], order: Literal["C", "F"]
 ) -> npt.NDArray[Any]:
-    """The array over `buffer`; pickles name this function."""
+    """Returns an array over `buffer`; pickles name this function."""
     if 0 in shape:
         return np.empty(shape, dtype)
     kind = layout.data_type(dtype)
@@ -320,7 +321,7 @@ def rebuild_array(
 
 
 def rebuild_ragged(parts: Sequence[Any]) -> Any:
-    """A `tf.RaggedTensor` of flat values and nested row splits."""
+    """Returns a `tf.RaggedTensor` of flat values and nested row splits."""
     import tensorflow as tf
 
     return tf.RaggedTensor.from_nested_row_splits(
@@ -329,14 +330,14 @@ def rebuild_ragged(parts: Sequence[Any]) -> Any:
 
 
 def rebuild_tf_sparse(indices: Any, values: Any, shape: Any) -> Any:
-    """A `tf.SparseTensor`."""
+    """Returns a `tf.SparseTensor`."""
     import tensorflow as tf
 
     return tf.SparseTensor(indices, values, shape)
 
 
 def rebuild_jax_sparse(data: Any, indices: Any, shape: Any) -> Any:
-    """A `jax.experimental.sparse.BCOO`."""
+    """Returns a `jax.experimental.sparse.BCOO`."""
     from jax.experimental import sparse
 
     return sparse.BCOO((data, indices), shape=shape)
@@ -345,7 +346,7 @@ def rebuild_jax_sparse(data: Any, indices: Any, shape: Any) -> Any:
 def _write_plain(
     batch: Any, writer: Writer, extents: list[tuple[int, int]]
 ) -> bytes | None:
-    """Writes a batch that has a layout, and returns that."""
+    """Writes a plain batch, and returns its packed layout; else `None`."""
     arrays: list[npt.NDArray[Any]] = []
     description = layout.describe(batch, arrays)
     if description is None:
@@ -357,7 +358,7 @@ def _write_plain(
 def _write_pickled(
     batch: Any, writer: Writer, extents: list[tuple[int, int]]
 ) -> bytes:
-    """Writes any other batch, and returns its pickle."""
+    """Writes a batch that is not plain, and returns its pickle."""
 
     def keep(buffer: pickle.PickleBuffer) -> None:
         raw = buffer.raw()
@@ -369,7 +370,7 @@ def _write_pickled(
         _BatchPickler(structure, writer, keep).dump(batch)
     except (pickle.PicklingError, TypeError, AttributeError):
         # A lambda, or a class of `__main__`: rare in a batch, so the slower
-        # pickler that takes them by value is tried only now.
+        # pickler, which pickles them by value, is tried second.
         structure = io.BytesIO()
         extents.clear()
         _BatchCloudPickler(structure, writer, keep).dump(batch)
@@ -377,10 +378,10 @@ def _write_pickled(
 
 
 def octets(array: npt.NDArray[Any], writer: Writer) -> Bytes:
-    """The bytes of an array, in C order or, where it has it, in Fortran's.
+    """Returns the bytes of an array, in its C or Fortran order.
 
-    Viewed as bytes: the buffer protocol knows no datetime or bfloat16. An
-    array that has neither order is copied into the slot.
+    They are a view as uint8, because the buffer protocol knows no datetime or
+    bfloat16. An array that has neither order is copied into the slot.
     """
     if array.flags.c_contiguous:
         flat = array.reshape(-1)
@@ -457,7 +458,7 @@ class _BatchCloudPickler(_ArraysInTheSlot, cloudpickle.Pickler):  # type: ignore
 
 
 def _converter(kind: type) -> Callable[[Any], Any] | None:
-    """How to take a tensor of this type apart, or `None` if it is none."""
+    """Returns the function that reduces tensors of a type, or `None`."""
     package = kind.__module__.partition(".")[0]
     if package == "tensorflow":
         return _TENSORFLOW.get(kind.__name__)

@@ -1,8 +1,8 @@
-"""Plain batches: arrays in tuples, lists and dicts, and nothing else.
+"""Describes plain batches: arrays in tuples, lists and dicts, nothing else.
 
-Most batches are plain, and those of one dataset look alike. What they look
-like is a value that can be compared and hashed, so it is pickled once, read
-once, and recognized from then on. A batch that is not plain is pickled.
+Most batches are plain, and a dataset's batches mostly have the same structure.
+The description of a structure can be compared and hashed. It is pickled once
+and unpickled once, and recognized from then on. Other batches are pickled.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-# Batches of ever new shapes may not fill memory.
-_MOST = 256  # layouts remembered
-_LARGEST = 16 * 1024  # bytes of one that is
+# Limits, so that batches of ever new shapes do not fill the memory.
+_MOST = 256  # layouts that are remembered
+_LARGEST = 16 * 1024  # bytes of a layout that is remembered
 
-# Kinds of types that a file's bytes can be: numbers, times, texts, raw bytes.
+# Kinds of dtypes in a cache file: numbers, times, strings, raw bytes.
 _KINDS = "biufcmMSUV"
-_EXTENSION = 2  # `isbuiltin` of a type that NumPy was told of
+_EXTENSION = 2  # `isbuiltin` of a dtype that a package registered
 
-# A pickle begins with another byte.
+# First byte of a packed layout; a pickle begins with another byte.
 _MARK = b"\0"
 
 
@@ -32,9 +32,9 @@ class Leaf(NamedTuple):
 
     Attributes:
         shape: Its shape.
-        dtype: Its data type; of an extension type as the object itself.
-        order: How its bytes are to be read.
-        writeable: Whether the dataset's own may be written to.
+        dtype: The name of its dtype; for an extension type, the dtype itself.
+        order: The order of its bytes.
+        writeable: Whether the delivered array is writeable.
     """
 
     shape: tuple[int, ...]
@@ -44,16 +44,16 @@ class Leaf(NamedTuple):
 
 
 class Layout:
-    """Puts batches of one description together.
+    """Assembles batches of one description.
 
     Args:
-        description: What `describe` returned.
+        description: A description that `describe` returned.
 
     Attributes:
-        leaves: The arrays, in the order in which they are met.
+        leaves: The arrays, in the order of the structure.
 
     Raises:
-        ValueError: An array is one of objects. Its bytes would be taken for
+        ValueError: An array holds objects, so that its bytes would be used as
             addresses.
     """
 
@@ -64,7 +64,7 @@ class Layout:
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of each array."""
+        """The number of bytes of each array."""
         return [
             math.prod(leaf.shape) * dtype.itemsize
             for leaf, dtype in zip(self.leaves, self._dtypes, strict=True)
@@ -73,11 +73,11 @@ class Layout:
     def assemble(
         self, buffers: Sequence[Any], starts: Sequence[int] | None = None
     ) -> Any:
-        """Puts a batch together.
+        """Assembles a batch.
 
         Args:
-            buffers: Where its arrays lie, one for each.
-            starts: Where in those they begin; by default, at the beginning.
+            buffers: One buffer for each array.
+            starts: Where each array begins in its buffer; by default at 0.
         """
         arrays = []
         for (shape, _, order, writeable), dtype, buffer, start in zip(
@@ -95,11 +95,11 @@ class Layout:
 
 
 def describe(batch: Any, arrays: list[npt.NDArray[Any]]) -> Any:
-    """What a batch looks like, or `None` if it is not plain.
+    """Returns the description of a batch, or `None` if it is not plain.
 
     Args:
-        batch: Any object.
-        arrays: Where the arrays in it are put, in order.
+        batch: The batch.
+        arrays: An empty list, which takes the batch's arrays in order.
     """
     seen: set[int] = set()
     try:
@@ -110,7 +110,7 @@ def describe(batch: Any, arrays: list[npt.NDArray[Any]]) -> Any:
 
 
 def pack(description: Any) -> bytes:
-    """A description as bytes; usually the same ones for equal ones."""
+    """Returns a description as bytes; usually equal for equal ones."""
     found = _packed.get(description)
     if found is None:
         found = _MARK + pickle.dumps(description, protocol=5)
@@ -120,7 +120,7 @@ def pack(description: Any) -> bytes:
 
 
 def unpack(packed: bytes) -> Layout | None:
-    """The layout that `pack` described; `None` for a pickled batch."""
+    """Returns the layout that `pack` packed; `None` for a pickled batch."""
     found = _layouts.get(packed)
     if found is None and packed.startswith(_MARK):
         found = Layout(pickle.loads(packed[len(_MARK) :]))
@@ -130,7 +130,7 @@ def unpack(packed: bytes) -> Layout | None:
 
 
 def read_only(description: Any) -> Any:
-    """The same batch, of which no array can be written to."""
+    """Returns the description with all arrays read-only."""
     if isinstance(description, Leaf):
         return description._replace(writeable=False)
     kind, *keys, parts = description
@@ -138,10 +138,10 @@ def read_only(description: Any) -> Any:
 
 
 def data_type(dtype: Any) -> np.dtype[Any]:
-    """The type of an array that is made over bytes.
+    """Returns a dtype for an array over bytes.
 
     Raises:
-        ValueError: It is one of objects.
+        ValueError: It is a dtype of objects.
     """
     found: np.dtype[Any] = np.dtype(dtype)
     if found.hasobject:
@@ -150,7 +150,7 @@ def data_type(dtype: Any) -> np.dtype[Any]:
 
 
 def as_json(description: Any) -> Any:
-    """A description as `json` takes it."""
+    """Returns a description as values that JSON can hold."""
     if isinstance(description, Leaf):
         dtype = np.dtype(description.dtype)
         by_name = dtype.isbuiltin == _EXTENSION
@@ -164,13 +164,14 @@ def as_json(description: Any) -> Any:
 
 
 def from_json(found: Any) -> Any:
-    """The description that `as_json` gave; of arrays that are read-only.
+    """Returns a description from the result of `as_json`, all read-only.
 
-    What is read may come from anybody: a type is one that `as_json` writes,
-    and no length is negative.
+    The values may come from an untrusted file: only dtypes that `as_json`
+    writes are accepted, and no negative lengths.
 
     Raises:
-        ValueError: It is none; or a `KeyError` or `TypeError`.
+        ValueError: The values are not a description. (Also `KeyError` and
+            `TypeError`.)
     """
     if isinstance(found, dict):
         lengths = found["shape"]
@@ -202,7 +203,7 @@ def _type_from_json(found: Any) -> Any:
 
 
 class _NotPlainError(Exception):
-    """The batch holds something else."""
+    """The batch holds other objects than arrays in plain containers."""
 
 
 _names: dict[np.dtype[Any], Any] = {}
@@ -220,7 +221,7 @@ def _describe(
     value: Any, arrays: list[npt.NDArray[Any]], seen: set[int]
 ) -> Any:
     kind = type(value)
-    # What is met twice is one object on arrival too, which takes a pickle.
+    # An object that occurs twice must stay one object: only pickle does that.
     if id(value) in seen:
         raise _NotPlainError
     if kind is np.ndarray or kind is np.memmap:
@@ -251,27 +252,27 @@ def _leaf(array: npt.NDArray[Any]) -> Leaf:
         return Leaf(array.shape, name, "C", flags.writeable)
     if flags.f_contiguous:
         return Leaf(array.shape, name, "F", flags.writeable)
-    # Is copied, and the copy is nobody else's.
+    # A copy is made, which may be written to.
     return Leaf(array.shape, name, "C", True)
 
 
 def _name(dtype: np.dtype[Any]) -> Any:
-    """A type's name, from which NumPy makes it; or itself."""
-    # Structured types may be equal and differ all the same.
+    """Returns the name from which NumPy makes a dtype, or the dtype."""
+    # Structured dtypes may compare equal although they differ.
     if dtype.hasobject or dtype.kind == "T" or dtype.names:
         raise _NotPlainError
     return dtype if is_extension(dtype) else dtype.str
 
 
 def is_extension(dtype: np.dtype[Any]) -> bool:
-    """Whether NumPy cannot tell a type by its letter and size."""
+    """Whether a dtype's letter and size do not identify it."""
     return dtype.kind == "V" or dtype.isbuiltin == _EXTENSION
 
 
 def _assembler(
     description: Any, leaves: list[Leaf]
 ) -> Callable[[Iterator[Any]], Any]:
-    """A function that takes the arrays in order and nests them."""
+    """Returns a function that takes arrays in order, and nests them."""
     if isinstance(description, Leaf):
         leaves.append(description)
         return next

@@ -1,4 +1,4 @@
-"""Errors of the operating system that mean a limit, or a call it refuses."""
+"""Turns EMFILE, ENOMEM, EPERM, ... into errors that name the remedy."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _REMEDIES = {
 
 @contextlib.contextmanager
 def named(doing: str) -> Iterator[None]:
-    """Turns an error that means a limit into one that names it.
+    """Turns an `OSError` that means a limit into an error that names it.
 
     Raises:
-        LoaderError: The system refused, for want of something.
+        LoaderError: A limit of the system was reached.
     """
     try:
         yield
@@ -43,7 +43,7 @@ def allowed(call: str) -> Iterator[None]:
     """Turns the refusal of a system call into an error that names the call.
 
     Raises:
-        LoaderError: The kernel lacks it, or a container forbids it.
+        LoaderError: The kernel lacks the call, or a container forbids it.
     """
     try:
         yield
@@ -59,9 +59,10 @@ def allowed(call: str) -> Iterator[None]:
 
 
 def keep_standard_files() -> None:
-    """Opens what is closed of standard input, output and error.
+    """Opens standard input, output and error if they are closed.
 
-    What is opened next would get its number, and then what somebody prints.
+    Otherwise the next file to be opened would get such a number, and receive
+    printed text.
     """
     with contextlib.suppress(OSError):
         while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
@@ -70,7 +71,7 @@ def keep_standard_files() -> None:
 
 
 def open_files() -> int:
-    """How many files this process may have open; few where nobody tells."""
+    """Returns how many files this process may have open."""
     try:
         import resource
     except ImportError:  # not POSIX

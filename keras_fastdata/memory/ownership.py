@@ -1,8 +1,8 @@
-"""Batches whose arrays nobody else fills again.
+"""Gives each batch arrays of its own.
 
-A `__getitem__` may keep a buffer, fill it for every batch, and return it. But
-batches wait in queues, and tensors may use an array's memory; so each batch
-needs arrays of its own.
+A `__getitem__` may keep a buffer, fill it again for every batch, and return
+it. But batches wait in queues, and tensors may use an array's memory. So an
+array that something else still refers to is copied.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ from typing import Any
 import numpy as np
 
 _MEMORIES = (memoryview, bytearray, array.array)
-# The container's reference, and the one that `getrefcount` is called with.
+# One reference of the container, and one of the call of `getrefcount`.
 _OF_ITS_CONTAINER_ALONE = 2
 
 
 def take(batches: list[Any]) -> Any:
     """Removes the only batch of a list, and returns it with arrays of its own.
 
-    An array is copied if something besides the batch refers to it, or to the
-    memory it is a view of. Arrays that nobody can write to are not copied.
+    An array is copied if anything but the batch refers to it, or to the
+    memory that it is a view of. Arrays whose memory cannot be written to are
+    not copied.
 
     Args:
-        batches: Holds the batch. The caller must hold no other reference.
+        batches: The list. The caller must hold no other reference to the
+            batch.
     """
     search = _KeptArrays()
     search.look_into(batches, False)
@@ -42,29 +44,28 @@ def take(batches: list[Any]) -> Any:
 
 
 def copied(item: Any) -> Any:
-    """An item with copies of all its arrays.
+    """Returns an item with copies of all its arrays.
 
-    Everything that is a structure to `collate` or to `keras.tree` is made
-    anew.
+    Containers that `collate` or `keras.tree` know are copied too.
     """
     return map_leaves(_copy, item)
 
 
 class _KeptArrays:
-    """Looks for arrays in a batch that something else refers to as well.
+    """Finds arrays of a batch that something else refers to as well.
 
-    References are counted on `parts[key]` itself: a local variable would
-    count as one more.
+    References are counted on `parts[key]` itself, because a local variable
+    would add a reference.
     """
 
     def __init__(self) -> None:
         self._kept: set[int] = set()
-        # References to an array, less those that were seen in the batch.
+        # References to an array, minus those that were found in the batch.
         self._others: dict[int, int] = {}
 
     @property
     def kept(self) -> set[int]:
-        """The arrays' ids."""
+        """The ids of the arrays that were found."""
         return self._kept.union(k for k, n in self._others.items() if n)
 
     def look_into(self, parts: Any, is_kept: bool) -> None:
@@ -91,7 +92,7 @@ class _KeptArrays:
             elif _is_tensor(part):
                 self._add(part, others, is_kept or _is_view_tensor(part))
             else:
-                # What a class gives out of itself may be its own or not.
+                # The object may keep the arrays that it hands out.
                 for leaf in _leaves(part):
                     self._add(leaf, 0, True)
 
@@ -103,7 +104,7 @@ class _KeptArrays:
 
 
 def _is_view(array: Any) -> bool:
-    """Whether an array is a view of memory that something else refers to."""
+    """Whether an array views memory that something else refers to."""
     while isinstance(array.base, np.ndarray):
         if sys.getrefcount(array.base) > _OF_ITS_CONTAINER_ALONE:
             return True
@@ -112,7 +113,7 @@ def _is_view(array: Any) -> bool:
 
 
 def _is_constant(array: Any) -> bool:
-    """Whether the memory under an array cannot be written to."""
+    """Whether nothing can write to an array's memory."""
     while isinstance(array.base, np.ndarray) and not array.flags.writeable:
         array = array.base
     if array.flags.writeable:
@@ -131,10 +132,10 @@ def _is_tensor(part: Any) -> bool:
 def _is_view_tensor(tensor: Any) -> bool:
     """Whether other tensors or arrays may use a tensor's memory."""
     try:
-        # One that cannot be resized may be the memory of an array.
+        # Storage that cannot be resized may be an array's memory.
         alone = tensor._base is None and tensor.untyped_storage().resizable()
     except (NotImplementedError, RuntimeError):
-        return True  # a sparse one
+        return True  # a sparse tensor
     return not alone
 
 
@@ -156,7 +157,7 @@ def map_leaves(function: Callable[[Any], Any], item: Any) -> Any:
     """
     if isinstance(item, tuple):
         kind = type(item)
-        make = getattr(kind, "_make", kind)  # of a named tuple, or any other
+        make = getattr(kind, "_make", kind)  # named tuples have `_make`
         return make(map_leaves(function, part) for part in item)
     again: Any
     if isinstance(item, (list, collections.deque)):
@@ -180,15 +181,15 @@ def map_leaves(function: Callable[[Any], Any], item: Any) -> Any:
 
 
 def _leaves(item: Any) -> list[Any]:
-    """The arrays in a structure of a class that is registered with Keras."""
+    """Returns the arrays in an object of a class registered with Keras."""
     optree = _optree_of(item)
     return optree.tree_leaves(item, namespace="keras") if optree else []
 
 
 def _optree_of(item: Any) -> Any:
-    """`optree`, if it takes the item for a structure; else `None`.
+    """Returns `optree` if it knows the item as a structure, else `None`.
 
-    A class can be registered with `keras.tree` only once this is imported.
+    A class can only be registered with `keras.tree` after optree is imported.
     """
     optree = sys.modules.get("optree")
     if optree is None or optree.tree_is_leaf(

@@ -1,16 +1,15 @@
-"""What a dataset may hold although pickle refuses it, or would copy too much.
+"""Pickles objects of a dataset that pickle refuses, or would copy at length.
 
-    locks, conditions, `threading.local`    made anew, in their first state
+    locks, conditions, `threading.local`    made again, in their first state
     files open for reading                  opened again, at the same position
     `np.memmap`, and views of one           mapped again
     h5py files, groups and datasets         opened again
     cached functions of `__main__`          wrapped again, with an empty cache
     the global random generators            the worker's own
 
-Whatever is opened again must be what the training process has open: a file
-that was deleted or replaced since is refused, and a memory map of one travels
-by value. What lives in the training process alone (threads, processes, queues)
-is refused, because a copy of it would wait for ever.
+A file must be the same one in the worker: a file that was deleted or replaced
+is refused, and a memory map of such a file travels by value. Threads, processes
+and queues are refused, because a copy of them would wait for ever.
 """
 
 from __future__ import annotations
@@ -36,19 +35,19 @@ import numpy.typing as npt
 
 Reduced = str | tuple[Any, ...]
 
-# Made of locks and plain attributes, so they would seem to travel.
+# They consist of locks and plain attributes, so that pickling would succeed.
 LIVE = (
     threading.Thread,
     subprocess.Popen,
     concurrent.futures.Executor,
     queue.Queue,
-    # Its copies would delete the file, each when it ends.
+    # Each copy would delete the file at its end.
     tempfile._TemporaryFileWrapper,
 )
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle's, and what is listed above."""
+    """Extends cloudpickle's pickler by the objects listed above."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj).__name__ in _GENERATORS and (name := _global_name(obj)):
@@ -56,7 +55,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, LIVE):
             raise TypeError(
                 f"cannot pickle a {type(obj).__name__}: a copy would not be "
-                "connected with what it stands for"
+                "connected to the original"
             )
         if (h5py := sys.modules.get("h5py")) is not None and isinstance(
             obj, (h5py.Group, h5py.Dataset)
@@ -69,14 +68,14 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _global_name(generator: Any) -> tuple[str, str] | None:
-    """Where everybody finds a generator, if it is a global one.
+    """Returns the module and name of a global generator, else `None`.
 
-    What holds it, such as `self.draw = np.random.rand`, has the worker's own
-    in a worker, which is seeded for each batch as the trainer's is.
+    An attribute such as `self.draw = np.random.rand` refers to the worker's
+    own generator in a worker, which is seeded for each batch.
     """
     for module, name in _GLOBALS:
         if module in sys.modules:
-            with contextlib.suppress(AttributeError):  # half imported
+            with contextlib.suppress(AttributeError):  # partly imported
                 if _global_generator(module, name) is generator:
                     return module, name
     return None
@@ -87,7 +86,7 @@ def _global_generator(module: str, name: str) -> Any:
     return found().generator if name.startswith("get_") else found
 
 
-_GENERATORS = {"Random", "RandomState", "Generator"}  # their classes
+_GENERATORS = {"Random", "RandomState", "Generator"}  # class names
 _GLOBALS = (
     ("random", "_inst"),
     ("numpy.random.mtrand", "_rand"),
@@ -161,7 +160,7 @@ def _reduce_file(file: Any) -> Reduced:
 
 
 def _open_again(path: Any, how: tuple[Any, ...], position: int) -> Any:
-    file = open(path, *how)  # noqa: SIM115 - the dataset's, as it was before
+    file = open(path, *how)  # noqa: SIM115 - the dataset closes it
     file.seek(position)
     return file
 
@@ -170,7 +169,7 @@ def _open_again(path: Any, how: tuple[Any, ...], position: int) -> Any:
 
 
 def _reduce_array(array: npt.NDArray[Any]) -> Reduced:
-    """Any array: a view of a memory map travels as the part of the file."""
+    """Reduces an array; a view of a memory map as a part of the file."""
     root: Any = array
     while isinstance(root.base, np.ndarray):
         root = root.base
@@ -199,7 +198,7 @@ def _reduce_array(array: npt.NDArray[Any]) -> Reduced:
             array.flags.writeable,
         )
     if type(array) is np.memmap:
-        array = array.view(np.ndarray)  # what is left when it has no file
+        array = array.view(np.ndarray)  # a memory map without its file
     reduced: Reduced = array.__reduce_ex__(5)
     return reduced
 
@@ -227,7 +226,7 @@ def _map_again(
 
 
 def _is_mapped_at(root: Any) -> bool:
-    """Whether the mapping is of the file that is at that path today."""
+    """Whether a memory map's file is still the file at its path."""
     if root.filename is None:
         return False
     address = root.__array_interface__["data"][0]
@@ -237,7 +236,7 @@ def _is_mapped_at(root: Any) -> bool:
             begin, _, rest = line.partition("-")
             end = rest.split(" ", 1)[0]
             if int(begin, 16) <= address < int(end, 16):
-                # "... inode   path"; " (deleted)" follows one that is gone.
+                # "... inode   path"; a deleted file has " (deleted)" added.
                 mapped = line.rstrip("\n").split(None, 5)[5:]
                 return mapped == [path.replace("\n", "\\012")]
     return False

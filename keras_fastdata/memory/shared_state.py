@@ -1,10 +1,10 @@
-"""An object laid out in an anonymous file, for any number of workers to map.
+"""Stores an object in an anonymous file that any number of workers map.
 
-The training process writes it. Each worker maps it privately (copy-on-write),
-so that N workers share one copy of the arrays, may write to theirs, and nobody
-sees it. What they were told of is never written again: pages that a worker has
-not touched would follow such a write. A later state of the object therefore
-goes behind the one before, and refers to those of its arrays that are the same:
+The training process writes the file. Each worker maps it privately
+(copy-on-write): N workers share one copy of the arrays, and a worker's writes
+are its own. A state that was sent to workers is never overwritten, because a
+worker would see such a write in pages that it has not written to. So a later
+state of the object is appended, and refers to the arrays that did not change:
 
     | table  pickle  array  array | table  pickle  array | ...
                        ^------------------'
@@ -27,7 +27,7 @@ from keras_fastdata.memory.arena import Bytes, address_of, memfd, round_up
 _HEADER = struct.Struct("<QQ")  # bytes of the pickle, number of buffers
 _EXTENT = struct.Struct("<QQ")  # start in the file, number of bytes
 _COMPARED = 1 << 20  # bytes at a time
-_SPARE = 1 << 24  # bytes of states gone by, or half of a state, may stay
+_SPARE = 1 << 24  # bytes of old states that may stay; or half a state
 
 
 class _Extent(NamedTuple):
@@ -36,18 +36,18 @@ class _Extent(NamedTuple):
 
 
 class SharedState:
-    """An object in an anonymous file, and its later states.
+    """An object in an anonymous file, with its later states.
 
     Args:
         obj: The object, in its first state.
 
     Attributes:
         fd: Descriptor of the file.
-        start: Where in the file the latest state begins.
+        start: The position of the latest state in the file.
 
     Raises:
-        LoaderError: There is not enough memory, or too low a limit.
-        Exception: Whatever pickling raises for what it cannot pickle.
+        LoaderError: There is not enough memory, or a limit is too low.
+        Exception: Whatever pickling raises for an object it cannot pickle.
     """
 
     def __init__(self, obj: Any) -> None:
@@ -58,7 +58,7 @@ class SharedState:
         """Adds the present state of the object.
 
         Returns:
-            Whether there was anything to write.
+            Whether the state has changed.
         """
         pickled, buffers = pickle_in_parts(obj)
         found = [self._find(buffer) for buffer in buffers]
@@ -73,20 +73,20 @@ class SharedState:
         return True
 
     def close(self) -> None:
-        """Gives the file up; those who have mapped it keep it. Idempotent."""
+        """Closes the file; existing mappings stay valid. Idempotent."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
 
     def _find(self, buffer: memoryview) -> _Extent | None:
-        """Where in the latest state that very array is, unless it changed."""
+        """Returns the position of an unchanged array in the latest state."""
         extent = self._places.get(place_of(buffer))
         if extent is not None and self._holds(extent, buffer):
             return extent
         return None
 
     def _holds(self, extent: _Extent, buffer: memoryview) -> bool:
-        """Whether a part of the file has the same bytes."""
+        """Whether a part of the file has the same bytes as a buffer."""
         if extent.nbytes != buffer.nbytes:
             return False
         scratch = memoryview(bytearray(min(buffer.nbytes, _COMPARED)))
@@ -100,7 +100,7 @@ class SharedState:
         return True
 
     def _write(self, pickled: memoryview, buffers: list[memoryview]) -> None:
-        """Puts a state into a new file."""
+        """Writes a state into a new file."""
         with os_limits.named("The dataset could not be put in shared memory"):
             fd = memfd("keras_fastdata-dataset")
         old, self.fd = self.fd, fd
@@ -151,20 +151,20 @@ def write_shared_state(obj: Any) -> int:
     """Pickles `obj` into a fresh anonymous file.
 
     Returns:
-        Its descriptor, which the caller owns.
+        The file's descriptor, which the caller owns.
 
     Raises:
-        Exception: Whatever pickling raises for what it cannot pickle.
+        Exception: Whatever pickling raises for an object it cannot pickle.
     """
     return SharedState(obj).fd
 
 
 def can_be_written(obj: Any) -> bool:
-    """Whether `write_shared_state` would take `obj`."""
+    """Whether `write_shared_state` can pickle `obj`."""
     try:
         pickle_in_parts(obj)
     except Exception:
-        # Pickling runs the user's `__reduce__` and `__getstate__`: anything.
+        # Pickling runs the user's code, which may raise anything.
         return False
     return True
 
@@ -173,8 +173,8 @@ def read_shared_state(fd: int, start: int = 0) -> Any:
     """Rebuilds the object; its arrays lie in a private mapping of the file.
 
     Args:
-        fd: The file.
-        start: Where in it the state begins.
+        fd: The file's descriptor.
+        start: The position of the state in the file.
     """
     view = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY))
     pickled, count = _HEADER.unpack_from(view, start)
@@ -188,7 +188,7 @@ def read_shared_state(fd: int, start: int = 0) -> Any:
 
 
 def pickle_in_parts(obj: Any) -> tuple[memoryview, list[memoryview]]:
-    """The pickle of an object, and the buffers that travel beside it."""
+    """Returns the pickle of an object, and its out-of-band buffers."""
     buffers: list[memoryview] = []
     stream = io.BytesIO()
     reducers.Pickler(
@@ -198,7 +198,7 @@ def pickle_in_parts(obj: Any) -> tuple[memoryview, list[memoryview]]:
 
 
 def place_of(buffer: memoryview) -> tuple[int, int]:
-    """Where in this process's memory it lies, and how long it is."""
+    """Returns the address and length of a buffer."""
     if not buffer.nbytes:
         return 0, 0
     return address_of(_bytes_of(buffer)), buffer.nbytes

@@ -1,4 +1,4 @@
-"""Reading what the kernel writes about this process's cgroup, old or new."""
+"""Reads the kernel's files about this process's cgroup, of v1 or v2."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 
 
 def folders(controller: str) -> list[str]:
-    """Where this process's limits may be written, innermost first.
+    """Returns folders that may hold this process's limits, innermost first.
 
     Args:
         controller: "memory" or "cpu".
@@ -22,20 +22,20 @@ def folders(controller: str) -> list[str]:
             while path not in ("", "/"):
                 found.append(root + path)
                 path = os.path.dirname(path)
-            # In a container, the limit is that of what looks like the root.
+            # In a container, the apparent root has the container's limit.
             found.append(root)
     return found
 
 
 def number(path: str) -> int | None:
-    """A file that holds one number; `None` if it does not."""
+    """Reads a file that holds one number; else returns `None`."""
     with contextlib.suppress(OSError, ValueError), open(path) as file:
         return int(file.read())
     return None
 
 
 def fields(path: str) -> dict[str, int]:
-    """A file of lines `name number` or `name: number unit`."""
+    """Reads a file of lines `name number` or `name: number unit`."""
     found = {}
     with contextlib.suppress(OSError), open(path) as file:
         for line in file:

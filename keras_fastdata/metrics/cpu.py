@@ -1,8 +1,8 @@
-"""How many cores this process may use, and how busy they have been.
+"""Measures how many cores this process may use, and how busy they are.
 
-The machine's own number misleads: affinity (`taskset`, Slurm, Kubernetes'
+The machine's number of cores misleads: affinity (`taskset`, Slurm, Kubernetes'
 static CPU manager) and the CPU quota of a cgroup (`docker --cpus`, a pod's
-limit) allow less.
+limit) may allow fewer.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from keras_fastdata.metrics import cgroup
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """Totals at one moment; two of them tell how busy the cores were.
+    """Totals at one moment; `busy_cores` compares two readings.
 
     Attributes:
-        at_s: When, by `time.monotonic`.
+        at_s: The time of the reading, by `time.monotonic`.
         allowed: Cores that this process may use; 1.5 is possible.
-        quota: Whether a cgroup's quota says so, rather than affinity.
-        busy_s: Core seconds that have been used of those, ever: by anybody
-            on the machine, or by the cgroup where its quota says how many.
-            `None` where neither can be known.
+        quota: Whether `allowed` comes from a cgroup's quota, not affinity.
+        busy_s: Seconds for which these cores were busy, in total: with all
+            processes of the machine, or of the cgroup if `quota`. `None` if
+            unknown.
     """
 
     at_s: float
@@ -35,7 +35,7 @@ class Reading:
 
 
 def read() -> Reading:
-    """Takes a reading; some 0.1 ms."""
+    """Takes a reading, in some 0.1 ms."""
     cores = _affinity()
     quota, directory = _cgroup_quota()
     now_s = time.monotonic()
@@ -45,7 +45,7 @@ def read() -> Reading:
 
 
 def busy_cores(before: Reading, after: Reading) -> float | None:
-    """How many cores were busy on average between two readings."""
+    """Returns how many cores were busy on average between two readings."""
     elapsed_s = after.at_s - before.at_s
     if before.busy_s is None or after.busy_s is None or elapsed_s <= 0:
         return None
@@ -55,13 +55,13 @@ def busy_cores(before: Reading, after: Reading) -> float | None:
 
 def _affinity() -> set[int]:
     if hasattr(os, "sched_getaffinity"):
-        # Of the process, which one of its threads may have narrowed.
+        # Of the process; a thread may have a narrower affinity.
         return os.sched_getaffinity(os.getpid())
     return set(range(os.cpu_count() or 1))
 
 
 def _cgroup_quota() -> tuple[float | None, str]:
-    """The least quota of this process's cgroup and those above it."""
+    """Returns the lowest quota of this process's cgroup and its parents."""
     least: float | None = None
     where = ""
     for folder in cgroup.folders("cpu"):
@@ -92,7 +92,7 @@ def _cgroup_busy_s(folder: str) -> float | None:
 
 
 def _cores_busy_s(cores: set[int]) -> float | None:
-    """Time that these cores were not idle."""
+    """Returns the time for which some cores were not idle, in total."""
     try:
         ticks_per_s = os.sysconf("SC_CLK_TCK")
         with open("/proc/stat") as file:

@@ -1,4 +1,4 @@
-"""Figures in words, with their units."""
+"""Formats figures with their units."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 
 def duration(seconds: float) -> str:
-    """Such as "1 h 12 min", "41 s", "9.7 s", "12 ms", "0.31 ms"."""
+    """Formats seconds: "1 h 12 min", "41 s", "9.7 s", "12 ms", "0.31 ms"."""
     if not math.isfinite(seconds):
         return "?"
     if seconds >= 3600:
@@ -21,7 +21,7 @@ def duration(seconds: float) -> str:
 
 
 def size(nbytes: float) -> str:
-    """Such as "38.5 MB", "512 B"."""
+    """Formats bytes: "38.5 MB", "512 B"."""
     units = ["B", "KB", "MB", "GB", "TB"]
     while nbytes >= 999.5 and len(units) > 1:
         nbytes /= 1000
@@ -30,12 +30,12 @@ def size(nbytes: float) -> str:
 
 
 def share(fraction: float) -> str:
-    """Such as "31%"."""
+    """Formats a fraction: "31%"."""
     return "?" if math.isnan(fraction) else f"{fraction:.0%}"
 
 
 def count(number: int, noun: str) -> str:
-    """Such as "1 batch", "3 batches"; the noun forms its plural with s."""
+    """Formats a count: "1 batch", "3 batches", "2 workers"."""
     if number == 1:
         return f"1 {noun}"
     plural = (
@@ -45,7 +45,7 @@ def count(number: int, noun: str) -> str:
 
 
 def listed(numbers: list[int], most: int = 5) -> str:
-    """Such as "3, 17, 20", or with " ..." where there are more."""
+    """Formats numbers: "3, 17, 20"; ", ..." stands for those beyond `most`."""
     shown = ", ".join(str(number) for number in numbers[:most])
     return shown + (", ..." if len(numbers) > most else "")
 

@@ -1,8 +1,8 @@
-"""How often a thread that wants Python's lock (the GIL) has to wait for it.
+"""Measures how often a thread has to wait for Python's lock (the GIL).
 
-A thread that sleeps for a moment, again and again, must take the lock to go
-on. Where others compute in Python, it gets it late: after
-`sys.getswitchinterval()`, when they are asked to let go.
+A probe thread sleeps for a moment, again and again. After each sleep it needs
+the lock. If other threads run Python code, it gets the lock late: they are
+asked to release it only after `sys.getswitchinterval()`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import weakref
 from keras_fastdata.metrics.recorder import Recorder
 from keras_fastdata.metrics.timing import RunDelay, pause_s
 
-_IDLE_S = 5.0  # without a batch, after which nobody needs to know any more
+_IDLE_S = 5.0  # without a batch, after which the probe ends
 
 
 class GilProbe:
-    """Watches the lock while batches flow, from a thread of its own.
+    """Watches the lock from a thread of its own, while batches arrive.
 
     Args:
-        recorder: Tells whether they do; held weakly.
+        recorder: Counts the batches; held weakly.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -33,7 +33,7 @@ class GilProbe:
         self._thread: threading.Thread | None = None
 
     def watch(self) -> None:
-        """Begins to watch, unless it does already."""
+        """Starts the probe, unless it runs already."""
         if self._thread is None or not self._thread.is_alive():
             self._over.clear()
             self._thread = threading.Thread(
@@ -42,9 +42,9 @@ class GilProbe:
             self._thread.start()
 
     def take(self) -> float:
-        """The share of looks since the last call that found the lock held.
+        """Returns the share of probes since the last call that had to wait.
 
-        NaN where there was none.
+        NaN if there was no probe.
         """
         looks, late = self._looks, self._late
         self._looks = self._late = 0
@@ -62,7 +62,7 @@ class GilProbe:
         try:
             batches = -1
             delay_s, began_s = run_delay.read(), time.monotonic()
-            since_s = began_s  # of the latest batch
+            since_s = began_s  # when the latest batch was noticed
             while True:
                 sleep_s = pause_s(self._looks)
                 over = self._over.wait(sleep_s)
@@ -77,7 +77,7 @@ class GilProbe:
                 late_s = woke_s - began_s - sleep_s
                 before_s, delay_s = delay_s, run_delay.read()
                 began_s = time.monotonic()
-                # Waiting for a core is not waiting for the lock.
+                # Time without a core is not time without the lock.
                 late_s -= delay_s - before_s
                 self._looks += 1
                 self._late += late_s > sys.getswitchinterval() / 10

@@ -1,4 +1,4 @@
-"""Who builds the batches of a dataset."""
+"""Describes the workers of a dataset at one moment."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class WorkerLoss:
-    """A worker that died, or was replaced.
+    """The loss of a worker that died, or was replaced.
 
     Attributes:
-        at_s: When that was noticed, by `time.monotonic`.
-        worker: Its index.
-        pid: Its process.
+        at_s: When the loss was noticed, by `time.monotonic`.
+        worker: The worker's index.
+        pid: The worker's process id.
     """
 
     at_s: float
@@ -22,13 +22,13 @@ class WorkerLoss:
 
 @dataclasses.dataclass(frozen=True)
 class TuningDecision:
-    """What `workers="auto"` has decided.
+    """A decision of `workers="auto"`.
 
     Attributes:
         batches: How many batches had been delivered.
         place: Where batches are built from then on, such as "2 processes".
-        settled: Whether it is to stay, or was only a trial.
-        reason: In a sentence or two.
+        settled: Whether the decision is final, or a trial.
+        reason: The reason, in a sentence or two.
     """
 
     batches: int
@@ -45,17 +45,17 @@ class TuningDecision:
 
 @dataclasses.dataclass(frozen=True)
 class PoolStats:
-    """A set of workers, as it is at one moment.
+    """The state of a pool at one moment.
 
     Attributes:
         kind: "inline", "thread", "process" or "ray".
-        count: How many workers there are; 0 for inline.
-        pids: Their processes, by index, as far as they are of this machine.
-        losses: The latest of those that were lost.
-        shared_nbytes: Shared memory in use for batches.
-        decisions: What `workers="auto"` has decided so far.
-        shard: Which batches are this process's; empty if all are.
-        cores: Those of the cluster they are on; `None` if on this machine.
+        count: The number of workers; 0 for inline.
+        pids: Process ids of workers on this machine, by worker index.
+        losses: The latest losses of workers.
+        shared_nbytes: Bytes of shared memory in use for batches.
+        decisions: The decisions of `workers="auto"` so far.
+        shard: The shard of this process, in words; empty without a shard.
+        cores: Cores of the Ray cluster; `None` for workers of this machine.
     """
 
     kind: str

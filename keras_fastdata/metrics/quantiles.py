@@ -1,4 +1,4 @@
-"""Quantiles of a stream of durations, in a fixed amount of memory."""
+"""Computes quantiles of a stream of durations, in constant memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 _LEAST_S = 1e-6
 _MOST_S = 1e5
-_GROWTH = 1.02  # of one bucket's bound over the one before
+_GROWTH = 1.02  # ratio of a bucket's bound to the one before
 _LOG_GROWTH = math.log(_GROWTH)
 _BUCKETS = math.ceil(math.log(_MOST_S / _LEAST_S) / _LOG_GROWTH) + 1
 
@@ -17,9 +17,9 @@ _BUCKETS = math.ceil(math.log(_MOST_S / _LEAST_S) / _LOG_GROWTH) + 1
 class Distribution:
     """Counts durations in buckets of equal ratio.
 
-    Quantiles are within 1% of a value that was seen, for durations from one
-    microsecond to a day; one microsecond and less count as 0. (As in DDSketch,
-    Masson et al., VLDB 2019.)
+    Quantiles are within 1% of a duration that was added, from one microsecond
+    to a day. One microsecond and less counts as 0. (As in DDSketch, Masson et
+    al., VLDB 2019.)
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Distribution:
 
     @property
     def count(self) -> int:
-        """How many durations were added."""
+        """The number of durations that were added."""
         return int(self._counts.sum())
 
     def add(
@@ -39,14 +39,14 @@ class Distribution:
 
         Args:
             seconds: An array of shape `(n,)`.
-            times: How often each of them came; likewise, or of all.
+            times: How often each one occurred: an array, or one number.
         """
         ratio = np.maximum(seconds, _LEAST_S) / _LEAST_S
         bucket = np.ceil(np.log(ratio) / _LOG_GROWTH).astype(np.int64)
         np.add.at(self._counts, np.minimum(bucket, _BUCKETS - 1), times)
 
     def quantile(self, share: float) -> float:
-        """The duration that `share` of all are not longer than; 0 if none."""
+        """Returns the duration that `share` of all do not exceed; 0 if none."""
         count = self.count
         if not count:
             return 0.0
@@ -57,7 +57,7 @@ class Distribution:
         return _LEAST_S * math.exp((bucket - 0.5) * _LOG_GROWTH)
 
     def histogram(self) -> list[tuple[float, float, int]]:
-        """The buckets that hold any: from, to (seconds), and how many."""
+        """Returns buckets that are not empty: from, to (seconds), count."""
         return [
             (
                 _LEAST_S * math.exp((i - 1) * _LOG_GROWTH) if i else 0.0,

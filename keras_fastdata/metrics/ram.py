@@ -1,4 +1,4 @@
-"""How much memory processes take, and how much there is left for them."""
+"""Measures the memory that processes take, and the memory that is left."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _UNLIMITED = 1 << 62  # cgroup v1 writes a number near 2**63 for no limit
 
 
 def pss(pids: Iterable[int]) -> int | None:
-    """Proportional set size of some processes, in bytes.
+    """Returns the proportional set size of some processes, in bytes.
 
-    What several processes share counts once, divided among them. `None`
-    where the kernel does not tell, or there is no process.
+    Memory that several processes share is divided among them. `None` if the
+    kernel does not report it, or there is no process.
     """
     found = [nbytes for pid in pids if (nbytes := _pss_of(pid)) is not None]
     return sum(found) if found else None
@@ -33,7 +33,7 @@ def _pss_of(pid: int) -> int | None:
 
 
 def free() -> int | None:
-    """Bytes that this process may still take; `None` if nobody tells."""
+    """Returns the bytes that this process may still take, or `None`."""
     found = []
     machine = cgroup.fields("/proc/meminfo")
     if "MemAvailable" in machine:
@@ -45,7 +45,7 @@ def free() -> int | None:
 
 
 def left_now() -> str:
-    """A sentence on free memory, of the machine and of a cgroup's limit."""
+    """Returns a sentence on the free memory of the machine and the cgroup."""
     parts = []
     machine = cgroup.fields("/proc/meminfo")
     if "MemAvailable" in machine and "MemTotal" in machine:
@@ -67,9 +67,9 @@ def left_now() -> str:
 
 
 def _cgroup() -> tuple[int | None, int | None, int]:
-    """Limit and use in bytes, and OOM kills, of this process's cgroup.
+    """Returns limit and use in bytes, and OOM kills, of the cgroup.
 
-    Files that lie in memory, and need not, are not counted.
+    The page cache that the kernel can drop is not counted as used.
     """
     for folder in cgroup.folders("memory"):
         limit = cgroup.number(f"{folder}/memory.max")
@@ -87,6 +87,6 @@ def _cgroup() -> tuple[int | None, int | None, int]:
 
 
 def _reclaimable(folder: str) -> int:
-    """Bytes of files that the kernel would drop first."""
+    """Returns bytes of page cache that the kernel would drop first."""
     found = cgroup.fields(f"{folder}/memory.stat")
     return found.get("total_inactive_file", found.get("inactive_file", 0))

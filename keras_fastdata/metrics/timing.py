@@ -1,8 +1,7 @@
-"""When a batch was built, and what that time went into.
+"""Measures when a batch was built, and what the time was spent on.
 
-A build that takes long may be computing, waiting (for a disk, a network, the
-GIL), or ready to go on without a core to do so on. The kernel accounts for all
-three, thread by thread.
+A slow build may be computing, waiting (for a disk, a network, the GIL), or
+ready to run without a core. The kernel accounts for all three, for each thread.
 """
 
 from __future__ import annotations
@@ -13,33 +12,34 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-# Of this very thread: ns on a core, ns ready without a core, time slices.
+# Of the calling thread: ns on a core, ns ready without a core, time slices.
 _SCHEDSTAT = "/proc/thread-self/schedstat"
 _SCHEDSTAT_BYTES = 96
 
-# Looking at a batch and a step takes some 30 us of a training loop, whose
-# caches are full of other things: a sixth of a hundredth of this.
+# Measuring a batch and a step takes some 30 us of a training loop with cold
+# caches: 0.15% of this interval.
 INTERVAL_S = 0.02
-# Asking the kernel takes twice that. So it is asked as often at first, and more
-# rarely the more it has told of an epoch; unless all builds are to be told of.
+# Reading the kernel's figures takes twice as long. They are read at each
+# measurement at first, and less often after `_ENOUGH` readings in an epoch; but
+# always if all builds are to be measured.
 _ENOUGH = 25
-_RARELY = 5  # times the interval is how long it is left in peace at most
+_RARELY = 5  # intervals between two readings, at most
 
 
 class Timing(NamedTuple):
-    """How one batch was built. Moments are those of `time.monotonic`.
+    """The times of one build, by `time.monotonic`.
 
     Attributes:
         began_s: When `__getitem__` was called.
-        built_s: When it had returned.
-        stored_s: When its arrays lay in shared memory; `built_s`, where they
-            need not.
-        cpu_s: CPU time that was used meanwhile; by the worker process with
-            all its threads, or else by the thread. NaN where it was not asked
-            for: at most once in `INTERVAL_S`.
-        delay_s: How long its thread was ready to run and had no core; likewise
-            NaN, and 0 where the kernel does not tell.
-        retries: Workers that died over it, or were replaced, before.
+        built_s: When `__getitem__` returned.
+        stored_s: When the arrays were in shared memory; `built_s` if they
+            do not go there.
+        cpu_s: CPU time from `began_s` to `stored_s`: of the worker process
+            with all its threads, or of the thread. NaN if it was not read; it
+            is read at most once in `INTERVAL_S`.
+        delay_s: How long the thread was ready to run and had no core. NaN if
+            it was not read, and 0 if the kernel does not report it.
+        retries: How many workers died, or were replaced, over this batch.
     """
 
     began_s: float
@@ -51,21 +51,21 @@ class Timing(NamedTuple):
 
 
 def pause_s(asked: int) -> float:
-    """How long to leave the kernel in peace that was asked so many times."""
+    """Returns the pause before the next reading, after `asked` readings."""
     return INTERVAL_S * min(max(1.0, asked / _ENOUGH), _RARELY)
 
 
 class RunDelay:
-    """How long the calling thread has been ready to run, and had no core.
+    """Reads how long the calling thread was ready to run and had no core.
 
-    To be read by one thread alone.
+    Only one thread may use an object.
     """
 
     def __init__(self) -> None:
-        self._fd: int | None = None  # -1: the kernel does not tell
+        self._fd: int | None = None  # -1: the kernel does not report it
 
     def read(self) -> float:
-        """Seconds, since the thread began; 0 where the kernel does not tell."""
+        """Returns seconds since the thread began; 0 if they are unknown."""
         if self._fd is None:
             try:
                 self._fd = os.open(_SCHEDSTAT, os.O_RDONLY)
@@ -76,27 +76,27 @@ class RunDelay:
         return int(os.pread(self._fd, _SCHEDSTAT_BYTES, 0).split()[1]) / 1e9
 
     def close(self) -> None:
-        """Gives back what it holds. Idempotent."""
+        """Closes the kernel's file. Idempotent."""
         fd, self._fd = self._fd, None
         if fd is not None and fd >= 0:
             os.close(fd)
 
 
 class Stopwatch:
-    """Times one build after another, in the thread that builds.
+    """Times builds in the thread that builds.
 
     Args:
-        cpu_s: `time.thread_time`, or `time.process_time` where the process
-            does nothing else.
+        cpu_s: `time.thread_time`, or `time.process_time` if the process does
+            nothing but build.
     """
 
     def __init__(self, cpu_s: Callable[[], float] = time.thread_time) -> None:
         self._cpu_s = cpu_s
         self._run_delay = RunDelay()
         self._interval_s: float | None = None
-        self._tells = self._asks = False  # of this build
+        self._tells = self._asks = False  # measure, read the kernel's figures
         self._tell_s = self._ask_s = 0.0  # when to do so again
-        self._asked = 0  # times, in this epoch:
+        self._asked = 0  # readings in `_epoch`
         self._epoch = -1
         self._began = self._built = self._cpu = self._delay = 0.0
 
@@ -104,9 +104,11 @@ class Stopwatch:
         """Called before a build.
 
         Args:
-            interval_s: Of builds that take less than this, one is to be told
-                of in this time; `None`: of none at all.
-            epoch: What it is for. The first that is told of is asked about.
+            interval_s: Builds that take at least this long are always
+                measured, shorter ones at most once in `INTERVAL_S`; `None`:
+                measure none.
+            epoch: The epoch of the batch. The kernel's figures are read for
+                the first measured build of an epoch.
         """
         self._interval_s = interval_s
         if interval_s is None:
@@ -127,10 +129,10 @@ class Stopwatch:
             self._built = time.monotonic()
 
     def stop(self) -> Timing | None:
-        """Called when the batch is where it shall be, or has failed.
+        """Called when the batch is stored, or its build has failed.
 
         Returns:
-            How it was built; `None` if that need not be told.
+            The times of the build; `None` if it is not measured.
         """
         if self._interval_s is None:
             return None
@@ -146,7 +148,7 @@ class Stopwatch:
         return Timing(began, built, ended, cpu, delay)
 
     def _ask_first(self) -> None:
-        """Asks the kernel where things stand, just before the build."""
+        """Reads the kernel's figures, just before the build."""
         self._asked += 1
         self._ask_s = self._began + pause_s(self._asked)
         self._delay = self._run_delay.read()
@@ -154,5 +156,5 @@ class Stopwatch:
         self._began = time.monotonic()
 
     def close(self) -> None:
-        """Gives back what it holds. Idempotent."""
+        """Closes the kernel's file. Idempotent."""
         self._run_delay.close()

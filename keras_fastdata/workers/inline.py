@@ -1,6 +1,6 @@
-"""`workers=0`: batches are built in the caller, when they are asked for.
+"""`workers=0`: builds batches in the caller, on request.
 
-`wait` is where they are built, so that the engine holds no lock meanwhile.
+`wait` builds them, because the engine holds no lock while it waits.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from keras_fastdata.workers.base import (
 )
 from keras_fastdata.workers.exceptions import note
 
-_CLOSE_TIMEOUT_S = 5.0  # what a batch that another thread builds gets to end
+_CLOSE_TIMEOUT_S = 5.0  # for another thread to finish its batch
 
 
 class InlinePool:
-    """Builds in the calling thread.
+    """Builds batches in the calling thread.
 
     Args:
-        builder: What builds a batch.
+        builder: Builds one batch.
         dataset: The dataset's class name, for messages.
     """
 
@@ -36,10 +36,10 @@ class InlinePool:
         self._builder = builder
         self._dataset = dataset
         self._requests: collections.deque[BatchRequest] = collections.deque()
-        self._broken_off: set[int] = set()  # serials; for those who ask again
+        self._broken_off: set[int] = set()  # ids of interrupted requests
         self._built: tuple[BatchRequest, LocalResult] | None = None
         self._lock = threading.RLock()  # held by the thread that builds
-        self._builds_in = 0  # that one
+        self._builds_in = 0  # the id of that thread
         self._started = self._closed = False
         self._stopwatch = Stopwatch()
 
@@ -48,13 +48,13 @@ class InlinePool:
         return True
 
     def wait(self, timeout_s: float) -> None:
-        """Builds the next batch. One that is broken off is begun again."""
+        """Builds the next batch. An interrupted build begins again."""
         with self._lock:
             if self._built is not None:
                 return
             request = self._next()
             if request is None:
-                return  # none was asked for, or a signal handler has closed
+                return  # no request, or a signal handler closed the pool
             outer = self._builds_in
             self._builds_in = threading.get_ident()
             try:
@@ -68,9 +68,9 @@ class InlinePool:
                     self._stop()
 
     def _next(self) -> BatchRequest | None:
-        """The request to build: one that was broken off comes last.
+        """Returns the request to build next; interrupted ones come last.
 
-        Whoever had asked for that one may never come back.
+        The caller who was waiting for an interrupted one may never return.
         """
         requests = list(self._requests)
         for request in requests:
@@ -115,32 +115,33 @@ class InlinePool:
             )
 
     def pause(self) -> None:
-        """Nothing to do: nothing is built while the caller does not wait."""
+        """Does nothing: builds only run while the caller waits."""
 
     def resume(self) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
     @property
     def busy(self) -> bool:
         return False
 
     def change(self) -> None:
-        """The next batch is built from the dataset itself."""
+        """Tells the builder that the dataset has changed."""
         self._builder.change()
 
     def expect(self, ahead: int) -> None:
-        """Nothing to do: batches take no shared memory."""
+        """Does nothing: batches take no shared memory."""
 
     def begin_epoch(self) -> None:
-        """Nothing to do: there is no worker to restart."""
+        """Does nothing: there is no worker to restart."""
 
     def pool_stats(self) -> PoolStats:
         return PoolStats("inline", 0)
 
     def close(self) -> None:
-        """Ends it; where a thread builds, that is, once it has.
+        """Ends the pool; waits for another thread that builds.
 
-        A thread that builds may be this one: a signal handler interrupts it.
+        If this thread is building, a signal handler called `close`; `wait`
+        then ends the pool after the build.
         """
         self._closed = True
         self._requests.clear()
@@ -156,6 +157,6 @@ class InlinePool:
         self._stopwatch.close()
         if self._started:
             self._started = False
-            # A dataset that has been collected has nothing left to stop.
+            # A dataset that was garbage-collected has nothing to stop.
             with contextlib.suppress(ReferenceError):
                 self._builder.stop(0)
