@@ -1,18 +1,17 @@
-"""How many batches per second so many workers would build: pure functions.
+"""Predicts batches per second for a number of workers: pure functions.
 
-What `profile` measured with one and two workers is all that is known. More of
-them are limited by five things, each of which is a number of batches per
-second; the least of them counts.
+The inputs are `profile`'s measurements with one and two workers. Five limits,
+in batches per second, apply to more workers; the lowest one counts.
 
-    the workers     workers / (time of one build)
-    the cores       cores / (computing per batch, in worker and training)
-    the lock        1 / (time per batch that a thread holds Python's lock)
-    what is shared  1 / (time per batch at something only one can use)
-    the transfer    1 / (time the training process needs to take a batch)
+    workers     workers / (time of one build)
+    cores       cores / (CPU time per batch, in worker and training process)
+    lock        1 / (time per batch that a thread holds Python's lock)
+    shared      1 / (time per batch at a resource that one worker uses at once)
+    transfer    1 / (time in which the training process receives a batch)
 
-Computing and waiting are told apart by CPU time. Time without a core does not
-count as either: it says how busy the machine was, and not what a build needs.
-Memory bandwidth, and caches that several cores share, are not looked at.
+CPU time separates computing from waiting. Time without a core counts as
+neither: it depends on the load of the machine, and not on the build. Memory
+bandwidth and shared caches are not modelled.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ import math
 
 from keras_fastdata.metrics import formatting
 
-_FAR = 16  # workers that are looked at where there are fewer cores
-_MOST_WORTH = 0.9  # of the best rate: more workers would bring too little
-_INLINE = 1.25  # times as quick as any worker: batches that cost nothing
-_NOTICED = 0.2  # of a build: waiting longer beside another worker
-_WAITS = 0.5  # of a build
+_FAR = 16  # workers that are considered even with fewer cores
+_MOST_WORTH = 0.9  # of the best rate: more workers would gain too little
+_INLINE = 1.25  # times the best rate: building inline is then advised
+_NOTICED = 0.2  # of a build: shorter extra waits beside a worker are ignored
+_WAITS = 0.5  # share of a build, or of the time a lock is held
 
 
 def counts(cores: float) -> list[int]:
-    """Numbers of workers worth a look: 1, 2, 4 ..., and one for each core."""
+    """Returns numbers of workers to consider: 1, 2, 4 ... and the cores."""
     most = max(_FAR, int(cores))
     powers = {1 << n for n in range(most.bit_length())}
     return sorted({n for n in powers if n <= most} | {max(1, int(cores))})
@@ -38,15 +37,15 @@ def counts(cores: float) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class BuildCosts:
-    """What one batch costs with one kind of workers, in seconds.
+    """The cost of one batch with one kind of workers, in seconds.
 
     Attributes:
-        cpu_s: Computing in the worker, storing the batch included.
-        idle_s: The rest of it: waiting for a disk, a network, a sleep.
-        second_idle_s: The same while a second worker builds as well; NaN if
-            it was not measured.
-        take_s: Computing in the training process, to receive a batch.
-        lock_s: How long a build holds Python's lock (the GIL) that all
+        cpu_s: CPU time in the worker, including storing the batch.
+        idle_s: Time in which the build waits: for a disk, a network, a sleep.
+        second_idle_s: `idle_s` while a second worker builds too; NaN if it
+            was not measured.
+        take_s: CPU time in the training process to receive a batch.
+        lock_s: How long a build holds Python's lock (the GIL), which all
             threads share; 0 for processes.
     """
 
@@ -58,7 +57,7 @@ class BuildCosts:
 
     @property
     def build_s(self) -> float:
-        """A build by one worker that always has a core."""
+        """Time of a build by one worker that always has a core."""
         return self.cpu_s + self.idle_s
 
     @property
@@ -68,11 +67,11 @@ class BuildCosts:
 
     @property
     def shared_s(self) -> float:
-        """Time per batch at what only one worker can use at a time.
+        """Time per batch at a resource that one worker can use at a time.
 
-        Two workers that meet at it, for s seconds each out of a build of b,
-        take turns: each then needs 2 s instead of b. Where that is not more
-        than b, nothing is known of it, and 0 assumed.
+        Two workers that each need the resource for s seconds of a build of b
+        seconds take turns: a build then takes 2 s instead of b. If 2 s is not
+        more than b, s cannot be measured, and 0 is assumed.
         """
         longer_s = self.second_idle_s - self.idle_s
         if math.isnan(longer_s) or longer_s <= _NOTICED * self.build_s:
@@ -81,13 +80,13 @@ class BuildCosts:
 
 
 def lock_s(held: float, batches_per_s: float, cpu_s: float) -> float:
-    """How long building a batch holds Python's lock.
+    """Returns how long building a batch holds Python's lock.
 
     Args:
         held: Share of the time the lock was held while two threads built;
             NaN if unknown.
-        batches_per_s: What they built meanwhile.
-        cpu_s: Computing per batch; no build holds the lock for longer.
+        batches_per_s: The rate of these two threads.
+        cpu_s: CPU time per batch; a build holds the lock at most this long.
 
     Returns:
         Seconds; all of `cpu_s` where `held` is unknown.
@@ -98,7 +97,7 @@ def lock_s(held: float, batches_per_s: float, cpu_s: float) -> float:
 
 
 def limits(costs: BuildCosts, workers: int, cores: float) -> dict[str, float]:
-    """What each of the five limits allows, in batches per second."""
+    """Returns each of the five limits, in batches per second."""
     return {
         "workers": _rate(workers, costs.build_s),
         "cores": _rate(cores, costs.cpu_s + costs.take_s),
@@ -109,18 +108,18 @@ def limits(costs: BuildCosts, workers: int, cores: float) -> dict[str, float]:
 
 
 def expected(costs: BuildCosts, workers: int, cores: float) -> float:
-    """Batches per second that so many workers would build."""
+    """Returns the batches per second to expect of some workers."""
     return min(limits(costs, workers, cores).values())
 
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-    """Where to build batches, and why.
+    """The workers to use, and why.
 
     Attributes:
-        workers: How many workers.
-        use_multiprocessing: Whether they are processes.
-        reason: In a sentence or two.
+        workers: The number of workers.
+        use_multiprocessing: Whether the workers are processes.
+        reason: The reason, in a sentence or two.
     """
 
     workers: int
@@ -135,18 +134,18 @@ def advise(
     cores: float,
     held: float = math.nan,
 ) -> Advice:
-    """The least effort that is nearly as quick as anything would be.
+    """Advises the fewest workers that are nearly as quick as the best choice.
 
-    Threads are preferred to processes, and few workers to many. Inline, which
-    does nothing ahead of training, is advised only where handing a batch over
-    costs more than building it.
+    Threads are preferred to processes. Building inline, which does nothing
+    ahead of training, is advised only if handing a batch over costs more than
+    building it.
 
     Args:
-        inline_s: A build in the calling thread.
-        threads: What a batch costs with threads.
-        processes: The same with processes; `None` if there can be none.
+        inline_s: Time of a build in the calling thread.
+        threads: The costs with threads.
+        processes: The costs with processes; `None` if these are impossible.
         cores: Cores that this process may use.
-        held: Share of the time two threads held Python's lock, for the words.
+        held: Share of the time two threads held Python's lock; for the text.
     """
     kinds = {False: threads, True: processes}
     choices = [
@@ -175,7 +174,7 @@ def advise(
 
 
 def _useful(costs: BuildCosts, cores: float) -> int:
-    """Workers that keep all cores busy; more would only wait for one."""
+    """Returns how many workers keep all cores busy."""
     most = max(counts(cores))
     return max(1, round(min(most, _rate(cores, costs.computing))))
 
@@ -184,7 +183,7 @@ def _rate(count: float, seconds: float) -> float:
     return count / seconds if seconds > 0 else math.inf
 
 
-# -- the words ----------------------------------------------------------------
+# -- the text -----------------------------------------------------------------
 
 
 def _why_inline(inline_s: float, best: float) -> str:
@@ -224,7 +223,7 @@ def _in_turn(held: float) -> str:
 
 
 def _why_no_more(costs: BuildCosts, workers: int, cores: float) -> str:
-    """What a worker more would run into."""
+    """Says what limits the rate of more workers."""
     if workers >= _useful(costs, cores) and costs.computing >= _WAITS:
         return f"More workers would wait for a core; {_there_are(cores)}."
     allowed = limits(costs, 2 * workers, cores)

@@ -1,4 +1,4 @@
-"""All that is known about one `fit`: what reports and plots are made from."""
+"""`Record`: the measurements of one `fit`, for reports and plots."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from keras_fastdata.metrics.recorder import Skipped, Slow, Span
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """One `fit`, `evaluate` or `predict`.
+    """The measurements of one `fit`, `evaluate` or `predict`.
 
     Attributes:
         dataset: Class name of the dataset; empty if none was seen.
-        settings: Its constructor arguments, in effect.
+        settings: The dataset's constructor arguments, as they took effect.
         backend: Keras's backend.
-        began: When it began.
-        began_s: The same by `time.monotonic`.
-        ended_s: When it ended.
-        summary: The figures.
+        began: The date and time of the beginning.
+        began_s: The beginning, by `time.monotonic`.
+        ended_s: The end, by `time.monotonic`.
+        summary: The figures of all epochs.
         spans: The latest batches, in the order of their delivery, of shape
             `(n, len(Span._fields))`.
-        steps: The latest steps, likewise.
-        lost: The latest workers that were lost.
-        pids: The worker processes at the end, by index.
-        skipped: Batches that were left out.
-        slowest: Those of the last epoch that took longest to build.
+        steps: The latest steps, in order.
+        lost: The latest losses of workers.
+        pids: The process ids of the workers at the end, by index.
+        skipped: The batches that were left out.
+        slowest: The batches of the last epoch that took longest to build.
     """
 
     dataset: str
@@ -51,7 +51,7 @@ class Record:
     slowest: tuple[Slow, ...]
 
     def column(self, name: str) -> npt.NDArray[np.float64]:
-        """One field of all spans: an array of shape `(n,)`."""
+        """Returns one field of all spans: an array of shape `(n,)`."""
         column: npt.NDArray[np.float64] = self.spans[:, _COLUMNS[name]]
         return column
 

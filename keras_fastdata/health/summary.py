@@ -1,4 +1,4 @@
-"""What `LoaderHealth.summary()` returns, and its table."""
+"""`HealthSummary`: the result of `LoaderHealth.summary()`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from keras_fastdata.health.verdict import Verdict
 from keras_fastdata.metrics import formatting
 from keras_fastdata.metrics.pool_stats import PoolStats, TuningDecision
 
-_MOST_ROWS = 12  # of a table; then the first and the last epochs
+_MOST_ROWS = 12  # of a table; of more epochs, the first and the last
 _COLUMNS = (
     "epoch",
     "wall",
@@ -26,32 +26,34 @@ _COLUMNS = (
 
 @dataclasses.dataclass(frozen=True)
 class EpochHealth:
-    """One epoch of training, or one evaluation or prediction.
+    """The figures of an epoch of training, an evaluation or a prediction.
 
     Attributes:
         phase: "train", "validation", "evaluate" or "predict".
-        epoch: As Keras counts, from 0.
-        batches: Batches that were delivered.
-        verdict: Why it took longer than its steps.
+        epoch: Keras's number of the epoch, from 0.
+        batches: The number of delivered batches.
+        verdict: Why the epoch took longer than its steps.
         data_wait: The share of `wall_s` that free data would have saved.
-        wall_s: Seconds it took; without validation, and without steps that
-            compiled.
-        free_s: What it would have taken with free data.
-        step_s: What one step needs by itself; NaN where it was not measured.
+        wall_s: Duration in seconds, without validation, and without steps
+            that compiled.
+        free_s: The duration to expect with free data.
+        step_s: The time that one step needs by itself; NaN if unknown.
         build_s_p50: Median time of `__getitem__`, in seconds.
-        build_s_p95: What 95% of its calls did not exceed.
-        wait_s_p95: What 95% of the waits for a batch did not exceed.
-        queue_depth_mean: Batches that were ready when one was asked for.
+        build_s_p95: The time that 95% of the calls did not exceed.
+        wait_s_p95: The time that 95% of the waits for a batch did not exceed.
+        queue_depth_mean: How many batches were ready when one was requested,
+            on average.
         worker_utilization: The share of the time that workers built batches.
-        nbytes: Of the arrays of all batches.
-        restarts: Workers that died or were replaced.
+        nbytes: Bytes of the arrays of all batches.
+        restarts: How many workers died or were replaced.
         skipped: Batches left out by `on_error="skip"`.
-        retried: Batches that were built again, after a worker was lost.
+        retried: Batches that were built again after a worker was lost.
         cores: Cores that this process may use.
-        busy_cores: How many of them were busy; `None` if unknown.
-        workers_nbytes: Memory of the worker processes (PSS, which counts
-            what they share once); `None` if it was not looked at.
-        shared_nbytes: Shared memory for batches.
+        busy_cores: How many of these were busy, on average; `None` if
+            unknown.
+        workers_nbytes: Memory of the worker processes (PSS, which divides
+            shared memory among them); `None` if it was not measured.
+        shared_nbytes: Bytes of shared memory for batches.
     """
 
     phase: str
@@ -83,7 +85,7 @@ class EpochHealth:
 
     @property
     def name(self) -> str:
-        """Such as "epoch 3", counted from 1 as in the progress bar."""
+        """A name such as "epoch 3", counted from 1 as Keras displays it."""
         if self.phase in ("train", "validation"):
             what = "epoch" if self.phase == "train" else "validation"
             return f"{what} {self.epoch + 1}"
@@ -92,19 +94,19 @@ class EpochHealth:
 
 @dataclasses.dataclass(frozen=True)
 class HealthSummary:
-    """What one `fit`, `evaluate` or `predict` did with its data.
+    """The figures of one `fit`, `evaluate` or `predict`.
 
     Attributes:
-        verdict: That of the epochs that lost most time; `None` where no
-            batch of a `FastPyDataset` was delivered.
+        verdict: The verdict that cost most time; `None` if no batch of a
+            `FastPyDataset` was delivered.
         data_wait: The share of `wall_s` that free data would have saved.
-        wall_s: Seconds of all epochs.
-        epochs: Each of them, without validation.
+        wall_s: Duration of all epochs, in seconds.
+        epochs: The epochs, without validations.
         validations: The validations of a `fit`.
-        decisions: What `workers="auto"` decided, and why; of a `fit`, for
-            the training data.
-        shard: Which batches of the training data were this process's; empty
-            if all were.
+        decisions: The decisions of `workers="auto"`; in a `fit`, for the
+            training data.
+        shard: The shard of the training data that this process used, in
+            words; empty without a shard.
     """
 
     verdict: Verdict | None
@@ -117,12 +119,12 @@ class HealthSummary:
 
     @property
     def free_s(self) -> float:
-        """Seconds that all epochs would have taken with free data."""
+        """The duration of all epochs to expect with free data, in seconds."""
         return self.wall_s * (1.0 - self.data_wait)
 
     @property
     def phases(self) -> list[EpochHealth]:
-        """The epochs, each followed by its validation."""
+        """Epochs, each followed by its validation."""
         phases = [*self.epochs, *self.validations]
         return sorted(phases, key=lambda phase: phase.epoch)
 
@@ -145,7 +147,7 @@ def summarize(
     validations: list[EpochHealth],
     pool_stats: PoolStats | None = None,
 ) -> HealthSummary:
-    """One summary over epochs."""
+    """Returns the summary of some epochs."""
     wall_s = sum(e.wall_s for e in epochs)
     free_s = sum(e.wall_s * (1 - e.data_wait) for e in epochs)
     return HealthSummary(
@@ -160,7 +162,7 @@ def summarize(
 
 
 def _primary(epochs: list[EpochHealth]) -> Verdict | None:
-    """The verdict of the kind that cost most time, in its worst epoch."""
+    """Returns the worst verdict of the kind that cost most time."""
     lost: dict[str, float] = {}
     for epoch in epochs:
         kind = epoch.verdict.kind
@@ -176,7 +178,7 @@ def _primary(epochs: list[EpochHealth]) -> Verdict | None:
 def abridged(
     phases: Sequence[EpochHealth],
 ) -> list[EpochHealth | None]:
-    """The first and the last of many, with `None` for those in between."""
+    """Returns the first and the last epochs, with `None` in between."""
     if len(phases) <= _MOST_ROWS:
         return list(phases)
     half = _MOST_ROWS // 2
@@ -184,7 +186,7 @@ def abridged(
 
 
 def _table(epochs: Sequence[EpochHealth]) -> str:
-    """A plain table, at most 80 columns wide."""
+    """Returns a plain table, at most 80 columns wide."""
     rest = ("",) * (len(_COLUMNS) - 1)
     rows = [_COLUMNS] + [
         ("...", *rest) if epoch is None else _row(epoch)

@@ -1,8 +1,8 @@
-"""Why training waits for its data, and what to change: pure functions.
+"""Decides why training waits for data, and what to change: pure functions.
 
-`judge` looks at the sums of one epoch, and goes through the reasons in the
-order in which one hides another: what happens once or to a few batches first,
-then what every batch suffers from.
+`judge` looks at the sums of one epoch. One reason can hide another, so the
+order of the checks matters: first come reasons that concern a few batches,
+then reasons that concern every batch.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from keras_fastdata.health.step_clock import share_saved
 from keras_fastdata.metrics import formatting
 from keras_fastdata.metrics.recorder import Slow
 
-WORTH_A_CHANGE = 0.1  # of the wall time; below, free data would not be noticed
+WORTH_A_CHANGE = 0.1  # of the wall time; below, faster data hardly matters
 
 _MOST_OF = 0.5
-_UNSTABLE_WAIT = 0.3  # of what is lost: waits for batches built again
+_UNSTABLE_WAIT = 0.3  # of the lost time, spent on batches built again
 _UNSTABLE_RATE = 0.1  # restarts per batch
-_STRAGGLER = 4  # times the median of builds
+_STRAGGLER = 4  # times the median time of builds
 _FEW = 0.2  # of all batches
-_FULL = 0.1  # of the cores, and
-_FULL_CORES = 0.3  # as many cores free, are as good as none
-_GIL_HELD = 0.35  # of the time, and
-_ONE_CORE = 1.2  # all threads together compute no more than this
-_IDLE = 0.5  # of the time: workers on Ray that do not build so long
-_LITTLE = 0.05  # of what is lost: building that cannot be why
-_SOME = 0.2  # of a build: computing that full cores have no room for
-_LONGEST_QUEUE = 1000  # that is ever advised
+_FULL = 0.1  # of the cores: if fewer are free, or
+_FULL_CORES = 0.3  # fewer cores than this, the cores count as full
+_GIL_HELD = 0.35  # of the time, at least, in a GIL-bound epoch, and
+_ONE_CORE = 1.2  # cores, at most, on which all threads together compute
+_IDLE = 0.5  # of the time: Ray workers that build less mostly wait
+_LITTLE = 0.05  # of the lost time: less building cannot be the reason
+_SOME = 0.2  # of a build: more computing needs a free core
+_LONGEST_QUEUE = 1000  # batches, the longest queue that is advised
 
 
 class Kind(enum.StrEnum):
-    """The reasons there are.
+    """Why training waits.
 
     A member is equal to its name: `verdict.kind == "io_bound"`.
     """
@@ -46,7 +46,7 @@ class Kind(enum.StrEnum):
     TRANSFER_BOUND = "transfer_bound"  # moving a batch outweighs building it
     STRAGGLERS = "stragglers"  # a few batches take far longer than the rest
     LATE_START = "late_start"  # the epoch's first batch is late
-    TOO_FEW_BATCHES = "too_few_batches"  # for so many workers
+    TOO_FEW_BATCHES = "too_few_batches"  # for the number of workers
     UNSTABLE_WORKERS = "unstable_workers"  # they die, or are replaced
 
 
@@ -56,8 +56,8 @@ class Verdict:
 
     Attributes:
         kind: The reason; equal to a string such as `"io_bound"`.
-        evidence: The figures that speak for it, in a sentence.
-        advice: What to change, and what it may bring.
+        evidence: The figures that support the verdict, in a sentence.
+        advice: What to change, and the gain to hope for.
         ceiling_speedup: How many times faster training would be with free
             data, at least 1.
     """
@@ -73,30 +73,33 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What was measured in one epoch. Durations are in seconds.
+    """The measurements of one epoch. Durations are in seconds.
 
     Attributes:
         workers_are: "inline", "thread", "process" or "ray".
-        workers: How many; 0 for inline.
-        max_queue_size: Batches that may wait to be delivered.
-        batches: How many were delivered.
-        nbytes: Of their arrays.
+        workers: The number of workers; 0 for inline.
+        max_queue_size: How many batches may wait to be delivered.
+        batches: The number of delivered batches.
+        nbytes: Bytes of their arrays.
         wall_s: Wall time of the epoch.
-        free_s: What it would have been with free data.
-        build_s, cpu_s, delay_s, store_s, open_s, wait_s: Sums over batches:
-            of building, CPU time and waiting for a core meanwhile, storing
-            in shared memory, making arrays of that, waiting in `fit`.
+        free_s: The wall time to expect with free data.
+        build_s: Time of all builds.
+        cpu_s: CPU time of all builds.
+        delay_s: Time in which builds waited for a core.
+        store_s: Time of storing batches in shared memory.
+        open_s: Time of making arrays over shared memory.
+        wait_s: Time in which `fit` waited for batches.
         build_s_p50: Median time of a build.
         first_wait_s: The wait for the first batch.
         hook_s: Time in the dataset's `on_epoch_begin` and `on_epoch_end`.
-        retried: Batches that were built again, after a worker was lost.
-        retried_wait_s: The waits for those.
-        restarts: Workers that were lost.
+        retried: Batches that were built again after a worker was lost.
+        retried_wait_s: Time in which `fit` waited for these.
+        restarts: How many workers were lost.
         slowest: The batches that took longest.
         cores: Cores that this process may use; with Ray, the cluster's.
-        busy_cores: How many of them were busy, on average; `None` if unknown.
-        gil_held: Share of the time that a thread that wants the GIL has to
-            wait for it; NaN if unknown.
+        busy_cores: How many of these were busy, on average; `None` if unknown.
+        gil_held: The share of probes that had to wait for the GIL; NaN if
+            unknown.
         memory: A sentence on the memory that is left; may be empty.
     """
 
@@ -127,9 +130,9 @@ class Facts:
 
     @property
     def lost_s(self) -> float:
-        """What free data would save.
+        """The time that free data would save.
 
-        More than the waits, where builds slow down the steps beside them.
+        It exceeds the waits if builds slow down the steps beside them.
         """
         return max(0.0, self.wall_s - self.free_s)
 
@@ -145,31 +148,31 @@ class Facts:
 
     @property
     def computing(self) -> float:
-        """The share of build time that is computing, or ready to."""
+        """The share of build time spent computing, or waiting for a core."""
         busy_s = self.cpu_s + self.delay_s
         return min(1.0, busy_s / max(self.build_s + self.store_s, 1e-9))
 
     @property
     def free_cores(self) -> float:
-        """Cores that were idle, on average; all of them, where unknown."""
+        """Cores that were idle, on average; all cores if unknown."""
         return self.cores - (self.busy_cores or 0.0)
 
     @property
     def room(self) -> float:
-        """Cores that builds may have: what they use, and what is free."""
+        """Cores available to builds: those they use, and those free."""
         used = self.cpu_s / max(self.wall_s, 1e-9)
         return self.free_cores + min(used, self.cores)
 
     @property
     def cores_are_full(self) -> bool:
-        """Whether one more worker would have no core to run on."""
+        """Whether there is no free core for one more worker."""
         return self.busy_cores is not None and (
             self.free_cores < max(_FULL_CORES, _FULL * self.cores)
         )
 
     @property
     def stragglers(self) -> list[Slow]:
-        """The batches that took far longer than others, longest first."""
+        """The batches that took far longer than usual, longest first."""
         if not self.build_s_p50:
             return []
         limit_s = _STRAGGLER * self.build_s_p50
@@ -177,7 +180,7 @@ class Facts:
 
 
 def judge(facts: Facts) -> Verdict:
-    """The primary reason why an epoch took longer than its steps."""
+    """Returns the main reason why an epoch took longer than its steps."""
     kind = _kind_of(facts)
     evidence, advice = _REASONS[kind](facts)
     if kind is not Kind.COMPUTE_BOUND:
@@ -229,7 +232,7 @@ def _is_unstable(facts: Facts) -> bool:
 
 def _is_transfer_bound(facts: Facts) -> bool:
     if facts.workers_are == "ray":
-        # Nobody times what Ray does: what is not building, is that.
+        # Ray's transfers are not measured: all time without builds counts.
         return facts.build_s < _IDLE * facts.workers * facts.wall_s
     moving_s = facts.store_s + facts.open_s
     apart = facts.workers_are == "process" and moving_s > facts.build_s
@@ -237,7 +240,7 @@ def _is_transfer_bound(facts: Facts) -> bool:
 
 
 def _are_at_hand(facts: Facts) -> bool:
-    """Whether hardly anything is built: batches come from a cache."""
+    """Whether almost nothing is built: batches come from a cache."""
     return facts.build_s + facts.store_s < _LITTLE * facts.lost_s
 
 
@@ -250,7 +253,7 @@ def _is_gil_bound(facts: Facts) -> bool:
     )
 
 
-# -- the words ----------------------------------------------------------------
+# -- the text -----------------------------------------------------------------
 
 
 def _compute_bound(facts: Facts) -> tuple[str, str]:
@@ -463,7 +466,7 @@ _REASONS = {
 
 
 def _more_processes(facts: Facts) -> str:
-    """So many that steps need not wait, as far as cores are free."""
+    """Advises enough processes for the steps, within the free cores."""
     builds_s = facts.cpu_s + facts.store_s
     wanted = math.ceil(builds_s / max(facts.free_s, 1e-9))
     scales = facts.workers_are in ("process", "ray") or (
@@ -482,19 +485,19 @@ def _more_processes(facts: Facts) -> str:
 
 
 def _of_use(facts: Facts, workers: int) -> int:
-    """So many, as far as an epoch has batches for them."""
+    """Limits a number of workers to fewer than the epoch's batches."""
     return min(workers, facts.batches - 1)
 
 
 def _longer_queue(facts: Facts, workers: int) -> str:
-    """A queue in which so many workers find something to do."""
+    """Advises a longer queue if some workers would be idle."""
     if workers <= facts.max_queue_size:
         return ""
     return f" Raise `max_queue_size` to {2 * workers} with it."
 
 
 def _gain(facts: Facts, building_s: float) -> str:
-    """What an epoch would take at best, were building as quick as that."""
+    """Says how long an epoch would take at best with quicker building."""
     hoped_s = max(facts.free_s, building_s, facts.build_s_p50)
     if hoped_s >= facts.wall_s:
         return "."

@@ -1,4 +1,4 @@
-"""Scales, bins and round marks: what figures need before they are drawn."""
+"""Computes scales, bins and round marks for figures."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-_WIDE = 10.0  # times the least value: then bins are of equal ratio
-LEAST_S = 1e-5  # what is shorter is counted, not drawn
-_PAUSE = 2  # bins without a value: then a curve is broken off
+_WIDE = 10.0  # times the lowest value: beyond, bins have equal ratios
+LEAST_S = 1e-5  # shorter durations are counted, not drawn
+_PAUSE = 2  # empty bins: a curve is interrupted there
 
 
 class Mark(NamedTuple):
-    """A place on an axis.
+    """A mark on an axis.
 
     Attributes:
-        place: From 0 (left, or bottom) to 1.
-        label: With its unit.
+        place: The position, from 0 (left, or bottom) to 1.
+        label: The text, with a unit.
     """
 
     place: float
@@ -29,14 +29,14 @@ class Mark(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Histogram:
-    """How often durations of which length were seen.
+    """Numbers of durations, in bins.
 
     Attributes:
         edges: Bounds of the bins in seconds: shape `(bins + 1,)`.
-        counts: Shape `(bins,)`.
-        is_log: Whether the bins are of equal ratio, not of equal width.
-        quantiles: The median, and what 95% do not exceed; in seconds.
-        at_once: How many were shorter than `LEAST_S`, and are in no bin.
+        counts: The number of durations in each bin: shape `(bins,)`.
+        is_log: Whether the bins have equal ratios instead of equal widths.
+        quantiles: The median and the 95% quantile, in seconds.
+        at_once: How many durations were below `LEAST_S`, and are in no bin.
     """
 
     edges: npt.NDArray[np.float64]
@@ -47,12 +47,12 @@ class Histogram:
 
     @property
     def lines(self) -> list[tuple[str, float]]:
-        """Names and values of the quantiles that lie where bins are."""
+        """Names and values of the quantiles that lie within the bins."""
         named = zip(("median", "p95"), self.quantiles, strict=True)
         return [(name, at) for name, at in named if at >= self.edges[0]]
 
     def place(self, seconds: float) -> float:
-        """Where a duration lies: from 0 to 1."""
+        """Returns the position of a duration on the axis, from 0 to 1."""
         low, high = float(self.edges[0]), float(self.edges[-1])
         value = max(seconds, LEAST_S)
         if self.is_log:
@@ -89,7 +89,7 @@ def histogram(
 
 
 def duration_marks(figure: Histogram, most: int = 5) -> list[Mark]:
-    """Round durations along a histogram."""
+    """Returns marks at round durations for a histogram."""
     low, high = float(figure.edges[0]), float(figure.edges[-1])
     values = _round_ratios(low, high, most) if figure.is_log else []
     if len(values) < 2:
@@ -104,7 +104,7 @@ def duration_marks(figure: Histogram, most: int = 5) -> list[Mark]:
 def time_marks(
     begin_s: float, end_s: float, origin_s: float, most: int = 8
 ) -> list[Mark]:
-    """Round moments, in seconds since an origin."""
+    """Returns marks at round moments, in seconds since an origin."""
     values = round_values(begin_s - origin_s, end_s - origin_s, most)
     step = values[1] - values[0] if len(values) > 1 else 1.0
     return [
@@ -117,7 +117,7 @@ def time_marks(
 
 
 def count_marks(most_value: float, most: int = 4) -> list[Mark]:
-    """Round whole numbers from 0."""
+    """Returns marks at round whole numbers from 0."""
     values = round_values(0.0, most_value, most)
     return [
         Mark(value / most_value, f"{value:,.0f}")
@@ -127,7 +127,7 @@ def count_marks(most_value: float, most: int = 4) -> list[Mark]:
 
 
 def round_values(low: float, high: float, most: int) -> list[float]:
-    """At most so many numbers that are 1, 2 or 5 times a power of ten apart."""
+    """Returns at most `most` numbers with a step of 1, 2 or 5 times 10**n."""
     if not high > low:
         return []
     step = 10.0 ** math.floor(math.log10((high - low) / most))
@@ -152,7 +152,7 @@ def _round_ratios(low: float, high: float, most: int) -> list[float]:
 
 
 def _exact(seconds: float, step: float, unit: float | None = None) -> str:
-    """A duration with as many digits as its distance to the next one has."""
+    """Formats a duration with as many digits as `step` needs."""
     factor, name = (1.0, "s") if (unit or seconds) >= 1 else (1e3, "ms")
     digits = max(0, -math.floor(math.log10(step * factor) + 1e-9))
     return f"{seconds * factor:,.{digits}f} {name}"
@@ -162,11 +162,11 @@ class Series(NamedTuple):
     """Values over time, in bins: arrays of shape `(n,)`.
 
     Attributes:
-        begin_s: When each bin begins.
-        end_s: When it ends.
-        mean: Of what lies in it.
-        least: The same, at least.
-        most: At most.
+        begin_s: The beginning of each bin.
+        end_s: The end of each bin.
+        mean: The mean of the values in each bin.
+        least: The lowest value in each bin.
+        most: The highest value in each bin.
     """
 
     begin_s: npt.NDArray[np.float64]
@@ -176,7 +176,7 @@ class Series(NamedTuple):
     most: npt.NDArray[np.float64]
 
     def parts(self) -> list[Series]:
-        """The same, cut where there were no values for a while."""
+        """Splits the series where there were no values for some bins."""
         pause = _PAUSE * (self.end_s - self.begin_s)[:-1]
         cuts = np.flatnonzero(np.diff(self.begin_s) > pause) + 1
         columns = [np.split(column, cuts) for column in self]
@@ -188,10 +188,10 @@ def series(
     values: npt.NDArray[np.float64],
     most_bins: int = 240,
 ) -> Series | None:
-    """Values in bins of equal time; bins without any are left out.
+    """Sorts values into bins of equal time; leaves out empty bins.
 
     Returns:
-        `None` if there are no values.
+        The series, or `None` if there are no values.
     """
     if not len(moments_s):
         return None

@@ -1,7 +1,7 @@
-"""A record's figures as shapes, for the report's template to write as SVG.
+"""Turns a record into shapes, which the report's template writes as SVG.
 
-All coordinates are plain numbers of a plane that the page stretches to its
-own width: `WIDTH` by the height of the figure, from the top left.
+Coordinates begin at the top left. The plane is `WIDTH` wide and as high as the
+figure; the page stretches it to its own width.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from keras_fastdata.health.report import axes, windows
 from keras_fastdata.metrics import formatting
 
 WIDTH = 1000
-HEIGHT = 100  # of charts; a timeline is as high as its rows
-_BINS = 240  # along the whole run, at most
+HEIGHT = 100  # of charts; the height of a timeline depends on its rows
+_BINS = 240  # over the whole run, at most
 _LEAST_BINS = 30
-_LEAST_WIDTH = 0.8  # of what is to be seen at all
+_LEAST_WIDTH = 0.8  # of a visible shape
 _QUANTILES = {"median": "median", "p95": "95% are within"}
 _GAP = 1.0  # between batches
 _LEAST_OPACITY = 0.35
@@ -32,13 +32,13 @@ class Box(NamedTuple):
     """A rectangle.
 
     Attributes:
-        what: Its class in the style sheet.
-        x: Its left side.
-        y: Its upper side.
-        width: To the right.
-        height: Downwards.
+        what: The class in the style sheet.
+        x: The left side.
+        y: The upper side.
+        width: The width.
+        height: The height.
         opacity: From 0 to 1.
-        title: What it stands for, in words.
+        title: The text that the page shows for it.
     """
 
     what: str
@@ -55,16 +55,16 @@ class Chart:
     """A figure with its axes.
 
     Attributes:
-        name: What it shows.
-        note: Figures of it, in words; may be empty.
-        height: Of its plane.
-        boxes: What it is made of.
-        lines: Curves: class and points, as SVG writes them.
-        x_marks: Along its width.
-        y_marks: Along its height.
-        rows: Where it has rows: their names, what they are, their heights.
-        uprights: Vertical lines: class and place from 0 to 1.
-        keys: What the classes stand for.
+        name: The title.
+        note: Its main numbers, as text; may be empty.
+        height: The height of its plane.
+        boxes: Its rectangles.
+        lines: Curves: class, and points in SVG's format.
+        x_marks: Marks along the width.
+        y_marks: Marks along the height.
+        rows: Rows of a timeline: name, description, height.
+        uprights: Vertical lines: class, and position from 0 to 1.
+        keys: The legend: class and meaning.
     """
 
     name: str
@@ -80,12 +80,12 @@ class Chart:
 
 
 def timelines(record: Record) -> list[Chart]:
-    """What training and each worker did, in a few stretches of the run."""
+    """Returns timelines of training and the workers, for parts of the run."""
     return [_timeline(record, stretch) for stretch in windows.windows(record)]
 
 
 def histogram(name: str, seconds: npt.NDArray[np.float64]) -> Chart | None:
-    """How long something took; `None` where it was never done."""
+    """Returns a histogram of durations; `None` without any."""
     figure = axes.histogram(seconds)
     if figure is None:
         return None
@@ -134,7 +134,7 @@ def histogram(name: str, seconds: npt.NDArray[np.float64]) -> Chart | None:
 
 
 def over_time(record: Record) -> list[Chart]:
-    """The share of waiting and the queue's depth, over the whole run."""
+    """Returns charts of the epochs, waiting and queue over the whole run."""
     moments = [m for step in record.steps for m in (step.began_s, step.ended_s)]
     asked = windows.asked_s(record)
     if len(asked):
@@ -185,7 +185,7 @@ def _timeline(record: Record, stretch: windows.Window) -> Chart:
             x = view.x(bar.begin_s)
             width = _rounded(view.x(bar.end_s) - x)
             if bar.what == "build":
-                width -= min(_GAP, width / 4)  # the next one follows at once
+                width -= min(_GAP, width / 4)  # separates it from the next
             boxes.append(
                 Box(
                     bar.what,
@@ -213,7 +213,7 @@ def _timeline(record: Record, stretch: windows.Window) -> Chart:
 
 
 def _heights(rows: int) -> list[int]:
-    """Of the row of training, and of those of workers."""
+    """Returns heights of rows: of training, and of the workers."""
     height = 22 if rows <= 9 else 15 if rows <= 18 else 11
     return [22, *[height] * (rows - 1)]
 
@@ -252,7 +252,7 @@ def _epochs(record: Record, view: _View) -> Chart:
 
 
 def _waiting(record: Record, view: _View) -> Chart:
-    """How the steps' time was divided, in bins of equal time."""
+    """Returns a chart of waiting and computing, in bins of equal time."""
     bins = min(_BINS, max(_LEAST_BINS, len(record.steps)))
     edges = np.linspace(view.begin_s, view.end_s, bins + 1)
     began = np.array([step.began_s for step in record.steps])
@@ -301,9 +301,9 @@ def _covered(
     begin: npt.NDArray[np.float64],
     end: npt.NDArray[np.float64],
 ) -> npt.NDArray[np.float64]:
-    """The seconds of each bin that lie in one of some stretches of time.
+    """Returns the seconds of each bin that some intervals cover.
 
-    The stretches are in order and do not overlap.
+    The intervals are in order and do not overlap.
     """
     moments = np.stack([begin, end], 1).ravel()
     so_far = np.repeat(np.cumsum(end - begin), 2)

@@ -1,4 +1,4 @@
-"""A record as a Matplotlib figure, without any global state of Matplotlib."""
+"""Draws a record with Matplotlib, without Matplotlib's global state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's, which colour-blind people tell apart.
+# The palette of Okabe and Ito, which colour-blind people can distinguish.
 _COLORS = {
     "compute": "#009e73",
     "wait": "#e69f00",
@@ -37,17 +37,17 @@ _PIXELS = 900  # of the timeline's width
 
 
 def plot(record: Record) -> Figure:
-    """Draws what was measured.
+    """Draws a record.
 
     Args:
-        record: What was measured.
+        record: The record.
 
     Returns:
-        A figure of four panels: what training and each worker did, in the
-        latest part of training in which single batches can be seen; how long
-        building a batch took, and how long it was waited for; and how many
-        batches were ready over the whole run. `figure.savefig(path)` writes
-        it.
+        A figure of four panels: a timeline of training and each worker, for a
+        late part of training in which single batches are visible; histograms
+        of the time to build a batch and of the wait for a batch; and the
+        number of ready batches over the whole run. `figure.savefig(path)`
+        writes it.
 
     Raises:
         ImportError: Matplotlib is not installed.
@@ -84,7 +84,7 @@ def _title(record: Record) -> str:
     return (
         f"{record.dataset}: {summary.verdict.kind}, "
         f"{formatting.share(summary.data_wait)} of the time waiting for data"
-    ).replace("$", r"\$")  # else Matplotlib takes it for mathematics
+    ).replace("$", r"\$")  # in Matplotlib, "$" begins a formula
 
 
 def _draw_timeline(panel: Axes, record: Record) -> None:
@@ -135,7 +135,7 @@ def _draw_timeline(panel: Axes, record: Record) -> None:
 
 
 def _drawn_s(bar: windows.Bar, pixel_s: float) -> float:
-    """The length of a bar; the next batch is to be seen as another."""
+    """Returns the length of a bar, with a gap to the next batch."""
     length_s = bar.end_s - bar.begin_s
     if bar.what == "build":
         return length_s - min(pixel_s, length_s / 4)

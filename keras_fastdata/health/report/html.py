@@ -1,8 +1,8 @@
-"""A record as one HTML page that needs nothing else.
+"""Renders a record as one self-contained HTML page.
 
-The page has its style and its figures in itself, runs no script, and may be
-opened from a disk, mailed, or kept beside a checkpoint. Whatever a user named,
-wrote or raised is escaped by the template engine.
+The page contains its style and figures and runs no script. It can be opened
+from a disk, mailed, or kept beside a checkpoint. The template engine escapes
+all names, texts and exceptions of the user.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from keras_fastdata.metrics.recorder import Span
 _MOST_SLOW = 12
 _MOST_TRACEBACKS = 50
 _MOST_RETRIED = 50
-_UNITS = "ms|s|min|h|B|KB|MB|GB|TB"  # stay on the line of their figure
-_WHO = {
+_UNITS = "ms|s|min|h|B|KB|MB|GB|TB"  # not separated from their number
+_PHASES = {
     "train": "Training",
     "evaluate": "The evaluation",
     "predict": "The prediction",
@@ -34,27 +34,27 @@ _WHO = {
 
 
 def write_report(record: Record, path: str | os.PathLike[str]) -> None:
-    """Writes a record as a page of HTML.
+    """Writes a record as an HTML page.
 
-    The page appears at once: it is written beside `path` and then renamed. A
-    file that is there already is replaced.
+    The page appears at once: it is written beside `path` and then renamed. An
+    existing file is replaced.
 
     Args:
-        record: What was measured.
-        path: The file to write; folders that are missing are made.
+        record: The record.
+        path: The file to write; missing folders are made.
 
     Raises:
         ImportError: Jinja2 is not installed.
         OSError: The file could not be written.
     """
-    # A traceback may hold halves of characters, as file names do.
+    # Tracebacks may hold surrogates, as file names do.
     page = _render(record).encode(errors="backslashreplace")
     with _atomic_write.replacing(path) as file:
         file.write(page)
 
 
 def require() -> None:
-    """Raises the ImportError that a report without Jinja2 would end in."""
+    """Raises `ImportError` unless Jinja2, which reports need, is installed."""
     try:
         import jinja2  # noqa: F401
     except ImportError as error:
@@ -87,7 +87,7 @@ def _render(record: Record) -> str:
 
 
 def _view(record: Record) -> dict[str, Any]:
-    """All that the template writes."""
+    """Returns all values that the template uses."""
     summary = record.summary
     phases = summary.phases
     builds = record.column("built_s") - record.column("began_s")
@@ -120,19 +120,19 @@ def _view(record: Record) -> dict[str, Any]:
 
 
 def _headline(record: Record) -> str:
-    """What happened, in a sentence."""
+    """Returns the result in a sentence."""
     summary = record.summary
     if not summary.epochs:
         if len(record.spans):
             return "No epoch has ended"
         return "No batch of a FastPyDataset was seen"
-    who = _WHO.get(summary.epochs[0].phase, "Training")
+    phase = _PHASES.get(summary.epochs[0].phase, "Training")
     wait = formatting.share(summary.data_wait)
-    return f"{who} lost {wait} of its time to data"
+    return f"{phase} lost {wait} of its time to data"
 
 
 def _speedup(summary: HealthSummary) -> str:
-    """How many times faster that is, such as "2.6 times"."""
+    """Returns how much faster free data would be, such as "2.6 times"."""
     times = summary.wall_s / max(summary.free_s, 1e-9)
     if times >= 100:
         return "over 100 times"
@@ -140,7 +140,7 @@ def _speedup(summary: HealthSummary) -> str:
 
 
 def _prose(text: str) -> list[tuple[bool, str]]:
-    """Pieces of a text, and whether each is code (between backquotes)."""
+    """Splits a text at backquotes; returns whether a piece is code, and it."""
     kept = re.sub(rf"(\d) (?=({_UNITS})\b)", "\\1\N{NO-BREAK SPACE}", text)
     pieces = kept.split("`")
     if len(pieces) % 2 == 0:
@@ -149,7 +149,7 @@ def _prose(text: str) -> list[tuple[bool, str]]:
 
 
 def _raised(traceback: str) -> str:
-    """The line that names the exception; notes may follow it."""
+    """Returns the line of a traceback that names the exception."""
     lines = traceback.rstrip().splitlines()
     frames = [i for i, line in enumerate(lines) if line.startswith("  ")]
     after = lines[frames[-1] + 1 :] if frames else lines
@@ -167,7 +167,7 @@ def _settings(record: Record) -> list[tuple[str, str]]:
 
 
 def _shown(name: str, value: Any) -> str:
-    # Variables may hold passwords, and reports are passed on.
+    # Variables may hold passwords, and reports are shared.
     if value and name in ("worker_env", "ray_options"):
         return f"{', '.join(sorted(value))} (values are not shown)"
     return repr(value)

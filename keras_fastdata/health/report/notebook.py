@@ -1,4 +1,4 @@
-"""A summary as a piece of HTML, for notebooks; needs no template engine."""
+"""Renders a summary as HTML for notebooks, without a template engine."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _FIRST_CELL = 'style="text-align:left;padding:.15em .8em .15em 0"'
 
 
 def summary_html(summary: HealthSummary) -> str:
-    """The verdict, and a table of the epochs.
+    """Returns the verdict and a table of the epochs as HTML.
 
     Args:
-        summary: The figures.
+        summary: The summary.
 
     Returns:
-        A `div` that follows the colours of the page it is put into.
+        A `div` that uses the colours of the page around it.
     """
     if summary.verdict is None:
         return "<div>LoaderHealth: no batch of a FastPyDataset was seen.</div>"

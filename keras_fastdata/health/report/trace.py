@@ -1,4 +1,4 @@
-"""A trace of every batch and step, for Perfetto and chrome://tracing.
+"""Writes a trace of all batches and steps for Perfetto and chrome://tracing.
 
     workers of Images   worker 0   | build | store |      | build | ...
                         worker 1        | build | store |
@@ -8,13 +8,12 @@
 An arrow goes from each build to the step that used its batch. The file is of
 Chrome's trace event format ("JSON Object Format"), in microseconds.
 
-Events are written as they come, one to a line, into a temporary file beside
-the path, which takes the path's place at `close`. What is kept are the lines
-not written yet, and the batches and steps whose arrow is not drawn yet; both
-are bounded. Where `close` never comes, the trace is finished when the writer
-is collected or the interpreter ends. Of a process that was killed the
-temporary file stays, with all epochs that had ended: appended `]}` makes it a
-trace.
+Events are written as they come, one per line, into a temporary file beside the
+path. `close` renames it to the path. Memory holds only lines that are not
+written yet, and batches and steps without their arrow; both are bounded.
+Without `close`, the trace is finished when the writer is garbage-collected or
+the interpreter ends. A killed process leaves the temporary file with all epochs
+that had ended; appending `]}` makes it a trace.
 """
 
 from __future__ import annotations
@@ -36,16 +35,16 @@ from keras_fastdata.health.step_clock import Step
 from keras_fastdata.metrics.pool_stats import WorkerLoss
 from keras_fastdata.metrics.recorder import Span
 
-_WORKERS = 1  # process ids in the trace, not those of the system
+_WORKERS = 1  # process ids of the trace, not of the system
 _TRAINING = 2
-_DATA = 0  # threads of the latter
+_DATA = 0  # threads of `_TRAINING`
 _STEPS = 1
-# A validation's workers may be those of another dataset.
+# Added to worker indices in a validation, which may have another dataset.
 _VALIDATION = 1 << 16
 _BUFFER_BYTES = 1 << 18
-_EARLY_STEPS = 4096  # held until a batch says when all began
-_ARROWS = 1 << 15  # batches, and steps, that wait for their counterpart
-_LEAST_US = 1e-3  # a nanosecond: what Perfetto resolves
+_EARLY_STEPS = 4096  # steps that are held until the first batch comes
+_ARROWS = 1 << 15  # batches, and steps, that wait for their arrow
+_LEAST_US = 1e-3  # a nanosecond, the resolution of Perfetto
 
 _log = logging.getLogger("keras_fastdata")
 
@@ -59,7 +58,7 @@ class _BuildSlice(NamedTuple):
 
 
 class _Took(NamedTuple):
-    """A step that waits for its batches."""
+    """A step that waits for its batches; times in microseconds."""
 
     number: int
     began_us: float
@@ -67,19 +66,18 @@ class _Took(NamedTuple):
 
 
 class TraceWriter:
-    """Writes what a `health.epoch_monitor.EpochMonitor` tells; a `Sink`.
+    """Writes the events of an `EpochMonitor`; implements its `Sink`.
 
-    The k-th batch that was delivered between `begin` and `end` was used by
-    the step of the greatest `number` that is not above k. A batch is without
-    an arrow where there is no such step, or more than 32,768 batches or steps
-    lie between the two being told.
+    The k-th batch delivered between `begin` and `end` belongs to the step with
+    the greatest `number` that is at most k. A batch has no arrow if there is
+    no such step, or if more than 32,768 batches or steps arrive in between.
 
-    A disk that is full, or gone, ends the trace and not the training: that is
-    logged once.
+    If the disk is full or missing, the trace ends and training goes on; this
+    is logged once.
 
     Args:
-        path: Where the trace will be; what is there is replaced at `close`.
-            If no file can be made in its folder, a warning is logged.
+        path: The file of the trace, which `close` replaces. If no file can be
+            made in its folder, a warning is logged.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -102,14 +100,14 @@ class TraceWriter:
             self._file.write(event)
 
     def begin(self, phase: str, epoch: int) -> None:
-        """An epoch of a phase begins."""
+        """Notes that an epoch of a phase begins."""
         self._forget()
         self._phase = phase
 
     def batches(self, spans: npt.NDArray[np.float64]) -> None:
-        """Batches were delivered: `(n, len(Span._fields))`.
+        """Writes delivered batches, of shape `(n, len(Span._fields))`.
 
-        Those that come outside of `begin` and `end` are without a step.
+        Batches that come outside of `begin` and `end` belong to no step.
         """
         if not len(spans):
             return
@@ -120,7 +118,7 @@ class TraceWriter:
         self._match()
 
     def step(self, step: Step) -> None:
-        """A step has ended."""
+        """Writes a step that has ended."""
         if self._origin_s is not None:
             self._write_step(step)
             self._match()
@@ -130,7 +128,7 @@ class TraceWriter:
             self._settle_origin()
 
     def end(self) -> None:
-        """The epoch has ended; all its batches and steps were told."""
+        """Notes that the epoch has ended, with all its batches and steps."""
         self._settle_origin()
         self._match(ended=True)
         self._forget()
@@ -143,12 +141,13 @@ class TraceWriter:
         dataset: str,
         losses: Iterable[WorkerLoss] = (),
     ) -> None:
-        """Completes the trace and puts it where it belongs. Idempotent.
+        """Completes the trace and renames it to its path. Idempotent.
 
         Args:
-            pids: Worker processes by index; empty for threads and inline.
-            dataset: Class name of the dataset that trains.
-            losses: Workers that were lost.
+            pids: Process ids of workers by index; empty for threads and
+                inline.
+            dataset: Class name of the training dataset.
+            losses: The losses of workers.
         """
         if not self._finalizer.alive:
             return
@@ -165,9 +164,10 @@ class TraceWriter:
     # -- times ---------------------------------------------------------------
 
     def _settle_origin(self, began_s: float = float("inf")) -> None:
-        """Decides when the trace begins, and writes what waited for that.
+        """Sets the time 0 of the trace, and writes the steps that waited.
 
-        A model is built from batches that were made before its first step.
+        It is the earliest build or step. The model is built from batches that
+        were made before its first step.
         """
         if self._origin_s is not None:
             return
@@ -199,7 +199,7 @@ class TraceWriter:
             "queue_depth": int(span.depth),
             "retries": int(span.retries),
         }
-        if not math.isnan(span.cpu_s):  # which a short build may come without
+        if not math.isnan(span.cpu_s):  # it is not read for every build
             arguments["cpu_ms"] = _ms(span.cpu_s)
             arguments["core_delay_ms"] = _ms(span.delay_s)
         self._file.write(
@@ -223,7 +223,7 @@ class TraceWriter:
             )
         )
         if self._phase:
-            # A moment within the slice, so that the arrow is bound to it.
+            # A moment within the slice: Perfetto binds the arrow to it.
             start_us = max(began_us, built_us - _LEAST_US)
             self._built.append(_BuildSlice(thread, start_us, delivered_us))
             if len(self._built) > _ARROWS:
@@ -275,12 +275,12 @@ class TraceWriter:
     def _forget(self) -> None:
         self._built: collections.deque[_BuildSlice] = collections.deque()
         self._took: collections.deque[_Took] = collections.deque()
-        self._first = 0  # the place of `_built[0]` among those delivered
+        self._first = 0  # number of `_built[0]` among the delivered batches
 
     def _match(self, ended: bool = False) -> None:
         """Draws the arrows of all batches whose step is known.
 
-        That needs the number of the step after it, or the end.
+        A batch's step is known once the next step, or the end, has come.
         """
         while self._took and self._built:
             took = self._took[0]
@@ -296,12 +296,12 @@ class TraceWriter:
                 self._first += 1
 
     def _draw(self, built: _BuildSlice, took: _Took) -> None:
-        # Within the step: where it begins, the one before ends.
+        # Within the step: at its very beginning, the step before ends.
         latest_us = max(took.began_us, took.ended_us - _LEAST_US)
         used_us = max(built.delivered_us, took.began_us + _LEAST_US)
         used_us = min(used_us, latest_us)
         if used_us < built.built_us:
-            return  # it cannot have been this step
+            return  # this step ended before the build
         self._arrows += 1
         flow = {"cat": "flow", "id": self._arrows}
         build_us = round(built.built_us, 3)
@@ -315,16 +315,16 @@ class TraceWriter:
 
 
 class _TraceFile:
-    """The file the events go to, one to a line.
+    """The file of the trace, with one event per line.
 
-    Not buffered by Python: a forked child would write the buffer too.
+    It is not buffered by Python: a forked child would write the buffer again.
     """
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._pid = os.getpid()
         self._lines: list[str] = []
-        self._waiting = 0  # bytes of them
+        self._waiting = 0  # bytes of `_lines`
         self._fd = -1
         try:
             self._temporary = _atomic_write.name_beside(path)
@@ -357,9 +357,9 @@ class _TraceFile:
             self._give_up(error)
 
     def finish(self, events: list[str]) -> None:
-        """Writes the last events and puts the file in its place."""
+        """Writes the last events and renames the file."""
         if self._pid != os.getpid():
-            return  # a forked child: the trace is its parent's
+            return  # a forked child; the parent writes the trace
         for event in events:
             self.write(event)
         self.flush()
@@ -376,7 +376,7 @@ class _TraceFile:
 
     def _give_up(self, error: OSError) -> None:
         _log.warning(
-            "The trace %s ends here: %s. What there is of it is in %s; "
+            "The trace %s ends here: %s. Its first part is in %s; "
             "append ']}' to read it.",
             self._path,
             error,

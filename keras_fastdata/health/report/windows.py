@@ -1,9 +1,9 @@
-"""Who did what when: a record's spans and steps as rows of bars.
+"""Turns a record's spans and steps into timelines: rows of bars.
 
-A row for the steps of training, and one for each worker. A fit has far more
-batches than a page has pixels; so a timeline shows a stretch of it, in which
-single batches can be seen, and what is narrower than a pixel is merged into
-bars that say which share of them is filled.
+There is a row for the steps of training, and one for each worker. A fit has
+far more batches than a page has pixels. A timeline therefore shows a window of
+it, in which single batches are visible. Bars narrower than a pixel are merged
+into a bar with the share of time that they fill.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from keras_fastdata.health.step_clock import Step
 from keras_fastdata.metrics import formatting
 from keras_fastdata.metrics.recorder import Span
 
-MOST_ROWS = 64  # of workers; more would not be told apart
-_FEW_STEPS = 60  # are shown all at once
-_STEPS = 40  # of a stretch, or so many that
-_BUILDS = 3.0  # times a build, as it usually is, fit in
+MOST_ROWS = 64  # of workers; more could not be distinguished
+_FEW_STEPS = 60  # a record with no more is shown as a whole
+_STEPS = 40  # in a window, or as many as
+_BUILDS = 3.0  # usual builds take, but at most
 _MOST_STEPS = 160
 
 
 class Bar(NamedTuple):
-    """What was done from one moment to another.
+    """An activity from one moment to another.
 
     Attributes:
-        what: "build", "copy" or "lost" of a worker; "compute" or "wait" of
+        what: "build", "copy" or "lost" for a worker; "compute" or "wait" for
             training.
-        begin_s: By `time.monotonic`.
-        end_s: Likewise.
-        share: Of that time, what it was done in; below 1 if merged.
-        title: The same in words.
+        begin_s: The beginning, by `time.monotonic`.
+        end_s: The end, by `time.monotonic`.
+        share: The share of that time that it fills; below 1 if merged.
+        title: A description.
     """
 
     what: str
@@ -48,12 +48,12 @@ class Bar(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What one worker, or training, did.
+    """The activities of one worker, or of training.
 
     Attributes:
-        name: Such as "worker 3".
-        title: More about it; may be empty.
-        bars: In the order of their beginning, each kind by itself.
+        name: A name such as "worker 3".
+        title: A description; may be empty.
+        bars: The bars, by kind, and of each kind in order.
     """
 
     name: str
@@ -65,9 +65,9 @@ class Window(NamedTuple):
     """A part of a fit. Moments are those of `time.monotonic`.
 
     Attributes:
-        name: Such as "the beginning".
-        begin_s: When it begins.
-        end_s: When it ends.
+        name: A name such as "the beginning".
+        begin_s: The beginning.
+        end_s: The end.
     """
 
     name: str
@@ -76,10 +76,11 @@ class Window(NamedTuple):
 
 
 def windows(record: Record) -> tuple[Window, ...]:
-    """The parts of a record that are worth a look; none if it is empty.
+    """Returns the windows of a record to show; none if it is empty.
 
-    All of it, where that is short; else the beginning, the longest wait after
-    that, and the middle of the last epoch, which shows what is usual.
+    A short record is shown as a whole. Of a longer one, the windows are the
+    beginning, the longest wait after it, and the middle of the last epoch,
+    which is typical.
     """
     phase = _main_phase(record)
     steps = [step for step in record.steps if step.phase == phase]
@@ -109,15 +110,15 @@ def windows(record: Record) -> tuple[Window, ...]:
 
 
 def rows(record: Record, stretch: Window, pixel_s: float) -> list[Row]:
-    """What training and each worker did in a stretch.
+    """Returns the rows of training and the workers in a window.
 
     Args:
-        record: What was measured.
-        stretch: The part of it to show.
-        pixel_s: Seconds in a pixel: shorter bars are merged.
+        record: The record.
+        stretch: The window to show.
+        pixel_s: Seconds per pixel; shorter bars are merged.
 
     Returns:
-        Training first, then at most `MOST_ROWS` workers by their index.
+        Training first, then at most `MOST_ROWS` workers by index.
     """
     bars = {"training": _of_steps(record, stretch)}
     titles = {"training": "the process that trains"}
@@ -146,7 +147,7 @@ def rows(record: Record, stretch: Window, pixel_s: float) -> list[Row]:
 
 
 def worker_names(record: Record) -> list[str]:
-    """What the workers are called, by index; also those that did nothing."""
+    """Returns the names of all workers, by index."""
     workers = int(record.settings.get("workers") or 0)
     seen = int(record.column("worker").max()) + 1 if len(record.spans) else 0
     if not workers and seen <= 1:
@@ -155,12 +156,12 @@ def worker_names(record: Record) -> list[str]:
 
 
 def has_queue(record: Record) -> bool:
-    """Whether batches are built ahead at all."""
+    """Whether batches are built ahead of training."""
     return record.settings.get("workers") != 0
 
 
 def epochs(record: Record) -> list[tuple[str, float, float]]:
-    """The epochs and validations that steps are known of: name, from, to."""
+    """Returns name, beginning and end of all epochs with known steps."""
     found: list[tuple[str, float, float]] = []
     before: Step | None = None
     for step in record.steps:
@@ -177,7 +178,7 @@ def epochs(record: Record) -> list[tuple[str, float, float]]:
 
 
 def asked_s(record: Record) -> npt.NDArray[np.float64]:
-    """When each batch was asked for."""
+    """Returns when each batch was requested by training."""
     asked: npt.NDArray[np.float64] = record.column(
         "delivered_s"
     ) - record.column("waited_s")
@@ -198,14 +199,14 @@ def _steps_in_view(record: Record, steps: list[Step]) -> int:
 
 
 def _earliest(steps: list[Step]) -> str:
-    """What the first steps are, of which earlier ones may be forgotten."""
+    """Names the first known steps; earlier ones may have been dropped."""
     return "the earliest kept" if steps[0].number else "the beginning"
 
 
 def _cut(
     name: str, steps: list[Step], first: int, anchor: int, count: int
 ) -> Window:
-    """Some steps, without those that a long validation lies before."""
+    """Returns a window of steps that no long break, as a validation, splits."""
     shown = steps[first : first + count]
     anchor -= first
     lengths = [step.ended_s - step.began_s for step in shown]
@@ -221,7 +222,7 @@ def _cut(
 
 
 def _first_s(record: Record, steps: list[Step]) -> float:
-    """When the first of these steps began, or a batch was built for it."""
+    """Returns when the first step, or the first build for it, began."""
     begin_s = steps[0].began_s
     if len(record.spans) and len(record.spans) == _batches(record):
         return min(begin_s, float(record.column("began_s").min()))
@@ -229,7 +230,7 @@ def _first_s(record: Record, steps: list[Step]) -> float:
 
 
 def _batches(record: Record) -> int:
-    """How many there ever were."""
+    """Returns how many batches were delivered in all epochs."""
     summary = record.summary
     return sum(e.batches for e in (*summary.epochs, *summary.validations))
 
@@ -314,7 +315,7 @@ def _of_workers(record: Record, stretch: Window) -> Iterator[tuple[int, Bar]]:
 
 
 def _back_s(record: Record, worker: int, lost_s: float) -> float:
-    """When a worker that was lost built again; its replacement did."""
+    """Returns when the replacement of a lost worker began to build."""
     began = record.column("began_s")
     later = began[(record.column("worker") == worker) & (began > lost_s)]
     return float(later.min()) if len(later) else record.ended_s
@@ -336,7 +337,7 @@ def _clip(bars: list[Bar], stretch: Window) -> list[Bar]:
 
 
 def _merge(bars: list[Bar], pixel_s: float, name: str) -> Iterator[Bar]:
-    """Joins bars that are narrower than a pixel with those beside them."""
+    """Joins bars that are narrower than a pixel with adjacent bars."""
     group: list[Bar] = []
     for bar in sorted(bars, key=lambda bar: bar.begin_s):
         if group and not (
