@@ -3,18 +3,19 @@ Title: ImageDataGenerator, accelerated
 Author: keras_fastdata contributors
 Date created: 2026/11/21
 Last modified: 2026/11/21
-Description: Old augmentation code in several processes, with one line changed.
+Description: Run old augmentation code in several processes; change one line.
 Accelerator: None
 """
 
 """
 ## Introduction
 
-Much code still augments with `ImageDataGenerator`, which Keras keeps for its
-sake. Its iterators are slow, and with Keras's worker processes each of them
-augments with the same random numbers. `accelerate` takes such an iterator, or
-any other `keras.utils.PyDataset`, as it is: batches are built by our workers,
-travel through shared memory, and have the same bytes for any number of them.
+Much code still augments with `ImageDataGenerator`, which Keras keeps for such
+code. Its iterators are slow, and Keras's worker processes all augment with the
+same random numbers. `accelerate` takes such an iterator, or any other
+`keras.utils.PyDataset`, unchanged. This package's workers build its batches,
+send them through shared memory, and produce the same bytes for any number of
+workers.
 """
 
 """
@@ -59,7 +60,7 @@ def write_images(folder, rng):
 
 
 def make_images(folder):
-    """Batches of augmented images, as one wrote them in 2017."""
+    """Makes batches of augmented images, as code of 2017 did."""
     augment = keras.src.legacy.preprocessing.image.ImageDataGenerator(
         rescale=1 / 255,
         rotation_range=20,
@@ -76,12 +77,12 @@ def make_images(folder):
 
 
 """
-## Train with it, and with one line more
+## Train without and with `accelerate`
 """
 
 
 def train(images):
-    """Trains a model; returns its accuracy in the last epoch, and the time."""
+    """Trains a model; returns the last epoch's accuracy, and the time."""
     keras.utils.set_random_seed(1)
     model = keras.Sequential(
         [

@@ -1,5 +1,5 @@
 """
-Title: Augmentation on the device, and bytes on the way there
+Title: Augment on the device, and send fewer bytes to it
 Author: keras_fastdata contributors
 Date created: 2026/11/21
 Last modified: 2026/11/21
@@ -10,21 +10,21 @@ Accelerator: GPU, if there is one
 """
 ## Introduction
 
-Workers are at their best with what only they can do: reading and decoding. An
-image that leaves them as uint8 is a quarter of one in float32, and flipping,
-brightening and rescaling it takes the device that trains next to no time. As
-layers of the model they run on every Keras backend, only while it trains, and
-they are saved with it.
+Reading and decoding is work for the workers. Augmentation can run on the device
+that trains: an image in uint8 has a quarter of the bytes of one in float32, and
+the device flips, brightens and rescales it in almost no time. Augmentation
+layers run on every Keras backend, only during training, and are saved with the
+model.
 
-Here a model learns which of two photographs a small cut-out is from. Once the
-workers augment, in NumPy, and once the model does.
+Here a model learns which of two photographs a small cut-out is from. It is
+trained twice: the workers augment in NumPy, or the model augments.
 """
 
 """
 ## Setup
 
-The photographs come with scikit-learn. Cut-outs from the left four fifths are
-for training, others from the right for validation.
+The photographs come with scikit-learn. Cut-outs from their left four fifths are
+for training, cut-outs from the right for validation.
 """
 
 import sys
@@ -47,8 +47,8 @@ border = photographs[0].shape[1] * 4 // 5
 ## Define the samples
 
 `get_sample` makes one sample; `SampleDataset` makes batches of them.
-`self.rng` is the sample's own generator: what it draws depends on the epoch
-and the sample, not on the worker or the batch.
+`self.rng` is the sample's own generator: its draws depend on the epoch and the
+sample, not on the worker or the batch.
 """
 
 
@@ -95,7 +95,7 @@ def cut_outs(augment):
 """
 ## Define the model
 
-With `augment`, its first layers do what the workers would have done.
+With `augment`, its first layers augment in place of the workers.
 """
 
 
@@ -129,8 +129,8 @@ def make_model(augment):
 """
 ## Train both ways
 
-Validation images come as uint8 in both cases, and are rescaled where that is
-not the model's business.
+Validation images are uint8 in both cases. They are rescaled here if the model
+does not do so.
 """
 
 validation = CutOuts(
@@ -165,8 +165,8 @@ for where in ("workers", "model"):
 """
 ## Look at the result
 
-How much the training as a whole gains depends on what it waited for; the bytes
-and the workers' time are saved in any case.
+The bytes and the workers' time are saved in any case. How much faster training
+becomes depends on what it was waiting for.
 """
 
 print(f"{'augmented in the':18}", *(f"{name:>16}" for name in results["model"]))

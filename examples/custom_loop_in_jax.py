@@ -10,12 +10,11 @@ Accelerator: GPU, if there is one
 """
 ## Introduction
 
-A dataset can be walked through without `fit`: `for batch in dataset` is one
-epoch, fed by the workers, whose batches are NumPy arrays. JAX dispatches
-steps: while the device computes one, the loop fetches the next batch.
+A dataset can be used without `fit`: `for batch in dataset` is one epoch. The
+workers build its batches, which are NumPy arrays. JAX dispatches steps: while
+the device computes one step, the loop fetches the next batch.
 
-The sounds here are made where they are needed, by the workers, and are other
-ones every epoch.
+The workers generate the sounds of this example. They are new in every epoch.
 """
 
 """
@@ -39,13 +38,13 @@ CLASSES = ("sine", "square", "noise")
 ## Define the dataset
 
 Batch `index` is a function of the seed, the epoch and `index`: `self.rng` is a
-generator for this very batch, whichever worker builds it. `self.empty` makes an
-array that lies where the batch travels.
+generator for this batch, whichever worker builds it. `self.empty` makes an
+array in the shared memory of the batch.
 """
 
 
 class Sounds(FastPyDataset):
-    """Waves of a random pitch and loudness, and what they are."""
+    """Waves of random pitch and loudness, with their class."""
 
     def __len__(self):
         return 60

@@ -10,10 +10,10 @@ Accelerator: GPU, if there is one
 """
 ## Introduction
 
-A dataset can be walked through without `fit`: `for batch in dataset` is one
-epoch, fed by the workers. Batches are NumPy arrays in shared memory, and
-`torch.from_numpy` makes tensors of them without a copy. A batch stays as it is
-for as long as you hold it.
+A dataset can be used without `fit`: `for batch in dataset` is one epoch, whose
+batches the workers build. Batches are NumPy arrays in shared memory, and
+`torch.from_numpy` makes tensors of them without a copy. A batch does not change
+as long as you keep it.
 """
 
 """
@@ -40,12 +40,12 @@ for_training = len(images) * 4 // 5
 """
 ## Define the samples
 
-Every digit is moved by a pixel to either side, another way in each epoch.
+Every digit moves by up to one pixel to the side, at random in each epoch.
 """
 
 
 class MovedDigits(SampleDataset):
-    """Digits, each moved at random."""
+    """Digits that are moved at random."""
 
     def __init__(self, images, labels, **kwargs):
         super().__init__(**kwargs)

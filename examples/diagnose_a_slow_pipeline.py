@@ -3,27 +3,27 @@ Title: Diagnose a slow input pipeline
 Author: keras_fastdata contributors
 Date created: 2026/11/20
 Last modified: 2026/11/20
-Description: Ask LoaderHealth why training waits, and change what it says.
+Description: Ask LoaderHealth why training waits, and follow its advice.
 Accelerator: None
 """
 
 """
 ## Introduction
 
-"Is my data the bottleneck, and what do I do about it?" `LoaderHealth` measures
-every batch and every training step, and answers after each epoch: why training
-waited, what to change, and what free data would bring at most.
+Is data the bottleneck, and what can be done about it? `LoaderHealth` measures
+every batch and every training step. After each epoch it says why training
+waited, what to change, and how much faster free data would make it at most.
 
-This example has a loader as they are found in the wild: it reads small files
-from a slow place, one after the other, in one thread. All figures are measured
-when it runs; expect others on another machine.
+The dataset of this example is of a common kind: it reads small files from slow
+storage, one after the other, in one thread. All figures are measured when the
+example runs; expect other figures on another machine.
 """
 
 """
 ## Setup
 
-A few hundred handwritten digits, each in a file of its own. The files are on a
-local disk; a pause per file stands for the network they would come over.
+The data are handwritten digits, each in a file of its own. The files are on a
+local disk; a pause per file simulates a network.
 """
 
 import tempfile
@@ -38,7 +38,7 @@ from keras_fastdata import FastPyDataset, LoaderHealth
 
 keras.utils.set_random_seed(0)
 
-ROUND_TRIP_S = 0.002  # per file, as over a network
+ROUND_TRIP_S = 0.002  # per file, as through a network
 BATCH_SIZE = 32
 
 folder = Path(tempfile.mkdtemp())
@@ -48,7 +48,7 @@ for number, digit in enumerate(digits):
     np.save(folder / f"{number}.npy", digit.astype("uint8").reshape(8, 8, 1))
 
 """
-## A slow loader
+## A slow dataset
 """
 
 
@@ -93,7 +93,7 @@ def make_model():
 """
 ## Why does training wait?
 
-One argument more in `fit`. The line after each epoch says how much of it was
+`fit` takes one more callback. The line after each epoch says how much of it was
 spent waiting; the last lines say why, and what to change.
 """
 
@@ -106,8 +106,8 @@ assert before.verdict.kind == "io_bound"
 
 """
 Builds wait for files, and waiting needs no core. So more threads help, on a
-machine of any size. We give it more than advised, for a rough figure may be
-exceeded where waiting costs nothing.
+machine of any size. More threads than advised do no harm here, because waiting
+costs nothing.
 
 ## The change
 
@@ -123,10 +123,10 @@ with Digits(workers=16, max_queue_size=32) as dataset:
 after = quick.summary()
 
 """
-## What it brought
+## The gain
 
-The honest ceiling was `1 / (1 - data_wait)`: no loader can make an epoch
-quicker than its steps.
+The gain is at most `1 / (1 - data_wait)`: no dataset can make an epoch quicker
+than its steps.
 """
 
 epoch_before, epoch_after = before.epochs[-1], after.epochs[-1]
@@ -140,5 +140,5 @@ for name, show in {
     print(f"{name:10}{show(epoch_before):>14}{show(epoch_after):>14}")
 print(
     f"{gain:.1f} times faster; at most "
-    f"{epoch_before.verdict.ceiling_speedup:.1f} times was foreseen."
+    f"{epoch_before.verdict.ceiling_speedup:.1f} times was predicted."
 )

@@ -11,9 +11,9 @@ Accelerator: None
 ## Introduction
 
 A `FastPyDataset` is used like a `keras.utils.PyDataset`: it has a length, and
-`dataset[i]` is batch `i`. What it adds is how the batches reach the model.
-Here two worker processes open the image files, augment them, and leave the
-batches in memory that they share with the training process.
+`dataset[i]` is batch `i`. It differs in how batches reach the model. Here two
+worker processes open the image files, augment them, and write the batches into
+memory that they share with the training process.
 
 The images are the 1,797 handwritten digits that come with scikit-learn, so
 nothing is downloaded. The example runs on any Keras backend, and it needs no
@@ -42,8 +42,8 @@ keras.utils.set_random_seed(42)
 """
 ## Write the images to files
 
-One folder for each class, one small grayscale PNG for each digit. scikit-learn
-has the gray levels from 0 to 16.
+There is a folder for each class, and a small grayscale PNG for each digit.
+scikit-learn has gray levels from 0 to 16.
 """
 
 folder = tempfile.TemporaryDirectory()
@@ -181,7 +181,7 @@ true = np.array([int(path.parent.name) for path in validation_paths])
 
 
 def draw(path):
-    """The image as lines of text: the brighter a pixel, the denser."""
+    """Returns the image as lines of text; bright pixels are dense letters."""
     with Image.open(path) as file:
         levels = np.asarray(file) // 26
     return ["".join(" .:-=+*#%@"[level] * 2 for level in row) for row in levels]
@@ -200,8 +200,8 @@ print(f"{np.sum(predicted != true)} of {len(true)} digits are misread.")
 print(f"Final validation accuracy: {accuracy:.2%}")
 
 """
-The workers end, and the files go, when the program does. In a notebook, which
-goes on, it is good to say so.
+The workers end, and the files are deleted, when the program ends. In a
+notebook, which goes on, do both yourself.
 """
 
 train_data.close()

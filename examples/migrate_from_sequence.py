@@ -10,20 +10,20 @@ Accelerator: None
 """
 ## Introduction
 
-`FastPyDataset` takes the place of `keras.utils.Sequence`, which Keras 3 also
-calls `keras.utils.PyDataset`. The methods stay as they are, and so do
-`workers`, `use_multiprocessing` and `max_queue_size`.
+`FastPyDataset` replaces `keras.utils.Sequence`, which Keras 3 also calls
+`keras.utils.PyDataset`. The methods do not change, nor do `workers`,
+`use_multiprocessing` and `max_queue_size`.
 
-This example has one dataset class in two versions. It prints how they differ,
-trains the same model on both, and prints how long that took. All figures are
-measured when it runs; expect others on another machine.
+This example has two versions of one dataset class. It prints their difference,
+trains the same model on both, and prints the times. All figures are measured
+when the example runs; expect other figures on another machine.
 """
 
 """
 ## Setup
 
-The data are the two photos that come with scikit-learn, one of a temple and one
-of a flower. The model learns to tell from which of them a crop was cut.
+The data are the two photos that come with scikit-learn: a temple and a flower.
+The model learns which of them a crop is from.
 """
 
 import difflib
@@ -66,7 +66,7 @@ def random_crop(photo):
 """
 ## The dataset, before and after
 
-Each version is written in a function of its own, with its import, so that both
+Each version is in a function of its own, with its import, so that both classes
 can have the same name in one file.
 """
 
@@ -112,7 +112,7 @@ def after():
 
 
 """
-This is the difference between the two, taken from the code above.
+The difference between the two is computed from the code above.
 """
 
 
@@ -129,12 +129,12 @@ for line in difflib.unified_diff(
 """
 ## Train on both
 
-The model is small, so that most of the work is in the dataset. A `fit` on two
-batches comes first, to compile the model; the clock runs around the whole of
-the second `fit`, with all that it starts.
+The model is small, so that most of the work is in the dataset. A first `fit` on
+two batches compiles the model. The time is that of the whole second `fit`,
+including the start of the workers.
 
-Keras's own `use_multiprocessing` forks the training process. Where Python or
-JAX warns about that, it is the run of the `Sequence` that it warns about.
+Keras's own `use_multiprocessing` forks the training process. If Python or JAX
+warns about that, the warning is about the run of the `Sequence`.
 """
 
 
@@ -180,7 +180,7 @@ for _ in range(2):
 """
 ## The result
 
-Of the two runs of each version, the faster one counts.
+The faster of the two runs of each version counts.
 """
 
 best = {name: min(seconds) for name, seconds in times.items()}

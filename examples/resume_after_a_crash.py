@@ -1,5 +1,5 @@
 """
-Title: Going on after a crash
+Title: Resume training after a crash
 Author: keras_fastdata contributors
 Date created: 2026/11/21
 Last modified: 2026/11/21
@@ -10,14 +10,14 @@ Accelerator: None
 """
 ## Introduction
 
-`keras.callbacks.BackupAndRestore` brings back weights, optimizer and epoch
-after a crash, but not the data: with `save_freq=N` the epoch begins anew, and
-some batches are trained on twice. `DatasetCheckpoint` beside it saves where the
-data stands. The rest of the epoch follows, with the bytes it would have had,
-also with another number of workers.
+`keras.callbacks.BackupAndRestore` restores weights, optimizer and epoch after a
+crash, but not the position in the data: with `save_freq=N` the epoch begins
+again, and some batches are trained on twice. `DatasetCheckpoint` also saves the
+position in the data. After a restart, the rest of the epoch follows with the
+same bytes as without the crash, also with another number of workers.
 
-This script trains twice, in processes of its own: undisturbed, and killed in
-the middle of an epoch and started again. Both come to the same weights.
+This script trains twice, in separate processes: once undisturbed, and once
+killed within an epoch and started again. Both runs end with the same weights.
 """
 
 """
@@ -41,12 +41,12 @@ SAVE_FREQ = 10  # batches
 """
 ## Define the dataset
 
-It draws and shuffles, as training data does. The seed makes a run repeatable.
+It draws random numbers and shuffles. The seed makes a run repeatable.
 """
 
 
 class Noisy(FastPyDataset):
-    """Samples of a line, with noise that is another one in every epoch."""
+    """Samples of a line, with new noise in every epoch."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -67,13 +67,13 @@ class Noisy(FastPyDataset):
 """
 ## Train
 
-The two callbacks save at the same moments, the one for the data behind that for
-the model. `dies_after` is what happens to the best of us.
+The two callbacks save at the same moments. `DatasetCheckpoint` comes after
+`BackupAndRestore` in the list. `dies_after` simulates a crash.
 """
 
 
 class Dies(keras.callbacks.Callback):
-    """Kills the process after so many batches."""
+    """Kills the process after a number of batches."""
 
     def __init__(self, after):
         super().__init__()
@@ -112,13 +112,13 @@ def train(folder, dies_after=0, **settings):
 """
 ## Undisturbed, and killed after 73 batches
 
-That is in the second epoch of 50. The second run of the two has four worker
-processes where the first built its batches inline.
+Batch 73 is in the second epoch of 50 batches. The first run builds its batches
+inline; the run after the crash has four worker processes.
 """
 
 
 def run(folder, dies_after, workers):
-    """Trains in a process of its own; returns its exit status."""
+    """Trains in a new process; returns its exit status."""
     arguments = [folder, str(dies_after), str(workers)]
     done = subprocess.run([sys.executable, __file__, *arguments], check=False)
     return done.returncode
@@ -149,8 +149,8 @@ else:
 """
 ## Conclusion
 
-The weights agree to the last digit. Hooks such as `on_epoch_end` are seeded:
-those of the epochs gone by are run again when the data is restored, and if the
-dataset is not what it was then, it is an error. For a loop of your own,
-`dataset.state_dict()` and `dataset.load_state_dict(state)` do the same.
+The weights agree to the last digit. Hooks such as `on_epoch_end` are seeded.
+Restoring a position runs the hooks of past epochs again; if the dataset then
+differs from what it was, an error is raised. In a loop of your own, use
+`dataset.state_dict()` and `dataset.load_state_dict(state)`.
 """

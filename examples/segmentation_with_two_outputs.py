@@ -3,20 +3,20 @@ Title: Segmentation with named inputs and two outputs
 Author: keras_fastdata contributors
 Date created: 2026/11/21
 Last modified: 2026/11/21
-Description: Batches that are nested dicts, put together from single samples.
+Description: Make batches that are nested dicts from single samples.
 Accelerator: GPU, if there is one
 """
 
 """
 ## Introduction
 
-Models with several inputs and outputs want batches that are dicts of arrays.
-`SampleDataset` makes them: `get_sample` returns one sample, in whatever nested
-structure the model wants, and each array of it is copied once, straight into
-the memory in which its batch travels.
+Models with several inputs and outputs need batches that are dicts of arrays.
+`SampleDataset` makes them: `get_sample` returns one sample, in the nested
+structure that the model needs. Each array is copied once, into the shared
+memory of the batch.
 
-Here a model finds a dark disc on a cut-out of a photograph, and tells which
-photograph that is. A second input says how dark the disc is.
+Here a model finds a dark disc on a cut-out of a photograph, and says which
+photograph it is. A second input gives the darkness of the disc.
 """
 
 """
@@ -40,8 +40,8 @@ photographs = load_sample_images().images
 """
 ## Define the samples
 
-What `self.rng` draws depends on the epoch and the sample: there are new discs
-every epoch, the same ones for any number of workers.
+The draws of `self.rng` depend on the epoch and the sample: each epoch has new
+discs, the same for any number of workers.
 """
 
 
@@ -116,7 +116,7 @@ def make_model():
 """
 ## Train, and look at the result
 
-IoU is how much of a disc and its mask together both of them cover.
+IoU is the area common to disc and mask, divided by the area of their union.
 """
 
 model = make_model()
@@ -128,7 +128,7 @@ with Discs(
 with Discs(photographs, 320, batch_size=64, seed=0, workers=0) as others:
     found = model.evaluate(others, return_dict=True, verbose=0)
 print(f"IoU of the masks: {found['mask_iou']:.2f}")
-print(f"photographs told apart: {found['photograph_accuracy']:.1%}")
+print(f"photographs recognized: {found['photograph_accuracy']:.1%}")
 
 if found["mask_iou"] < 0.4 or found["photograph_accuracy"] < 0.8:
-    sys.exit("Discs should be found, and photographs told apart.")
+    sys.exit("Discs should be found, and photographs recognized.")

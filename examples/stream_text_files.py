@@ -10,15 +10,14 @@ Accelerator: None
 """
 ## Introduction
 
-Logs, exports and crawls come as compressed text: nobody knows where line 7,000
-begins, so no worker can be asked for it. The natural reader is a generator;
-but a generator that is handed to several processes gives every line several
-times, and stock Keras does not notice.
+Logs, exports and crawls are often compressed text. The position of line 7,000
+is unknown, so a worker cannot read that line alone. A generator is the natural
+reader. But if several processes run the same generator, every line comes
+several times, and stock Keras does not notice.
 
-`GeneratorDataset` runs one generator in each worker, tells each which share of
-the files is its own, and has them take turns. Every line comes once, in an
-order that depends on the seed and on the number of shards alone; also when a
-worker dies halfway.
+`GeneratorDataset` runs one generator per shard in the workers, tells each its
+share of the files, and lets them take turns. Every line comes once, in an order
+that depends only on the seed and the number of shards, even if a worker dies.
 """
 
 """
@@ -52,7 +51,7 @@ for_training = len(pixels) * 4 // 5
 """
 ## Write the files
 
-Each line is a digit, moved a little, and what it is.
+Each line has the image of a digit, moved a little, and its label.
 """
 
 
@@ -77,8 +76,8 @@ def write_files(folder):
 """
 ## Define the generator
 
-It reads the files whose turn it is, in an order that is drawn anew for every
-epoch. `rng` is given to it because it has a parameter of that name.
+It reads its share of the files, in a new random order for every epoch. It
+receives `rng` because it has a parameter of that name.
 """
 
 
@@ -101,8 +100,8 @@ class Lines:
 """
 ## Train
 
-Nobody says how many batches an epoch has: it ends where the files do. The
-order is the generators' own, hence `shuffle=False`.
+The number of batches is not given: an epoch ends with the files. The generators
+decide the order, hence `shuffle=False`.
 """
 
 
@@ -141,7 +140,7 @@ def train(paths, **places):
 """
 ## Look at the result
 
-The batches are the same in both cases, to the byte; two processes read them
+The batches are the same in both cases, byte for byte; two processes read them
 in less time.
 """
 

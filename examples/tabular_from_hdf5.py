@@ -3,7 +3,7 @@ Title: Tables in HDF5, with class weights
 Author: keras_fastdata contributors
 Date created: 2026/11/21
 Last modified: 2026/11/21
-Description: Train on rows of an HDF5 file that is never loaded as a whole.
+Description: Train on rows of an HDF5 file without loading all of it.
 Accelerator: None
 """
 
@@ -11,20 +11,20 @@ Accelerator: None
 ## Introduction
 
 A table that is larger than memory lies in an HDF5 file. `ArrayDataset` takes
-the open datasets as they are: every worker opens the file for itself, and reads
-the rows of a batch in ascending order, as HDF5 likes it, whatever order they
-come in.
+the open HDF5 datasets. Every worker opens the file itself, and reads the rows
+of a batch in ascending order, which is fast in HDF5, whatever their order in
+the batch.
 
-The classes are of unequal size, so `fit` is given class weights. They are
-Keras's own business, as with any other dataset.
+The classes are of unequal size, so `fit` receives class weights, as with any
+other dataset.
 """
 
 """
 ## Setup
 
-The data are scikit-learn's wines: thirteen measurements of each, and which of
-three growers it is from. Each wine is written a hundred times with a little
-noise, and most of one grower's are left out.
+The data are scikit-learn's wines: thirteen measurements of each, and its
+grower, one of three. The table has each wine about a hundred times, with a
+little noise, but few wines of one grower.
 """
 
 import sys
@@ -44,7 +44,7 @@ keras.utils.set_random_seed(1)
 
 
 def write_table(path, rng):
-    """Writes measurements and growers, row by row at random."""
+    """Writes measurements and growers, in random order."""
     wines = load_wine()
     rare = wines.target == 2
     shares = np.where(rare, 0.05, 1.0)
@@ -64,7 +64,7 @@ whole batch, in the workers.
 
 
 class Standardize:
-    """Brings columns to mean 0 and deviation 1."""
+    """Scales columns to mean 0 and deviation 1."""
 
     def __init__(self, x):
         self.mean, self.deviation = x.mean(0), x.std(0)
@@ -104,8 +104,8 @@ def train(path, class_weight):
 """
 ## Look at the result
 
-With weights that are inverse to how many there are, the rare class is found
-more often.
+With weights that are inverse to the sizes of the classes, the rare class is
+found more often.
 """
 
 with tempfile.TemporaryDirectory() as folder:

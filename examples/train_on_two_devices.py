@@ -3,19 +3,21 @@ Title: One model on two devices
 Author: keras_fastdata contributors
 Date created: 2026/11/21
 Last modified: 2026/11/21
-Description: Data parallel training, fed by one dataset.
+Description: Data parallel training with one dataset.
 Accelerator: GPU, if there are two
 """
 
 """
 ## Introduction
 
-In data parallel training every device has a copy of the model and a part of
-each batch. With `keras.distribution` on one process, Keras splits the batches,
-and the dataset stays as it is: one set of workers feeds both devices. (With
-several processes, each takes its shard of the batches: `shard="auto"`.)
+In data parallel training every device has a copy of the model and gets a part
+of each batch. With `keras.distribution` in one process, Keras splits the
+batches, and the dataset does not change: the same workers build for both
+devices. (With several processes, each takes its shard of the batches:
+`shard="auto"`.)
 
-This runs on JAX. Where there are no two devices, two are made of the CPU.
+This example runs on JAX. If there are not two devices, JAX splits the CPU in
+two.
 """
 
 """
@@ -38,9 +40,9 @@ from keras_fastdata import ArrayDataset, LoaderHealth
 """
 ## Prepare the data
 
-`transform` runs in the workers, a batch at a time: here digits are moved by a
-pixel, another way in every epoch. Every batch must split evenly among the
-devices, so a short last one is dropped.
+`transform` runs in the workers, on one batch at a time. Here it moves digits by
+up to a pixel, at random in every epoch. Every batch must split evenly among the
+devices, so a smaller last one is dropped.
 """
 
 images, labels = load_digits(return_X_y=True)
@@ -105,10 +107,10 @@ alone, together = train(1), train(2)
 """
 ## The result
 
-The same batches in the same order: the losses agree, but for rounding.
+The batches and their order are the same, so the losses agree up to rounding.
 """
 
 apart = np.abs(np.subtract(alone, together)).max()
 print(f"The losses of the epochs differ by {apart:.1e} at most.")
 if apart > 0.01:
-    sys.exit("Two devices should come to the losses of one.")
+    sys.exit("Two devices should reach the losses of one.")

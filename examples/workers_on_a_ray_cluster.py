@@ -3,24 +3,24 @@ Title: Workers on a Ray cluster
 Author: keras_fastdata contributors
 Date created: 2026/11/21
 Last modified: 2026/11/21
-Description: Batches built by other machines, with one argument.
+Description: Build batches on other machines, with one argument.
 Accelerator: GPU, if there is one
 """
 
 """
 ## Introduction
 
-Where the cores beside the accelerator are not enough, workers can be Ray actors
-on other machines: `executor="ray"`. Order, seeds, tracebacks, restarts and
-`LoaderHealth` are those of local workers, and so is every byte.
+If the machine with the accelerator has too few cores, workers can be Ray actors
+on other machines: `executor="ray"`. Order, seeds, bytes, tracebacks, restarts
+and `LoaderHealth` are the same as with local workers.
 
-This script starts a Ray of its own on this machine. For a cluster, start it
+This script starts a Ray of its own on this machine. For a cluster, start Ray
 (`ray start --head` on one machine, `ray start --address=...` on others), run
-the script on one of its machines, and say where it is:
+the script on one of its machines, and pass the address:
 
     ray_options={"address": "10.0.0.1:6379"}
 
-Machines that lack the script's modules or packages are given them:
+Ray can send the script's modules and packages to machines that lack them:
 
     ray_options={
         "address": "10.0.0.1:6379",
@@ -46,9 +46,10 @@ SIZE = 64
 """
 ## Define the dataset
 
-Crops of two photographs, turned and mirrored: which one is it of? Batches are
-uint8, a quarter of the bytes of float32, as they go through a network; the
-model scales them. The photographs are in each machine's memory once.
+The model learns which of two photographs a crop is from. Crops are rotated at
+random. Batches are uint8, because they go through a network, and float32 would
+have four times the bytes; the model scales them. Each machine has the
+photographs in memory once.
 """
 
 
@@ -110,6 +111,6 @@ here = train(use_multiprocessing=True)
 
 print(f"accuracy: {on_ray['accuracy'][-1]:.1%}")
 if not np.allclose(on_ray["loss"], here["loss"], rtol=1e-5):
-    sys.exit("Workers on Ray should build the batches of local ones.")
+    sys.exit("Workers on Ray should build the same batches as local ones.")
 if on_ray["accuracy"][-1] < 0.8:
     sys.exit("An accuracy of 80% or more should be reached.")
