@@ -272,7 +272,7 @@ def context_for(dataset: Dataset, name: str) -> Context | None:
             f"A thread that {kind}.__getitem__ seems to have started asks "
             f"for `self.{name}`, while worker threads may be building "
             "several batches: the thread may belong to any of them. Ask for "
-            "it in `__getitem__` itself and pass it to the thread, or build "
+            "it in `__getitem__` itself and hand it to the thread, or build "
             "in processes (`use_multiprocessing=True`)."
         )
     building[0].is_lent = True
