@@ -101,7 +101,6 @@ def test_busy_cores_are_those_between_two_readings():
     assert cpu.busy_cores(before, before) is None
 
 
-@pytest.mark.alone
 def test_a_core_that_computes_is_seen():
     before = cpu.read()
     until = time.monotonic() + 0.5

@@ -11,8 +11,6 @@ import pytest
 from keras_fastdata.metrics.gil import GilProbe
 from keras_fastdata.metrics.recorder import Recorder
 
-pytestmark = pytest.mark.alone  # else the cores are full
-
 
 @pytest.fixture
 def probe():
@@ -45,16 +43,19 @@ def _share_while(probe, work, threads=2):
 
 
 @pytest.mark.long
+@pytest.mark.alone  # else the cores are full
 def test_python_code_holds_it(probe):
     assert _share_while(probe, lambda: sum(range(1000))) > 0.5
 
 
 @pytest.mark.long
+@pytest.mark.alone  # else the cores are full
 def test_sleeping_does_not(probe):
     assert _share_while(probe, lambda: time.sleep(0.001)) < 0.25
 
 
 @pytest.mark.long
+@pytest.mark.alone  # else the cores are full
 def test_code_that_lets_go_of_it_does_not(probe):
     megabytes = bytes(8 << 20)
     hashed = lambda: hashlib.sha256(megabytes).digest()  # noqa: E731

@@ -1,6 +1,8 @@
 """Ten situations, each a real `fit`, and the reason `LoaderHealth` names.
 
-They run alone: what other tests compute would be seen as cores that are full.
+They run alone, on a machine that does nothing else: what others compute would
+be seen as cores that are full. `test_loader_health.py` has such a `fit` with a
+simulated clock, and `test_verdict_function.py` has each reason.
 """
 
 from __future__ import annotations
@@ -23,7 +25,6 @@ from situations import (
 from keras_fastdata import LoaderHealth
 from keras_fastdata.health.verdict import Kind
 
-FULL = bool(os.environ.get("KERAS_FASTDATA_FULL"))
 PROCESS = {"workers": 1, "use_multiprocessing": True}
 PROCESSES = {"workers": 2, "use_multiprocessing": True}
 
@@ -92,18 +93,9 @@ def test_every_reason_has_its_situation():
     assert set(SITUATIONS) == set(Kind)
 
 
-# The others want a machine that does nothing else.
-QUICK = ("compute_bound", "io_bound", "too_few_batches")
-
-
-@pytest.mark.parametrize("attempt", range(5 if FULL else 1))
-@pytest.mark.parametrize(
-    "kind",
-    [
-        kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.long)
-        for kind in SITUATIONS
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("attempt", range(5))
+@pytest.mark.parametrize("kind", SITUATIONS)
 def test_the_reason_is_named(kind, attempt, two_cores, tmp_path):
     epoch = _health_of(SITUATIONS[kind], tmp_path)
     assert epoch.verdict.kind == kind, epoch
