@@ -12,17 +12,18 @@ from keras_fastdata import FastPyDataset
 
 
 class Waits(FastPyDataset):
-    """A batch waits for 6 ms; it is of `self.rng` and of its index."""
+    """A batch waits for a while; it is of `self.rng` and of its index."""
 
-    def __init__(self, length=60, **kwargs):
+    def __init__(self, length=60, pause_s=0.006, **kwargs):
         super().__init__(**kwargs)
         self.length = length
+        self.pause_s = pause_s
 
     def __len__(self):
         return self.length
 
     def __getitem__(self, index):
-        time.sleep(0.006)
+        time.sleep(self.pause_s)
         return self.draw(index), np.full((4, 1), index, "float32")
 
     def draw(self, index):

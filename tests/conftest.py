@@ -25,6 +25,8 @@ import numpy as np
 import psutil
 import pytest
 
+from keras_fastdata.workers.process import launchers
+
 _SETTLE_S = 5.0  # for what was asked to end to be gone
 _MOST_HOLDERS = 60  # that are told of
 _LARGE = 1 << 32  # bytes; only our arenas map as many
@@ -106,7 +108,29 @@ def _backend_is_warm():
     gc.freeze()
 
 
+@pytest.fixture(scope="module")
+def _held_forkservers():
+    held = []
+    yield held
+    for launcher in held:
+        launcher.close()
+
+
+@pytest.fixture
+def kept_forkserver(_held_forkservers):
+    """Has the tests of a module share a fork server, until one kills it."""
+    held = _held_forkservers
+    if held and held[-1]._forkserver._process.poll() is not None:
+        held.pop().close()
+    if not held:
+        held.append(launchers.ForkserverLauncher(None))
+
+
 def _children() -> set[int]:
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return set()  # no need to look through all processes
     return {child.pid for child in psutil.Process().children(recursive=True)}
 
 
@@ -183,13 +207,17 @@ def _new_since(before: dict[str, dict[object, object]]) -> dict[str, object]:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left_behind():
+def _nothing_is_left_behind(request):
     """Fails the test that leaves a child, thread, descriptor or segment."""
+    if "kept_forkserver" in request.fixturenames:
+        request.getfixturevalue("kept_forkserver")
     before = _present()
     yield
-    if _new_since(before):
-        # Not on the clock: it may be the first for hundreds of tests.
-        gc.collect()
+    # What a test has left in a cycle is young as a rule; to look at all there
+    # is takes as long as many tests.
+    for generation in (1, 2):
+        if _new_since(before):
+            gc.collect(generation)
     deadline = time.monotonic() + _SETTLE_S
     while left := _new_since(before):
         if time.monotonic() > deadline:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import importlib
 import json
 import os
@@ -204,6 +205,8 @@ def serve():
     for line in sys.stdin:
         task = json.loads(line)
         importlib.import_module(task["module"])
+        # Else the collections of the fork would copy all of Keras.
+        gc.freeze()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             pid = os.fork()

@@ -12,6 +12,9 @@ _BACKEND = os.environ.get("KERAS_BACKEND", "tensorflow")
 LONG_ELSEWHERE = () if _BACKEND == "tensorflow" else pytest.mark.long
 # Marks of what starts Python again and again: with JAX that takes half as long.
 LONG_BUT_ON_JAX = () if _BACKEND == "jax" else pytest.mark.long
+# The environment of a script that does not train: Keras without TensorFlow is
+# imported in a third of the time.
+NO_TRAINING = {"KERAS_BACKEND": "numpy"}
 PLACES = {
     "inline": {"workers": 0},
     "1 thread": {"workers": 1},
@@ -20,8 +23,8 @@ PLACES = {
     "2 processes": {"workers": 2, "use_multiprocessing": True},
     "4 processes": {"workers": 4, "use_multiprocessing": True},
 }
-# What these two find, the other four find as a rule.
-_IN_THE_FULL_RUN = ("1 process", "4 threads")
+# What these find, the others find as a rule.
+_IN_THE_FULL_RUN = ("1 process", "4 processes", "4 threads")
 everywhere = pytest.mark.parametrize(
     "place",
     [

@@ -3,8 +3,7 @@
     python shard_runs.py HOW RANK COUNT PORT
 
 prints, as JSON, the samples this process has trained on in each epoch, and the
-loss of each epoch. `alone` is what the others are compared with: one process,
-whose batches are those of a step of the others, one behind the other.
+loss of each epoch.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Numbered(FastPyDataset):
 
 
 class Steps(Numbered):
-    """The batches of two processes in one."""
+    """The batches that two processes have in a step, as one batch."""
 
     def __len__(self):
         return BATCHES // 2
@@ -77,17 +76,20 @@ def fit(dataset, seen):
             seen.note(batch[0])
         return standardize(adapter, batch)
 
-    FastPyDatasetAdapter._standardize_batch = noting
     model = model_of()
     model.compile(keras.optimizers.SGD(0.05), "mse")
-    with dataset:
-        history = model.fit(
-            dataset,
-            epochs=EPOCHS,
-            verbose=0,
-            shuffle=False,
-            callbacks=[Notes()],
-        )
+    FastPyDatasetAdapter._standardize_batch = noting
+    try:
+        with dataset:
+            history = model.fit(
+                dataset,
+                epochs=EPOCHS,
+                verbose=0,
+                shuffle=False,
+                callbacks=[Notes()],
+            )
+    finally:
+        FastPyDatasetAdapter._standardize_batch = standardize
     return history.history["loss"]
 
 
@@ -97,10 +99,6 @@ def model_of():
     return keras.Sequential(
         [keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="ones")]
     )
-
-
-def alone(rank, count, port, seen):
-    return fit(Steps(), seen)
 
 
 def jax_processes(rank, count, port, seen):

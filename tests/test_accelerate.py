@@ -138,7 +138,7 @@ def test_setting_one_of_them_sets_it_there():
 @pytest.mark.parametrize("processes", [False, True])
 def test_setting_what_its_class_declares_sets_it_there(kind, processes):
     inner = kind()
-    with accelerate(inner, 2, use_multiprocessing=processes) as dataset:
+    with accelerate(inner, 2, **(FORKED if processes else {})) as dataset:
         assert [int(x[0, 0]) for x, _ in dataset] == [0, 1, 2]
         dataset.level = 1
         assert inner.level == 1

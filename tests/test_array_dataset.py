@@ -16,6 +16,8 @@ from places import PLACES, everywhere, somewhere
 
 from keras_fastdata import ArrayDataset
 
+pytestmark = pytest.mark.usefixtures("kept_forkserver")
+
 ROWS = np.random.default_rng(0).normal(size=(50, 4)).astype("float32")
 LABELS = np.arange(50)
 

@@ -16,6 +16,7 @@ def _images(library, workers, **place):
     return [image.tobytes() for batch in epochs for image in batch]
 
 
+@pytest.mark.filterwarnings("ignore:.*fork")
 @pytest.mark.parametrize(
     "workers", [pytest.param(1, marks=pytest.mark.long), 2]
 )
@@ -26,4 +27,6 @@ def test_a_library_draws_alike_in_workers_and_never_twice(library, workers):
         pytest.skip("It is not installed.")
     inline = _images(library, 0)
     assert len(set(inline)) == len(inline) == 3 * 48
-    assert _images(library, workers, use_multiprocessing=True) == inline
+    # A fork has the library; a fresh worker would take seconds to import it.
+    forked = {"use_multiprocessing": True, "start_method": "fork"}
+    assert _images(library, workers, **forked) == inline

@@ -25,6 +25,11 @@ from keras_fastdata._dataset_internals import loader_of
 from keras_fastdata.engine.batch_iterator import iterate
 from keras_fastdata.engine.tuner import ExcludedError, WorkerConfigChoice
 
+AT_ONCE = {"pause_s": 0.0}  # where only the batches matter
+SOON = {"pause_s": 0.001}  # where the test says who builds them
+
+pytestmark = pytest.mark.usefixtures("kept_forkserver")
+
 
 def batches_of(dataset, epochs=3):
     with dataset:
@@ -67,14 +72,14 @@ def goes(monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_batches_are_those_of_a_fixed_number_of_workers(kind):
-    expected = batches_of(KINDS[kind](workers=0, seed=4))
+    expected = batches_of(KINDS[kind](workers=0, seed=4, **AT_ONCE))
     assert_same(batches_of(KINDS[kind](workers="auto", seed=4)), expected)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_batches_come_once_and_in_order_however_often_it_moves(goes, shuffle):
-    expected = batches_of(Waits(workers=0, seed=4, shuffle=shuffle))
+    expected = batches_of(Waits(workers=0, seed=4, shuffle=shuffle, **AT_ONCE))
     goes((0, False), (3, False), (2, True), (1, False), (4, True))
     dataset = Waits(workers="auto", seed=4, shuffle=shuffle)
     with dataset:
@@ -109,9 +114,9 @@ def test_a_draw_that_comes_late_ends_threads_and_its_batch_is_built_again(
     goes,
 ):
     goes((3, False), (0, False), after=1000)
-    with Draws(120, workers=0, seed=4, length=200) as dataset:
+    with Draws(120, workers=0, seed=4, length=200, **AT_ONCE) as dataset:
         expected = list(dataset)
-    with Draws(120, workers="auto", seed=4, length=200) as dataset:
+    with Draws(120, workers="auto", seed=4, length=200, **SOON) as dataset:
         batches = iter(dataset)
         found = list(itertools.islice(batches, 110))
         assert dataset.workers > 1
@@ -125,12 +130,12 @@ def test_a_draw_that_comes_late_ends_threads_and_its_batch_is_built_again(
 
 
 def test_draws_are_noticed_while_somebody_builds_inline(goes):
-    with Draws(15, workers=0, seed=4) as dataset:
+    with Draws(15, workers=0, seed=4, **AT_ONCE) as dataset:
         expected = list(dataset)
     goes((3, False), (0, False), after=1000)
     with (
-        Draws(15, workers="auto", seed=4) as dataset,
-        Waits(workers=0) as other,
+        Draws(15, workers="auto", seed=4, **SOON) as dataset,
+        Waits(workers=0, **SOON) as other,
     ):
         batches, others = iter(dataset), iter(other)
         found = [next(batches)]
@@ -141,9 +146,9 @@ def test_draws_are_noticed_while_somebody_builds_inline(goes):
 
 
 def test_a_draw_of_somebody_elses_does_not_end_threads(goes):
-    expected = batches_of(Waits(workers=0, seed=4))
+    expected = batches_of(Waits(workers=0, seed=4, **AT_ONCE))
     goes((3, False), (0, False), after=1000)
-    with Waits(workers="auto", seed=4) as dataset:
+    with Waits(workers="auto", seed=4, **SOON) as dataset:
         found = []
         for batch in itertools.chain(dataset, dataset, dataset):
             found.append(batch)
@@ -199,7 +204,7 @@ def test_an_interrupt_while_it_decides_does_no_harm(monkeypatch):
 def test_the_first_batches_may_be_such_that_draw_late(goes):
     # TensorFlow looks at batches 0 and 1 before their turn.
     goes((2, False), (0, False), after=30)
-    expected = batches_of(Draws(workers=0, seed=4, length=4))
+    expected = batches_of(Draws(workers=0, seed=4, length=4, **AT_ONCE))
     dataset = Draws(workers="auto", seed=4, length=4)
     with dataset:
         walk = iterate(loader_of(dataset), dataset, shuffle=False)

@@ -13,9 +13,11 @@ from places import FULL
 
 from keras_fastdata import FastPyDataset
 
-pytestmark = pytest.mark.backend
+pytestmark = [pytest.mark.backend, pytest.mark.usefixtures("kept_forkserver")]
 
 BACKEND = keras.backend.backend()
+# One worker, because it imports a backend for batches of its tensors.
+ONE_PROCESS = {"workers": 1, "use_multiprocessing": True}
 PLACES = {
     "inline": {"workers": 0},
     "thread": {"workers": 2},
@@ -23,7 +25,14 @@ PLACES = {
 }
 
 
-@pytest.fixture(params=PLACES)
+@pytest.fixture(
+    params=[
+        "inline",
+        # Threads hand over the arrays that they built, as an inline build does.
+        pytest.param("thread", marks=pytest.mark.long),
+        "process",
+    ]
+)
 def place(request):
     return PLACES[request.param]
 
@@ -173,7 +182,7 @@ if BACKEND == "tensorflow":
 
             return tf.fill((2, 2), float(index)), tf.constant([index])
 
-        with _dataset(make, PLACES["process"]) as dataset:
+        with _dataset(make, ONE_PROCESS) as dataset:
             for number, (x, y) in enumerate(dataset):
                 assert isinstance(x, np.ndarray)
                 assert (x == number).all()
@@ -195,6 +204,7 @@ if BACKEND == "tensorflow":
             loss = model.fit(dataset, verbose=0).history["loss"]
         assert np.isfinite(loss[0])
 
+    @pytest.mark.parametrize("place", [PLACES["inline"], ONE_PROCESS])
     def test_tf_sparse_and_ragged_arrive(place):
         def make(index):
             import tensorflow as tf
@@ -259,7 +269,7 @@ if BACKEND == "jax":
 
             return jnp.full((2, 2), index), jnp.array([index])
 
-        with _dataset(make, PLACES["process"]) as dataset:
+        with _dataset(make, ONE_PROCESS) as dataset:
             for number, (x, _) in enumerate(dataset):
                 assert isinstance(x, np.ndarray)
                 assert (x == number).all()
@@ -290,7 +300,7 @@ if BACKEND == "torch":
             half = torch.full((2, 2), index, dtype=torch.bfloat16)
             return torch.full((2, 2), index, requires_grad=False), half
 
-        with _dataset(make, PLACES["process"]) as dataset:
+        with _dataset(make, ONE_PROCESS) as dataset:
             for number, (x, half) in enumerate(dataset):
                 assert isinstance(x, np.ndarray)
                 assert (x == number).all()

@@ -53,6 +53,8 @@ from keras_fastdata.engine import cache as cache_files
 from keras_fastdata.engine.batch_iterator import iterate
 from keras_fastdata.engine.cache import DiskCache
 
+pytestmark = pytest.mark.usefixtures("kept_forkserver")
+
 KINDS = ["memory", "directory"]
 kinds = pytest.mark.parametrize("kind", KINDS)
 

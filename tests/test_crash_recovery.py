@@ -38,12 +38,14 @@ from crash_samples import (
     ending,
     kill,
 )
+from places import FULL
 
 from keras_fastdata import WorkerDiedError
 from keras_fastdata.workers.process import launchers
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`start_method='fork'`"),
+    pytest.mark.usefixtures("kept_forkserver"),
 ]
 
 PROCESSES = {"workers": 2, "use_multiprocessing": True, "seed": 7}
@@ -68,7 +70,9 @@ CELLS_INSIDE = [
         how,
         start_method,
         id=f"{moment}-{how}-{start_method}",
-        marks=LONG[start_method] if how != "sigkill" else (),
+        marks=()
+        if (moment, how) == ("building", "sigkill")
+        else LONG[start_method],
     )
     for moment in INSIDE
     for how in CAUSES
@@ -76,7 +80,13 @@ CELLS_INSIDE = [
     if start_method != "fork" or moment not in ("unpickled", "changed")
 ] + [
     # The fork server is what "forkserver" has.
-    pytest.param(moment, "forkserver", "forkserver", id=f"{moment}-forkserver")
+    pytest.param(
+        moment,
+        "forkserver",
+        "forkserver",
+        id=f"{moment}-forkserver",
+        marks=() if moment in ("starting", "building") else pytest.mark.long,
+    )
     for moment in INSIDE
 ]
 # sys.exit would end the thread that has waited for the word, not the process.
@@ -336,7 +346,7 @@ def test_a_forkserver_that_dies_before_it_reads_a_request_is_started_again(
 
 
 def test_the_death_of_a_forkserver_is_one_death(undisturbed, tmp_path):
-    for number in range(5):
+    for number in range(5 if FULL else 2):
         directory = tmp_path / str(number)
         directory.mkdir()
         dataset = Gated(

@@ -43,7 +43,7 @@ WHERE = {
 FRESH = {"worker_env": {"NURSERY": "fresh"}}
 BROKEN = 2  # the batch that cannot be built
 
-pytestmark = [pytest.mark.backend]
+pytestmark = pytest.mark.usefixtures("kept_forkserver")
 
 
 # -- exceptions of every make -------------------------------------------------
@@ -459,14 +459,6 @@ class Endless(Broken):
     num_batches = None
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _the_forkserver_stays():
-    """Saves the tests that need new workers the start of an interpreter."""
-    with Broken(None, at=None, **KINDS["process"]) as dataset:
-        walk(dataset)
-        yield
-
-
 @pytest.fixture(scope="module", params=KINDS)
 def kind(request):
     return request.param
@@ -652,11 +644,13 @@ OFTEN_SEEN = (
 )
 
 
+@pytest.mark.backend
 @pytest.mark.parametrize("name", OFTEN_SEEN)
 def test_an_exception_arrives_through_fit(raising, kind, model, name):
     assert_arrives_through_fit(raising, kind, model, name)
 
 
+@pytest.mark.backend
 @pytest.mark.parametrize("kind", ["process"], indirect=True)
 @pytest.mark.parametrize("name", sorted({*MATRIX} - {*OFTEN_SEEN}))
 def test_an_exception_of_any_make_arrives_through_fit(
@@ -695,11 +689,13 @@ def test_the_frames_of_a_cause_are_the_users(raising):
     assert frames(here.__cause__) == frames(there.__cause__)
 
 
+@pytest.mark.backend
 def test_no_frame_of_ours_stands_above_the_users(raising, run):
     raising.tell("two_arguments")
     assert not [f for f in files_of(caught(run, raising)) if is_ours(f)]
 
 
+@pytest.mark.backend
 def test_our_frames_are_there_where_keras_filters_nothing(raising, run):
     import keras
 
@@ -841,6 +837,7 @@ def test_an_argument_without_words_costs_that_argument(raising, kind):
     assert is_where(error, kind)
 
 
+@pytest.mark.backend
 def test_an_exception_that_cannot_be_reduced_shows_its_text(raising, run):
     """As itself, or as text; not as the death of a worker."""
     raising.tell("irreducible")
@@ -857,6 +854,7 @@ def test_an_exception_that_refuses_attributes_arrives(raising):
     assert (error.args, error.code) == (("a.png",), 3)
 
 
+@pytest.mark.backend
 def test_stop_iteration_does_not_end_the_epoch(raising, run):
     """As in a generator: an epoch cut short must not look complete."""
     raising.tell("stop_iteration")
@@ -867,6 +865,7 @@ def test_stop_iteration_does_not_end_the_epoch(raising, run):
     assert f"While building batch {BROKEN} of epoch" in shown(found.value)
 
 
+@pytest.mark.backend
 @pytest.mark.parametrize("cls", [KeyboardInterrupt, asyncio.CancelledError])
 def test_what_is_no_exception_arrives_as_itself(kind, run, cls):
     fail = functools.partial(_raise_it, cls)
@@ -883,6 +882,7 @@ def _raise_it(cls):
     raise cls("a.png")
 
 
+@pytest.mark.backend
 def test_what_sys_exit_says_is_not_lost(kind, run, capfd):
     with Broken(_exit, **KINDS[kind], **FRESH) as dataset:
         error = caught(run, dataset)
@@ -939,6 +939,7 @@ METHODS = {
 }
 
 
+@pytest.mark.backend
 @pytest.mark.parametrize("method", METHODS)
 def test_an_exception_arrives_from_every_method(raising, kind, model, method):
     assert_arrives_from(raising, kind, model, method, at=3)
@@ -946,6 +947,7 @@ def test_an_exception_arrives_from_every_method(raising, kind, model, method):
 
 # The first two are those that TensorFlow's signature and the probe of JAX and
 # PyTorch are made of.
+@pytest.mark.backend
 @pytest.mark.parametrize("kind", ["thread"], indirect=True)
 @pytest.mark.parametrize("at", [0, 1])
 @pytest.mark.parametrize("method", METHODS)
@@ -966,6 +968,7 @@ def assert_arrives_from(raising, kind, model, method, at):
     assert warned == []
 
 
+@pytest.mark.backend
 @pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
 def test_an_exception_arrives_from_a_dataset_without_an_end(
     kind, model, method
@@ -999,12 +1002,14 @@ def own_warnings():
     ]
 
 
+@pytest.mark.backend
 def test_keras_still_warns_of_a_dataset_that_runs_out_of_data(raising, model):
     raising.tell("nothing")
     with pytest.warns(UserWarning, match="ran out of data"):
         fit(model, raising, steps_per_epoch=9)
 
 
+@pytest.mark.backend
 def test_keras_warns_of_it_again_after_a_failure(raising, model):
     raising.tell("two_arguments")
     with pytest.raises(TwoArguments):
@@ -1014,6 +1019,7 @@ def test_keras_warns_of_it_again_after_a_failure(raising, model):
         fit(model, raising, steps_per_epoch=9)
 
 
+@pytest.mark.backend
 def test_the_same_dataset_and_model_train_after_a_failure(raising, model):
     for _ in range(3):
         raising.tell("two_arguments")
@@ -1024,6 +1030,7 @@ def test_the_same_dataset_and_model_train_after_a_failure(raising, model):
     assert walk(raising) == 4
 
 
+@pytest.mark.backend
 @pytest.mark.parametrize("hook", ["on_epoch_begin", "on_epoch_end", "__len__"])
 def test_an_exception_of_a_hook_arrives_as_itself(kind, hook, model):
     class Hooked(Broken):
@@ -1096,7 +1103,7 @@ SCRIPT = """
 
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-    samples = Samples(workers=2, use_multiprocessing=True)
+    samples = Samples(workers=1, use_multiprocessing=True)
     before = snapshot()
     caught = 0
     for run in (list, lambda samples: model.fit(samples, verbose=0)):
@@ -1118,6 +1125,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.backend
 def test_a_script_ends_with_the_exception_and_nothing_else(tmp_path):
     """Classes of `__main__`, which no worker can import."""
     script = tmp_path / "train.py"

@@ -36,6 +36,7 @@ START_METHODS = ["forkserver", "spawn", "fork"]
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`start_method='fork'`"),
+    pytest.mark.usefixtures("kept_forkserver"),
 ]
 
 
@@ -57,13 +58,6 @@ class Plain(FastPyDataset):
 @pytest.fixture(params=KINDS)
 def kind(request):
     return request.param
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _the_forkserver_stays():
-    with Plain(**PROCESSES) as dataset:
-        walk(dataset)
-        yield
 
 
 def fit(dataset):
@@ -95,8 +89,15 @@ def _explode(cls, *args):
         raise cls(*args) from error
 
 
-@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
-@pytest.mark.parametrize("run", [walk, fit])
+@pytest.mark.parametrize(
+    ("run", "start_method"),
+    [
+        (walk, "forkserver"),
+        (fit, "spawn"),
+        pytest.param(walk, "spawn", marks=pytest.mark.long),
+        pytest.param(fit, "forkserver", marks=pytest.mark.long),
+    ],
+)
 def test_an_error_while_the_dataset_is_loaded_is_the_callers(
     start_method, run, capfd
 ):

@@ -11,6 +11,7 @@ import threading
 import keras
 import psutil
 import pytest
+from places import LONG_BUT_ON_JAX
 from samples import Numbered
 
 pytestmark = pytest.mark.backend
@@ -46,7 +47,10 @@ ENDS = {
 @pytest.mark.parametrize(
     ("end", "place"),
     [
-        ("is half through an epoch", "process"),
+        # Where it is TensorFlow, tests/test_parent_end.py has such an end.
+        pytest.param(
+            "is half through an epoch", "process", marks=LONG_BUT_ON_JAX
+        ),
         pytest.param(
             "is half through an epoch", "thread", marks=pytest.mark.long
         ),

@@ -42,6 +42,8 @@ from keras_fastdata import (
     LoaderError,
 )
 
+pytestmark = pytest.mark.usefixtures("kept_forkserver")
+
 
 class Pair(NamedTuple):
     x: Any

@@ -23,6 +23,8 @@ from keras_fastdata import (
 from keras_fastdata.building import build
 from keras_fastdata.building.held_generators import Search
 
+pytestmark = pytest.mark.usefixtures("kept_forkserver")
+
 
 def _epochs(dataset, count=2):
     with dataset, warnings.catch_warnings():

@@ -17,6 +17,8 @@ from places import PLACES, everywhere
 from keras_fastdata import ImageFileDataset
 from keras_fastdata.datasets import decoding
 
+pytestmark = pytest.mark.usefixtures("kept_forkserver")
+
 SIZE = (24, 32)
 
 

@@ -40,7 +40,7 @@ class Mine(FastPyDataset):
         x = np.full((4, 2), index, "float32")
         return self.transform(x), scale(x[:, :1])
 
-data = Mine(lambda x: x + 1, workers=2, use_multiprocessing=True,
+data = Mine(lambda x: x + 1, workers=1, use_multiprocessing=True,
             start_method=METHOD)
 model = keras.Sequential([keras.layers.Dense(1)])
 model.compile("sgd", "mse")

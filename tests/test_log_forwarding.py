@@ -37,6 +37,7 @@ LOG = logging.getLogger("relay.data")
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`start_method='fork'`"),
+    pytest.mark.usefixtures("kept_forkserver"),
 ]
 
 
@@ -71,13 +72,6 @@ class OwnWarning(UserWarning):
 @pytest.fixture(params=KINDS)
 def kind(request):
     return request.param
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _the_forkserver_stays():
-    with Talking(bool, **PROCESSES) as dataset:
-        walk(dataset)
-        yield
 
 
 @pytest.fixture

@@ -16,6 +16,8 @@ from next_epoch_samples import TIMEOUT_S, Hooked, Noted
 from keras_fastdata._dataset_internals import loader_of
 from keras_fastdata.engine.batch_iterator import iterate
 
+pytestmark = pytest.mark.usefixtures("kept_forkserver")
+
 PLACES = {
     "threads": {"workers": 2},
     "processes": {"workers": 2, "use_multiprocessing": True},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import subprocess
 import sys
 
@@ -14,6 +15,7 @@ import outside_samples
 import pytest
 from outside_samples import Frameworks, Referring
 from PIL import Image, ImageFile
+from places import NO_TRAINING
 
 from keras_fastdata.building.modules import is_users
 from keras_fastdata.engine.fingerprint import _is_installed
@@ -25,7 +27,10 @@ KINDS = {
     "spawn": {**PROCESSES, "start_method": "spawn"},
     "fork": {**PROCESSES, "start_method": "fork"},
 }
-pytestmark = pytest.mark.filterwarnings("ignore:`start_method='fork'`")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`start_method='fork'`"),
+    pytest.mark.usefixtures("kept_forkserver"),
+]
 
 SCRIPT = """
 import argparse
@@ -190,6 +195,7 @@ def test_what_a_script_changes_between_epochs_reaches_the_workers(tmp_path):
     path.write_text(SCRIPT)
     ran = subprocess.run(
         [sys.executable, path],
+        env={**os.environ, **NO_TRAINING},
         capture_output=True,
         text=True,
         timeout=280,

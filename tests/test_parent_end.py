@@ -9,13 +9,14 @@ import signal
 import time
 
 import pytest
+from places import FULL
 from samples import Numbered
 from trainers.harness import START_METHODS, Trainer, Zygote, endless
 
 from keras_fastdata import LoaderError
 
 # The long way round, in the full run.
-RANDOM_ENDS = 50 if os.environ.get("KERAS_FASTDATA_FULL") else 8
+RANDOM_ENDS = 50 if FULL else 4
 ENDLESS = f"data = {endless()}\n"
 
 
@@ -95,7 +96,7 @@ def test_ctrl_c_while_workers_start(zygote):
         trainer.leaves_nothing("KeyboardInterrupt")
 
 
-@pytest.mark.parametrize("times", [2, 5])
+@pytest.mark.parametrize("times", [2, pytest.param(5, marks=pytest.mark.long)])
 def test_ctrl_c_again_and_again_leaves_no_process(times, zygote):
     with Trainer(zygote, ENDLESS + "fit(data, Tell())\n") as trainer:
         assert trainer.line() == "training"
@@ -241,7 +242,6 @@ ENDS = {
 _QUICK = (
     "calls sys.exit in a callback",
     "is half through an epoch",
-    "keeps batches",
     "has a daemon thread that waits for a batch",
     "has a daemon thread that fits",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import tracemalloc
 
 import numpy as np
@@ -78,10 +79,12 @@ LENGTH = STORED + 12_345
 SEEDS = range(6)
 
 
+@functools.cache
 def by_numpy(seed):
     return np.random.default_rng(seed).permutation(LENGTH)
 
 
+@functools.cache
 def ours(seed):
     return whole(LENGTH, seed)
 

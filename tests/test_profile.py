@@ -23,6 +23,8 @@ from keras_fastdata import FastPyDataset, profile
 from keras_fastdata.__main__ import main
 from keras_fastdata.profiling import Profile
 
+pytestmark = pytest.mark.usefixtures("kept_forkserver")
+
 _HERE = pathlib.Path(__file__).parent
 _FILE = str(_HERE / "profile_samples.py")
 _QUICK = ["--batches", "3", "--seconds", "1"]

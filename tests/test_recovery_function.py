@@ -12,6 +12,7 @@ import enum
 
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from places import FULL
 
 from keras_fastdata.memory.arena import Arena
 from keras_fastdata.workers.base import BatchRequest
@@ -201,13 +202,13 @@ def _bury_one(world, meanwhile):
         event(f"unclaimed: {min(len(losses.unclaimed), 2)}")
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500 if FULL else 100)
 @given(_HISTORIES)
 def test_a_death_costs_what_the_dead_had_and_nothing_that_others_have(history):
     _play(history)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300 if FULL else 100)
 @given(_HISTORIES)
 def test_after_all_burials_every_request_is_built_or_on_its_way(history):
     world = _play(history)

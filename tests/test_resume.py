@@ -34,6 +34,8 @@ from keras_fastdata._dataset_internals import loader_of
 from keras_fastdata.engine.batch_iterator import iterate
 from keras_fastdata.engine.state_dict import State
 
+pytestmark = pytest.mark.usefixtures("kept_forkserver")
+
 _SCRIPT = pathlib.Path(__file__).with_name("resume_samples.py")
 _EPOCHS = 4
 _LENGTH = 7

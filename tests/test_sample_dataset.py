@@ -14,6 +14,8 @@ from sample_samples import Doubling, Drawing, Failing, Squares, halves
 
 from keras_fastdata import GeneratorDataset, SampleDataset
 
+pytestmark = pytest.mark.usefixtures("kept_forkserver")
+
 
 def batches(dataset):
     """One epoch."""

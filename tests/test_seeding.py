@@ -25,6 +25,8 @@ from samples import (
 from keras_fastdata import FastPyDataset
 from keras_fastdata.building import global_rng
 
+pytestmark = pytest.mark.usefixtures("kept_forkserver")
+
 PLACES = [
     {"workers": 0},
     *(

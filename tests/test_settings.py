@@ -25,7 +25,6 @@ import warnings
 
 import numpy as np
 import pytest
-from keras_facts import fetches_ahead
 from samples import Numbered, equal, numbers
 
 from keras_fastdata import (
@@ -40,6 +39,8 @@ from keras_fastdata._dataset_internals import loader_of
 from keras_fastdata.engine.batch_iterator import iterate
 from keras_fastdata.engine.settings import Settings
 from keras_fastdata.workers.thread import ThreadPool
+
+pytestmark = pytest.mark.usefixtures("kept_forkserver")
 
 _PATIENCE_S = 120.0
 
@@ -595,6 +596,7 @@ def test_keras_loops_have_no_more_built_ahead_than_max_queue_size(
     shuffle, monkeypatch
 ):
     import keras
+    from keras_facts import fetches_ahead
 
     most, ahead = 4, []
 

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from resume_samples import Drawn
 from samples import Numbered
-from shard_runs import BATCHES, EPOCHS, ROWS
+from shard_runs import BATCHES, EPOCHS, ROWS, Seen, Steps, fit
 
 from keras_fastdata import (
     GeneratorDataset,
@@ -28,6 +28,8 @@ from keras_fastdata import (
 )
 from keras_fastdata.engine.schedule import plan_epoch
 from keras_fastdata.engine.sharding import Shard
+
+pytestmark = pytest.mark.usefixtures("kept_forkserver")
 
 _SCRIPT = pathlib.Path(__file__).with_name("shard_runs.py")
 
@@ -233,8 +235,8 @@ def run(how, count=1, **environment):
 
 @pytest.fixture(scope="module")
 def single():
-    (found,) = run("alone")
-    return found["losses"]
+    """The losses of one process that trains on the same steps."""
+    return fit(Steps(), Seen())
 
 
 _RUNS = {
@@ -247,7 +249,7 @@ _RUNS = {
         ),
     ],
     "tensorflow": [
-        ("tensorflow_mirrored", 1, {}),
+        pytest.param("tensorflow_mirrored", 1, {}, marks=pytest.mark.long),
         ("tensorflow_workers", 2, {}),
     ],
     "torch": [("torch_processes", 2, {})],

@@ -13,6 +13,8 @@ import pytest
 
 from keras_fastdata import FastPyDataset, SharedList
 
+pytestmark = pytest.mark.usefixtures("kept_forkserver")
+
 ITEMS = ["", "a", "b.jpg", "\N{SNOWMAN}", b"", b"\x00\xff", 7, None, (1, "x")]
 ITEMS += [os.fsdecode(b"not \xff text"), 1.5, Path("/tmp/x"), 1 << 80]
 

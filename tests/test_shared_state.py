@@ -11,6 +11,8 @@ from samples import Numbered
 
 from keras_fastdata.memory.shared_state import SharedState, read_shared_state
 
+pytestmark = pytest.mark.usefixtures("kept_forkserver")
+
 MB = 1 << 20
 
 

@@ -29,6 +29,8 @@ from keras_fastdata import (
 from keras_fastdata._dataset_internals import loader_of
 from keras_fastdata.engine.batch_iterator import iterate
 
+pytestmark = pytest.mark.usefixtures("kept_forkserver")
+
 KINDS = {
     "process": {"workers": 2, "use_multiprocessing": True},
     "thread": {"workers": 2},

@@ -16,6 +16,8 @@ from samples import Leveled, Numbered, OpensFiles, numbers
 from keras_fastdata import FastPyDataset
 from keras_fastdata.building.worker_state import WorkerState
 
+pytestmark = pytest.mark.usefixtures("kept_forkserver")
+
 PLACES = {
     "inline": {"workers": 0},
     "thread": {"workers": 2},

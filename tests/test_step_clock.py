@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from places import FULL
 
 from keras_fastdata.health import step_clock
 from keras_fastdata.health.step_clock import StepClock
@@ -143,7 +144,7 @@ def test_free_data_would_bring_what_is_predicted(
     )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100 if FULL else 40)
 @example(
     load_s=0.0,
     step_s=0.5,

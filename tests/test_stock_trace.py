@@ -35,7 +35,7 @@ from test_stock_trace_datasets import EVENTS
 
 from keras_fastdata import FastPyDataset, keras_bridge
 
-pytestmark = pytest.mark.backend
+pytestmark = [pytest.mark.backend, pytest.mark.usefixtures("kept_forkserver")]
 
 BACKEND = keras.backend.backend()
 KINDS = {
@@ -179,16 +179,28 @@ def make_stock(name, **arguments):
 
 @pytest.fixture(scope="module", autouse=True)
 def _tests_are_quick():
-    """Keeps the process that forks workers, and the heap out of collections."""
+    """Keeps the heap out of collections."""
     gc.collect()
     gc.freeze()
-    with samples.FastSized(**KINDS["processes"]) as dataset:
-        next(iter(dataset))
-        yield
+    yield
     gc.unfreeze()
 
 
-@pytest.fixture(params=KINDS)
+# Each backend's trainer has its batches from processes. Inline and threads, of
+# which a trainer sees no difference, are played on one backend each.
+_QUICK = {
+    "tensorflow": ("processes",),
+    "jax": ("processes", "inline"),
+    "torch": ("processes", "threads"),
+}[BACKEND]
+
+
+@pytest.fixture(
+    params=[
+        kind if kind in _QUICK else pytest.param(kind, marks=pytest.mark.long)
+        for kind in KINDS
+    ]
+)
 def kind(request):
     return KINDS[request.param]
 

@@ -9,6 +9,8 @@ import weakref
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.usefixtures("kept_forkserver")
+
 keras = pytest.importorskip("keras")
 if keras.backend.backend() != "tensorflow":
     pytest.skip("TensorFlow alone is fed so", allow_module_level=True)

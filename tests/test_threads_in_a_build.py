@@ -13,6 +13,8 @@ from keras_fastdata import FastPyDataset, LoaderError
 from keras_fastdata.memory.arena import Arena
 from keras_fastdata.memory.codec import SlotWriter
 
+pytestmark = pytest.mark.usefixtures("kept_forkserver")
+
 PLACES = {
     "1 thread": {"workers": 1},
     "2 processes": {"workers": 2, "use_multiprocessing": True},

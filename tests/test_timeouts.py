@@ -49,6 +49,7 @@ HERE = os.path.basename(__file__)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`start_method='fork'`"),
+    pytest.mark.usefixtures("kept_forkserver"),
 ]
 
 

@@ -13,6 +13,8 @@ from situations import Burning, Sleeping
 
 from keras_fastdata.metrics.timing import Stopwatch
 
+pytestmark = pytest.mark.usefixtures("kept_forkserver")
+
 PLACES = {
     "inline": {"workers": 0},
     "thread": {"workers": 1},

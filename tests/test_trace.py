@@ -29,6 +29,8 @@ from keras_fastdata.health.step_clock import Step
 from keras_fastdata.metrics.pool_stats import WorkerLoss
 from keras_fastdata.metrics.recorder import Span
 
+pytestmark = pytest.mark.usefixtures("kept_forkserver")
+
 _BATCH_S = 0.01
 _BEGAN_S = 1000.0
 

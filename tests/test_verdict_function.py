@@ -9,6 +9,7 @@ import dataclasses
 import math
 import re
 
+import places
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -187,7 +188,7 @@ FACTS = st.builds(
 )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500 if places.FULL else 100)
 @given(FACTS)
 def test_whatever_was_measured_there_is_one_verdict_in_words(measured):
     verdict = judge(measured)
@@ -198,7 +199,7 @@ def test_whatever_was_measured_there_is_one_verdict_in_words(measured):
     assert str(verdict).startswith(f"{verdict.kind}: ")
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500 if places.FULL else 100)
 @given(FACTS)
 def test_computing_on_full_cores_is_never_answered_by_more_workers(measured):
     full = dataclasses.replace(measured, busy_cores=measured.cores)

@@ -22,9 +22,12 @@ import keras
 import numpy as np
 import psutil
 import pytest
+from places import NO_TRAINING
 from samples import Holds, MapsAFile, hold, rest_of, row
 
 from keras_fastdata import DatasetPicklingError
+
+pytestmark = pytest.mark.usefixtures("kept_forkserver")
 
 PROCESS = {"workers": 1, "use_multiprocessing": True}
 
@@ -321,7 +324,11 @@ def test_a_main_script_with_locks_caches_and_files_of_its_own(tmp_path):
     ran = subprocess.run(
         [sys.executable, script],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        env={
+            **os.environ,
+            **NO_TRAINING,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        },
         capture_output=True,
         text=True,
         timeout=280,

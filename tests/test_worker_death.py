@@ -17,6 +17,8 @@ from benchmarks.trouble import Trouble
 from keras_fastdata import WorkerDiedError
 from keras_fastdata.workers.recovery import losses_of
 
+pytestmark = pytest.mark.usefixtures("kept_forkserver")
+
 # The long way round, in the full run.
 KILLS = 300 if os.environ.get("KERAS_FASTDATA_FULL") else 100
 PROCESSES = {"workers": 2, "use_multiprocessing": True}

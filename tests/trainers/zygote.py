@@ -8,6 +8,7 @@ starts can be told by its session.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -47,6 +48,8 @@ def next_script(requests: socket.socket) -> str:
         requests.send(json.dumps(reply).encode())
 
 
+# Else the collections of each fork, as at its end, would copy all of Keras.
+gc.freeze()
 # It may be ignored where the tests run.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 _source = next_script(socket.socket(fileno=int(sys.argv[1])))
