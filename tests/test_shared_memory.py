@@ -462,7 +462,7 @@ def test_an_interrupt_that_leaves_a_build_half_way_is_forgotten(monkeypatch):
     with Numbered(workers=0) as dataset:
         batches = iter(dataset)
         with monkeypatch.context() as patch:
-            patch.setattr(build._building, "__exit__", broken_off)
+            patch.setattr(build._Building, "__exit__", broken_off)
             with pytest.raises(KeyboardInterrupt):
                 next(batches)
         assert build.current_context() is None
