@@ -18,8 +18,8 @@ from samples import Numbered, numbers
 
 from keras_fastdata import LoaderError
 from keras_fastdata.engine import loader as loader_module
-from keras_fastdata.workers import inline, thread
-from keras_fastdata.workers.process import pool
+from keras_fastdata.workers import in_flight, inline, supervisor, thread
+from keras_fastdata.workers.process import channel, pool
 
 _PATIENCE_S = 120.0
 _KINDS = {
@@ -171,7 +171,8 @@ def test_a_handler_may_close_while_a_batch_is_awaited(where, tmp_path):
     assert len(states) == 1
 
 
-_OURS = {loader_module.__file__, pool.__file__}
+_OURS = {loader_module.__file__, pool.__file__, channel.__file__}
+_OURS |= {in_flight.__file__, supervisor.__file__}
 _OURS |= {thread.__file__, inline.__file__}
 
 

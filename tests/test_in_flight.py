@@ -161,6 +161,19 @@ def test_the_slot_of_a_worker_that_was_abandoned_is_not_used_again():
     assert sorted([*slots.free, slot]) == list(range(_SLOTS))
 
 
+def test_the_replacement_of_an_abandoned_worker_ends_no_quarantine_of_it():
+    book, slots, (lost,) = _book(1)
+    book.recover(0, 0, {}, ended=False)
+    (again,) = _sent_by(book)
+    book.enter(_request(2))
+    (later,) = _sent_by(book)
+    book.complete(again.task_id, 0)
+    book.complete(later.task_id, 0)
+    book.recover(0, 0, {}, ended=True)
+    assert lost.slot not in slots.free
+    assert book.complete(lost.task_id, 0) == (None, lost.slot)
+
+
 def test_lost_tasks_are_an_error_where_no_slot_is_left():
     book, _, _ = _book(2, Slots(2))
     with pytest.raises(LoaderError, match="No slot of shared memory is left"):

@@ -16,9 +16,8 @@ import pytest
 from samples import Numbered, numbers
 
 from keras_fastdata import FastPyDataset, LoaderError
-from keras_fastdata.workers import stack_dump
+from keras_fastdata.workers import stack_dump, supervisor
 from keras_fastdata.workers.process import launchers, worker_main
-from keras_fastdata.workers.process import pool as worker_processes
 
 PROCESSES = {"workers": 2, "use_multiprocessing": True}
 
@@ -464,7 +463,7 @@ def test_a_worker_that_may_not_be_killed_is_left_behind_by_name(
     def refuse(pidfd, number):
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
-    monkeypatch.setattr(worker_processes, "_GRACE_S", 0.2)
+    monkeypatch.setattr(supervisor, "GRACE_S", 0.2)
     begun = tmp_path / "begun"
     with Stuck(begun, workers=1, use_multiprocessing=True) as dataset:
         next(iter(dataset))

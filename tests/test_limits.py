@@ -34,7 +34,7 @@ from limit_runs import (
 from samples import Numbered
 from trainers.harness import START_METHODS
 
-from keras_fastdata.workers.process import pool
+from keras_fastdata.workers import supervisor
 
 PROCESSES = {"workers": 2, "use_multiprocessing": True}
 METHODS = ["forkserver", "spawn", "fork"]
@@ -87,7 +87,7 @@ OF_FILE_SIZE = "file size", "ulimit -f"
 def under_another_user():
     """Workers from before and after this process gave up its rights."""
     told, nobody = [], 65534
-    pool._GRACE_S = 0.3
+    supervisor.GRACE_S = 0.3
     logger = logging.getLogger("keras_fastdata")
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())

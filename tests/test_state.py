@@ -14,7 +14,7 @@ import pytest
 from samples import Leveled, Numbered, OpensFiles, numbers
 
 from keras_fastdata import FastPyDataset
-from keras_fastdata.building.worker_state import WorkerState
+from keras_fastdata.building.worker_state import LostStateMonitor
 
 pytestmark = pytest.mark.usefixtures("kept_forkserver")
 
@@ -174,7 +174,7 @@ def test_state_that_builds_keep_in_the_training_process_is_not_lost(
 
 def _looks(attributes, edits):
     """What is said to have changed while `x` was edited, look after look."""
-    notices = WorkerState(attributes)
+    notices = LostStateMonitor(attributes)
     found = []
     for edit in edits:
         while not notices.is_due():
@@ -235,7 +235,7 @@ def test_what_changes_again_and_again_is_lost_state(value, edit):
 
 
 def test_a_new_state_of_the_dataset_is_not_lost_state():
-    notices = WorkerState({"x": 0})
+    notices = LostStateMonitor({"x": 0})
     for value in range(3):
         notices.begin({"x": value})
         assert notices.is_due()

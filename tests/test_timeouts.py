@@ -37,9 +37,9 @@ from trainers.harness import START_METHODS
 
 from keras_fastdata import BatchTimeoutError
 from keras_fastdata.memory.arena import Arena
-from keras_fastdata.workers import stack_dump, thread, watchdog
+from keras_fastdata.workers import stack_dump, supervisor, thread, watchdog
 from keras_fastdata.workers.base import BatchRequest
-from keras_fastdata.workers.process import launchers, pool, worker_main
+from keras_fastdata.workers.process import channel, launchers, worker_main
 
 TIMEOUT_S = 0.75
 ONE = {"workers": 1, "use_multiprocessing": True}
@@ -534,15 +534,15 @@ class _Behind:
     def __init__(self, monkeypatch):
         self.worker = self.slot = self.kept = None
         self.taken, self.closed = [], []
-        leave, take = pool.ProcessPool._leave_behind, Arena.take
+        leave, take = channel.Channel.abandon, Arena.take
         watcher = self
 
-        def leave_behind(workers, worker):
+        def abandon(workers, worker):
             if watcher.worker is None:
-                heartbeat = workers._arena.segment.heartbeat(worker.index)
-                watcher.slot = workers._in_flight._sent[heartbeat].slot
+                heartbeat = workers.arena.segment.heartbeat(worker.index)
+                watcher.slot = workers.in_flight._sent[heartbeat].slot
                 watcher.worker = psutil.Process(worker.process.pid)
-            leave(workers, worker)
+            return leave(workers, worker)
 
         def take_and_tell(arena, *spare):
             slot = take(arena, *spare)
@@ -550,7 +550,7 @@ class _Behind:
                 watcher.taken.append(slot)
             return slot
 
-        monkeypatch.setattr(pool.ProcessPool, "_leave_behind", leave_behind)
+        monkeypatch.setattr(channel.Channel, "abandon", abandon)
         monkeypatch.setattr(Arena, "take", take_and_tell)
 
 
@@ -573,7 +573,7 @@ def _check_what_is_left_behind(dataset, behind, caplog):
 def test_a_worker_that_survives_being_killed_is_left_behind(
     monkeypatch, tmp_path, caplog
 ):
-    monkeypatch.setattr(pool, "_GRACE_S", 0.5)
+    monkeypatch.setattr(supervisor, "GRACE_S", 0.5)
     behind = _Behind(monkeypatch)
     dataset = Stuck(
         tmp_path, {2: "stops"}, length=40, batch_timeout=TIMEOUT_S, **TWO

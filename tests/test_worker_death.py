@@ -222,7 +222,7 @@ def test_a_signal_for_the_whole_job_ends_no_worker(name, start_method):
     with Numbered(start_method=start_method, **PROCESSES) as dataset:
         list(dataset)
         workers = dataset._fastdata.loader._workers._workers
-        while not all(worker.ready for worker in workers.values()):
+        while not all(worker.is_ready for worker in workers.values()):
             list(dataset)
         batches = iter(dataset)
         next(batches)

@@ -25,7 +25,7 @@ from keras_fastdata._validation import integer
 from keras_fastdata.building import global_rng, held_generators, seeding
 from keras_fastdata.building.global_rng import preserved_globals
 from keras_fastdata.building.permutation import Permutation
-from keras_fastdata.building.worker_state import WorkerState
+from keras_fastdata.building.worker_state import LostStateMonitor
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.memory.arena import aligned_empty
 from keras_fastdata.workers.base import ONCE
@@ -435,7 +435,7 @@ class Builder:
             self._rng_monitor = GlobalRngMonitor(warns=observer is None)
         self._former: list[Dataset] = []
         self._own: set[str] = set()
-        self._worker_state: WorkerState | None = None
+        self._worker_state: LostStateMonitor | None = None
 
     @property
     def dataset(self) -> Dataset:
@@ -454,7 +454,7 @@ class Builder:
             if name not in given or given[name] is not value
         }
         if self._private:
-            self._worker_state = WorkerState(self._given_attributes())
+            self._worker_state = LostStateMonitor(self._given_attributes())
 
     def stop(self, worker_index: int) -> None:
         """Runs `on_worker_stop`, once for each worker."""
@@ -620,7 +620,7 @@ class Builder:
         attributes = vars(self.dataset).items()
         return {k: v for k, v in attributes if k not in self._own}
 
-    def _look_for_lost_state(self, state: WorkerState) -> None:
+    def _look_for_lost_state(self, state: LostStateMonitor) -> None:
         """Warns once if builds set state that the training process loses."""
         paths = state.look(vars(self.dataset))
         if not paths:

@@ -31,7 +31,7 @@ _SEQUENCES = (list, collections.deque)
 _Seen = dict[str, tuple[Any, Any]]
 
 
-class WorkerState:
+class LostStateMonitor:
     """Detects lost state in one worker.
 
     Args:

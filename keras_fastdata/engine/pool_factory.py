@@ -95,7 +95,8 @@ def _create_remote_pool(
         plan = pool.RayPlan(options=Options.of(settings.ray_options), **common)
         return pool.RayPool(plan, maker, receiver)
     # Needs what only POSIX has.
-    from keras_fastdata.workers.process.pool import ProcessPlan, ProcessPool
+    from keras_fastdata.workers.process.channel import ProcessPlan
+    from keras_fastdata.workers.process.pool import ProcessPool
 
     method = settings.start_method or "forkserver"
     return ProcessPool(

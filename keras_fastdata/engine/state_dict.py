@@ -183,8 +183,8 @@ def at_end(state: dict[str, Any]) -> dict[str, Any]:
     The end hook of that epoch is still to come.
     """
     end = {**state, "epoch": state["epoch"] + 1, "position": 0}
-    following = end.pop("next_epoch", None)
-    return end if following is None else {**end, "epoch": following}
+    next_epoch = end.pop("next_epoch", None)
+    return end if next_epoch is None else {**end, "epoch": next_epoch}
 
 
 def _checked(name: str, value: Any) -> Any:

@@ -35,6 +35,27 @@ class BatchRequest:
     interval_s: float | None = None
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PoolPlan:
+    """How the workers of one loader are to be run, where they have copies.
+
+    Attributes:
+        dataset: The dataset's class name, for messages.
+        count: Number of workers, at least 1.
+        lookahead: Batches that may wait to be delivered.
+        max_restarts: Worker deaths survived in one epoch.
+        batch_timeout: Seconds that one batch may take, or `None`.
+        worker_env: Environment variables over the clean defaults.
+    """
+
+    dataset: str
+    count: int
+    lookahead: int
+    max_restarts: int
+    batch_timeout: float | None
+    worker_env: dict[str, str] | None
+
+
 class BatchResult(Protocol):
     """What became of one request.
 

@@ -25,6 +25,8 @@ from keras_fastdata.errors import LoaderError
 from keras_fastdata.workers.base import BatchRequest
 from keras_fastdata.workers.recovery import losses_of
 
+_ABANDONED = -1  # in place of the index of a worker that is never done
+
 
 class TaskState(enum.IntEnum):
     """Where a task is. The values index `InFlight._tasks`."""
@@ -256,10 +258,10 @@ class InFlight:
                 self._put_first(self._queue_again(task, self._take()))
         if ended:
             self._release_quarantined(worker, self._last_task_id + 1)
-        else:
-            quarantine.awaited.add(worker)
         if quarantine.task_ids:
             self._quarantines.append(quarantine)
+        if not ended:
+            self._await_for_ever(worker, quarantine)
         if losses.suspect is None:
             return None
         suspect = self._out(losses.suspect)
@@ -327,6 +329,17 @@ class InFlight:
                 "are held in too many places; copy those you keep."
             )
         return slot
+
+    def _await_for_ever(self, worker: int, latest: _Quarantine) -> None:
+        """Keeps slots that an abandoned worker may have from all others.
+
+        Its replacement has its index, and says nothing about it.
+        """
+        latest.awaited.add(worker)
+        for quarantine in self._quarantines:
+            if worker in quarantine.awaited:
+                quarantine.awaited.remove(worker)
+                quarantine.awaited.add(_ABANDONED)
 
     def _release_quarantined(self, worker: int, task_id: int) -> None:
         """Frees the slots of quarantines that `worker` was the last to leave.

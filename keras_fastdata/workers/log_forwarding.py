@@ -8,6 +8,7 @@ had happened there.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import logging
@@ -158,19 +159,33 @@ def _module_at(filename: str, lineno: int) -> str | None:
 
 
 class Receiver:
-    """Hands on what workers of a dataset sent, in the training process."""
+    """Hands on what workers of a dataset sent, in the training process.
+
+    Attributes:
+        waiting: What is to be handed on, oldest first.
+    """
 
     def __init__(self) -> None:
+        self.waiting: collections.deque[tuple[MessageKind, bytes]] = (
+            collections.deque()
+        )
         self._said: set[str] = set()  # that is to be said once
         # By file, and shared by all workers, so that "once" means once among
         # them all.
         self._registries: dict[str, dict[Any, Any]] = {}
 
-    def receive(self, kind: MessageKind, body: bytes) -> None:
-        if kind is MessageKind.LOG:
-            self._log(*pickle.loads(body))
-        else:
-            self._warn(pickle.loads(body))
+    def put(self, kind: MessageKind, body: bytes) -> None:
+        """Takes what a worker sent; user's code runs in `hand_on` alone."""
+        self.waiting.append((kind, body))
+
+    def hand_on(self) -> None:
+        """Logs, or warns of, what has come since."""
+        while self.waiting:
+            kind, body = self.waiting.popleft()
+            if kind is MessageKind.LOG:
+                self._log(*pickle.loads(body))
+            else:
+                self._warn(pickle.loads(body))
 
     def _log(self, record: logging.LogRecord, extra: dict[str, bytes]) -> None:
         record.levelname = logging.getLevelName(record.levelno)

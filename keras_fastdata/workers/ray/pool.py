@@ -279,9 +279,6 @@ class RayPool:
         self._restart_policy = RestartPolicy(plan.count, plan.max_restarts)
         self._node_losses: dict[str, _NodeLoss] = {}  # by node
         self._receiver = receiver
-        self._forwarded: collections.deque[tuple[Any, bytes]] = (
-            collections.deque()
-        )
         self._arrived: list[Any] = []  # what the last wait has found
         self._largest = 0
         self._paused = self._closed = False
@@ -344,7 +341,7 @@ class RayPool:
         if self._restart_policy.is_over:
             done += self._fail_all()
         self._hand_out()
-        self._hand_on()
+        self._receiver.hand_on()
         return done
 
     def cancel(self, request_ids: Iterable[int]) -> None:
@@ -403,7 +400,7 @@ class RayPool:
             last.callback(self._session.leave, stay=stay)
             last.callback(self._dataset.drop)
             self._end_workers()
-        self._hand_on()
+        self._receiver.hand_on()
 
     def _check_session(self) -> None:
         """Asks Ray, which joins by itself whatever it finds when used."""
@@ -622,13 +619,10 @@ class RayPool:
         Raises:
             BaseException: What has left the worker without a dataset.
         """
-        self._forwarded.extend(answer.forwarded)
+        for kind, body in answer.forwarded:
+            self._receiver.put(kind, body)
         if answer.by_start and answer.failure is not None:
             raise exceptions.load_exception(answer.failure)
-
-    def _hand_on(self) -> None:
-        while self._forwarded:
-            self._receiver.receive(*self._forwarded.popleft())
 
     # -- making workers -----------------------------------------------------
 
@@ -874,7 +868,7 @@ class RayPool:
             return
         for reference in _wait(stopping, len(stopping), _GRACE_S):
             with contextlib.suppress(_Gone, _Lost, _NotYet, LoaderError):
-                self._forwarded.extend(self._get(reference).forwarded)
+                self._listen(self._get(reference))
 
 
 class _Gone(Exception):
