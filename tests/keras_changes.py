@@ -133,10 +133,7 @@ CHANGES = {
         )
         for name in ("_num_batches", "_steps_seen", "_current_iterator")
     },
-    "epoch": (
-        "NEXT_EPOCH",
-        lambda: is_called("keras:Model.fit", "epoch", "epoch_index"),
-    ),
+    "epoch": (None, lambda: is_called("keras:Model.fit", "epoch", "index")),
     "epoch iterator": (
         "FIT",
         lambda: is_called("keras:Model.fit", "epoch_iterator", "batches"),

@@ -13,6 +13,7 @@ from places import FULL
 from keras_fastdata.health import step_clock
 from keras_fastdata.health.step_clock import StepClock
 from keras_fastdata.metrics.recorder import Recorder
+from keras_fastdata.metrics.sampling import SamplingState
 
 COMPILING_S = 0.8
 HOST_S = 0.00025  # of the host, for each batch and for each step
@@ -66,11 +67,11 @@ class World:
 
     def fetch(self):
         if self.asynchronous:
-            self.clock.pause()
+            self.clock.before_wait()
         began_s = self.now_s
         if self.ahead:
             self.now_s = max(self.now_s, self.built_s)
-            self.rests = self.recorder.wants_quiet
+            self.rests = self.clock.state is not SamplingState.OFF
             self.built_s = self.now_s + self.load_s
         else:
             self.now_s += self.load_s
@@ -327,3 +328,41 @@ def test_steps_outside_an_epoch_are_not_looked_at(world):
     real = world(0.01, 0.01)
     real.clock.step(0)
     assert real.seen == []
+
+
+# -- the states of sampling ----------------------------------------------------
+
+OFF, PAUSING, ISOLATED = SamplingState
+
+
+def _begun(fetches_ahead):
+    clock = StepClock("train", Recorder(), None, fetches_ahead, [].append)
+    clock.begin(0)
+    return clock
+
+
+def _states(clock, steps):
+    states = []
+    for number in range(steps):
+        clock.step(number)
+        states.append(clock.state)
+    return states
+
+
+def test_the_first_samples_are_the_steps_after_the_first():
+    clock = _begun(fetches_ahead=False)
+    assert _states(clock, 5) == [OFF, ISOLATED, ISOLATED, ISOLATED, OFF]
+
+
+def test_where_batches_are_fetched_ahead_workers_pause_a_step_before():
+    clock = _begun(fetches_ahead=True)
+    states = [OFF, PAUSING, ISOLATED, ISOLATED, ISOLATED, OFF]
+    assert _states(clock, 6) == states
+
+
+@pytest.mark.parametrize("end", ["interrupt", "end"])
+def test_no_step_is_sampled_after_an_interruption_or_the_end(end):
+    clock = _begun(fetches_ahead=False)
+    assert _states(clock, 2)[-1] is ISOLATED
+    getattr(clock, end)()
+    assert clock.state is OFF

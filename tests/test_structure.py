@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import collections
 import doctest
 import graphlib
 import importlib
@@ -210,6 +211,36 @@ def test_no_module_reaches_keras_src_through_keras():
     assert reached == set()
 
 
+def _private_to_keras():
+    """Private attributes and locals that `USES` says Keras's code has."""
+    from keras_fastdata.keras_bridge.keras_internals import USES
+
+    names = {n for use in USES for n in (*use.mentions, use.thing)}
+    names = {name.rpartition(".")[2].rpartition(":")[2] for name in names}
+    names = {n for n in names if n[0] == "_" and not n.startswith("__")}
+    return names - {"_value"}  # which others have too
+
+
+def test_one_module_alone_touches_what_is_private_to_keras():
+    touching = collections.defaultdict(set)
+    private = _private_to_keras()
+    for module, tree in _TREES.items():
+        for node in ast.walk(tree):
+            if getattr(node, "attr", "") in private:
+                touching[module].add(node.attr)
+    del touching[f"{_PACKAGE}.keras_bridge.keras_internals"]
+    assert touching == {
+        # A method that our subclass of Keras's adapter inherits.
+        f"{_PACKAGE}.keras_bridge.adapter": {"_standardize_batch"},
+        f"{_PACKAGE}.callbacks.dataset_checkpoint": {
+            "_current_epoch",
+            "_initial_epoch",
+            "_last_batch_seen",
+            "_save_model",
+        },
+    }
+
+
 def test_importing_a_module_imports_no_framework_but_for_tensorflows_own():
     found = [
         f"{module} imports {name}"
@@ -218,7 +249,8 @@ def test_importing_a_module_imports_no_framework_but_for_tensorflows_own():
         if name.split(".")[0] in _HEAVY
     ]
     assert found == [
-        "keras_fastdata.keras_bridge.tensorflow_iterator imports tensorflow"
+        "keras_fastdata.keras_bridge.tensorflow_data imports tensorflow",
+        "keras_fastdata.keras_bridge.tensorflow_iterator imports tensorflow",
     ]
 
 

@@ -11,6 +11,8 @@ import keras
 import keras_changes
 import pytest
 
+from keras_fastdata.keras_bridge import keras_internals
+
 # Each a `fit`: one that builds its model, one with steps, one with callbacks
 # and validation.
 SIX = "0 1 2 3 4 5"
@@ -50,11 +52,21 @@ def _check(found):
 
 def test_training_goes_on_without_what_one_feature_needs():
     # Some, one after the other in one process; the others take long.
-    some = ["nothing", "adapter moved", "epoch"]
+    some = ["nothing", "adapter moved", "epoch iterator"]
     found = _train_under(*some)
     for each in found:
         _check(each)
     assert [each["name"] for each in found] == some
+
+
+def test_what_is_used_of_keras_was_seen_in_the_version_that_is_here():
+    here = [int(part) for part in keras.__version__.split(".")[:2]]
+    for use in keras_internals.USES:
+        first, last = (
+            [int(part) for part in version.split(".")]
+            for version in use.seen_in
+        )
+        assert first <= here <= last, use.thing
 
 
 @pytest.mark.long

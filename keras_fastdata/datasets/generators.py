@@ -22,13 +22,13 @@ import copy
 import inspect
 import itertools
 import random
-import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from keras_fastdata import _process_role
 from keras_fastdata._dataset_internals import (
     answer,
     internals_of,
@@ -203,9 +203,11 @@ class GeneratorDataset(FastPyDataset):
     @property
     def num_batches(self) -> int | None:
         """The number of batches in an epoch; `None` for all of them."""
-        if sys._getframe(1).f_code.co_name == "get_data_adapter":
-            # Keras decides here whether to warn of its default `shuffle=True`.
-            return 0
+        if not _process_role.is_worker():
+            from keras_fastdata import keras_bridge
+
+            if keras_bridge.is_asked_whether_to_shuffle():
+                return 0  # Keras then does not warn of its default
         return self._fastdata_plan.num_batches
 
     def __getitem__(self, index: int) -> Any:

@@ -133,9 +133,7 @@ class EpochMonitor:
         self._phase, self._epoch = phase, epoch
         self._clock = self._clocks[phase]
         self.step = self._clock.step
-        self.recorder.begin(
-            predicts=phase == "predict", before_wait=self._clock.pause
-        )
+        self.recorder.begin(predicts=phase == "predict", sampler=self._clock)
         self._watch_lock()
         self._skips = self.recorder.skips
         self._probe.take()

@@ -33,6 +33,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from keras_fastdata.metrics.recorder import Recorder
+from keras_fastdata.metrics.sampling import SamplingState
 
 _SAMPLES = 32  # remembered
 _FRESH_SAMPLES = 3  # of a stretch: what it needed is known from them alone
@@ -120,6 +121,10 @@ class StepClock:
         fetches_ahead: Whether the batch of a step is fetched before
             `on_train_batch_begin`.
         tell: Called with each step that has ended.
+
+    Attributes:
+        state: Whether the step under way is measured by itself. The recorder
+            shows it to whoever fetches batches.
     """
 
     def __init__(
@@ -143,6 +148,11 @@ class StepClock:
         self._next_s = 0.0  # when a sample is due again
         self._running = False
         self._look_s = 0.0  # when to look at what has become of steps
+        self.state = SamplingState.OFF
+
+    def _move_to(self, state: SamplingState) -> None:
+        """The one place where the state changes."""
+        self.state = state
 
     def begin(self, epoch: int) -> None:
         """Starts a stretch: an epoch, or a validation."""
@@ -154,7 +164,7 @@ class StepClock:
         self._calls = 0  # of the training function, since that began
         self._unmet = 0  # of those, since host and device have met
         self._look_s = 0.0
-        self._recorder.mark_sampling(False)
+        self._move_to(SamplingState.OFF)
         self._running = True
 
     def step(self, number: int) -> None:
@@ -168,20 +178,22 @@ class StepClock:
         # Where batches are fetched ahead, what follows a fetch still belongs
         # to the step before: workers rest from the fetch that begins a sample
         # to the one that ends it.
-        fetched_quietly = self._recorder.wants_quiet or not self._fetches_ahead
-        self._end_step(due and fetched_quietly)
-        self._recorder.request_quiet(due)
+        next_state = SamplingState.OFF
+        if due and self._fetches_ahead and self.state is SamplingState.OFF:
+            next_state = SamplingState.PAUSING
+        elif due:
+            next_state = SamplingState.ISOLATED
+        self._end_step(next_state)
         self._number, self._calls = number, 1
-        if due or self._recorder.is_sampling:
+        if due:
             self._look_s = 0.0  # at the very next step
         else:
             self._look_s = self._mark.at_s + self._recorder.interval_s
 
     def end(self) -> EpochTiming:
         """Ends the stretch, and says what it took."""
-        self._end_step(False, last=True)
+        self._end_step(SamplingState.OFF, last=True)
         self._running = False
-        self._recorder.stop_sampling()
         self._look_s = 0.0
         need_s = self._need_s()
         sums = self._sums
@@ -222,23 +234,26 @@ class StepClock:
         would_be_s = min(max(sums.disturbed * usual_s / usual, least_s), most_s)
         return wall_s + would_be_s - sums.disturbed_s
 
-    def pause(self) -> None:
+    def before_wait(self) -> None:
         """The thread is about to wait for a batch, maybe in mid-step."""
-        if self._recorder.is_sampling:
+        if self.state is SamplingState.ISOLATED:
             self._synchronize()
+
+    def interrupt(self) -> None:
+        """Measures the step under way by itself no longer."""
+        self._move_to(SamplingState.OFF)
 
     def _is_due(self) -> bool:
         """Whether it is time for another sample."""
         if self._number is None:
             return False  # the first compiles, or its batch is late
+        is_isolated = self.state is SamplingState.ISOLATED
         if (
             self._epoch_timings <= _WARMING_UP
-            and self._sums.fresh + self._recorder.is_sampling < _FRESH_SAMPLES
+            and self._sums.fresh + is_isolated < _FRESH_SAMPLES
         ):
             return True
-        return (
-            not self._recorder.is_sampling and time.monotonic() >= self._next_s
-        )
+        return not is_isolated and time.monotonic() >= self._next_s
 
     def _read(self, at_s: float) -> _ClockReading:
         recorder = self._recorder
@@ -246,10 +261,13 @@ class StepClock:
             at_s, recorder.waited_s, recorder.excluded_s, recorder.quiesced_s
         )
 
-    def _end_step(self, sample_next: bool, *, last: bool = False) -> None:
+    def _end_step(
+        self, next_state: SamplingState, *, last: bool = False
+    ) -> None:
         host_s = now_s = time.monotonic()
-        recorder, sums, before = self._recorder, self._sums, self._mark
-        met = recorder.is_sampling or sample_next or last
+        sums, before = self._sums, self._mark
+        is_isolated = self.state is SamplingState.ISOLATED
+        met = is_isolated or next_state is SamplingState.ISOLATED or last
         if met:
             self._synchronize()
             now_s = time.monotonic()
@@ -269,12 +287,12 @@ class StepClock:
                     before.at_s,
                     now_s,
                     waited_s,
-                    recorder.is_sampling,
+                    is_isolated,
                     self._calls,
                 )
             )
             quiesced_s = mark.quiesced_s - before.quiesced_s
-            if recorder.is_sampling:
+            if is_isolated:
                 self._samples.append(own_s)
                 sums.fresh += 1
                 cost_s = _RARE * (own_s + quiesced_s)
@@ -282,7 +300,7 @@ class StepClock:
                 self._next_s = now_s + max(pause_s, cost_s)
             self._unmet += self._calls
             whole_s = own_s + waited_s - (mark.excluded_s - before.excluded_s)
-            if recorder.is_sampling or recorder.wants_quiet:
+            if self.state is not SamplingState.OFF:
                 sums.disturbed += self._calls
                 sums.disturbed_s += whole_s
                 sums.resting_s += quiesced_s
@@ -292,7 +310,7 @@ class StepClock:
                 self._note_if_long(host_s - before.at_s - waited_s, whole_s)
         if met:
             self._unmet = 0
-        recorder.mark_sampling(sample_next)
+        self._move_to(next_state)
 
     def _need_s(self) -> float:
         """What one step needs by itself: the mean of the middle samples."""

@@ -15,18 +15,17 @@ from typing import Any
 
 import keras
 
-from keras_fastdata.keras_bridge.adapter import (
-    FastPyDatasetAdapter,
-    Training,
-    is_within_fit,
-    training,
-)
+from keras_fastdata.keras_bridge.adapter import FastPyDatasetAdapter
 from keras_fastdata.keras_bridge.keras_internals import (
     Feature,
+    FitCall,
     PyDatasetAdapter,
     callbacks_beside,
+    fit_around,
     has,
     hide_frames,
+    is_asked_whether_to_shuffle,
+    is_within_fit,
     show_frames,
     values_in_training,
     warn_of_what_is_off,
@@ -36,10 +35,11 @@ from keras_fastdata.workers import exceptions
 __all__ = [
     "FastPyDatasetAdapter",
     "Feature",
+    "FitCall",
     "PyDataset",
-    "Training",
     "callbacks_beside",
     "has",
+    "is_asked_whether_to_shuffle",
     "is_within_fit",
     "register",
     "training",
@@ -48,6 +48,14 @@ __all__ = [
 ]
 
 PyDataset = keras.utils.PyDataset
+
+
+def training() -> FitCall:
+    """The `fit` that calls the caller; no adapter if its data is not ours."""
+    call = fit_around()
+    if isinstance(call.adapter, FastPyDatasetAdapter):
+        return call
+    return call._replace(adapter=None)
 
 
 def register(dataset_class: Any) -> None:

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import keras
 
+from keras_fastdata._dataset_internals import loader_of
 from keras_fastdata.engine.batch_iterator import BatchIterator
-from keras_fastdata.keras_bridge.conversions import (
-    for_tensorflow,
-    own,
-    spell_out_cause,
-)
+from keras_fastdata.keras_bridge.conversions import own, spell_out_cause
 from keras_fastdata.metrics import recorder
+from keras_fastdata.metrics.sampling import SamplingState
 
 if TYPE_CHECKING:
     from keras_fastdata.keras_bridge.adapter import FastPyDatasetAdapter
 
 
 class IteratorBatches(Iterator[Any]):
-    """The batches of one pass, which begins when the first is asked for.
+    """The batches of one epoch, which begins when the first is asked for.
 
     Args:
-        adapter: Whose they are.
+        adapter: The adapter that Keras asked for this iterator.
         writable: Whether to copy arrays that are read-only.
     """
 
@@ -39,29 +38,26 @@ class IteratorBatches(Iterator[Any]):
     def __next__(self) -> Any:
         if self._over:
             raise StopIteration
-        listener = recorder.current_for(self._adapter.fit_thread)
-        if (
-            listener is not None
-            and listener.is_sampling
-            and self._adapter.is_fetching_itself()
-        ):
-            listener.before_wait()
+        adapter = self._adapter
+        listener = recorder.current_for(adapter.fit_thread)
+        state = SamplingState.OFF
+        if listener is not None:
+            state = listener.sampler.state
+            if (
+                state is SamplingState.ISOLATED
+                and threading.get_ident() == adapter.fit_thread
+            ):
+                listener.sampler.before_wait()
         began_s = time.monotonic()
         if self._iterator is None:
-            self._iterator = self._adapter.take_iterator(self)
+            self._iterator = adapter.take_iterator(self)
         try:
             batch = self._iterator.fetch(
-                pause_after=listener is not None and listener.wants_quiet
+                pause_after=state is not SamplingState.OFF
             )
         except StopIteration:
             self._over = True
-            if self._iterator.is_empty and self._adapter.num_batches == 0:
-                raise self._adapter.no_batches() from None
-            if self._iterator.is_shortened or self._iterator.has_said_its_end:
-                if self._iterator.is_empty:
-                    raise self._adapter.nothing_good() from None
-                if self._adapter.may_end_early(self._iterator):
-                    self._adapter.early_end.stop_early()
+            self._check_end(self._iterator)
             raise
         except Exception as error:
             spell_out_cause(error)
@@ -69,48 +65,88 @@ class IteratorBatches(Iterator[Any]):
             raise
         finally:
             if self._iterator.is_shortened:
-                self._adapter.record_skipped(self._iterator)
+                self._record_skipped(self._iterator)
         if self._writable and self._iterator.is_read_only:
             batch = keras.tree.map_structure(own, batch)
         now_s = time.monotonic()
-        self._adapter.record_batch(
-            listener, self._iterator, now_s - began_s, now_s
-        )
+        adapter.progress.count_batch()
+        if listener is not None:
+            self._record(listener, self._iterator, now_s - began_s, now_s)
         try:
-            return self._adapter.standardize(batch)
+            return adapter.standardize(batch)
         except Exception as error:
             self.name_batch(error)
             raise
 
+    def _check_end(self, iterator: BatchIterator) -> None:
+        """Raises for an epoch without batches; has Keras not warn of others.
+
+        Keras warns of data that ran out. Where batches were skipped, or the
+        dataset says where it ends, that is no news to the user.
+        """
+        adapter = self._adapter
+        if iterator.is_empty and adapter.num_batches == 0:
+            raise adapter.no_batches() from None
+        if not iterator.is_shortened and not iterator.has_said_its_end:
+            return
+        if iterator.is_empty:
+            raise adapter.nothing_good() from None
+        wanted_more = (
+            iterator.has_said_its_end and adapter.progress.steps is not None
+        )
+        if not wanted_more and adapter.progress.delivered_now > 0:
+            adapter.early_end.stop_early()
+
     def name_batch(self, error: BaseException) -> None:
         """Notes which batch an error is about: the one given last."""
         if self._iterator is not None:
-            self._adapter.name_batch(error, self._iterator)
+            index, epoch = self._iterator.index, self._iterator.epoch
+            self._adapter.name_batches(error, f"batch {index}", epoch)
 
     def give_up(self) -> None:
         """Ends this iterator."""
         self._over, self._iterator = True, None
 
+    # -- what a recorder hears -----------------------------------------------
 
-class ForTensorFlow(Iterator[Any]):
-    """What `from_generator` iterates over, in a thread of TensorFlow's.
+    def _should_record(
+        self, listener: recorder.Recorder | None
+    ) -> TypeGuard[recorder.Recorder]:
+        """Whether batches count: those of a probe do not."""
+        adapter = self._adapter
+        return (
+            listener is not None
+            and (adapter.progress.has_started or listener.predicts)
+            and listener.is_of(adapter.source_id)
+        )
 
-    An exception that passes through TensorFlow comes out as a wall of text.
-    So it is put aside, the data ends early, and the adapter raises it where
-    Keras reports the end of the epoch. Outside of Keras's epochs nobody
-    would: there it does pass through TensorFlow.
-    """
+    def _record(
+        self,
+        listener: recorder.Recorder,
+        iterator: BatchIterator,
+        waited_s: float,
+        delivered_s: float,
+    ) -> None:
+        """Accounts for one batch and the wait for it, which has just ended."""
+        adapter = self._adapter
+        if listener.source_id is not adapter.source_id and not (
+            self._should_record(listener)
+        ):
+            listener.exclude(waited_s)
+            return
+        span, quiesce_s = iterator.span, iterator.quiesce_s
+        if span is not None:
+            listener.attach_source(loader_of(adapter.py_dataset))
+        if quiesce_s:
+            listener.add_quiesce(quiesce_s)
+            waited_s -= quiesce_s
+        listener.add(span, waited_s, delivered_s)
 
-    def __init__(self, adapter: FastPyDatasetAdapter) -> None:
-        self._batches = IteratorBatches(adapter)
-        self._early_end = adapter.early_end
-
-    def __next__(self) -> Any:
-        try:
-            return keras.tree.map_structure(for_tensorflow, next(self._batches))
-        except StopIteration:
-            raise
-        except BaseException as error:
-            if not self._early_end.put_aside(error):
-                raise
-            raise StopIteration from None
+    def _record_skipped(self, iterator: BatchIterator) -> None:
+        """Accounts for the batches newly left out."""
+        listener = self._adapter.listener()
+        if not self._should_record(listener):
+            return  # a probe; they are taken when the epoch comes to them
+        name = type(self._adapter.py_dataset).__name__
+        for index, text in iterator.take_skipped().items():
+            listener.skip(recorder.Skipped(name, index, text))

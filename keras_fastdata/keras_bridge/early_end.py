@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable
 
-from keras_fastdata.keras_bridge.keras_internals import (
-    EpochIterator,
-    Feature,
-    has,
-)
+from keras_fastdata.keras_bridge.keras_internals import KerasIterator
 
 _log = logging.getLogger("keras_fastdata")
 
@@ -26,22 +21,16 @@ class EarlyEnd:
 
     def __init__(self) -> None:
         self._deferred: _DeferredError | None = None
-        self._iterator: Callable[[], EpochIterator | None] = _nobody
+        self._iterator = KerasIterator()
 
-    def expect(
-        self, iterator: EpochIterator | None, warn: Callable[[], None]
-    ) -> None:
+    def expect(self, iterator: KerasIterator, warn: Callable[[], None]) -> None:
         """Says who would warn, and what warns instead."""
-        self._iterator = _nobody
-        if iterator is not None and has(Feature.QUIET_END):
-            self._iterator = weakref.ref(iterator)
-            iterator._interrupted_warning = warn
+        self._iterator = iterator
+        iterator.warn_by(warn)
 
     def stop_early(self) -> None:
         """Has Keras not warn of an end of the data that is about to come."""
-        iterator = self._iterator()
-        if iterator is not None:
-            iterator._interrupted_warning = _nobody
+        self._iterator.warn_by(_no_warning)
 
     def put_aside(self, error: BaseException) -> bool:
         """Keeps an exception for `raise_pending`, before the data is ended.
@@ -49,7 +38,7 @@ class EarlyEnd:
         Returns:
             `False` where Keras runs no epoch: nobody would come to raise it.
         """
-        if self._iterator() is None:
+        if not self._iterator.can_warn:
             return False
         if self._deferred is None:
             self._deferred = _DeferredError(error)
@@ -58,9 +47,7 @@ class EarlyEnd:
 
     def raise_pending(self) -> None:
         """Ends the quiet, and raises the exception if there was one."""
-        iterator = self._iterator()
-        if iterator is not None:
-            vars(iterator).pop("_interrupted_warning", None)
+        self._iterator.warn_by(None)
         deferred, self._deferred = self._deferred, None
         if deferred is not None:
             error = deferred.take()
@@ -96,5 +83,5 @@ class _DeferredError:
             )
 
 
-def _nobody() -> None:
-    """In place of who might warn, or of the warning."""
+def _no_warning() -> None:
+    """In place of Keras's warning that data ran out."""

@@ -1,13 +1,14 @@
 """What is used of Keras that Keras does not promise to keep.
 
-These are names of `keras.src`, attributes of Keras's objects, and locals of
-Keras's own calls, which are read from their frames: Keras tells nobody but
-callbacks how far a `fit` has come.
+These are names of `keras.src`, private attributes of Keras's objects, and
+locals of Keras's calls that are under way, read from their frames. No other
+module touches any of them.
 
-`USES` lists them all. Each is looked up, and what it takes and mentions is
-compared with what we know, when this module is imported. What is missing or
-different switches off the `Feature` that needs it, and nothing else. Whoever
-provides a feature asks `has(feature)` first.
+`USES` lists them all, each with the versions of Keras that have it. Each is
+looked up, and what it takes and mentions is compared with what we know, when
+this module is imported. What is missing or different switches off the
+`Feature` that needs it, and nothing else: the value of a `Feature` says what
+happens instead. The functions below then return what a caller can go on with.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ import logging
 import os
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 
@@ -29,23 +31,23 @@ from keras_fastdata.workers import exceptions
 
 __all__ = [
     "USES",
-    "EpochIterator",
     "Feature",
+    "FitCall",
+    "KerasIterator",
     "PyDatasetAdapter",
     "Use",
-    "call_of_keras",
+    "another_epoch_follows",
     "callbacks_beside",
     "calling_iterator",
-    "calls_of_keras",
     "dry_run",
-    "epoch_follows",
-    "forget",
+    "fit_around",
     "get_random_seed",
     "get_tensor_spec",
     "has",
     "hide_frames",
-    "is_amid_iteration",
+    "is_asked_whether_to_shuffle",
     "is_keras_step",
+    "is_within_fit",
     "show_frames",
     "steps_argument",
     "trainer_at_work",
@@ -70,14 +72,15 @@ class Feature(enum.Enum):
         "Keras builds the batches itself, inline: no workers, no prefetching, "
         "no LoaderHealth, no DatasetCheckpoint"
     )
-    NEXT_EPOCH = "no batch of the next epoch is built ahead"
     FIT = (
-        "LoaderHealth counts the batches of nested evaluations as those of "
-        "`fit`; DatasetCheckpoint saves and restores nothing"
+        "no batch of the next epoch is built ahead; LoaderHealth counts the "
+        "batches of nested evaluations as those of `fit`; DatasetCheckpoint "
+        "saves and restores nothing"
     )
     RESUME = (
-        "DatasetCheckpoint saves and restores nothing, and `fit` warns that "
-        "data ran out where a resumed epoch is shorter"
+        "no batch of the next epoch is built ahead; DatasetCheckpoint saves "
+        "and restores nothing, and `fit` warns that data ran out where a "
+        "resumed epoch is shorter"
     )
     BACKUP = (
         "DatasetCheckpoint saves and restores nothing beside BackupAndRestore"
@@ -109,6 +112,7 @@ class Use:
         mentions: Attributes and locals that its code must use. Of a class,
             any of its methods may.
         backend: The only one where it is used; empty for all.
+        seen_in: The versions of Keras that have it so, first and last.
     """
 
     feature: Feature
@@ -116,6 +120,7 @@ class Use:
     parameters: tuple[str, ...] | None = None
     mentions: tuple[str, ...] = ()
     backend: str = ""
+    seen_in: tuple[str, str] = ("3.12", "3.16")
 
     def find(self) -> Any:
         """The thing.
@@ -152,7 +157,7 @@ USES = (
     Use(
         Feature.LOADER,
         f"{_ADAPTERS}:get_data_adapter",
-        mentions=("PyDatasetAdapter",),
+        mentions=("PyDatasetAdapter", "num_batches"),
     ),
     Use(
         Feature.LOADER,
@@ -192,7 +197,7 @@ USES = (
         Feature.LOADER,
         f"{_ITERATOR}.reset",
         ("self",),
-        ("data_adapter", "on_epoch_end"),
+        ("data_adapter", "on_epoch_end", "_epoch_iterator"),
     ),
     Use(
         Feature.RESUME,
@@ -207,11 +212,6 @@ USES = (
     ),
     Use(Feature.QUIET_END, f"{_ITERATOR}._interrupted_warning", ("self",)),
     # Locals of a `fit` that runs.
-    Use(
-        Feature.NEXT_EPOCH,
-        "keras:Model.fit",
-        mentions=("epoch", "epochs", "initial_epoch", "steps_per_epoch"),
-    ),
     Use(
         Feature.FIT,
         "keras:Model.fit",
@@ -376,7 +376,104 @@ def _of(module: str, name: str) -> Any:
 
 
 PyDatasetAdapter = _of(f"{_ADAPTERS}.py_dataset_adapter", "PyDatasetAdapter")
-EpochIterator = _of("keras.src.trainers.epoch_iterator", "EpochIterator")
+_EpochIterator = _of("keras.src.trainers.epoch_iterator", "EpochIterator")
+
+
+# -- the adapter -------------------------------------------------------------
+
+
+def is_asked_whether_to_shuffle() -> bool:
+    """Whether Keras asks the caller for `num_batches`, to warn of `shuffle`.
+
+    Keras warns that `shuffle=True`, its own default, is ignored for a dataset
+    that does not say its length.
+    """
+    return sys._getframe(2).f_code.co_name == "get_data_adapter"
+
+
+class KerasIterator:
+    """Keras's `EpochIterator` over an adapter's data, held weakly.
+
+    Without one, or where Keras's is not as we know it, an epoch has no limit
+    of steps, and what would be told to Keras is told to nobody.
+
+    Args:
+        iterator: Keras's; `None` for none.
+    """
+
+    def __init__(self, iterator: Any = None) -> None:
+        self._iterator: Callable[[], Any] = _no_iterator
+        if iterator is not None:
+            self._iterator = weakref.ref(iterator)
+
+    def _get(self, feature: Feature) -> Any:
+        return self._iterator() if has(feature) else None
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """The steps that the user wants of each epoch, if any were named."""
+        iterator = self._get(Feature.RESUME)
+        steps: int | None = getattr(iterator, "steps_per_epoch", None)
+        return steps
+
+    @property
+    def steps_per_execution(self) -> int:
+        """Steps in one call of the train function."""
+        iterator = self._get(Feature.RESUME)
+        return 1 if iterator is None else int(iterator.steps_per_execution)
+
+    @property
+    def continues(self) -> bool:
+        """Whether the next epoch goes on where the one before has ended."""
+        iterator = self._get(Feature.RESUME)
+        return bool(
+            iterator is not None
+            and iterator.steps_per_epoch
+            and iterator._steps_seen
+            and iterator._current_iterator is not None
+        )
+
+    @property
+    def is_resetting(self) -> bool:
+        """Whether it is the data's reset that Keras calls the end of an epoch.
+
+        A reset drops the generator of the epoch first.
+        """
+        iterator = self._get(Feature.LOADER)
+        return iterator is not None and iterator._epoch_iterator is None
+
+    def set_num_batches(self, count: int | None) -> None:
+        """Tells Keras how many batches the data has; `None`: to find out."""
+        iterator = self._get(Feature.RESUME)
+        if iterator is not None:
+            iterator._num_batches = count
+
+    @property
+    def can_warn(self) -> bool:
+        """Whether `warn_by` has an effect."""
+        return self._get(Feature.QUIET_END) is not None
+
+    def warn_by(self, warn: Callable[[], None] | None) -> None:
+        """Says what warns that data ran out; `None`: Keras itself."""
+        iterator = self._get(Feature.QUIET_END)
+        if iterator is not None and warn is not None:
+            iterator._interrupted_warning = warn
+        elif iterator is not None:
+            vars(iterator).pop("_interrupted_warning", None)
+
+
+def _no_iterator() -> None:
+    """In place of a reference to an iterator."""
+
+
+def calling_iterator() -> KerasIterator:
+    """The iterator of Keras's that calls the caller, if one does."""
+    known = sys._getframe(2).f_locals
+    caller = known.get("self")
+    if not isinstance(caller, _EpochIterator):
+        return KerasIterator()
+    _forget(known)
+    return KerasIterator(caller)
 
 
 def get_tensor_spec(batches: list[Any]) -> Any:
@@ -416,28 +513,137 @@ def show_frames(folder: str) -> None:
         traceback_utils._EXCLUDED_PATHS = kept
 
 
-def epoch_follows() -> bool:
-    """Whether the `fit` around the caller is to run another epoch.
+# -- the calls under way -----------------------------------------------------
 
-    Keras tells nobody but callbacks, and a dataset is none.
+
+class FitCall(NamedTuple):
+    """The innermost `fit` that calls the caller.
+
+    Attributes:
+        adapter: The adapter of its training data.
+        initial_epoch: The epoch that it was told to begin with.
+        has_steps: Whether it was told how many steps an epoch has.
     """
-    if not has(Feature.NEXT_EPOCH):
+
+    adapter: Any = None
+    initial_epoch: int = 0
+    has_steps: bool = False
+
+
+def fit_around() -> FitCall:
+    """The innermost `fit` that calls the caller; an empty one for none."""
+    for _, known in _calls_of_keras("fit") if has(Feature.FIT) else ():
+        iterator = known.get("epoch_iterator")
+        adapter = getattr(iterator, "data_adapter", None)
+        has_steps = getattr(iterator, "steps_per_epoch", None) is not None
+        initial_epoch = int(known.get("initial_epoch") or 0)
+        _forget(known)
+        return FitCall(adapter, initial_epoch, has_steps)
+    return FitCall()
+
+
+def another_epoch_follows(iterator: KerasIterator) -> bool:
+    """Whether the `fit` that calls the caller is to run another epoch.
+
+    `History`, which every `fit` has among its callbacks, knows how many
+    epochs there are, and which have ended.
+
+    Args:
+        iterator: Keras's, over the training data. With a limit of steps, an
+            epoch may end anywhere in the data, so nothing is to follow.
+    """
+    name, trainer = trainer_at_work()
+    if name != "fit" or iterator.steps_per_epoch:
         return False
-    found = call_of_keras("fit", "evaluate", "predict")
-    if found is None:
+    if not has(Feature.FIT) or not has(Feature.RESUME):
+        return False  # which epoch, or with how many steps, nobody knows
+    history = getattr(trainer, "history", None)
+    epochs = (getattr(history, "params", None) or {}).get("epochs")
+    if not isinstance(epochs, int):
         return False
-    name, known = found
-    epochs = known.get("epochs") if name == "fit" else None
-    epoch = known.get("epoch", known.get("initial_epoch"))
-    # With steps, an epoch may end anywhere in the dataset.
-    steps = known.get("steps_per_epoch")
-    forget(known)
-    return (
-        isinstance(epochs, int)
-        and isinstance(epoch, int)
-        and epoch + 1 < epochs
-        and steps is None
-    )
+    past = getattr(history, "epoch", None)
+    epoch = past[-1] + 1 if past else fit_around().initial_epoch
+    return epoch + 1 < epochs
+
+
+def is_within_fit() -> bool:
+    """Whether the caller is an evaluation's or prediction's, amid a `fit`."""
+    names = _names_of_calls()
+    return names[:1] != ["fit"] and "fit" in names
+
+
+def steps_argument() -> str:
+    """Which argument of Keras's says how many steps there are."""
+    names = _names_of_calls()
+    if names[:1] == ["fit"]:
+        return "`steps_per_epoch`"
+    return "`validation_steps`" if "fit" in names else "`steps`"
+
+
+def trainer_at_work() -> tuple[str, Any]:
+    """What Keras was asked to do, and the model; an empty name for nothing."""
+    for name, known in _calls_of_keras("fit", "evaluate", "predict"):
+        trainer = known["self"]
+        _forget(known)
+        return name, trainer
+    return "", None
+
+
+def _names_of_calls() -> list[str]:
+    names = []
+    for name, known in _calls_of_keras("fit", "evaluate", "predict"):
+        _forget(known)
+        names.append(name)
+    return names
+
+
+def _calls_of_keras(*names: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Calls of such methods of a model, and their locals, innermost first.
+
+    Pass the locals to `_forget` when they have been read.
+    """
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_name
+        if name in names:
+            known = frame.f_locals
+            if isinstance(known.get("self"), keras.Model):
+                yield name, known
+        frame = frame.f_back
+
+
+def callbacks_beside() -> list[Any]:
+    """The callbacks in a list with the caller, whose `set_params` this is."""
+    if not has(Feature.BESIDE):
+        return []
+    known = sys._getframe(2).f_locals
+    caller = known.get("self")
+    if not isinstance(caller, keras.callbacks.CallbackList):
+        return []
+    return list(caller.callbacks)
+
+
+def _forget(known: dict[str, Any]) -> None:
+    """Empties the copy of its locals that a frame of Keras's has given.
+
+    It lives as long as the frame, and would keep what is in it until it is
+    asked for again: a copy of the weights.
+    """
+    if sys.version_info < (3, 13):
+        known.clear()
+
+
+def users_stacklevel() -> int:
+    """The `stacklevel` of a warning, for the caller, at the user's line."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(
+        (exceptions.PACKAGE, _KERAS)
+    ):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+# -- the model ---------------------------------------------------------------
 
 
 def dry_run(name: str, trainer: Any, batch: tuple[Any, ...]) -> None:
@@ -496,85 +702,12 @@ def _symbolic(leaf: Any) -> Any:
     return keras.KerasTensor(shape, keras.backend.standardize_dtype(dtype))
 
 
-def steps_argument() -> str:
-    """Which argument of Keras's says how many steps there are."""
-    calls = []
-    for name, known in calls_of_keras("fit", "evaluate", "predict"):
-        forget(known)
-        calls.append(name)
-    if calls[:1] == ["fit"]:
-        return "`steps_per_epoch`"
-    return "`validation_steps`" if "fit" in calls else "`steps`"
-
-
-def users_stacklevel() -> int:
-    """The `stacklevel` of a warning, for the caller, at the user's line."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(
-        (exceptions.PACKAGE, _KERAS)
-    ):
-        level, frame = level + 1, frame.f_back
-    return level
-
-
-def trainer_at_work() -> tuple[str, Any]:
-    """The model that Keras is at work with, and what it was asked to do."""
-    found = call_of_keras("fit", "evaluate", "predict")
-    if found is None:
-        return "", None
-    name, known = found
-    trainer = known["self"]
-    forget(known)
-    return name, trainer
-
-
 def is_keras_step(function: Any) -> bool:
     """Whether Keras made a train or test function; a model may have others."""
     code = getattr(function, "__code__", None)
     maker = inspect.unwrap(keras.Model._make_function)
     name = f"{maker.__qualname__}.<locals>.function"
     return getattr(code, "co_qualname", "") == name
-
-
-def call_of_keras(*names: str) -> tuple[str, dict[str, Any]] | None:
-    """The innermost of `calls_of_keras`, if there is any."""
-    return next(calls_of_keras(*names), None)
-
-
-def calls_of_keras(*names: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Calls of such methods of a model, and their locals, innermost first.
-
-    Pass those to `forget` when they have been read.
-    """
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_name
-        if name in names:
-            known = frame.f_locals
-            if isinstance(known.get("self"), keras.Model):
-                yield name, known
-        frame = frame.f_back
-
-
-def calling_iterator() -> Any:
-    """The `EpochIterator` that calls the caller; `None` if none does."""
-    known = sys._getframe(2).f_locals
-    caller = known.get("self")
-    if not isinstance(caller, EpochIterator):
-        return None
-    forget(known)
-    return caller
-
-
-def callbacks_beside() -> list[Any]:
-    """The callbacks in a list with the caller, whose `set_params` this is."""
-    if not has(Feature.BESIDE):
-        return []
-    known = sys._getframe(2).f_locals
-    caller = known.get("self")
-    if not isinstance(caller, keras.callbacks.CallbackList):
-        return []
-    return list(caller.callbacks)
 
 
 def values_in_training(model: Any) -> list[Any]:
@@ -592,24 +725,3 @@ def values_in_training(model: Any) -> list[Any]:
         return [value for part in state.values() for value in part]
     variables = getattr(model, "variables", ())
     return [getattr(variable, "_value", None) for variable in variables]
-
-
-def is_amid_iteration(iterator: Any) -> bool:
-    """Whether the next epoch goes on where the one before has ended."""
-    return bool(
-        has(Feature.RESUME)
-        and iterator is not None
-        and iterator.steps_per_epoch
-        and iterator._steps_seen
-        and iterator._current_iterator is not None
-    )
-
-
-def forget(known: dict[str, Any]) -> None:
-    """Empties the copy of its locals that a frame of Keras's has given.
-
-    It lives as long as the frame, and would keep what is in it until it is
-    asked for again: a copy of the weights.
-    """
-    if sys.version_info < (3, 13):
-        known.clear()

@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from keras_fastdata.metrics.pool_stats import PoolStats
 from keras_fastdata.metrics.quantiles import Distribution
+from keras_fastdata.metrics.sampling import NoSampler, Sampler
 
 _BLOCK = 512  # spans that are taken in at a time
 _SLOWEST = 32  # batches remembered for how long they took
@@ -252,10 +253,7 @@ class Recorder:
         skipped: Batches that they left out, the latest 1,000 of them.
         skips: How many that were.
         predicts: Whether it listens to a `predict`, which has no probe.
-        wants_quiet: Whether workers are to rest while the next step runs.
-        is_sampling: Whether the step under way is one by itself, between two
-            device synchronizations.
-        before_wait: Called before that thread then waits for a batch itself.
+        sampler: What decides which steps are measured by themselves.
         source_id: Where the batches of this stretch come from, once it is
             known; see `is_of`.
         batch_stats: Of the present stretch; see `begin`.
@@ -279,9 +277,7 @@ class Recorder:
         self._source: weakref.ref[BatchSource] | None = None
         self.source_id: object = None
         self.predicts = False
-        self.wants_quiet = False
-        self.is_sampling = False
-        self.before_wait: Callable[[], None] = _nothing
+        self.sampler: Sampler = NoSampler()
         self._on_spans = on_spans or _nobody
         self.batch_stats = BatchStats()
         self._pending: list[_PendingBatch] = []
@@ -294,16 +290,16 @@ class Recorder:
         self,
         *,
         predicts: bool = False,
-        before_wait: Callable[[], None] | None = None,
+        sampler: Sampler | None = None,
     ) -> None:
         """Starts a new stretch, with sums of its own.
 
         Args:
             predicts: Whether it is of a `predict`, which has no probe.
-            before_wait: Called before the thread waits for a batch itself.
+            sampler: What decides which steps are measured by themselves.
         """
         self.predicts = predicts
-        self.before_wait = before_wait or _nothing
+        self.sampler = sampler or NoSampler()
         self.flush()
         self.batch_stats = BatchStats()
         self._seen = self.batches
@@ -325,18 +321,6 @@ class Recorder:
     def expect(self, source_id: object) -> None:
         """Says where the batches of this stretch come from."""
         self.source_id = source_id
-
-    def request_quiet(self, wanted: bool) -> None:
-        """Says whether workers are to rest while the next step runs."""
-        self.wants_quiet = wanted
-
-    def mark_sampling(self, is_sampling: bool) -> None:
-        """Says whether the step under way is measured by itself."""
-        self.is_sampling = is_sampling
-
-    def stop_sampling(self) -> None:
-        """Measures no step by itself until asked again."""
-        self.wants_quiet = self.is_sampling = False
 
     def exclude(self, seconds: float) -> None:
         """Takes note of time that belongs to no training step."""
@@ -491,10 +475,6 @@ def _times(
 
 def _nobody(spans: npt.NDArray[np.float64]) -> None:
     """Nobody wants to know."""
-
-
-def _nothing() -> None:
-    """There is nothing to do."""
 
 
 _MOST_SKIPPED = 1000  # remembered in full; all are counted

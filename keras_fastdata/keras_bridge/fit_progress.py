@@ -1,0 +1,132 @@
+"""How far Keras has come in the data of one adapter.
+
+    NOT_STARTED --reset--> BETWEEN --begin--> IN_EPOCH --end--> BETWEEN
+    NOT_STARTED --begin--> PROBE --reset--> BETWEEN
+                           PROBE --end--> NOT_STARTED
+
+`fit` and `evaluate` reset the data before their first epoch. What they fetched
+until then was a probe, to build the model. `predict` resets after a probe
+alone: without one, its only epoch looks like a probe that comes to its end.
+
+With `steps_per_epoch`, several of Keras's epochs may share one iterator over
+the data, and an epoch may go on from one iterator to the next.
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class FitPhase(enum.Enum):
+    """Where Keras stands."""
+
+    NOT_STARTED = enum.auto()  # no epoch is under way; a probe may follow
+    PROBE = enum.auto()  # it fetches a batch to build the model, or predicts
+    BETWEEN = enum.auto()  # no epoch is under way; no probe follows
+    IN_EPOCH = enum.auto()  # it trains, evaluates, or predicts after a probe
+
+
+class EpochProgress:
+    """Follows the epochs of Keras's, and the batches that they get.
+
+    Attributes:
+        phase: Where Keras stands.
+        steps: The steps that the user wants of the present epoch; `None`
+            without `steps_per_epoch` and the like.
+        delivered: Batches that the present iterator has delivered.
+        trained: How many of these went to epochs that are over.
+    """
+
+    def __init__(self) -> None:
+        self.phase = FitPhase.NOT_STARTED
+        self.steps: int | None = None
+        self.delivered = 0
+        self.trained = 0
+        self._steps_run = 0  # `steps`, in whole executions
+        # Iterators that the epoch needs for itself; below 0 if the iterator
+        # of the next epoch has begun already.
+        self._iterators_due = 0
+
+    @property
+    def has_started(self) -> bool:
+        """Whether what Keras fetches counts: it is for no probe any more."""
+        return self.phase in (FitPhase.BETWEEN, FitPhase.IN_EPOCH)
+
+    @property
+    def is_within_epoch(self) -> bool:
+        """Whether Keras is between the begin and the end of an epoch."""
+        return self.phase in (FitPhase.PROBE, FitPhase.IN_EPOCH)
+
+    @property
+    def delivered_now(self) -> int:
+        """Batches that the present iterator has delivered in this epoch."""
+        return self.delivered - self.trained
+
+    def _move_to(self, phase: FitPhase) -> None:
+        """The one place where the phase changes."""
+        self.phase = phase
+
+    def begin_epoch(
+        self,
+        steps: int | None = None,
+        steps_per_execution: int = 1,
+        *,
+        continues: bool = False,
+    ) -> None:
+        """Keras begins an epoch.
+
+        Args:
+            steps: The steps that the user wants of it; `None` for no limit.
+            steps_per_execution: Steps in one call of the train function.
+            continues: Whether it goes on with the present iterator.
+
+        Raises:
+            ValueError: The epoch before has not ended.
+        """
+        if self.is_within_epoch:
+            raise ValueError(
+                "`on_epoch_begin` was called twice without `on_epoch_end` "
+                "having been called."
+            )
+        started = self.has_started
+        self._move_to(FitPhase.IN_EPOCH if started else FitPhase.PROBE)
+        self.steps = steps
+        executions = -(-(steps or 0) // steps_per_execution)
+        self._steps_run = executions * steps_per_execution
+        self._iterators_due = 0 if continues else 1
+
+    def begin_iterator(self) -> None:
+        """The first batch of another iterator is asked for."""
+        self.delivered = self.trained = 0
+        self._iterators_due -= 1
+
+    def count_batch(self) -> None:
+        """The present iterator has delivered a batch."""
+        self.delivered += 1
+
+    def end_epoch(self, *, is_reset: bool) -> bool:
+        """Keras ends an epoch, or resets the data.
+
+        Args:
+            is_reset: Whether it resets the data.
+
+        Returns:
+            Whether this is the first reset, which undoes the probe, if there
+            was one.
+        """
+        is_first_reset = is_reset and not self.has_started
+        if self._iterators_due >= 0:
+            self.trained += self._steps_run
+        started = self.has_started or is_first_reset
+        self._move_to(FitPhase.BETWEEN if started else FitPhase.NOT_STARTED)
+        return is_first_reset
+
+    def lag(self, steps: int | None) -> int:
+        """Batches that were delivered, and not trained on.
+
+        Args:
+            steps: The steps of the present epoch so far; `None` after its end.
+        """
+        if steps is None and self.steps is None:
+            return 0
+        return max(0, self.delivered_now - (steps or 0))
