@@ -25,10 +25,11 @@ import pytest
 from keras_facts import with_steps_per_execution
 from samples import Numbered
 
-from keras_fastdata import ArrayDataset, LoaderHealth
+from keras_fastdata import ArrayDataset, LoaderHealth, keras_bridge
 from keras_fastdata.callbacks import device
 from keras_fastdata.engine.loader import Loader
 from keras_fastdata.health import epoch_monitor, step_clock
+from keras_fastdata.health.measured import Measured
 from keras_fastdata.keras_bridge import batches
 from keras_fastdata.metrics import cpu, recorder, timing
 
@@ -962,3 +963,34 @@ def test_no_more_batches_lie_ready_in_the_report_than_may_wait(tmp_path):
     with FreeData(length=30, max_queue_size=4) as dataset:
         model.fit(dataset, epochs=2, callbacks=[health], verbose=0)
     assert 1 <= health._record.column("depth").max() <= 4
+
+
+def test_what_is_measured_follows_the_hooks(monkeypatch):
+    within_fit = False
+    monkeypatch.setattr(keras_bridge, "is_within_fit", lambda: within_fit)
+    health = LoaderHealth(verbose=0)
+
+    def measured(*hooks):
+        for hook, *arguments in hooks:
+            getattr(health, hook)(*arguments)
+        return health._measured
+
+    call, step = ("set_params", {}), ("on_train_batch_begin", 0)
+    evaluation = ("on_test_begin",), ("on_test_end",)
+    assert measured() is Measured.IDLE
+    assert measured(call, ("on_train_begin",)) is Measured.FIT
+    assert measured(("on_epoch_begin", 0), step) is Measured.FIT
+    assert measured(*evaluation) is Measured.FIT  # a validation
+    within_fit = True
+    assert measured(call, ("on_test_begin",)) is Measured.FIT_NESTED
+    assert measured(("on_test_end",)) is Measured.FIT
+    assert measured(call, ("on_predict_begin",)) is Measured.FIT_NESTED
+    assert measured(step) is Measured.FIT  # the prediction has raised
+    within_fit = False
+    assert measured(call) is Measured.IDLE  # the fit has raised
+    assert measured(("on_test_begin",)) is Measured.EVALUATE
+    assert measured(("on_test_end",)) is Measured.IDLE
+    assert measured(call, ("on_predict_begin",)) is Measured.PREDICT
+    assert measured(("on_predict_end",)) is Measured.IDLE
+    measured(call, ("on_train_begin",))
+    assert measured(("on_train_end",)) is Measured.IDLE

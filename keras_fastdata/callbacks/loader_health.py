@@ -15,6 +15,7 @@ from keras_fastdata.callbacks import device
 from keras_fastdata.callbacks.base import Callback, registered
 from keras_fastdata.callbacks.tensorboard import EventFiles, log_dirs_among
 from keras_fastdata.health.epoch_monitor import EpochMonitor, no_step
+from keras_fastdata.health.measured import Measured
 from keras_fastdata.health.record import Record
 from keras_fastdata.health.report import figure
 from keras_fastdata.health.report import html as pages
@@ -102,8 +103,7 @@ class LoaderHealth(Callback):
         if self.report is not None:
             pages.require()
         self._monitor: EpochMonitor | None = None
-        self._fits = False
-        self._is_nested = False  # of an evaluation amid that fit
+        self._measured = Measured.IDLE
         # Told of each step; of one of training, after an evaluation amid it.
         self._step: Callable[[int], None] = no_step
         self._train_step: Callable[[int], None] = no_step
@@ -178,10 +178,11 @@ class LoaderHealth(Callback):
         super().set_params(params)  # type: ignore[misc]
         from keras_fastdata import keras_bridge
 
-        if self._fits and keras_bridge.is_within_fit():
+        fits = self._measured in (Measured.FIT, Measured.FIT_NESTED)
+        if fits and keras_bridge.is_within_fit():
             # One of its callbacks evaluates, with this one: the fit goes on.
-            self._is_nested, self._step = True, no_step
-            self._train_step = self._resume_fit
+            self._move_to(Measured.FIT_NESTED)
+            self._step, self._train_step = no_step, self._resume_fit
             return
         beside = keras_bridge.callbacks_beside()
         if any(isinstance(c, LoaderHealth) and c is not self for c in beside):
@@ -190,12 +191,12 @@ class LoaderHealth(Callback):
                 "can have `report` and `trace` both."
             )
         self._companions = log_dirs_among(beside)
-        self._fits = self._is_nested = False  # one broken off did not end
+        self._move_to(Measured.IDLE)  # what was broken off did not end
         self._stop()
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._start()
-        self._fits = True
+        self._move_to(Measured.FIT)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         from keras_fastdata import keras_bridge
@@ -213,40 +214,42 @@ class LoaderHealth(Callback):
         self._train_step(batch)
 
     def on_test_begin(self, logs: Any = None) -> None:
-        if self._is_nested:
+        if self._measured is Measured.FIT_NESTED:
             return
-        if self._fits:
+        if self._measured is Measured.FIT:
             self._end_training()
             self._begin("validation")
         else:
             self._start()
+            self._move_to(Measured.EVALUATE)
             self._begin("evaluate")
 
     def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
         self._step(batch)
 
     def on_test_end(self, logs: Any = None) -> None:
-        if self._is_nested:
+        if self._measured is Measured.FIT_NESTED:
             self._end_nested()
             return
         found = self._end()
-        if self._fits:
+        if self._measured is Measured.FIT:
             if found is not None:
                 self._validations.append(found)
         else:
             self._conclude(found)
 
     def on_predict_begin(self, logs: Any = None) -> None:
-        if self._is_nested:
+        if self._measured is Measured.FIT_NESTED:
             return
         self._start()
+        self._move_to(Measured.PREDICT)
         self._begin("predict")
 
     def on_predict_batch_begin(self, batch: int, logs: Any = None) -> None:
         self._step(batch)
 
     def on_predict_end(self, logs: Any = None) -> None:
-        if self._is_nested:
+        if self._measured is Measured.FIT_NESTED:
             self._end_nested()
             return
         self._conclude(self._end())
@@ -269,13 +272,17 @@ class LoaderHealth(Callback):
     def on_train_end(self, logs: Any = None) -> None:
         self._print_line()
         self._stop()
-        self._fits = False
+        self._move_to(Measured.IDLE)
         summary = self.summary()
         if self.verbose and summary.verdict is not None:
             print(summary, flush=True)
         self._write_report()
 
     # -- measuring ----------------------------------------------------------
+
+    def _move_to(self, measured: Measured) -> None:
+        """The one place where the state changes."""
+        self._measured = measured
 
     def _start(self) -> None:
         import keras
@@ -356,7 +363,7 @@ class LoaderHealth(Callback):
 
     def _end_nested(self) -> None:
         """The fit goes on, after an evaluation amid it."""
-        self._is_nested = False
+        self._move_to(Measured.FIT)
         if self._monitor is not None:
             self._step = self._train_step = self._monitor.step
 
@@ -390,6 +397,7 @@ class LoaderHealth(Callback):
         if health is not None:
             self._epochs.append(health)
         self._stop()
+        self._move_to(Measured.IDLE)
         self._write_report()
 
     def _skipped_in(self, epoch: int) -> int:
