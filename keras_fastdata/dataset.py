@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import (
@@ -18,7 +17,7 @@ from typing import (
 
 import numpy as np
 
-from keras_fastdata import _process_role
+from keras_fastdata import _call_stack, _process_role
 from keras_fastdata._dataset_internals import (
     Internals,
     answer,
@@ -535,7 +534,7 @@ def _noticed(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
         loader = None if own is None else own.loader
         if build.is_built_for(self) or (
             loader is None
-            and (_process_role.is_worker() or _is_being_made(self))
+            and (_process_role.is_worker() or _call_stack.is_being_made(self))
         ):
             return hook(self, *args, **kwargs)
         call = functools.partial(hook, self, *args, **kwargs)
@@ -543,21 +542,6 @@ def _noticed(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
 
     setattr(noticed, _NOTICED, True)
     return noticed
-
-
-def _is_being_made(dataset: FastPyDataset) -> bool:
-    """Whether the dataset's `__init__` is on the call stack."""
-    frame: types.FrameType | None = sys._getframe(2)
-    while frame is not None:
-        code = frame.f_code
-        if (
-            code.co_name in ("__init__", "__setstate__")
-            and code.co_argcount
-            and frame.f_locals.get(code.co_varnames[0]) is dataset
-        ):
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _notes_assigned(method: Callable[..., None]) -> Callable[..., None]:

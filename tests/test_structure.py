@@ -48,6 +48,7 @@ _ROOMS = [
     "_validation",
     "_process_role",
     "_atomic_write",
+    "_call_stack",
 ]
 _HEAVY = {
     "tensorflow",
@@ -209,6 +210,22 @@ def test_no_module_reaches_keras_src_through_keras():
         if isinstance(node, ast.Attribute) and ast.unparse(node) == "keras.src"
     }
     assert reached == set()
+
+
+_FRAMES = {"_getframe", "f_locals", "f_back", "currentframe", "walk_stack"}
+
+
+def test_one_module_alone_looks_at_frames_of_keras_and_one_at_all_others():
+    looking = {
+        module
+        for module, tree in _TREES.items()
+        for node in ast.walk(tree)
+        if {getattr(node, "attr", ""), getattr(node, "id", "")} & _FRAMES
+    }
+    assert looking == {
+        f"{_PACKAGE}._call_stack",
+        f"{_PACKAGE}.keras_bridge.keras_internals",
+    }
 
 
 def _private_to_keras():

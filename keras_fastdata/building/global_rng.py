@@ -17,18 +17,15 @@ from __future__ import annotations
 import logging
 import os
 import random
-import sys
 import threading
 import time
-from types import CodeType, FrameType
 from typing import Any
 
+from keras_fastdata import _call_stack
 from keras_fastdata.building import mt19937, seeding
 
 _LOOK_S = 0.05  # between two looks at the holder's stack
 _STUCK_S = 10.0  # at one place, before a holder is assumed to wait
-
-_Place = tuple[tuple[CodeType, int], ...]  # a thread's stack, innermost first
 
 _log = logging.getLogger("keras_fastdata")
 
@@ -45,7 +42,7 @@ class preserved_globals:  # noqa: N801 - called like a function
     crossings = 0
 
     def __enter__(self) -> None:
-        self._turn = _take_turn(sys._getframe(1))
+        self._turn = _take_turn(_call_stack.frame_id(1))
         try:
             self._numpy = mt19937.Snapshot()
             self._python_state = random.getstate()
@@ -82,12 +79,12 @@ class _Turn:
         self.lock: Any = threading.RLock()
         self._depth = 0
         self._thread = 0
-        self._frame = 0  # id of the frame of the outermost build
+        self._frame_id = 0  # of the outermost build
 
-    def begin(self, frame: FrameType) -> None:
+    def begin(self, frame_id: int) -> None:
         """Notes that the calling thread has just taken the lock."""
         if not self._depth:
-            self._thread, self._frame = threading.get_ident(), id(frame)
+            self._thread, self._frame_id = threading.get_ident(), frame_id
         self._depth += 1
 
     def release(self) -> None:
@@ -101,26 +98,23 @@ class _Turn:
             self._depth = 0
             self.lock.release()
 
-    def place(self) -> _Place:
-        """Returns the stack of the build that holds the turn."""
-        found = []
-        frame = sys._current_frames().get(self._thread)
-        while frame is not None and id(frame) != self._frame:
-            found.append((frame.f_code, frame.f_lasti))
-            frame = frame.f_back
-        return tuple(found)
+    def place(self) -> _call_stack.Place:
+        """Returns the stack of the holding thread, up to its build."""
+        return _call_stack.place_of(self._thread, self._frame_id)
 
 
 _turns = [_Turn()]  # each later one is nested in a holder that waits
-_waits_at: set[_Place] = set()  # stacks at which holders were found waiting
+_waits_at: set[_call_stack.Place] = (
+    set()
+)  # stacks at which holders were found waiting
 
 
-def _take_turn(frame: FrameType) -> _Turn:
+def _take_turn(frame_id: int) -> _Turn:
     if len(_turns) > 1:
         for turn in _turns[:0:-1]:
             if turn.lock._is_owned():
                 turn.lock.acquire()
-                turn.begin(frame)
+                turn.begin(frame_id)
                 return turn
     level = 0
     while not (
@@ -129,13 +123,13 @@ def _take_turn(frame: FrameType) -> _Turn:
         level += 1
         if level == len(_turns):
             _turns.append(_Turn())
-    _turns[level].begin(frame)
+    _turns[level].begin(frame_id)
     return _turns[level]
 
 
 def _wait_for(turn: _Turn) -> bool:
     """Takes the lock; returns `False` if its holder seems to wait."""
-    before: _Place | None = None
+    before: _call_stack.Place | None = None
     since_s = 0.0
     while not turn.lock.acquire(timeout=_LOOK_S):
         place, now_s = turn.place(), time.monotonic()

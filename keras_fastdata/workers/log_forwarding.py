@@ -14,11 +14,11 @@ import dataclasses
 import logging
 import pickle
 import sys
-import types
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+from keras_fastdata import _call_stack
 from keras_fastdata.workers import exceptions
 from keras_fastdata.workers.base import ONCE
 from keras_fastdata.workers.process import messages
@@ -100,7 +100,7 @@ def install(send: Send) -> None:
             if isinstance(message, Warning)
             else None,
             _shortened(str(message)),
-            _module_at(filename, lineno),
+            _call_stack.module_at(filename, lineno),
             filename,
             lineno,
         )
@@ -145,17 +145,6 @@ class _ForwardedWarning:
     module: str | None
     filename: str
     lineno: int
-
-
-def _module_at(filename: str, lineno: int) -> str | None:
-    """`__name__` of the running code at a place, which warnings filter by."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_filename == filename and frame.f_lineno == lineno:
-            return str(frame.f_globals.get("__name__"))
-        frame = frame.f_back
-    return None
 
 
 class Receiver:
