@@ -22,15 +22,14 @@ import numpy as np
 
 from keras_fastdata import _process_role
 from keras_fastdata.building import build, seeding
-from keras_fastdata.building.permutation import Permutation
 from keras_fastdata.engine.loader import Loader
 from keras_fastdata.engine.settings import Settings
 from keras_fastdata.engine.state_dict import State
 from keras_fastdata.errors import EndOfData
-from keras_fastdata.memory.arena import aligned_empty
 
 # Names whose values differ between epochs.
-_VARYING = frozenset(["rng", "rng_for", "epoch_order", "epoch"])
+_SEEDED = frozenset(["rng", "rng_for", "epoch_order"])
+_VARYING = _SEEDED | {"epoch"}
 
 
 class Internals:
@@ -159,7 +158,7 @@ def answer(dataset: build.Dataset, name: str) -> Any:
     """
     context = build.context_for(dataset, name)
     if context is None:
-        return getattr(_Outside(dataset), name)
+        return _outside(dataset, name)
     if name in _VARYING:
         context.note_asked(name)
     return getattr(context, name)
@@ -176,40 +175,19 @@ def plain_iterator(dataset: build.Dataset) -> Iterator[Any]:
             yield dataset[index]
 
 
-class _Outside:
-    """Values of `self.rng` and the like outside of builds.
+def _outside(dataset: build.Dataset, name: str) -> Any:
+    """Returns the value of `self.rng` and the like outside of builds.
 
-    They make `dataset[3]` work when a user calls it.
+    These values make `dataset[3]` work when a user calls it.
     """
-
-    worker_index = None
-    empty = staticmethod(aligned_empty)
-
-    def __init__(self, dataset: build.Dataset) -> None:
-        self._dataset = dataset
-
-    @property
-    def epoch(self) -> int:
-        loader = internals_of(self._dataset).loader
-        return loader.epoch if loader else 0
-
-    @property
-    def rng(self) -> np.random.Generator:
-        internals = internals_of(self._dataset)
+    internals, seed = internals_of(dataset), 0
+    if name in _SEEDED and _process_role.is_worker():
+        seed = internals.settings.seed or 0
+    elif name in _SEEDED:
+        seed = loader_of(dataset).seed
+    if name == "rng":
         if internals.outside_rng is None:
-            internals.outside_rng = seeding.generator(
-                self._seed, seeding.OUTSIDE
-            )
+            internals.outside_rng = seeding.generator(seed, seeding.OUTSIDE)
         return internals.outside_rng
-
-    def rng_for(self, *key: int) -> np.random.Generator:
-        return build.rng_for(self._seed, self.epoch, *key)
-
-    def epoch_order(self, length: int) -> Permutation:
-        return build.epoch_order(self._seed, self.epoch, length)
-
-    @property
-    def _seed(self) -> int:
-        if _process_role.is_worker():
-            return internals_of(self._dataset).settings.seed or 0
-        return loader_of(self._dataset).seed
+    epoch = internals.loader.epoch if internals.loader else 0
+    return getattr(build.Context(seed, epoch, 0, None), name)

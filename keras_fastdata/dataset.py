@@ -504,7 +504,7 @@ class FastPyDataset(_Base):
 
     @property
     def max_queue_size(self) -> int:
-        """How many batches are requested ahead; see the class."""
+        """The number of batches requested ahead; see the class."""
         return internals_of(self).settings.max_queue_size
 
     @max_queue_size.setter

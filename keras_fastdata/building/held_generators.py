@@ -440,18 +440,8 @@ def _is_leaf(kind: type) -> bool:
 # Arrays and tables; they hold no random generators.
 _OPAQUE = {"tensorflow", "jax", "jaxlib", "pandas", "pyarrow", "h5py"}
 _LEAF_TYPES = {
-    str,
-    bytes,
-    bytearray,
-    int,
-    float,
-    complex,
-    bool,
-    type(None),
-    type(...),
-    slice,
-    range,
-    property,
+    *(str, bytes, bytearray, int, float, complex, bool),
+    *(type(None), type(...), slice, range, property),
 }
 _LEAVES = (
     types.ModuleType,

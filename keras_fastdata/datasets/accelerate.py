@@ -150,7 +150,7 @@ class _Wrapped(FastPyDataset):
 
 
 class _WrappedWithHooks(_Wrapped):
-    """Also calls the epoch hooks of the other dataset."""
+    """Delivers the batches of a dataset, and calls its epoch hooks."""
 
     def __iter__(self) -> Iterator[Any]:
         # The user may have called hooks of the other dataset.

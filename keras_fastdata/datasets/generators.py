@@ -235,7 +235,7 @@ class GeneratorDataset(FastPyDataset):
             return batch
         way_out = "Pass the true number, or `None`"
         if plan.restarts:
-            way_out += "; or `restart=False`, which starts anew where data ends"
+            way_out += "; or `restart=False`, which starts again at the end"
         raise LoaderError(
             f"The generators have ended after {index} of the "
             f"{plan.num_batches} batches that `num_batches` says. {way_out}."
@@ -314,8 +314,8 @@ def _(dataset: GeneratorDataset, state: State) -> dict[str, Any]:
     if not plan.restarts:
         raise LoaderError(
             f"{type(dataset).__name__} goes on from epoch to epoch, so that "
-            "the place of a batch tells nothing of where its generators "
-            "stand. With `restart=True` they begin anew with each epoch, "
+            "the number of a batch does not give the position of its "
+            "generators. With `restart=True` each epoch makes new generators, "
             "and can be resumed."
         )
     return {**state.as_dict(), "num_shards": plan.num_shards}
@@ -434,7 +434,7 @@ class GeneratorShards(FastPyDataset):
 
     @property
     def num_batches(self) -> None:
-        """`None`: unknown."""
+        """`None`, because the number of batches is unknown."""
 
     def __getitem__(self, index: int) -> Any:
         """Returns the result of turn `index` of the shards."""
@@ -520,7 +520,7 @@ def _(dataset: GeneratorShards) -> bool:
 
 
 class _Shard:
-    """One generator, or one after another if the shard repeats."""
+    """One generator; after its end the next one, if the shard repeats."""
 
     def __init__(self, owner: GeneratorShards, key: int, index: int) -> None:
         self._owner = owner
@@ -794,7 +794,7 @@ def _share_bytes(kwargs: dict[str, Any], workers: int) -> None:
 
 
 def _is_free(parameters: dict[str, Any], name: str, factory: Any) -> bool:
-    """Removes a parameter; whether this package may pass its value."""
+    """Removes a parameter; returns whether this package passes its value."""
     found = parameters.get(name)
     if found is None or name in getattr(factory, "keywords", {}):
         return False

@@ -255,7 +255,7 @@ def for_iterables(name: str, source: Any, batching: str) -> str:
     """
     if hasattr(source, "as_numpy_iterator"):  # a tf.data.Dataset
         return (
-            " `fit` takes it as it is; workers of ours take "
+            " `fit` takes it as it is; for workers of this package pass "
             f"`GeneratorDataset({name}.as_numpy_iterator{batching})`."
         )
     if hasattr(source, "__next__"):

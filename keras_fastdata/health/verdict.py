@@ -33,7 +33,7 @@ _LONGEST_QUEUE = 1000  # batches, the longest queue that is advised
 
 
 class Kind(enum.StrEnum):
-    """Why training waits.
+    """The reasons why training waits.
 
     A member is equal to its name: `verdict.kind == "io_bound"`.
     """

@@ -159,19 +159,12 @@ class Segment:
         start: Bytes = np.frombuffer(self._mmap, np.uint8, 1, offset)
         address = address_of(start)
         libc = ctypes.CDLL(None, use_errno=True)
-        libc.mmap.restype = ctypes.c_void_p
-        libc.mmap.argtypes = [
-            ctypes.c_void_p,
-            ctypes.c_size_t,
-            ctypes.c_int,
-            ctypes.c_int,
-            ctypes.c_int,
-            ctypes.c_long,
-        ]
+        pointer, size, whole = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+        libc.mmap.restype = pointer
+        libc.mmap.argtypes = [pointer, size, whole, whole, whole, ctypes.c_long]
         access = mmap.PROT_READ | mmap.PROT_WRITE
-        mapped = libc.mmap(
-            address, nbytes, access, flags | _MAP_FIXED, self.fd, offset
-        )
+        flags |= _MAP_FIXED
+        mapped = libc.mmap(address, nbytes, access, flags, self.fd, offset)
         if mapped != address:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))

@@ -393,9 +393,16 @@ def octets(array: npt.NDArray[Any], writer: Writer) -> Bytes:
 
 
 class _ArraysInTheSlot:
-    """The reductions that both picklers share."""
+    """The constructor and the reductions of both picklers."""
 
-    writer: Writer
+    def __init__(
+        self,
+        file: io.BytesIO,
+        writer: Writer,
+        keep: Callable[[pickle.PickleBuffer], None],
+    ) -> None:
+        super().__init__(file, protocol=5, buffer_callback=keep)  # type: ignore[call-arg]
+        self.writer = writer
 
     def reduce_array(self, array: npt.NDArray[Any]) -> Any:
         dtype = array.dtype
@@ -425,29 +432,11 @@ class _ArraysInTheSlot:
 
 
 class _BatchPickler(_ArraysInTheSlot, pickle.Pickler):
-    def __init__(
-        self,
-        file: io.BytesIO,
-        writer: Writer,
-        keep: Callable[[pickle.PickleBuffer], None],
-    ) -> None:
-        super().__init__(file, protocol=5, buffer_callback=keep)
-        self.writer = writer
-
     def reducer_override(self, obj: Any) -> Any:
         return self.reduce(obj)
 
 
 class _BatchCloudPickler(_ArraysInTheSlot, cloudpickle.Pickler):  # type: ignore[misc]
-    def __init__(
-        self,
-        file: io.BytesIO,
-        writer: Writer,
-        keep: Callable[[pickle.PickleBuffer], None],
-    ) -> None:
-        super().__init__(file, protocol=5, buffer_callback=keep)
-        self.writer = writer
-
     def reducer_override(self, obj: Any) -> Any:
         reduced = self.reduce(obj)
         if reduced is NotImplemented and isinstance(obj, type):

@@ -1,4 +1,4 @@
-"""Pickles objects of a dataset that pickle refuses, or would copy at length.
+"""Pickles objects of a dataset that pickle refuses, or would copy needlessly.
 
     locks, conditions, `threading.local`    made again, in their first state
     files open for reading                  opened again, at the same position
@@ -93,26 +93,6 @@ _GLOBALS = (
     ("torch", "default_generator"),
     ("imgaug.random", "get_global_rng"),
 )
-
-
-# -- locks ---------------------------------------------------------------------
-
-
-def _reduce_lock(_: Any) -> Reduced:
-    return threading.Lock, ()
-
-
-def _reduce_rlock(_: Any) -> Reduced:
-    return threading.RLock, ()
-
-
-def _reduce_condition(condition: Any) -> Reduced:
-    # A condition keeps its lock only there.
-    return threading.Condition, (condition._lock,)  # noqa: SLF001
-
-
-def _reduce_local(_: Any) -> Reduced:
-    return threading.local, ()
 
 
 # -- files ---------------------------------------------------------------------
@@ -287,10 +267,11 @@ def _cache_again(function: Any, parameters: dict[str, Any]) -> Any:
 
 
 _REDUCERS: dict[type, Any] = {
-    type(threading.Lock()): _reduce_lock,
-    type(threading.RLock()): _reduce_rlock,
-    threading.Condition: _reduce_condition,
-    threading.local: _reduce_local,
+    type(threading.Lock()): lambda _: (threading.Lock, ()),
+    type(threading.RLock()): lambda _: (threading.RLock, ()),
+    # A condition keeps its lock only in a private attribute.
+    threading.Condition: lambda one: (threading.Condition, (one._lock,)),  # noqa: SLF001
+    threading.local: lambda _: (threading.local, ()),
     io.TextIOWrapper: _reduce_file,
     io.BufferedReader: _reduce_file,
     io.FileIO: _reduce_file,

@@ -1,4 +1,4 @@
-"""Exceptions on their way from a worker to the caller of `fit`.
+"""Carries exceptions from a worker to the caller of `fit`.
 
 An exception is pickled as a description, and rebuilt without running its
 class's `__init__`: exceptions whose `__init__` takes two arguments, or none,
@@ -55,7 +55,7 @@ class _Description(NamedTuple):
 
     Attributes:
         text: The formatted traceback, used if nothing else can be.
-        make: The pickled function that rebuilds the exception.
+        make: The pickled exception, or a pickled function that makes it.
         args: The arguments of that function.
         state: The exception's attributes, by name.
         frames: The traceback, frame by frame, as tblib describes it.
@@ -216,12 +216,12 @@ def _safely(convert: Any, value: Any) -> str:
 def _recipe_of(
     error: BaseException,
 ) -> tuple[bytes | None, tuple[_Part, ...], dict[str, _Part]]:
-    """Returns a pickled function, its arguments, and attributes to set."""
+    """Returns a description's `make`, `args` and `state`."""
     cls = type(error)
     if _says_how_to_pickle(cls):
         own = _dumps(error, whole=error)
         if _loads_as(own, cls):
-            return _dumps(_given), (_Part(own, ""),), {}
+            return own, (), {}
     elif not isinstance(cls.__init__, types.FunctionType):
         with contextlib.suppress(Exception):
             # An exception written in C knows best how to be rebuilt.
@@ -394,7 +394,9 @@ def _rebuild_bare(
         return None, []
     left_out = []
     try:
-        error = pickle.loads(description.make)(*map(_load, description.args))
+        error = pickle.loads(description.make)
+        if not isinstance(error, BaseException):
+            error = error(*map(_load, description.args))
         if not isinstance(error, BaseException):
             return None, []
         for name, part in description.state.items():
@@ -415,10 +417,6 @@ def _load(part: _Part) -> Any:
             # Loading runs the user's code.
             return pickle.loads(part.pickled)
     return Unpicklable(part.text)
-
-
-def _given(error: Any) -> Any:
-    return error
 
 
 @dataclasses.dataclass(frozen=True)

@@ -140,7 +140,7 @@ def _speedup(summary: HealthSummary) -> str:
 
 
 def _prose(text: str) -> list[tuple[bool, str]]:
-    """Splits a text at backquotes; returns whether a piece is code, and it."""
+    """Splits a text at backquotes into pairs: whether it is code, piece."""
     kept = re.sub(rf"(\d) (?=({_UNITS})\b)", "\\1\N{NO-BREAK SPACE}", text)
     pieces = kept.split("`")
     if len(pieces) % 2 == 0:

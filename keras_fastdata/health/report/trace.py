@@ -399,7 +399,7 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 def _event(
     phase: str, name: str, process: int, thread: int, **more: Any
 ) -> str:
-    """One event of the trace, as JSON."""
+    """Returns an event of the trace as JSON."""
     return _encode(
         {"ph": phase, "name": name, "pid": process, "tid": thread, **more}
     )
@@ -413,7 +413,7 @@ def _slice(
     ended_us: float,
     arguments: dict[str, Any],
 ) -> str:
-    """An event with a duration."""
+    """Returns an event with a duration as JSON."""
     took_us = round(max(0.0, ended_us - began_us), 3)
     return _event(
         "X", name, process, thread, ts=began_us, dur=took_us, args=arguments

@@ -206,7 +206,7 @@ def _earliest(steps: list[Step]) -> str:
 def _cut(
     name: str, steps: list[Step], first: int, anchor: int, count: int
 ) -> Window:
-    """Returns a window of steps that no long break, as a validation, splits."""
+    """Returns a window of steps without a long break, such as a validation."""
     shown = steps[first : first + count]
     anchor -= first
     lengths = [step.ended_s - step.began_s for step in shown]
