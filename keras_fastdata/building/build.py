@@ -784,8 +784,8 @@ class GlobalRngMonitor:
         )
         if not self._warns and (crossed or positions != _positions()):
             raise GlobalRngUsedError(
-                "While a thread built a batch, `np.random` or `random` was "
-                "drawn from, by it or by another."
+                "While a thread built a batch, it or another thread drew from "
+                "`np.random` or `random`."
             )
         if not crossed and positions != _positions():
             self._moved += 1

@@ -175,7 +175,7 @@ class _HasSeedMethod(_Generator):
             getattr(value, self._name)(int(stream.generate_state(1)[0]))
         except Exception as error:
             _log.warning(
-                "%s.%s(seed) raised %r: what it draws is not seeded for each "
+                "%s.%s(seed) raised %r: its draws are not seeded for each "
                 "batch. Override `reseed` to seed it.",
                 type(value).__name__,
                 self._name,

@@ -77,8 +77,8 @@ def _check_indexable(dataset: Any) -> None:
         )
     if isinstance(dataset, FastPyDataset):
         raise TypeError(
-            f"{type(dataset).__name__} is a FastPyDataset already; pass it "
-            "`workers` and the rest where it is made."
+            f"{type(dataset).__name__} is a FastPyDataset already; pass "
+            "`workers` and the other arguments to its constructor."
         )
     if not hasattr(dataset, "__getitem__") or not (
         hasattr(dataset, "__len__") or hasattr(dataset, "num_batches")
@@ -86,8 +86,8 @@ def _check_indexable(dataset: Any) -> None:
         raise TypeError(
             "`dataset` must have `__getitem__(index)`, which returns a batch, "
             f"and `__len__`. Received an object of type "
-            f"{type(dataset).__name__}, which has not, and so cannot be asked "
-            "for batch 7." + for_iterables("dataset", dataset, "")
+            f"{type(dataset).__name__}, which lacks one of them: it cannot be "
+            "asked for batch 7." + for_iterables("dataset", dataset, "")
         )
 
 

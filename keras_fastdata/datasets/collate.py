@@ -149,8 +149,8 @@ class _Nested:
             hint = ""
             if type(part) is self._kind is list:
                 hint = (
-                    " A list is a structure: make an array of one that is to "
-                    "be stacked or padded."
+                    " A list is a structure: to stack or pad its items, make "
+                    "it an array."
                 )
             raise _MisfitError(
                 f"{_called(self._where)} is {_outline(part)}, not "
@@ -321,8 +321,8 @@ def _padded_shape(
         return shape, set()
     if isinstance(to, (dict, list)):
         raise ValueError(
-            f"`pad_to` has {to!r} for an array of shape {shape}; it wants one "
-            "length, or a tuple of them."
+            f"`pad_to` has {to!r} for an array of shape {shape}; pass one "
+            "length, or a tuple of lengths."
         )
     lengths = (to,) if isinstance(to, int) else to
     if len(lengths) > len(shape):

@@ -237,8 +237,8 @@ class GeneratorDataset(FastPyDataset):
         if plan.restarts:
             way_out += "; or `restart=False`, which starts again at the end"
         raise LoaderError(
-            f"The generators have ended after {index} of the "
-            f"{plan.num_batches} batches that `num_batches` says. {way_out}."
+            f"The generators have ended after {index} batches; `num_batches` "
+            f"is {plan.num_batches}. {way_out}."
         )
 
     def close(self) -> None:
@@ -380,9 +380,9 @@ class _Turns:
                 raise LoaderError(
                     f"The generator of shard {shard} cannot be replayed: the "
                     "worker that had it was lost, and a new generator did not "
-                    "give the same batches again. Draw from the parameter "
-                    "`rng`, and let nothing else decide what comes; or let "
-                    "the factory have a parameter `start`."
+                    "give the same batches again. Let its items depend on "
+                    "nothing random but the parameter `rng`; or add a "
+                    "parameter `start` to the factory."
                 )
             self._chains[shard] = int(after)
             if what == _BATCH:
@@ -486,8 +486,8 @@ class _Running:
             if not self._live:
                 raise LoaderError(
                     f"The generators cannot be replayed: all of them have "
-                    f"ended after {turn} turns, of which there were more "
-                    "before their worker was lost."
+                    f"ended after {turn} turns, and had more turns before "
+                    "their worker was lost."
                 )
             self.next(dropped=True)
 
@@ -653,10 +653,10 @@ class _Source(NamedTuple):
         if not callable(factory):
             raise TypeError(
                 "`factory` must be a function that makes a generator, or an "
-                f"iterator. Received a {type(factory).__name__}; "
-                "`SampleDataset` takes what has items by number, and "
-                "`lambda: iter(it)` makes a factory of what can be iterated "
-                "over again and again."
+                f"iterator. Received a {type(factory).__name__}. Pass an "
+                "object with numbered items to `SampleDataset`; pass "
+                "`lambda: iter(it)` for an iterable that serves any number of "
+                "passes."
             )
         try:
             parameters = dict(inspect.signature(factory).parameters)
@@ -699,18 +699,18 @@ class _Source(NamedTuple):
         if num_shards > 1 and not self.takes_shards:
             what = "iterator" if self.is_iterator else "factory"
             raise ValueError(
-                f"This {what} cannot be shared out to {num_shards} workers or "
+                f"This {what} cannot be split among {num_shards} workers or "
                 "shards: each would give the same items. Pass a function "
                 "`factory(shard_index, num_shards)` that makes a generator of "
-                "every so-many-th item, or of some of the files; or leave it "
-                "to one worker, with `workers=1`."
+                "one item in `num_shards`, or of some of the files; or use "
+                "`workers=1`."
             )
         if processes and self.is_iterator:
             raise ValueError(
                 "An iterator cannot go to a worker process: it cannot be "
                 "copied, and each copy would give the same items. Pass the "
-                "function that makes it, without calling it, and it will be "
-                "called there; or leave it to a thread of this process, with "
+                "function that makes it, without calling it, so that the "
+                "worker calls it; or use a thread of this process, with "
                 "`use_multiprocessing=False`."
             )
 
@@ -730,12 +730,12 @@ class _Source(NamedTuple):
         if restarts and self.is_iterator:
             raise ValueError(
                 "`restart=True` needs a function that makes a generator; an "
-                "iterator can be walked through once."
+                "iterator serves one pass only."
             )
         if not restarts and num_batches is None and not self.is_iterator:
             raise ValueError(
-                "`restart=False` needs `num_batches`, the length of an epoch "
-                "after which the next one goes on."
+                "`restart=False` needs `num_batches`, the number of batches "
+                "after which an epoch ends and the next one goes on."
             )
         return restarts
 

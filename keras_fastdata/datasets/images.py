@@ -325,8 +325,8 @@ def _read(dataset: ImageFileDataset, path: str) -> Image:
         floats = image.dtype.kind == dataset.dtype.kind == "f"
         if not floats and not np.can_cast(image.dtype, dataset.dtype):
             raise TypeError(
-                f"`decoder` returned {image.dtype}, which does not become "
-                f"{dataset.dtype} unchanged. Pass its type as `dtype`."
+                f"`decoder` returned {image.dtype}, and {dataset.dtype} cannot "
+                "hold all its values. Pass its type as `dtype`."
             )
     if image.dtype != dataset.dtype:
         return image.astype(dataset.dtype)
@@ -395,8 +395,8 @@ def _files_in(
             missing = [name for name in class_names if name not in names]
             if missing:
                 raise ValueError(
-                    f"`class_names` are folders of {directory}, which has no "
-                    f"{missing}; there are {names}."
+                    f"`class_names` must be folders of {directory}. It has no "
+                    f"{missing}; it has {names}."
                 )
             names = list(class_names)
         by_class = [
@@ -457,14 +457,14 @@ def _check_split(
         )
     if (share is None) != (subset is None):
         raise ValueError(
-            "`validation_split` says how many files to keep apart, and "
-            "`subset` which of the two parts this is; pass both or neither."
+            "`validation_split` is the share of files for validation, and "
+            "`subset` chooses one of the two parts; pass both or neither."
         )
     if subset is not None:
         one_of("subset", subset, ("training", "validation", "both"))
         if shuffle and seed is None:
             raise ValueError(
                 "Pass a `seed`, so that the training and the validation "
-                "subset are drawn alike and have no file in common; or "
+                "subset come from one split and have no file in common; or "
                 "`shuffle=False`."
             )

@@ -203,8 +203,8 @@ def _column_of(table: Any) -> Any:
     """Returns a pandas column as an array, which is indexed by position."""
     if hasattr(table, "columns"):
         raise TypeError(
-            "`source` must hold samples by number, and a DataFrame has columns "
-            "by name. Pass it to `ArrayDataset`, or one column of it."
+            "`source` must hold numbered samples, and a DataFrame has named "
+            "columns. Pass it to `ArrayDataset`, or pass one column of it."
         )
     return table.to_numpy()
 
@@ -221,8 +221,8 @@ def _check_source(dataset: SampleDataset, source: Any, batch_size: int) -> None:
         )
     if isinstance(source, Mapping) and len(source) and 0 not in source:
         raise TypeError(
-            f"`source` must hold samples by number, from 0 on. A {kind} has "
-            "them by key. Pass a list of its values; a dict of arrays is for "
+            f"`source` must hold samples numbered from 0. A {kind} has keys. "
+            "Pass a list of its values; pass a dict of arrays to "
             "`ArrayDataset`."
         )
     hint = for_iterables("source", source, f", batch_size={batch_size}")
@@ -236,7 +236,7 @@ def _check_source(dataset: SampleDataset, source: Any, batch_size: int) -> None:
         hint = hint or " Override the property `num_samples`."
     if lacks:
         raise TypeError(
-            "`source` must have samples by number: `__getitem__` and "
+            "`source` must hold numbered samples: `__getitem__` and "
             f"`__len__`. Received an object of type {kind}, which has no "
             f"`{lacks}`.{hint}"
         )

@@ -229,8 +229,8 @@ def _sampled(
         found = np.asarray(sampler(rng, count))
         if found.shape != (count,) or found.dtype.kind not in "iu":
             raise ValueError(
-                f"`sampler` must return {count} indices, as many as there "
-                f"are samples. It returned an array of shape "
+                f"`sampler` must return {count} indices, the number of "
+                f"samples. It returned an array of shape "
                 f"{found.shape} and dtype {found.dtype}."
             )
         if count and not 0 <= found.min() <= found.max() < count:
@@ -265,7 +265,7 @@ def for_iterables(name: str, source: Any, batching: str) -> str:
         )
     if hasattr(source, "__iter__"):
         return (
-            " What can only be iterated over is for "
+            " For an iterable, use "
             f"`GeneratorDataset(lambda: iter({name}){batching})`."
         )
     return ""

@@ -227,7 +227,7 @@ def _is_mapped_at(root: Any) -> bool:
 
 def _reduce_h5(obj: Any) -> Reduced:
     if not obj:
-        raise TypeError("cannot pickle what belongs to a closed HDF5 file")
+        raise TypeError("cannot pickle an object of a closed HDF5 file")
     file = obj.file
     if file.mode != "r":
         raise TypeError(
@@ -237,7 +237,7 @@ def _reduce_h5(obj: Any) -> Reduced:
     if file.driver not in ("sec2", "stdio"):
         raise TypeError(
             f"cannot pickle an HDF5 file of driver {file.driver!r}: it has no "
-            "path to open it by"
+            "path"
         )
     path = os.path.abspath(file.filename)
     return _open_h5_again, (path, obj.name, type(obj) is type(file))
