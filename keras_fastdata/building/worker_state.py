@@ -50,7 +50,7 @@ class LostStateMonitor:
         self._next = self._builds + 1
 
     def is_due(self) -> bool:
-        """Counts a build; whether to call `look` now."""
+        """Counts a build; returns whether to call `look` now."""
         self._builds += 1
         return self._builds >= self._next
 

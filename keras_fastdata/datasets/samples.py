@@ -46,7 +46,7 @@ class _SampleRng:
 
 
 class _ByHand(threading.local):
-    """The sample that a thread gets outside of any build: `dataset[0]`."""
+    """The sample that a thread gets by a call of `dataset[0]`, if any."""
 
     part: build.SampleContext | None = None
 

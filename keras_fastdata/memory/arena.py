@@ -235,7 +235,7 @@ class Arena:
             self._cold.append(coldest)
 
     def lease(self, slot: int, nbytes: int) -> Bytes:
-        """Returns an array over a slot's first bytes; leased until it dies."""
+        """Leases a slot to an array over its first bytes, and returns that."""
         root = self.segment.root(slot, 0, nbytes)
         lease = _SlotRef(root, self._returned.append)
         lease.slot = slot
@@ -275,7 +275,7 @@ class Arena:
             self.release(slot)
 
     def _join(self, slot: int) -> bool:
-        """Joins a detached slot; whether it can be used again."""
+        """Joins a detached slot; returns whether it can be used again."""
         if slot in self._seen_by_forks:
             return False
         try:

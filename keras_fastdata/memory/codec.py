@@ -170,7 +170,7 @@ class SlotWriter:
         return copy
 
     def detach_retained(self, extents: list[tuple[int, int]]) -> bool:
-        """Copies arrays that the dataset kept, so that later writes are unseen.
+        """Copies arrays that the dataset kept, and may still write to.
 
         Call it after the batch has died. An array of `empty` that is still
         alive is kept by the dataset. Its bytes are copied to another part of

@@ -110,7 +110,7 @@ def describe(batch: Any, arrays: list[npt.NDArray[Any]]) -> Any:
 
 
 def pack(description: Any) -> bytes:
-    """Returns a description as bytes; usually equal for equal ones."""
+    """Returns a description as bytes, mostly equal for equal descriptions."""
     found = _packed.get(description)
     if found is None:
         found = _MARK + pickle.dumps(description, protocol=5)

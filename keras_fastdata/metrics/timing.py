@@ -65,7 +65,7 @@ class RunDelay:
         self._fd: int | None = None  # -1: the kernel does not report it
 
     def read(self) -> float:
-        """Returns seconds since the thread began; 0 if they are unknown."""
+        """Returns the delay in seconds so far; 0 if it is not reported."""
         if self._fd is None:
             try:
                 self._fd = os.open(_SCHEDSTAT, os.O_RDONLY)
