@@ -6,6 +6,7 @@ import functools
 import os
 import sys
 import types
+from collections.abc import Iterator
 from typing import Any
 
 _INSTALLED = ("site-packages", "dist-packages")
@@ -52,13 +53,15 @@ def _has_installed(folder: str) -> bool:
         return False
 
 
+def nested_code(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yields code, and the code of functions and classes inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from nested_code(constant)
+
+
 @functools.lru_cache(maxsize=4096)
 def names_in(code: types.CodeType) -> frozenset[str]:
     """Returns the globals and attributes that code, or code in it, names."""
-    return frozenset(code.co_names).union(
-        *(
-            names_in(constant)
-            for constant in code.co_consts
-            if isinstance(constant, types.CodeType)
-        )
-    )
+    return frozenset(n for part in nested_code(code) for n in part.co_names)

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import dis
 import functools
+import itertools
 import sys
 import types
 import weakref
@@ -20,7 +21,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from keras_fastdata.building.modules import is_users, names_in
+from keras_fastdata.building.modules import is_users, names_in, nested_code
 from keras_fastdata.building.seeding import PRIVATE
 
 _MOST_VISITS = 2000  # classes, functions and objects that are searched
@@ -248,7 +249,7 @@ class _Names:
 def _names_in(code: types.CodeType) -> _Names:
     variables, imported, assigned = set(), set(), set()
     loaded: Any = None
-    for step in dis.get_instructions(code):
+    for step in itertools.chain(*map(dis.get_instructions, nested_code(code))):
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             variables.add(step.argval)
         elif step.opname == "IMPORT_NAME":
@@ -260,13 +261,4 @@ def _names_in(code: types.CodeType) -> _Names:
         # In Python 3.13 one instruction may load two names.
         loaded = step.argval[-1:] if type(step.argval) is tuple else step.argval
         loaded = loaded[0] if type(loaded) is tuple and loaded else loaded
-    inner = [
-        _names_in(constant)
-        for constant in code.co_consts
-        if isinstance(constant, types.CodeType)
-    ]
-    return _Names(
-        frozenset(variables).union(*(n.variables for n in inner)),
-        frozenset(imported).union(*(n.imported for n in inner)),
-        frozenset(assigned).union(*(n.assigned for n in inner)),
-    )
+    return _Names(*map(frozenset, (variables, imported, assigned)))
