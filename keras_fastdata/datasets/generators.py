@@ -237,8 +237,8 @@ class GeneratorDataset(FastPyDataset):
         if plan.restarts:
             way_out += "; or `restart=False`, which starts again at the end"
         raise LoaderError(
-            f"The generators have ended after {index} batches; `num_batches` "
-            f"is {plan.num_batches}. {way_out}."
+            f"The generators have ended after {index} of the "
+            f"{plan.num_batches} batches of `num_batches`. {way_out}."
         )
 
     def close(self) -> None:
