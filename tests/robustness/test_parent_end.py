@@ -11,7 +11,7 @@ import time
 import pytest
 from places import FULL
 from samples import Numbered
-from trainers.harness import START_METHODS, Trainer, Zygote, endless
+from trainers import START_METHODS, Trainer, Zygote, endless
 
 from keras_fastdata import LoaderError
 

@@ -16,6 +16,7 @@ import tempfile
 import keras
 import numpy as np
 import pytest
+import resume_samples
 from hypothesis import given
 from hypothesis import strategies as st
 from keras_facts import with_steps_per_execution
@@ -36,7 +37,7 @@ from keras_fastdata.engine.state_dict import State
 
 pytestmark = pytest.mark.usefixtures("kept_forkserver")
 
-_SCRIPT = pathlib.Path(__file__).with_name("resume_samples.py")
+_SCRIPT = pathlib.Path(resume_samples.__file__)
 _EPOCHS = 4
 _LENGTH = 7
 

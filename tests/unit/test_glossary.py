@@ -1,4 +1,4 @@
-"""One word, one meaning; and each field is written by its own file alone."""
+"""One word, one meaning."""
 
 from __future__ import annotations
 
@@ -125,18 +125,6 @@ _GONE = {
 }
 _OF_OTHERS = {("datasets/images.py", "walk")}  # `os.walk`
 
-# Fields that only have the name of one of ours, and whose they are.
-_FIELDS_OF_OTHERS = {
-    ("building/build.py", "before"): "a `threading.local`",
-    ("engine/cache.py", "writeable"): "an array's flags",
-    ("keras_bridge/__init__.py", "use_multiprocessing"): "Keras's `PyDataset`",
-    ("keras_bridge/__init__.py", "workers"): "Keras's `PyDataset`",
-    ("memory/reducers.py", "filename"): "NumPy's `memmap`",
-    ("memory/reducers.py", "mode"): "NumPy's `memmap`",
-    ("memory/reducers.py", "writeable"): "an array's flags",
-    ("workers/log_forwarding.py", "args"): "a log record",
-}
-
 
 def _identifiers(tree):
     for node in ast.walk(tree):
@@ -178,49 +166,3 @@ def test_no_two_modules_have_a_class_of_one_name():
         for node in _classes(tree):
             files[node.name].add(file)
     assert {n: f for n, f in files.items() if len(f) > 1} == {}
-
-
-def _stored(node):
-    """Every target of an assignment or deletion."""
-    if isinstance(node, (ast.Assign, ast.Delete)):
-        targets = node.targets
-    elif isinstance(node, (ast.AugAssign, ast.AnnAssign)):
-        targets = [node.target]
-    else:
-        return
-    for target in targets:
-        if isinstance(target, (ast.Tuple, ast.List)):
-            yield from target.elts
-        else:
-            yield target
-
-
-def _fields(tree):
-    """Names of the fields that classes of a module have."""
-    for owner in _classes(tree):
-        for node in ast.walk(owner):
-            for target in _stored(node):
-                if isinstance(target, ast.Attribute) and _is_own(target):
-                    yield target.attr
-                elif isinstance(target, ast.Name) and node in owner.body:
-                    yield target.id
-
-
-def _is_own(attribute):
-    base = attribute.value
-    return isinstance(base, ast.Name) and base.id in ("self", "cls")
-
-
-def test_a_field_is_written_by_the_file_of_its_class_alone():
-    owners = {file: set(_fields(tree)) for file, tree in _TREES.items()}
-    ours = set().union(*owners.values())
-    found = {
-        (file, target.attr)
-        for file, tree in _TREES.items()
-        for node in ast.walk(tree)
-        for target in _stored(node)
-        if isinstance(target, ast.Attribute)
-        and not _is_own(target)
-        and target.attr in ours - owners[file]
-    }
-    assert found == set(_FIELDS_OF_OTHERS)

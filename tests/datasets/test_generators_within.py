@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from generator_kinds import Everywhere, Seedable, Slots
 from samples import Holds, equal
-from trainers.harness import START_METHODS
+from trainers import START_METHODS
 
 from keras_fastdata import (
     FastPyDataset,

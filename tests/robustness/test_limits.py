@@ -32,7 +32,7 @@ from limit_runs import (
     script_for,
 )
 from samples import Numbered
-from trainers.harness import START_METHODS
+from trainers import START_METHODS
 
 from keras_fastdata.workers import supervisor
 

@@ -511,7 +511,9 @@ def _tell_many(writer, count, with_steps=True):
         block[:, _MOMENTS] += 512 * _BATCH_S
 
 
-@pytest.mark.parametrize("with_steps", [True, False])
+@pytest.mark.parametrize(
+    "with_steps", [True, pytest.param(False, marks=pytest.mark.long)]
+)
 def test_memory_is_bounded_however_many_batches_there_are(
     with_steps, writer, path, monkeypatch
 ):
@@ -519,13 +521,13 @@ def test_memory_is_bounded_however_many_batches_there_are(
     writer.begin("train", 0)
     tracemalloc.start()
     try:
-        _tell_many(writer, 20_480, with_steps)
+        _tell_many(writer, 10_240, with_steps)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     writer.end()
     writer.close({}, "Images")
-    assert path.stat().st_size > 8e6
+    assert path.stat().st_size > 4e6
     assert peak < 3e6
 
 

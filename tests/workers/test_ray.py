@@ -670,8 +670,7 @@ def test_workers_for_which_the_cluster_has_no_place_are_an_error():
 
 def _run(code, **env):
     text = textwrap.dedent(code)
-    here = os.pathsep.join([*sys.path, os.path.dirname(__file__)])
-    environment = {**os.environ, "PYTHONPATH": here, **env}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **env}
     for name in list(environment):
         if re.match("RAY_(ADDRESS|AUTH_|USAGE_STATS)", name):
             del environment[name]

@@ -33,7 +33,7 @@ from slow_samples import (
     line_of,
     sleeps,
 )
-from trainers.harness import START_METHODS
+from trainers import START_METHODS
 
 from keras_fastdata import BatchTimeoutError
 from keras_fastdata.memory.arena import Arena

@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 import pytest
 from samples import Numbered, Random, equal, numbers
-from trainers.harness import START_METHODS, Trainer, Zygote, endless
+from trainers import START_METHODS, Trainer, Zygote, endless
 
 from keras_fastdata import FastPyDataset
 from keras_fastdata.memory import arena

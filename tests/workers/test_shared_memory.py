@@ -502,7 +502,7 @@ def test_closed_standard_files_do_not_become_ours():
                         assert "/" in place and "memfd" not in place, place
         os._exit(42)
     """
-    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    path = os.pathsep.join(sys.path)
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)],
         env={**os.environ, **NO_TRAINING, "PYTHONPATH": path},

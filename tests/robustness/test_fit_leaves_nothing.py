@@ -47,7 +47,7 @@ ENDS = {
 @pytest.mark.parametrize(
     ("end", "place"),
     [
-        # Where it is TensorFlow, tests/test_parent_end.py has such an end.
+        # On TensorFlow, `test_parent_end.py` has such an end.
         pytest.param(
             "is half through an epoch", "process", marks=LONG_BUT_ON_JAX
         ),

@@ -25,8 +25,8 @@ from keras_fastdata.profiling import Profile
 
 pytestmark = pytest.mark.usefixtures("kept_forkserver")
 
-_HERE = pathlib.Path(__file__).parent
-_FILE = str(_HERE / "profile_samples.py")
+_HERE = pathlib.Path(samples.__file__).parent
+_FILE = samples.__file__
 _QUICK = ["--batches", "3", "--seconds", "1"]
 
 

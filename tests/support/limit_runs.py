@@ -137,9 +137,7 @@ def environment(**changes):
 
 
 def _path():
-    here = os.path.dirname(os.path.abspath(__file__))
-    path = [here, os.path.dirname(here), *(p for p in sys.path if p)]
-    return list(dict.fromkeys(path))
+    return [os.path.abspath(p) for p in sys.path if p]
 
 
 def _gone(pid, timeout):

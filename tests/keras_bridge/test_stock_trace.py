@@ -25,13 +25,13 @@ from itertools import chain
 import keras
 import numpy as np
 import pytest
-import test_stock_trace_datasets as samples
+import stock_trace_samples as samples
 from keras.src.trainers import data_adapters
 from keras.src.trainers.data_adapters.py_dataset_adapter import (
     PyDatasetAdapter,
 )
 from keras_facts import IS_316, fetches_ahead, with_steps_per_execution
-from test_stock_trace_datasets import EVENTS
+from stock_trace_samples import EVENTS
 
 from keras_fastdata import FastPyDataset, keras_bridge
 

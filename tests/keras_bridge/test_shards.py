@@ -14,6 +14,7 @@ import sys
 import keras
 import numpy as np
 import pytest
+import shard_runs
 from hypothesis import given
 from hypothesis import strategies as st
 from resume_samples import Drawn
@@ -31,7 +32,7 @@ from keras_fastdata.engine.sharding import Shard
 
 pytestmark = pytest.mark.usefixtures("kept_forkserver")
 
-_SCRIPT = pathlib.Path(__file__).with_name("shard_runs.py")
+_SCRIPT = pathlib.Path(shard_runs.__file__)
 
 
 def orders(length, count, shuffle, epoch=0):
