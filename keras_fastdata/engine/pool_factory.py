@@ -89,11 +89,12 @@ def _create_remote_pool(
         "worker_env": None if worker_env is None else dict(worker_env),
     }
     if settings.kind == "ray":
-        from keras_fastdata.workers.ray import pool
+        from keras_fastdata.workers.ray.actors import RayPlan
         from keras_fastdata.workers.ray.options import Options
+        from keras_fastdata.workers.ray.pool import RayPool
 
-        plan = pool.RayPlan(options=Options.of(settings.ray_options), **common)
-        return pool.RayPool(plan, maker, receiver)
+        plan = RayPlan(options=Options.of(settings.ray_options), **common)
+        return RayPool(plan, maker, receiver)
     # Needs what only POSIX has.
     from keras_fastdata.workers.process.channel import ProcessPlan
     from keras_fastdata.workers.process.pool import ProcessPool

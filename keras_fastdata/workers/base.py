@@ -195,6 +195,14 @@ class LocalResult:
     nbytes: int = 0
     timing: Timing | None = None
 
+    @classmethod
+    def failed(
+        cls, request_id: int, worker: int, error: BaseException
+    ) -> LocalResult:
+        """What building raised; an `Exception` is the dataset's own."""
+        by_dataset = isinstance(error, Exception)
+        return cls(request_id, worker, error=error, by_dataset=by_dataset)
+
     @property
     def is_lost(self) -> bool:
         """Whether it came to an error that is not the dataset's own."""

@@ -31,11 +31,11 @@ _ABANDONED = -1  # in place of the index of a worker that is never done
 class TaskState(enum.IntEnum):
     """Where a task is. The values index `InFlight._tasks`."""
 
-    QUEUED = 0  # waits here to be sent
-    SENT = 1  # on its way to a worker, or in a worker's hands
-    CANCELLED = 2  # was sent, but nobody wants its batch any more
-    QUARANTINED = 3  # is lost and sent again; its slot may yet be written to
-    DONE = 4  # its account is closed; the slot is free, or the caller's
+    QUEUED = 0  # waits to be sent
+    SENT = 1  # on the way to a worker, or at a worker
+    CANCELLED = 2  # was sent, but its batch is not wanted any more
+    QUARANTINED = 3  # was lost and sent again; a worker may write to its slot
+    DONE = 4  # no longer in the book; its slot is free, or the caller owns it
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -44,10 +44,10 @@ class Task:
 
     Attributes:
         request: The engine's order.
-        slot: Where its batch is to be built.
-        crashes: Workers that have died over it.
+        slot: The slot that the batch is built in.
+        crashes: How many workers have died over the request.
         task_id: The number of this sending, from 1.
-        state: Where it is; changed by the book alone.
+        state: Where the task is. Only `InFlight._move` changes it.
     """
 
     request: BatchRequest
@@ -87,16 +87,16 @@ class InFlight:
     """Accounts for the tasks and slots of one pool.
 
     Args:
-        slots: Where slots come from.
-        spare: Slots that no new request takes. They are for requests that are
-            sent again while a worker may yet write to the slot they had.
+        slots: Gives and takes back slots.
+        spare: How many slots new requests leave free. They are for requests
+            that are sent again while a worker may write to their old slots.
     """
 
     def __init__(self, slots: Slots, spare: int = 0) -> None:
         self._slots = slots
         self._spare = spare
         self._last_task_id = 0
-        # By state, then by task id; what is queued, in the order of sending.
+        # By state, then by task id. Queued tasks are in the order of sending.
         self._tasks: list[collections.OrderedDict[int, Task]] = [
             collections.OrderedDict() for _ in range(TaskState.DONE)
         ]
@@ -106,7 +106,7 @@ class InFlight:
         self._quarantines: list[_Quarantine] = []
 
     def _move(self, task: Task, state: TaskState) -> None:
-        """Changes the state of a task; nothing else does."""
+        """Changes the state of a task. No other method does."""
         self._tasks[task.state].pop(task.task_id, None)
         task.state = state
         if state is not TaskState.DONE:
@@ -139,9 +139,9 @@ class InFlight:
             self._move(task, TaskState.SENT)
 
     def requeue(self, task_ids: Iterable[int]) -> None:
-        """Queues tasks again that were found unread, in the order of sending.
+        """Queues tasks again that no worker has read, in the order of sending.
 
-        Those that were cancelled are done.
+        Cancelled tasks among them are done.
         """
         found = []
         for task_id in task_ids:
@@ -155,28 +155,33 @@ class InFlight:
             self._put_first(task)
 
     @property
+    def has_queued(self) -> bool:
+        """Whether any task waits to be sent."""
+        return bool(self._queued)
+
+    @property
     def is_awaited(self) -> bool:
-        """Whether any task is out, wanted or not."""
+        """Whether any task was sent and is not done, cancelled or not."""
         return bool(self._sent or self._cancelled)
 
     def __len__(self) -> int:
-        """How many tasks are queued or out, wanted or not."""
+        """How many tasks are queued, sent or cancelled."""
         return len(self._queued) + len(self._sent) + len(self._cancelled)
 
     def is_out(self, request_ids: Collection[int]) -> bool:
-        """Whether any request with these ids is unanswered and wanted."""
+        """Whether any of these requests is queued or sent."""
         return any(
             task.request.request_id in request_ids for task in self._wanted()
         )
 
     def cancel(self, request_ids: Collection[int]) -> None:
-        """Gives up requests; call `requeue` with what is unread before."""
+        """Cancels requests. Call `requeue` with the unread tasks first."""
         for task in self._wanted():
             if task.request.request_id in request_ids:
                 self.cancel_task(task)
 
     def cancel_task(self, task: Task) -> None:
-        """Gives up a task that is queued or sent."""
+        """Cancels a task that is queued or sent."""
         if task.state is TaskState.QUEUED:
             self._close(task)
         else:
@@ -185,24 +190,24 @@ class InFlight:
     # -- on the way back ----------------------------------------------------
 
     def request_of(self, task_id: int) -> BatchRequest | None:
-        """The request of a task, if that is out, wanted or not."""
+        """Returns the request of a task that was sent, cancelled or not."""
         task = self._sent.get(task_id) or self._cancelled.get(task_id)
         return task.request if task else None
 
     def oldest_unclaimed(self, heartbeats: Collection[int]) -> int | None:
-        """The lowest id of a wanted task that is out and in no heartbeat."""
+        """Returns the lowest id of a sent task that is in no heartbeat."""
         unclaimed = (i for i in self._sent if i not in heartbeats)
         return min(unclaimed, default=None)
 
     def complete(
         self, task_id: int, worker: int
     ) -> tuple[Task | None, int | None]:
-        """Closes the account of a task that `worker` has answered.
+        """Removes a task that `worker` has answered.
 
         Returns:
-            The task, or `None` if it was cancelled, or given up for lost and
-            sent again; and its slot, now the caller's. `None` for both if the
-            book has no such task.
+            The task, or `None` if it was cancelled or quarantined; and its
+            slot, which the caller owns now. `None` for both if the book has no
+            such task.
         """
         if self._quarantines:
             self._release_quarantined(worker, task_id)
@@ -217,7 +222,7 @@ class InFlight:
         return None, gone.slot
 
     def send_anew(self, task: Task) -> None:
-        """Queues the request of a task once more, in another slot."""
+        """Queues the request of a task once more, with another slot."""
         self._queue_again(task, self._take())
 
     # -- when a worker has died ---------------------------------------------
@@ -230,20 +235,20 @@ class InFlight:
         *,
         ended: bool,
     ) -> Task | None:
-        """Sends again what a lost worker took with it, but for one task.
+        """Queues the tasks of a lost worker again, except the returned one.
 
-        Call `requeue` before, with what is unread after the worker's death.
+        Call `requeue` first, with the tasks that are unread after the death.
 
         Args:
-            worker: The lost one.
-            heartbeat: The last task in its heartbeat; 0 for none.
-            heartbeats: The same for each of the others.
-            ended: Whether it can write no more. One that was abandoned may
-                yet, so the slots it may have are not used again.
+            worker: Index of the lost worker.
+            heartbeat: The task in its last heartbeat; 0 for none.
+            heartbeats: The task in the heartbeat of each other worker.
+            ended: Whether the worker has ended. An abandoned worker may still
+                write, so the slots that it may have are not used again.
 
         Returns:
-            The task it was building, done, together with its slot, for the
-            caller to judge; `None` if it was building none that is wanted.
+            The task that the worker was building; its state is DONE, and the
+            caller owns its slot. `None` if it was building no wanted batch.
         """
         outstanding = self._sent.keys() | self._cancelled.keys()
         losses = losses_of(outstanding, (), heartbeat, heartbeats)
@@ -276,22 +281,22 @@ class InFlight:
         return None
 
     def send_first(self, task: Task) -> None:
-        """Queues the request of a lost task, in its slot, before all others."""
+        """Queues the request of a done task first, with the task's slot."""
         self._put_first(self._queue_again(task, task.slot))
 
     def release(self, task: Task) -> None:
-        """Takes back the slot of a task that is done and not sent again."""
+        """Frees the slot of a done task that is not sent again."""
         self._slots.release(task.slot)
 
     def give_up(self) -> list[BatchRequest]:
-        """Closes the accounts of all wanted tasks; returns their requests."""
+        """Removes all queued and sent tasks; returns their requests."""
         wanted = self._wanted()
         for task in wanted:
             self._close(task)
         return [task.request for task in wanted]
 
     def clear(self) -> None:
-        """Closes every account: no worker is left."""
+        """Removes every task, when no worker is left."""
         for tasks in self._tasks:
             for task in list(tasks.values()):
                 self._close(task)
@@ -300,14 +305,14 @@ class InFlight:
     # -- the parts of the above ---------------------------------------------
 
     def _wanted(self) -> list[Task]:
-        """The tasks whose batches somebody waits for."""
+        """Returns the tasks that are not cancelled, lost or done."""
         return [*self._sent.values(), *self._queued.values()]
 
     def _out(self, task_id: int) -> Task:
         return self._sent.get(task_id) or self._cancelled[task_id]
 
     def _close(self, task: Task) -> None:
-        """Ends a task that no worker has, or will have; its slot is free."""
+        """Removes a task that no worker has, and frees its slot."""
         self._move(task, TaskState.DONE)
         self._slots.release(task.slot)
 
@@ -318,7 +323,7 @@ class InFlight:
         return again
 
     def _put_first(self, task: Task) -> None:
-        """Has a queued task sent before all others: it is the oldest."""
+        """Moves a queued task to the front: its request is the oldest."""
         self._queued.move_to_end(task.task_id, last=False)
 
     def _take(self) -> int:
@@ -331,9 +336,10 @@ class InFlight:
         return slot
 
     def _await_for_ever(self, worker: int, latest: _Quarantine) -> None:
-        """Keeps slots that an abandoned worker may have from all others.
+        """Keeps the slots that an abandoned worker may write to in quarantine.
 
-        Its replacement has its index, and says nothing about it.
+        The replacement of the worker has the same index, but its answers say
+        nothing about the abandoned worker.
         """
         latest.awaited.add(worker)
         for quarantine in self._quarantines:

@@ -1,12 +1,12 @@
 """Keeps the workers of one pool: starts, watches, replaces and gives up.
 
-Processes and Ray share it. How a worker is started, killed and heard of is for
-the transport: `process.channel.Channel`, `ray.actors.Actors`.
+Processes and Ray share this module. The transport of the pool starts and kills
+the workers: `process.channel.Channel` or `ray.actors.Actors`.
 
     STARTING --loaded--> READY
-    STARTING, READY --its time is up--> KILLED
-    STARTING, READY, KILLED --it has ended--> EXITED
-    STARTING, READY, KILLED --it does not end--> ABANDONED
+    STARTING, READY --time is up--> KILLED
+    STARTING, READY, KILLED --has ended--> EXITED
+    STARTING, READY, KILLED --does not end--> ABANDONED
 
 Runs in the training process, in the thread that calls `collect`.
 """
@@ -32,11 +32,11 @@ GRACE_S = 2.0  # for a worker to end when it is asked to, or killed
 class WorkerState(enum.Enum):
     """Where a worker stands."""
 
-    STARTING = enum.auto()  # it has not loaded the dataset yet
-    READY = enum.auto()  # it builds, or waits for a task
-    KILLED = enum.auto()  # its time was up; see `expired` and `killed_s`
-    ABANDONED = enum.auto()  # it does not end; nothing is expected of it
-    EXITED = enum.auto()  # it has ended
+    STARTING = enum.auto()  # has not loaded the dataset yet
+    READY = enum.auto()  # builds a batch, or waits for a task
+    KILLED = enum.auto()  # took too long; see `expired` and `killed_s`
+    ABANDONED = enum.auto()  # did not end when it was killed; is replaced
+    EXITED = enum.auto()  # has ended
 
 
 _ENDS = {WorkerState.EXITED, WorkerState.ABANDONED}
@@ -53,10 +53,10 @@ class Worker:
 
     Attributes:
         index: From 0, below the number of workers.
-        started_s: When it was started, by `time.monotonic`.
-        state: Where it stands.
-        expired: Why it was killed, if it was.
-        killed_s: When, by `time.monotonic`.
+        started_s: Time of the start, by `time.monotonic`.
+        state: Where the worker stands.
+        expired: The activity that took too long, if the worker was killed.
+        killed_s: Time of the kill, by `time.monotonic`.
     """
 
     index: int
@@ -67,16 +67,16 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """Its process; 0 if unknown."""
+        """Process id; 0 if unknown."""
         raise NotImplementedError
 
     @property
     def is_ready(self) -> bool:
-        """Whether it has loaded the dataset, and was not killed."""
+        """Whether the worker has loaded the dataset, and was not killed."""
         return self.state is WorkerState.READY
 
     def move(self, state: WorkerState) -> None:
-        """Changes its state; nothing else does.
+        """Changes the state. No other method does.
 
         Raises:
             RuntimeError: The diagram above has no such change.
@@ -89,12 +89,12 @@ class Worker:
         self.state = state
 
     def loaded(self) -> None:
-        """Takes note that it is ready, unless it was killed meanwhile."""
+        """Records that the dataset is loaded, unless it was killed before."""
         if self.state is WorkerState.STARTING:
             self.move(WorkerState.READY)
 
     def kill(self, expired: Expired, now_s: float) -> None:
-        """Takes note of why it is being killed, and when."""
+        """Records why the worker is being killed, and when."""
         self.move(WorkerState.KILLED)
         self.expired, self.killed_s = expired, now_s
 
@@ -107,10 +107,10 @@ class WorkerEnd(NamedTuple):
 
     Attributes:
         exit_code: As in `Popen.returncode`; `None` if unknown.
-        how: What is known of its end, where no exit code can say.
-        counts: Whether it is a loss of its own, rather than one with that of
-            another worker: their node or their fork server has died.
-        blames: Whether a batch may be to blame for it.
+        how: A description of the end, where there is no exit code.
+        counts: Whether the end uses up a restart. Workers that die with
+            their node or their fork server use up one restart together.
+        blames: Whether a batch may be to blame.
     """
 
     exit_code: int | None = None
@@ -120,18 +120,18 @@ class WorkerEnd(NamedTuple):
 
 
 class Transport(Protocol[W]):
-    """What the supervisor asks of the pool's own side. Nothing here waits."""
+    """What the supervisor asks of a pool."""
 
     def start(self, index: int) -> W:
         """Starts a worker."""
         ...
 
     def activities(self, now_s: float) -> Iterable[Activity]:
-        """What each worker is busy with, but for those that were killed."""
+        """Returns what each worker does, except workers that were killed."""
         ...
 
     def has_moved_on(self, worker: W) -> bool:
-        """Whether it does something else than `activities` has told."""
+        """Whether the worker's activity has changed since `activities`."""
         ...
 
     def kill(self, worker: W) -> None:
@@ -143,11 +143,11 @@ class Transport(Protocol[W]):
         ...
 
     def recover(self, worker: W) -> list[Task]:
-        """Sends again what a lost worker had, but for the tasks returned.
+        """Sends the tasks of a lost worker again, except the returned ones.
 
         Returns:
-            What it may have died over, the likeliest first. They are done,
-            and their slots are the caller's.
+            Tasks that may have killed the worker, the likeliest first. Their
+            state is DONE, and the caller owns their slots.
         """
         ...
 
@@ -157,13 +157,14 @@ class Supervisor(Generic[W]):
 
     Args:
         plan: How many workers, and how often they may be replaced.
-        workers: Shared with the pool. The supervisor adds and removes.
+        workers: The living workers, by index, shared with the pool. The
+            supervisor adds and removes them.
         in_flight: The pool's tasks.
-        transport: Acts on the workers.
+        transport: Starts and kills the workers.
 
     Attributes:
-        policy: Which workers are replaced.
-        watchdog: Notices what takes too long.
+        policy: Decides which workers are replaced.
+        watchdog: Notices batches that take too long.
     """
 
     def __init__(
@@ -194,13 +195,13 @@ class Supervisor(Generic[W]):
                     workers[index] = self._transport.start(index)
 
     def look(self) -> list[BatchResult]:
-        """Kills workers whose time is up; abandons what survives that."""
+        """Kills workers that take too long; abandons those that survive."""
         now_s = time.monotonic()
         activities = list(self._transport.activities(now_s))
         for expired in self.watchdog.look(activities):
             worker = self._workers[expired.activity.worker]
             if self._transport.has_moved_on(worker):
-                continue  # a moment ago, after all
+                continue
             worker.kill(expired, now_s)
             self._transport.kill(worker)
         done: list[BatchResult] = []
@@ -221,13 +222,16 @@ class Supervisor(Generic[W]):
     ) -> list[BatchResult]:
         """Accounts for a worker that ended without being asked to.
 
-        What it held is built again, by its replacement or another worker,
-        unless it may not be: then that request ends in an error.
+        Another worker builds the lost batches again. The batch that the worker
+        died over ends in an error if the restart policy says so.
 
         Args:
             worker: The worker that ended, or is abandoned.
-            end: What is known of that.
+            end: What the transport knows about the end.
             state: EXITED or ABANDONED.
+
+        Returns:
+            The result of the batch that ends in an error, if one does.
         """
         starting = worker.state is WorkerState.STARTING
         self.remove(worker, state)
@@ -262,12 +266,12 @@ class Supervisor(Generic[W]):
         ]
 
     def remove(self, worker: W, state: WorkerState) -> None:
-        """Forgets a worker that has ended, or is abandoned."""
+        """Removes a worker that has ended, or is abandoned."""
         worker.move(state)
         del self._workers[worker.index]
 
     def fail_all(self) -> list[BatchResult]:
-        """Ends all there is: no worker is left, and none may be started."""
+        """Ends every request in an error: no worker is left or may start."""
         worker_exit = self.policy.end()
         return [
             LocalResult(

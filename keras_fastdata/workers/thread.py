@@ -371,10 +371,7 @@ class _Thread(threading.Thread):
                 self._dataset, request, f"worker thread {worker}"
             )
             note(error, here)
-            usual = isinstance(error, Exception)
-            return LocalResult(
-                request_id, worker, error=error, by_dataset=usual
-            )
+            return LocalResult.failed(request_id, worker, error)
 
 
 class _StartFailed(Exception):

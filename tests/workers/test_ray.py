@@ -501,14 +501,14 @@ def test_actors_that_die_before_they_have_a_place_are_not_made_for_ever(caplog):
         batches = iter(dataset)
         next(batches)
         workers = dataset._fastdata.loader._workers
-        make = workers._make_actor
+        make = workers._actors._make_actor
 
         def stillborn():
             handle = make()
             ray.kill(handle)
             return handle
 
-        workers._make_actor = stillborn
+        workers._actors._make_actor = stillborn
         for worker in workers._workers.values():
             ray.kill(worker.handle)
         with pytest.raises(WorkerDiedError):
@@ -627,9 +627,9 @@ def test_workers_whose_nodes_are_all_gone_are_missed(nodes):
         _on_ray(Drawn, workers=2, length=200, ray_options=options) as dataset,
     ):
         _make_ready(dataset)
-        workers = dataset._fastdata.loader._workers
-        shorter = dataclasses.replace(workers._plan.options, timeout_s=2)
-        workers._plan = dataclasses.replace(workers._plan, options=shorter)
+        actors = dataset._fastdata.loader._workers._actors
+        shorter = dataclasses.replace(actors._plan.options, timeout_s=2)
+        actors._plan = dataclasses.replace(actors._plan, options=shorter)
         batches = iter(dataset)
         next(batches)
         nodes.remove_node(node)

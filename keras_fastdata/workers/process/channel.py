@@ -58,10 +58,10 @@ class ProcessWorker(Worker):
         stacks: The file that it writes its stacks into.
         version: Of the dataset's state that it has been sent.
         retained_slots: Slots that its copy of the dataset holds on to.
-        seen: What its heartbeat told when it was last looked at: a task id,
-            and when it began to build that.
-        idle: What it had not done when it was last looked at, although it
-            was not building; since when; and how many looks ago.
+        seen: Its heartbeat at the last look: the task id, and the time when
+            building began.
+        idle: The work that it had left undone at the last look although it
+            built nothing; since when; and for how many looks.
     """
 
     process: launchers.Child
@@ -85,11 +85,11 @@ class ProcessWorker(Worker):
         self.seen = _heartbeat_of(self, segment)
 
     def idle_s(self, unclaimed: int | None, now_s: float) -> float:
-        """How long it has built nothing and left something undone.
+        """Returns how long it has built nothing and left work undone.
 
-        It has not delivered what is in its heartbeat, or not taken a task
-        that is in no heartbeat. Each may be so for a moment; it is not, when
-        seen several times in a row.
+        The work is to deliver the task in its heartbeat, or to take a task that
+        is in no heartbeat. Either may be undone for a moment. Only work that is
+        undone at several looks in a row counts.
         """
         heartbeat = self.seen[0]
         undone = None
@@ -181,9 +181,8 @@ class Channel:
 
     def close_sockets(self) -> None:
         """Closes what `open` opened; no worker is left."""
-        for end in (self._tasks, self._tasks_taken):
-            end.close()
-        for end in (self._results, self._results_told):
+        ends = [self._tasks, self._tasks_taken, self._results]
+        for end in (*ends, self._results_told):
             end.close()
         self.poll.close()
 
@@ -232,7 +231,7 @@ class Channel:
             yield ResultMessage.unpack(bytes(self._buffer[:nbytes]))
 
     def failure_of(self, result: ResultMessage) -> bytes | None:
-        """What a worker failed to start with, once its last part has come."""
+        """Joins the parts of a failed start; `None` until the last has come."""
         failure = self._failures.pop(result.worker, b"") + result.body
         if not result.task_id:
             return failure
@@ -242,11 +241,10 @@ class Channel:
     # -- the dataset's state ------------------------------------------------
 
     def change(self) -> bool:
-        """Takes up the dataset's state as it is now.
+        """Pickles the dataset again, as it is now.
 
         Returns:
-            False where workers must be started anew for it: forks cannot be
-            sent it.
+            Whether it can be sent. If not, the forks must be replaced.
         """
         if self._shared_state is not None:
             self._shared_state.renew(self._make_builder)
@@ -363,9 +361,8 @@ class Channel:
     def abandon(self, worker: ProcessWorker) -> WorkerEnd:
         why = _why_abandoned(worker.process)
         worker.process.abandon()
-        _log.warning(
-            "%s of %s %s", worker.name.capitalize(), self._plan.dataset, why
-        )
+        name = worker.name.capitalize()
+        _log.warning("%s of %s %s", name, self._plan.dataset, why)
         self._forget(worker)
         return WorkerEnd()
 
@@ -383,12 +380,12 @@ class Channel:
     # -- the end of workers -------------------------------------------------
 
     def ended(self, timeout_s: float) -> list[ProcessWorker]:
-        """The workers that ended, after waiting for that or a message."""
+        """Waits for the end of a worker or a message; returns ended workers."""
         ready = {fd for fd, _ in self.poll.poll(timeout_s)}
         return [w for w in self.workers.values() if w.process.pidfd in ready]
 
     def reap(self, worker: ProcessWorker) -> WorkerEnd:
-        """Learns how a worker ended, and closes what was kept of it."""
+        """Learns how a worker ended, and releases its files and slots."""
         exit_code = worker.process.exit_code(_EXIT_CODE_TIMEOUT_S)
         self._forget(worker)
         for slot in worker.retained_slots:

@@ -265,15 +265,8 @@ class ProcessPool:
             extents, body = self._spilled(result, slot)
         if result.kind is MessageKind.FAILURE:
             self._release(slot, result)
-            raised = exceptions.load_exception(body)
-            done.append(
-                LocalResult(
-                    request_id,
-                    result.worker,
-                    error=raised,
-                    by_dataset=isinstance(raised, Exception),
-                )
-            )
+            error = exceptions.load_exception(body)
+            done.append(LocalResult.failed(request_id, result.worker, error))
             return
         timing = result.timing
         if timing is not None and task.crashes:

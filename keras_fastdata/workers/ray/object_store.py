@@ -14,8 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from keras_fastdata.memory import shared_state
-from keras_fastdata.memory.arena import Bytes
+from keras_fastdata.memory import codec, shared_state
+from keras_fastdata.memory.arena import Bytes, aligned_copy
+from keras_fastdata.metrics.timing import Timing
+from keras_fastdata.workers import exceptions
 from keras_fastdata.workers.ray import actor
 
 
@@ -76,6 +78,76 @@ class StoreUsage:
 
 
 store_usage = StoreUsage()
+
+
+class StoreResult:
+    """A batch in the object store, waiting to be opened.
+
+    Args:
+        request_id: The request's.
+        worker: Index of the worker that built it.
+        where: Says of an error what was being loaded.
+        answer: How the arrays make up the batch.
+        arrays: Views of the store.
+        timing: How it was built, if the request asks for it.
+        limit: Bytes of the store that the consumer may hold; beyond them,
+            batches are copied.
+    """
+
+    by_dataset = is_lost = False
+
+    def __init__(
+        self,
+        request_id: int,
+        worker: int,
+        where: str,
+        answer: actor.Answer,
+        arrays: list[Bytes],
+        timing: Timing | None,
+        limit: int,
+    ) -> None:
+        self.request_id = request_id
+        self.worker = worker
+        self.nbytes = sum(answer.sizes)
+        self.timing = timing
+        self._where = where
+        self._structure, self._sizes = answer.structure, answer.sizes
+        self._arrays = arrays
+        self._limit = limit
+        store_usage.wait(self.nbytes)
+
+    def open(self) -> Any:
+        nbytes = self.nbytes
+        arrays = iter(self._take())
+        buffers = [
+            next(arrays) if size else np.empty(0, np.uint8)
+            for size in self._sizes
+        ]
+        large = [
+            n for n, b in enumerate(buffers) if b.nbytes >= codec.SMALL_BYTES
+        ]
+        leases = large and store_usage.leased < self._limit
+        if leases:
+            roots = store_usage.lease([buffers[n] for n in large], nbytes)
+            for number, root in zip(large, roots, strict=True):
+                buffers[number] = root
+        for number, buffer in enumerate(buffers):
+            if not leases or buffer.nbytes < codec.SMALL_BYTES:
+                buffers[number] = aligned_copy(buffer)
+        try:
+            return codec.assemble(self._structure, buffers)
+        except Exception as error:
+            exceptions.note(error, self._where)
+            raise
+
+    def discard(self) -> None:
+        self._take()
+
+    def _take(self) -> list[Bytes]:
+        arrays, self._arrays = self._arrays, []
+        store_usage.wait(-self.nbytes)
+        self.nbytes = 0
+        return arrays
 
 
 class RemoteDataset:
