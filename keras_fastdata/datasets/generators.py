@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import dataclasses
 import inspect
 import itertools
 import random
@@ -267,6 +268,7 @@ class GeneratorDataset(FastPyDataset):
         super().load_state_dict(rest)
 
 
+@dataclasses.dataclass(eq=False)
 class _Plan:
     """What a `GeneratorDataset` was made from; copies leave out `turns`.
 
@@ -279,20 +281,12 @@ class _Plan:
         turns: The present pass over the shards, or `None`.
     """
 
-    def __init__(
-        self,
-        restarts: bool,
-        num_shards: int,
-        num_batches: int | None,
-        shards: list[GeneratorShards],
-        workers: int,
-    ) -> None:
-        self.restarts = restarts
-        self.num_shards = num_shards
-        self.num_batches = num_batches
-        self.shards = shards
-        self.workers = workers
-        self.turns: _Turns | None = None
+    restarts: bool
+    num_shards: int
+    num_batches: int | None
+    shards: list[GeneratorShards]
+    workers: int
+    turns: _Turns | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "turns": None}

@@ -8,6 +8,7 @@ position.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, overload
@@ -140,6 +141,7 @@ class SampledDataset(FastPyDataset):
         }
 
 
+@dataclasses.dataclass(eq=False)
 class _Order:
     """How a dataset draws the samples of an epoch, and calls `transform`.
 
@@ -155,12 +157,11 @@ class _Order:
             dataset.
     """
 
-    def __init__(self, shuffles: bool) -> None:
-        self.shuffles = shuffles
-        self.sampler: Sampler | None = None
-        self.shares: npt.NDArray[np.float64] | None = None
-        self.drawn: dict[int, Indices] = {}
-        self.transform: tuple[Any, bool] = (None, False)
+    shuffles: bool
+    sampler: Sampler | None = None
+    shares: npt.NDArray[np.float64] | None = None
+    drawn: dict[int, Indices] = dataclasses.field(default_factory=dict)
+    transform: tuple[Any, bool] = (None, False)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "drawn": {}, "transform": (None, False)}
