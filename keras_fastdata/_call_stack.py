@@ -1,7 +1,7 @@
-"""What the calls under way tell, where nothing else does.
+"""Reads the call stack.
 
-No other module looks at frames, but for those of Keras's, which
-`keras_bridge.keras_internals` reads.
+No other module reads frames, except for `keras_bridge.keras_internals`, which
+reads Keras's.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ import sys
 from types import CodeType, FrameType
 from typing import Any
 
-Place = tuple[tuple[CodeType, int], ...]  # in a thread's code, inmost first
+Place = tuple[tuple[CodeType, int], ...]  # a thread's stack, innermost first
 
 
 def frame_id(depth: int) -> int:
-    """The `id` of the frame that is `depth` calls above the caller's."""
+    """Returns the `id` of the frame `depth` calls above the caller's."""
     return id(sys._getframe(depth + 1))
 
 
 def place_of(thread: int, outermost: int) -> Place:
-    """Where a thread is.
+    """Returns the stack of a thread.
 
     Args:
-        thread: Its `threading.get_ident`.
-        outermost: The `id` of the first frame that is left out.
+        thread: The thread's `threading.get_ident`.
+        outermost: The `id` of a frame; it and its callers are left out.
     """
     found = []
     frame = sys._current_frames().get(thread)
@@ -49,7 +49,7 @@ def is_being_made(instance: Any) -> bool:
 
 
 def module_at(filename: str, lineno: int) -> str | None:
-    """The `__name__` of the module that runs that line now, if any does."""
+    """Returns the name of the module that runs a line now, or `None`."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code

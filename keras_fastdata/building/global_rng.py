@@ -104,9 +104,8 @@ class _Turn:
 
 
 _turns = [_Turn()]  # each later one is nested in a holder that waits
-_waits_at: set[_call_stack.Place] = (
-    set()
-)  # stacks at which holders were found waiting
+# Stacks at which holders were found waiting.
+_waits_at: set[_call_stack.Place] = set()
 
 
 def _take_turn(frame_id: int) -> _Turn:

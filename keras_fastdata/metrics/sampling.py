@@ -1,10 +1,10 @@
-"""Whether a training step is being measured by itself.
+"""The states of measuring a training step alone.
 
     OFF --pause--> PAUSING --isolate--> ISOLATED
     OFF --isolate--> ISOLATED
     PAUSING, ISOLATED --the step has ended, or was interrupted--> OFF
 
-A `Sampler` alone changes its state. Whoever fetches batches asks for it.
+Only a `Sampler` changes its state. The code that fetches batches reads it.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Protocol
 
 
 class SamplingState(enum.Enum):
-    """What fetching a batch must do for a measurement."""
+    """How a measurement affects fetching a batch."""
 
-    OFF = enum.auto()  # nothing: workers build as they like
+    OFF = enum.auto()  # no effect: workers build ahead
     PAUSING = enum.auto()  # pause the workers: the next step may be measured
     ISOLATED = enum.auto()  # pause them: the device computes one step alone
 
 
 class Sampler(Protocol):
-    """What decides which steps are measured by themselves."""
+    """Decides which steps are measured alone."""
 
     @property
     def state(self) -> SamplingState:
-        """What fetching a batch must do."""
+        """The present state."""
         ...
 
     def before_wait(self) -> None:
@@ -34,7 +34,7 @@ class Sampler(Protocol):
         ...
 
     def interrupt(self) -> None:
-        """Called when other training begins amid a step."""
+        """Called when another training begins within a step."""
         ...
 
 
@@ -44,7 +44,7 @@ class NoSampler:
     state = SamplingState.OFF
 
     def before_wait(self) -> None:
-        """Nothing is measured."""
+        """Does nothing."""
 
     def interrupt(self) -> None:
-        """Nothing is measured."""
+        """Does nothing."""
