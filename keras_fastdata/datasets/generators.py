@@ -724,7 +724,7 @@ class _Source(NamedTuple):
         if restarts and self.is_iterator:
             raise ValueError(
                 "`restart=True` needs a function that makes a generator; an "
-                "iterator serves one pass only."
+                "iterator can be iterated through once."
             )
         if not restarts and num_batches is None and not self.is_iterator:
             raise ValueError(

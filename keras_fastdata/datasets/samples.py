@@ -221,8 +221,8 @@ def _check_source(dataset: SampleDataset, source: Any, batch_size: int) -> None:
         )
     if isinstance(source, Mapping) and len(source) and 0 not in source:
         raise TypeError(
-            f"`source` must hold samples numbered from 0. A {kind} has keys. "
-            "Pass a list of its values; pass a dict of arrays to "
+            f"`source` must hold samples numbered from 0. A {kind} has them "
+            "by key. Pass a list of its values; pass a dict of arrays to "
             "`ArrayDataset`."
         )
     hint = for_iterables("source", source, f", batch_size={batch_size}")
