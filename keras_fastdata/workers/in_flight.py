@@ -19,11 +19,10 @@ import collections
 import dataclasses
 import enum
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.workers.base import BatchRequest
-from keras_fastdata.workers.recovery import losses_of
 
 _ABANDONED = -1  # in place of the index of a worker that is never done
 
@@ -81,6 +80,47 @@ class _Quarantine:
     task_ids: list[int]
     since: int
     awaited: set[int]
+
+
+class Losses(NamedTuple):
+    """Which tasks a death has cost.
+
+    Attributes:
+        suspect: The task that the dead worker was building, or `None`.
+        unclaimed: Tasks that are in no heartbeat, lowest first. The dead
+            worker may have taken one. So may a living worker, a moment before
+            writing its heartbeat: the tasks must be built again, but not in
+            the same slots.
+    """
+
+    suspect: int | None
+    unclaimed: tuple[int, ...]
+
+
+def losses_of(
+    outstanding: Collection[int],
+    last_heartbeat: int,
+    heartbeats: Mapping[int, int],
+) -> Losses:
+    """Finds what a dead worker took with it.
+
+    A worker takes a task off the task socket, then writes it in its heartbeat.
+    A worker that is killed in between leaves a task that is in neither. So the
+    training process empties the socket itself. Then every task without a result
+    was in the socket, is in the heartbeat of a living worker, or is lost.
+
+    Args:
+        outstanding: Tasks without a result that were not in the socket, after
+            every result has been received and the socket was emptied.
+        last_heartbeat: The task in the dead worker's heartbeat; 0 for none.
+        heartbeats: The same for each living worker, read after the socket was
+            emptied.
+    """
+    suspect = last_heartbeat if last_heartbeat in outstanding else None
+    accounted = {suspect, *heartbeats.values()}
+    return Losses(
+        suspect, tuple(sorted(s for s in outstanding if s not in accounted))
+    )
 
 
 class InFlight:
@@ -251,7 +291,7 @@ class InFlight:
             caller owns its slot. `None` if it was building no wanted batch.
         """
         outstanding = self._sent.keys() | self._cancelled.keys()
-        losses = losses_of(outstanding, (), heartbeat, heartbeats)
+        losses = losses_of(outstanding, heartbeat, heartbeats)
         quarantine = _Quarantine(
             [*losses.unclaimed], self._last_task_id + 1, set(heartbeats)
         )

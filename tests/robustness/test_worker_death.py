@@ -15,7 +15,7 @@ from samples import Deadly, LetsAChildReturn, Numbered, numbers
 
 from benchmarks.trouble import Trouble
 from keras_fastdata import WorkerDiedError
-from keras_fastdata.workers.recovery import losses_of
+from keras_fastdata.workers.in_flight import losses_of
 
 pytestmark = pytest.mark.usefixtures("kept_forkserver")
 
@@ -157,17 +157,17 @@ def test_what_a_worker_started_ends_with_it():
 
 
 def test_a_request_noted_by_the_dead_is_the_suspect():
-    losses = losses_of({1, 2, 3}, {3}, 1, {0: 2})
+    losses = losses_of({1, 2}, 1, {0: 2})
     assert (losses.suspect, losses.unclaimed) == (1, ())
 
 
 def test_a_request_that_nobody_admits_to_is_unclaimed():
-    losses = losses_of({1, 2, 3}, {3}, 0, {0: 2})
+    losses = losses_of({1, 2}, 0, {0: 2})
     assert (losses.suspect, losses.unclaimed) == (None, (1,))
 
 
 def test_a_note_about_a_request_with_a_result_accuses_nobody():
-    losses = losses_of({2, 3}, {3}, 1, {0: 2})
+    losses = losses_of({2}, 1, {0: 2})
     assert (losses.suspect, losses.unclaimed) == (None, ())
 
 

@@ -16,8 +16,7 @@ from places import FULL
 
 from keras_fastdata.memory.arena import Arena
 from keras_fastdata.workers.base import BatchRequest
-from keras_fastdata.workers.in_flight import InFlight
-from keras_fastdata.workers.recovery import losses_of
+from keras_fastdata.workers.in_flight import InFlight, losses_of
 
 WORKERS = 3
 
@@ -127,7 +126,7 @@ class World:
                 if between_notes:
                     self.advance(between_notes.pop())
         outstanding = self.sent | self.cancelled
-        losses = losses_of(outstanding, queued, dead.note, heartbeat)
+        losses = losses_of(outstanding - {*queued}, dead.note, heartbeat)
         self.check(losses, outstanding, queued, dead, heartbeat)
         self.workers[index] = Worker()
         self.queue.extend(queued)
