@@ -137,8 +137,7 @@ class DatasetCheckpoint(Callback):
         self._backup = backup
         self._states = self._read()
         self._since_saved = 0
-        epoch = getattr(self.model, "_initial_epoch", None)
-        epoch = epoch or training.initial_epoch
+        epoch = training.initial_epoch
         state = self._state_for(epoch)
         dataset = self._adapter.py_dataset
         if state is not None:
@@ -153,7 +152,7 @@ class DatasetCheckpoint(Callback):
                 # It was saved behind the last batch of its epoch; or in an
                 # epoch that was itself resumed, which BackupAndRestore takes
                 # for epoch 0.
-                self.model._initial_epoch = state["epoch"]
+                keras_bridge.set_initial_epoch(self.model, state["epoch"])
         elif epoch:
             self._begin_with(epoch)
         else:
@@ -201,6 +200,8 @@ class DatasetCheckpoint(Callback):
     def _find_backup(self) -> Any:
         import keras
 
+        from keras_fastdata import keras_bridge
+
         before = True
         for callback in self._beside:
             if callback is self:
@@ -212,7 +213,7 @@ class DatasetCheckpoint(Callback):
                         "in `callbacks`: what that restores tells where the "
                         "data is to go on."
                     )
-                return callback
+                return keras_bridge.KerasBackup(callback)
         return None
 
     def _save_before(self, backup: Any) -> None:
@@ -221,18 +222,16 @@ class DatasetCheckpoint(Callback):
         Killed in between, the weights are the older ones; and their state is
         still in the file.
         """
-        save_weights = type(backup)._save_model
 
         def save() -> None:
             if self._adapter is not None and self._backup is backup:
                 within = self._adapter.is_within_epoch
-                batch = backup._last_batch_seen
+                epoch, batch = backup.position
                 if not within:
-                    self._epoch = backup._current_epoch
+                    self._epoch = epoch
                 self._save(batch + 1 if within else None)
-            save_weights(backup)
 
-        backup._save_model = save
+        backup.save_first(save)
 
     def _moment(self, epoch: int, batch: int) -> list[int]:
         """What tells which weights a state belongs to."""
@@ -299,9 +298,7 @@ class DatasetCheckpoint(Callback):
         is_over = steps is not None and not state["position"]
         backup, saved_at = self._backup, None
         if backup is not None:
-            saved_at = self._moment(
-                backup._current_epoch, backup._last_batch_seen
-            )
+            saved_at = self._moment(*backup.position)
         found: _Saved = {
             "epoch": self._epoch + is_over,
             "saved_at": saved_at,
@@ -332,7 +329,7 @@ class DatasetCheckpoint(Callback):
     def _state_for(self, epoch: int) -> _Saved | None:
         """The state to go on from, if `fit` is to begin with that epoch."""
         if self._backup is not None:
-            restored = _restored(self._backup)
+            restored = self._backup.restored()
             if restored is None:
                 return None  # there are no weights to go on with
             saved_at = self._moment(*restored)
@@ -342,7 +339,7 @@ class DatasetCheckpoint(Callback):
             if not self._states and not restored[1]:
                 return None  # the beginning of an epoch
             raise ValueError(
-                f"The weights of {self._backup.backup_dir} were saved after "
+                f"The weights of {self._backup.folder} were saved after "
                 f"batch {restored[1]} of epoch {restored[0]}, and {self.path} "
                 "does not say where the data stood then. Was it saved by "
                 "another training? Remove both checkpoints to begin anew."
@@ -380,14 +377,3 @@ def _checked(saved: Any) -> _Saved:
     if not isinstance(state, dict):
         raise ValueError(f"`dataset` {state!r}")
     return {"epoch": epoch, "saved_at": moment, "dataset": state}
-
-
-def _restored(backup: Any) -> tuple[int, int] | None:
-    """Epoch and batch of what a `BackupAndRestore` has restored."""
-    path = os.path.join(backup.backup_dir, "training_metadata.json")
-    try:
-        with open(path) as file:
-            found = json.load(file)
-        return int(found["epoch"]), int(found["batch"])
-    except FileNotFoundError:
-        return None

@@ -17,6 +17,7 @@ import dataclasses
 import enum
 import importlib
 import inspect
+import json
 import logging
 import os
 import sys
@@ -33,6 +34,7 @@ __all__ = [
     "USES",
     "Feature",
     "FitCall",
+    "KerasBackup",
     "KerasIterator",
     "PyDatasetAdapter",
     "Use",
@@ -48,6 +50,7 @@ __all__ = [
     "is_asked_whether_to_shuffle",
     "is_keras_step",
     "is_within_fit",
+    "set_initial_epoch",
     "show_frames",
     "steps_argument",
     "trainer_at_work",
@@ -521,7 +524,8 @@ class FitCall(NamedTuple):
 
     Attributes:
         adapter: The adapter of its training data.
-        initial_epoch: The epoch that it was told to begin with.
+        initial_epoch: The epoch that it begins with: the one that a callback
+            has restored, or else the one that it was told.
         has_steps: Whether it was told how many steps an epoch has.
     """
 
@@ -532,13 +536,15 @@ class FitCall(NamedTuple):
 
 def fit_around() -> FitCall:
     """The innermost `fit` that calls the caller; an empty one for none."""
-    for _, known in _calls_of_keras("fit") if has(Feature.FIT) else ():
-        iterator = known.get("epoch_iterator")
-        adapter = getattr(iterator, "data_adapter", None)
-        has_steps = getattr(iterator, "steps_per_epoch", None) is not None
-        initial_epoch = int(known.get("initial_epoch") or 0)
-        _forget(known)
-        return FitCall(adapter, initial_epoch, has_steps)
+    for call in _calls_of_keras() if has(Feature.FIT) else ():
+        if call.name == "fit":
+            iterator = call.epoch_iterator
+            restored = getattr(call.trainer, "_initial_epoch", None)
+            return FitCall(
+                getattr(iterator, "data_adapter", None),
+                int(restored or call.initial_epoch or 0),
+                getattr(iterator, "steps_per_epoch", None) is not None,
+            )
     return FitCall()
 
 
@@ -568,13 +574,13 @@ def another_epoch_follows(iterator: KerasIterator) -> bool:
 
 def is_within_fit() -> bool:
     """Whether the caller is an evaluation's or prediction's, amid a `fit`."""
-    names = _names_of_calls()
+    names = [call.name for call in _calls_of_keras()]
     return names[:1] != ["fit"] and "fit" in names
 
 
 def steps_argument() -> str:
     """Which argument of Keras's says how many steps there are."""
-    names = _names_of_calls()
+    names = [call.name for call in _calls_of_keras()]
     if names[:1] == ["fit"]:
         return "`steps_per_epoch`"
     return "`validation_steps`" if "fit" in names else "`steps`"
@@ -582,33 +588,43 @@ def steps_argument() -> str:
 
 def trainer_at_work() -> tuple[str, Any]:
     """What Keras was asked to do, and the model; an empty name for nothing."""
-    for name, known in _calls_of_keras("fit", "evaluate", "predict"):
-        trainer = known["self"]
-        _forget(known)
-        return name, trainer
+    for call in _calls_of_keras():
+        return call.name, call.trainer
     return "", None
 
 
-def _names_of_calls() -> list[str]:
-    names = []
-    for name, known in _calls_of_keras("fit", "evaluate", "predict"):
-        _forget(known)
-        names.append(name)
-    return names
+class _Call(NamedTuple):
+    """A call of a model's `fit`, `evaluate` or `predict` that is under way.
 
-
-def _calls_of_keras(*names: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Calls of such methods of a model, and their locals, innermost first.
-
-    Pass the locals to `_forget` when they have been read.
+    Attributes:
+        name: The method's name.
+        trainer: The model.
+        epoch_iterator: What `fit` has under this name; `None` if it has none.
+        initial_epoch: Likewise.
     """
+
+    name: str
+    trainer: Any
+    epoch_iterator: Any
+    initial_epoch: Any
+
+
+def _calls_of_keras() -> Iterator[_Call]:
+    """The calls that have led to the caller, innermost first."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_name
-        if name in names:
+        if name in ("fit", "evaluate", "predict"):
             known = frame.f_locals
             if isinstance(known.get("self"), keras.Model):
-                yield name, known
+                call = _Call(
+                    name,
+                    known["self"],
+                    known.get("epoch_iterator"),
+                    known.get("initial_epoch"),
+                )
+                _forget(known)
+                yield call
         frame = frame.f_back
 
 
@@ -641,6 +657,56 @@ def users_stacklevel() -> int:
     ):
         level, frame = level + 1, frame.f_back
     return level
+
+
+# -- BackupAndRestore --------------------------------------------------------
+
+
+class KerasBackup:
+    """Keras's `BackupAndRestore`, for a callback that saves when that does.
+
+    Args:
+        callback: Keras's.
+    """
+
+    def __init__(self, callback: Any) -> None:
+        self._callback = callback
+
+    @property
+    def folder(self) -> str:
+        """The folder that it saves to."""
+        return str(self._callback.backup_dir)
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """The epoch, and the latest batch in it, that it has seen."""
+        return self._callback._current_epoch, self._callback._last_batch_seen
+
+    def restored(self) -> tuple[int, int] | None:
+        """The `position` that it has restored; `None` if there was none."""
+        path = os.path.join(self.folder, "training_metadata.json")
+        try:
+            with open(path) as file:
+                found = json.load(file)
+            return int(found["epoch"]), int(found["batch"])
+        except FileNotFoundError:
+            return None
+
+    def save_first(self, save: Callable[[], None]) -> None:
+        """Has `save` called each time just before it saves the weights."""
+        callback = self._callback
+        save_weights = type(callback)._save_model
+
+        def save_both() -> None:
+            save()
+            save_weights(callback)
+
+        callback._save_model = save_both
+
+
+def set_initial_epoch(model: Any, epoch: int) -> None:
+    """Has the `fit` that begins, or the next one, begin with that epoch."""
+    model._initial_epoch = epoch
 
 
 # -- the model ---------------------------------------------------------------
