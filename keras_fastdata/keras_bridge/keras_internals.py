@@ -160,7 +160,7 @@ USES = (
     Use(
         Feature.LOADER,
         f"{_ADAPTERS}:get_data_adapter",
-        mentions=("PyDatasetAdapter", "num_batches"),
+        mentions=("PyDatasetAdapter",),
     ),
     Use(
         Feature.LOADER,

@@ -59,9 +59,10 @@ def test_training_goes_on_without_what_one_feature_needs():
     assert [each["name"] for each in found] == some
 
 
-def test_what_is_used_of_keras_was_seen_in_the_version_that_is_here():
+def test_the_keras_that_is_here_has_all_that_is_used_as_it_was_seen():
     here = [int(part) for part in keras.__version__.split(".")[:2]]
     for use in keras_internals.USES:
+        assert use.fault() == "", use.thing
         first, last = (
             [int(part) for part in version.split(".")]
             for version in use.seen_in
