@@ -20,13 +20,13 @@ import time
 import traceback
 
 import hypothesis
-import keras
 import numpy as np
 import psutil
 import pytest
 
 from keras_fastdata.workers.process import launchers
 
+_IS_FULL = bool(os.environ.get("KERAS_FASTDATA_FULL"))
 _SETTLE_S = 5.0  # for what was asked to end to be gone
 _MOST_HOLDERS = 60  # that are told of
 _LARGE = 1 << 32  # bytes; only our arenas map as many
@@ -41,6 +41,7 @@ def pytest_configure():
     hypothesis.settings.register_profile(
         "busy",
         deadline=None,
+        max_examples=100 if _IS_FULL else 40,
         suppress_health_check=[hypothesis.HealthCheck.too_slow],
     )
     hypothesis.settings.load_profile("busy")
@@ -50,7 +51,7 @@ def pytest_configure():
 
 def pytest_collection_modifyitems(config, items):
     """Leaves the long tests to the full run."""
-    if os.environ.get("KERAS_FASTDATA_FULL"):
+    if _IS_FULL:
         return
     long = [item for item in items if item.get_closest_marker("long")]
     items[:] = [item for item in items if item not in long]
@@ -96,6 +97,8 @@ def _alone_if_it_must(request, _locks):
 @pytest.fixture(scope="session", autouse=True)
 def _backend_is_warm():
     """Has the backend start what it keeps: a training step and a predict."""
+    import keras  # here: the process that hands out tests needs none
+
     model = keras.Sequential([keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     x = np.zeros((4, 2), "float32")

@@ -30,7 +30,10 @@ pytestmark = pytest.mark.usefixtures("kept_forkserver")
 PLACES = [
     {"workers": 0},
     *(
-        {"workers": n, "use_multiprocessing": True, "start_method": method}
+        pytest.param(
+            {"workers": n, "use_multiprocessing": True, "start_method": method},
+            marks=() if n == 2 or method == "fork" else pytest.mark.long,
+        )
         for method in ("forkserver", "spawn", "fork")
         for n in (1, 2, 4)
     ),

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import pytest
 from keras_facts import with_steps_per_execution
+from places import KINDS
 from samples import Deadly, equal
 from slow_samples import (
     EndlessFlaky,
@@ -31,11 +32,6 @@ from keras_fastdata.engine.batch_iterator import iterate
 
 pytestmark = pytest.mark.usefixtures("kept_forkserver")
 
-KINDS = {
-    "process": {"workers": 2, "use_multiprocessing": True},
-    "thread": {"workers": 2},
-    "inline": {"workers": 0},
-}
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
 SKIP = {"on_error": "skip"}
 BACKEND = keras.backend.backend()

@@ -11,6 +11,7 @@ import warnings
 
 import numpy as np
 import pytest
+from places import EVERY_KIND
 from samples import Leveled, Numbered, OpensFiles, numbers
 
 from keras_fastdata import FastPyDataset
@@ -18,28 +19,19 @@ from keras_fastdata.building.worker_state import LostStateMonitor
 
 pytestmark = pytest.mark.usefixtures("kept_forkserver")
 
-PLACES = {
-    "inline": {"workers": 0},
-    "thread": {"workers": 2},
-    "forkserver": {"workers": 2, "use_multiprocessing": True},
-    "spawn": {
-        "workers": 2,
-        "use_multiprocessing": True,
-        "start_method": "spawn",
-    },
-    "fork": {
-        "workers": 2,
-        "use_multiprocessing": True,
-        "start_method": "fork",
-    },
-}
 
-
-@pytest.fixture(params=PLACES)
+@pytest.fixture(
+    params=[
+        pytest.param(place, marks=pytest.mark.long)
+        if place == "spawn"  # it gets its state as with a fork server
+        else place
+        for place in EVERY_KIND
+    ]
+)
 def place(request):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`start_method='fork'`")
-        yield PLACES[request.param]
+        yield EVERY_KIND[request.param]
 
 
 def _levels(batches):
@@ -93,7 +85,7 @@ def test_large_arrays_change_with_the_rest(place):
 def test_what_on_worker_start_opened_is_not_overwritten(tmp_path):
     path = tmp_path / "lines"
     path.write_text("one\ntwo\n")
-    with OpensFiles(path, **PLACES["forkserver"]) as dataset:
+    with OpensFiles(path, **EVERY_KIND["process"]) as dataset:
         assert list(dataset) == ["one two"] * 4
         dataset.separator = "-"
         assert list(dataset) == ["one-two"] * 4
@@ -104,7 +96,7 @@ def test_worker_hooks_run_once_in_each_worker(tmp_path):
     path = tmp_path / "lines"
     path.write_text("one\ntwo\n")
     log = tmp_path / "log"
-    with OpensFiles(path, log=log, **PLACES["forkserver"]) as dataset:
+    with OpensFiles(path, log=log, **EVERY_KIND["process"]) as dataset:
         for _ in range(20):
             list(dataset)
     events = sorted(log.read_text().split())
@@ -145,12 +137,12 @@ class Counting(Leveled):
         return super().__getitem__(index)
 
 
-@pytest.mark.parametrize("place", ["forkserver", "fork"])
+@pytest.mark.parametrize("place", ["process", "fork"])
 @pytest.mark.filterwarnings("ignore:`start_method='fork'`")
 def test_state_that_builds_keep_in_workers_is_said_to_be_lost_once(
     place, caplog
 ):
-    with Counting(length=24, **PLACES[place]) as dataset:
+    with Counting(length=24, **EVERY_KIND[place]) as dataset:
         for _ in range(2):
             assert len(list(dataset)) == 24
             dataset.level += 1
@@ -166,7 +158,7 @@ def test_state_that_builds_keep_in_workers_is_said_to_be_lost_once(
 def test_state_that_builds_keep_in_the_training_process_is_not_lost(
     place, caplog
 ):
-    with Counting(length=24, **PLACES[place]) as dataset:
+    with Counting(length=24, **EVERY_KIND[place]) as dataset:
         assert len(list(dataset)) == 24
         assert sorted(dataset.seen) == list(range(24))
     assert not caplog.messages
@@ -539,7 +531,7 @@ def test_a_new_state_is_whole_whatever_the_dataset_is_made_of(kind, tmp_path):
     path = tmp_path / "one"
     path.write_text("1")
     arguments = [path] if kind is _ClosesItsFile else []
-    with kind(*arguments, length=4, **PLACES["forkserver"]) as dataset:
+    with kind(*arguments, length=4, **EVERY_KIND["process"]) as dataset:
         for level in range(4):
             found = _levels(dataset)
             assert found == [level * (111 if kind is _Derives else 1)] * 4

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import scipy.sparse
-from places import FULL
+from places import FULL, KINDS
 
 from keras_fastdata import FastPyDataset
 
@@ -18,11 +18,6 @@ pytestmark = [pytest.mark.backend, pytest.mark.usefixtures("kept_forkserver")]
 BACKEND = keras.backend.backend()
 # One worker, because it imports a backend for batches of its tensors.
 ONE_PROCESS = {"workers": 1, "use_multiprocessing": True}
-PLACES = {
-    "inline": {"workers": 0},
-    "thread": {"workers": 2},
-    "process": {"workers": 2, "use_multiprocessing": True},
-}
 
 
 @pytest.fixture(
@@ -34,7 +29,7 @@ PLACES = {
     ]
 )
 def place(request):
-    return PLACES[request.param]
+    return KINDS[request.param]
 
 
 def _dataset(make, place, length=4):
@@ -204,7 +199,7 @@ if BACKEND == "tensorflow":
             loss = model.fit(dataset, verbose=0).history["loss"]
         assert np.isfinite(loss[0])
 
-    @pytest.mark.parametrize("place", [PLACES["inline"], ONE_PROCESS])
+    @pytest.mark.parametrize("place", [KINDS["inline"], ONE_PROCESS])
     def test_tf_sparse_and_ragged_arrive(place):
         def make(index):
             import tensorflow as tf
@@ -285,7 +280,7 @@ if BACKEND == "jax":
             ]
         )
         model.compile("sgd", "mse")
-        place = {**PLACES["process"], "max_queue_size": 2}
+        place = {**KINDS["process"], "max_queue_size": 2}
         label = np.ones((64, 1), "float32")
         with _dataset(lambda i: (big * i, label), place, 40) as dataset:
             model.fit(dataset, verbose=0, shuffle=False)
@@ -374,7 +369,7 @@ def test_rows_that_differ_are_refused_where_stock_keras_fails(name):
     make, batch = UNEVEN[name]
     stock = _error(make().fit, _Stock(batch), verbose=0)
     ours = _error(
-        make().fit, _dataset(lambda _: batch, PLACES["inline"]), verbose=0
+        make().fit, _dataset(lambda _: batch, KINDS["inline"]), verbose=0
     )
     assert (ours is None) == (stock is None), (ours, stock)
 
@@ -426,7 +421,7 @@ def test_a_dataset_of_length_0_says_so(method, place):
 def test_more_steps_than_batches_are_warned_of_with_a_way_out():
     model = _compiled()
     with (
-        _dataset(lambda _: (ROWS, TARGETS), PLACES["inline"]) as dataset,
+        _dataset(lambda _: (ROWS, TARGETS), KINDS["inline"]) as dataset,
         warnings.catch_warnings(record=True) as caught,
     ):
         warnings.filterwarnings("always", ".*ran out of data")

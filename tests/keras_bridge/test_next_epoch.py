@@ -12,20 +12,16 @@ import keras
 import numpy as np
 import pytest
 from next_epoch_samples import TIMEOUT_S, Hooked, Noted
+from places import KINDS
 
 from keras_fastdata._dataset_internals import loader_of
 from keras_fastdata.engine.batch_iterator import iterate
 
 pytestmark = pytest.mark.usefixtures("kept_forkserver")
 
-PLACES = {
-    "threads": {"workers": 2},
-    "processes": {"workers": 2, "use_multiprocessing": True},
-}
-PLACES_AND_INLINE = PLACES | {"inline": {"workers": 0}}
-everywhere = pytest.mark.parametrize("place", PLACES)
-in_processes = pytest.mark.parametrize("place", ["processes"])
-with_inline = pytest.mark.parametrize("place", PLACES_AND_INLINE)
+everywhere = pytest.mark.parametrize("place", ["thread", "process"])
+in_processes = pytest.mark.parametrize("place", ["process"])
+with_inline = pytest.mark.parametrize("place", KINDS)
 
 
 class Model(keras.Model):
@@ -79,7 +75,7 @@ def every(epochs, length=6):
 def test_the_first_batches_of_an_epoch_are_built_during_validation(
     place, tmp_path
 ):
-    dataset = Noted(tmp_path, max_queue_size=3, **PLACES[place])
+    dataset = Noted(tmp_path, max_queue_size=3, **KINDS[place])
 
     class WhileValidating(keras.callbacks.Callback):
         def on_test_begin(self, logs=None):
@@ -103,7 +99,7 @@ def test_the_first_batches_of_an_epoch_are_built_during_validation(
 def test_each_batch_of_each_epoch_is_built_once_and_none_beyond(
     place, tmp_path
 ):
-    with Noted(tmp_path, **PLACES_AND_INLINE[place]) as dataset:
+    with Noted(tmp_path, **KINDS[place]) as dataset:
         given = fitted(dataset)
     assert [row[:2] for row in given] == every(3)
     assert sorted(dataset.builds()) == every(3)
@@ -114,7 +110,7 @@ def test_what_keras_fetches_ahead_to_build_a_model_is_not_built_again(
     place, tmp_path
 ):
     # On JAX on an accelerator: two batches, which it gives back.
-    with Noted(tmp_path, **PLACES_AND_INLINE[place]) as dataset:
+    with Noted(tmp_path, **KINDS[place]) as dataset:
         opened = iterate(loader_of(dataset), dataset, False)
         opened.remember_first()
         opened.fetch()
@@ -131,7 +127,7 @@ def test_a_fit_that_stops_early_begins_no_epoch_for_the_next(place, tmp_path):
         def on_epoch_end(self, epoch, logs=None):
             self.model.stop_training = epoch == 1
 
-    with Noted(tmp_path, seed=1, **PLACES_AND_INLINE[place]) as dataset:
+    with Noted(tmp_path, seed=1, **KINDS[place]) as dataset:
         given = fitted(dataset, epochs=9, callbacks=[Stop()])
         given += fitted(dataset, epochs=1)
     with Noted(tmp_path, seed=1) as inline:
@@ -141,7 +137,7 @@ def test_a_fit_that_stops_early_begins_no_epoch_for_the_next(place, tmp_path):
 
 @in_processes
 def test_an_epoch_hook_changes_every_batch_of_the_next_epoch(place, tmp_path):
-    with Hooked(tmp_path, max_queue_size=3, **PLACES[place]) as dataset:
+    with Hooked(tmp_path, max_queue_size=3, **KINDS[place]) as dataset:
         given = fitted(dataset)
     levels = collections.defaultdict(set)
     for epoch, _, level, _ in given:
@@ -153,7 +149,7 @@ def test_an_epoch_hook_changes_every_batch_of_the_next_epoch(place, tmp_path):
 def test_an_attribute_set_between_epochs_reaches_the_first_batch(
     place, tmp_path
 ):
-    dataset = Noted(tmp_path, max_queue_size=3, **PLACES[place])
+    dataset = Noted(tmp_path, max_queue_size=3, **KINDS[place])
 
     class Harder(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
@@ -172,7 +168,7 @@ def test_a_dataset_that_validates_too_has_its_epochs_in_their_order(
     place, tmp_path
 ):
     (tmp_path / "inline").mkdir()
-    with Noted(tmp_path, seed=1, **PLACES[place]) as dataset:
+    with Noted(tmp_path, seed=1, **KINDS[place]) as dataset:
         given = fitted(dataset, validation_data=dataset)
     with Noted(tmp_path / "inline", seed=1) as inline:
         assert given == fitted(inline, validation_data=inline)
@@ -183,7 +179,7 @@ def test_a_dataset_that_validates_too_has_its_epochs_in_their_order(
 def test_a_dataset_walked_through_between_epochs_keeps_its_count(
     place, tmp_path
 ):
-    dataset = Noted(tmp_path, seed=1, **PLACES[place])
+    dataset = Noted(tmp_path, seed=1, **KINDS[place])
     walked = []
 
     class Epoch(keras.callbacks.Callback):
@@ -202,7 +198,7 @@ def test_a_dataset_walked_through_between_epochs_keeps_its_count(
 def test_no_more_than_max_queue_size_batches_wait_across_epochs(
     place, tmp_path
 ):
-    dataset = Noted(tmp_path, length=4, max_queue_size=3, **PLACES[place])
+    dataset = Noted(tmp_path, length=4, max_queue_size=3, **KINDS[place])
     most = []
 
     class Count(keras.callbacks.Callback):
@@ -234,7 +230,7 @@ def test_an_exception_in_a_batch_built_ahead_comes_in_its_own_epoch(
             dataset.wait_for((1, 0))
             ended.append(epoch)
 
-    with Fails(tmp_path, **PLACES[place]) as dataset:
+    with Fails(tmp_path, **KINDS[place]) as dataset:
         with pytest.raises(OverflowError, match="not this one"):
             fitted(dataset, callbacks=[Ended()])
         assert ended == [0]
@@ -258,7 +254,7 @@ def test_another_length_is_noticed_although_batches_were_built_ahead(
             return lengths[-1]
 
     lengths = [4]
-    with Shrinks(tmp_path, **PLACES[place]) as dataset:
+    with Shrinks(tmp_path, **KINDS[place]) as dataset:
         first, _ = led_on(dataset, 4)
         dataset.wait_for((1, 0))
         lengths.append(2)
@@ -286,7 +282,7 @@ def test_a_length_is_asked_for_once_an_epoch(tmp_path):
 def test_a_pass_that_nobody_goes_on_with_leaves_nothing_and_others_lead_on(
     place, tmp_path
 ):
-    dataset = Noted(tmp_path, max_queue_size=3, **PLACES[place])
+    dataset = Noted(tmp_path, max_queue_size=3, **KINDS[place])
     with dataset:
         first, _ = led_on(dataset, 6)
         dataset.wait_for((1, 2))
@@ -302,7 +298,7 @@ def test_a_pass_that_nobody_goes_on_with_leaves_nothing_and_others_lead_on(
 
 @everywhere
 def test_where_passes_take_turns_none_leads_on(place, tmp_path):
-    dataset = Noted(tmp_path, max_queue_size=3, **PLACES[place])
+    dataset = Noted(tmp_path, max_queue_size=3, **KINDS[place])
     with dataset:
         opened, _ = led_on(dataset, 6)
         assert opened._epoch.next_epoch is not None
@@ -328,7 +324,7 @@ def test_a_batch_that_was_lost_ahead_is_built_again_in_its_own_epoch(tmp_path):
         tmp_path,
         max_queue_size=8,
         max_worker_restarts=0,
-        **PLACES["processes"],
+        **KINDS["process"],
     )
     with dataset:
         first, _ = led_on(dataset, 5)

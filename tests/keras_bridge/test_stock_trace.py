@@ -31,6 +31,7 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import (
     PyDatasetAdapter,
 )
 from keras_facts import IS_316, fetches_ahead, with_steps_per_execution
+from places import KINDS
 from stock_trace_samples import EVENTS
 
 from keras_fastdata import FastPyDataset, keras_bridge
@@ -38,11 +39,6 @@ from keras_fastdata import FastPyDataset, keras_bridge
 pytestmark = [pytest.mark.backend, pytest.mark.usefixtures("kept_forkserver")]
 
 BACKEND = keras.backend.backend()
-KINDS = {
-    "inline": {"workers": 0},
-    "threads": {"workers": 2},
-    "processes": {"workers": 2, "use_multiprocessing": True},
-}
 # Whether a model is built beforehand. On TensorFlow nothing depends on it.
 BUILT = (False,) if BACKEND == "tensorflow" else (False, True)
 TEN = "0 1 2 3 4 5 6 7 8 9"
@@ -189,9 +185,9 @@ def _tests_are_quick():
 # Each backend's trainer has its batches from processes. Inline and threads, of
 # which a trainer sees no difference, are played on one backend each.
 _QUICK = {
-    "tensorflow": ("processes",),
-    "jax": ("processes", "inline"),
-    "torch": ("processes", "threads"),
+    "tensorflow": ("process",),
+    "jax": ("process", "inline"),
+    "torch": ("process", "thread"),
 }[BACKEND]
 
 

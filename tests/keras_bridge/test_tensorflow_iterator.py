@@ -8,6 +8,7 @@ import weakref
 
 import numpy as np
 import pytest
+from places import KINDS
 
 pytestmark = pytest.mark.usefixtures("kept_forkserver")
 
@@ -22,12 +23,7 @@ from keras_fastdata import FastPyDataset  # noqa: E402
 from keras_fastdata.keras_bridge import tensorflow_iterator  # noqa: E402
 from keras_fastdata.memory.arena import aligned_empty  # noqa: E402
 
-PLACES = {
-    "inline": {"workers": 0},
-    "threads": {"workers": 2},
-    "processes": {"workers": 2, "use_multiprocessing": True},
-}
-everywhere = pytest.mark.parametrize("place", PLACES)
+everywhere = pytest.mark.parametrize("place", KINDS)
 
 
 class Counting(keras.Model):
@@ -72,7 +68,7 @@ def trained(dataset, epochs=2, **compiled):
 def test_a_last_batch_that_is_shorter_is_no_reason_to_trace_anew(
     place, jit_compile
 ):
-    with Ragged(**PLACES[place]) as dataset:
+    with Ragged(**KINDS[place]) as dataset:
         model = trained(dataset, epochs=3, jit_compile=jit_compile)
     assert model.numbers() == 3 * list(range(7))
     assert model.traced == 1
@@ -81,14 +77,14 @@ def test_a_last_batch_that_is_shorter_is_no_reason_to_trace_anew(
 @everywhere
 @pytest.mark.parametrize("steps", [2, 3, 7, 10])
 def test_several_steps_in_one_call_get_each_batch_once(place, steps):
-    with Ragged(**PLACES[place]) as dataset:
+    with Ragged(**KINDS[place]) as dataset:
         model = trained(dataset, steps_per_execution=steps)
     assert model.numbers() == 2 * list(range(7))
 
 
 @everywhere
 def test_a_step_that_runs_eagerly_gets_each_batch_once(place):
-    with Ragged(**PLACES[place]) as dataset:
+    with Ragged(**KINDS[place]) as dataset:
         model = trained(dataset, run_eagerly=True)
     assert model.numbers() == 2 * list(range(7))
 
@@ -97,7 +93,7 @@ def test_a_step_that_runs_eagerly_gets_each_batch_once(place):
 def test_functions_that_run_eagerly_get_each_batch_once(place):
     tf.config.run_functions_eagerly(True)
     try:
-        with Ragged(**PLACES[place]) as dataset:
+        with Ragged(**KINDS[place]) as dataset:
             model = trained(dataset)
     finally:
         tf.config.run_functions_eagerly(False)
@@ -120,7 +116,7 @@ class OwnFunction(Counting):
 def test_a_train_function_of_the_users_gets_each_batch_once(place):
     model = OwnFunction()
     model.compile("sgd")
-    with Ragged(**PLACES[place]) as dataset:
+    with Ragged(**KINDS[place]) as dataset:
         model.fit(dataset, epochs=2, shuffle=False, verbose=0)
     assert model.numbers() == 2 * list(range(7))
 
@@ -474,7 +470,7 @@ def test_the_error_of_a_batch_passes_through_several_steps_in_one_call(place):
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse", steps_per_execution=4)
     with (
-        Bad(**PLACES[place]) as dataset,
+        Bad(**KINDS[place]) as dataset,
         pytest.raises(KeyError, match="no such file"),
     ):
         model.fit(dataset, shuffle=False, verbose=0)
@@ -502,7 +498,7 @@ def test_a_batch_that_does_not_fit_ends_training_amid_several_steps():
     assert model.numbers() == [0, 1]
 
 
-@pytest.mark.parametrize("place", ["inline", "threads"])
+@pytest.mark.parametrize("place", ["inline", "thread"])
 @pytest.mark.parametrize("call", ["fit", "predict"])
 def test_the_end_of_other_data_is_not_the_end_of_the_epoch(place, call):
     class Nested(Numbered):
@@ -514,7 +510,7 @@ def test_the_end_of_other_data_is_not_the_end_of_the_epoch(place, call):
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     with (
-        Nested(**PLACES[place]) as dataset,
+        Nested(**KINDS[place]) as dataset,
         pytest.raises(RuntimeError, match="its epoch is not over"),
     ):
         getattr(model, call)(dataset, verbose=0)

@@ -14,6 +14,7 @@ import threading
 import time
 
 import pytest
+from places import KINDS
 from samples import Numbered, numbers
 
 from keras_fastdata import LoaderError
@@ -22,12 +23,7 @@ from keras_fastdata.workers import in_flight, inline, supervisor, thread
 from keras_fastdata.workers.process import channel, pool
 
 _PATIENCE_S = 120.0
-_KINDS = {
-    "inline": {"workers": 0},
-    "threads": {"workers": 2},
-    "processes": {"workers": 2, "use_multiprocessing": True},
-}
-_WHERE = pytest.mark.parametrize("where", _KINDS.values(), ids=list(_KINDS))
+_WHERE = pytest.mark.parametrize("where", KINDS.values(), ids=list(KINDS))
 
 
 def wait_for(condition):
@@ -72,7 +68,7 @@ def test_neither_waits_for_a_slow_batch_and_none_is_lost(where, at, tmp_path):
         closer = threading.Thread(target=dataset.close, daemon=True)
         closer.start()
         wait_for(lambda: loader._workers is not workers)
-        if where != _KINDS["processes"]:
+        if where != KINDS["process"]:
             # A thread cannot be killed; `close` waits for it for a while.
             dataset.gate.touch()
         closer.join(_PATIENCE_S)
@@ -207,11 +203,11 @@ def _epoch_interrupted_at(moment, dataset):
 @pytest.mark.parametrize(
     ("where", "moments"),
     [
-        (_KINDS["inline"], 40),
-        (_KINDS["threads"], 40),
-        ({**_KINDS["processes"], "workers": 1}, 12),
-        pytest.param(_KINDS["threads"], 500, marks=pytest.mark.long),
-        pytest.param(_KINDS["processes"], 200, marks=pytest.mark.long),
+        (KINDS["inline"], 40),
+        (KINDS["thread"], 40),
+        ({**KINDS["process"], "workers": 1}, 12),
+        pytest.param(KINDS["thread"], 500, marks=pytest.mark.long),
+        pytest.param(KINDS["process"], 200, marks=pytest.mark.long),
     ],
 )
 def test_a_handler_may_close_at_any_moment(where, moments):

@@ -11,22 +11,17 @@ import threading
 import keras
 import psutil
 import pytest
-from places import LONG_BUT_ON_JAX
+from places import KINDS, LONG_BUT_ON_JAX
 from samples import Numbered
 
 pytestmark = pytest.mark.backend
 
-PLACES = {
-    "thread": {"workers": 2},
-    "process": {"workers": 2, "use_multiprocessing": True},
-}
 
-
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", ["thread", "process"])
 def test_a_dataset_dropped_after_fit_leaves_no_process_and_no_thread(place):
     model = keras.Sequential([keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-    dataset, validation = Numbered(**PLACES[place]), Numbered(**PLACES[place])
+    dataset, validation = Numbered(**KINDS[place]), Numbered(**KINDS[place])
     model.fit(dataset, validation_data=validation, epochs=2, verbose=0)
     model.predict(dataset, verbose=0)
     assert psutil.Process().children() or place == "thread"
@@ -71,7 +66,7 @@ def test_a_script_ends_cleanly_when_it(end, place, tmp_path):
         "    def __getitem__(self, i):\n"
         "        x = np.ones((64, 1024), 'float32')\n"
         "        return x, x[:, :1]\n"
-        f"data = D(**{PLACES[place]!r})\n"
+        f"data = D(**{KINDS[place]!r})\n"
         "model = keras.Sequential([keras.layers.Dense(1)])\n"
         "model.compile('sgd', 'mse')\n"
         "model.fit(data, verbose=0)\n"

@@ -20,7 +20,7 @@ import warnings
 import numpy as np
 import psutil
 import pytest
-from places import FULL
+from places import FULL, KINDS
 from samples import Numbered, numbers
 
 from keras_fastdata import FastPyDataset
@@ -28,12 +28,7 @@ from keras_fastdata import FastPyDataset
 # The long way round, in the full run.
 RESTARTS = 500 if FULL else 100
 PROCESSES = {"workers": 2, "use_multiprocessing": True}
-PLACES = {
-    "inline": {"workers": 0},
-    "thread": {"workers": 2},
-    "process": PROCESSES,
-}
-everywhere = pytest.mark.parametrize("place", PLACES)
+everywhere = pytest.mark.parametrize("place", KINDS)
 in_parallel = pytest.mark.parametrize("place", ["thread", "process"])
 
 MEGABYTES = 8  # that the training process may have grown by
@@ -131,7 +126,7 @@ class Tabled(Numbered):
 
 @everywhere
 def test_200_epochs_leave_every_figure_as_it_was(place):
-    with Numbered(length=10, shape=(64, 256), **PLACES[place]) as dataset:
+    with Numbered(length=10, shape=(64, 256), **KINDS[place]) as dataset:
         for _ in range(20):
             list(dataset)
         flat = Flat()
@@ -211,7 +206,7 @@ def test_deaths_amid_an_epoch_leave_every_figure_as_it_was():
 @pytest.mark.long
 @everywhere
 def test_100_new_states_leave_every_figure_as_it_was(place):
-    with Tabled(length=4, **PLACES[place]) as dataset:
+    with Tabled(length=4, **KINDS[place]) as dataset:
 
         def change(count):
             for number in range(count):
@@ -254,7 +249,7 @@ def test_new_states_leave_the_workers_as_large_as_they_were():
 @pytest.mark.long
 @in_parallel
 def test_new_states_amid_an_epoch_leave_every_figure_as_it_was(place):
-    with Tabled(length=12, **PLACES[place]) as dataset:
+    with Tabled(length=12, **KINDS[place]) as dataset:
 
         def change(count):
             for number in range(count):
@@ -274,12 +269,12 @@ def test_new_states_amid_an_epoch_leave_every_figure_as_it_was(place):
 def test_100_datasets_in_turn_leave_every_figure_as_it_was(place):
     def use(count):
         for _ in range(count):
-            dataset = Numbered(length=3, **PLACES[place])
+            dataset = Numbered(length=3, **KINDS[place])
             assert numbers(dataset) == [0, 1, 2]
             del dataset
 
     # A fork server of their own, or each would start one.
-    with Numbered(length=3, **PLACES[place]) as keeper:
+    with Numbered(length=3, **KINDS[place]) as keeper:
         list(keeper)
         use(10)
         flat = Flat()
@@ -290,9 +285,9 @@ def test_100_datasets_in_turn_leave_every_figure_as_it_was(place):
 @pytest.mark.long
 @in_parallel
 def test_100_reopenings_leave_every_figure_as_it_was(place):
-    with Numbered(length=3, **PLACES[place]) as keeper:
+    with Numbered(length=3, **KINDS[place]) as keeper:
         list(keeper)
-        dataset = Numbered(length=3, shape=(64, 256), **PLACES[place])
+        dataset = Numbered(length=3, shape=(64, 256), **KINDS[place])
 
         def reopen(count):
             for _ in range(count):
@@ -323,7 +318,7 @@ def test_nurseries_in_turn_leave_every_figure_as_it_was():
 @pytest.mark.long
 @everywhere
 def test_100_abandoned_epochs_leave_every_figure_as_it_was(place):
-    with Numbered(length=50, shape=(64, 256), **PLACES[place]) as dataset:
+    with Numbered(length=50, shape=(64, 256), **KINDS[place]) as dataset:
 
         def abandon(count):
             for _ in range(count):
@@ -340,7 +335,7 @@ def test_100_abandoned_epochs_leave_every_figure_as_it_was(place):
 
 @everywhere
 def test_200_exceptions_leave_every_figure_as_it_was(place):
-    with Raises(length=4, **PLACES[place]) as dataset:
+    with Raises(length=4, **KINDS[place]) as dataset:
 
         def fail(count):
             for _ in range(count):
@@ -428,7 +423,7 @@ class Chatty(FastPyDataset):
 def test_records_and_warnings_leave_every_figure_as_it_was(place, caplog):
     with (
         warnings.catch_warnings(record=True) as told,
-        Chatty(**PLACES[place]) as dataset,
+        Chatty(**KINDS[place]) as dataset,
     ):
         warnings.simplefilter("always")
 

@@ -1,4 +1,7 @@
-"""Where batches are built: every kind and number of workers."""
+"""Where batches are built: every kind and number of workers.
+
+Tests of any folder take their kinds of workers from here.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,19 @@ LONG_BUT_ON_JAX = () if _BACKEND == "jax" else pytest.mark.long
 # The environment of a script that does not train: Keras without TensorFlow is
 # imported in a third of the time.
 NO_TRAINING = {"KERAS_BACKEND": "numpy"}
+# Who builds batches: the calling thread, or two workers.
+KINDS = {
+    "inline": {"workers": 0},
+    "thread": {"workers": 2},
+    "process": {"workers": 2, "use_multiprocessing": True},
+}
+_PROCESS = KINDS["process"]
+EVERY_KIND = {
+    **KINDS,
+    "spawn": {**_PROCESS, "start_method": "spawn"},
+    "fork": {**_PROCESS, "start_method": "fork"},
+}
+# The same, by how many there are.
 PLACES = {
     "inline": {"workers": 0},
     "1 thread": {"workers": 1},

@@ -23,16 +23,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from places import KINDS
 
 import keras_fastdata
 from keras_fastdata import FastPyDataset, LoaderError, WorkerDiedError
 from keras_fastdata.workers import exceptions
 
-KINDS = {
-    "process": {"workers": 2, "use_multiprocessing": True},
-    "thread": {"workers": 2},
-    "inline": {"workers": 0},
-}
 WHERE = {
     "process": r"worker \d \(pid \d+\)",
     "thread": r"worker thread \d",

@@ -15,9 +15,9 @@ import traceback
 
 import numpy as np
 import pytest
+from places import KINDS
 from test_exceptions import (
     FRESH,
-    KINDS,
     TwoArguments,
     caught,
     shown,

@@ -19,15 +19,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from places import KINDS
 
 import keras_fastdata
 from keras_fastdata import FastPyDataset
 
-KINDS = {
-    "process": {"workers": 2, "use_multiprocessing": True},
-    "thread": {"workers": 2},
-    "inline": {"workers": 0},
-}
 PROCESSES = KINDS["process"]
 # Workers write to the stderr of the fork server that forks them; this one is
 # started within the test, and so writes to where the test looks.

@@ -20,6 +20,7 @@ import keras
 import numpy as np
 import psutil
 import pytest
+from places import KINDS
 from samples import Numbered, Random, equal, numbers
 from trainers import START_METHODS, Trainer, Zygote, endless
 
@@ -30,7 +31,6 @@ from keras_fastdata.workers.process import launchers
 # The long way round, in the full run.
 DATASETS = 1000 if os.environ.get("KERAS_FASTDATA_FULL") else 150
 PROCESSES = {"workers": 2, "use_multiprocessing": True}
-PLACES = {"thread": {"workers": 2}, "process": PROCESSES}
 _PATIENCE_S = 120.0
 
 
@@ -107,11 +107,11 @@ def _fail(_):
 
 @pytest.mark.backend
 @pytest.mark.parametrize("act", [_stop_training, _fail])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", ["thread", "process"])
 def test_after_an_epoch_was_broken_off_the_next_fit_is_whole(place, act):
     model = _model()
     fails = act is _fail
-    with Numbered(length=40, **PLACES[place]) as dataset:
+    with Numbered(length=40, **KINDS[place]) as dataset:
         for _ in range(3):
             with (
                 pytest.raises(RuntimeError, match="mine")
@@ -178,12 +178,12 @@ def _in_threads(*functions):
 
 
 @pytest.mark.backend
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", ["thread", "process"])
 def test_two_models_are_fitted_in_two_threads(place):
     models = _model(), _model()
     with (
-        Numbered(length=30, **PLACES[place]) as one,
-        Numbered(length=20, **PLACES[place]) as other,
+        Numbered(length=30, **KINDS[place]) as one,
+        Numbered(length=20, **KINDS[place]) as other,
     ):
         histories = _in_threads(
             lambda: models[0].fit(one, epochs=3, verbose=0),
@@ -193,20 +193,20 @@ def test_two_models_are_fitted_in_two_threads(place):
     assert histories[1].history["loss"] == [_mean_square(20)] * 3
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", ["thread", "process"])
 def test_two_loops_over_two_datasets_are_zipped(place):
     with (
-        Numbered(length=50, **PLACES[place]) as one,
-        Numbered(length=40, **PLACES[place]) as other,
+        Numbered(length=50, **KINDS[place]) as one,
+        Numbered(length=40, **KINDS[place]) as other,
     ):
         pairs = list(zip(other, one, strict=False))
     assert numbers(a for a, _ in pairs) == list(range(40))
     assert numbers(b for _, b in pairs) == list(range(40))
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", ["thread", "process"])
 def test_two_loops_over_one_dataset_are_zipped(place):
-    with Numbered(length=50, **PLACES[place]) as dataset:
+    with Numbered(length=50, **KINDS[place]) as dataset:
         pairs = list(zip(dataset, dataset, strict=True))
     for side in range(2):
         assert numbers(pair[side] for pair in pairs) == list(range(50))
@@ -254,9 +254,9 @@ def test_passes_in_any_order_share_few_slots(seed, monkeypatch):
         assert given == [list(range(15))] * 6
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", ["thread", "process"])
 def test_each_thread_has_its_own_epoch_of_one_dataset(place):
-    with Numbered(length=300, **PLACES[place]) as dataset:
+    with Numbered(length=300, **KINDS[place]) as dataset:
         epochs = _in_threads(*[lambda: list(dataset)] * 3)
     for epoch in epochs:
         assert numbers(epoch) == list(range(300))
@@ -274,9 +274,9 @@ def test_epochs_in_threads_have_the_bytes_of_epochs_in_turn():
     assert equal(in_threads, in_turn)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", ["thread", "process"])
 def test_an_iterator_gives_each_batch_to_one_of_its_threads(place):
-    with Numbered(length=500, **PLACES[place]) as dataset:
+    with Numbered(length=500, **KINDS[place]) as dataset:
         batches = iter(dataset)
         shares = _in_threads(*[lambda: numbers(batches)] * 3)
     assert sorted(itertools.chain(*shares)) == list(range(500))
@@ -284,7 +284,7 @@ def test_an_iterator_gives_each_batch_to_one_of_its_threads(place):
         assert share == sorted(share)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", ["thread", "process"])
 def test_a_dataset_is_closed_by_one_thread_while_another_iterates(place):
     taken = threading.Semaphore(0)
 
@@ -299,7 +299,7 @@ def test_a_dataset_is_closed_by_one_thread_while_another_iterates(place):
             dataset.close()
 
     seen = []
-    with Numbered(length=60, max_queue_size=2, **PLACES[place]) as dataset:
+    with Numbered(length=60, max_queue_size=2, **KINDS[place]) as dataset:
         _in_threads(iterate, close)
         assert numbers(seen) == list(range(60))
 
