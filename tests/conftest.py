@@ -42,6 +42,7 @@ def pytest_configure():
         "busy",
         deadline=None,
         max_examples=100 if _IS_FULL else 40,
+        derandomize=not _IS_FULL,  # the full run finds what is new
         suppress_health_check=[hypothesis.HealthCheck.too_slow],
     )
     hypothesis.settings.load_profile("busy")

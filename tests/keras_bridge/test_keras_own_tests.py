@@ -13,6 +13,7 @@ import pathlib
 import types
 import weakref
 
+import keras
 import pytest
 
 from keras_fastdata import FastPyDataset
@@ -30,6 +31,13 @@ _LONG = [
     "test_speedup",  # sleeps for seconds
     "test_basic_flow_multiprocessing_true_false",  # as the one without an end
 ]
+
+
+@pytest.fixture(autouse=True)
+def _tracebacks_are_filtered_again():
+    """Keras's test case turns its filter of tracebacks off, and not on."""
+    yield
+    keras.config.enable_traceback_filtering()
 
 
 def _keras_tests() -> type:
