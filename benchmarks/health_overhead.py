@@ -93,7 +93,7 @@ class Turns(keras.callbacks.Callback):
         else:
             self.callbacks.remove(self._health)
             recorder.detach(heard)
-        for walk in self._dataset._fastdata.loader._epochs():
+        for walk in self._dataset._fastdata.loader._epochs:
             walk.interval_s = heard.interval_s if measures else None
 
 

@@ -122,7 +122,7 @@ def replace_settings(dataset: build.Dataset, **changes: Any) -> None:
     internals = internals_of(dataset)
     internals.settings = dataclasses.replace(internals.settings, **changes)
     if internals.loader is not None:
-        internals.loader.reconfigure(internals.settings)
+        internals.loader.reconfigure(dataset, internals.settings)
 
 
 def note_assigned(dataset: build.Dataset, name: str) -> None:
@@ -135,11 +135,7 @@ def note_assigned(dataset: build.Dataset, name: str) -> None:
     loader = None if own is None else own.loader
     if loader is None:
         return
-    if build.is_built_for(dataset):
-        loader.built.add(name)
-    else:
-        loader.built.discard(name)
-        loader.mark_changed()
+    loader.note_assigned(name, by_build=build.is_built_for(dataset))
 
 
 @functools.singledispatch

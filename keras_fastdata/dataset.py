@@ -538,7 +538,7 @@ def _noticed(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
         ):
             return hook(self, *args, **kwargs)
         call = functools.partial(hook, self, *args, **kwargs)
-        return loader_of(self).called_by_hand(self, name, call)
+        return loader_of(self).hooks.call(self, name, call)
 
     setattr(noticed, _NOTICED, True)
     return noticed

@@ -144,3 +144,50 @@ class AutoTuner:
     def _exclude(self, processes: bool, reason: str) -> None:
         self._tuner.exclude(processes=processes, reason=reason)
         _log.info("workers='auto': %s", reason)
+
+
+class SettingsInEffect:
+    """The settings that a dataset is loaded by at present.
+
+    Args:
+        settings: The constructor arguments.
+        dataset: The dataset.
+
+    Attributes:
+        now: The constructor arguments, with the workers that "auto" has chosen.
+        auto: What chooses them; `None` without `workers="auto"`.
+    """
+
+    def __init__(self, settings: Settings, dataset: build.Dataset) -> None:
+        self.replace(settings, dataset)
+
+    def replace(self, settings: Settings, dataset: build.Dataset) -> None:
+        """Goes by other constructor arguments from now on."""
+        self.now, self.auto = settings, None
+        if settings.workers == "auto":
+            self.auto = AutoTuner(settings, dataset)
+            self.adopt()
+
+    def adopt(self) -> None:
+        """Goes by what "auto" has chosen meanwhile."""
+        if self.auto is not None:
+            self.now = self.auto.settings
+
+    @property
+    def are_outdated(self) -> bool:
+        """Whether "auto" has chosen otherwise meanwhile."""
+        return self.auto is not None and self.auto.settings != self.now
+
+    def adopt_without(self, error: Exception) -> bool:
+        """Goes by other workers than those that cannot be had.
+
+        Args:
+            error: Why they cannot.
+
+        Returns:
+            Whether there are others; only "auto" may choose them.
+        """
+        if self.auto is None or not self.auto.cannot_be_had(error):
+            return False
+        self.adopt()
+        return True

@@ -10,7 +10,8 @@ from typing import Any
 from keras_fastdata.building import build
 from keras_fastdata.engine import state_dict
 from keras_fastdata.engine.epoch import Epoch, Finish
-from keras_fastdata.engine.loader import END, Loader
+from keras_fastdata.engine.fetch import Outcome
+from keras_fastdata.engine.loader import Loader
 from keras_fastdata.metrics.recorder import Span
 from keras_fastdata.workers import exceptions
 
@@ -86,7 +87,7 @@ class BatchIterator(Iterator[Any]):
             )
         except StopIteration as error:
             raise _not_the_end(error) from error
-        if batch is END:
+        if batch is Outcome.END:
             raise StopIteration
         self.span, self.quiesce_s = self._epoch.span, self._epoch.quiesce_s
         return batch
@@ -139,11 +140,6 @@ class BatchIterator(Iterator[Any]):
         return self._epoch.latest
 
     @property
-    def peeked(self) -> list[int]:
-        """Indices of the batches that `peek` has built, in its order."""
-        return list(self._epoch.peeked)
-
-    @property
     def is_empty(self) -> bool:
         """Whether no batch has been delivered."""
         return not self._epoch.delivered
@@ -165,13 +161,14 @@ class BatchIterator(Iterator[Any]):
         self._taken += len(new)
         return new
 
-    def peek(self, count: int) -> list[Any]:
-        """Builds the batches of lowest index ahead of their turn.
+    def peek(self, count: int) -> dict[int, Any]:
+        """Builds the batches of lowest index before their turn.
 
         When their turn comes, they are delivered without being built again.
 
         Returns:
-            `count` batches; fewer if the dataset has no more that are good.
+            `count` batches by index; fewer if the dataset has no more that are
+            good.
         """
         try:
             return self._loader.peek(self._epoch, self._dataset, count)

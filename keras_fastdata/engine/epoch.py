@@ -11,6 +11,7 @@ iterators, behind the loader's lock.
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from keras_fastdata.engine.schedule import Schedule
@@ -157,6 +158,13 @@ class Epoch:
         if not self.is_finished:
             self._move_to(EpochState.FINISHED, why)
 
+    def note_change(self) -> None:
+        """Forgets what depends on the state of the dataset."""
+        self.remembered.clear()
+        if self.position == self.start:
+            self.drop_schedule()
+            self.drop_skipped()
+
     def reset(self) -> None:
         """Undoes `plan` and `activate`; nothing was delivered yet."""
         self._move_to(EpochState.PLANNED)
@@ -222,6 +230,16 @@ class Epoch:
     def forget_first(self) -> None:
         """Keeps them no longer."""
         self.remembered, self.remembers = {}, False
+
+    def add_peeked(self, index: int, batch: Any) -> None:
+        """Keeps a batch that was built before its turn."""
+        self.peeked[index] = batch
+
+    def drop_peeked(self, indices: Iterable[int]) -> None:
+        """Drops some of those batches; they are built again."""
+        for index in indices:
+            del self.peeked[index]
+            self.spans.pop(index, None)
 
     # -- what is asked for ahead of time -------------------------------------
 

@@ -12,7 +12,9 @@ from typing import Any
 
 from keras_fastdata.building import build
 from keras_fastdata.engine import pickling_errors
+from keras_fastdata.engine.autotune import SettingsInEffect
 from keras_fastdata.engine.outside_state import OutsideState, Told
+from keras_fastdata.engine.planner import EpochPlanner
 from keras_fastdata.engine.settings import Settings
 from keras_fastdata.workers import log_forwarding
 from keras_fastdata.workers.base import WorkerPool
@@ -29,47 +31,93 @@ class ShutdownFlag:
     is_asked: bool = False
 
 
-def create_pool(
-    reference: weakref.ref[build.Dataset],
-    name: str,
-    settings: Settings,
-    seed: int,
-    observer: build.Observer | None,
-    receiver: log_forwarding.Receiver,
-    outside: OutsideState,
-) -> WorkerPool:
-    """Makes the workers of a dataset.
+class PoolFactory:
+    """Makes the workers of a dataset, and brings them a changed dataset.
 
     Args:
-        reference: To the dataset.
-        name: Its class name.
-        settings: What they are to be.
-        seed: The base seed of its batches.
-        observer: Told of batches that draw from what threads share; only
-            workers in this process have one.
-        receiver: Hands on what workers elsewhere log, and warn of.
-        outside: What they are told of the state of this process.
-
-    Raises:
-        DatasetPicklingError: They need a copy of it, and it has none.
-        LoaderError: They cannot be had.
+        dataset: A reference to the dataset.
+        name: The class name of the dataset.
+        in_effect: The settings.
+        planner: Knows the base seed.
     """
-    cached = settings.cache is not None
-    if settings.kind in ("process", "ray"):
-        with pickling_errors.explained(reference):
-            maker = _BuilderMaker(reference, seed, cached, outside)
-            return _create_remote_pool(maker, name, settings, receiver)
-    threads = settings.kind == "thread"
-    builder = build.Builder(
-        functools.partial(alive, reference),
-        seed,
-        threads=settings.count if threads else 0,
-        cached=cached,
-        observer=observer,
-    )
-    if not threads:
-        return InlinePool(builder, name)
-    return ThreadPool(builder, name, settings.count, settings.batch_timeout)
+
+    def __init__(
+        self,
+        dataset: weakref.ref[build.Dataset],
+        name: str,
+        in_effect: SettingsInEffect,
+        planner: EpochPlanner,
+    ) -> None:
+        self._dataset = dataset
+        self._name = name
+        self._in_effect = in_effect
+        self._planner = planner
+        self._receiver = log_forwarding.Receiver()  # of workers' log records
+        self._outside = OutsideState()  # as the workers got it
+
+    def has_outside_changed(self) -> bool:
+        """Returns whether state outside of the dataset differs."""
+        return self._outside.has_changed()
+
+    def create(self) -> WorkerPool:
+        """Makes the workers that the settings ask for.
+
+        Raises:
+            DatasetPicklingError: They need a copy of the dataset, which cannot
+                be pickled.
+            LoaderError: They cannot be had.
+        """
+        settings = self._in_effect.now
+        self._look_outside()
+        if settings.kind in ("process", "ray"):
+            cached = settings.cache is not None
+            with pickling_errors.explained(self._dataset):
+                maker = _BuilderMaker(
+                    self._dataset, self._planner.seed, cached, self._outside
+                )
+                return _create_remote_pool(
+                    maker, self._name, settings, self._receiver
+                )
+        if settings.kind == "inline":
+            return self.create_inline()
+        return ThreadPool(
+            self._builder(settings.count),
+            self._name,
+            settings.count,
+            settings.batch_timeout,
+        )
+
+    def create_inline(self) -> InlinePool:
+        """Makes a worker of the caller."""
+        return InlinePool(self._builder(threads=0), self._name)
+
+    def _builder(self, threads: int) -> build.Builder:
+        return build.Builder(
+            functools.partial(alive, self._dataset),
+            self._planner.seed,
+            threads=threads,
+            cached=self._in_effect.now.cache is not None,
+            observer=self._in_effect.auto,
+        )
+
+    def change(self, workers: WorkerPool) -> None:
+        """Brings workers the dataset as it is now.
+
+        Raises:
+            DatasetPicklingError: It cannot be pickled.
+        """
+        self._look_outside()
+        with pickling_errors.explained(self._dataset):
+            workers.change()
+
+    def _look_outside(self) -> None:
+        """Notes the state outside of the dataset that workers get."""
+        settings = self._in_effect.now
+        has_copies = settings.kind in ("process", "ray")
+        self._outside.look(
+            self._dataset() if has_copies else None,
+            is_shared=settings.start_method == "fork",
+        )
 
 
 def _create_remote_pool(

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable
+from typing import Any
 
-from keras_fastdata.engine.autotune import AutoTuner
+from keras_fastdata.engine.autotune import SettingsInEffect
 from keras_fastdata.engine.cache import Cache
 from keras_fastdata.engine.epoch import Completed, Epoch, Pending
+from keras_fastdata.engine.open_epochs import OpenEpochs
 from keras_fastdata.engine.schedule import Schedule
 from keras_fastdata.engine.settings import Settings
 from keras_fastdata.workers.base import BatchRequest, BatchResult, WorkerPool
@@ -24,23 +25,26 @@ class Prefetcher:
     """Asks workers for batches, and puts what comes to where it belongs.
 
     Args:
-        settings: The constructor arguments, as they are in effect.
-        auto: What wants builds timed, if anything does.
+        in_effect: The settings.
+        open_epochs: The epochs that somebody still iterates over.
     """
 
-    def __init__(self, settings: Settings, auto: AutoTuner | None) -> None:
+    def __init__(
+        self, in_effect: SettingsInEffect, open_epochs: OpenEpochs
+    ) -> None:
+        self._in_effect = in_effect
+        self._open_epochs = open_epochs
         self._request_ids = itertools.count(1)
         self._pending: dict[int, Pending] = {}  # by serial
         # Of a dataset with a cache: whose each batch is, or was, by index.
         self._asked: dict[int, tuple[Epoch, int, int]] = {}
         self._largest = 0  # bytes of the largest batch so far
-        self.apply_settings(settings, auto)
+        self.apply_settings()
 
-    def apply_settings(
-        self, settings: Settings, auto: AutoTuner | None
-    ) -> None:
-        """Goes by other settings from now on."""
-        self._settings, self._auto = settings, auto
+    def apply_settings(self) -> None:
+        """Goes by the settings that are in effect now."""
+        self._auto = self._in_effect.auto
+        self._is_cached = self._in_effect.now.cache is not None
         self._look_ahead()
 
     def fill(
@@ -142,21 +146,40 @@ class Prefetcher:
         queued_s = 0.0 if interval_s is None else time.monotonic()
         self._pending[request_id] = Pending(epoch, key, queued_s)
         epoch.waiting[key] = request_id
-        if self._settings.cache is not None:
+        if self._is_cached:
             self._asked[index] = epoch, key, request_id
         return True
 
-    def make_room(self, epochs: Iterable[Epoch]) -> bool:
+    def require(
+        self, workers: WorkerPool, epoch: Epoch, key: int, index: int
+    ) -> None:
+        """Asks for the batch that a consumer waits for, if nobody has.
+
+        The rule for every wait for room: it can make room. Batches that are
+        out come, and those that lie ready for any epoch are given up. The rest
+        of what takes room is bounded: what the consumer holds (see
+        `Arena.crowded`), and what workers keep. Where there is no room yet,
+        the caller waits, and requires the batch again.
+        """
+        while key not in epoch.ready and key not in epoch.waiting:
+            if self.issue(workers, epoch, index, key=key):
+                return
+            if not self._make_room(epoch):
+                return
+            self.drain_results(workers)
+
+    def _make_room(self, epoch: Epoch) -> bool:
         """Gives up the ready batch that is farthest from its turn.
 
-        It is asked for again when its epoch goes on.
+        The epoch with most ready batches loses it, and asks for it again.
 
         Args:
-            epochs: Those that may have one; the one with most of them loses it.
+            epoch: An epoch that may not be among the open ones.
 
         Returns:
             Whether there was one.
         """
+        epochs = {*self._open_epochs, epoch}
         epoch = max(epochs, key=lambda epoch: len(epoch.ready))
         if not epoch.ready:
             return False
@@ -181,10 +204,35 @@ class Prefetcher:
         epoch.peeked.clear()
         epoch.discard_prefetched()
 
+    def restart(self, workers: WorkerPool | None) -> None:
+        """Forgets what was asked for epochs that have delivered nothing."""
+        for epoch in self._open_epochs:
+            if epoch.next_epoch is not None:
+                self.forget(workers, epoch.next_epoch)
+                epoch.release_next()
+            if not epoch.delivered:
+                self.forget(workers, epoch)
+                epoch.reset()
+
+    def forget_all(self, workers: WorkerPool | None) -> None:
+        """Takes back all requests, and drops what came of them."""
+        for epoch in self._open_epochs:
+            self.forget(workers, epoch)
+
     def clear(self) -> None:
-        """Forgets them all: there is nobody left to answer."""
+        """Forgets all requests: nobody is left to answer."""
+        for epoch in self._open_epochs:
+            epoch.discard_prefetched()
         self._pending.clear()
         self._asked.clear()
+
+    def results(self) -> list[Any]:
+        """Returns the results that nobody has opened."""
+        return [
+            result
+            for epoch in self._open_epochs
+            for result in epoch.ready.values()
+        ]
 
     def _issue_next(
         self, workers: WorkerPool, epoch: Epoch, index: int, cache: Cache | None
@@ -256,7 +304,7 @@ class Prefetcher:
 
     def _look_ahead(self) -> None:
         """Decides how far, and how many requests go out together."""
-        settings = self._settings
+        settings = self._in_effect.now
         allowed = _lookahead(settings, self._largest)
         self._lookahead = allowed
         self._few = max(1, min(allowed // 2, allowed - settings.count))

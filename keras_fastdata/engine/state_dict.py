@@ -161,6 +161,19 @@ class State:
                 "data and the batch size it had."
             )
 
+    def check_order(self, dataset: str, shuffle: bool) -> None:
+        """Refuses an epoch of another order than the one that was begun.
+
+        Raises:
+            ValueError: It is.
+        """
+        if self.shuffle not in (None, shuffle):
+            raise ValueError(
+                f"The state is of an epoch with shuffle={self.shuffle}, and "
+                f"this one of {dataset} has shuffle={shuffle}. Pass "
+                "the same `shuffle`, to the dataset or to `fit`."
+            )
+
     def check_digest(self, dataset: str, digest: str) -> None:
         """Refuses a dataset whose hooks did not do what they did before.
 

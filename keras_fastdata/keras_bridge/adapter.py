@@ -171,14 +171,14 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
     def _run_hook(self, name: str, *, starting: bool) -> None:
         dataset = self.py_dataset
         loader = loader_of(dataset)
-        skips = loader.skips_hook(name, starting=starting)
+        skips = loader.hooks.skips(name, starting=starting)
         if not skips and build.overrides(dataset, name):
             began = time.perf_counter()
-            loader.run_hook(dataset, name)
+            loader.hooks.run(dataset, name)
             if (listener := self.listener()) is not None:
                 listener.add_hook(time.perf_counter() - began)
         if not starting:
-            loader.note_hook(name)
+            loader.hooks.note(name)
 
     def _warn_of_steps(self) -> None:
         """Warns of data that ended before the steps that were asked for.
@@ -292,9 +292,9 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
             raise
         if not peeked:
             raise self.nothing_good()
-        epoch, indices = prepared.epoch, prepared.peeked
+        epoch = prepared.epoch
         standardized = []
-        for index, batch in zip(indices, peeked, strict=True):
+        for index, batch in peeked.items():
             try:
                 standardized.append(self.standardize(batch))
             except Exception as error:
@@ -305,7 +305,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
                 keras.tree.map_structure(strings_as_tensors, standardized)
             )
         except Exception as error:
-            listed = "batch " + " or ".join(map(str, indices))
+            listed = "batch " + " or ".join(map(str, peeked))
             self.name_batches(error, listed, epoch)
             raise
 

@@ -184,8 +184,8 @@ def test_each_batch_is_built_once_whoever_asks_for_it(
         for _ in range(5):
             next(opened)
         while opened._epoch.waiting:
-            loader._workers.wait(0.1)
-            loader._prefetcher.drain_results(loader._workers)
+            loader._pool.workers.wait(0.1)
+            loader._prefetcher.drain_results(loader._pool.workers)
         del opened
         assert values(dataset) == list(range(30))
         assert built() == list(range(30))

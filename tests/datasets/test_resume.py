@@ -1034,7 +1034,7 @@ def test_who_has_drawn_a_seed_for_hooks_is_told_which_to_pass():
         drawn = loader_of(dataset).seed
     random.seed(drawn)  # `fit` has set it
     with Reshuffled() as other:
-        loader_of(other).run_hook(other, "on_epoch_end")
+        loader_of(other).hooks.run(other, "on_epoch_end")
         with pytest.raises(ValueError, match=f"Pass `seed={drawn}`"):
             other.load_state_dict(state)
 
@@ -1061,11 +1061,11 @@ def test_choosing_the_epoch_keeps_the_workers(place):
         expected = [list(dataset) for _ in range(4)]
     with Drawn(seed=3, shuffle=True, **PLACES[place]) as dataset:
         assert_same(list(dataset), expected[0])
-        workers = dataset._fastdata.loader._workers
+        workers = dataset._fastdata.loader._pool.workers
         for epoch in (1, 3, 2, 0, 1, 1):
             dataset.set_epoch(epoch)
             assert_same(list(dataset), expected[epoch])
-        assert dataset._fastdata.loader._workers is workers
+        assert dataset._fastdata.loader._pool.workers is workers
 
 
 def test_a_state_of_a_chosen_epoch_knows_the_hooks():

@@ -75,7 +75,7 @@ def test_workers_that_rest_begin_nothing_until_the_next_batch(place):
             batches.fetch(pause_after=number == 4)
             quiesced_s = time.monotonic()
             if number == 4:
-                assert not dataset._fastdata.loader._workers.busy
+                assert not dataset._fastdata.loader._pool.workers.busy
                 time.sleep(0.1)  # in which a worker would have built others
                 going_on_s = time.monotonic()
             seen.append(batches.span)

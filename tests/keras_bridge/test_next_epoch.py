@@ -204,7 +204,7 @@ def test_no_more_than_max_queue_size_batches_wait_across_epochs(
     class Count(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
             most.append(
-                sum(w.ahead for w in dataset._fastdata.loader._epochs()[:1])
+                sum(w.ahead for w in [*dataset._fastdata.loader._epochs][:1])
             )
 
     with dataset:
@@ -289,7 +289,7 @@ def test_a_pass_that_nobody_goes_on_with_leaves_nothing_and_others_lead_on(
         del first
         second, _ = led_on(dataset, 6)
         loader = loader_of(dataset)
-        assert [walk.number for walk in loader._epochs()] == [1, 2]
+        assert [walk.number for walk in loader._epochs] == [1, 2]
         third = second.iterate_next()
         dataset.wait_for((2, 2))
         assert [int(y[0, 1]) for _, y in third] == [2] * 6
@@ -334,7 +334,7 @@ def test_a_batch_that_was_lost_ahead_is_built_again_in_its_own_epoch(tmp_path):
             assert time.monotonic() < deadline
             time.sleep(0.01)
             loader = loader_of(dataset)
-            loader._prefetcher.drain_results(loader._workers)
+            loader._prefetcher.drain_results(loader._pool.workers)
         next(first)
         found = [int(y[0, 0]) for _, y in first.iterate_next()]
         assert found == list(range(6))

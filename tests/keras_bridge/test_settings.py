@@ -627,7 +627,7 @@ def test_batches_looked_at_before_their_turn_count_as_ready(monkeypatch):
     asked = _Asked(monkeypatch)
     with Numbered(length=20, max_queue_size=4, seed=1) as dataset:
         batches = iterate(loader_of(dataset), dataset, shuffle=True)
-        assert numbers(batches.peek(2)) == [0, 1]
+        assert numbers(batches.peek(2).values()) == [0, 1]
         first = [next(batches)]
         assert asked.count - 1 <= 4
         assert sorted(numbers(first) + numbers(batches)) == list(range(20))

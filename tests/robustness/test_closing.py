@@ -64,10 +64,10 @@ def test_neither_waits_for_a_slow_batch_and_none_is_lost(where, at, tmp_path):
         wait_for(lambda: dataset.state_dict()["position"] == at)
         assert dataset.state_dict()["epoch"] == 1
         loader = dataset._fastdata.loader
-        workers = loader._workers
+        workers = loader._pool.workers
         closer = threading.Thread(target=dataset.close, daemon=True)
         closer.start()
-        wait_for(lambda: loader._workers is not workers)
+        wait_for(lambda: loader._pool.workers is not workers)
         if where != KINDS["process"]:
             # A thread cannot be killed; `close` waits for it for a while.
             dataset.gate.touch()
@@ -114,14 +114,14 @@ def test_a_hook_may_close_and_is_not_waited_for():
         loader = dataset._fastdata.loader
         dataset.does = dataset.close
         dataset.on_epoch_end()
-        assert loader._workers is None
+        assert loader._pool.workers is None
         dataset.does = lambda: running.set() or goes_on.wait(_PATIENCE_S)
         next(batches)
         hook = threading.Thread(target=dataset.on_epoch_end)
         hook.start()
         assert running.wait(_PATIENCE_S)
         dataset.close()
-        assert loader._workers is None
+        assert loader._pool.workers is None
         goes_on.set()
         hook.join()
         assert len(numbers(batches)) == 8
@@ -231,7 +231,7 @@ def test_a_handler_may_close_at_any_moment(where, moments):
             if _epoch_interrupted_at(moment, dataset) >= moment:
                 assert states, moment
         loader = dataset._fastdata.loader
-        assert not loader._dismissed
+        assert not loader._pool._dropped
 
 
 def test_workers_that_a_handler_closed_amid_a_call_are_gone_after_it():
@@ -239,11 +239,11 @@ def test_workers_that_a_handler_closed_amid_a_call_are_gone_after_it():
         batches = iter(dataset)
         next(batches)
         loader = dataset._fastdata.loader
-        with loader._own_lock():  # as it is where a call is under way
+        with loader._pool.lock:  # as it is where a call is under way
             dataset.close()
-            assert loader._workers is not None
+            assert loader._pool.workers is not None
             with pytest.raises(LoaderError, match="about to hand one out"):
                 next(batches)
         assert dataset.state_dict()["position"] == 1
-        assert loader._workers is None
+        assert loader._pool.workers is None
         assert numbers(batches) == list(range(1, 10))

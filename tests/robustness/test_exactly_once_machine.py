@@ -305,12 +305,12 @@ def _descriptors():
 def _slots(dataset):
     """Every slot of the dataset's shared memory, from wherever it is."""
     loader = dataset._fastdata.loader
-    workers = loader and loader._workers
+    workers = loader and loader._pool.workers
     if not workers:
         return []
     arena, in_flight = workers._arena, workers._in_flight
     arena._collect()
-    ready = [a.done for w in loader._epochs() for a in w.ready.values()]
+    ready = [a.done for w in loader._epochs for a in w.ready.values()]
     return [
         *arena._warm,
         *arena._cold,

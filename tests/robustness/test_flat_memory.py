@@ -150,7 +150,7 @@ def test_two_datasets_in_turn_leave_every_figure_as_it_was():
 
 
 def _workers_of(dataset):
-    workers = dataset._fastdata.loader._workers._workers
+    workers = dataset._fastdata.loader._pool.workers._workers
     return {w.process.pid: w.process.pidfd for w in workers.values()}
 
 
@@ -399,7 +399,7 @@ def test_slots_are_all_free_after_many_ends_of_epochs():
         dataset.length = 1
         list(dataset)
         gc.collect()
-        arena = dataset._fastdata.loader._workers._arena
+        arena = dataset._fastdata.loader._pool.workers._arena
         arena.release(arena.take())  # takes back what was dropped, too
         size = os.fstat(arena.segment.fd).st_size
         free = {*arena._warm, *arena._cold}

@@ -223,7 +223,7 @@ def with_files_opened_amid(event, method):
     if event == "the dataset changes":
         dataset.mark_changed()
     elif event == "workers die":
-        for worker in dataset._fastdata.loader._workers._workers.values():
+        for worker in dataset._fastdata.loader._pool.workers._workers.values():
             os.kill(worker.process.pid, signal.SIGKILL)
         time.sleep(0.2)
     elif event == "the loader is closed":
@@ -810,7 +810,7 @@ def _shared_memory_of(dataset):
         assert len(set(batch[:: batch.nbytes // 100].tolist())) == 1
         del batch
         time.sleep(0.01)  # training; workers run ahead meanwhile
-        arena = dataset._fastdata.loader._workers._arena
+        arena = dataset._fastdata.loader._pool.workers._arena
         yield os.fstat(arena.segment.fd).st_blocks * 512
 
 

@@ -266,7 +266,7 @@ def test_an_exit_handler_that_comes_too_late_is_told_so():
     with Numbered(workers=1, use_multiprocessing=True) as dataset:
         batches = iter(dataset)
         next(batches)
-        dataset._fastdata.loader._shutdown.is_asked = True
+        dataset._fastdata.loader._pool._shutdown.is_asked = True
         with pytest.raises(LoaderError, match="this `atexit` handler"):
             next(batches)
 

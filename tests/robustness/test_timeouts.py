@@ -286,7 +286,7 @@ def test_a_replacement_does_not_begin_with_the_time_of_the_one_before(
     describe = worker_main.WorkerStart.by_this_process
 
     def describe_and_tell(index, *rest):
-        segment = dataset._fastdata.loader._workers._arena.segment
+        segment = dataset._fastdata.loader._pool.workers._arena.segment
         clocks.append(segment.started_s(index))
         return describe(index, *rest)
 

@@ -221,7 +221,7 @@ def test_each_death_is_logged_with_its_cause_and_batch(tmp_path, caplog):
 def test_a_signal_for_the_whole_job_ends_no_worker(name, start_method):
     with Numbered(start_method=start_method, **PROCESSES) as dataset:
         list(dataset)
-        workers = dataset._fastdata.loader._workers._workers
+        workers = dataset._fastdata.loader._pool.workers._workers
         while not all(worker.is_ready for worker in workers.values()):
             list(dataset)
         batches = iter(dataset)

@@ -308,7 +308,7 @@ def test_a_process_forked_while_a_batch_is_awaited_can_load_too():
     with Numbered(**PROCESSES) as dataset:
         batches = iter(dataset)
         next(batches)
-        with dataset._fastdata.loader._lock:  # as another thread would
+        with dataset._fastdata.loader._pool.lock:  # as another thread would
             pid = os.fork()
             if not pid:
                 try:

@@ -127,19 +127,17 @@ def _wait_for(condition):
 
 def _workers_of(dataset):
     """The actors of a dataset: index to place."""
-    workers = dataset._fastdata.loader._workers
+    workers = dataset._fastdata.loader._pool.workers
     return {i: w.location for i, w in workers._workers.items()}
 
 
 def _make_ready(dataset):
     """Goes through epochs until every worker has its place."""
+    pool = dataset._fastdata.loader._pool
     _wait_for(
         lambda: (
             list(dataset)
-            and all(
-                w.is_ready
-                for w in dataset._fastdata.loader._workers._workers.values()
-            )
+            and all(w.is_ready for w in pool.workers._workers.values())
         )
     )
 
@@ -260,10 +258,10 @@ def test_two_datasets_share_the_cluster():
 def test_changes_of_the_dataset_reach_the_workers_and_only_those():
     with _on_ray(ray_samples.Reshuffled, workers=2) as dataset:
         first = list(dataset)
-        shipped = dataset._fastdata.loader._workers._dataset.state
+        shipped = dataset._fastdata.loader._pool.workers._dataset.state
         dataset.order = dataset.order[::-1].copy()
         second = list(dataset)
-        again = dataset._fastdata.loader._workers._dataset.state
+        again = dataset._fastdata.loader._pool.workers._dataset.state
     assert shipped.version < again.version
     large = [b for b in shipped.buffers if isinstance(b, ray.ObjectRef)]
     assert len(large) == 1
@@ -324,7 +322,7 @@ def test_batches_that_the_store_has_no_room_for_are_not_asked_for():
     ) as dataset:
         slowly = []
         for batch in dataset:
-            workers = dataset._fastdata.loader._workers
+            workers = dataset._fastdata.loader._pool.workers
             taken = workers.pool_stats().shared_nbytes
             assert taken <= workers._store // 2 + nbytes
             slowly.append(float(batch[0][0, 0]))
@@ -500,7 +498,7 @@ def test_actors_that_die_before_they_have_a_place_are_not_made_for_ever(caplog):
     with _on_ray(Drawn, length=40, workers=2) as dataset:
         batches = iter(dataset)
         next(batches)
-        workers = dataset._fastdata.loader._workers
+        workers = dataset._fastdata.loader._pool.workers
         make = workers._actors._make_actor
 
         def stillborn():
@@ -556,7 +554,7 @@ def test_a_node_that_ends_in_mid_epoch_changes_no_byte(
             pids = lost()
             nodes.remove_node(node, allow_graceful=graceful)
             _wait_for(lambda: not any(map(psutil.pid_exists, pids)))
-        losses = dataset._fastdata.loader._workers.pool_stats().losses
+        losses = dataset._fastdata.loader._pool.workers.pool_stats().losses
     assert {loss.pid for loss in losses} >= set(pids)
     texts = [r.getMessage() for r in caplog.records]
     assert len(texts) == len(losses)
@@ -627,7 +625,7 @@ def test_workers_whose_nodes_are_all_gone_are_missed(nodes):
         _on_ray(Drawn, workers=2, length=200, ray_options=options) as dataset,
     ):
         _make_ready(dataset)
-        actors = dataset._fastdata.loader._workers._actors
+        actors = dataset._fastdata.loader._pool.workers._actors
         shorter = dataclasses.replace(actors._plan.options, timeout_s=2)
         actors._plan = dataclasses.replace(actors._plan, options=shorter)
         batches = iter(dataset)

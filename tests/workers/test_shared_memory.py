@@ -55,7 +55,7 @@ def test_batches_outlive_their_loader():
 def test_labels_do_not_keep_the_images_alive():
     with Numbered(length=200, shape=(256, 1024), **PROCESSES) as dataset:
         labels = [y for _, y in dataset]
-        arena = dataset._fastdata.loader._workers._arena
+        arena = dataset._fastdata.loader._pool.workers._arena
         gc.collect()
         assert not arena.crowded
         assert not arena._leased
@@ -110,7 +110,7 @@ def test_a_batch_of_gigabytes_arrives():
 def test_memory_that_was_held_is_given_back():
     with Numbered(length=100, shape=(256, 1024), **PROCESSES) as dataset:
         held = list(dataset)
-        arena = dataset._fastdata.loader._workers._arena
+        arena = dataset._fastdata.loader._pool.workers._arena
         most = os.fstat(arena.segment.fd).st_blocks * 512
         del held
         gc.collect()
@@ -221,7 +221,7 @@ def test_many_forks_leave_neither_slots_nor_descriptors():
                 seen = _forked(lambda: [float(x.mean()) for x in held])()
                 assert seen == [*range(number + 1)][-len(held) :]
         assert len(os.listdir("/proc/self/fd")) == descriptors
-        slots = dataset._fastdata.loader._workers._arena
+        slots = dataset._fastdata.loader._pool.workers._arena
         held.clear()
         slots._collect()
         assert not slots._leased

@@ -52,7 +52,7 @@ def test_auto_never_builds_such_batches_in_threads():
     with Pooled(seed=1, workers="auto") as dataset:
         for _ in range(4):
             list(dataset)
-        assert dataset._fastdata.loader._auto._tuner.is_excluded(
+        assert dataset._fastdata.loader._in_effect.auto._tuner.is_excluded(
             processes=False
         )
 

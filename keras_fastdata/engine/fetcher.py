@@ -1,0 +1,334 @@
+"""Fetching: the next position of an epoch becomes a batch, or an `Outcome`.
+
+A batch is looked for in this order: peeked, cached, skipped, ready, on its way.
+One that is nowhere is requested.
+
+Everything here is a step under the lock, and waits for nothing. Where a batch
+is still to come, the step ends with `Outcome.PENDING`; the consumer waits for
+`Fetch.waits_for`, and takes the step again.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from keras_fastdata.engine.autotune import SettingsInEffect
+from keras_fastdata.engine.cached_batches import CachedBatches
+from keras_fastdata.engine.epoch import Completed, Epoch, Finish
+from keras_fastdata.engine.fetch import Fetch, Outcome
+from keras_fastdata.engine.planner import EpochPlanner
+from keras_fastdata.engine.pool_factory import PoolFactory
+from keras_fastdata.engine.pool_handle import PoolHandle
+from keras_fastdata.engine.position import Position
+from keras_fastdata.engine.prefetcher import Prefetcher
+from keras_fastdata.engine.results import Results
+from keras_fastdata.engine.schedule import Schedule
+from keras_fastdata.workers.base import BatchRequest, WorkerPool
+
+_LOOK_S = 0.005  # between two looks at workers whose batches are here
+_QUIESCE_S = 1.0  # for workers to finish what they are at
+
+
+class Fetcher:
+    """Fetches the batches of one dataset.
+
+    Args:
+        in_effect: The settings.
+        planner: Plans the epochs.
+        position: Knows the next epoch.
+        prefetcher: Asks the workers for batches.
+        pool: The workers.
+        factory: Makes workers.
+        cached: The batches in the cache.
+
+    Attributes:
+        cached: The batches in the cache.
+    """
+
+    def __init__(
+        self,
+        in_effect: SettingsInEffect,
+        planner: EpochPlanner,
+        position: Position,
+        prefetcher: Prefetcher,
+        pool: PoolHandle,
+        factory: PoolFactory,
+        cached: CachedBatches,
+    ) -> None:
+        self.cached = cached
+        self._in_effect = in_effect
+        self._planner = planner
+        self._position = position
+        self._prefetcher = prefetcher
+        self._pool = pool
+        self._factory = factory
+        self._results = Results(pool.name, in_effect, cached)
+        self._look_s = 0.0  # when a fetch is thorough in any case
+
+    def begin(self, pause_after: bool, is_thorough: bool = False) -> Fetch:
+        """Returns a new `Fetch`; from time to time it is thorough."""
+        now_s = time.monotonic()
+        if now_s >= self._look_s:
+            self._look_s = now_s + _LOOK_S
+            is_thorough = True
+        return Fetch(pause_after, is_thorough)
+
+    # -- the next batch ------------------------------------------------------
+
+    def next(
+        self,
+        workers: WorkerPool,
+        epoch: Epoch,
+        schedule: Schedule,
+        fetch: Fetch,
+    ) -> Any:
+        """Returns the next batch of an epoch; `PENDING`, or `END`.
+
+        Args:
+            workers: The workers.
+            epoch: The epoch.
+            schedule: The order of the epoch.
+            fetch: What the iterator has asked for.
+        """
+        prefetcher = self._prefetcher
+        if not fetch.pause_after:
+            workers.resume()
+        while (index := schedule.index_at(epoch.position)) is not None:
+            self.cached.check(epoch, index)
+            if fetch.pause_after and not self._is_quiesced(
+                workers, epoch, schedule, index, fetch
+            ):
+                return Outcome.PENDING
+            if epoch.issued <= epoch.position:
+                self._fill(workers, epoch, schedule)
+            batch = self._fetch(workers, epoch, index, fetch)
+            if batch is Outcome.PENDING:
+                if prefetcher.should_fill(epoch):
+                    self._fill(workers, epoch, schedule)
+                return batch
+            if batch is Outcome.CACHE_MISS:
+                continue
+            if batch is Outcome.END:
+                self.finish(epoch, Finish.END_OF_DATA)
+                break
+            epoch.pass_position()
+            if batch is Outcome.SKIPPED:
+                continue
+            epoch.note_delivery(index, batch)
+            self._position.note_delivery(epoch)
+            if fetch.is_thorough or prefetcher.should_fill(epoch):
+                self._fill(workers, epoch, schedule)
+            return batch
+        workers.resume()
+        self.finish(epoch, Finish.EXHAUSTED)
+        return Outcome.END
+
+    def peek(
+        self,
+        workers: WorkerPool,
+        epoch: Epoch,
+        ahead: Epoch,
+        count: int,
+        fetch: Fetch,
+    ) -> Any:
+        """Builds the batches of lowest index, for an epoch to deliver them.
+
+        Args:
+            workers: The workers.
+            epoch: The epoch.
+            ahead: An epoch that goes through the dataset by index.
+            count: How many batches are wanted.
+            fetch: What the iterator has asked for.
+
+        Returns:
+            The batches by index, or `PENDING`.
+        """
+        workers.resume()
+        schedule = epoch.schedule
+        assert schedule is not None
+        peeked = fetch.peeked
+        while len(peeked) < count and schedule.holds(ahead.position):
+            index = ahead.position
+            self._ask_ahead(workers, ahead, schedule, count)
+            batch = self._fetch(workers, ahead, index, fetch)
+            if batch is Outcome.PENDING:
+                return batch
+            if batch is Outcome.CACHE_MISS:
+                continue
+            if batch is Outcome.END:
+                self.finish(ahead, Finish.END_OF_DATA)
+                break
+            ahead.pass_position()
+            if batch is not Outcome.SKIPPED:
+                epoch.add_peeked(index, batch)
+                peeked[index] = batch
+        if self._prefetcher.leaves_little(len(epoch.peeked)):
+            # What is dropped is built again when its turn comes.
+            start = epoch.position
+            first = {schedule.index_at(start + n) for n in range(count)}
+            epoch.drop_peeked(epoch.peeked.keys() - first)
+        return peeked
+
+    def finish(self, epoch: Epoch, why: Finish) -> None:
+        """Finishes an epoch and frees all that it holds."""
+        self._prefetcher.forget(self._pool.workers, epoch)
+        epoch.finish(why)
+        self._position.note_finish(epoch)
+
+    def apply_settings(self) -> None:
+        """Has other workers build what has not been delivered."""
+        self._in_effect.adopt()
+        self._prefetcher.apply_settings()
+        self._pool.invalidate()
+
+    def _fill(
+        self, workers: WorkerPool, epoch: Epoch, schedule: Schedule
+    ) -> None:
+        """Issues requests, also of the next epoch where there is room.
+
+        The next epoch is taken to be as long; when it begins, that shows.
+        """
+        if (
+            not self._prefetcher.fill(
+                workers, epoch, schedule, self.cached.cache
+            )
+            or not epoch.prefetches_next
+            or not epoch.may_prefetch_next
+            or self._in_effect.now.kind == "inline"
+        ):
+            return
+        next_epoch = epoch.prepare_next()
+        next_epoch.time_batches(epoch.interval_s)
+        if next_epoch.schedule is None:
+            next_epoch.plan(self._position.next_epoch)
+            self._planner.plan(next_epoch, schedule.total, schedule.shard)
+        self._prefetcher.fill_next(
+            workers, epoch, next_epoch, self.cached.cache
+        )
+
+    def _fetch(
+        self, workers: WorkerPool, epoch: Epoch, index: int, fetch: Fetch
+    ) -> Any:
+        """Returns the batch at the present position, or an `Outcome`."""
+        if fetch.inline is not None:
+            return self._built_inline(workers, epoch, index, fetch)
+        if index in epoch.peeked:
+            return epoch.peeked.pop(index)
+        position = epoch.position
+        if position in epoch.cached:
+            return self.cached.take(epoch, index)
+        if index in epoch.skipped:
+            return Outcome.SKIPPED
+        if (
+            fetch.is_thorough
+            or position not in epoch.ready
+            or epoch.is_running_out
+        ):
+            self._prefetcher.drain_results(workers)
+        if not fetch.awaits(position):
+            epoch.note_depth()
+        if position not in epoch.ready:
+            fetch.await_position(position)
+            self._prefetcher.require(workers, epoch, position, index)
+            if position not in epoch.ready:
+                return Outcome.PENDING
+        batch = self._open(epoch, epoch.ready.pop(position), index)
+        if batch is Outcome.RETRY_INLINE:
+            return self._build_inline(workers, epoch, index, fetch)
+        return batch
+
+    def _ask_ahead(
+        self, workers: WorkerPool, ahead: Epoch, schedule: Schedule, count: int
+    ) -> None:
+        """Asks for the batches to be peeked at, as far as there is room."""
+        for index in range(ahead.position, count):
+            if not schedule.holds(index):
+                return
+            if self.cached.holds(index):
+                ahead.cached.add(index)
+                continue
+            self.cached.check(ahead, index)
+            if (
+                index not in ahead.ready
+                and index not in ahead.waiting
+                and not self._prefetcher.issue(workers, ahead, index, key=index)
+            ):
+                return
+
+    def _is_quiesced(
+        self,
+        workers: WorkerPool,
+        epoch: Epoch,
+        schedule: Schedule,
+        index: int,
+        fetch: Fetch,
+    ) -> bool:
+        """Returns whether the workers pause, and the batch at `index` is here.
+
+        They pause once the batch has come, and what they are at is waited for,
+        for a moment: it is for a measurement. Where they pause already and the
+        batch is here, they go on pausing.
+        """
+        position = epoch.position
+        if not epoch.knows(position, index):
+            workers.resume()
+        if not fetch.is_here:
+            self._fill(workers, epoch, schedule)
+        self._prefetcher.drain_results(workers)
+        if not epoch.knows(position, index):
+            self._prefetcher.require(workers, epoch, position, index)
+        if not epoch.knows(position, index):
+            return False
+        workers.pause()
+        waited_s = fetch.waited_here_s()
+        if workers.busy and waited_s <= _QUIESCE_S:
+            return False
+        epoch.note_quiesce(waited_s)
+        fetch.end_pause()
+        return True
+
+    def _open(self, epoch: Epoch, completed: Completed, index: int) -> Any:
+        """Returns the batch of a result, or an `Outcome`."""
+        try:
+            return self._results.open(epoch, completed, index)
+        except Exception:
+            # The user's own: the epoch is over, the workers are as they were.
+            self.finish(epoch, Finish.FAILED)
+            self._pool.confirm()
+            raise
+
+    def _build_inline(
+        self, workers: WorkerPool, epoch: Epoch, index: int, fetch: Fetch
+    ) -> Any:
+        """Has a batch built again in the caller, while nobody else builds.
+
+        Whatever threads have built meanwhile is as doubtful, and given up.
+        """
+        assert epoch.number is not None
+        self._prefetcher.forget_all(workers)
+        self._prefetcher.forget(workers, epoch)
+        workers.resume()  # cancelled requests are answered at once
+        inline = self._factory.create_inline()
+        inline.submit(BatchRequest(0, epoch.number, index))
+        fetch.build_inline(inline)
+        return self._built_inline(workers, epoch, index, fetch)
+
+    def _built_inline(
+        self, workers: WorkerPool, epoch: Epoch, index: int, fetch: Fetch
+    ) -> Any:
+        """Returns the batch that the caller builds, or an `Outcome`."""
+        assert fetch.inline is not None
+        self._prefetcher.drain_results(workers)
+        if workers.busy:
+            return Outcome.PENDING
+        built = fetch.inline.collect()
+        if not built:
+            fetch.wait_inline()
+            return Outcome.PENDING
+        fetch.end_inline()
+        batch = self._open(epoch, Completed(built[0], 0.0), index)
+        epoch.note_built_here()
+        if self._in_effect.are_outdated:
+            self.apply_settings()
+        return batch

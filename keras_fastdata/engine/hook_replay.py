@@ -1,0 +1,163 @@
+"""The epoch hooks of one dataset that have run, and how they are repeated."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from keras_fastdata.building import build
+from keras_fastdata.engine import state_dict
+from keras_fastdata.engine.changes import Changes
+from keras_fastdata.engine.planner import EpochPlanner
+from keras_fastdata.engine.pool_handle import ForkSafeLock
+from keras_fastdata.engine.position import Position
+
+
+class HookReplay:
+    """Runs epoch hooks, each seeded by its number, and repeats them.
+
+    Args:
+        dataset: The dataset.
+        planner: Knows the base seed.
+        position: Knows the next epoch.
+        changes: Notes that a hook may change the dataset.
+
+    Attributes:
+        within_epoch: Whether Keras is between the begin and the end of an
+            epoch.
+    """
+
+    def __init__(
+        self,
+        dataset: build.Dataset,
+        planner: EpochPlanner,
+        position: Position,
+        changes: Changes,
+    ) -> None:
+        self.within_epoch = False
+        self._planner = planner
+        self._position = position
+        self._changes = changes
+        self._attributes = frozenset(vars(dataset))  # which no build has set
+        self._ran: list[tuple[str, int]] = []
+        self._digest: tuple[int, str] | None = None  # after that many hooks
+        self._is_restored = False  # and Keras has begun no epoch since
+        self._lock = ForkSafeLock()
+
+    @property
+    def lock(self) -> Any:
+        """Held while a hook runs: no state is taken amid one."""
+        return self._lock.own()
+
+    @property
+    def ran(self) -> tuple[tuple[str, int], ...]:
+        """Name and epoch of each hook that has run."""
+        return tuple(self._ran)
+
+    def run(
+        self,
+        dataset: build.Dataset,
+        name: str,
+        hook: Callable[[], Any] | None = None,
+    ) -> Any:
+        """Runs a hook, which may raise after it has changed the dataset.
+
+        Args:
+            dataset: The dataset.
+            name: "on_epoch_begin" or "on_epoch_end".
+            hook: What to call, if not the method of that name.
+
+        Returns:
+            What the hook returns.
+        """
+        try:
+            return self._run(dataset, name, self._position.next_epoch, hook)
+        finally:
+            self._changes.mark()
+
+    def call(
+        self, dataset: build.Dataset, name: str, hook: Callable[[], Any]
+    ) -> Any:
+        """Runs a hook that the user's own loop calls, as Keras's would be.
+
+        Skips a hook that has run before the state that was loaded.
+        """
+        skips = self.skips(name, starting=False)
+        result = None if skips else self.run(dataset, name, hook)
+        self.note(name)
+        return result
+
+    def _run(
+        self,
+        dataset: build.Dataset,
+        name: str,
+        epoch: int,
+        hook: Callable[[], Any] | None = None,
+    ) -> Any:
+        with self.lock:
+            number, seed = len(self._ran), self._planner.seed
+            self._ran.append((name, epoch))
+            around = build.current_context()
+            try:
+                return build.run_hook(
+                    dataset, hook or getattr(dataset, name), seed, number, epoch
+                )
+            except BaseException:
+                if around is None:
+                    build.forget_context(dataset)
+                raise
+
+    def note(self, name: str) -> None:
+        """Notes that a hook is over, whether it ran or was skipped."""
+        self.within_epoch = name == "on_epoch_begin"
+
+    def skips(self, name: str, *, starting: bool) -> bool:
+        """Returns whether a hook that Keras calls has run already.
+
+        Args:
+            name: The name of the hook.
+            starting: Whether Keras is only about to begin its first epoch.
+        """
+        if not self._is_restored:
+            return False
+        if starting:
+            return True
+        self._is_restored = False
+        return name == "on_epoch_begin" and self.within_epoch
+
+    def restore(
+        self, dataset: build.Dataset, state: state_dict.State
+    ) -> state_dict.State:
+        """Repeats the hooks of a state that have not run here.
+
+        Returns:
+            The state; if it was at the end of an epoch, the one after the end
+            hook.
+
+        Raises:
+            ValueError: The dataset has another length than that of the state.
+            LoaderError: The hooks do not do what they did.
+        """
+        name = type(dataset).__name__
+        for hook, epoch in state.hooks[len(self._ran) :]:
+            self._run(dataset, hook, epoch)
+        state.check_length(name, build.length_of(dataset))
+        state.check_digest(name, self.digest(dataset))
+        if state.within and not state.position:
+            if build.overrides(dataset, "on_epoch_end"):
+                self._run(dataset, "on_epoch_end", state.epoch)
+            state = dataclasses.replace(state, within=False)
+        self.within_epoch = state.within
+        self._is_restored = bool(self._ran)
+        return state
+
+    def digest(self, dataset: build.Dataset) -> str:
+        """Returns what tells whether a dataset is what hooks have made it."""
+        count = len(self._ran)
+        if self._digest is None or self._digest[0] != count:
+            digest = (
+                state_dict.digest(dataset, self._attributes) if count else ""
+            )
+            self._digest = count, digest
+        return self._digest[1]

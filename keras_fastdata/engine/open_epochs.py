@@ -1,0 +1,68 @@
+"""The epochs of one dataset that somebody still iterates over."""
+
+from __future__ import annotations
+
+import collections
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from keras_fastdata.engine.epoch import Epoch
+
+
+class _EpochRef(weakref.ref[Any]):
+    """A weak reference to the iterator of an epoch."""
+
+    __slots__ = ("epoch",)
+    epoch: Epoch
+
+
+class OpenEpochs:
+    """Knows each epoch for as long as its iterator lives."""
+
+    def __init__(self) -> None:
+        self._references: set[_EpochRef] = set()
+        self._dropped: collections.deque[weakref.ref[Any]] = collections.deque()
+        self._peeking: list[Epoch] = []
+
+    def register(self, iterator: object, epoch: Epoch) -> None:
+        """Adds an epoch until its iterator is collected."""
+        # The callback is C code, for the reason given in memory/arena.py.
+        reference = _EpochRef(iterator, self._dropped.append)
+        reference.epoch = epoch
+        self._references.add(reference)
+
+    def begin_peek(self, ahead: Epoch) -> None:
+        """Adds an epoch through which batches are built before their turn."""
+        self._peeking.append(ahead)
+
+    def end_peek(self, ahead: Epoch) -> None:
+        """Removes what `begin_peek` has added."""
+        self._peeking.remove(ahead)
+
+    def take_dropped(self) -> Iterator[Epoch]:
+        """Removes and yields epochs whose iterators were collected.
+
+        After each one comes the epoch that was prefetched behind it.
+        """
+        while self._dropped:
+            reference = self._dropped.popleft()
+            assert isinstance(reference, _EpochRef)
+            self._references.discard(reference)
+            yield reference.epoch
+            if reference.epoch.next_epoch is not None:
+                yield reference.epoch.next_epoch
+
+    def is_held(self, epoch: Epoch) -> bool:
+        """Returns whether the iterator of an epoch lives."""
+        return any(
+            reference.epoch is epoch and reference() is not None
+            for reference in list(self._references)
+        )
+
+    def __iter__(self) -> Iterator[Epoch]:
+        # A copy: another thread may make an iterator meanwhile.
+        epochs = [reference.epoch for reference in list(self._references)]
+        epochs += self._peeking
+        prefetched = [e.next_epoch for e in epochs if e.next_epoch is not None]
+        return iter([e for e in epochs + prefetched if not e.is_finished])

@@ -1,0 +1,109 @@
+"""Plans the epochs of one dataset: its seed, its shard and their order."""
+
+from __future__ import annotations
+
+import logging
+import random
+import weakref
+
+from keras_fastdata.building import build
+from keras_fastdata.engine.epoch import Epoch
+from keras_fastdata.engine.schedule import Schedule, plan_epoch
+from keras_fastdata.engine.settings import Settings
+from keras_fastdata.engine.sharding import Shard, shard_of
+
+_log = logging.getLogger("keras_fastdata")
+
+
+class EpochPlanner:
+    """Plans the epochs of one dataset in this process.
+
+    Args:
+        dataset: A reference to the dataset.
+        name: The class name of the dataset.
+        settings: The constructor arguments.
+    """
+
+    def __init__(
+        self,
+        dataset: weakref.ref[build.Dataset],
+        name: str,
+        settings: Settings,
+    ) -> None:
+        self._dataset = dataset
+        self._name = name
+        self._settings = settings
+        self._seed = settings.seed
+        self._shard = Shard()  # when `find_shard` was called last
+
+    @property
+    def seed(self) -> int:
+        """The base seed; drawn when first needed, not at construction.
+
+        `keras.utils.set_random_seed` may be called in between.
+        """
+        dataset = self._dataset()
+        if self._seed is None and dataset is not None:
+            self.find_shard(dataset)  # which may decide the seed
+        if self._seed is None:
+            self._seed = random.getrandbits(63)
+        return self._seed
+
+    @property
+    def given_seed(self) -> int | None:
+        """The base seed that is a constructor argument."""
+        return self._settings.seed
+
+    @property
+    def known_seed(self) -> int | None:
+        """The base seed, if it was given or drawn."""
+        return self._seed
+
+    @property
+    def shard(self) -> Shard:
+        """The shard of this process when that was last looked up."""
+        return self._shard
+
+    def take_settings(self, settings: Settings) -> None:
+        """Goes by other settings from now on."""
+        self._settings = settings
+        if settings.seed is not None:
+            self._seed = settings.seed
+
+    def take_seed(self, seed: int) -> None:
+        """Takes over the seed of a state."""
+        self._seed = seed
+
+    def find_shard(self, dataset: build.Dataset) -> Shard:
+        """Looks up which batches are those of this process, and returns it."""
+        shard = shard_of(self._settings.shard, dataset)
+        if shard != self._shard:
+            self._shard = shard
+            if shard.count > 1:
+                if self._settings.seed is None:
+                    self._seed = 0  # the same one in all processes
+                is_found = self._settings.shard == "auto"
+                level = logging.WARNING if is_found else logging.INFO
+                _log.log(level, "%s has %s.", self._name, shard)
+        return shard
+
+    def plan(
+        self, epoch: Epoch, num_batches: int | None, shard: Shard
+    ) -> Schedule:
+        """Plans an epoch whose number is known.
+
+        Args:
+            epoch: The epoch.
+            num_batches: Batches in it over all shards.
+            shard: The part that is planned.
+        """
+        assert epoch.number is not None
+        schedule = plan_epoch(
+            num_batches,
+            shuffle=epoch.shuffle,
+            seed=self.seed,
+            epoch=epoch.number,
+            shard=shard,
+        )
+        epoch.plan(epoch.number, schedule)
+        return schedule

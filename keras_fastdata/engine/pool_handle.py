@@ -1,0 +1,300 @@
+"""The workers of one dataset: who may use them, and when they end.
+
+    ABSENT --run--> IN_CALL --its end--> READY, or ABSENT if none were needed
+    READY --run--> IN_CALL
+    ABSENT, READY, IN_CALL --invalidate--> INVALID
+    INVALID, or IN_CALL when `run` begins --the workers are dropped--> ABSENT
+    every state --fork, in the child--> FOREIGN --they are disowned--> ABSENT
+
+One lock guards it all, and is held for moments only. No thread holds it while
+it waits for a batch or for the end of a worker, nor while a batch is built in
+the caller or an epoch hook runs. So `close` returns soon, from any thread and
+from a signal handler; and each step looks anew at what there is.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import enum
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from keras_fastdata.building import build
+from keras_fastdata.engine.pool_factory import ShutdownFlag, finalize_with
+from keras_fastdata.errors import LoaderError
+from keras_fastdata.workers.base import WorkerPool
+from keras_fastdata.workers.signals import DeferredSignals
+
+# Seconds between two looks at the state during a wait. Another thread may have
+# collected the batch, or ended the workers.
+_WAIT_S = 0.05
+
+
+class PoolState(enum.Enum):
+    """Whether there are workers, and whether they may be used."""
+
+    ABSENT = enum.auto()  # there are none; the first call makes them
+    READY = enum.auto()  # they hold what the dataset and its epochs say
+    IN_CALL = enum.auto()  # a call is under way; or was interrupted
+    INVALID = enum.auto()  # they are ended when the present call ends
+    FOREIGN = enum.auto()  # they are those of the process that forked us
+
+
+class Prefetched(Protocol):
+    """What was asked of the workers."""
+
+    def clear(self) -> None:
+        """Forgets all of it: nobody is left to answer."""
+        ...
+
+    def results(self) -> list[Any]:
+        """Returns the results that nobody has opened."""
+        ...
+
+
+class ForkSafeLock:
+    """A reentrant lock that a forked child has anew.
+
+    The thread that holds the parent's lock does not exist in the child.
+    """
+
+    def __init__(self) -> None:
+        self._renew()
+
+    def own(self) -> Any:
+        """Returns the lock of this process."""
+        if self._pid != os.getpid():
+            self._renew()
+        return self._lock
+
+    def _renew(self) -> None:
+        self._lock: Any = threading.RLock()
+        self._pid = os.getpid()
+
+
+class PoolHandle:
+    """Makes, guards and ends the workers of one dataset.
+
+    Args:
+        dataset: A reference to the dataset.
+        name: The class name of the dataset.
+        prefetched: What was asked of the workers.
+
+    Attributes:
+        name: The class name of the dataset.
+        state: See `PoolState`.
+        workers: The workers; `None` if there are none.
+    """
+
+    def __init__(
+        self,
+        dataset: weakref.ref[build.Dataset],
+        name: str,
+        prefetched: Prefetched,
+    ) -> None:
+        self.state = PoolState.ABSENT
+        self.workers: WorkerPool | None = None
+        self._dataset = dataset
+        self.name = name
+        self._prefetched = prefetched
+        self._lock = ForkSafeLock()
+        self._ending = ForkSafeLock()  # held while workers are ended
+        self._pid = os.getpid()
+        self._shutdown = ShutdownFlag()
+        self._finalizer: weakref.finalize[Any, Any] | None = None
+        # Workers that are no longer used, and what would end them at exit.
+        self._dropped: collections.deque[
+            tuple[WorkerPool, weakref.finalize[Any, Any] | None]
+        ] = collections.deque()
+
+    @property
+    def lock(self) -> Any:
+        """The lock of this process."""
+        return self._lock.own()
+
+    def run(
+        self, step: Callable[..., Any], *args: Any, nests: bool = False
+    ) -> Any:
+        """Runs a step with the lock, with no workers but valid ones.
+
+        Args:
+            step: Must not wait.
+            *args: Its arguments.
+            nests: Whether it may run amid another step of this thread, which
+                a signal handler has interrupted.
+
+        Raises:
+            LoaderError: It may not, and would.
+        """
+        lock = self.lock
+        if lock._is_owned():
+            if nests:
+                return step(*args)
+            raise LoaderError(
+                f"{self.name} was asked for a batch while this thread was "
+                "about to hand one out: by a signal handler, or by a method "
+                "that counts, pickles or logs. Ask for it elsewhere."
+            )
+        try:
+            while True:
+                with lock:
+                    self._become_usable()
+                    if not self._dropped:
+                        self._move_to(PoolState.IN_CALL)
+                        result = step(*args)
+                        self.confirm()
+                        return result
+                self._end_dropped()
+        finally:
+            self.end_invalid()
+
+    def confirm(self) -> None:
+        """Says that the workers are valid, however the present call ends."""
+        if self.state is PoolState.IN_CALL:
+            absent = self.workers is None
+            self._move_to(PoolState.ABSENT if absent else PoolState.READY)
+
+    def invalidate(self) -> None:
+        """Has the workers end when the present call does."""
+        self._move_to(PoolState.INVALID)
+
+    def ensure(
+        self, dataset: build.Dataset, create: Callable[[], WorkerPool]
+    ) -> WorkerPool:
+        """Returns the workers; makes them if there are none."""
+        if self.workers is None:
+            with DeferredSignals():
+                workers = create()
+                self._finalizer = finalize_with(
+                    dataset, workers, self.lock, self._shutdown
+                )
+                self.workers = workers
+        return self.workers
+
+    def replace(self) -> None:
+        """Drops the workers amid a call, which goes on with new ones."""
+        self._drop()
+        self._move_to(PoolState.IN_CALL)
+
+    def end_invalid(self) -> None:
+        """Ends the workers if the call that is over has left them invalid."""
+        if self.state is not PoolState.INVALID and not self._dropped:
+            return
+        lock = self.lock
+        if not lock._is_owned():
+            with lock:
+                if self.state is PoolState.INVALID:
+                    self._drop()
+            self._end_dropped()
+
+    def close(self) -> None:
+        """Ends the workers and returns when they are gone. Idempotent.
+
+        A later call makes new ones. Where a signal handler has interrupted a
+        call of this thread, that call ends them when it goes on. A worker
+        cannot: it would wait for its own end.
+        """
+        dataset = self._dataset()
+        if dataset is not None and build.is_in_worker(dataset):
+            return
+        lock = self.lock
+        if self._pid != os.getpid():
+            return
+        if lock._is_owned():
+            self.invalidate()
+            return
+        with lock:
+            if self.state is PoolState.IN_CALL:  # it was interrupted
+                build.forget_context(dataset)
+            self._drop()
+        self._end_dropped()
+
+    def wait(self, workers: WorkerPool) -> None:
+        """Waits for a batch, or a while; in the caller, builds it.
+
+        An interrupt during the wait, when it is likeliest, costs nothing.
+        """
+        try:
+            workers.wait(_WAIT_S)
+        except BaseException:
+            build.forget_context(self._dataset())
+            raise
+        self.check_shutdown()
+
+    def check_shutdown(self) -> None:
+        """Ends a daemon thread that is here when the interpreter ends.
+
+        Silently: Python reports no SystemExit that ends a thread.
+
+        Raises:
+            LoaderError: It is an `atexit` handler that asks.
+        """
+        if not self._shutdown.is_asked:
+            return
+        if threading.current_thread() is not threading.main_thread():
+            raise SystemExit
+        raise LoaderError(
+            f"{self.name} has ended its workers, as the interpreter ends: "
+            "this `atexit` handler was registered before they started, so it "
+            "runs after. Register it when they have, or use `workers=0`."
+        )
+
+    def _move_to(self, state: PoolState) -> None:
+        """Changes the state; nothing else does."""
+        self.state = state
+
+    def _become_usable(self) -> None:
+        """Drops workers that are not valid, before a call."""
+        if self._pid != os.getpid():
+            self._move_to(PoolState.FOREIGN)
+            self._disown()
+        elif self.state in (PoolState.IN_CALL, PoolState.INVALID):
+            build.forget_context(self._dataset())
+            self._drop()
+
+    def _drop(self) -> None:
+        """Takes the workers out of use; `_end_dropped` ends them."""
+        with DeferredSignals():
+            workers, self.workers = self.workers, None
+            finalizer, self._finalizer = self._finalizer, None
+            self._prefetched.clear()
+            self._move_to(PoolState.ABSENT)
+            if workers is not None:
+                self._dropped.append((workers, finalizer))
+
+    def _end_dropped(self) -> None:
+        """Ends workers out of use, and returns when they are gone."""
+        with self._ending.own():
+            while self._dropped:
+                workers, finalizer = dropped = self._dropped[0]
+                with DeferredSignals():
+                    workers.close()
+                    if finalizer is not None:
+                        finalizer.detach()
+                    with contextlib.suppress(ValueError):
+                        self._dropped.remove(dropped)
+
+    def _disown(self) -> None:
+        """Leaves the workers to the process that forked this one.
+
+        They are kept: if Python collected them, some would send messages.
+        """
+        self._pid = os.getpid()
+        dropped = list(self._dropped)
+        _disowned.append((self.workers, self._prefetched.results(), dropped))
+        self.workers = None
+        self._dropped.clear()
+        for finalizer in (self._finalizer, *(f for _, f in dropped)):
+            if finalizer is not None:
+                finalizer.detach()
+        self._finalizer = None
+        self._prefetched.clear()
+        self._move_to(PoolState.ABSENT)
+
+
+# What a forked child must not finalize.
+_disowned: list[Any] = []
