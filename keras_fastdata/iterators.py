@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, ParamSpec, TypeVar
@@ -24,6 +25,8 @@ class ThreadSafeIterator(Iterator[_T], Generic[_T]):
     Raises:
         TypeError: `iterable` cannot be iterated over.
         ValueError: Raised by `next` if the iterator calls `next` on itself.
+        RuntimeError: Raised by `next` in a child that was forked while a
+            thread was inside the iterator.
 
     Example:
 
@@ -35,10 +38,17 @@ class ThreadSafeIterator(Iterator[_T], Generic[_T]):
     def __init__(self, iterable: Iterable[_T]) -> None:
         self._iterator: Iterator[_T] | None = iter(iterable)
         self._lock = threading.Lock()
+        self._pid = os.getpid()
         self._closing = False
-        self._running_in = 0  # the thread that is inside `next`, if any
+        self._running_in = 0  # the thread inside the iterator, if any
 
     def __next__(self) -> _T:
+        if self._pid != os.getpid() and self._leave_parent():
+            raise RuntimeError(
+                "This process was forked while a thread was inside the "
+                "iterator of a ThreadSafeIterator, so the iterator cannot go "
+                "on here. Fork before, or make a new iterator in the child."
+            )
         if self._running_in == threading.get_ident():
             # This thread holds the lock; waiting for it would never end.
             raise ValueError("ThreadSafeIterator: next() called from within")
@@ -73,6 +83,8 @@ class ThreadSafeIterator(Iterator[_T], Generic[_T]):
     def _end_if_idle(self) -> None:
         # If the lock is taken, return: the thread that holds it looks at
         # `_closing` again after it releases the lock.
+        if self._pid != os.getpid():
+            self._leave_parent()
         if self._lock.acquire(blocking=False):
             try:
                 self._end()
@@ -83,7 +95,27 @@ class ThreadSafeIterator(Iterator[_T], Generic[_T]):
         iterator, self._iterator = self._iterator, None
         close = getattr(iterator, "close", None)
         if close is not None:
-            close()
+            try:
+                self._running_in = threading.get_ident()
+                close()
+            finally:
+                self._running_in = 0
+
+    def _leave_parent(self) -> bool:
+        """Takes a lock of its own in a forked child.
+
+        Returns:
+            Whether the iterator has ended: another thread was inside, which
+            does not exist in the child.
+        """
+        self._pid = os.getpid()
+        if self._running_in == threading.get_ident():
+            return False  # this thread is inside, and holds the lock
+        self._lock = threading.Lock()
+        is_broken, self._running_in = self._running_in != 0, 0
+        if is_broken:
+            self._iterator = None
+        return is_broken
 
 
 def threadsafe_generator(

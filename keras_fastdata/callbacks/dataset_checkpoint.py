@@ -147,7 +147,8 @@ class DatasetCheckpoint(Callback):
                 error.add_note(f"The state is in {self.path}.")
                 raise
             if not training.has_steps:
-                state = self._after_empty_rest(state)
+                length = training.num_batches
+                state = self._after_empty_rest(state, length)
             if state["epoch"] != epoch:
                 # It was saved behind the last batch of its epoch; or in an
                 # epoch that was itself resumed, which BackupAndRestore takes
@@ -256,18 +257,20 @@ class DatasetCheckpoint(Callback):
                 type(dataset).__name__,
             )
 
-    def _after_empty_rest(self, state: _Saved) -> _Saved:
+    def _after_empty_rest(self, state: _Saved, length: int | None) -> _Saved:
         """Has the next epoch begin if no good batch is left in the saved one.
 
         When a state is saved, nobody may know yet that all batches behind that
         place are skipped, or that there are none.
+
+        Args:
+            state: The saved state.
+            length: How many batches `fit` takes in an epoch, if that is known.
         """
         dataset, saved = self._adapter.py_dataset, state["dataset"]
-        on_error = internals_of(dataset).settings.on_error
-        is_certain = saved["num_batches"] is not None and on_error != "skip"
-        if is_certain or not (saved["within"] and saved["position"]):
+        if not (saved["within"] and saved["position"]):
             return state
-        if not has_rest(loader_of(dataset), dataset, saved):
+        if not has_rest(loader_of(dataset), dataset, length):
             state = {**state, "epoch": state["epoch"] + 1}
             state["dataset"] = at_end(saved)
         dataset.load_state_dict(state["dataset"])

@@ -25,20 +25,30 @@ def iterate(
     return BatchIterator(loader, dataset, Epoch(shuffle))
 
 
-def has_rest(loader: Loader, dataset: build.Dataset, state: Any) -> bool:
-    """Returns whether an epoch that was broken off has a good batch left.
+def has_rest(
+    loader: Loader, dataset: build.Dataset, length: int | None
+) -> bool:
+    """Returns whether the epoch that is resumed has a good batch left.
 
-    Builds that batch to find out, so the state must be loaded once more.
+    Where nothing else tells, the batch is built. So the state must be loaded
+    once more.
 
     Args:
-        loader: The loader of the dataset.
-        dataset: The dataset, which has loaded the state.
-        state: The state, with a position above 0.
+        loader: The loader of the dataset, which has loaded a state.
+        dataset: The dataset.
+        length: How many batches the consumer takes in an epoch; `None`: all
+            that there are.
     """
-    opened = BatchIterator(loader, dataset, Epoch(bool(state["shuffle"])))
+    if length is not None and loader.num_done >= length:
+        return False
+    settings = loader.settings
+    if build.length_of(dataset) is not None and settings.on_error != "skip":
+        return True
+    number = loader.epoch
+    opened = BatchIterator(loader, dataset, Epoch(loader.resumed_order))
     next(opened, None)
     # An epoch that had none left has given way to the next one.
-    return opened.epoch == int(state["epoch"])
+    return opened.epoch == number
 
 
 class BatchIterator(Iterator[Any]):

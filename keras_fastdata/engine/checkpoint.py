@@ -76,7 +76,7 @@ class Checkpoint:
             planner = self._planner
             given, known = planner.given_seed, planner.known_seed
             hooks = self._hooks.ran
-            planner.find_shard(dataset).position(state.position)
+            planner.position(state)  # which may refuse it
             seed = known if given is None and hooks else given
             state.check(self._pool.name, seed, hooks, given is None)
             planner.take_seed(state.seed)

@@ -181,12 +181,17 @@ class Loader:
         """Whether a state says where the next epoch begins."""
         return self._position.resumed is not None
 
-    def rest(self, dataset: build.Dataset) -> int | None:
-        """Returns how many batches a resumed epoch has; `None`: all."""
-        state, length = self._position.resumed, self.length(dataset)
-        if state is None or not state.position or length is None:
-            return None
-        return length - self._planner.shard.position(state.position)
+    @property
+    def resumed_order(self) -> bool:
+        """Whether the order of a resumed epoch is drawn."""
+        state = self._position.resumed
+        return bool(state is not None and state.shuffle)
+
+    @property
+    def num_done(self) -> int:
+        """How many batches of a resumed epoch this process had before."""
+        state = self._position.resumed
+        return 0 if state is None else self._planner.position(state)
 
     # -- what an iterator calls ----------------------------------------------
 
@@ -349,8 +354,7 @@ class Loader:
         state = self._position.resumed
         if state is not None:
             state.check_order(self.name, epoch.shuffle)
-            shard = self._planner.find_shard(dataset)
-            epoch.start_at(shard.position(state.position))
+            epoch.start_at(self._planner.position(state))
         self._position.begin(epoch)
         workers.begin_epoch()
         for other in self._epochs:

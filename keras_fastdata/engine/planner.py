@@ -11,6 +11,7 @@ from keras_fastdata.engine.epoch import Epoch
 from keras_fastdata.engine.schedule import Schedule, plan_epoch
 from keras_fastdata.engine.settings import Settings
 from keras_fastdata.engine.sharding import Shard, shard_of
+from keras_fastdata.engine.state_dict import State
 
 _log = logging.getLogger("keras_fastdata")
 
@@ -86,6 +87,17 @@ class EpochPlanner:
                 level = logging.WARNING if is_found else logging.INFO
                 _log.log(level, "%s has %s.", self._name, shard)
         return shard
+
+    def position(self, state: State) -> int:
+        """Returns how many batches of an epoch this process had at a state.
+
+        Raises:
+            ValueError: The processes had not all as many.
+        """
+        dataset = self._dataset()
+        if dataset is not None:
+            self.find_shard(dataset)
+        return self._shard.position(state.position)
 
     def plan(
         self, epoch: Epoch, num_batches: int | None, shard: Shard

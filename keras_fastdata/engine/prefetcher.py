@@ -240,9 +240,16 @@ class Prefetcher:
         """Has the next batch built, unless it is known; `False`: no room."""
         is_out = epoch.issued in epoch.waiting
         if not is_out and not epoch.knows(epoch.issued, index):
+            # The batch that is wanted now is taken from the epoch that has
+            # asked for it; others are on their way to the cache.
+            is_wanted = epoch.issued == epoch.position
             if cache is not None and (
                 cache.holds(index)
-                or (cache.keeps_all and self._is_asked_for(index))
+                or (
+                    cache.keeps_all
+                    and not is_wanted
+                    and self._is_asked_for(index)
+                )
             ):
                 epoch.cached.add(epoch.issued)
             elif not self.issue(workers, epoch, index, key=epoch.issued):

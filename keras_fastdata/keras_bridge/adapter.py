@@ -12,11 +12,12 @@ behind the probe is the data's reset. `fit_progress` follows all that.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -89,7 +90,8 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         self._iterator: BatchIterator | None = None  # the latest one's
         self._prepared: BatchIterator | None = None  # for the next one to use
         self._prefetches_next = False
-        self._has_told_length = False  # to Keras, of a resumed epoch
+        # After a resumed epoch, whose length Keras was told.
+        self._restore_length: Callable[[], None] | None = None
         self._rows = rows.Rows()
 
     # -- called by Keras -----------------------------------------------------
@@ -146,9 +148,9 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
     def on_epoch_end(self) -> None:
         self.early_end.raise_pending()
         iterator = calling_iterator()
-        if self._has_told_length and not iterator.continues:
-            self._has_told_length = False
-            iterator.set_num_batches(self.num_batches)
+        if self._restore_length is not None and not iterator.continues:
+            self._restore_length()
+            self._restore_length = None
         # Keras resets before it begins, after the probe; and validation data
         # each time. `predict` does not, where there is no probe.
         starting = self.progress.end_epoch(is_reset=iterator.is_resetting)
@@ -162,11 +164,15 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         If nobody knows, Keras learns from its end, and is to unlearn that.
         """
         loader = loader_of(self.py_dataset)
-        if loader.resumes:
-            self._has_told_length = True
-            rest = loader.rest(self.py_dataset)
-            if rest is not None:
-                iterator.set_num_batches(rest)
+        if not loader.resumes:
+            return
+        # Keras goes by the length that the data had when `fit` was called.
+        length = iterator.num_batches
+        self._restore_length = functools.partial(
+            iterator.set_num_batches, length
+        )
+        if length is not None:
+            iterator.set_num_batches(length - loader.num_done)
 
     def _run_hook(self, name: str, *, starting: bool) -> None:
         dataset = self.py_dataset

@@ -445,6 +445,13 @@ class KerasIterator:
         iterator = self._get(Feature.LOADER)
         return iterator is not None and iterator._epoch_iterator is None
 
+    @property
+    def num_batches(self) -> int | None:
+        """How many batches Keras takes in an epoch; `None`: all there are."""
+        iterator = self._get(Feature.RESUME)
+        count: int | None = getattr(iterator, "_num_batches", None)
+        return count
+
     def set_num_batches(self, count: int | None) -> None:
         """Tells Keras how many batches the data has; `None`: to find out."""
         iterator = self._get(Feature.RESUME)
@@ -527,11 +534,14 @@ class FitCall(NamedTuple):
         initial_epoch: The epoch that it begins with: the one that a callback
             has restored, or else the one that it was told.
         has_steps: Whether it was told how many steps an epoch has.
+        num_batches: How many batches it takes in an epoch; `None` if only the
+            end of the data tells.
     """
 
     adapter: Any = None
     initial_epoch: int = 0
     has_steps: bool = False
+    num_batches: int | None = None
 
 
 def fit_around() -> FitCall:
@@ -544,6 +554,7 @@ def fit_around() -> FitCall:
                 getattr(iterator, "data_adapter", None),
                 int(restored or call.initial_epoch or 0),
                 getattr(iterator, "steps_per_epoch", None) is not None,
+                getattr(iterator, "_num_batches", None),
             )
     return FitCall()
 

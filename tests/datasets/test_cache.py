@@ -191,6 +191,20 @@ def test_each_batch_is_built_once_whoever_asks_for_it(
         assert built() == list(range(30))
 
 
+@pytest.mark.parametrize("place", ["1 thread", "2 processes"])
+@pytest.mark.parametrize("seed", [0, 2, 3])
+def test_iterators_in_different_orders_take_batches_from_one_another(
+    cached, built, place, seed
+):
+    with cached(
+        "memory", length=6, seed=seed, shuffle=True, **PLACES[place]
+    ) as dataset:
+        pairs = list(zip(dataset, dataset, strict=True))
+        assert sorted(values(a for a, _ in pairs)) == list(range(6))
+        assert sorted(values(b for _, b in pairs)) == list(range(6))
+        assert sorted(built()) == list(range(6))
+
+
 def test_what_is_not_kept_is_built_again_for_whoever_relies_on_it(
     cached, built
 ):

@@ -10,6 +10,7 @@ import collections
 import gc
 import inspect
 import itertools
+import os
 import sys
 import threading
 import time
@@ -626,3 +627,53 @@ def test_a_generator_that_asks_itself_for_an_item_is_told_so():
         next(shared)
     with pytest.raises(StopIteration):
         next(shared)
+
+
+def test_a_generator_that_asks_for_an_item_while_it_is_closed_is_told_so():
+    def circular():
+        try:
+            yield 1
+        finally:
+            next(shared)
+
+    shared = ThreadSafeIterator(circular())
+    assert next(shared) == 1
+    with pytest.raises(ValueError, match="from within"):
+        shared.close()
+    with pytest.raises(StopIteration):
+        next(shared)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_forked_child_waits_for_no_thread_of_its_parent(inside):
+    entered, leave = threading.Event(), threading.Event()
+
+    def items():
+        yield 0
+        if inside:
+            entered.set()
+            leave.wait(60)
+        yield 1
+
+    shared = ThreadSafeIterator(items())
+    assert next(shared) == 0
+    thread = threading.Thread(target=next, args=(shared,))
+    if inside:
+        thread.start()
+        assert entered.wait(60)
+    pid = os.fork()
+    if not pid:
+        good = False
+        try:
+            try:
+                good = next(shared) == 1 and not inside
+            except RuntimeError as error:
+                good = inside and "was forked" in str(error)
+            good = good and next(shared, "end") == "end"
+        finally:
+            os._exit(0 if good else 1)
+    leave.set()
+    if inside:
+        thread.join(60)
+    _, status = os.waitpid(pid, 0)
+    assert status == 0

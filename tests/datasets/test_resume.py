@@ -653,6 +653,25 @@ def test_an_epoch_of_which_nothing_good_is_left_is_not_begun_again(
     assert trained_in_parts(tmp_path / "parts", make, deaths) == whole
 
 
+class _Grows(Drawn):
+    """Keras goes on with the length that it was told first."""
+
+    def on_epoch_end(self):
+        self.length = 9
+
+
+@pytest.mark.backend
+@pytest.mark.parametrize("death", [3, 7])
+def test_a_resumed_training_keeps_the_length_that_keras_knows(tmp_path, death):
+    def make():
+        return _Grows(seed=3, workers=0)
+
+    whole = trained_in_parts(tmp_path / "whole", make, [])
+    parts = trained_in_parts(tmp_path / "parts", make, [death])
+    assert [epoch for epoch, _ in whole] == [0] * 7 + [1] * 7 + [2] * 7
+    assert parts == whole
+
+
 @pytest.mark.backend
 def test_an_epoch_that_is_resumed_after_another_began_keeps_their_numbers(
     tmp_path,

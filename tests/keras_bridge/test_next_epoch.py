@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from next_epoch_samples import TIMEOUT_S, Hooked, Noted
 from places import KINDS
+from samples import Numbered
 
 from keras_fastdata._dataset_internals import loader_of
 from keras_fastdata.engine.batch_iterator import iterate
@@ -338,3 +339,13 @@ def test_a_batch_that_was_lost_ahead_is_built_again_in_its_own_epoch(tmp_path):
         next(first)
         found = [int(y[0, 0]) for _, y in first.iterate_next()]
         assert found == list(range(6))
+
+
+@pytest.mark.backend
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_a_short_queue_is_long_enough_to_train(most):
+    with Numbered(length=20, max_queue_size=most, seed=1) as dataset:
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        history = model.fit(dataset, shuffle=True, verbose=0)
+    assert len(history.history["loss"]) == 1
