@@ -88,6 +88,10 @@ class Worker:
             )
         self.state = state
 
+    def starts_anew(self, now_s: float) -> None:
+        """Counts the time that a start may take from now on."""
+        self.started_s = now_s
+
     def loaded(self) -> None:
         """Records that the dataset is loaded, unless it was killed before."""
         if self.state is WorkerState.STARTING:

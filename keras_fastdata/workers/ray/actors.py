@@ -242,7 +242,7 @@ class Actors:
         worker.pidfd = _pidfd(location)
         start = self._start_of(worker.index)
         worker.version = start.state.version
-        worker.started_s = time.monotonic()
+        worker.starts_anew(time.monotonic())
         worker.start = worker.handle.load.remote(start)
 
     def _start_of(self, index: int) -> actor.ActorStart:
