@@ -422,7 +422,7 @@ class FastPyDataset(_Base):
             A small dict that JSON can hold. It does not depend on the kind or
             number of workers.
         """
-        return state_dict_of(self, loader_of(self).state(self))
+        return state_dict_of(self, loader_of(self).checkpoint.save(self))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Makes the next epoch begin at a position from `state_dict`.
@@ -441,7 +441,7 @@ class FastPyDataset(_Base):
             LoaderError: The epoch hooks did not repeat what they had done.
         """
         state = State.from_dict(state_dict, type(self).__name__)
-        loader_of(self).restore(self, state)
+        loader_of(self).checkpoint.restore(self, state)
         internals_of(self).forget_outside_rng()
 
     def set_epoch(self, epoch: int) -> None:
@@ -450,7 +450,9 @@ class FastPyDataset(_Base):
         That epoch then has the same order and bytes as in a run from epoch
         0; use it with `fit(initial_epoch=epoch)`. Epoch hooks are not run.
         """
-        loader_of(self).set_epoch(self, integer("epoch", epoch, least=0))
+        loader_of(self).checkpoint.set_epoch(
+            self, integer("epoch", epoch, least=0)
+        )
 
     def mark_changed(self) -> None:
         """Tells the workers that the dataset was edited in place.

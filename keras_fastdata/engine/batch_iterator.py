@@ -39,13 +39,15 @@ def has_rest(
         length: How many batches the consumer takes in an epoch; `None`: all
             that there are.
     """
-    if length is not None and loader.num_done >= length:
+    if length is not None and loader.checkpoint.num_done >= length:
         return False
     settings = loader.settings
     if build.length_of(dataset) is not None and settings.on_error != "skip":
         return True
     number = loader.epoch
-    opened = BatchIterator(loader, dataset, Epoch(loader.resumed_order))
+    opened = BatchIterator(
+        loader, dataset, Epoch(loader.checkpoint.resumed_order)
+    )
     next(opened, None)
     # An epoch that had none left has given way to the next one.
     return opened.epoch == number
@@ -134,7 +136,7 @@ class BatchIterator(Iterator[Any]):
 
     def state(self, lag: int) -> state_dict.State:
         """Where the dataset stood before the latest `lag` batches."""
-        return self._loader.state(self._dataset, self._epoch, lag)
+        return self._loader.checkpoint.save(self._dataset, self._epoch, lag)
 
     @property
     def epoch(self) -> int:

@@ -41,10 +41,30 @@ class Checkpoint:
         self._hooks = hooks
         self._changes = changes
 
+    @property
+    def resumes(self) -> bool:
+        """Whether a state says where the next epoch begins."""
+        return self._position.resumed is not None
+
+    @property
+    def resumed_order(self) -> bool:
+        """Whether the order of the resumed epoch is drawn."""
+        state = self._position.resumed
+        return bool(state is not None and state.shuffle)
+
+    @property
+    def num_done(self) -> int:
+        """How many batches of the resumed epoch this process had before."""
+        state = self._position.resumed
+        return 0 if state is None else self._planner.position(state)
+
     def save(
-        self, dataset: build.Dataset, epoch: Epoch | None, lag: int
+        self, dataset: build.Dataset, epoch: Epoch | None = None, lag: int = 0
     ) -> State:
-        """Returns where an epoch stands; see `Position.place`."""
+        """Returns where an epoch, or the latest one, stands.
+
+        See `Position.place`.
+        """
         with self._hooks.lock:  # no state shows a part of what a hook does
             try:
                 with self._pool.lock:

@@ -136,12 +136,9 @@ class Epoch:
         """Says which epoch this is, or will be, and its order if known."""
         self.number, self.schedule = number, schedule
 
-    def drop_schedule(self) -> None:
-        """Forgets the order, because the length may have changed."""
+    def forget_order(self) -> None:
+        """Forgets the order and what is left out: the length may differ."""
         self.schedule = None
-
-    def drop_skipped(self) -> None:
-        """Has skipped batches built again."""
         self.skipped.clear()
 
     def activate(self) -> None:
@@ -162,8 +159,7 @@ class Epoch:
         """Forgets what depends on the state of the dataset."""
         self.remembered.clear()
         if self.position == self.start:
-            self.drop_schedule()
-            self.drop_skipped()
+            self.forget_order()
 
     def reset(self) -> None:
         """Undoes `plan` and `activate`; nothing was delivered yet."""
@@ -173,8 +169,7 @@ class Epoch:
     def restart(self) -> None:
         """Has another epoch begin from position 0: this one had no batches."""
         self.start_at(0)
-        self.drop_schedule()
-        self.drop_skipped()
+        self.forget_order()
         self._move_to(EpochState.PLANNED)
 
     def rewind(self) -> None:

@@ -185,10 +185,7 @@ class Fetcher:
     def _fill(
         self, workers: WorkerPool, epoch: Epoch, schedule: Schedule
     ) -> None:
-        """Issues requests, also of the next epoch where there is room.
-
-        The next epoch is taken to be as long; when it begins, that shows.
-        """
+        """Issues requests, also of the next epoch where there is room."""
         if (
             not self._prefetcher.fill(
                 workers, epoch, schedule, self.cached.cache
@@ -202,6 +199,7 @@ class Fetcher:
         next_epoch.time_batches(epoch.interval_s)
         if next_epoch.schedule is None:
             next_epoch.plan(self._position.next_epoch)
+            # If its length differs, that shows when it begins.
             self._planner.plan(next_epoch, schedule.total, schedule.shard)
         self._prefetcher.fill_next(
             workers, epoch, next_epoch, self.cached.cache
@@ -266,9 +264,8 @@ class Fetcher:
     ) -> bool:
         """Returns whether the workers pause, and the batch at `index` is here.
 
-        They pause once the batch has come, and what they are at is waited for,
-        for a moment: it is for a measurement. Where they pause already and the
-        batch is here, they go on pausing.
+        They pause once the batch has come. For a measurement, the batches that
+        they build are waited for as well, for a moment.
         """
         position = epoch.position
         if not epoch.knows(position, index):

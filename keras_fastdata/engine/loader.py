@@ -40,7 +40,6 @@ from keras_fastdata.engine.position import Position
 from keras_fastdata.engine.prefetcher import Prefetcher
 from keras_fastdata.engine.schedule import Schedule
 from keras_fastdata.engine.settings import Settings
-from keras_fastdata.engine.state_dict import State
 from keras_fastdata.errors import DatasetPicklingError, LoaderError
 from keras_fastdata.metrics.pool_stats import PoolStats
 from keras_fastdata.workers.base import WorkerPool
@@ -54,27 +53,26 @@ class Loader:
         settings: The constructor arguments.
 
     Attributes:
-        name: The class name of the dataset.
         hooks: The epoch hooks of the dataset.
+        checkpoint: Says where the dataset stands.
     """
 
     def __init__(self, dataset: build.Dataset, settings: Settings) -> None:
-        self.name = type(dataset).__name__
-        reference = weakref.ref(dataset)
+        name, reference = type(dataset).__name__, weakref.ref(dataset)
         self._changes = Changes()
         self._in_effect = SettingsInEffect(settings, dataset)
-        self._planner = EpochPlanner(reference, self.name, settings)
+        self._planner = EpochPlanner(reference, name, settings)
         self._epochs = OpenEpochs()
         self._position = Position(self._epochs)
         self._prefetcher = Prefetcher(self._in_effect, self._epochs)
         self._factory = PoolFactory(
-            reference, self.name, self._in_effect, self._planner
+            reference, name, self._in_effect, self._planner
         )
-        self._pool = PoolHandle(reference, self.name, self._prefetcher)
+        self._pool = PoolHandle(reference, name, self._prefetcher)
         self.hooks = HookReplay(
             dataset, self._planner, self._position, self._changes
         )
-        self._checkpoint = Checkpoint(
+        self.checkpoint = Checkpoint(
             self._planner,
             self._position,
             self._prefetcher,
@@ -89,10 +87,15 @@ class Loader:
             self._prefetcher,
             self._pool,
             self._factory,
-            CachedBatches(self.name, self._in_effect),
+            CachedBatches(name, self._in_effect),
         )
 
     # -- what it is ----------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The class name of the dataset."""
+        return self._pool.name
 
     @property
     def epoch(self) -> int:
@@ -159,39 +162,6 @@ class Loader:
     def close(self) -> None:
         """Ends the workers and returns when they are gone. Idempotent."""
         self._pool.close()
-
-    # -- where it stands -----------------------------------------------------
-
-    def state(
-        self, dataset: build.Dataset, epoch: Epoch | None = None, lag: int = 0
-    ) -> State:
-        """Returns where an epoch stands; see `Position.place`."""
-        return self._checkpoint.save(dataset, epoch, lag)
-
-    def restore(self, dataset: build.Dataset, state: State) -> None:
-        """Has the next epoch begin at a state; see `Checkpoint.restore`."""
-        self._checkpoint.restore(dataset, state)
-
-    def set_epoch(self, dataset: build.Dataset, epoch: int) -> None:
-        """Has the next epoch be that one, from its first batch."""
-        self._checkpoint.set_epoch(dataset, epoch)
-
-    @property
-    def resumes(self) -> bool:
-        """Whether a state says where the next epoch begins."""
-        return self._position.resumed is not None
-
-    @property
-    def resumed_order(self) -> bool:
-        """Whether the order of a resumed epoch is drawn."""
-        state = self._position.resumed
-        return bool(state is not None and state.shuffle)
-
-    @property
-    def num_done(self) -> int:
-        """How many batches of a resumed epoch this process had before."""
-        state = self._position.resumed
-        return 0 if state is None else self._planner.position(state)
 
     # -- what an iterator calls ----------------------------------------------
 
@@ -360,7 +330,7 @@ class Loader:
         for other in self._epochs:
             if not other.has_begun and other.schedule is not None:
                 self._forget_ahead(other)
-                other.drop_schedule()
+                other.forget_order()
                 other.forbid_prefetching()
 
     def _forget_ahead(self, epoch: Epoch) -> None:

@@ -163,8 +163,8 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
 
         If nobody knows, Keras learns from its end, and is to unlearn that.
         """
-        loader = loader_of(self.py_dataset)
-        if not loader.resumes:
+        checkpoint = loader_of(self.py_dataset).checkpoint
+        if not checkpoint.resumes:
             return
         # Keras goes by the length that the data had when `fit` was called.
         length = iterator.num_batches
@@ -172,7 +172,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
             iterator.set_num_batches, length
         )
         if length is not None:
-            iterator.set_num_batches(length - loader.num_done)
+            iterator.set_num_batches(length - checkpoint.num_done)
 
     def _run_hook(self, name: str, *, starting: bool) -> None:
         dataset = self.py_dataset

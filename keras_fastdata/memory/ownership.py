@@ -142,8 +142,10 @@ def _is_view_tensor(tensor: Any) -> bool:
 def _copy(leaf: Any) -> Any:
     if isinstance(leaf, np.ndarray):
         return leaf.copy()
-    if isinstance(leaf, _MEMORIES):
+    if isinstance(leaf, memoryview):
         return np.array(leaf)
+    if isinstance(leaf, _MEMORIES):
+        return copy.copy(leaf)
     if _is_tensor(leaf):
         return leaf.clone()
     return leaf

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import collections
 import threading
 
@@ -117,6 +118,14 @@ def test_only_the_array_that_is_kept_is_copied():
     x, y = take(batches)
     assert id(x) == fresh
     assert not np.shares_memory(y, BUFFER)
+
+
+@pytest.mark.parametrize("kept", [bytearray(b"abc"), array.array("f", [1, 2])])
+def test_a_kept_buffer_of_another_kind_is_copied_as_what_it_is(kept):
+    batch = take([(kept,)])
+    assert type(batch[0]) is type(kept)
+    assert batch[0] == kept
+    assert batch[0] is not kept
 
 
 def test_an_array_that_cannot_be_written_to_is_not_copied(tmp_path):
