@@ -69,7 +69,8 @@ class WorkerDiedError(_WorkerError):
 
     Attributes:
         dataset: Class name of the dataset the worker was serving.
-        worker: Index of the worker, from 0; `None` if no worker was left.
+        worker: Index of the worker, from 0; if no worker was left, of the one
+            that ended last. `None` if it is unknown.
         pid: Process id of the worker, or `None`.
         exit_code: Exit status as in `subprocess.Popen.returncode`: negative
             for a signal, `None` if it is unknown.

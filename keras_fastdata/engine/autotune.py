@@ -1,7 +1,7 @@
 """`workers="auto"` in a loader: what the tuner is told, and what it decides.
 
-The tuner reads no clock and knows no workers; a loader knows nothing of
-tuning. This stands between the two.
+The tuner reads no clock and knows no workers. `AutoTuner` measures for it, and
+the loader calls `AutoTuner` when a batch is asked for and when it is delivered.
 """
 
 from __future__ import annotations

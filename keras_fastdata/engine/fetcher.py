@@ -290,7 +290,7 @@ class Fetcher:
         try:
             return self._results.open(epoch, completed, index)
         except Exception:
-            # The user's own: the epoch is over, the workers are as they were.
+            # The epoch is over; the workers are as valid as they were.
             self.finish(epoch, Finish.FAILED)
             self._pool.confirm()
             raise

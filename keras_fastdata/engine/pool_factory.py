@@ -80,6 +80,7 @@ class PoolFactory:
                 )
         if settings.kind == "inline":
             return self.create_inline()
+        assert settings.kind == "thread"
         return ThreadPool(
             self._builder(settings.count),
             self._name,

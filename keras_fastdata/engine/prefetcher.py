@@ -1,7 +1,7 @@
 """The requests of one dataset: which are out, and how many there may be.
 
 A request asks workers for a batch. Its id tells to which epoch the result
-belongs; whatever else arrives is discarded.
+belongs. Of a request that was taken back, the pool discards the result.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Prefetcher:
         self._in_effect = in_effect
         self._open_epochs = open_epochs
         self._request_ids = itertools.count(1)
-        self._pending: dict[int, Pending] = {}  # by serial
+        self._pending: dict[int, Pending] = {}  # by request id
         # Of a dataset with a cache: whose each batch is, or was, by index.
         self._asked: dict[int, tuple[Epoch, int, int]] = {}
         self._largest = 0  # bytes of the largest batch so far

@@ -1,7 +1,7 @@
 """What the engine asks of workers, wherever they are.
 
-The engine submits requests and collects what became of them. It never learns
-what a worker is; a worker never learns what an epoch's order is.
+The engine submits requests and collects their results. It does not know how a
+worker is reached, and a worker does not know the order of an epoch.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class WorkerPool(Protocol):
     """A set of workers that serves one dataset.
 
     All methods but `wait` and `close` are called by one thread at a time, in
-    the process that made the workers; none of those waits. Several threads may
+    the process that made the workers; none of those waits for a batch. Several threads may
     wait, also while another calls any of the methods; a signal handler may end
     the workers amid a wait.
     """
@@ -175,7 +175,7 @@ class WorkerPool(Protocol):
 
 @dataclasses.dataclass
 class LocalResult:
-    """A batch that was built in this process.
+    """A batch, or an error, that is in the memory of this process.
 
     Attributes:
         request_id: The request's.
@@ -183,7 +183,7 @@ class LocalResult:
         batch: The batch, if building it went well.
         error: What it raised, if not.
         by_dataset: Whether the dataset's own code raised it, an `Exception`.
-        nbytes: Not measured: such a batch takes no shared memory.
+        nbytes: Bytes of the batch, if they were measured; else 0.
         timing: How it was built, if the request asks for it.
     """
 

@@ -147,7 +147,7 @@ class Transport(Protocol[W]):
         ...
 
     def recover(self, worker: W) -> list[Task]:
-        """Sends the tasks of a lost worker again, except the returned ones.
+        """Queues the tasks of a lost worker again, except the returned ones.
 
         Returns:
             Tasks that may have killed the worker, the likeliest first. Their

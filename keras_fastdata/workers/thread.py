@@ -250,7 +250,7 @@ class _Results:
         return taken
 
 
-_START_FAILED = 0  # the serial of a failure that belongs to no request
+_START_FAILED = 0  # the request id of a failure that belongs to no request
 
 
 class _Thread(threading.Thread):

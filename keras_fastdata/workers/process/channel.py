@@ -4,8 +4,8 @@
     trainer <--message-- result socket <-- every worker
     trainer --version, end--> control socket of one worker
 
-Runs in the training process. Nothing here blocks in a send; `wait` alone waits,
-for a message or the end of a worker.
+Runs in the training process. Nothing here blocks in a send. `ProcessPool.wait`
+waits for a message or the end of a worker.
 """
 
 from __future__ import annotations
