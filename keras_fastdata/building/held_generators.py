@@ -477,7 +477,10 @@ def _kind_of(value: Any) -> Callable[[Any], _Generator] | None:
 
 
 def _is_global(value: Any) -> bool:
-    """Whether a generator is a global one, which every batch seeds anyway."""
+    """Returns whether a random generator is a global one.
+
+    `seeding.reseed_globals` seeds those.
+    """
     numpy: Any = np.random
     torch = seeding.loaded_torch()
     return (

@@ -140,7 +140,11 @@ class BatchIterator(Iterator[Any]):
 
     @property
     def epoch(self) -> int:
-        """Its number; or what it will be, if no other begins before."""
+        """The number of this epoch.
+
+        Before the epoch has begun: the number it gets if no other epoch begins
+        first.
+        """
         epoch = self._epoch
         if epoch.has_begun and epoch.number is not None:
             return epoch.number
@@ -163,7 +167,7 @@ class BatchIterator(Iterator[Any]):
 
     @property
     def is_read_only(self) -> bool:
-        """Whether the latest batch is one that others may look at too."""
+        """Whether nobody may write to the latest batch: others share it."""
         return self._epoch.is_from_cache or self._loader.lends_read_only
 
     def take_skipped(self) -> dict[int, str]:

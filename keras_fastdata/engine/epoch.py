@@ -188,7 +188,7 @@ class Epoch:
         self.is_from_cache = False
 
     def note_depth(self) -> None:
-        """Counts the batches that are ready, first the one that is wanted."""
+        """Stores how many batches are ready; 0 if the requested one is not."""
         self.depth = len(self.ready) if self.position in self.ready else 0
         if self.depth and self.next_epoch is not None:
             self.depth += len(self.next_epoch.ready)
@@ -198,7 +198,7 @@ class Epoch:
         self.quiesce_s += seconds
 
     def note_cached(self) -> None:
-        """Told that the batch comes from the cache."""
+        """Notes that the requested batch comes from the cache."""
         self.is_from_cache = True
         self.depth = 1
 
@@ -255,7 +255,7 @@ class Epoch:
         self.interval_s = interval_s
 
     def set_prefetching(self, prefetches_next: bool) -> None:
-        """Says whether an epoch like this one is to follow."""
+        """Sets whether another epoch with the same `shuffle` follows."""
         self.prefetches_next = prefetches_next
 
     def forbid_prefetching(self) -> None:
@@ -280,7 +280,7 @@ class Epoch:
         return ahead
 
     def wants_span(self, timing: Timing) -> bool:
-        """Whether to look at a batch that was built so."""
+        """Returns whether to record a span for a batch with this timing."""
         interval_s = self.interval_s
         if interval_s is None:
             return False

@@ -106,7 +106,7 @@ class Fetch:
         self._inline = inline
 
     def wait_inline(self) -> None:
-        """Has the wait for the batch build it."""
+        """Makes the caller build the batch while it waits."""
         self._waits_for = self._inline
 
     def end_inline(self) -> None:

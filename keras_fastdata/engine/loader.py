@@ -137,7 +137,10 @@ class Loader:
     # -- changes -------------------------------------------------------------
 
     def mark_changed(self) -> None:
-        """Has every batch not yet delivered built from the dataset anew."""
+        """Marks the dataset as changed.
+
+        All batches that are not delivered yet are built again.
+        """
         self._changes.mark()
 
     def note_assigned(self, name: str, *, by_build: bool) -> None:

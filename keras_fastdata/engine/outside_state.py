@@ -189,7 +189,7 @@ def _settings() -> _Settings:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is of what JSON knows, or a little more, and not large."""
+    """Returns whether a value is small and made of plain values only."""
     waiting = [value]
     size = 0
     for item in waiting:
@@ -295,7 +295,7 @@ def _set(name: str, module: Any, settings: dict[str, Any]) -> None:
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Tells modules right after they are imported."""
+    """Gives modules the trainer's values right after they are imported."""
 
     told = Told({}, {})
 

@@ -45,7 +45,7 @@ class PoolState(enum.Enum):
 
 
 class Prefetched(Protocol):
-    """What was asked of the workers."""
+    """The requests to the workers, and the results that nobody has opened."""
 
     def clear(self) -> None:
         """Forgets all of it: nobody is left to answer."""

@@ -149,10 +149,12 @@ class State:
             )
 
     def check_length(self, dataset: str, num_batches: int | None) -> None:
-        """Refuses a dataset of another length, after its hooks have run.
+        """Refuses a dataset whose length differs from that of the state.
+
+        Called after the epoch hooks were repeated.
 
         Raises:
-            ValueError: It is.
+            ValueError: It differs.
         """
         if num_batches != self.num_batches:
             raise ValueError(
@@ -337,7 +339,10 @@ def _feed(found: Any, value: Any, depth: int) -> None:
 
 
 def _as_array(value: Any) -> np.ndarray[Any, Any] | None:
-    """A long list of numbers or texts, as one."""
+    """Converts a long list of numbers or strings of one type to an array.
+
+    Returns `None` for other lists.
+    """
     if len(value) < _MANY or isinstance(value, np.ndarray):
         return None
     kinds = set(map(type, value))

@@ -75,7 +75,7 @@ class Step(NamedTuple):
 
     @property
     def own_s(self) -> float:
-        """Its time without the wait."""
+        """Seconds of the step without its wait for data."""
         return max(0.0, self.ended_s - self.began_s - self.waited_s)
 
 

@@ -466,7 +466,7 @@ _REASONS = {
 
 
 def _more_processes(facts: Facts) -> str:
-    """Advises enough processes for the steps, within the free cores."""
+    """Advises how many workers keep up with the steps, on the free cores."""
     builds_s = facts.cpu_s + facts.store_s
     wanted = math.ceil(builds_s / max(facts.free_s, 1e-9))
     scales = facts.workers_are in ("process", "ray") or (

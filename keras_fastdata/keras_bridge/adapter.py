@@ -206,7 +206,10 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
     # -- called by our iterators ---------------------------------------------
 
     def take_iterator(self, batches: IteratorBatches) -> BatchIterator:
-        """The epoch for an iterator that is asked for its first batch."""
+        """Returns what an iterator of Keras's side reads its batches from.
+
+        Called when that iterator is asked for its first batch.
+        """
         self._latest = weakref.ref(batches)
         before, dataset = self._iterator, self.py_dataset
         found, self._prepared = self._prepared, None
@@ -271,7 +274,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         )
 
     def _undo_probe(self) -> None:
-        """Makes as if the batches taken so far had not been taken."""
+        """Rewinds the epoch: batches that built the model come again."""
         latest = None if self._latest is None else self._latest()
         if latest is not None:
             latest.give_up()

@@ -18,7 +18,7 @@ import enum
 
 
 class FitPhase(enum.Enum):
-    """Where Keras stands."""
+    """What Keras does with the data."""
 
     NOT_STARTED = enum.auto()  # no epoch is under way; a probe may follow
     PROBE = enum.auto()  # it fetches a batch to build the model, or predicts

@@ -139,7 +139,7 @@ class Use:
         return found
 
     def fault(self) -> str:
-        """How it differs from what is known; empty if it does not."""
+        """Says how Keras differs from what is expected here; empty if not."""
         if self.backend not in ("", keras.backend.backend()):
             return ""
         try:

@@ -28,7 +28,7 @@ _MARK = b"\0"
 
 
 class Leaf(NamedTuple):
-    """One array.
+    """Describes one array of a batch.
 
     Attributes:
         shape: Its shape.

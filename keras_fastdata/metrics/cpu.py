@@ -17,7 +17,9 @@ from keras_fastdata.metrics import cgroup
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """Totals at one moment; `busy_cores` compares two readings.
+    """The cores that this process may use, and the seconds they were busy.
+
+    `busy_cores` compares two readings.
 
     Attributes:
         at_s: The time of the reading, by `time.monotonic`.

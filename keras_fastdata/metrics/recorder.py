@@ -430,7 +430,7 @@ class Recorder:
 def _depths(
     spans: npt.NDArray[np.float64], places: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    """How many batches lay ready whenever one of these was asked for.
+    """Returns for each span how many batches were ready at its request.
 
     Args:
         spans: Of batches in the order of their delivery.

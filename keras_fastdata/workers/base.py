@@ -114,9 +114,9 @@ class WorkerPool(Protocol):
     """A set of workers that serves one dataset.
 
     All methods but `wait` and `close` are called by one thread at a time, in
-    the process that made the workers; none of those waits for a batch. Several threads may
-    wait, also while another calls any of the methods; a signal handler may end
-    the workers amid a wait.
+    the process that made the workers; none of those waits for a batch. Several
+    threads may wait, also while another calls any of the methods; a signal
+    handler may end the workers amid a wait.
     """
 
     def submit(self, request: BatchRequest) -> bool:

@@ -454,7 +454,10 @@ def _traceback_of(
 
 
 def _without_columns(tb: types.TracebackType) -> types.TracebackType:
-    """Drops the columns, which point into tblib's own line of code."""
+    """Returns a copy of a traceback without column positions.
+
+    These would point into the code of tblib.
+    """
     bare: types.TracebackType | None = None
     for link in reversed(_links_of(tb)):
         bare = types.TracebackType(bare, link.tb_frame, -1, link.tb_lineno)

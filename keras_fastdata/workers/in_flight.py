@@ -60,7 +60,7 @@ class Slots(Protocol):
     """Where batches are built; `memory.arena.Arena` for processes."""
 
     def take(self, leave: int = 0) -> int | None:
-        """Takes a free slot, or `None` if no more than `leave` are free."""
+        """Takes a free slot; `None` if only `leave` or fewer are free."""
         ...
 
     def release(self, slot: int) -> None:

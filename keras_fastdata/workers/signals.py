@@ -15,10 +15,9 @@ from typing import Any
 
 
 class DeferredSignals:
-    """A `with` block at whose end, and not before, signals are acted on.
+    """Delays signals: their Python handlers run when the `with` block ends.
 
-    Those that have a handler of Python's. Only the main thread runs these; in
-    another one it does nothing.
+    Only the main thread runs handlers; in another thread it does nothing.
     """
 
     def __init__(self) -> None:

@@ -199,7 +199,7 @@ def _steps_in_view(record: Record, steps: list[Step]) -> int:
 
 
 def _earliest(steps: list[Step]) -> str:
-    """Names the first known steps; earlier ones may have been dropped."""
+    """Returns the title of the window over the first recorded steps."""
     return "the earliest kept" if steps[0].number else "the beginning"
 
 

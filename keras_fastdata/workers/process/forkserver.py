@@ -37,7 +37,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def pack_notice(kind: bytes, pid: int, number: int) -> bytes:
-    """A message to the trainer: of what kind, which process, which number."""
+    """Packs a message to the trainer: kind, process id, and a number.
+
+    The number is an exit code or an errno, else 0.
+    """
     return _NOTICE.pack(kind, pid, number)
 
 

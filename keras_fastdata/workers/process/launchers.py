@@ -371,7 +371,7 @@ _OF_RIGHTS = ("Cap", "NoNewPrivs", "Seccomp")  # in /proc/*/status
 
 
 def _rights() -> _Rights:
-    """What this process may do, as whom; what it starts gets the same."""
+    """Returns user, groups and capabilities: children inherit them."""
     status = stack_dump.status_of("thread-self")
     rest = [(k, v) for k, v in status.items() if k.startswith(_OF_RIGHTS)]
     groups = tuple(sorted(os.getgroups()))

@@ -107,7 +107,7 @@ class RayWorker(Worker):
 
     @property
     def awaited(self) -> Iterator[Any]:
-        """The references that it is to answer, in this order."""
+        """The Ray references of its calls, in the order of their completion."""
         if self.start is not None:
             yield self.start
         for assignment in self.assigned:
@@ -514,7 +514,7 @@ def _text_of(error: Exception) -> str:
 
 
 def _actor_maker(plan: RayPlan) -> Callable[[], Any]:
-    """What asks for one more actor."""
+    """Returns a function that creates one Ray actor for each call."""
     import ray
 
     options = dict(plan.options.actor)
