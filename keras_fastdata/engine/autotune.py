@@ -1,4 +1,4 @@
-"""`workers="auto"` in a loader: what the tuner is told, and what it decides.
+"""`workers="auto"` in a loader: measures for the tuner, and applies its choice.
 
 The tuner reads no clock and knows no workers. `AutoTuner` measures for it, and
 the loader calls `AutoTuner` when a batch is asked for and when it is delivered.
@@ -27,7 +27,7 @@ _log = logging.getLogger("keras_fastdata")
 
 
 class AutoTuner:
-    """Where the batches of a dataset are built, while that is found out.
+    """Measures batches for a tuner, which chooses where they are built.
 
     Args:
         settings: The constructor arguments.
@@ -62,7 +62,7 @@ class AutoTuner:
 
     @property
     def settings(self) -> Settings:
-        """The constructor arguments, with workers in number."""
+        """The constructor arguments, with the number of workers chosen."""
         choice = self._tuner.choice
         return dataclasses.replace(
             self._settings,
@@ -72,26 +72,26 @@ class AutoTuner:
 
     @property
     def decisions(self) -> tuple[TuningDecision, ...]:
-        """What was decided so far, and why."""
+        """The decisions so far, with their reasons."""
         return tuple(self._tuner.decisions)
 
     def interval_s(self, wanted_s: float | None) -> float:
-        """How often batches are to be timed, where another wants it too."""
+        """Returns how often batches are timed, for the tuner and others."""
         needed_s = INTERVAL_S if self._tuner.has_converged else 0.0
         return needed_s if wanted_s is None else min(needed_s, wanted_s)
 
     def ask(self) -> None:
-        """Called when a batch is asked for."""
+        """Notes that a batch is asked for."""
         self._timing = None
         self._asked_cpu_s = time.process_time()
         self._asked_s = time.perf_counter()
 
     def opened(self, timing: Timing | None, worker: int) -> None:
-        """Told how the batch was built; not called for one that was not."""
+        """Notes how the batch was built."""
         self._timing, self._worker = timing, worker
 
     def deliver(self, *, counts: bool) -> bool:
-        """Called when it is there.
+        """Notes that the batch is here, and lets the tuner choose.
 
         Args:
             counts: Whether it came in the middle of an epoch, and undisturbed.
@@ -116,7 +116,7 @@ class AutoTuner:
         return self._tuner.choice != before
 
     def cannot_be_had(self, error: Exception) -> bool:
-        """Rules out the present kind of workers; `False` if it is inline."""
+        """Excludes the present kind of workers; `False` if that is inline."""
         choice = self._tuner.choice
         if not choice.workers:
             return False
@@ -128,7 +128,7 @@ class AutoTuner:
 
     @property
     def observes(self) -> bool:
-        """Whether it matters that a batch built inline draws."""
+        """Whether inline builds are watched for global random numbers."""
         tuner = self._tuner
         if tuner.is_excluded(processes=False):
             return False
@@ -138,7 +138,7 @@ class AutoTuner:
         )
 
     def on_global_rng(self, what: str) -> None:
-        """Rules out threads, which share what a batch draws from."""
+        """Excludes threads, which share a global random generator."""
         self._exclude(False, f"No threads, which would share {what}.")
 
     def _exclude(self, processes: bool, reason: str) -> None:
@@ -147,7 +147,7 @@ class AutoTuner:
 
 
 class SettingsInEffect:
-    """The settings that a dataset is loaded by at present.
+    """Holds the settings that are in effect for one dataset.
 
     Args:
         settings: The constructor arguments.
@@ -162,24 +162,24 @@ class SettingsInEffect:
         self.replace(settings, dataset)
 
     def replace(self, settings: Settings, dataset: build.Dataset) -> None:
-        """Goes by other constructor arguments from now on."""
+        """Replaces the constructor arguments."""
         self.now, self.auto = settings, None
         if settings.workers == "auto":
             self.auto = AutoTuner(settings, dataset)
             self.adopt()
 
     def adopt(self) -> None:
-        """Goes by what "auto" has chosen meanwhile."""
+        """Applies the latest choice of "auto"."""
         if self.auto is not None:
             self.now = self.auto.settings
 
     @property
     def are_outdated(self) -> bool:
-        """Whether "auto" has chosen otherwise meanwhile."""
+        """Whether "auto" has chosen other workers meanwhile."""
         return self.auto is not None and self.auto.settings != self.now
 
     def adopt_without(self, error: Exception) -> bool:
-        """Goes by other workers than those that cannot be had.
+        """Chooses other workers in place of those that cannot start.
 
         Args:
             error: Why they cannot.

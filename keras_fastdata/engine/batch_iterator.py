@@ -1,4 +1,4 @@
-"""An epoch, as the consumer of its batches sees it."""
+"""The iterator over the batches of one epoch."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class BatchIterator(Iterator[Any]):
             raise
 
     def fetch(self, *, pause_after: bool = False) -> Any:
-        """The next batch; or `StopIteration`.
+        """Returns the next batch, or raises `StopIteration`.
 
         Args:
             pause_after: Whether the workers shall rest until another batch is
@@ -105,7 +105,7 @@ class BatchIterator(Iterator[Any]):
         return batch
 
     def prefetch_next(self, prefetches_next: bool) -> None:
-        """Says whether another epoch follows, to be begun ahead of its time.
+        """Sets whether another epoch follows, whose batches are prefetched.
 
         Its first batches are asked for when there is room behind the last of
         this one. Call `iterate_next` to have them.
@@ -121,7 +121,7 @@ class BatchIterator(Iterator[Any]):
         return opened
 
     def time_batches(self, interval_s: float | None) -> None:
-        """Has the batches that are asked for from now on come with a span.
+        """Sets how often a batch comes with a span, from now on.
 
         Args:
             interval_s: One of them in this time, and all that take as long;
@@ -131,11 +131,11 @@ class BatchIterator(Iterator[Any]):
 
     @property
     def is_shortened(self) -> bool:
-        """Whether any batch was left out, or is from an earlier run."""
+        """Whether batches were skipped, or an earlier run had some."""
         return bool(self._epoch.skipped) or self._epoch.start > 0
 
     def state(self, lag: int) -> state_dict.State:
-        """Where the dataset stood before the latest `lag` batches."""
+        """Returns the state before the latest `lag` batches."""
         return self._loader.checkpoint.save(self._dataset, self._epoch, lag)
 
     @property
@@ -152,7 +152,7 @@ class BatchIterator(Iterator[Any]):
 
     @property
     def index(self) -> int | None:
-        """Index of the batch delivered last; `None` before the first."""
+        """The index of the latest batch; `None` before the first one."""
         return self._epoch.latest
 
     @property
@@ -162,7 +162,7 @@ class BatchIterator(Iterator[Any]):
 
     @property
     def has_said_its_end(self) -> bool:
-        """Whether it was the dataset that said where it ends."""
+        """Whether the dataset has ended the epoch with `EndOfData`."""
         return self._epoch.finished_by is Finish.END_OF_DATA
 
     @property
@@ -171,7 +171,7 @@ class BatchIterator(Iterator[Any]):
         return self._epoch.is_from_cache or self._loader.lends_read_only
 
     def take_skipped(self) -> dict[int, str]:
-        """Batches left out since the last call: index and traceback."""
+        """Returns the batches skipped since the last call, with tracebacks."""
         skipped = self._epoch.skipped
         new = dict(itertools.islice(skipped.items(), self._taken, None))
         self._taken += len(new)
@@ -192,7 +192,7 @@ class BatchIterator(Iterator[Any]):
             raise _not_the_end(error) from error
 
     def remember_first(self) -> None:
-        """Keeps the first two until the third, so that `rewind` has them."""
+        """Keeps the first two batches until the third, for `rewind`."""
         self._epoch.remember_first()
 
     def rewind(self) -> None:
@@ -201,7 +201,7 @@ class BatchIterator(Iterator[Any]):
 
 
 def _not_the_end(error: StopIteration) -> RuntimeError:
-    """What a StopIteration of the user's becomes, as in a generator.
+    """Returns the error for a `StopIteration` that the dataset raised.
 
     It would end the epoch early, and nobody would notice.
     """

@@ -45,7 +45,7 @@ _log = logging.getLogger("keras_fastdata")
 
 
 class _Opened(NamedTuple):
-    """What a batch looks like, and where its arrays lie."""
+    """The structure of a batch, and the places of its arrays."""
 
     described: layout.Layout
     buffers: list[Any]
@@ -56,15 +56,15 @@ class Cache(Protocol):
 
     @property
     def keeps_all(self) -> bool:
-        """Whether it has kept every batch that it was given."""
+        """Whether every batch that was put was kept."""
         ...
 
     def holds(self, index: int) -> bool:
-        """Whether it has that batch."""
+        """Returns whether the batch of an index is here."""
         ...
 
     def get(self, index: int) -> Any:
-        """A batch that it has; its arrays cannot be written to."""
+        """Returns a batch that is here; its arrays are read-only."""
         ...
 
     def put(self, index: int, batch: Any) -> None:
@@ -72,12 +72,12 @@ class Cache(Protocol):
         ...
 
     def lose(self, index: int) -> None:
-        """Says that a batch could not be had after all."""
+        """Forgets a batch that could not be read."""
         ...
 
 
 class MemoryCache:
-    """Batches in this process's memory.
+    """Keeps batches in the memory of this process.
 
     Args:
         name: Class name of the dataset.
@@ -122,7 +122,7 @@ class MemoryCache:
 
 
 class _CachedFile(enum.Enum):
-    """What is known of the file of a batch."""
+    """The facts about the file of one batch."""
 
     MISSING = enum.auto()  # or damaged: the batch is built, and written
     READABLE = enum.auto()  # the batch is in it
@@ -130,7 +130,7 @@ class _CachedFile(enum.Enum):
 
 
 class DiskCache:
-    """Batches in files of one directory, which outlive the process.
+    """Keeps batches in the files of one directory.
 
     Args:
         name: Class name of the dataset.
@@ -227,7 +227,7 @@ class DiskCache:
 
 
 class _Room:
-    """How much more may be kept; says so once where there is no more.
+    """Counts the bytes that are kept, up to a limit; logs once when it is met.
 
     Attributes:
         has_refused: Whether anything was not kept.
@@ -241,7 +241,7 @@ class _Room:
         self.has_refused = False
 
     def take(self, nbytes: int) -> bool:
-        """Whether so many bytes may be kept; from then on they are."""
+        """Reserves bytes; returns whether there was room."""
         if self._closed:
             return False
         if self._most is not None and self._used + nbytes > self._most:
@@ -254,12 +254,12 @@ class _Room:
         return True
 
     def close(self, reason: str) -> None:
-        """Keeps nothing more."""
+        """Refuses all further bytes."""
         self._closed = True
         self.refuse("No more batches", reason)
 
     def refuse(self, which: str, reason: str) -> None:
-        """Says, the first time, that something is not kept."""
+        """Logs, the first time, that a batch is not kept."""
         if not self.has_refused:
             self.has_refused = True
             _log.warning(
@@ -271,7 +271,7 @@ class _Room:
 
 
 def _plain(batch: Any, room: _Room) -> tuple[Any, list[Any]] | None:
-    """What a batch looks like and its arrays, if it can be kept."""
+    """Returns the structure of a batch and its arrays, if it can be kept."""
     arrays: list[npt.NDArray[Any]] = []
     description = layout.describe(batch, arrays)
     if description is None:
@@ -287,7 +287,7 @@ def _plain(batch: Any, room: _Room) -> tuple[Any, list[Any]] | None:
 
 
 def _lock(array: npt.NDArray[Any]) -> None:
-    """Has nobody write to an array, nor unlock a view of it."""
+    """Makes an array read-only, and the arrays that it is a view of."""
     owner: Any = array
     while isinstance(owner, np.ndarray):
         owner.flags.writeable = False
@@ -295,14 +295,14 @@ def _lock(array: npt.NDArray[Any]) -> None:
 
 
 def _bytes_of(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    """An array's bytes, in the order in which its layout has them."""
+    """Returns the bytes of an array, in the order of its layout."""
     if not (array.flags.c_contiguous or array.flags.f_contiguous):
         array = np.ascontiguousarray(array)
     return array.ravel("K").view(np.uint8)
 
 
 def _size_of(directory: pathlib.Path) -> int:
-    """Bytes of the batches in a directory, of those that can be looked at."""
+    """Returns the bytes of all batch files in a directory."""
     size = 0
     for path in directory.glob("*.batch"):
         with contextlib.suppress(OSError):
@@ -313,7 +313,7 @@ def _size_of(directory: pathlib.Path) -> int:
 def _write(
     path: pathlib.Path, description: Any, arrays: list[npt.NDArray[Any]]
 ) -> None:
-    """Writes a batch; whoever reads meanwhile finds the file before."""
+    """Writes the file of a batch in one piece."""
     parts = [_bytes_of(array) for array in arrays]
     head = json.dumps(
         {
@@ -356,7 +356,7 @@ def _read(path: pathlib.Path, *, trusted: bool = False) -> _Opened:
 
 
 def _opened(view: memoryview, trusted: bool) -> _Opened:
-    """The batch in the bytes of a file; or any error."""
+    """Decodes the batch in the bytes of a file; raises any error."""
     start = len(_MAGIC) + _SIZES.size
     if view[: len(_MAGIC)] != _MAGIC or view.nbytes < start:
         raise ValueError("it begins with something else")
@@ -382,7 +382,7 @@ def _opened(view: memoryview, trusted: bool) -> _Opened:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Opens a file; does not wait for who writes, where it is a pipe."""
+    """Opens a file; if it is a pipe, without waiting for a writer."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -390,7 +390,7 @@ _mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()  # of all caches
 
 
 def _map(file: io.BufferedReader) -> memoryview:
-    """A file's bytes, mapped, or read where too many are mapped already.
+    """Returns the bytes of a file, mapped or, beyond a limit, read.
 
     On some versions of Python each map has a descriptor of its own.
     """

@@ -1,4 +1,4 @@
-"""The progress of one epoch: what was delivered, and what lies ready.
+"""The progress of one epoch: which batches were delivered, and are ready.
 
     PLANNED --activate--> ACTIVE --finish(why)--> FINISHED
     ACTIVE --reset--> PLANNED
@@ -23,7 +23,7 @@ _PROBED = 2  # batches at most that Keras takes to build a model, one ahead
 
 
 class EpochState(enum.Enum):
-    """Where an epoch stands."""
+    """Whether an epoch has begun, and whether it is over."""
 
     PLANNED = enum.auto()  # its number is what it will be, if no other begins
     ACTIVE = enum.auto()  # its number is its own; batches are asked for
@@ -40,7 +40,7 @@ class Finish(enum.Enum):
 
 
 class Pending(NamedTuple):
-    """Where the batch of a request belongs, and when that was issued."""
+    """A request that is out: its epoch, its position, and its time."""
 
     epoch: Epoch
     key: int
@@ -48,14 +48,14 @@ class Pending(NamedTuple):
 
 
 class Completed(NamedTuple):
-    """A result that has come; its moment is 0 unless it was timed."""
+    """A result that has come; `queued_s` is 0 unless it was timed."""
 
     done: BatchResult
     queued_s: float
 
 
 class Epoch:
-    """How far an epoch has come, and what lies ready for it.
+    """Holds the progress of one epoch, and its ready batches.
 
     Attributes:
         shuffle: Whether the order is drawn.
@@ -118,22 +118,22 @@ class Epoch:
 
     @property
     def has_begun(self) -> bool:
-        """Whether its number is its own."""
+        """Whether the epoch has begun, so that its number is final."""
         return self.state is not EpochState.PLANNED
 
     @property
     def is_finished(self) -> bool:
-        """Whether it delivers nothing any more."""
+        """Whether the epoch delivers no more batches."""
         return self.state is EpochState.FINISHED
 
     # -- its states ----------------------------------------------------------
 
     def _move_to(self, state: EpochState, why: Finish | None = None) -> None:
-        """The one place where the state changes."""
+        """Changes the state; nothing else does."""
         self.state, self.finished_by = state, why
 
     def plan(self, number: int, schedule: Schedule | None = None) -> None:
-        """Says which epoch this is, or will be, and its order if known."""
+        """Sets the number of the epoch, and its order if that is known."""
         self.number, self.schedule = number, schedule
 
     def forget_order(self) -> None:
@@ -142,7 +142,7 @@ class Epoch:
         self.skipped.clear()
 
     def activate(self) -> None:
-        """Begins the epoch that it was planned to be."""
+        """Begins the epoch; its number is final now."""
         self._move_to(EpochState.ACTIVE)
 
     def start_at(self, position: int) -> None:
@@ -167,7 +167,7 @@ class Epoch:
         self.number = self.schedule = None
 
     def restart(self) -> None:
-        """Has another epoch begin from position 0: this one had no batches."""
+        """Makes this object the next epoch: the resumed one had no batches."""
         self.start_at(0)
         self.forget_order()
         self._move_to(EpochState.PLANNED)
@@ -183,7 +183,7 @@ class Epoch:
     # -- the batch that is asked for -----------------------------------------
 
     def begin_request(self) -> None:
-        """Called when the consumer asks for a batch."""
+        """Resets what is known of the latest batch, before the next one."""
         self.quiesce_s = 0.0
         self.is_from_cache = False
 
@@ -194,7 +194,7 @@ class Epoch:
             self.depth += len(self.next_epoch.ready)
 
     def note_quiesce(self, seconds: float) -> None:
-        """Adds time until the workers rested."""
+        """Adds the seconds that the workers took to pause."""
         self.quiesce_s += seconds
 
     def note_cached(self) -> None:
@@ -223,7 +223,7 @@ class Epoch:
         self.remembers = True
 
     def forget_first(self) -> None:
-        """Keeps them no longer."""
+        """Drops the first batches, and keeps no others."""
         self.remembered, self.remembers = {}, False
 
     def add_peeked(self, index: int, batch: Any) -> None:
@@ -231,7 +231,7 @@ class Epoch:
         self.peeked[index] = batch
 
     def drop_peeked(self, indices: Iterable[int]) -> None:
-        """Drops some of those batches; they are built again."""
+        """Drops peeked batches; they are built again."""
         for index in indices:
             del self.peeked[index]
             self.spans.pop(index, None)
@@ -243,15 +243,15 @@ class Epoch:
         self.issued += 1
 
     def issue_again_from(self, position: int) -> None:
-        """Has positions from this one on asked for again."""
+        """Requests positions from this one on again, if they were."""
         self.issued = min(self.issued, position)
 
     def note_built_here(self) -> None:
-        """Told that the batch at `position` was built in the caller."""
+        """Notes that the caller has built the batch at `position`."""
         self.issued = max(self.issued, self.position + 1)
 
     def time_batches(self, interval_s: float | None) -> None:
-        """Says how often there is to be a span; `None`: never."""
+        """Sets how often a span is recorded; `None`: never."""
         self.interval_s = interval_s
 
     def set_prefetching(self, prefetches_next: bool) -> None:
@@ -259,22 +259,22 @@ class Epoch:
         self.prefetches_next = prefetches_next
 
     def forbid_prefetching(self) -> None:
-        """Has no epoch be prefetched after this one."""
+        """Stops prefetching the epoch after this one."""
         self.may_prefetch_next = False
 
     def prepare_next(self) -> Epoch:
-        """The epoch that follows, which is made if there is none."""
+        """Returns the next epoch; makes it if there is none."""
         if self.next_epoch is None:
             self.next_epoch = Epoch(self.shuffle)
             self.next_epoch.may_prefetch_next = self.may_prefetch_next
         return self.next_epoch
 
     def release_next(self) -> None:
-        """Lets go of the epoch that follows: another object has it."""
+        """Forgets the next epoch, which has an iterator of its own now."""
         self.next_epoch = None
 
     def peeking(self) -> Epoch:
-        """An epoch over the same batches, by index, to look at some early."""
+        """Returns an epoch that goes through the same batches by index."""
         ahead = Epoch(shuffle=False)
         ahead.skipped, ahead.spans = self.skipped, self.spans
         return ahead
@@ -291,7 +291,7 @@ class Epoch:
         return stored_s - timing.began_s >= interval_s or timing.retries > 0
 
     def knows(self, position: int, index: int) -> bool:
-        """Whether the batch there has come, or is left out."""
+        """Returns whether the batch at a position has come, or is left out."""
         return (
             position in self.ready
             or position in self.cached
@@ -300,18 +300,18 @@ class Epoch:
         )
 
     def position_before(self, lag: int) -> int:
-        """Where it stood before the latest `lag` deliveries."""
+        """Returns the position before the latest `lag` deliveries."""
         return self._after_delivery(lag) if lag else self.position
 
     @property
     def latest(self) -> int | None:
-        """Index of the batch delivered last; `None` before the first."""
+        """The index of the latest batch; `None` before the first one."""
         if self.schedule is None or not self.delivered:
             return None
         return self.schedule.index_at(self._after_delivery(0) - 1)
 
     def _after_delivery(self, lag: int) -> int:
-        """The position just after the latest delivery but for `lag`.
+        """Returns the position behind the latest delivery but `lag`.
 
         What was not delivered on the way was left out.
         """
@@ -328,7 +328,7 @@ class Epoch:
         return position
 
     def discard_prefetched(self) -> None:
-        """Forgets what was asked for, and what lies ready."""
+        """Forgets all requests and all ready batches."""
         self.waiting.clear()
         self.ready.clear()
         self.cached.clear()
@@ -336,7 +336,7 @@ class Epoch:
 
     @property
     def ahead(self) -> int:
-        """Batches asked for and not delivered, also of the next epoch.
+        """How many batches are requested and not delivered.
 
         One that is to be delivered again after a `rewind` is among them.
         """
@@ -348,14 +348,14 @@ class Epoch:
 
     @property
     def is_running_out(self) -> bool:
-        """Whether most of those are still to come, as far as is known."""
+        """Whether more requests are out than batches are ready."""
         return len(self.waiting) > len(self.ready)
 
 
 def span_of(
     epoch: Epoch, index: int, completed: Completed, opened_s: float, nbytes: int
 ) -> Span:
-    """The story of a batch that was timed, but for its delivery."""
+    """Returns the span of a timed batch, without its delivery."""
     done, timing = completed.done, completed.done.timing
     assert timing is not None
     assert epoch.number is not None
@@ -381,7 +381,7 @@ def span_of(
 
 
 def size_of(batch: Any) -> int:
-    """Bytes of the arrays of a batch that takes no shared memory."""
+    """Returns the bytes of the arrays of a batch."""
     # Not `optree`, which takes ten times as long for the few there are.
     if isinstance(batch, tuple | list):
         return sum(map(size_of, batch))

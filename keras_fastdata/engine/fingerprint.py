@@ -1,4 +1,4 @@
-"""Whether batches in a directory are those of this dataset.
+"""Names the cache directory of a dataset by its content.
 
 A fingerprint covers
 
@@ -51,7 +51,7 @@ def open_cache(
     built: Collection[str],
     before: dict[str, bytes],
 ) -> Cache:
-    """The cache that the settings ask for.
+    """Opens the cache that the settings ask for.
 
     Args:
         dataset: The dataset.
@@ -85,7 +85,7 @@ def fingerprint(
     built: Collection[str] = (),
     before: dict[str, bytes] | None = None,
 ) -> str:
-    """A name for all batches of a dataset, of 32 hexadecimal digits.
+    """Returns a name for all batches of a dataset: 32 hexadecimal digits.
 
     Args:
         dataset: The dataset.
@@ -119,7 +119,7 @@ def fingerprint(
 
 
 def _digest_of(dataset: build.Dataset, value: Any) -> bytes:
-    """What tells whether an attribute of a dataset, or its class, changed."""
+    """Returns bytes that differ if an attribute or the class has changed."""
     digest = hashlib.blake2b(digest_size=16)
     buffers: list[memoryview] = []
     found = _Found()
@@ -156,7 +156,7 @@ def _digest_of_code(code: Any, found: _Found) -> bytes:
 
 
 def _file_at(path: str | bytes) -> bytes:
-    """Path, size and time of a file; nothing if there is none."""
+    """Returns path, size and time of a file; empty if there is none."""
     if not 0 < len(path) <= _LONGEST:
         return b""
     try:
@@ -170,7 +170,7 @@ def _file_at(path: str | bytes) -> bytes:
 
 
 class _Found:
-    """What was met in pickles.
+    """Collects what pickles refer to: classes, functions, and texts.
 
     Attributes:
         texts: All that may be a path.
@@ -187,7 +187,7 @@ class _Found:
 def _pickled(
     value: Any, found: _Found, keep: Callable[[Any], None] | None = None
 ) -> bytes:
-    """A pickle that nobody loads.
+    """Pickles a value, to hash the bytes.
 
     Args:
         value: Anything.
@@ -200,7 +200,7 @@ def _pickled(
 
 
 class _FingerprintPickler(reducers.Pickler):
-    """Gives what is equal the same pickle in every run.
+    """Pickles equal objects to equal bytes in every run.
 
     Sets are put in order. Classes and functions that are not installed are
     there by name.
@@ -216,7 +216,7 @@ class _FingerprintPickler(reducers.Pickler):
         self._found = found
 
     def persistent_id(self, obj: Any) -> Any:
-        """Is called with everything there is; what stands for it, or `None`."""
+        """Returns what replaces an object in the pickle, or `None`."""
         kind = type(obj)
         if kind is int or kind is float:
             return None
@@ -240,7 +240,7 @@ class _FingerprintPickler(reducers.Pickler):
 
 
 def _texts_in(obj: Any) -> Iterator[str | bytes]:
-    """Paths in what is not pickled text by text."""
+    """Yields the texts that paths, arrays and tables contain."""
     package = type(obj).__module__.partition(".")[0]
     values: Any = ()
     if isinstance(obj, os.PathLike):
@@ -262,7 +262,7 @@ def _texts_in(obj: Any) -> Iterator[str | bytes]:
 
 
 def _of_class(kind: type) -> Iterator[Any]:
-    """What makes a class what it is."""
+    """Yields the parts of a class, which a fingerprint compares."""
     yield from kind.__bases__
     for name, value in sorted(vars(kind).items()):
         if name.startswith("__") and not callable(value):
@@ -272,7 +272,7 @@ def _of_class(kind: type) -> Iterator[Any]:
 
 
 def _of_function(function: types.FunctionType) -> Iterator[Any]:
-    """What makes a function what it is."""
+    """Yields the parts of a function, which a fingerprint compares."""
     code, around = function.__code__, function.__globals__
     yield from _of_code(code)
     yield function.__defaults__
@@ -298,7 +298,7 @@ def _of_function(function: types.FunctionType) -> Iterator[Any]:
 
 
 def _of_code(code: types.CodeType) -> Iterator[Any]:
-    """What code does, without line numbers and names of files."""
+    """Yields the instructions of code, without lines and file names."""
     yield code.co_code
     yield code.co_names
     yield code.co_varnames
@@ -310,13 +310,13 @@ def _of_code(code: types.CodeType) -> Iterator[Any]:
 
 
 def _names_in(code: types.CodeType) -> set[str]:
-    """Names of globals and attributes in a function and those in it."""
+    """Returns the names that a function, and functions in it, refer to."""
     inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
     return set(code.co_names).union(*map(_names_in, inner))
 
 
 def _inside(value: Any) -> tuple[Any, ...]:
-    """The functions, and so on, that are wrapped in something; or itself."""
+    """Returns what an object wraps, or the object itself."""
     if isinstance(value, (staticmethod, classmethod)):
         return (type(value), value.__func__)
     if isinstance(value, property):
@@ -331,7 +331,7 @@ def _inside(value: Any) -> tuple[Any, ...]:
 
 
 def _is_installed(module: str | None) -> bool:
-    """Whether a module comes with Python or a package, and not from the user.
+    """Returns whether a module comes with Python or a package.
 
     One that is not known is the user's.
     """

@@ -55,7 +55,7 @@ _log = logging.getLogger("keras_fastdata")
 
 
 class OutsideState:
-    """What the batches of a dataset depend on, as it was when looked at.
+    """Records the state outside of a dataset that its batches depend on.
 
     Attributes:
         told: What workers are to be told.
@@ -70,7 +70,7 @@ class OutsideState:
         self._lost: set[str] = set()
 
     def look(self, dataset: Any, *, is_shared: bool) -> None:
-        """Takes note of everything as it is now.
+        """Records the present state.
 
         Args:
             dataset: The dataset; `None` if workers share it, and nobody needs
@@ -98,7 +98,7 @@ class OutsideState:
         self.told = Told(self._settings(), values)
 
     def has_changed(self) -> bool:
-        """Whether anything is not as it was; takes some microseconds."""
+        """Returns whether the state has changed; takes some microseconds."""
         if not self._is_watched:
             return False
         changed = False
@@ -111,7 +111,7 @@ class OutsideState:
         return changed or self.told.settings != self._settings()
 
     def _lose(self, variable: Variable) -> None:
-        """Says once that workers do not see what differs."""
+        """Logs once that workers do not see a changed variable."""
         name = f"{variable.module}.{variable.path}"
         if self._is_shared or name in self._lost:
             return
@@ -133,7 +133,7 @@ class OutsideState:
 
 
 class _SeenVariable:
-    """The value of a variable, as it was when looked at.
+    """The value of a variable when it was recorded.
 
     It does not keep alive what it need not.
     """
@@ -162,7 +162,7 @@ class _SeenVariable:
 
 
 def _settings() -> _Settings:
-    """What the frameworks that are loaded have been set to."""
+    """Returns the settings of the frameworks that are loaded."""
     found: _Settings = {}
     # One that is being imported may lack anything.
     if (keras := sys.modules.get("keras")) is not None:
@@ -212,14 +212,14 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_of_main(value: Any) -> bool:
-    """Whether the script has made a value, or its class."""
+    """Returns whether `__main__` defines a value or its class."""
     is_named = isinstance(value, (type, types.FunctionType))
     kind = value if is_named else type(value)
     return bool(kind.__module__ == "__main__")
 
 
 def _content(value: Any) -> Any:
-    """What tells whether a value was edited in place, where that is cheap."""
+    """Returns what changes when a value is edited in place, if cheap."""
     kind = type(value)
     if kind in (list, dict, set):
         return repr(value) if _is_plain(value) else len(value)
@@ -239,7 +239,7 @@ def _is_equal(one: Any, other: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Told:
-    """What a worker is told. It does as it is told when this is unpickled.
+    """The state for a worker, which takes it on when this is unpickled.
 
     Attributes:
         settings: Of frameworks.
@@ -254,7 +254,7 @@ class Told:
 
 
 def _take_on(settings: _Settings, values: _Values) -> Told:
-    """Has modules be so, at once or when they are imported."""
+    """Gives modules their settings and values, now or at their import."""
     told = _AfterImport.told = Told(settings, values)
     for name in (*settings, *values):
         _tell(name)
@@ -264,7 +264,7 @@ def _take_on(settings: _Settings, values: _Values) -> Told:
 
 
 def _tell(name: str) -> None:
-    """Gives a module, if it is there, its settings and values."""
+    """Gives a module that is loaded its settings and values."""
     module: Any = sys.modules.get(name)
     if module is None:
         return

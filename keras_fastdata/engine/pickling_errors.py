@@ -1,4 +1,4 @@
-"""Telling a user which part of the dataset cannot travel, and what to do."""
+"""Explains which part of a dataset cannot be pickled, and what to do."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _named_parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _globals_of(code: types.CodeType) -> Iterator[str]:
-    """Names that a function, or one inside it, may look up as globals."""
+    """Returns the names that a function may look up as globals."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

@@ -1,4 +1,4 @@
-"""The requests of one dataset: which are out, and how many there may be.
+"""The requests of one dataset: which are out, and how many may be.
 
 A request asks workers for a batch. Its id tells to which epoch the result
 belongs. Of a request that was taken back, the pool discards the result.
@@ -22,7 +22,7 @@ _CACHED_AHEAD = 4  # times the lookahead is how far to look past cached ones
 
 
 class Prefetcher:
-    """Asks workers for batches, and puts what comes to where it belongs.
+    """Requests batches from workers, and sorts the results by epoch.
 
     Args:
         in_effect: The settings.
@@ -42,7 +42,7 @@ class Prefetcher:
         self.apply_settings()
 
     def apply_settings(self) -> None:
-        """Goes by the settings that are in effect now."""
+        """Applies the settings that are in effect now."""
         self._auto = self._in_effect.auto
         self._is_cached = self._in_effect.now.cache is not None
         self._look_ahead()
@@ -90,7 +90,7 @@ class Prefetcher:
         next_epoch: Epoch,
         cache: Cache | None,
     ) -> None:
-        """Issues requests of the next epoch, behind the last ones of this."""
+        """Issues requests of the next epoch, behind those of this one."""
         schedule, allowed = next_epoch.schedule, self._lookahead
         assert schedule is not None
         end = _CACHED_AHEAD * allowed
@@ -102,7 +102,7 @@ class Prefetcher:
                 return
 
     def should_fill(self, epoch: Epoch) -> bool:
-        """Whether it is worth while to issue requests now.
+        """Returns whether to issue requests now.
 
         Waking a worker takes longer than all else that is done for a small
         batch, so up to half of the lookahead goes out together. While batches
@@ -112,13 +112,13 @@ class Prefetcher:
         return not 0 <= room < self._few or epoch.issued <= epoch.position
 
     def leaves_little(self, held: int) -> bool:
-        """Whether so many batches take most of what may be ahead."""
+        """Returns whether so many batches take most of the lookahead."""
         return 1 < self._lookahead < 2 * held
 
     def issue(
         self, workers: WorkerPool, epoch: Epoch, index: int, *, key: int
     ) -> bool:
-        """Asks for a batch; `False`: there is no room for it.
+        """Requests a batch; returns `False` if there is no room for it.
 
         One that is to be cached, and that another epoch has asked for, is
         taken over from that epoch.
@@ -153,7 +153,7 @@ class Prefetcher:
     def require(
         self, workers: WorkerPool, epoch: Epoch, key: int, index: int
     ) -> None:
-        """Asks for the batch that a consumer waits for, if nobody has.
+        """Requests the batch that a consumer waits for, if none is out.
 
         The rule for every wait for room: it can make room. Batches that are
         out come, and those that lie ready for any epoch are given up. The rest
@@ -189,12 +189,12 @@ class Prefetcher:
         return True
 
     def drain_results(self, workers: WorkerPool) -> None:
-        """Puts every batch that has come to where it belongs."""
+        """Collects results, and puts each one to its epoch and position."""
         for done in workers.collect():
             self._complete(workers, done)
 
     def forget(self, workers: WorkerPool | None, epoch: Epoch) -> None:
-        """Takes back the requests of an epoch and drops what came of others."""
+        """Takes back the requests of an epoch, and drops its results."""
         if epoch.waiting and workers is not None:
             workers.cancel(epoch.waiting.values())
         for request_id in epoch.waiting.values():
@@ -205,7 +205,7 @@ class Prefetcher:
         epoch.discard_prefetched()
 
     def restart(self, workers: WorkerPool | None) -> None:
-        """Forgets what was asked for epochs that have delivered nothing."""
+        """Resets the epochs that have delivered nothing."""
         for epoch in self._open_epochs:
             if epoch.next_epoch is not None:
                 self.forget(workers, epoch.next_epoch)
@@ -215,7 +215,7 @@ class Prefetcher:
                 epoch.reset()
 
     def forget_all(self, workers: WorkerPool | None) -> None:
-        """Takes back all requests, and drops what came of them."""
+        """Takes back all requests, and drops their results."""
         for epoch in self._open_epochs:
             self.forget(workers, epoch)
 
@@ -237,7 +237,7 @@ class Prefetcher:
     def _issue_next(
         self, workers: WorkerPool, epoch: Epoch, index: int, cache: Cache | None
     ) -> bool:
-        """Has the next batch built, unless it is known; `False`: no room."""
+        """Requests the next batch unless it is known; `False`: no room."""
         is_out = epoch.issued in epoch.waiting
         if not is_out and not epoch.knows(epoch.issued, index):
             # The batch that is wanted now is taken from the epoch that has
@@ -258,7 +258,7 @@ class Prefetcher:
         return True
 
     def _is_asked_for(self, index: int) -> bool:
-        """Whether a batch that is to be cached is out, or lies ready."""
+        """Returns whether a batch for the cache is out, or ready."""
         if index not in self._asked:
             return False
         epoch, key, request_id = self._asked[index]
@@ -273,7 +273,7 @@ class Prefetcher:
         return False
 
     def _take_over(self, epoch: Epoch, index: int, key: int) -> None:
-        """Has an epoch get a batch that another one has asked for."""
+        """Gives an epoch a batch that another one has requested."""
         other, place, request_id = self._asked[index]
         other.issue_again_from(place)
         if place in other.waiting:
@@ -286,7 +286,7 @@ class Prefetcher:
         self._asked[index] = epoch, key, request_id
 
     def _recall(self, workers: WorkerPool, epoch: Epoch, allowed: int) -> None:
-        """Recalls requests that a larger batch than any before makes too many.
+        """Takes back requests where a large batch has lowered the limit.
 
         A batch that has come already stays, at its position; but those of
         the next epoch, which has not begun, are dropped.
@@ -310,7 +310,7 @@ class Prefetcher:
             workers.expect(self._lookahead)
 
     def _look_ahead(self) -> None:
-        """Decides how far, and how many requests go out together."""
+        """Computes the lookahead, and how many requests go out together."""
         settings = self._in_effect.now
         allowed = _lookahead(settings, self._largest)
         self._lookahead = allowed
@@ -318,7 +318,7 @@ class Prefetcher:
 
 
 def _lookahead(settings: Settings, largest: int) -> int:
-    """How many batches may be asked for and not delivered.
+    """Returns how many batches may be requested and not delivered.
 
     Args:
         settings: The constructor arguments.

@@ -29,7 +29,7 @@ class Schedule:
 
     @functools.cached_property
     def num_batches(self) -> int | None:
-        """Batches in the epoch, of this shard; `None` if it never ends."""
+        """The batches of this shard in the epoch; `None` if it never ends."""
         return self.shard.length(self.total)
 
     def index_at(self, position: int) -> int | None:
@@ -45,7 +45,7 @@ class Schedule:
         return position if self.order is None else self.order[position]
 
     def holds(self, position: int) -> bool:
-        """Whether the epoch has a batch at `position`."""
+        """Returns whether the epoch has a batch at `position`."""
         return self.num_batches is None or position < self.num_batches
 
 

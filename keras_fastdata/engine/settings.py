@@ -1,4 +1,4 @@
-"""What a user may configure, checked once, in the constructor's words."""
+"""The constructor arguments of a dataset, checked once."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Settings:
 
     @property
     def kind(self) -> PoolKind:
-        """Where batches are built; to begin with, if that is not decided."""
+        """The kind of workers; with "auto", the one it begins with."""
         if not self.count:
             return "inline"
         if self.executor == "ray":
@@ -99,12 +99,12 @@ class Settings:
 
     @property
     def count(self) -> int:
-        """How many workers; 0 if that is not decided yet."""
+        """The number of workers; 0 while "auto" has not decided."""
         return 0 if self.workers == "auto" else self.workers
 
     @property
     def lookahead(self) -> int:
-        """How many batches may be being built or ready, in all."""
+        """How many batches may be in building or ready, in all."""
         return self.max_queue_size or _LONGEST_QUEUE
 
     def _check_workers(self) -> None:

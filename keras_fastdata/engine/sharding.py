@@ -43,11 +43,11 @@ class Shard:
         )
 
     def length(self, num_batches: int | None) -> int | None:
-        """How many batches it has, of so many in all."""
+        """Returns the number of batches of this shard, of those in all."""
         return None if num_batches is None else -(-num_batches // self.count)
 
     def place(self, position: int, num_batches: int | None) -> int:
-        """The place in the order of its batch at `position`."""
+        """Returns the place in the whole order of this shard's `position`."""
         place = position * self.count + self.index
         return place if num_batches is None else place % num_batches
 
@@ -112,7 +112,7 @@ def _detected() -> Shard:
 
 
 def _of_keras() -> Shard | None:
-    """What `keras.distribution` says: model replicas share the data."""
+    """Returns the shard by `keras.distribution`, by model replica."""
     keras = sys.modules.get("keras")
     library = getattr(keras, "distribution", None)
     if library is None:

@@ -58,7 +58,7 @@ class State:
     next_epoch: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """The same, of what JSON knows."""
+        """Returns the state as a dict that JSON can hold."""
         state = {"version": VERSION, **dataclasses.asdict(self)}
         state["hooks"] = [list(hook) for hook in self.hooks]
         if self.next_epoch is None:

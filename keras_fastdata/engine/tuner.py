@@ -71,7 +71,7 @@ INLINE = WorkerConfigChoice(0, False)
 
 
 class Sample(NamedTuple):
-    """One batch, as the training process saw it.
+    """The measurements of one batch in the training process.
 
     Attributes:
         gap_s: From the batch before it until it was asked for: a step.
@@ -90,7 +90,7 @@ class Sample(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """What one batch takes on average, in seconds.
+    """The mean times of one batch, in seconds.
 
     Attributes:
         period_s: From one to the next, all in all.
@@ -108,16 +108,16 @@ class Costs:
 
     @property
     def build_cpu_s(self) -> float:
-        """CPU time of one build."""
+        """Seconds of CPU time of one build."""
         return self.build_s * self.computing
 
     def at_best(self, workers: int, cores: float) -> float:
-        """The period with so many workers, if nothing else were in the way."""
+        """Returns the shortest time between batches, with so many workers."""
         cpu_s = self.build_cpu_s + self.step_cpu_s + _TAKE_S
         return max(self.step_s + _TAKE_S, self.build_s / workers, cpu_s / cores)
 
     def useful(self, cores: float, most: int) -> int:
-        """Workers that keep up with training, or keep the cores busy.
+        """Returns how many workers keep up with training, or fill the cores.
 
         As many as are building at any time (Little's law) at the rate that
         steps and cores allow; and some more where they wait, since at times
@@ -134,7 +134,7 @@ class Costs:
         return max(1, min(most, math.ceil(workers - 0.1)))
 
     def is_unlike(self, other: Costs, times: float) -> bool:
-        """Whether either takes so many times as long in one of the two."""
+        """Returns whether builds or steps differ by a factor of `times`."""
         pairs = (self.build_s, other.build_s), (self.step_s, other.step_s)
         least_s = _NOTICED * max(self.period_s, other.period_s)
         return any(
@@ -144,7 +144,7 @@ class Costs:
 
 
 class ExcludedError(Exception):
-    """What is being tried cannot be had."""
+    """The choice that is tried was excluded."""
 
 
 class Tuner:
@@ -178,7 +178,7 @@ class Tuner:
         next(self._course)
 
     def add(self, sample: Sample) -> None:
-        """Takes note of a batch; `choice` may be another one after it."""
+        """Adds the measurements of a batch, which may change `choice`."""
         self._batches += 1
         try:
             self._course.send(sample)
@@ -187,11 +187,11 @@ class Tuner:
             raise
 
     def is_excluded(self, *, processes: bool) -> bool:
-        """Whether a kind of workers has been ruled out."""
+        """Returns whether a kind of workers is excluded."""
         return processes in self._excluded
 
     def exclude(self, *, processes: bool, reason: str) -> None:
-        """Rules out a kind of workers; `choice` is none of them after it."""
+        """Excludes a kind of workers; `choice` becomes another one."""
         self._excluded[processes] = reason
         if self.choice.workers and self.choice.are_processes == processes:
             self._course.throw(ExcludedError())
@@ -220,7 +220,7 @@ class Tuner:
             self._move(self._first, why, settled=False)
 
     def _search(self) -> Generator[None, Sample, Costs]:
-        """Finds the best place, from the first one on; what it costs there."""
+        """Tries choices, keeps the best one, and returns its costs."""
         costs = yield from self._measure(2, _FEWEST)
         best, at_best = self.choice, costs
         best_s = costs.period_s
@@ -251,7 +251,7 @@ class Tuner:
         return at_best
 
     def _choices(self, costs: Costs) -> Iterator[WorkerConfigChoice]:
-        """What is worth a trial, the likeliest first.
+        """Yields the choices that are worth a trial, the likeliest first.
 
         Threads suit builds that wait, and processes those that compute.
         """
@@ -271,7 +271,7 @@ class Tuner:
         self.decisions.append(decision)
 
     def _watch(self, count: int) -> Generator[None, Sample, Costs]:
-        """Looks at so many batches, however long they take."""
+        """Measures a number of batches, however long they take."""
         return self._measure(0, count, count, count)
 
     def _measure(
@@ -281,7 +281,7 @@ class Tuner:
         count: int = _TRIAL,
         most: int = _LONG_TRIAL,
     ) -> Generator[None, Sample, Costs]:
-        """Looks at batches until it is known what they cost.
+        """Measures batches until their cost is known.
 
         Args:
             skip: Those that do not count, to begin with; and up to as many
@@ -322,7 +322,7 @@ def _costs(samples: list[Sample]) -> Costs:
 
 
 def _steady(values: list[float]) -> float:
-    """The mean of a series, but for what disturbed a part of it."""
+    """Returns the median of the means of parts of a series."""
     if not values:
         return 0.0
     size = math.ceil(len(values) / _BLOCKS)
