@@ -5,6 +5,7 @@ Tests of any folder take their kinds of workers from here.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 
 import pytest
@@ -16,8 +17,9 @@ LONG_ELSEWHERE = () if _BACKEND == "tensorflow" else pytest.mark.long
 # Marks of what starts Python again and again: with JAX that takes half as long.
 LONG_BUT_ON_JAX = () if _BACKEND == "jax" else pytest.mark.long
 # The environment of a script that does not train: Keras without TensorFlow is
-# imported in a third of the time.
-NO_TRAINING = {"KERAS_BACKEND": "numpy"}
+# imported in a third of the time. Its NumPy backend needs JAX.
+HAS_JAX = importlib.util.find_spec("jax") is not None
+NO_TRAINING = {"KERAS_BACKEND": "numpy"} if HAS_JAX else {}
 # Who builds batches: the calling thread, or two workers.
 KINDS = {
     "inline": {"workers": 0},
