@@ -31,7 +31,7 @@ _log = logging.getLogger("keras_fastdata")
 
 
 class preserved_globals:  # noqa: N801 - called like a function
-    """Holds the global generators in a `with` block, and restores them.
+    """Saves the states of the global generators, and restores them at exit.
 
     Attributes:
         depth: The number of blocks that are entered now, in all threads.
@@ -127,7 +127,7 @@ def _take_turn(frame_id: int) -> _Turn:
 
 
 def _wait_for(turn: _Turn) -> bool:
-    """Takes the lock; returns `False` if its holder seems to wait."""
+    """Takes the lock; returns `False` if its holder seems to be stuck."""
     before: _call_stack.Place | None = None
     since_s = 0.0
     while not turn.lock.acquire(timeout=_LOOK_S):

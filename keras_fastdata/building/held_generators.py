@@ -294,7 +294,7 @@ class _ReachStep(NamedTuple):
 
 
 def _reachable(dataset: Any) -> Iterator[_ReachStep]:
-    """Yields all objects that a dataset refers to; near and own ones first."""
+    """Yields objects that a dataset refers to: nearest first, globals last."""
     inside: collections.deque[_ReachStep] = collections.deque()
     outside: collections.deque[_ReachStep] = collections.deque()
     seen = {id(dataset)}

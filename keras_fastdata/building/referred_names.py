@@ -59,7 +59,7 @@ class Variable:
 
 
 class _Cell(Mapping[str, Any]):
-    """A variable of an enclosing function, which any key returns."""
+    """A mapping in which every key gives one variable of an outer function."""
 
     def __init__(self, cell: types.CellType) -> None:
         self._cell = cell

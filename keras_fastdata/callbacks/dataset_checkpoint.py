@@ -366,7 +366,7 @@ class DatasetCheckpoint(Callback):
 
 
 def _checked(saved: Any) -> _Saved:
-    """What `_save` wrote; what is in `dataset`, the dataset checks itself.
+    """Checks what `_save` wrote, except the content of `dataset`.
 
     Raises:
         ValueError: It did not; or a `KeyError` or `TypeError`.

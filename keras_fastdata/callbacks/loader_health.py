@@ -310,7 +310,7 @@ class LoaderHealth(Callback):
         recorder.attach(self._monitor.recorder)
 
     def _make_record(self, monitor: EpochMonitor) -> Record:
-        """Everything the meter knows, once it has measured all."""
+        """Makes a `Record` of everything that was measured so far."""
         import keras
 
         # Of a fit, the training rather than the validation.

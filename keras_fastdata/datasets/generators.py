@@ -542,7 +542,7 @@ class _Shard:
             getattr(self._generator, "close", lambda: None)()
 
     def next(self, dropped: bool) -> Any:
-        """Returns the next batch, or the end; see `GeneratorShards`."""
+        """Returns the next batch, or a marker that the shard has ended."""
         items = self._take()
         if not items and self._owner.repeats and self._position:
             self._round += 1

@@ -105,7 +105,7 @@ class BatchIterator(Iterator[Any]):
         return batch
 
     def prefetch_next(self, prefetches_next: bool) -> None:
-        """Sets whether another epoch follows, whose batches are prefetched.
+        """Sets whether batches of the next epoch are prefetched in this one.
 
         Its first batches are asked for when there is room behind the last of
         this one. Call `iterate_next` to have them.

@@ -45,7 +45,7 @@ _log = logging.getLogger("keras_fastdata")
 
 
 class _Opened(NamedTuple):
-    """The structure of a batch, and the places of its arrays."""
+    """The structure of a batch, and the buffers that hold its arrays."""
 
     described: layout.Layout
     buffers: list[Any]

@@ -1,4 +1,4 @@
-"""Says where a dataset stands, and has it go on from there."""
+"""Saves and restores the state of a dataset."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ class Epoch:
         self.number, self.schedule = number, schedule
 
     def forget_order(self) -> None:
-        """Forgets the order and what is left out: the length may differ."""
+        """Forgets the order and the skipped batches: the length may differ."""
         self.schedule = None
         self.skipped.clear()
 

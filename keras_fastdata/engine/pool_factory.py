@@ -1,4 +1,4 @@
-"""The workers that a dataset's settings ask for: how they come, and go."""
+"""Makes, updates and ends the workers that a dataset's settings ask for."""
 
 from __future__ import annotations
 

@@ -153,13 +153,13 @@ class PoolHandle:
             self.end_invalid()
 
     def confirm(self) -> None:
-        """Says that the workers are valid, however the present call ends."""
+        """Marks the workers as valid, even if the present call fails later."""
         if self.state is PoolState.IN_CALL:
             absent = self.workers is None
             self._move_to(PoolState.ABSENT if absent else PoolState.READY)
 
     def invalidate(self) -> None:
-        """Has the workers end when the present call does."""
+        """Marks the workers as invalid: they end when the present call ends."""
         self._move_to(PoolState.INVALID)
 
     def ensure(

@@ -153,7 +153,7 @@ class Prefetcher:
     def require(
         self, workers: WorkerPool, epoch: Epoch, key: int, index: int
     ) -> None:
-        """Requests the batch that a consumer waits for, if none is out.
+        """Requests the batch that a consumer awaits, unless that was done.
 
         The rule for every wait for room: it can make room. Batches that are
         out come, and those that lie ready for any epoch are given up. The rest

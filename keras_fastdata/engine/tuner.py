@@ -134,7 +134,7 @@ class Costs:
         return max(1, min(most, math.ceil(workers - 0.1)))
 
     def is_unlike(self, other: Costs, times: float) -> bool:
-        """Returns whether builds or steps differ by a factor of `times`."""
+        """Returns whether build or step times differ by more than `times`."""
         pairs = (self.build_s, other.build_s), (self.step_s, other.step_s)
         least_s = _NOTICED * max(self.period_s, other.period_s)
         return any(

@@ -130,7 +130,7 @@ class Facts:
 
     @property
     def lost_s(self) -> float:
-        """The time that free data would save.
+        """The time an epoch would save if its data were ready at no cost.
 
         It exceeds the waits if builds slow down the steps beside them.
         """
@@ -143,7 +143,7 @@ class Facts:
 
     @property
     def ceiling_speedup(self) -> float:
-        """How many times faster the epoch would be with free data."""
+        """How many times faster an epoch would be if its data cost no time."""
         return self.wall_s / self.free_s if self.free_s > 0 else math.inf
 
     @property

@@ -22,7 +22,7 @@ class FitPhase(enum.Enum):
 
     NOT_STARTED = enum.auto()  # no epoch is under way; a probe may follow
     PROBE = enum.auto()  # it fetches a batch to build the model, or predicts
-    BETWEEN = enum.auto()  # no epoch is under way; no probe follows
+    BETWEEN = enum.auto()  # the data was reset, and no epoch is under way
     IN_EPOCH = enum.auto()  # it trains, evaluates, or predicts after a probe
 
 
@@ -105,7 +105,7 @@ class EpochProgress:
         self.delivered += 1
 
     def end_epoch(self, *, is_reset: bool) -> bool:
-        """Keras ends an epoch, or resets the data.
+        """Notes that Keras ends an epoch or resets the data.
 
         Args:
             is_reset: Whether it resets the data.

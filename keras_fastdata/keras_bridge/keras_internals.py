@@ -492,7 +492,7 @@ def get_tensor_spec(batches: list[Any]) -> Any:
 
 
 def get_random_seed() -> int | None:
-    """What `keras.utils.set_random_seed` was called with, if it was."""
+    """Returns the seed set by `keras.utils.set_random_seed`, or `None`."""
     if not has(Feature.SEED):
         return None
     seed: int | None = _of("keras.src.utils.rng_utils", "get_random_seed")()

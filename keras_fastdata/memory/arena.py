@@ -102,7 +102,7 @@ class Segment:
         return int.from_bytes(self._mmap[line : line + 8], "little")
 
     def set_started(self, worker: int, began_s: float) -> None:
-        """Writes when `worker` began to build; 0 for done.
+        """Stores the time at which `worker` began to build; 0 means done.
 
         Call `set_heartbeat` first: readers read the task before the time.
         """
@@ -174,7 +174,7 @@ class Segment:
 
 
 class Arena:
-    """Manages the slots in the training process: free, leased or detached.
+    """Manages the slots in the training process: free, taken or leased.
 
     Args:
         warm_slots: How many free slots keep their pages. The kernel gets the

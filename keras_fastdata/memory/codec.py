@@ -70,7 +70,7 @@ class Encoded(NamedTuple):
 
 
 class Writer(Protocol):
-    """Takes the arrays of a batch: a slot, or a substitute for one."""
+    """An object that takes the arrays of a batch: a slot or a substitute."""
 
     def write(self, source: Bytes) -> tuple[int, int]:
         """Takes bytes; returns their start and their number."""
@@ -254,9 +254,10 @@ def encode(batch: list[Any], writer: Writer) -> Encoded:
 def decode(encoded: Encoded, arena: Arena, slot: int) -> Any:
     """Reads a batch back; its large arrays are views of the slot.
 
-    The slot is leased until the last of these views has died. If there are
-    none, or the consumer already holds too many slots, all arrays are copied
-    and the slot is free at once.
+    The slot is leased until the last of these views has died. If no array is
+    large, or the consumer already holds too many slots, all arrays are copied
+    and the slot is free at once, unless it is retained: then it is free when
+    its worker has ended.
     """
     structure, packed, used, retained = encoded
     extents = [*_EXTENT.iter_unpack(packed)]
@@ -393,7 +394,7 @@ def octets(array: npt.NDArray[Any], writer: Writer) -> Bytes:
 
 
 class _ArraysInTheSlot:
-    """The constructor and the reductions of both picklers."""
+    """The common base of the `pickle` and `cloudpickle` picklers of batches."""
 
     def __init__(
         self,

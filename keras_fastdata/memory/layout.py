@@ -164,7 +164,7 @@ def as_json(description: Any) -> Any:
 
 
 def from_json(found: Any) -> Any:
-    """Returns a description from the result of `as_json`, all read-only.
+    """Rebuilds a description from `as_json`; marks all arrays as read-only.
 
     The values may come from an untrusted file: only dtypes that `as_json`
     writes are accepted, and no negative lengths.

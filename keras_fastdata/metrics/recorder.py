@@ -138,7 +138,7 @@ class _PendingBatch(NamedTuple):
 
 
 class BatchStats:
-    """Sums over the batches of a stretch of training.
+    """Statistics of the batches in one part of training.
 
     Waits are those of all batches; all else is known of those that were
     looked at, each of which counts for those that it stands for.
@@ -193,7 +193,7 @@ class BatchStats:
         spans: npt.NDArray[np.float64],
         times: npt.NDArray[np.int64],
     ) -> None:
-        """Adds batches that were looked at.
+        """Adds spans of batches; each counts as often as `times` says.
 
         Args:
             spans: Of shape `(n, len(Span._fields))`.
@@ -450,7 +450,7 @@ def _times(
     before: int,
     until: int,
 ) -> npt.NDArray[np.int64]:
-    """How many batches each one that was looked at stands for.
+    """Returns how many batches each batch with a span stands for.
 
     One that took long stands for itself. Others stand for those before them
     that were not looked at, and the last of them for those after it.
@@ -485,7 +485,7 @@ _attached: dict[int, list[weakref.ref[Recorder]]] = {}
 
 
 def attach(recorder: Recorder) -> None:
-    """Has a recorder hear of the calling thread's batches, and no other."""
+    """Makes a recorder the one that receives the calling thread's batches."""
     present = _attached.setdefault(threading.get_ident(), [])
     present.append(weakref.ref(recorder))
 

@@ -64,7 +64,7 @@ class BatchResult(Protocol):
         worker: Index of the worker that built the batch, from 0.
         nbytes: Bytes that the batch takes while it waits to be delivered.
         by_dataset: Whether `open` raises an `Exception` of the dataset's own.
-        is_lost: Whether it raises another, for want of workers.
+        is_lost: Whether `open` raises another error, as for a dead worker.
         timing: How the batch was built, if the request asks for it.
     """
 
@@ -136,7 +136,7 @@ class WorkerPool(Protocol):
         ...
 
     def cancel(self, request_ids: Iterable[int]) -> None:
-        """Takes requests back; nothing more is heard of them."""
+        """Cancels requests; no results of them are returned any more."""
         ...
 
     def pause(self) -> None:

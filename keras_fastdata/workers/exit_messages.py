@@ -28,7 +28,7 @@ class WorkerExit:
         starting: Whether it was still loading the dataset.
         how: What is known of its end, where no exit code can say.
         request: The batch it was building, or `None`.
-        again: Whether that batch has cost a worker before.
+        second_crash: Whether that batch has cost two workers now.
         restarts_used_up: `max_worker_restarts`, if that is why there is an
             error at all.
     """
@@ -41,7 +41,7 @@ class WorkerExit:
     starting: bool
     how: str = ""
     request: BatchRequest | None = None
-    again: bool = False
+    second_crash: bool = False
     restarts_used_up: int | None = None
 
     def news(self, restarts: int, most: int) -> str:
@@ -79,7 +79,7 @@ class WorkerExit:
         )
 
     def _text(self) -> str:
-        again = ", for the second time" if self.again else ""
+        again = ", for the second time" if self.second_crash else ""
         remedy = "" if self.how else f" {_remedy(self.exit_code)}"
         return (
             f"{self._what()}{again}.{self._used_up()}{remedy}"
@@ -105,7 +105,7 @@ class WorkerExit:
         )
 
     def _timeout_text(self, expired: Expired) -> str:
-        again = " That was the second time." if self.again else ""
+        again = " That was the second time." if self.second_crash else ""
         return (
             f"{expired.text}{again}{self._used_up()} If that is what it takes, "
             "pass a larger `batch_timeout` to the constructor."

@@ -138,7 +138,7 @@ class InlinePool:
         return PoolStats("inline", 0)
 
     def close(self) -> None:
-        """Ends the pool; waits for another thread that builds.
+        """Ends the pool; waits for a build in another thread, up to a limit.
 
         If this thread is building, a signal handler called `close`; `wait`
         then ends the pool after the build.

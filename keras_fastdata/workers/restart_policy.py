@@ -103,15 +103,15 @@ class RestartPolicy:
         worker_exit = dataclasses.replace(
             self._last,
             request=held.request if held else None,
-            again=bool(held and held.crashes >= MAX_CRASHES_PER_BATCH),
+            second_crash=bool(held and held.crashes >= MAX_CRASHES_PER_BATCH),
         )
-        if used_up or worker_exit.again:
+        if used_up or worker_exit.second_crash:
             return worker_exit.error() if held else None
         _log.warning("%s", worker_exit.news(self._restarts, self._most))
         return None
 
     def end(self) -> WorkerExit:
-        """What is told of batches that nobody is left to build."""
+        """Returns the latest exit; unbuilt batches fail with its error."""
         assert self._last is not None
         return self._last
 

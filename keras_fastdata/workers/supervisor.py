@@ -124,7 +124,7 @@ class WorkerEnd(NamedTuple):
 
 
 class Transport(Protocol[W]):
-    """What the supervisor asks of a pool."""
+    """Reaches the workers of a pool: what the supervisor asks for."""
 
     def start(self, index: int) -> W:
         """Starts a worker."""

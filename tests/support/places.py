@@ -1,4 +1,4 @@
-"""Where batches are built: every kind and number of workers.
+"""Where batches are built: every kind of workers but Ray, in every number.
 
 Tests of any folder take their kinds of workers from here.
 """

@@ -127,7 +127,7 @@ def count_marks(most_value: float, most: int = 4) -> list[Mark]:
 
 
 def round_values(low: float, high: float, most: int) -> list[float]:
-    """Returns at most `most` numbers with a step of 1, 2 or 5 times 10**n."""
+    """Returns round numbers from `low` to `high`, at most `most` + 1."""
     if not high > low:
         return []
     step = 10.0 ** math.floor(math.log10((high - low) / most))

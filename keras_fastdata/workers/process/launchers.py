@@ -441,7 +441,7 @@ class SpawnLauncher:
         return _DirectChild(process.pid, process)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: there is nothing to release."""
 
 
 # -- fork ----------------------------------------------------------------------
@@ -485,7 +485,7 @@ class ForkLauncher:
         return _DirectChild(pid, None)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: there is nothing to release."""
 
 
 class _DirectChild:

@@ -207,7 +207,7 @@ class Actor:
         return self._build(self._builder, request)
 
     def stop(self) -> Answer:
-        """Runs `on_worker_stop`, which the builder keeps from raising."""
+        """Runs `on_worker_stop`; the builder catches its exceptions."""
         builder, self._builder = self._builder, None
         if builder is not None:
             builder.stop(self._start.worker)

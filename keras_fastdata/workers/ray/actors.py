@@ -544,7 +544,7 @@ def _actor_maker(plan: RayPlan) -> Callable[[], Any]:
 def wait(
     references: list[Any], count: int, timeout_s: float, *, fetch: bool = True
 ) -> list[Any]:
-    """Those that are here, after waiting for so many of them to come.
+    """Waits for results, up to a time limit; returns the ready references.
 
     Without `fetch`, those that are anywhere.
     """
