@@ -133,13 +133,13 @@ def _workers_of(dataset):
 
 def _make_ready(dataset):
     """Goes through epochs until every worker has its place."""
-    pool = dataset._fastdata.loader._pool
-    _wait_for(
-        lambda: (
-            list(dataset)
-            and all(w.is_ready for w in pool.workers._workers.values())
-        )
-    )
+
+    def is_ready():
+        batches = list(dataset)
+        workers = dataset._fastdata.loader._pool.workers._workers.values()
+        return batches and all(worker.is_ready for worker in workers)
+
+    _wait_for(is_ready)
 
 
 @contextlib.contextmanager
