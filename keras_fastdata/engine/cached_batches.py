@@ -41,11 +41,6 @@ class CachedBatches:
         """Returns whether a batch is in the cache."""
         return self.cache is not None and self.cache.holds(index)
 
-    def put(self, index: int, batch: Any) -> None:
-        """Puts a batch into the cache, if there is one."""
-        if self.cache is not None:
-            self.cache.put(index, batch)
-
     def open(self, dataset: build.Dataset, built: Collection[str]) -> None:
         """Opens the cache that the settings ask for, if it is not open.
 

@@ -95,7 +95,8 @@ class Fetcher:
         if not fetch.pause_after:
             workers.resume()
         while (index := schedule.index_at(epoch.position)) is not None:
-            self.cached.check(epoch, index)
+            if epoch.cached:
+                self.cached.check(epoch, index)
             if fetch.pause_after and not self._is_quiesced(
                 workers, epoch, schedule, index, fetch
             ):

@@ -264,9 +264,10 @@ class Loader:
         self, epoch: Epoch, dataset: build.Dataset, fetch: Fetch
     ) -> tuple[WorkerPool, Schedule]:
         """Makes workers, dataset and epoch ready for the next request."""
-        for abandoned in self._epochs.take_dropped():
-            self._fetcher.cached.store_ready(abandoned)
-            self._fetcher.finish(abandoned, Finish.ABANDONED)
+        if self._epochs.has_dropped:
+            for abandoned in self._epochs.take_dropped():
+                self._fetcher.cached.store_ready(abandoned)
+                self._fetcher.finish(abandoned, Finish.ABANDONED)
         # Not after a wait: asking for the length may itself be a change.
         if not fetch.is_prepared:
             if not epoch.has_begun and self._factory.has_outside_changed():
@@ -276,7 +277,9 @@ class Loader:
         if not epoch.has_begun:
             self._planner.find_shard(dataset)  # which may decide the seed
         self._fetcher.cached.open(dataset, self._changes.built)
-        workers = self._pool.ensure(dataset, self._create_pool)
+        workers = self._pool.workers
+        if workers is None:
+            workers = self._pool.ensure(dataset, self._create_pool)
         fetch.prepare(workers)
         if not epoch.has_begun:
             self._begin(epoch, dataset, workers)

@@ -40,6 +40,11 @@ class OpenEpochs:
         """Removes what `begin_peek` has added."""
         self._peeking.remove(ahead)
 
+    @property
+    def has_dropped(self) -> bool:
+        """Whether iterators of epochs were collected."""
+        return bool(self._dropped)
+
     def take_dropped(self) -> Iterator[Epoch]:
         """Removes and yields epochs whose iterators were collected.
 

@@ -130,7 +130,7 @@ class PoolHandle:
         Raises:
             LoaderError: It may not, and would.
         """
-        lock = self.lock
+        lock = self._lock.own()
         if lock._is_owned():
             if nests:
                 return step(*args)
@@ -142,7 +142,8 @@ class PoolHandle:
         try:
             while True:
                 with lock:
-                    self._become_usable()
+                    if self.state is not PoolState.READY or self._is_forked:
+                        self._become_usable()
                     if not self._dropped:
                         self._move_to(PoolState.IN_CALL)
                         result = step(*args)
@@ -150,7 +151,8 @@ class PoolHandle:
                         return result
                 self._end_dropped()
         finally:
-            self.end_invalid()
+            if self.state is PoolState.INVALID or self._dropped:
+                self.end_invalid()
 
     def confirm(self) -> None:
         """Marks the workers as valid, even if the present call fails later."""
@@ -202,7 +204,7 @@ class PoolHandle:
         if dataset is not None and build.is_in_worker(dataset):
             return
         lock = self.lock
-        if self._pid != os.getpid():
+        if self._is_forked:
             return
         if lock._is_owned():
             self.invalidate()
@@ -247,9 +249,14 @@ class PoolHandle:
         """Changes the state; nothing else does."""
         self.state = state
 
+    @property
+    def _is_forked(self) -> bool:
+        """Whether another process has made the workers."""
+        return self._pid != os.getpid()
+
     def _become_usable(self) -> None:
         """Drops workers that are not valid, before a call."""
-        if self._pid != os.getpid():
+        if self._is_forked:
             self._move_to(PoolState.FOREIGN)
             self._disown()
         elif self.state in (PoolState.IN_CALL, PoolState.INVALID):

@@ -64,7 +64,8 @@ class Results:
                 epoch.spans[index] = span_of(
                     epoch, index, completed, opened_s, nbytes
                 )
-            self._cached.put(index, batch)
+            if self._cached.cache is not None:
+                self._cached.cache.put(index, batch)
         except build.GlobalRngUsedError:
             return Outcome.RETRY_INLINE
         except Exception as error:
