@@ -270,9 +270,12 @@ class DatasetCheckpoint(Callback):
         dataset, saved = self._adapter.py_dataset, state["dataset"]
         if not (saved["within"] and saved["position"]):
             return state
-        if not has_rest(loader_of(dataset), dataset, length):
+        loader = loader_of(dataset)
+        if not has_rest(loader, dataset, length):
             state = {**state, "epoch": state["epoch"] + 1}
             state["dataset"] = at_end(saved)
+        elif loader.checkpoint.resumes:
+            return state  # no batch was built to find out
         dataset.load_state_dict(state["dataset"])
         return state
 

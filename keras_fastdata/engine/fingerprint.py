@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from keras_fastdata.building import build
-from keras_fastdata.building.modules import is_users
+from keras_fastdata.building.modules import is_users, names_in
 from keras_fastdata.building.seeding import PRIVATE
 from keras_fastdata.engine.cache import Cache, DiskCache, MemoryCache
 from keras_fastdata.engine.settings import Settings
@@ -280,7 +280,7 @@ def _of_function(function: types.FunctionType) -> Iterator[Any]:
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # not assigned yet
             yield from _inside(cell.cell_contents)
-    names = sorted(_names_in(code))
+    names = sorted(names_in(code))
     for name in names:
         value = around.get(name)
         found = {name: value}
@@ -307,12 +307,6 @@ def _of_code(code: types.CodeType) -> Iterator[Any]:
             yield from _of_code(constant)
         else:
             yield constant
-
-
-def _names_in(code: types.CodeType) -> set[str]:
-    """Returns the names that a function, and functions in it, refer to."""
-    inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
-    return set(code.co_names).union(*map(_names_in, inner))
 
 
 def _inside(value: Any) -> tuple[Any, ...]:

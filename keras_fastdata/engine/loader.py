@@ -277,9 +277,7 @@ class Loader:
         if not epoch.has_begun:
             self._planner.find_shard(dataset)  # which may decide the seed
         self._fetcher.cached.open(dataset, self._changes.built)
-        workers = self._pool.workers
-        if workers is None:
-            workers = self._pool.ensure(dataset, self._create_pool)
+        workers = self._pool.ensure(dataset, self._create_pool)
         fetch.prepare(workers)
         if not epoch.has_begun:
             self._begin(epoch, dataset, workers)

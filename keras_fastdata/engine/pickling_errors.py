@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+from keras_fastdata.building.modules import nested_code
 from keras_fastdata.building.seeding import PRIVATE
 from keras_fastdata.errors import DatasetPicklingError, LoaderError
 from keras_fastdata.memory import reducers, shared_state
@@ -107,7 +108,5 @@ def _named_parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 def _globals_of(code: types.CodeType) -> Iterator[str]:
     """Returns the names that a function may look up as globals."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _globals_of(constant)
+    for part in nested_code(code):
+        yield from part.co_names

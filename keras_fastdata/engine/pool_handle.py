@@ -151,8 +151,7 @@ class PoolHandle:
                         return result
                 self._end_dropped()
         finally:
-            if self.state is PoolState.INVALID or self._dropped:
-                self.end_invalid()
+            self.end_invalid()
 
     def confirm(self) -> None:
         """Marks the workers as valid, even if the present call fails later."""
