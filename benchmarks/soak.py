@@ -4,7 +4,7 @@
 
 A real `fit`, with validation, of which every batch is compared with what it
 must be: its place in the epoch, its bytes, its random draws. Meanwhile workers
-are killed, stopped and crashed, their nursery is killed, builds hang or take
+are killed, stopped and crashed, their fork server is killed, builds hang or take
 long, batches are held on to and looked at again later, the dataset changes,
 epochs are broken off by exceptions and begun anew. Exits with 1 if a batch was
 wrong, lost or repeated, or if memory, descriptors, mappings or threads grew.
@@ -25,7 +25,7 @@ import time
 import keras
 import numpy as np
 
-from benchmarks.trouble import Trouble, nurseries, workers
+from benchmarks.trouble import Trouble, forkservers, workers
 from keras_fastdata import FastPyDataset, WorkerDiedError
 from keras_fastdata.building import seeding
 from keras_fastdata.building.global_rng import preserved_globals
@@ -185,7 +185,7 @@ def figures(dataset: Soaked) -> dict[str, float]:
     gc.collect()
     with open("/proc/self/maps") as maps:
         mappings = len(maps.readlines())
-    family = [os.getpid(), *nurseries(), *workers()]
+    family = [os.getpid(), *forkservers(), *workers()]
     return {
         "memory of all processes, MB (PSS)": sum(map(_pss_mb, family)),
         "memory of the trainer, MB (PSS)": _pss_mb(os.getpid()),
@@ -274,7 +274,7 @@ def main() -> int:
         print(f"{before[name]:8.0f} -> {value:.0f}  {name}")
         if more > slack:
             grown.append(name)
-    left = [*nurseries()]
+    left = [*forkservers()]
     for line in checker.wrong[:20]:
         print("WRONG:", line)
     print(

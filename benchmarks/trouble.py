@@ -21,7 +21,7 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def nurseries() -> list[int]:
+def forkservers() -> list[int]:
     """The processes that fork this one's workers."""
     return children(os.getpid())
 
@@ -29,7 +29,7 @@ def nurseries() -> list[int]:
 def workers() -> list[int]:
     """The worker processes of this one."""
     return [
-        worker for forkserver in nurseries() for worker in children(forkserver)
+        worker for forkserver in forkservers() for worker in children(forkserver)
     ]
 
 
@@ -40,7 +40,7 @@ class Trouble(threading.Thread):
         seed: Of the choices.
         pause_s: Seconds from one to the next, on the average.
         kinds: What to do, each with a weight: the name of a signal for a
-            worker, or "nursery" to kill that.
+            worker, or "forkserver" to kill the fork server.
         spread: 0 keeps the pace; 1 varies it from none to twice as long.
 
     Attributes:
@@ -77,7 +77,7 @@ class Trouble(threading.Thread):
             find: Callable[[], list[int]] = workers
             number = getattr(signal, kind, signal.SIGKILL)
             if kind == "forkserver":
-                find = nurseries
+                find = forkservers
             if found := find():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self._rng.choice(found), number)

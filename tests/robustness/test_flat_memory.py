@@ -301,7 +301,7 @@ def test_100_reopenings_leave_every_figure_as_it_was(place):
 
 
 @pytest.mark.long
-def test_nurseries_in_turn_leave_every_figure_as_it_was():
+def test_fork_servers_in_turn_leave_every_figure_as_it_was():
     dataset = Numbered(length=3, **PROCESSES)
 
     def reopen(count):
