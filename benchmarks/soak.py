@@ -4,10 +4,11 @@
 
 A real `fit`, with validation, of which every batch is compared with what it
 must be: its place in the epoch, its bytes, its random draws. Meanwhile workers
-are killed, stopped and crashed, their fork server is killed, builds hang or take
-long, batches are held on to and looked at again later, the dataset changes,
-epochs are broken off by exceptions and begun anew. Exits with 1 if a batch was
-wrong, lost or repeated, or if memory, descriptors, mappings or threads grew.
+are killed, stopped and crashed, their fork server is killed, builds hang or
+take long, batches are held on to and looked at again later, the dataset
+changes, epochs are broken off by exceptions and begun anew. Exits with 1 if a
+batch was wrong, lost or repeated, or if memory, descriptors, mappings or
+threads grew.
 """
 
 from __future__ import annotations

@@ -28,9 +28,7 @@ def forkservers() -> list[int]:
 
 def workers() -> list[int]:
     """The worker processes of this one."""
-    return [
-        worker for forkserver in forkservers() for worker in children(forkserver)
-    ]
+    return [worker for server in forkservers() for worker in children(server)]
 
 
 class Trouble(threading.Thread):
