@@ -25,6 +25,7 @@ from keras_fastdata.errors import LoaderError
 from keras_fastdata.workers.base import BatchRequest
 
 _ABANDONED = -1  # in place of the index of a worker that is never done
+_NO_SLOT = -1  # of a queued task that is sent once a slot is free
 
 
 class TaskState(enum.IntEnum):
@@ -43,7 +44,7 @@ class Task:
 
     Attributes:
         request: The engine's order.
-        slot: The slot that the batch is built in.
+        slot: The slot that the batch is built in; -1 if it has none yet.
         crashes: How many workers have died over the request.
         task_id: The number of this sending, from 1.
         state: Where the task is. Only `InFlight._move` changes it.
@@ -165,15 +166,20 @@ class InFlight:
         return True
 
     def send(self, take: Callable[[Task], bool]) -> None:
-        """Sends what is queued.
+        """Sends the queued tasks, as far as there are slots for them.
 
         Args:
             take: Given a task, returns whether it could be sent. If not, the
                 task is the first one the next time.
+
+        Raises:
+            LoaderError: No slot is free, and no worker has a task.
         """
         queued = self._queued
         while queued:
             task = next(iter(queued.values()))
+            if task.slot == _NO_SLOT and not self._find_slot(task):
+                return
             if not take(task):
                 return
             self._move(task, TaskState.SENT)
@@ -263,7 +269,7 @@ class InFlight:
 
     def send_anew(self, task: Task) -> None:
         """Queues the request of a task once more, with another slot."""
-        self._queue_again(task, self._take())
+        self._queue_again(task, _NO_SLOT)
 
     # -- when a worker has died ---------------------------------------------
 
@@ -288,24 +294,25 @@ class InFlight:
 
         Returns:
             The task that the worker was building; its state is DONE, and the
-            caller owns its slot. `None` if it was building no wanted batch.
+            caller owns its slot, if it has one. `None` if it was building no
+            wanted batch.
         """
         outstanding = self._sent.keys() | self._cancelled.keys()
         losses = losses_of(outstanding, heartbeat, heartbeats)
         quarantine = _Quarantine(
             [*losses.unclaimed], self._last_task_id + 1, set(heartbeats)
         )
-        for task_id in losses.unclaimed:
+        for task_id in reversed(losses.unclaimed):  # the oldest comes first
             task = self._out(task_id)
             is_wanted = task.state is TaskState.SENT
             self._move(task, TaskState.QUARANTINED)
             if is_wanted:
-                self._put_first(self._queue_again(task, self._take()))
-        if ended:
-            self._release_quarantined(worker, self._last_task_id + 1)
+                self._put_first(self._queue_again(task, _NO_SLOT))
         if quarantine.task_ids:
             self._quarantines.append(quarantine)
-        if not ended:
+        if ended:
+            self._release_quarantined(worker, self._last_task_id + 1)
+        else:
             self._await_for_ever(worker, quarantine)
         if losses.suspect is None:
             return None
@@ -313,11 +320,11 @@ class InFlight:
         is_wanted = suspect.state is TaskState.SENT
         self._move(suspect, TaskState.DONE)
         if is_wanted and not ended:
-            return dataclasses.replace(suspect, slot=self._take())
+            return dataclasses.replace(suspect, slot=_NO_SLOT)
         if is_wanted:
             return suspect
         if ended:
-            self._slots.release(suspect.slot)
+            self.release(suspect)
         return None
 
     def send_first(self, task: Task) -> None:
@@ -326,7 +333,8 @@ class InFlight:
 
     def release(self, task: Task) -> None:
         """Frees the slot of a done task that is not sent again."""
-        self._slots.release(task.slot)
+        if task.slot != _NO_SLOT:
+            self._slots.release(task.slot)
 
     def give_up(self) -> list[BatchRequest]:
         """Removes all queued and sent tasks; returns their requests."""
@@ -336,7 +344,14 @@ class InFlight:
         return [task.request for task in wanted]
 
     def clear(self) -> None:
-        """Removes every task, when no worker is left."""
+        """Removes every task, when all workers have ended or are abandoned.
+
+        Slots that an abandoned worker may write to are not used again.
+        """
+        for quarantine in self._quarantines:
+            if _ABANDONED in quarantine.awaited:
+                for task_id in self._quarantined.keys() & quarantine.task_ids:
+                    self._move(self._quarantined[task_id], TaskState.DONE)
         for tasks in self._tasks:
             for task in list(tasks.values()):
                 self._close(task)
@@ -354,7 +369,7 @@ class InFlight:
     def _close(self, task: Task) -> None:
         """Removes a task that no worker has, and frees its slot."""
         self._move(task, TaskState.DONE)
-        self._slots.release(task.slot)
+        self.release(task)
 
     def _queue_again(self, task: Task, slot: int) -> Task:
         self._last_task_id += 1
@@ -366,14 +381,17 @@ class InFlight:
         """Moves a queued task to the front: its request is the oldest."""
         self._queued.move_to_end(task.task_id, last=False)
 
-    def _take(self) -> int:
+    def _find_slot(self, task: Task) -> bool:
+        """Gives a slot to a queued task, if one is free."""
         slot = self._slots.take()
-        if slot is None:
+        if slot is not None:
+            task.slot = slot
+        elif not self.is_awaited:
             raise LoaderError(
                 "No slot of shared memory is left. Batches of this dataset "
                 "are held in too many places; copy those you keep."
             )
-        return slot
+        return slot is not None
 
     def _await_for_ever(self, worker: int, latest: _Quarantine) -> None:
         """Keeps the slots that an abandoned worker may write to in quarantine.

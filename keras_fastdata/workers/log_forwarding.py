@@ -24,6 +24,8 @@ from keras_fastdata.workers.base import ONCE
 from keras_fastdata.workers.process import messages
 from keras_fastdata.workers.process.messages import MessageKind
 
+KINDS = {MessageKind.LOG, MessageKind.WARNING}  # of what is handed on
+
 _NO_LEVEL = logging.NOTSET
 _MAX_BYTES = 64 * 1024  # of the text of one record
 

@@ -540,7 +540,7 @@ class _Behind:
         def abandon(workers, worker):
             if watcher.worker is None:
                 heartbeat = workers.arena.segment.heartbeat(worker.index)
-                watcher.slot = workers.in_flight._sent[heartbeat].slot
+                watcher.slot = workers.in_flight._out(heartbeat).slot
                 watcher.worker = psutil.Process(worker.process.pid)
             return leave(workers, worker)
 
@@ -589,6 +589,30 @@ def test_a_worker_that_survives_being_killed_is_left_behind(
                     os.kill(behind.worker.pid, signal.SIGCONT)
     _, alive = psutil.wait_procs([behind.worker], timeout=5)
     assert not alive
+
+
+def test_new_forks_get_no_slot_of_one_that_was_left_behind(
+    monkeypatch, tmp_path
+):
+    monkeypatch.setattr(supervisor, "GRACE_S", 0.5)
+    behind = _Behind(monkeypatch)
+    dataset = Stuck(
+        tmp_path, {2: "stops"}, length=40, start_method="fork", **TWO
+    )
+    with dataset, monkeypatch.context() as patch:
+        batches = iter(dataset)
+        next(batches)
+        while not (tmp_path / "stops-2").exists():
+            time.sleep(0.01)
+        patch.setattr(launchers, "kill", lambda worker: None)
+        try:
+            dataset.level = 1  # so that the next batch needs new forks
+            assert len(_indices(batches)) == 39
+            assert len(behind.taken) > 10
+            assert behind.slot not in behind.taken
+        finally:
+            behind.worker.kill()
+            behind.worker.wait(5)
 
 
 @pytest.fixture

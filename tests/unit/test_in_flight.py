@@ -174,10 +174,42 @@ def test_the_replacement_of_an_abandoned_worker_ends_no_quarantine_of_it():
     assert book.complete(lost.task_id, 0) == (None, lost.slot)
 
 
-def test_lost_tasks_are_an_error_where_no_slot_is_left():
+def test_what_the_last_worker_has_lost_has_its_slot_again():
+    book, _, lost = _book(2, Slots(2))
+    book.recover(0, 0, {}, ended=True)
+    again = _sent_by(book)
+    assert [t.request for t in again] == [t.request for t in lost]
+
+
+def test_lost_tasks_wait_for_the_next_free_slot():
+    book, slots, (first, second) = _book(2, Slots(3))
+    book.recover(0, 0, {1: 0}, ended=True)
+    (again,) = _sent_by(book)
+    assert again.request == first.request
+    assert book.complete(second.task_id, 1) == (None, second.slot)
+    assert not _sent_by(book)
+    slots.release(second.slot)
+    (again,) = _sent_by(book)
+    assert again.request == second.request
+
+
+def test_it_is_an_error_when_no_slot_is_left_and_no_worker_has_a_task():
     book, _, _ = _book(2, Slots(2))
+    book.recover(0, 0, {1: 0}, ended=True)
     with pytest.raises(LoaderError, match="No slot of shared memory is left"):
-        book.recover(0, 0, {}, ended=True)
+        _sent_by(book)
+    assert book.is_out({1})
+    assert book.is_out({2})
+
+
+@pytest.mark.parametrize("heartbeat", [0, 1])
+def test_clearing_frees_no_slot_that_an_abandoned_worker_may_write_to(
+    heartbeat,
+):
+    book, slots, (lost,) = _book(1)
+    book.recover(0, heartbeat, {1: 0}, ended=False)
+    book.clear()
+    assert sorted([*slots.free, lost.slot]) == list(range(_SLOTS))
 
 
 def test_what_is_given_up_is_told_and_what_was_cancelled_is_not():
@@ -219,6 +251,25 @@ class Book(RuleBasedStateMachine):
         self.socket.append((task.task_id, task.slot))
         return True
 
+    def _flush(self):
+        try:
+            self.book.send(self._send)
+        except LoaderError:
+            # The engine drops the pool, and with it every request.
+            assert not self.slots.free
+            assert not self.book.is_awaited
+            self._make_anew()
+
+    def _make_anew(self):
+        """Replaces every worker, as a change of a dataset that is forked."""
+        self._receive()
+        for index in list(self.workers):
+            self._lose(index, again=False, ended=True)
+        self.book.clear()
+        self.socket.clear()
+        self.wanted.clear()
+        self.workers = dict(enumerate(Worker() for _ in range(_WORKERS)))
+
     def _unqueue(self):
         task_ids = [task_id for task_id, _ in self.socket]
         self.socket.clear()
@@ -244,12 +295,12 @@ class Book(RuleBasedStateMachine):
         self.last_request_id += 1
         if self.book.enter(_request(self.last_request_id)):
             self.wanted.add(self.last_request_id)
-        self.book.send(self._send)
+        self._flush()
 
     @rule()
     def collect(self):
         self._receive()
-        self.book.send(self._send)
+        self._flush()
 
     @rule(data=st.data())
     def cancel(self, data):
@@ -274,6 +325,10 @@ class Book(RuleBasedStateMachine):
         for request in self.book.give_up():
             self._answer(request.request_id)
         self.workers = dict(enumerate(Worker() for _ in range(_WORKERS)))
+
+    @rule()
+    def change(self):
+        self._make_anew()
 
     # -- the workers ---------------------------------------------------------
 
@@ -342,13 +397,13 @@ class Book(RuleBasedStateMachine):
 
     @invariant()
     def a_slot_is_in_one_place(self):
-        held = [task.slot for task in self._tasks()]
+        held = [task.slot for task in self._tasks() if task.slot >= 0]
         places = [*self.slots.free, *held, *self.leased]
         assert len(places) == len(set(places))
 
     @invariant()
     def nobody_is_given_a_slot_that_another_may_write_to(self):
-        slots = {task.task_id: task.slot for task in self._tasks()}
+        slots = {t.task_id: t.slot for t in self._tasks()}
         for worker in [*self.workers.values(), *self.abandoned]:
             if worker.hand is not None:
                 task_id, slot = worker.hand
@@ -360,8 +415,9 @@ class Book(RuleBasedStateMachine):
         """All that is wanted is built in the end, and every slot is free."""
         for _ in range(10 * _SLOTS):
             self._receive()
-            self.leased.clear()
-            self.book.send(self._send)
+            while self.leased:
+                self.slots.release(self.leased.pop())
+            self._flush()
             for index in self.workers:
                 for step in (self.build, self.take, self.beat, self.build):
                     if step != self.take or self.socket:
@@ -371,6 +427,7 @@ class Book(RuleBasedStateMachine):
         assert not self.book.is_awaited
         self.book.clear()
         assert not self._tasks()
+        self.nobody_is_given_a_slot_that_another_may_write_to()
 
 
 Book.TestCase.settings = settings(

@@ -41,6 +41,8 @@ from keras_fastdata.workers.process.messages import (
 from keras_fastdata.workers.signals import DeferredSignals
 from keras_fastdata.workers.supervisor import WorkerState
 
+_ANSWERS = {MessageKind.BATCH, MessageKind.FAILURE, MessageKind.STALE}
+
 
 class SlotResult:
     """A batch in its slot, waiting to be opened."""
@@ -230,20 +232,16 @@ class ProcessPool:
         """Takes in every message there is."""
         done: list[BatchResult] = []
         for result in self._channel.receive():
-            match result.kind:
-                case (
-                    MessageKind.BATCH | MessageKind.FAILURE | MessageKind.STALE
-                ):
-                    self._complete(result, done)
-                case MessageKind.LOG | MessageKind.WARNING:
-                    self._receiver.put(result.kind, result.body)
-                case MessageKind.READY:
-                    if result.worker in self._workers:
-                        self._workers[result.worker].loaded()
-                case MessageKind.START_FAILED:
-                    failure = self._channel.failure_of(result)
-                    if failure is not None:
-                        raise exceptions.load_exception(failure)
+            kind = result.kind
+            if kind in _ANSWERS:
+                self._complete(result, done)
+            elif kind in log_forwarding.KINDS:
+                self._receiver.put(kind, result.body)
+            elif kind is MessageKind.READY:
+                if result.worker in self._workers:
+                    self._workers[result.worker].loaded()
+            elif failure := self._channel.failure_of(result):
+                raise exceptions.load_exception(failure)
         return done
 
     def _complete(self, result: ResultMessage, done: list[BatchResult]) -> None:
@@ -328,18 +326,26 @@ class ProcessPool:
             if launchers.has_ended(worker.process, left_s):
                 channel.reap(worker)
                 remove(worker, WorkerState.EXITED)
-            else:
-                channel.abandon(worker)
-                remove(worker, WorkerState.ABANDONED)
         self._drop_results()
+        for worker in list(self._workers.values()):
+            channel.abandon(worker)
+            heartbeat = self._arena.segment.heartbeat(worker.index)
+            self._in_flight.recover(worker.index, heartbeat, {}, ended=False)
+            remove(worker, WorkerState.ABANDONED)
         self._in_flight.clear()
         channel.close_sockets()
 
     def _drop_results(self) -> None:
         """Takes in the messages of workers that end; keeps log and warnings."""
         for result in self._channel.receive():
-            if result.kind in (MessageKind.LOG, MessageKind.WARNING):
+            if result.kind in log_forwarding.KINDS:
                 self._receiver.put(result.kind, result.body)
+            elif result.kind in _ANSWERS:
+                _, slot = self._in_flight.complete(
+                    result.task_id, result.worker
+                )
+                if slot is not None:
+                    self._release(slot, result)
 
 
 def _opened(delivery: SlotResult) -> LocalResult:
