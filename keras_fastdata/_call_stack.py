@@ -6,10 +6,13 @@ reads Keras's.
 
 from __future__ import annotations
 
+import collections
 import sys
+from collections.abc import Iterable
 from types import CodeType, FrameType
 from typing import Any
 
+_MOST_CALLS = 100  # of one stack
 Place = tuple[tuple[CodeType, int], ...]  # a thread's stack, innermost first
 
 
@@ -31,6 +34,39 @@ def place_of(thread: int, outermost: int) -> Place:
         found.append((frame.f_code, frame.f_lasti))
         frame = frame.f_back
     return tuple(found)
+
+
+def folded_stack(threads: Iterable[int], within: str) -> tuple[int, str] | None:
+    """Returns the stack of one thread as flame graphs need it.
+
+    Args:
+        threads: Of each thread its `threading.get_ident`. The stack is of the
+            first of them that has a frame of the file `within`.
+        within: The file of the innermost frame to leave out, with its callers.
+
+    Returns:
+        The thread, and "function (file:line);function (file:line)", the
+        outermost call first. Of a deep stack the inner calls are left out,
+        and of calls of a line by itself all but one. `None`: no thread has
+        such a frame.
+    """
+    frames = sys._current_frames()
+    for thread in threads:
+        frame = frames.get(thread)
+        calls: collections.deque[str] = collections.deque(maxlen=_MOST_CALLS)
+        while frame is not None and frame.f_code.co_filename != within:
+            code = frame.f_code
+            call = f"{code.co_name} ({code.co_filename}:{frame.f_lineno or 0})"
+            call = call.replace(";", ",")
+            # A thread gives up the GIL as it enters a function: that is its
+            # caller's time.
+            is_entering = not calls and frame.f_lineno == code.co_firstlineno
+            if not is_entering and (not calls or calls[0] != call):
+                calls.appendleft(call)
+            frame = frame.f_back
+        if frame is not None and calls:
+            return thread, ";".join(calls)
+    return None
 
 
 def is_being_made(instance: Any) -> bool:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import sysconfig
 import types
 from collections.abc import Iterator
 from typing import Any
 
+_STDLIB = sysconfig.get_path("stdlib")
 _INSTALLED = ("site-packages", "dist-packages")
 
 
@@ -38,6 +40,21 @@ def is_users(name: Any, *, if_unknown: bool = False) -> bool:
     if file is None:
         return if_unknown
     return not _has_installed(os.path.dirname(file))
+
+
+@functools.lru_cache(maxsize=4096)
+def is_users_file(file: str) -> bool:
+    """Whether a file of Python code is part of the user's program.
+
+    Args:
+        file: Its path, or a name such as "<stdin>" for code without a file.
+    """
+    if file.startswith("<frozen"):
+        return False
+    ours = (_STDLIB, os.path.dirname(os.path.dirname(__file__)))
+    folder = os.path.dirname(os.path.abspath(file))
+    inside = any(os.path.join(folder, "").startswith(o + os.sep) for o in ours)
+    return not inside and not _has_installed(folder)
 
 
 @functools.lru_cache(maxsize=4096)

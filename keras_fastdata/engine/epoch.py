@@ -359,7 +359,7 @@ def span_of(
     done, timing = completed.done, completed.done.timing
     assert timing is not None
     assert epoch.number is not None
-    began_s, built_s, stored_s, cpu_s, delay_s, retries = timing
+    began_s, built_s, stored_s, cpu_s, delay_s, retries, _ = timing
     # By position: by name it takes twice as long, and there is one per batch.
     return Span(
         epoch.number,

@@ -63,7 +63,7 @@ class Fetcher:
         self._prefetcher = prefetcher
         self._pool = pool
         self._factory = factory
-        self._results = Results(pool.name, in_effect, cached)
+        self.results = Results(pool.name, in_effect, cached)
         self._look_s = 0.0  # when a fetch is thorough in any case
 
     def begin(self, pause_after: bool, is_thorough: bool = False) -> Fetch:
@@ -289,7 +289,7 @@ class Fetcher:
     def _open(self, epoch: Epoch, completed: Completed, index: int) -> Any:
         """Returns the batch of a result, or an `Outcome`."""
         try:
-            return self._results.open(epoch, completed, index)
+            return self.results.open(epoch, completed, index)
         except Exception:
             # The epoch is over; the workers are as valid as they were.
             self.finish(epoch, Finish.FAILED)

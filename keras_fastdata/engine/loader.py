@@ -127,12 +127,13 @@ class Loader:
         workers, auto = self._pool.workers, self._in_effect.auto
         if workers is None:
             return None
-        stats = workers.pool_stats()
-        if auto is not None:
-            stats = dataclasses.replace(stats, decisions=auto.decisions)
-        if self._planner.shard.count > 1:
-            stats = dataclasses.replace(stats, shard=str(self._planner.shard))
-        return stats
+        shard = self._planner.shard
+        return dataclasses.replace(
+            workers.pool_stats(),
+            decisions=auto.decisions if auto is not None else (),
+            shard=str(shard) if shard.count > 1 else "",
+            stacks=dict(self._fetcher.results.stacks),
+        )
 
     # -- changes -------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import logging
 import time
 from typing import Any
@@ -15,6 +16,7 @@ from keras_fastdata.errors import EndOfData, LoaderError
 from keras_fastdata.metrics import formatting
 from keras_fastdata.workers import exceptions
 
+_MOST_STACKS = 4096  # different ones that are kept
 _MOST_SKIPPED = 0.1  # of the batches of an epoch; one is always allowed
 
 _log = logging.getLogger("keras_fastdata")
@@ -27,6 +29,9 @@ class Results:
         name: The class name of the dataset.
         in_effect: The settings.
         cached: Gets every batch.
+
+    Attributes:
+        stacks: How often each stack was met in slow builds.
     """
 
     def __init__(
@@ -35,6 +40,7 @@ class Results:
         self._name = name
         self._in_effect = in_effect
         self._cached = cached
+        self.stacks: collections.Counter[str] = collections.Counter()
 
     def open(self, epoch: Epoch, completed: Completed, index: int) -> Any:
         """Returns the batch of a result, or an `Outcome`.
@@ -54,6 +60,8 @@ class Results:
             timing = done.timing
             if auto is not None:
                 auto.opened(timing, done.worker)
+            if timing is not None and timing.stacks:
+                self._count_stacks(timing.stacks)
             if timing is None or not epoch.wants_span(timing):
                 batch = done.open()
             else:
@@ -80,6 +88,13 @@ class Results:
             self._skip(epoch, index, error)
             return Outcome.SKIPPED
         return batch
+
+    def _count_stacks(self, stacks: tuple[str, ...]) -> None:
+        """Counts stacks; of too many different ones, the rarest are dropped."""
+        self.stacks.update(stacks)
+        if len(self.stacks) > _MOST_STACKS:
+            kept = dict(self.stacks.most_common(_MOST_STACKS // 2))
+            self.stacks = collections.Counter(kept)
 
     def _skip(self, epoch: Epoch, index: int, error: Exception) -> None:
         """Leaves a batch out, unless there have been too many.

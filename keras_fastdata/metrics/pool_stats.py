@@ -56,6 +56,8 @@ class PoolStats:
         decisions: The decisions of `workers="auto"` so far.
         shard: The shard of this process, in words; empty without a shard.
         cores: Cores of the Ray cluster; `None` for workers of this machine.
+        stacks: How often each folded stack was met in slow builds, since the
+            dataset has been in use; see `metrics.stack_sampler`.
     """
 
     kind: str
@@ -66,3 +68,4 @@ class PoolStats:
     decisions: tuple[TuningDecision, ...] = ()
     shard: str = ""
     cores: float | None = None
+    stacks: dict[str, int] = dataclasses.field(default_factory=dict)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import time
-from collections.abc import Callable
 from typing import NamedTuple
+
+from keras_fastdata.metrics import stack_sampler
 
 # Of the calling thread: ns on a core, ns ready without a core, time slices.
 _SCHEDSTAT = "/proc/thread-self/schedstat"
@@ -24,6 +26,8 @@ INTERVAL_S = 0.02
 # always if all builds are to be measured.
 _ENOUGH = 25
 _RARELY = 5  # intervals between two readings, at most
+_WEIGHT = 1 / 8  # of the latest build in the moving average
+_MOST_STACKS = 64  # between two measured builds
 
 
 class Timing(NamedTuple):
@@ -40,6 +44,8 @@ class Timing(NamedTuple):
         delay_s: How long the thread was ready to run and had no core. NaN if
             it was not read, and 0 if the kernel does not report it.
         retries: How many workers died, or were replaced, over this batch.
+        stacks: Where slow builds of the same thread were met since its last
+            `Timing`; see `stack_sampler`.
     """
 
     began_s: float
@@ -48,6 +54,7 @@ class Timing(NamedTuple):
     cpu_s: float
     delay_s: float
     retries: int = 0
+    stacks: tuple[str, ...] = ()
 
 
 def pause_s(asked: int) -> float:
@@ -86,12 +93,13 @@ class Stopwatch:
     """Times builds in the thread that builds.
 
     Args:
-        cpu_s: `time.thread_time`, or `time.process_time` if the process does
-            nothing but build.
+        owns_process: Whether the process does nothing but build, so that the
+            CPU time of all its threads counts.
     """
 
-    def __init__(self, cpu_s: Callable[[], float] = time.thread_time) -> None:
-        self._cpu_s = cpu_s
+    def __init__(self, *, owns_process: bool = False) -> None:
+        self.owns_process = owns_process
+        self._cpu_s = time.process_time if owns_process else time.thread_time
         self._run_delay = RunDelay()
         self._interval_s: float | None = None
         self._tells = self._asks = False  # measure, read the kernel's figures
@@ -99,6 +107,9 @@ class Stopwatch:
         self._asked = 0  # readings in `_epoch`
         self._epoch = -1
         self._began = self._built = self._cpu = self._delay = 0.0
+        self.thread = 0
+        self._mean_s = 0.0  # a moving average of measured builds
+        self._stacks: list[str] = []
 
     def start(self, interval_s: float | None, epoch: int) -> None:
         """Called before a build.
@@ -145,7 +156,23 @@ class Stopwatch:
             cpu = self._cpu_s() - self._cpu
             delay = self._run_delay.read() - self._delay
         built = self._built if self._built >= began else ended
-        return Timing(began, built, ended, cpu, delay)
+        self._find_out_if_slow(ended - began)
+        stacks, self._stacks = self._stacks, []
+        return Timing(began, built, ended, cpu, delay, 0, tuple(stacks))
+
+    def add_stack(self, stack: str) -> None:
+        """Notes where the sampler has met a build of this thread."""
+        if len(self._stacks) < _MOST_STACKS:
+            self._stacks.append(stack)
+
+    def _find_out_if_slow(self, took_s: float) -> None:
+        """Has slow builds sampled."""
+        self._mean_s += (took_s - self._mean_s) * _WEIGHT
+        if self._mean_s >= stack_sampler.SLOW_S:
+            self.thread = threading.get_ident()
+            stack_sampler.watch(self)
+        else:
+            stack_sampler.ignore(self)
 
     def _ask_first(self) -> None:
         """Reads the kernel's figures, just before the build."""
@@ -157,4 +184,5 @@ class Stopwatch:
 
     def close(self) -> None:
         """Closes the kernel's file. Idempotent."""
+        stack_sampler.ignore(self)
         self._run_delay.close()

@@ -66,7 +66,8 @@ _TIMED = 4  # the message has a `Timing`
 _VERSION = struct.Struct("<QQ")
 _TASK = struct.Struct("<QQqIId")
 _RESULT = struct.Struct("<BBHQQQQQ")
-_TIMING = struct.Struct("<5d")
+_TIMING = struct.Struct("<5dI")
+_MOST_STACK_BYTES = 16 * 1024  # of the text in one message
 TASK_BYTES = _TASK.size
 
 
@@ -147,7 +148,7 @@ class ResultMessage(NamedTuple):
         flags, timing = self.flags, b""
         if self.timing is not None:
             flags |= _TIMED
-            timing = _TIMING.pack(*self.timing[:5])
+            timing = _pack_timing(self.timing)
         head = _RESULT.pack(
             self.kind,
             flags,
@@ -167,8 +168,10 @@ class ResultMessage(NamedTuple):
         )
         start, timing = _RESULT.size, None
         if flags & _TIMED:
-            timing = Timing(*_TIMING.unpack_from(datagram, start))
-            start += _TIMING.size
+            *times, size = _TIMING.unpack_from(datagram, start)
+            start += _TIMING.size + size
+            stacks = datagram[start - size : start].decode(errors="replace")
+            timing = Timing(*times)._replace(stacks=tuple(stacks.splitlines()))
         split = start + extents
         return ResultMessage(
             _KINDS[kind],
@@ -183,6 +186,16 @@ class ResultMessage(NamedTuple):
             body,
             timing,
         )
+
+
+def _pack_timing(timing: Timing) -> bytes:
+    """Packs the times, and as many of the stacks as there is room for."""
+    text = b""
+    for stack in timing.stacks:
+        line = stack.encode(errors="replace").replace(b"\n", b" ") + b"\n"
+        if len(text) + len(line) <= _MOST_STACK_BYTES:
+            text += line
+    return _TIMING.pack(*timing[:5], len(text)) + text
 
 
 def pack_version(version: int, start: int) -> bytes:

@@ -294,7 +294,7 @@ class _WorkerLoop:
         self._results = results
         self._control = messages.socket_of(files.control)
         self._in_place = True
-        self._stopwatch = Stopwatch(time.process_time)
+        self._stopwatch = Stopwatch(owns_process=True)
         self._pid = os.getpid()
         self._name = f"worker {start.worker} (pid {os.getpid()})"
 

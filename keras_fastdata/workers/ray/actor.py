@@ -157,7 +157,7 @@ class Actor:
     def __init__(self) -> None:
         _process_role.become_worker()
         self._forwarded: list[tuple[MessageKind, bytes]] = []
-        self._stopwatch = Stopwatch(time.process_time)
+        self._stopwatch = Stopwatch(owns_process=True)
         self._thread = 0
         self._builder: Builds | None = None
 

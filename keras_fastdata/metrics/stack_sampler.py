@@ -1,0 +1,122 @@
+"""Samples which lines slow builds spend their time on.
+
+    no thread --`watch`--> one thread looks at the watched ones
+    it ends at `end`, before a fork, or when no watched thread has built of late
+
+Each look needs the GIL. If a build holds it, the look comes late: where the
+build next lets go of it, or when the switch interval is over. The former would
+count for a line that came after, so those looks are left out. In processes
+that only build, the switch interval is 0.5 ms instead of Python's 5 ms.
+
+The thread looks at the stack of one of the watched threads of its process some
+50 times a second. Nobody watches threads whose builds take less than `SLOW_S`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import sys
+import threading
+import time
+from typing import Protocol
+
+from keras_fastdata import _call_stack
+
+SLOW_S = 0.005
+# Looking at a stack takes some 50 us with cold caches, the exchange of the GIL
+# included: 0.25% of the mean pause. Random pauses never keep step with builds.
+_PAUSE_S = 0.01, 0.03
+_SWITCH_S = 0.0005  # of processes that only build
+_PROMPT_S = 0.0003  # a look that is not later than this has met no GIL
+_MOST_IDLE = 50  # looks in a row that meet no build
+# The innermost code of ours above the user's `__getitem__`.
+_BUILDS_IN = os.path.join(
+    os.path.dirname(_call_stack.__file__), "building", "build.py"
+)
+
+
+class Watched(Protocol):
+    """Receives the samples of one thread."""
+
+    thread: int
+    owns_process: bool
+
+    def add_stack(self, stack: str) -> None:
+        """Called by the sampler's thread, with a folded stack."""
+        ...
+
+
+class _StackSampler:
+    """Samples the stacks of threads."""
+
+    def __init__(self) -> None:
+        # A signal handler may call this amid a call by the same thread.
+        self._lock = threading.RLock()
+        self._watched: dict[int, Watched] = {}
+        self._ending = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def watch(self, watched: Watched) -> None:
+        """Samples a thread from now on. Idempotent."""
+        with self._lock:
+            self._watched[watched.thread] = watched
+            if self._thread is None or not self._thread.is_alive():
+                self._ending = threading.Event()
+                self._thread = threading.Thread(
+                    target=self._run,
+                    args=(self._ending, watched.owns_process),
+                    name="keras_fastdata-stack-sampler",
+                    daemon=True,
+                )
+                # Where no thread can be started, nothing is sampled.
+                with contextlib.suppress(RuntimeError):
+                    self._thread.start()
+
+    def ignore(self, watched: Watched) -> None:
+        """Samples a thread no longer. Idempotent."""
+        if self._watched.get(watched.thread) is watched:
+            with self._lock:
+                self._watched.pop(watched.thread, None)
+                if not self._watched:
+                    self.end()
+
+    def end(self) -> None:
+        """Ends the thread. The next `watch` starts another."""
+        with self._lock:
+            self._watched.clear()
+            self._ending.set()
+            thread, self._thread = self._thread, None
+        if thread is not None and thread.is_alive():
+            thread.join()  # it waits for nothing but `_ending`
+
+    def _run(self, ending: threading.Event, owns_process: bool) -> None:
+        rng = random.Random()  # the global one is the user's
+        idle = 0
+        switch_s = sys.getswitchinterval()
+        if owns_process:
+            sys.setswitchinterval(min(switch_s, _SWITCH_S))
+        while idle < _MOST_IDLE:
+            pause_s = rng.uniform(*_PAUSE_S)
+            due_s = time.monotonic() + pause_s
+            if ending.wait(pause_s):
+                break
+            late_s = time.monotonic() - due_s
+            watched = dict(self._watched)
+            threads = rng.sample(list(watched), len(watched))
+            met = _call_stack.folded_stack(threads, _BUILDS_IN)
+            idle = 0 if met is not None else idle + 1
+            if _PROMPT_S < late_s < sys.getswitchinterval():
+                continue
+            if met is not None:
+                watched[met[0]].add_stack(met[1])
+        if owns_process:
+            sys.setswitchinterval(switch_s)
+
+
+_sampler = _StackSampler()
+watch, ignore, end = _sampler.watch, _sampler.ignore, _sampler.end
+if hasattr(os, "register_at_fork"):
+    # Python warns of a fork beside threads; and the child has no thread.
+    os.register_at_fork(before=end, after_in_child=_sampler.__init__)  # type: ignore[misc]

@@ -1,0 +1,123 @@
+"""LoaderHealth names the lines that building batches takes longest in."""
+
+from __future__ import annotations
+
+import collections
+import inspect
+
+import hot_samples
+import keras
+import pytest
+from hot_samples import WAYS, Slow
+
+from keras_fastdata import LoaderHealth
+from keras_fastdata.dataset import loader_of
+from keras_fastdata.health.hot_lines import hot_lines
+
+KINDS = {
+    "inline": {},
+    "threads": {"workers": 2},
+    "processes": {"workers": 2, "use_multiprocessing": True},
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("hot") / "data"
+    path.write_bytes(bytes(30_000_000))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("way", "kind"),
+    [
+        *(
+            pytest.param(way, kind, marks=pytest.mark.long)
+            for way in WAYS
+            for kind in KINDS
+        ),
+        ("python_loop", "inline"),
+        ("pil_call", "threads"),
+        ("sleep", "processes"),
+    ],
+)
+def test_the_line_that_takes_longest_is_found(way, kind, model, path):
+    with Slow(way, path, **KINDS[kind]) as dataset:
+        model.fit(dataset, epochs=2, verbose=0, callbacks=[LoaderHealth()])
+        stacks = loader_of(dataset).pool_stats().stacks
+    hottest = hot_lines(stacks)[0]
+    lines = inspect.getsource(hot_samples).splitlines()
+    assert lines[hottest.line - 1].endswith("HOT")
+    assert hottest.function in inspect.getsource(WAYS[way])
+    assert hottest.file == hot_samples.__file__
+    assert hottest.share > 0.4
+
+
+def test_quick_builds_are_not_sampled(model):
+    class Quick(Slow):
+        def __getitem__(self, index):
+            return hot_samples.X, hot_samples.X[:, :1]
+
+    with Quick("none") as dataset:
+        model.fit(dataset, verbose=0, callbacks=[LoaderHealth(report=None)])
+        assert loader_of(dataset).pool_stats().stacks == {}
+
+
+def test_without_loader_health_nothing_is_sampled(model):
+    with Slow("sleep") as dataset:
+        model.fit(dataset, verbose=0)
+        assert loader_of(dataset).pool_stats().stacks == {}
+
+
+# -- the pure part -----------------------------------------------------------
+
+
+def stacks(**counts):
+    """Stacks such as `get_3__rotate_9`: calls with their lines."""
+    found = collections.Counter()
+    for path, count in counts.items():
+        calls = (call.rsplit("_", 1) for call in path.split("__"))
+        found[";".join(f"{f} (/home/data.py:{n})" for f, n in calls)] = count
+    return found
+
+
+def named(lines):
+    return [(line.function, line.line, round(line.share, 2)) for line in lines]
+
+
+def test_a_call_is_named_where_its_function_has_no_line_that_stands_out():
+    met = stacks(get_3__rotate_9=40, get_3__rotate_10=40, get_4=20)
+    assert named(hot_lines(met)) == [("get", 3, 0.8), ("get", 4, 0.2)]
+
+
+def test_the_inner_line_is_named_where_it_has_most_of_the_call():
+    met = stacks(get_3__rotate_9=70, get_3__rotate_10=10, get_4=20)
+    assert named(hot_lines(met, most=1)) == [("rotate", 9, 0.7)]
+
+
+def test_few_stacks_say_nothing():
+    assert hot_lines(stacks(get_3=19)) == []
+
+
+def test_lines_of_installed_packages_count_for_the_users_line_above():
+    met = collections.Counter(
+        {
+            f"get (/home/data.py:3);svd ({keras.__file__}:{n})": 10
+            for n in range(4)
+        }
+    )
+    assert named(hot_lines(met)) == [("get", 3, 1.0)]
+
+
+def test_a_stack_without_a_line_of_the_users_is_named_by_its_outermost_call():
+    met = collections.Counter(
+        {f"get ({keras.__file__}:3);a (<frozen b>:1)": 30}
+    )
+    assert named(hot_lines(met)) == [("get", 3, 1.0)]
