@@ -43,6 +43,10 @@ class DatasetCheckpoint(Callback):
     is resumed has all of its steps again. What `fit` gets must be a
     `FastPyDataset`; its validation data begins anew each time in any case.
 
+    A `fit` that was killed amid a validation goes on with the next epoch. If
+    the training data is the validation data as well, later epochs then have
+    other numbers than without the crash: validate with a dataset of its own.
+
     Args:
         path: The file to save to, JSON of about a kilobyte. It is replaced in
             one piece, so that it is whole at any time.
@@ -163,6 +167,16 @@ class DatasetCheckpoint(Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch = epoch
+        if self._adapter is None or not self._states:
+            return
+        latest = self._states[-1]
+        if latest["epoch"] != epoch or latest["dataset"]["position"]:
+            return
+        # It was saved behind the last batch of the epoch before. Validations
+        # may have gone through the dataset since.
+        state = self._adapter.state(None)
+        if state != latest["dataset"]:
+            self._write(state, epoch, latest["saved_at"])
 
     @property
     def async_safe(self) -> bool:
@@ -305,8 +319,14 @@ class DatasetCheckpoint(Callback):
         backup, saved_at = self._backup, None
         if backup is not None:
             saved_at = self._moment(*backup.position)
+        self._write(state, self._epoch + is_over, saved_at)
+
+    def _write(
+        self, state: dict[str, Any], epoch: int, saved_at: list[int] | None
+    ) -> None:
+        """Writes a state, with which epoch and which weights it belongs to."""
         found: _Saved = {
-            "epoch": self._epoch + is_over,
+            "epoch": epoch,
             "saved_at": saved_at,
             "dataset": state,
         }

@@ -532,7 +532,10 @@ def test_a_resumed_epoch_need_not_be_a_whole_number_of_executions(
 
 
 @pytest.mark.backend
-def test_a_dataset_that_also_validates_goes_on_with_its_own_numbers(tmp_path):
+@pytest.mark.parametrize("save_freq", ["epoch", 1])
+def test_a_dataset_that_also_validates_goes_on_with_its_own_numbers(
+    save_freq, tmp_path
+):
     def trained(directory, dies_in=None):
         orders = []
 
@@ -545,7 +548,9 @@ def test_a_dataset_that_also_validates_goes_on_with_its_own_numbers(tmp_path):
                     raise RuntimeError("it dies")
 
         dataset = Drawn(seed=3)
-        backup = keras.callbacks.BackupAndRestore(str(directory / "backup"))
+        backup = keras.callbacks.BackupAndRestore(
+            str(directory / "backup"), save_freq=save_freq
+        )
         checkpoint = DatasetCheckpoint(directory / "data.json")
         with dataset:
             try:
