@@ -2,8 +2,8 @@
 
 A few dozen batches are built in the caller, by one and two threads, and by one
 and two processes. Each trial has a loader of its own, so that the dataset's
-loader keeps its workers, its seed and its epoch number. `health/forecast.py`
-computes the rates of more workers.
+loader keeps its workers, its seed and its epoch number. `metrics/cost_model.py`
+predicts the rates of more workers.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from keras_fastdata.engine.batch_iterator import iterate
 from keras_fastdata.engine.loader import Loader
 from keras_fastdata.engine.settings import Settings
 from keras_fastdata.errors import DatasetPicklingError
-from keras_fastdata.health import forecast
-from keras_fastdata.health.forecast import BuildCosts
+from keras_fastdata.metrics import cost_model, formatting, ram
 from keras_fastdata.metrics import cpu as machine
-from keras_fastdata.metrics import formatting, ram
+from keras_fastdata.metrics.cost_model import MOST, WAITS, Choice, Costs
 from keras_fastdata.metrics.gil import GilProbe
 from keras_fastdata.metrics.recorder import BatchStats, Recorder
 
@@ -37,6 +36,7 @@ _LABEL = 12  # columns
 _TRIED = ((0, False), (1, False), (2, False), (1, True), (2, True))
 _LITTLE = 0.2  # share of time: below, Python's lock is not in the way
 _BUSY = 0.75  # of the expected rate: below, the cores were not free
+_INLINE = 1.25  # times the rate of workers: building inline is then advised
 _SEED = 0  # without a user's seed; drawing one would change `random`
 
 
@@ -106,12 +106,12 @@ class Profile:
     @property
     def call(self) -> str:
         """The constructor call to use, as text."""
-        arguments = f"workers={self.workers}"
-        if self.use_multiprocessing:
-            arguments += ", use_multiprocessing=True"
-        if self.max_queue_size is not None:
-            arguments += f", max_queue_size={self.max_queue_size}"
-        return f"{self.dataset}(..., {arguments})"
+        return cost_model.call(
+            self.dataset,
+            self.workers,
+            self.use_multiprocessing,
+            self.max_queue_size,
+        )
 
     def to_json(self) -> str:
         """Returns the profile as JSON; unknown values are null."""
@@ -249,12 +249,14 @@ class _Trial:
         return self.batch_stats.cpu_s / self.batch_stats.batches
 
     @property
-    def idle_s(self) -> float:
+    def blocked_s(self) -> float:
         """Time per build that is neither computing nor waiting for a core."""
-        batch_stats = self.batch_stats
-        busy_s = batch_stats.cpu_s + batch_stats.delay_s
-        idle_s = batch_stats.build_s + batch_stats.store_s - busy_s
-        return max(0.0, idle_s) / batch_stats.batches
+        return self.batch_stats.blocked_s / self.batch_stats.batches
+
+    @property
+    def build_s(self) -> float:
+        """Time per build, without waiting for a core."""
+        return self.cpu_s + self.blocked_s
 
 
 def _run(
@@ -382,20 +384,24 @@ def _conclude(
     trials: dict[tuple[int, bool], _Trial],
     no_processes: str,
 ) -> Profile:
-    inline, two = trials[0, False], trials[2, False]
-    one_process = trials.get((1, True))
-    batch_stats = inline.batch_stats
-    inline_s = inline.cpu_s + inline.idle_s
-    held = two.held
-    threads = _costs(trials[1, False], two, held)
-    processes = None
-    if (2, True) in trials and one_process is not None:
-        processes = _costs(one_process, trials[2, True], 0.0)
+    settings = internals_of(dataset).settings
+    inline, held = trials[0, False], trials[2, False].held
+    kinds = {False: _costs(trials[1, False], trials[2, False], held)}
+    if (2, True) in trials:
+        kinds[True] = _costs(trials[1, True], trials[2, True], 0.0)
     cores = machine.read().allowed
-    advice = forecast.advise(inline_s, threads, processes, cores, held)
-    queue = internals_of(dataset).settings.lookahead
-    wanted = queue if advice.workers <= queue else 2 * advice.workers
-    kinds = [(False, threads), (True, processes)]
+    most = max(MOST, int(cores))
+    advised = cost_model.choose(
+        kinds, cores, most, settings.use_multiprocessing
+    )
+    reason = _why(advised, kinds, cores, held)
+    if inline.build_s * _INLINE < advised.period_s:
+        reason = _why_inline(inline.build_s, advised.period_s)
+        advised = Choice(0, False, inline.build_s)
+    counts = {2**n for n in range(most.bit_length()) if 2**n <= most}
+    counts |= {max(1, int(cores)), advised.workers} - {0}
+    batch_stats = inline.batch_stats
+    one_process = trials.get((1, True))
     last = trials.get((2, True)) or one_process
     return Profile(
         dataset=type(dataset).__name__,
@@ -403,46 +409,81 @@ def _conclude(
         nbytes=round(batch_stats.nbytes / batch_stats.batches),
         build_s_p50=batch_stats.build.quantile(0.5),
         build_s_p95=batch_stats.build.quantile(0.95),
-        computing=inline.cpu_s / max(inline_s, 1e-9),
+        computing=inline.cpu_s / max(inline.build_s, 1e-9),
         gil_held=held,
         start_s=one_process.start_s if one_process else math.nan,
         worker_nbytes=last.worker_nbytes if last else None,
         cores=cores,
         rates=(
-            Rate("inline", 0, inline.rate, 1 / max(inline_s, 1e-9)),
+            Rate("inline", 0, inline.rate, 1 / max(inline.build_s, 1e-9)),
             *(
                 Rate(
                     "process" if are_processes else "thread",
                     workers,
                     _measured(trials.get((workers, are_processes))),
-                    forecast.expected(costs, workers, cores),
+                    1 / max(costs.period_s(workers, cores), 1e-9),
                 )
-                for are_processes, costs in kinds
-                if costs is not None
-                for workers in forecast.counts(cores)
+                for are_processes, costs in kinds.items()
+                for workers in sorted(counts)
             ),
         ),
-        workers=advice.workers,
-        use_multiprocessing=advice.use_multiprocessing,
-        max_queue_size=wanted if wanted > queue else None,
-        reason=advice.reason,
+        workers=advised.workers,
+        use_multiprocessing=advised.are_processes,
+        max_queue_size=cost_model.queue_for(
+            advised.workers, settings.lookahead
+        ),
+        reason=reason,
         no_processes=no_processes,
     )
 
 
-def _costs(one: _Trial, two: _Trial, held: float) -> BuildCosts:
-    costs = BuildCosts(
-        cpu_s=one.cpu_s,
-        idle_s=one.idle_s,
-        second_idle_s=two.idle_s,
+def _costs(one: _Trial, two: _Trial, held: float) -> Costs:
+    lock_s = cost_model.lock_s(held, 1 / two.rate, one.cpu_s)
+    shared_s = cost_model.shared_s(one.build_s, two.build_s)
+    if held > _LITTLE:
+        # A thread that waits for the lock seems to be blocked.
+        lock_s, shared_s = max(lock_s, min(one.cpu_s, shared_s)), 0.0
+    return Costs(
+        one.cpu_s,
+        one.blocked_s,
+        lock_s,
+        shared_s,
         take_s=min(one.take_s, two.take_s),
-        lock_s=forecast.lock_s(held, two.rate, one.cpu_s),
     )
-    if held <= _LITTLE:
-        return costs
-    # A thread that waits for the lock seems to be sleeping.
-    lock_s = max(costs.lock_s, min(costs.cpu_s, costs.shared_s))
-    return dataclasses.replace(costs, second_idle_s=math.nan, lock_s=lock_s)
+
+
+def _why(
+    advised: Choice, kinds: dict[bool, Costs], cores: float, held: float
+) -> str:
+    """Returns the reason for these workers, in a sentence or two."""
+    costs = kinds[advised.are_processes]
+    turns = (
+        "Builds run Python code, and threads take turns at that: its lock "
+        f"(the GIL) is held {formatting.share(held)} of the time two of them "
+        "build."
+    )
+    if costs.computing < WAITS:
+        why = (
+            f"A build waits {formatting.share(1 - costs.computing)} of its "
+            "time, for files, a network or the like; that needs no core."
+        )
+    elif advised.are_processes:
+        why = "Processes build faster than threads here."
+        if held >= WAITS:
+            why = f"{turns} Processes have a lock each."
+    elif held >= WAITS:
+        why = turns
+    else:
+        why = "Builds compute."
+    return f"{why} {costs.why_no_more(advised.workers, cores)}"
+
+
+def _why_inline(inline_s: float, best_s: float) -> str:
+    return (
+        f"A batch is built in {formatting.duration(inline_s)}; handing it over "
+        "from a worker takes more than that "
+        f"({formatting.duration(best_s)} a batch at best)."
+    )
 
 
 def _measured(trial: _Trial | None) -> float | None:

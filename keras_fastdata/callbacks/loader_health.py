@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from keras_fastdata.callbacks import device
 from keras_fastdata.callbacks.base import Callback, registered
 from keras_fastdata.callbacks.tensorboard import EventFiles, log_dirs_among
+from keras_fastdata.health.account import FitTimer
 from keras_fastdata.health.epoch_monitor import EpochMonitor, no_step
 from keras_fastdata.health.measured import Measured
 from keras_fastdata.health.record import Record
@@ -26,7 +27,6 @@ from keras_fastdata.health.summary import (
     HealthSummary,
     summarize,
 )
-from keras_fastdata.health.verdict import Kind
 from keras_fastdata.metrics import formatting, recorder
 from keras_fastdata.metrics.pool_stats import PoolStats
 
@@ -42,10 +42,14 @@ class LoaderHealth(Callback):
     """Says why training waits for its data, and what to change.
 
     Adds `data_wait` to the logs of every epoch: the share of its wall time,
-    from 0 to 1, that free data would have saved. The progress bar, `History`
-    and every callback that is listed after this one have it; so list it first.
-    A line after each epoch names the reason, and a table after the last one
-    what to change. In a `fit` without a `FastPyDataset` nothing is added and
+    from 0 to 1, that free data would have saved. The wall time here is that of
+    the steps and their waits (`wall_s` in `summary()`), without validation,
+    steps that compile, and the first batch of the `fit`. The progress bar,
+    `History` and every callback that is listed after this one have it; so list
+    it first. A line after each epoch names the reason. After the last epoch,
+    a table follows, an account of the time since `fit` was called, whose parts
+    add up, and what to change; advice that would save less than a second, or
+    5%, is left out. In a `fit` without a `FastPyDataset` nothing is added and
     nothing printed. After `evaluate` or `predict` ask for `summary()`.
 
     With `on_error="skip"`, `skipped` in the logs is the number of batches
@@ -112,6 +116,9 @@ class LoaderHealth(Callback):
         self._validations: list[EpochHealth] = []
         self._pool_stats: PoolStats | None = None  # of the training data
         self._trained: EpochHealth | None = None  # the epoch under way
+        self._timer: FitTimer | None = None  # of a `fit` that has begun
+        self._began_s = self._called_s = 0.0
+        self._validates = False  # in the epoch under way
         self._epoch = 0
         self._skipped: list[recorder.Skipped] = []
         self._companions: list[str] = []  # folders of TensorBoard's
@@ -138,7 +145,13 @@ class LoaderHealth(Callback):
 
         While that runs: of the epochs that have ended.
         """
-        return summarize(self._epochs, self._validations, self._pool_stats)
+        timer = self._timer
+        return summarize(
+            self._epochs,
+            self._validations,
+            self._pool_stats,
+            None if timer is None else timer.account,
+        )
 
     def plot(self) -> Figure:
         """Draws what the latest `fit`, `evaluate` or `predict` did.
@@ -204,8 +217,17 @@ class LoaderHealth(Callback):
         self._print_line()
         self._epoch = epoch
         self._trained = None
-        self._begin("train")
+        self._validates = False
         adapter = keras_bridge.training().adapter
+        start_s = 0.0
+        if self._timer is None:
+            if adapter is not None:
+                start_s = adapter.probed_s
+                self._called_s = min(self._called_s, adapter.began_s)
+            self._timer = FitTimer(self._called_s)
+            self._timer.end_start(self._began_s, start_s)
+        self._timer.end_callbacks(time.monotonic())
+        self._begin("train", start_s)
         if adapter is not None and self._monitor is not None:
             # Not the data that another callback evaluates on by now.
             self._monitor.recorder.expect(adapter.source_id)
@@ -217,6 +239,7 @@ class LoaderHealth(Callback):
         if self._measured is Measured.FIT_NESTED:
             return
         if self._measured is Measured.FIT:
+            self._validates = True
             self._end_training()
             self._begin("validation")
         else:
@@ -235,6 +258,10 @@ class LoaderHealth(Callback):
         if self._measured is Measured.FIT:
             if found is not None:
                 self._validations.append(found)
+            if self._timer is not None and self._monitor is not None:
+                self._timer.end_validation(
+                    time.monotonic(), self._monitor.times
+                )
         else:
             self._conclude(found)
 
@@ -258,9 +285,16 @@ class LoaderHealth(Callback):
         self, epoch: int, logs: dict[str, Any] | None = None
     ) -> None:
         self._end_training()
+        before_s = 0.0
+        if self._timer is not None:
+            before_s = sum(health.took_s for health in self._epochs)
+            self._timer.end_callbacks(time.monotonic())
         health, self._trained = self._trained, None
         if health is None:
             return
+        if self._timer is not None:
+            took_s = self._timer.account.total_s - before_s
+            health = dataclasses.replace(health, took_s=took_s)
         self._epochs.append(health)
         self._event_files.write(health)
         if logs is not None:
@@ -271,6 +305,8 @@ class LoaderHealth(Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         self._print_line()
+        if self._timer is not None:
+            self._timer.end_callbacks(time.monotonic())
         self._stop()
         self._move_to(Measured.IDLE)
         summary = self.summary()
@@ -290,11 +326,12 @@ class LoaderHealth(Callback):
         self._stop()
         self._epochs, self._validations = [], []
         self._pool_stats = None
+        self._timer = None
         self._epoch = 0
         self._line = None
         self._record = None
         self._began = datetime.datetime.now().astimezone()
-        self._began_s = time.monotonic()
+        self._began_s = self._called_s = time.monotonic()
         if self.trace is not None:
             self._writer = TraceWriter(self.trace)
         self._event_files = EventFiles(self._companions)
@@ -321,7 +358,7 @@ class LoaderHealth(Callback):
             settings=dataclasses.asdict(subject.settings) if subject else {},
             backend=keras.backend.backend(),
             began=self._began,
-            began_s=self._began_s,
+            began_s=self._called_s,
             ended_s=time.monotonic(),
             summary=self.summary(),
             spans=monitor.recorder.spans(),
@@ -356,9 +393,9 @@ class LoaderHealth(Callback):
         except (OSError, ValueError) as error:  # the training is worth more
             _log.error("The report could not be written: %s", error)
 
-    def _begin(self, phase: str) -> None:
+    def _begin(self, phase: str, start_s: float = 0.0) -> None:
         if self._monitor is not None:
-            self._monitor.begin(phase, self._epoch)
+            self._monitor.begin(phase, self._epoch, start_s)
             self._step = self._train_step = self._monitor.step
 
     def _end_nested(self) -> None:
@@ -388,6 +425,12 @@ class LoaderHealth(Callback):
         """Ends the epoch's training, which its validation may have done."""
         if self._monitor is not None and self._monitor.phase == "train":
             self._trained = self._end()
+            if self._timer is not None:
+                self._timer.end_steps(
+                    time.monotonic(),
+                    self._monitor.times,
+                    validates=self._validates,
+                )
 
     def _conclude(self, health: EpochHealth | None) -> None:
         """Ends an evaluation or prediction.
@@ -413,14 +456,13 @@ class LoaderHealth(Callback):
 
 
 def _describe(health: EpochHealth, skipped: int) -> str:
+    """Returns a line of at most 80 columns, unless batches were skipped."""
+    lost = formatting.share(health.lost_s / max(health.took_s, 1e-9))
     line = (
-        f"LoaderHealth: {health.name} lost "
-        f"{formatting.share(health.data_wait)} of "
-        f"{formatting.duration(health.wall_s)} to its data "
+        f"LoaderHealth: {health.name} lost {lost} of "
+        f"{formatting.duration(health.took_s)} to its data "
         f"({health.verdict.kind})."
     )
-    if health.verdict.kind is not Kind.COMPUTE_BOUND:
-        line += f" With free data: {formatting.duration(health.free_s)}."
     if skipped:
         were = "was" if skipped == 1 else "were"
         line += f" {formatting.count(skipped, 'batch')} {were} skipped."

@@ -25,15 +25,12 @@ from collections.abc import Generator, Iterator
 from typing import NamedTuple
 
 from keras_fastdata.metrics import formatting
+from keras_fastdata.metrics.cost_model import MOST, WAITS, Costs
 from keras_fastdata.metrics.pool_stats import TuningDecision
 from keras_fastdata.metrics.timing import Timing
 
-_MOST = 16  # workers, however long builds wait
-_TAKE_S = 40e-6  # what it costs to be handed a batch by a worker, about
 _WORTH = 0.93  # of the time per batch: a choice must be as much quicker
 _NEAR = 1.15  # times what can be expected at best: good enough to stop
-_WAITS = 0.5  # of a build that is computing: less is waiting
-_COMPUTES = 0.8  # of a build: more does not wait to speak of
 _NOTICED = 0.2  # of the time per batch: less does not matter
 _CHEAP = 0.15  # of the time per batch: hiding a build would bring no more
 _MISTAKEN = 3.0  # times longer or shorter than a trial has said
@@ -88,54 +85,21 @@ class Sample(NamedTuple):
     worker: int = 0
 
 
-@dataclasses.dataclass(frozen=True)
-class Costs:
-    """The mean times of one batch, in seconds.
+class Situation(NamedTuple):
+    """What was measured of a number of batches, in seconds.
 
     Attributes:
-        period_s: From one to the next, all in all.
-        step_s: What is done with it.
-        step_cpu_s: CPU time of that.
-        build_s: Building and storing it, by one worker.
-        computing: The share of that on a core: 0 to 1.
+        period_s: From one batch to the next, all in all.
+        costs: The costs of a batch.
     """
 
     period_s: float
-    step_s: float
-    step_cpu_s: float
-    build_s: float
-    computing: float
+    costs: Costs
 
-    @property
-    def build_cpu_s(self) -> float:
-        """Seconds of CPU time of one build."""
-        return self.build_s * self.computing
-
-    def at_best(self, workers: int, cores: float) -> float:
-        """Returns the shortest time between batches, with so many workers."""
-        cpu_s = self.build_cpu_s + self.step_cpu_s + _TAKE_S
-        return max(self.step_s + _TAKE_S, self.build_s / workers, cpu_s / cores)
-
-    def useful(self, cores: float, most: int) -> int:
-        """Returns how many workers keep up with training, or fill the cores.
-
-        As many as are building at any time (Little's law) at the rate that
-        steps and cores allow; and some more where they wait, since at times
-        more of them do.
-        """
-        busy_s = (self.build_cpu_s + self.step_cpu_s) / cores
-        period_s = max(self.step_s, busy_s)
-        if period_s * most <= self.build_s:
-            return most
-        workers = self.build_s / period_s
-        if self.computing < _COMPUTES:
-            workers += math.sqrt(workers)
-        # A little less than a whole worker is no reason for another.
-        return max(1, min(most, math.ceil(workers - 0.1)))
-
-    def is_unlike(self, other: Costs, times: float) -> bool:
+    def is_unlike(self, other: Situation, times: float) -> bool:
         """Returns whether build or step times differ by more than `times`."""
-        pairs = (self.build_s, other.build_s), (self.step_s, other.step_s)
+        ours, theirs = self.costs, other.costs
+        pairs = (ours.build_s, theirs.build_s), (ours.step_s, theirs.step_s)
         least_s = _NOTICED * max(self.period_s, other.period_s)
         return any(
             max(pair) > least_s and max(pair) > times * min(pair)
@@ -168,7 +132,7 @@ class Tuner:
         self.has_converged = False
         self.decisions: list[TuningDecision] = []
         self._cores = max(cores, 0.1)
-        self._most = min(most, _MOST)
+        self._most = min(most, MOST)
         self._excluded: dict[bool, str] = {}  # processes or threads, and why
         self._batches = 0
         self._set_out()
@@ -219,16 +183,16 @@ class Tuner:
                 self._first = INLINE
             self._move(self._first, why, settled=False)
 
-    def _search(self) -> Generator[None, Sample, Costs]:
-        """Tries choices, keeps the best one, and returns its costs."""
-        costs = yield from self._measure(2, _FEWEST)
-        best, at_best = self.choice, costs
-        best_s = costs.period_s
+    def _search(self) -> Generator[None, Sample, Situation]:
+        """Tries choices, keeps the best one, and returns what came of it."""
+        found = yield from self._measure(2, _FEWEST)
+        costs, best, at_best = found.costs, self.choice, found
+        best_s = found.period_s
         if not best.workers:  # looking at what it draws from takes time
-            best_s = min(best_s, costs.step_s + costs.build_s)
+            best_s = min(best_s, costs.period_s(0, self._cores))
         reasons = [_describe(costs)]
-        for choice in self._choices(costs):
-            ideal_s = costs.at_best(choice.workers, self._cores)
+        for choice in self._choices(found):
+            ideal_s = costs.period_s(choice.workers, self._cores)
             if ideal_s > _WORTH * best_s or choice == best:
                 continue
             self._move(
@@ -240,7 +204,10 @@ class Tuner:
             except ExcludedError:
                 reasons.append(self._excluded[choice.are_processes])
                 continue
-            reasons.append(f"{choice}: {formatting.duration(found.period_s)}.")
+            reasons.append(
+                f"{choice}: {formatting.duration(found.period_s)} "
+                f"({formatting.duration(ideal_s)} expected)."
+            )
             if found.period_s < _WORTH * best_s:
                 best, at_best, best_s = choice, found, found.period_s
             if best_s <= _NEAR * ideal_s:
@@ -250,15 +217,19 @@ class Tuner:
         self._move(best, " ".join(reasons), settled=True)
         return at_best
 
-    def _choices(self, costs: Costs) -> Iterator[WorkerConfigChoice]:
+    def _choices(self, found: Situation) -> Iterator[WorkerConfigChoice]:
         """Yields the choices that are worth a trial, the likeliest first.
 
         Threads suit builds that wait, and processes those that compute.
         """
-        if costs.build_s < _CHEAP * costs.period_s:
+        costs = found.costs
+        if costs.build_s < _CHEAP * found.period_s:
             return
-        workers = costs.useful(self._cores, self._most)
-        processes_first = costs.computing >= _WAITS
+        # What receiving takes is a guess, and one too many does no harm.
+        workers = dataclasses.replace(costs, take_s=0.0).useful(
+            self._cores, self._most
+        )
+        processes_first = costs.computing >= WAITS
         for are_processes in (processes_first, not processes_first):
             if are_processes not in self._excluded:
                 yield WorkerConfigChoice(workers, are_processes)
@@ -270,7 +241,7 @@ class Tuner:
         decision = TuningDecision(self._batches, str(choice), settled, reason)
         self.decisions.append(decision)
 
-    def _watch(self, count: int) -> Generator[None, Sample, Costs]:
+    def _watch(self, count: int) -> Generator[None, Sample, Situation]:
         """Measures a number of batches, however long they take."""
         return self._measure(0, count, count, count)
 
@@ -280,7 +251,7 @@ class Tuner:
         fewest: int = 8,
         count: int = _TRIAL,
         most: int = _LONG_TRIAL,
-    ) -> Generator[None, Sample, Costs]:
+    ) -> Generator[None, Sample, Situation]:
         """Measures batches until their cost is known.
 
         Args:
@@ -303,22 +274,24 @@ class Tuner:
             sample = yield
             samples.append(sample)
             spent_s += sample.gap_s + sample.wait_s
-        return _costs(samples)
+        return _situation_of(samples)
 
 
-def _costs(samples: list[Sample]) -> Costs:
+def _situation_of(samples: list[Sample]) -> Situation:
     timings = [s.timing for s in samples if s.timing is not None]
     asked = [t for t in timings if not math.isnan(t.cpu_s)]
     cpu_s = sum(t.cpu_s for t in asked)
     # Time without a core says how busy the machine was.
     built_s = sum(t.stored_s - t.began_s - t.delay_s for t in asked)
-    return Costs(
-        _steady([s.gap_s + s.wait_s for s in samples]),
-        _steady([s.gap_s for s in samples]),
-        _steady([s.gap_cpu_s for s in samples]),
-        _steady([t.stored_s - t.began_s for t in timings]),
-        min(1.0, cpu_s / built_s) if built_s > 0 else 1.0,
+    computing = min(1.0, cpu_s / built_s) if built_s > 0 else 1.0
+    build_s = _steady([t.stored_s - t.began_s for t in timings])
+    costs = Costs(
+        cpu_s=build_s * computing,
+        blocked_s=build_s * (1 - computing),
+        step_s=_steady([s.gap_s for s in samples]),
+        step_cpu_s=_steady([s.gap_cpu_s for s in samples]),
     )
+    return Situation(_steady([s.gap_s + s.wait_s for s in samples]), costs)
 
 
 def _steady(values: list[float]) -> float:
@@ -340,10 +313,11 @@ def _describe(costs: Costs) -> str:
     )
 
 
-def _what_changed(known: Costs, seen: Costs) -> str:
+def _what_changed(known: Situation, seen: Situation) -> str:
+    before, now = known.costs, seen.costs
     return (
-        f"Builds took {formatting.duration(known.build_s)} and steps "
-        f"{formatting.duration(known.step_s)}; now it is "
-        f"{formatting.duration(seen.build_s)} and "
-        f"{formatting.duration(seen.step_s)}."
+        f"Builds took {formatting.duration(before.build_s)} and steps "
+        f"{formatting.duration(before.step_s)}; now it is "
+        f"{formatting.duration(now.build_s)} and "
+        f"{formatting.duration(now.step_s)}."
     )

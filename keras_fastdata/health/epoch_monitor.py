@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from keras_fastdata.health.account import EpochTimes
 from keras_fastdata.health.step_clock import EpochTiming, Step, StepClock
 from keras_fastdata.health.summary import EpochHealth
 from keras_fastdata.health.verdict import Facts, judge
@@ -85,6 +86,7 @@ class EpochMonitor:
         recorder: What hears of the batches.
         steps: The latest steps.
         datasets: What was measured, by phase.
+        times: The parts of what was measured last.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class EpochMonitor:
             maxlen=STEPS_KEPT
         )
         self.datasets: dict[str, MonitoredDataset] = {}
+        self.times = EpochTimes()
         self._sink = sink
         self._synchronize = synchronize
         self._fetches_ahead = fetches_ahead
@@ -120,8 +123,14 @@ class EpochMonitor:
         """What is being measured; empty if nothing is."""
         return self._phase
 
-    def begin(self, phase: str, epoch: int) -> None:
-        """Begins to measure an epoch of a phase."""
+    def begin(self, phase: str, epoch: int, start_s: float = 0.0) -> None:
+        """Begins to measure an epoch of a phase.
+
+        Args:
+            phase: "train", "validation", "evaluate" or "predict".
+            epoch: Keras's number of the epoch.
+            start_s: The time that the first batch took before.
+        """
         if phase not in self._clocks:
             self._clocks[phase] = StepClock(
                 phase,
@@ -139,6 +148,8 @@ class EpochMonitor:
         self._probe.take()
         self._cores = cpu.read()
         self._began_s = time.monotonic()
+        self._trainer_cpu_s = time.process_time()
+        self._start_s, self._excluded_s = start_s, self.recorder.excluded_s
         if self._sink is not None:
             self._sink.begin(phase, epoch)
         self._clock.begin(epoch)
@@ -155,13 +166,21 @@ class EpochMonitor:
         stretch = clock.end()
         self.recorder.flush()
         ended_s = time.monotonic()
+        batch_stats = self.recorder.batch_stats
+        self.times = EpochTimes(
+            batch_stats.first_wait_s,
+            batch_stats.wait_s,
+            batch_stats.hook_s,
+            stretch.compiling_s,
+            self.recorder.excluded_s - self._excluded_s,
+        )
         phase, self._phase = self._phase, ""
         if self._sink is not None:
             self._sink.end()
         source = self.recorder.source
         if source is not None:
             self._settings = source.settings  # "auto" may have changed them
-        if not self.recorder.batch_stats.batches:
+        if not batch_stats.batches:
             return None
         pool_stats = None if source is None else source.pool_stats()
         self.datasets[phase] = MonitoredDataset(
@@ -207,6 +226,10 @@ class EpochMonitor:
             busy_cores=busy_cores,
             gil_held=self._probe.take(),
             memory=ram.left_now() if restarts else "",
+            dataset=self._name,
+            trainer_cpu_s=time.process_time() - self._trainer_cpu_s,
+            start_s=self._start_s,
+            auto=pool_stats is not None and bool(pool_stats.decisions),
         )
 
     def _health(
@@ -242,6 +265,7 @@ class EpochMonitor:
             busy_cores=facts.busy_cores,
             workers_nbytes=self._weigh(pool_stats),
             shared_nbytes=0 if pool_stats is None else pool_stats.shared_nbytes,
+            facts=facts,
         )
 
     def close(self) -> None:

@@ -6,10 +6,13 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from keras_fastdata.health.verdict import Verdict
+from keras_fastdata.health.account import TimeAccount, wrapped
+from keras_fastdata.health.verdict import Facts, Kind, Verdict, judge, merge
 from keras_fastdata.metrics import formatting
+from keras_fastdata.metrics.cost_model import WORTH
 from keras_fastdata.metrics.pool_stats import PoolStats, TuningDecision
 
+_WORTH_S = 1.0  # of a `fit`: a change that wins less is not advised
 _MOST_ROWS = 12  # of a table; of more epochs, the first and the last
 _COLUMNS = (
     "epoch",
@@ -18,7 +21,6 @@ _COLUMNS = (
     "verdict",
     "batches/s",
     "build p50",
-    "p95",
     "queue",
     "busy",
 )
@@ -35,7 +37,7 @@ class EpochHealth:
         verdict: Why the epoch took longer than its steps.
         data_wait: The share of `wall_s` that free data would have saved.
         wall_s: Duration in seconds, without validation, and without steps
-            that compiled.
+            that compiled. `data_wait` is a share of this.
         free_s: The duration to expect with free data.
         step_s: The time that one step needs by itself; NaN if unknown.
         build_s_p50: Median time of `__getitem__`, in seconds.
@@ -54,6 +56,10 @@ class EpochHealth:
         workers_nbytes: Memory of the worker processes (PSS, which divides
             shared memory among them); `None` if it was not measured.
         shared_nbytes: Bytes of shared memory for batches.
+        took_s: Duration of an epoch of `fit` with all that belongs to it,
+            from the end of the epoch before, or the call of `fit`; NaN if
+            unknown.
+        facts: What `verdict` was found from; `None` if unknown.
     """
 
     phase: str
@@ -77,6 +83,14 @@ class EpochHealth:
     busy_cores: float | None
     workers_nbytes: int | None
     shared_nbytes: int
+    took_s: float = math.nan
+    facts: Facts | None = dataclasses.field(default=None, repr=False)
+
+    @property
+    def lost_s(self) -> float:
+        """Seconds that free data would have saved, and the first batch took."""
+        start_s = 0.0 if self.facts is None else self.facts.start_s
+        return self.wall_s * self.data_wait + start_s
 
     @property
     def batches_per_s(self) -> float:
@@ -97,8 +111,9 @@ class HealthSummary:
     """The figures of one `fit`, `evaluate` or `predict`.
 
     Attributes:
-        verdict: The verdict that cost most time; `None` if no batch of a
-            `FastPyDataset` was delivered.
+        verdict: Why the later half of the epochs waited, or the first batch,
+            if that cost more; `None` if no batch of a `FastPyDataset` was
+            delivered.
         data_wait: The share of `wall_s` that free data would have saved.
         wall_s: Duration of all epochs, in seconds.
         epochs: The epochs, without validations.
@@ -107,6 +122,8 @@ class HealthSummary:
             training data.
         shard: The shard of the training data that this process used, in
             words; empty without a shard.
+        account: Where the time of the `fit` went, from its call to the end of
+            the latest epoch; `None` for other calls.
     """
 
     verdict: Verdict | None
@@ -116,6 +133,32 @@ class HealthSummary:
     validations: tuple[EpochHealth, ...] = ()
     decisions: tuple[TuningDecision, ...] = ()
     shard: str = ""
+    account: TimeAccount | None = None
+
+    @property
+    def saves_s(self) -> float:
+        """Seconds that all epochs would save with the verdict's advice."""
+        if self.verdict is None or self.verdict.kind is Kind.COMPUTE_BOUND:
+            return 0.0
+        lost_s = sum(epoch.lost_s for epoch in self.epochs)
+        return min(self.verdict.saves_s * len(self.epochs), lost_s)
+
+    @property
+    def is_worth_a_change(self) -> bool:
+        """Whether the advice would save a second, and 5% of the time."""
+        whole_s = self.wall_s if self.account is None else self.account.total_s
+        return not self.saves_s < max(_WORTH_S, WORTH * whole_s)
+
+    @property
+    def conclusion(self) -> tuple[str, str]:
+        """The evidence and the advice, as texts; no advice of little worth."""
+        verdict = self.verdict
+        if verdict is None:
+            return "", ""
+        if verdict.kind is Kind.COMPUTE_BOUND or self.is_worth_a_change:
+            return verdict.evidence, verdict.advice
+        saved = formatting.duration(self.saves_s)
+        return verdict.evidence, f"Nothing to change: it would save {saved}."
 
     @property
     def free_s(self) -> float:
@@ -131,14 +174,16 @@ class HealthSummary:
     def __str__(self) -> str:
         if self.verdict is None:
             return "LoaderHealth: no batch of a FastPyDataset was seen."
-        verdict = self.verdict
-        parts = [f"{verdict.kind}: {verdict.evidence}", verdict.advice]
+        evidence, advice = self.conclusion
+        parts = [wrapped(f"{self.verdict.kind}: {evidence}"), wrapped(advice)]
+        if self.account is not None:
+            parts.insert(0, wrapped(str(self.account)))
         if len(self.epochs) > 1:
             parts.insert(0, _table(self.epochs))
         if self.shard:
             parts.append(f"This process has {self.shard}.")
         if self.decisions:
-            parts.append(str(self.decisions[-1]))
+            parts.append(wrapped(str(self.decisions[-1])))
         return "\n".join(parts)
 
 
@@ -146,33 +191,39 @@ def summarize(
     epochs: list[EpochHealth],
     validations: list[EpochHealth],
     pool_stats: PoolStats | None = None,
+    account: TimeAccount | None = None,
 ) -> HealthSummary:
     """Returns the summary of some epochs."""
     wall_s = sum(e.wall_s for e in epochs)
     free_s = sum(e.wall_s * (1 - e.data_wait) for e in epochs)
     return HealthSummary(
-        verdict=_primary(epochs),
+        verdict=_verdict_on(epochs),
         data_wait=1 - free_s / wall_s if wall_s > 0 else 0.0,
         wall_s=wall_s,
         epochs=tuple(epochs),
         validations=tuple(validations),
         decisions=() if pool_stats is None else pool_stats.decisions,
         shard="" if pool_stats is None else pool_stats.shard,
+        account=account,
     )
 
 
-def _primary(epochs: list[EpochHealth]) -> Verdict | None:
-    """Returns the worst verdict of the kind that cost most time."""
-    lost: dict[str, float] = {}
-    for epoch in epochs:
-        kind = epoch.verdict.kind
-        lost_s = epoch.wall_s * epoch.data_wait
-        lost[kind] = lost.get(kind, 0.0) + lost_s
-    if not lost:
+def _verdict_on(epochs: list[EpochHealth]) -> Verdict | None:
+    """Judges the later half of the epochs: the next ones will be like these.
+
+    The first epoch decides where its first batch cost more than all the rest.
+    """
+    if not epochs:
         return None
-    worst = max(lost, key=lambda kind: lost[kind])
-    of_that_kind = [e for e in epochs if e.verdict.kind == worst]
-    return max(of_that_kind, key=lambda e: e.wall_s * e.data_wait).verdict
+    first, recent = epochs[0], epochs[len(epochs) // 2 :]
+    if first.facts is not None:
+        late_s = first.facts.start_s + first.facts.first_wait_s
+        if late_s > sum(epoch.lost_s for epoch in epochs) / 2:
+            return first.verdict
+    facts = [epoch.facts for epoch in recent if epoch.facts is not None]
+    if len(facts) < len(recent):
+        return max(recent, key=lambda epoch: epoch.lost_s).verdict
+    return judge(merge(facts))
 
 
 def abridged(
@@ -211,7 +262,6 @@ def _row(epoch: EpochHealth) -> tuple[str, ...]:
         str(epoch.verdict.kind),
         f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}",
         formatting.duration(epoch.build_s_p50),
-        formatting.duration(epoch.build_s_p95),
         f"{epoch.queue_depth_mean:.1f}",
         formatting.share(epoch.worker_utilization),
     )

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import heapq
 import math
+import statistics
+from collections.abc import Sequence
 
 from keras_fastdata.health.step_clock import share_saved
-from keras_fastdata.metrics import formatting
+from keras_fastdata.metrics import cost_model, formatting
+from keras_fastdata.metrics.cost_model import TAKE_S, WORTH, Costs
 from keras_fastdata.metrics.recorder import Slow
 
 WORTH_A_CHANGE = 0.1  # of the wall time; below, faster data hardly matters
@@ -29,6 +33,10 @@ _ONE_CORE = 1.2  # cores, at most, on which all threads together compute
 _IDLE = 0.5  # of the time: Ray workers that build less mostly wait
 _LITTLE = 0.05  # of the lost time: less building cannot be the reason
 _SOME = 0.2  # of a build: more computing needs a free core
+_FAIR = 0.5  # of the cores: so much can be had beside others' work
+_LOCKED = 0.2  # of the time: if less, Python's lock is not in the way
+_STORE_BYTES_PER_S = 2e9  # to shared memory, where it was not measured
+_LARGE = 100_000  # bytes of a batch: to move fewer saves no time
 _LONGEST_QUEUE = 1000  # batches, the longest queue that is advised
 
 
@@ -60,12 +68,17 @@ class Verdict:
         advice: What to change, and the gain to hope for.
         ceiling_speedup: How many times faster training would be with free
             data, at least 1.
+        call: The constructor call to use, as text; empty if none is advised.
+        saves_s: The seconds of an epoch that the advice would save: with a
+            call, as forecast; without one, at most. NaN if unknown.
     """
 
     kind: Kind
     evidence: str
     advice: str
     ceiling_speedup: float
+    call: str = ""
+    saves_s: float = math.nan
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.evidence} {self.advice}"
@@ -73,7 +86,7 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """The measurements of one epoch. Durations are in seconds.
+    """The measurements of one epoch, or of a few. Durations are in seconds.
 
     Attributes:
         workers_are: "inline", "thread", "process" or "ray".
@@ -101,6 +114,13 @@ class Facts:
         gil_held: The share of probes that had to wait for the GIL; NaN if
             unknown.
         memory: A sentence on the memory that is left; may be empty.
+        dataset: Class name of the dataset.
+        trainer_cpu_s: CPU time of the training process, all its threads; NaN
+            if unknown.
+        start_s: Time from the call of `fit` to the first batch; 0 but for the
+            first epoch. It is no part of `wall_s`.
+        epochs: The number of epochs.
+        auto: Whether `workers="auto"` has chosen the workers.
     """
 
     workers_are: str
@@ -127,6 +147,11 @@ class Facts:
     busy_cores: float | None
     gil_held: float = math.nan
     memory: str = ""
+    dataset: str = "MyDataset"
+    trainer_cpu_s: float = math.nan
+    start_s: float = 0.0
+    epochs: int = 1
+    auto: bool = False
 
     @property
     def lost_s(self) -> float:
@@ -148,20 +173,33 @@ class Facts:
 
     @property
     def computing(self) -> float:
-        """The share of build time spent computing, or waiting for a core."""
-        busy_s = self.cpu_s + self.delay_s
-        return min(1.0, busy_s / max(self.build_s + self.store_s, 1e-9))
+        """The share of build time on a core, of the time that had a core."""
+        had_s = self.build_s + self.store_s - self.delay_s
+        return min(1.0, self.cpu_s / had_s) if had_s > 0 else 1.0
 
     @property
     def free_cores(self) -> float:
         """Cores that were idle, on average; all cores if unknown."""
-        return self.cores - (self.busy_cores or 0.0)
+        return max(0.0, self.cores - (self.busy_cores or 0.0))
 
     @property
-    def room(self) -> float:
-        """Cores available to builds: those they use, and those free."""
-        used = self.cpu_s / max(self.wall_s, 1e-9)
-        return self.free_cores + min(used, self.cores)
+    def our_cores(self) -> float:
+        """Cores for builds and steps: those they use, and those free.
+
+        Builds that seldom compute get a fair part of those that others use.
+        """
+        used_s = self.cpu_s + self.step_cpu_s
+        ours = self.free_cores + used_s / max(self.wall_s, 1e-9)
+        fair = _FAIR if self.computing < _MOST_OF else 0.01
+        return max(min(ours, self.cores), fair * self.cores)
+
+    @property
+    def step_cpu_s(self) -> float:
+        """CPU time of the training process, without builds."""
+        if math.isnan(self.trainer_cpu_s):
+            return 0.0
+        shared = self.workers_are in ("inline", "thread")
+        return max(0.0, self.trainer_cpu_s - shared * self.cpu_s)
 
     @property
     def cores_are_full(self) -> bool:
@@ -179,24 +217,61 @@ class Facts:
         return [slow for slow in self.slowest if slow.build_s > limit_s]
 
 
+def merge(epochs: Sequence[Facts]) -> Facts:
+    """Returns the measurements of some epochs as one: sums, and the latest."""
+    changes = {
+        name: sum(getattr(facts, name) for facts in epochs) for name in _SUMS
+    }
+    slowest = heapq.nlargest(32, (s for facts in epochs for s in facts.slowest))
+    busy = [f.busy_cores for f in epochs if f.busy_cores is not None]
+    busy_cores = statistics.fmean(busy) if busy else None
+    return dataclasses.replace(
+        epochs[-1], slowest=tuple(slowest), busy_cores=busy_cores, **changes
+    )
+
+
+_SUMS = (
+    *("batches", "nbytes", "wall_s", "free_s", "build_s", "cpu_s", "delay_s"),
+    *("store_s", "open_s", "wait_s", "first_wait_s", "hook_s", "retried"),
+    *("retried_wait_s", "restarts", "trainer_cpu_s", "start_s", "epochs"),
+)
+
+
 def judge(facts: Facts) -> Verdict:
     """Returns the main reason why an epoch took longer than its steps."""
     kind = _kind_of(facts)
     evidence, advice = _REASONS[kind](facts)
-    if kind is not Kind.COMPUTE_BOUND:
+    free_s, wall_s = facts.free_s / facts.epochs, facts.wall_s / facts.epochs
+    call, saves_s = "", facts.lost_s / facts.epochs
+    if kind is Kind.LATE_START:
+        saves_s += facts.start_s / facts.epochs
+    elif kind is not Kind.COMPUTE_BOUND:
         evidence += (
-            f" With free data it would take {formatting.duration(facts.free_s)}"
-            f" instead of {formatting.duration(facts.wall_s)}."
+            f" With free data it would take {formatting.duration(free_s)}"
+            f" instead of {formatting.duration(wall_s)}."
         )
-    return Verdict(kind, evidence, advice, max(1.0, facts.ceiling_speedup))
+    if kind in (Kind.IO_BOUND, Kind.GIL_BOUND, Kind.BUILD_CPU_BOUND):
+        call, forecast_s = other_workers(facts)
+        if call:
+            saves_s = wall_s - forecast_s
+            advice = (
+                f"Use `{call}`: an epoch would take about "
+                f"{formatting.duration(forecast_s)} instead of "
+                f"{formatting.duration(wall_s)}."
+            )
+    speedup = max(1.0, facts.ceiling_speedup)
+    return Verdict(kind, evidence, advice, speedup, call, saves_s)
 
 
 def _kind_of(facts: Facts) -> Kind:
+    whole_s, lost_s = facts.wall_s + facts.start_s, facts.lost_s + facts.start_s
+    if facts.start_s > max(_MOST_OF * lost_s, WORTH_A_CHANGE * whole_s):
+        return Kind.LATE_START
     if facts.data_wait < WORTH_A_CHANGE:
         return Kind.COMPUTE_BOUND
     if _is_unstable(facts):
         return Kind.UNSTABLE_WORKERS
-    if 1 < facts.workers >= facts.batches:
+    if 1 < facts.workers >= facts.batches / facts.epochs:
         return Kind.TOO_FEW_BATCHES
     slow = facts.stragglers
     if (
@@ -265,12 +340,7 @@ def _compute_bound(facts: Facts) -> tuple[str, str]:
 
 
 def _build_cpu_bound(facts: Facts) -> tuple[str, str]:
-    evidence = (
-        f"Building a batch takes {_per_batch(facts, facts.build_s)}, "
-        f"{formatting.share(facts.computing)} of it computing; "
-        f"{_free_cores(facts)}."
-    )
-    return evidence, _more_processes(facts)
+    return f"{_built(facts)}; {_free_cores(facts)}.", _no_more(facts)
 
 
 def _gil_bound(facts: Facts) -> tuple[str, str]:
@@ -279,27 +349,19 @@ def _gil_bound(facts: Facts) -> tuple[str, str]:
         f"on {facts.cpu_s / max(facts.wall_s, 1e-9):.1f} cores, because one "
         f"holds Python's lock (the GIL); {_free_cores(facts)}."
     )
-    return evidence, _more_processes(facts)
+    return evidence, _no_more(facts)
 
 
 def _io_bound(facts: Facts) -> tuple[str, str]:
-    idle = 1.0 - facts.computing
-    evidence = (
-        f"Building a batch takes {_per_batch(facts, facts.build_s)}, and "
-        f"{formatting.share(idle)} of that it waits for something else: files, "
-        "a network, a lock."
-    )
-    workers = max(facts.workers, 1)
-    wanted = math.ceil(facts.build_s / max(facts.free_s, 1e-9))
-    wanted = min(wanted, max(32, 2 * workers))
-    if facts.computing > 0.01:
-        wanted = min(wanted, math.floor(facts.room / facts.computing))
-    wanted = max(_of_use(facts, wanted), workers + 1)
-    building_s = max(facts.build_s / wanted, facts.cpu_s / facts.cores)
-    advice = f"Waiting needs no core: pass `workers={wanted}`" + _gain(
-        facts, building_s
-    )
-    return evidence, advice + _longer_queue(facts, wanted)
+    evidence = f"{_built(facts)}, such as files, a network or a lock."
+    return evidence, _no_more(facts)
+
+
+_CHEAPER = (
+    "Make the work cheaper: store what is expensive already prepared; where a "
+    "model trains on an accelerator, hand over uint8 and augment in the model. "
+    "Or give the process more cores."
+)
 
 
 def _cores_full(facts: Facts) -> tuple[str, str]:
@@ -310,12 +372,7 @@ def _cores_full(facts: Facts) -> tuple[str, str]:
         f"{facts.cores:g} {_cores(facts.cores)} were busy, with this, with "
         "training and with whatever else runs there."
     )
-    advice = (
-        "More workers would not help. Make the work cheaper: store what is "
-        "expensive already prepared; where a model trains on an accelerator, "
-        "hand over uint8 and augment in the model. Or give the process more "
-        "cores."
-    )
+    advice = f"More workers would not help. {_CHEAPER}"
     if facts.workers > facts.cores:
         advice += (
             f" And {facts.workers} workers on {facts.cores:g} "
@@ -327,14 +384,14 @@ def _cores_full(facts: Facts) -> tuple[str, str]:
 def _transfer_bound(facts: Facts) -> tuple[str, str]:
     if facts.workers_are == "ray":
         return _transfer_bound_on_ray(facts)
+    small = facts.nbytes < _LARGE * facts.batches
     if _are_at_hand(facts):
         return (
             "Batches are at hand, from a cache, say; but it takes "
             f"{_per_batch(facts, facts.wait_s)} to read or copy the "
             f"{formatting.size(facts.nbytes / facts.batches)} of one.",
             "That happens where training does, so workers would not help. "
-            "Move less: hand over uint8 or float16 instead of float32 and "
-            "convert in the model.",
+            + (_FEWER if small else f"{_LESS}."),
         )
     moving_s = facts.store_s + facts.open_s
     evidence = (
@@ -342,13 +399,24 @@ def _transfer_bound(facts: Facts) -> tuple[str, str]:
         f"its {formatting.size(facts.nbytes / facts.batches)} to the training "
         f"process {_per_batch(facts, moving_s)}."
     )
-    advice = (
-        "Move less: hand over uint8 or float16 instead of float32 and convert "
-        "in the model; or build the batch where it will lie, in an array from "
-        "`self.empty(shape, dtype)`, which is not copied. Builds this quick "
-        "may do without processes: try `use_multiprocessing=False`."
+    advice = _FEWER
+    if not small:
+        advice = (
+            f"{_LESS}; or build the batch where it will lie, in an array from "
+            "`self.empty(shape, dtype)`, which is not copied."
+        )
+    call = cost_model.call(facts.dataset, facts.workers, False)
+    return (
+        evidence,
+        f"{advice} Builds this quick may do with threads: `{call}`.",
     )
-    return evidence, advice
+
+
+_LESS = (
+    "Move less: hand over uint8 or float16 instead of float32 and convert in "
+    "the model"
+)
+_FEWER = "Batches this small cost time each: make them larger, and fewer."
 
 
 def _transfer_bound_on_ray(facts: Facts) -> tuple[str, str]:
@@ -359,11 +427,10 @@ def _transfer_bound_on_ray(facts: Facts) -> tuple[str, str]:
         f"what is waited for is Ray, which moves "
         f"{formatting.size(facts.nbytes / facts.batches)} a batch."
     )
-    advice = (
-        "Move less: hand over uint8 or float16 instead of float32 and convert "
-        "in the model. Or build where the training is: `executor='local'`."
+    advice = _FEWER if facts.nbytes < _LARGE * facts.batches else f"{_LESS}."
+    return evidence, (
+        f"{advice} Or build where the training is: `executor='local'`."
     )
-    return evidence, advice
 
 
 def _stragglers(facts: Facts) -> tuple[str, str]:
@@ -377,7 +444,8 @@ def _stragglers(facts: Facts) -> tuple[str, str]:
     )
     advice = "Look at what is special about them, with `dataset[index]`."
     if facts.workers_are == "inline":
-        return evidence, advice + " `workers=1` builds ahead of them."
+        call = cost_model.call(facts.dataset, 1, False)
+        return evidence, f"{advice} `{call}` builds ahead of them."
     if slow[0].waited_s >= facts.first_wait_s > 0:
         advice += (
             " One of them came first: what `__getitem__` imports or opens the "
@@ -390,12 +458,16 @@ def _stragglers(facts: Facts) -> tuple[str, str]:
         ),
     )
     wanted = max(1, min(wanted, facts.batches, _LONGEST_QUEUE))
+    call = cost_model.call(
+        facts.dataset,
+        max(2, facts.workers),
+        facts.workers_are == "process",
+        wanted,
+    )
     advice += (
         " A longer queue bridges them, where the other workers are quick "
-        f"enough to fill it: `max_queue_size={wanted}`"
+        f"enough to fill it: `{call}`"
     )
-    if facts.workers < 2:
-        advice += " and `workers=2`"
     queued = formatting.size(wanted * facts.nbytes / max(facts.batches, 1))
     return evidence, f"{advice}; the queue may take {queued} of memory then."
 
@@ -411,6 +483,12 @@ def _late_start(facts: Facts) -> tuple[str, str]:
             f"`on_epoch_begin` and `on_epoch_end` of the dataset took "
             f"{formatting.duration(facts.hook_s)}. {evidence}"
         )
+    if facts.start_s > facts.first_wait_s:
+        evidence = (
+            "Before the first step, starting workers and building the first "
+            f"batch took {formatting.duration(facts.start_s)}; all other "
+            f"batches were waited for {formatting.duration(facts.wait_s)}."
+        )
     advice = (
         "Where only the first epoch is late, workers start and load the "
         "dataset: keep one dataset object for all calls of `fit`. Where each "
@@ -418,7 +496,8 @@ def _late_start(facts: Facts) -> tuple[str, str]:
         "that overrides them is built ahead only after they ran."
     )
     if facts.workers_are == "inline":
-        advice += " And `workers=1` builds ahead at all."
+        call = cost_model.call(facts.dataset, 1, False)
+        advice += f" And `{call}` builds ahead at all."
     return evidence, advice
 
 
@@ -465,43 +544,100 @@ _REASONS = {
 }
 
 
-def _more_processes(facts: Facts) -> str:
-    """Advises how many workers keep up with the steps, on the free cores."""
-    builds_s = facts.cpu_s + facts.store_s
-    wanted = math.ceil(builds_s / max(facts.free_s, 1e-9))
-    scales = facts.workers_are in ("process", "ray") or (
-        facts.workers > 1 and not _is_gil_bound(facts)
+def other_workers(facts: Facts) -> tuple[str, float]:
+    """Returns the constructor call that brings most, and an epoch's forecast.
+
+    The forecast is what the cost model says, made longer as far as the model
+    underestimates the present workers. It is no shorter than the steps allow.
+
+    Returns:
+        The call, or "" if it would win too little; the seconds of an epoch.
+    """
+    if facts.auto:
+        return "", math.inf  # which has tried the others
+    batches = facts.batches / facts.epochs
+    kinds = _costs(facts)
+    present = facts.workers_are in ("process", "ray")
+    cores = facts.our_cores
+    most = int(max(cost_model.MOST, facts.cores, 2 * facts.workers))
+    choice = cost_model.choose(
+        kinds, cores, max(1, min(most, math.ceil(batches) - 1)), present
     )
-    ours = facts.workers if scales else 0
-    count = _of_use(facts, min(wanted, math.floor(facts.room + 0.3)))
-    count = max(1, count, ours + 1)
-    if scales and facts.workers_are in ("thread", "ray"):
-        call = f"`workers={count}`"
-    else:
-        call = f"`workers={count}, use_multiprocessing=True`"
-    building_s = max(builds_s / count, facts.cpu_s / facts.cores)
-    advice = f"Pass {call}" + _gain(facts, building_s)
-    return advice + _longer_queue(facts, count)
+    late_s = (facts.first_wait_s + facts.hook_s) / facts.epochs
+    wall_s = facts.wall_s / facts.epochs
+    modelled_s = batches * kinds[present].period_s(facts.workers, cores)
+    longer = max(1.0, (wall_s - late_s) / max(modelled_s, 1e-9))
+    forecast_s = max(
+        facts.free_s / facts.epochs,
+        late_s + longer * batches * choice.period_s,
+        facts.build_s_p50,
+    )
+    if forecast_s > (1 - WORTH) * wall_s:
+        return "", wall_s
+    workers, are_processes, _ = choice
+    call = cost_model.call(
+        facts.dataset,
+        workers,
+        are_processes and facts.workers_are != "ray",
+        cost_model.queue_for(workers, facts.max_queue_size),
+    )
+    return call, forecast_s
 
 
-def _of_use(facts: Facts, workers: int) -> int:
-    """Limits a number of workers to fewer than the epoch's batches."""
-    return min(workers, facts.batches - 1)
+def _costs(facts: Facts) -> dict[bool, Costs]:
+    """Returns the costs of a batch with processes, and with threads."""
+    stored = facts.workers_are in ("process", "ray")
+    cpu_s = facts.cpu_s / facts.batches
+    busy_s = facts.cpu_s + facts.delay_s
+    blocked_s = facts.build_s + facts.store_s - busy_s
+    blocked_s = max(0.0, blocked_s) / facts.batches
+    lock_s = cpu_s
+    if facts.workers_are == "thread" and facts.workers > 1:
+        period_s = facts.wall_s / facts.batches
+        lock_s = cost_model.lock_s(facts.gil_held, period_s, cpu_s)
+        if facts.gil_held > _LOCKED:
+            # A thread that waits for the lock seems to be blocked.
+            blocked_s = max(0.0, blocked_s - (facts.workers - 1) * lock_s)
+    moving_s = facts.store_s / facts.batches
+    if not stored:
+        moving_s = facts.nbytes / facts.batches / _STORE_BYTES_PER_S
+    thread_s = max(0.0, cpu_s - stored * moving_s)
+    threads = Costs(
+        cpu_s=thread_s,
+        blocked_s=blocked_s,
+        lock_s=min(lock_s, thread_s),
+        step_s=facts.free_s / facts.batches,
+        step_cpu_s=facts.step_cpu_s / facts.batches,
+        take_s=max(TAKE_S, facts.open_s / facts.batches),
+    )
+    processes = dataclasses.replace(
+        threads, cpu_s=thread_s + moving_s, lock_s=0.0
+    )
+    if facts.workers_are == "ray":
+        return {True: processes}
+    return {False: threads, True: processes}
 
 
-def _longer_queue(facts: Facts, workers: int) -> str:
-    """Advises a longer queue if some workers would be idle."""
-    if workers <= facts.max_queue_size:
-        return ""
-    return f" Raise `max_queue_size` to {2 * workers} with it."
+def _no_more(facts: Facts) -> str:
+    """Says why no other workers are advised."""
+    if facts.auto:
+        return '`workers="auto"` has tried other workers. ' + _CHEAPER
+    return f"Other workers would win less than {WORTH:.0%}. {_CHEAPER}"
 
 
-def _gain(facts: Facts, building_s: float) -> str:
-    """Says how long an epoch would take at best with quicker building."""
-    hoped_s = max(facts.free_s, building_s, facts.build_s_p50)
-    if hoped_s >= facts.wall_s:
-        return "."
-    return f": {formatting.duration(hoped_s)} an epoch at best."
+def _built(facts: Facts) -> str:
+    """Says what a build takes, and what for."""
+    had_s = max(facts.build_s + facts.store_s, 1e-9)
+    delay = min(1.0, facts.delay_s / had_s)
+    computing = min(1.0 - delay, facts.cpu_s / had_s)
+    idle = 1.0 - delay - computing
+    text = (
+        f"Building a batch takes {_per_batch(facts, facts.build_s)}: "
+        f"{formatting.share(computing)} computing, "
+    )
+    if delay >= WORTH:
+        text += f"{formatting.share(delay)} waiting for a core, "
+    return f"{text}{formatting.share(idle)} waiting for something else"
 
 
 def _per_batch(facts: Facts, seconds: float) -> str:

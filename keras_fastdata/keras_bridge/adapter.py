@@ -63,6 +63,9 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         early_end: What to do where the data ends before Keras expects it.
         has_hooks: Whether epoch hooks may change the dataset.
         source_id: What a recorder knows the adapter by.
+        began_s: When Keras was given the data, by `time.monotonic`.
+        probed_s: How long Keras then waited for batches to build the model
+            with.
     """
 
     def __init__(
@@ -84,6 +87,8 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
             for name in ("on_epoch_begin", "on_epoch_end")
         )
         self.source_id = object()
+        self.began_s = time.monotonic()
+        self.probed_s = 0.0
         self._signature: Any = None
         # Weakly: whoever iterates holds it, and it holds this adapter.
         self._latest: weakref.ref[IteratorBatches] | None = None
@@ -122,6 +127,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         if self._signature is None:
             began = time.perf_counter()
             self._signature = self._sign()
+            self.add_probe(time.perf_counter() - began)
             if (listener := self.listener()) is not None:
                 listener.exclude(time.perf_counter() - began)
         return tensorflow_data.make_dataset(self, self._signature)
@@ -233,6 +239,10 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
                 None if listener is None else listener.interval_s
             )
         return found
+
+    def add_probe(self, seconds: float) -> None:
+        """Adds a wait for batches to build the model with."""
+        self.probed_s += seconds
 
     def listener(self) -> recorder.Recorder | None:
         """What measures this fit, evaluation or prediction, if anything."""

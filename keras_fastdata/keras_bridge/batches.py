@@ -70,6 +70,8 @@ class IteratorBatches(Iterator[Any]):
             batch = keras.tree.map_structure(own, batch)
         now_s = time.monotonic()
         adapter.progress.count_batch()
+        if not adapter.progress.has_started:
+            adapter.add_probe(now_s - began_s)
         if listener is not None:
             self._record(listener, self._iterator, now_s - began_s, now_s)
         try:

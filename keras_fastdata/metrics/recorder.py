@@ -184,6 +184,12 @@ class BatchStats:
         return self.asked_delay_s * self._asked_of
 
     @property
+    def blocked_s(self) -> float:
+        """Time of all builds that was neither computing nor such a wait."""
+        busy_s = self.cpu_s + self.delay_s
+        return max(0.0, self.build_s + self.store_s - busy_s)
+
+    @property
     def _asked_of(self) -> float:
         took_s = self.build_s + self.store_s
         return took_s / self.asked_s if self.asked_s > 0 else 0.0

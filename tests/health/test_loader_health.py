@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import csv
+import dataclasses
 import functools
 import itertools
 import json
@@ -26,11 +27,11 @@ from keras_facts import with_steps_per_execution
 from samples import Numbered
 
 from keras_fastdata import ArrayDataset, LoaderHealth, keras_bridge
-from keras_fastdata.callbacks import device
+from keras_fastdata.callbacks import device, loader_health
 from keras_fastdata.engine.loader import Loader
 from keras_fastdata.health import epoch_monitor, step_clock
 from keras_fastdata.health.measured import Measured
-from keras_fastdata.keras_bridge import batches
+from keras_fastdata.keras_bridge import adapter, batches
 from keras_fastdata.metrics import cpu, recorder, timing
 
 pytestmark = pytest.mark.usefixtures("kept_forkserver")
@@ -41,7 +42,7 @@ _WAIT_S = 2 * _SLOW_S  # a batch that is slow to come
 _TIME = r"[\d.]+ (?:s|ms)"
 _LINE = re.compile(
     rf"LoaderHealth: (\w+(?: \d+)?) lost (\d+)% of {_TIME} to its data "
-    rf"\((\w+)\)\.(?: With free data: {_TIME}\.)?"
+    rf"\((\w+)\)\."
 )
 
 
@@ -68,6 +69,9 @@ class SimulatedTime:
     def sleep(self, seconds):
         self.now_s += seconds
 
+    def process_time(self):
+        return 0.0
+
     def __getattr__(self, name):
         return getattr(self._real, name)
 
@@ -76,7 +80,8 @@ class SimulatedTime:
 def simulated_time(monkeypatch):
     """Has this module, and all that measures a `fit`, a simulated clock."""
     simulated = SimulatedTime()
-    for module in (batches, epoch_monitor, recorder, step_clock, timing):
+    measuring = batches, epoch_monitor, recorder, step_clock, timing
+    for module in (*measuring, adapter, loader_health):
         monkeypatch.setattr(module, "time", simulated)
     monkeypatch.setattr(timing.RunDelay, "read", lambda self: 0.0)
     monkeypatch.setitem(globals(), "time", simulated)
@@ -581,13 +586,121 @@ def test_a_line_after_each_epoch_names_the_reason(capsys, simulated_time):
 
 
 def test_the_last_lines_are_a_table_and_what_to_change(capsys, simulated_time):
-    _fit(SlowData(), LoaderHealth(), epochs=3)
+    _fit(SlowData(10 * _WAIT_S), LoaderHealth(), epochs=3)
     lines = capsys.readouterr().out.splitlines()[3:]
     assert lines[0].split()[:4] == ["epoch", "wall", "data", "wait"]
     assert [line.split()[0] for line in lines[1:4]] == ["1", "2", "3"]
-    assert lines[4].startswith("io_bound: Building a batch takes 5")
-    assert "pass `workers=" in lines[5]
-    assert max(len(line) for line in lines[:4]) <= 80
+    assert lines[4].startswith("12.")
+    assert "s in all: waiting for data 1" in lines[4]
+    assert lines[6].startswith("io_bound: Building a batch takes 5")
+    assert any("Use `SlowData(..., workers=" in line for line in lines[7:])
+    assert max(map(len, lines)) <= 80
+
+
+# -- the account ---------------------------------------------------------------
+
+
+class SlowFirst(FreeData):
+    """Takes its time over the first batch that is built."""
+
+    is_first = True
+
+    def __getitem__(self, index):
+        if self.is_first:
+            self.is_first = False
+            time.sleep(8.0)
+        return super().__getitem__(index)
+
+
+class SlowHooks(SlowData):
+    """Takes its time over its hook."""
+
+    def on_epoch_end(self):
+        time.sleep(1.0)
+
+
+class SavesSlowly(keras.callbacks.Callback):
+    """Stands for a callback that saves the model."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        time.sleep(3.0)
+
+
+@on_each_backend
+def test_the_wait_before_the_first_step_is_seen(simulated_time, capsys):
+    health = LoaderHealth()
+    _fit(SlowFirst(), health, SlowSteps(), epochs=2)
+    summary = health.summary()
+    assert summary.account.first_batch_s == pytest.approx(8.0, abs=0.1)
+    assert summary.account.total_s == pytest.approx(8.4, abs=0.2)
+    # If the model has to be built, it is built with the first batch.
+    assert summary.verdict.kind in ("late_start", "stragglers")
+    assert summary.is_worth_a_change
+    line = capsys.readouterr().out.splitlines()[0]
+    assert int(_LINE.fullmatch(line)[2]) > 90
+
+
+@on_each_backend
+def test_each_second_of_a_fit_belongs_to_the_part_that_took_it(simulated_time):
+    health = LoaderHealth(0)
+    began_s = time.monotonic()
+    with SlowData(0.1) as validation:
+        _fit(
+            SlowHooks(),
+            health,
+            SlowSteps(),
+            SlowTests(),
+            SavesSlowly(),
+            epochs=2,
+            validation_data=validation,
+        )
+    account = health.summary().account
+    whole_s = time.monotonic() - began_s
+    assert account.total_s == pytest.approx(whole_s, rel=0.02)
+    waits_s = account.first_batch_s + account.waiting_s
+    assert waits_s == pytest.approx(16 * _WAIT_S, abs=2.1 * _WAIT_S)
+    assert account.first_batch_s > 0
+    assert account.steps_s == pytest.approx(16 * _SLOW_S, abs=0.05)
+    assert account.hooks_s == pytest.approx(2.0, abs=1.1)
+    assert account.callbacks_s == pytest.approx(6.0, abs=0.1)
+    assert account.validation_s + account.validation_wait_s == pytest.approx(
+        16 * (0.1 + 2.5 * _SLOW_S), abs=0.3
+    )
+
+
+class Around(keras.callbacks.Callback):
+    """Takes the time of the beginning and the end of a fit."""
+
+    def on_train_begin(self, logs=None):
+        self.began_s = time.monotonic()
+
+    def on_train_end(self, logs=None):
+        self.ended_s = time.monotonic()
+
+
+@on_each_backend
+def test_the_parts_of_a_real_fit_add_up_to_the_whole():
+    health, around = LoaderHealth(0), Around()
+    began_s = time.monotonic()
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with FreeData(workers=2) as data, FreeData() as validation:
+        model.fit(
+            data,
+            validation_data=validation,
+            epochs=2,
+            callbacks=[around, health],
+            verbose=0,
+        )
+    whole_s = time.monotonic() - began_s
+    account = health.summary().account
+    assert around.ended_s - around.began_s <= account.total_s <= whole_s
+    assert min(dataclasses.astuple(account)) >= -1e-6
+    assert sum(seconds for _, seconds in account.parts) == pytest.approx(
+        account.total_s
+    )
+    epochs = health.summary().epochs
+    assert sum(epoch.took_s for epoch in epochs) <= account.total_s
 
 
 def test_compute_is_named_where_data_is_free(capsys, simulated_time):

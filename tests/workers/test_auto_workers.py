@@ -194,7 +194,9 @@ def test_an_interrupt_while_it_decides_does_no_harm(monkeypatch):
         monkeypatch.undo()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("keras_fastdata.engine.tuner._costs", interrupted)
+    monkeypatch.setattr(
+        "keras_fastdata.engine.tuner._situation_of", interrupted
+    )
     with Waits(workers="auto", seed=4) as dataset:
         with pytest.raises(KeyboardInterrupt):
             list(dataset)

@@ -37,6 +37,8 @@ def summary_html(summary: HealthSummary) -> str:
     if summary.verdict is None:
         return "<div>LoaderHealth: no batch of a FastPyDataset was seen.</div>"
     verdict = summary.verdict
+    evidence, advice = summary.conclusion
+    account = "" if summary.account is None else str(summary.account)
     figures = (
         f"{formatting.share(summary.data_wait)} of "
         f"{formatting.duration(summary.wall_s)} were waiting for data; with "
@@ -45,8 +47,9 @@ def summary_html(summary: HealthSummary) -> str:
     return (
         "<div>"
         f"<p><b>{html.escape(verdict.kind)}</b>: {html.escape(figures)}</p>"
-        f"<p>{html.escape(verdict.evidence)}<br>"
-        f"{html.escape(verdict.advice)}</p>"
+        f"<p>{html.escape(evidence)}<br>"
+        f"{html.escape(advice)}</p>"
+        f"<p>{html.escape(account)}</p>"
         f"{_decided(summary)}"
         f"{_table(summary)}</div>"
     )

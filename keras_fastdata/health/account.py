@@ -1,0 +1,173 @@
+"""`TimeAccount`: where the time of a `fit` went.
+
+Each second from the call of `fit` belongs to one part. The host's clock counts:
+a wait is a wait even while a device computes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import textwrap
+from typing import NamedTuple
+
+from keras_fastdata.metrics import formatting
+
+
+@dataclasses.dataclass(frozen=True)
+class TimeAccount:
+    """The parts of a time, in seconds. They add up to it.
+
+    Attributes:
+        first_batch_s: Starting workers, and waiting for the first batch.
+        compiling_s: Building the model, and steps that compiled.
+        steps_s: Training steps, with what callbacks do for each batch.
+        waiting_s: Waiting for training data, but for the first batch.
+        validation_s: Validation, without its waits.
+        validation_wait_s: Waiting for validation data.
+        hooks_s: `on_epoch_begin` and `on_epoch_end` of datasets.
+        callbacks_s: Other callbacks, between epochs: those that save models
+            among them.
+    """
+
+    first_batch_s: float = 0.0
+    compiling_s: float = 0.0
+    steps_s: float = 0.0
+    waiting_s: float = 0.0
+    validation_s: float = 0.0
+    validation_wait_s: float = 0.0
+    hooks_s: float = 0.0
+    callbacks_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """The sum of all parts."""
+        return math.fsum(dataclasses.astuple(self))
+
+    @property
+    def parts(self) -> list[tuple[str, float]]:
+        """Names and seconds of the parts that took time, the longest first."""
+        found = dataclasses.asdict(self)
+        parts = [(_NAMES[name], seconds) for name, seconds in found.items()]
+        return sorted((p for p in parts if p[1] > 0), key=lambda p: -p[1])
+
+    def plus(self, other: TimeAccount) -> TimeAccount:
+        """Returns the account of both times together."""
+        ours, theirs = dataclasses.astuple(self), dataclasses.astuple(other)
+        return TimeAccount(*map(sum, zip(ours, theirs, strict=True)))
+
+    def __str__(self) -> str:
+        parts = ", ".join(
+            f"{name} {formatting.duration(seconds)}"
+            for name, seconds in self.parts
+        )
+        return f"{formatting.duration(self.total_s)} in all: {parts}."
+
+
+_NAMES = {
+    "first_batch_s": "start and first batch",
+    "compiling_s": "compiling",
+    "steps_s": "steps",
+    "waiting_s": "waiting for data",
+    "validation_s": "validation",
+    "validation_wait_s": "validation waiting for data",
+    "hooks_s": "epoch hooks",
+    "callbacks_s": "other callbacks and saving",
+}
+
+
+class EpochTimes(NamedTuple):
+    """What is known of a stretch of steps, in seconds.
+
+    Attributes:
+        first_wait_s: The wait for its first batch.
+        wait_s: All waits for batches.
+        hook_s: Epoch hooks of the dataset.
+        compiling_s: Steps that compiled.
+        excluded_s: What belongs to no step: setting up a validation, or
+            waits for the data of an evaluation within a callback.
+    """
+
+    first_wait_s: float = 0.0
+    wait_s: float = 0.0
+    hook_s: float = 0.0
+    compiling_s: float = 0.0
+    excluded_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """The sum of the parts; the first wait is one of all waits."""
+        return self.wait_s + self.hook_s + self.compiling_s + self.excluded_s
+
+
+class FitTimer:
+    """Divides the time of one `fit` among the parts of its account.
+
+    Args:
+        began_s: When `fit` was called, by `time.monotonic`.
+
+    Attributes:
+        account: The account up to the latest moment that was told.
+    """
+
+    def __init__(self, began_s: float) -> None:
+        self.account = TimeAccount()
+        self._until_s = began_s
+        self._has_first_batch = False
+
+    def _rest_s(self, now_s: float, known_s: float) -> float:
+        """Returns the time since the latest moment, without a known part."""
+        rest_s = now_s - self._until_s - known_s
+        self._until_s = now_s
+        return rest_s
+
+    def _add(self, **parts_s: float) -> None:
+        self.account = self.account.plus(TimeAccount(**parts_s))
+
+    def end_start(self, now_s: float, first_batch_s: float) -> None:
+        """Keras has built the model, for which it may have taken a batch."""
+        rest_s = self._rest_s(now_s, first_batch_s)
+        self._add(first_batch_s=first_batch_s, compiling_s=rest_s)
+
+    def end_callbacks(self, now_s: float) -> None:
+        """Callbacks have run."""
+        self._add(callbacks_s=self._rest_s(now_s, 0.0))
+
+    def end_steps(
+        self, now_s: float, times: EpochTimes, *, validates: bool
+    ) -> None:
+        """The training steps of an epoch have ended."""
+        first_s = 0.0 if self._has_first_batch else times.first_wait_s
+        self._has_first_batch = True
+        self._add(
+            steps_s=self._rest_s(now_s, times.total_s),
+            first_batch_s=first_s,
+            waiting_s=times.wait_s - first_s,
+            hooks_s=times.hook_s,
+            compiling_s=times.compiling_s,
+            validation_s=times.excluded_s if validates else 0.0,
+            callbacks_s=0.0 if validates else times.excluded_s,
+        )
+
+    def end_validation(self, now_s: float, times: EpochTimes) -> None:
+        """A validation has ended."""
+        rest_s = self._rest_s(now_s, times.total_s) + times.excluded_s
+        self._add(
+            validation_s=rest_s,
+            validation_wait_s=times.wait_s,
+            hooks_s=times.hook_s,
+            compiling_s=times.compiling_s,
+        )
+
+
+def wrapped(text: str, width: int = 80) -> str:
+    """Wraps a text, but not within a constructor call in backquotes."""
+    pieces = text.split("`")
+    pieces[1::2] = [code.replace(" ", "\0") for code in pieces[1::2]]
+    lines = textwrap.wrap(
+        "`".join(pieces),
+        width,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "\n".join(lines).replace("\0", " ")

@@ -1,0 +1,216 @@
+"""Predicts what a batch takes with other workers: pure functions.
+
+`LoaderHealth`, `profile` and `workers="auto"` advise by this model. A build is
+made of three kinds of time, which are measured apart:
+
+    computing   on a core: limited by the cores; in threads, also by Python's
+                lock (the GIL)
+    blocked     waits for a disk, a network, a sleep: limited by the workers
+                alone, however few cores there are
+    delayed     ready to run without a core: says how busy the machine is.
+                Neither workers nor cores divide it, so no forecast counts it.
+
+Each limit is a time per batch that the workers cannot be quicker than; the
+longest one counts.
+
+    workers     (computing + blocked) / workers
+    cores       (computing + computing of a step + receiving) / cores
+    lock        the time that a build holds Python's lock
+    shared      the time that a build uses what one worker at a time can use
+    step        a training step + receiving
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+TAKE_S = 40e-6  # receiving a batch from a worker, if that was not measured
+MOST = 16  # workers to advise, where there are no more cores
+WORTH = 0.05  # of the time: a change that wins less is not advised
+WAITS = 0.5  # of a build that is computing: less is waiting
+
+_COMPUTES = 0.8  # of a build: more does not wait to speak of
+_SPARE = 0.1  # of a worker: so little more is no reason for another
+_NEARLY = 0.9  # of the time: the other kind of workers must be as much quicker
+_NOTICED = 0.2  # of a build: shorter extra time beside a worker is ignored
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """The cost of one batch with one kind of workers, in seconds.
+
+    Attributes:
+        cpu_s: CPU time of building it, and of storing it in shared memory.
+        blocked_s: Time in which the build waits, but not for a core.
+        lock_s: How long a build holds Python's lock, which all threads share;
+            0 for processes.
+        shared_s: How long a build uses what one worker at a time can use, such
+            as a disk or the memory bus.
+        step_s: What a training step takes with free data.
+        step_cpu_s: CPU time of that.
+        take_s: CPU time in the training process to receive the batch.
+    """
+
+    cpu_s: float
+    blocked_s: float
+    lock_s: float = 0.0
+    shared_s: float = 0.0
+    step_s: float = 0.0
+    step_cpu_s: float = 0.0
+    take_s: float = TAKE_S
+
+    @property
+    def build_s(self) -> float:
+        """Time of a build by one worker that always has a core."""
+        return self.cpu_s + self.blocked_s
+
+    @property
+    def computing(self) -> float:
+        """The share of a build that needs a core: 0 to 1."""
+        return self.cpu_s / self.build_s if self.build_s > 0 else 1.0
+
+    def limits(self, workers: int, cores: float) -> dict[str, float]:
+        """Returns each limit, in seconds per batch, for at least 1 worker."""
+        cpu_s = self.cpu_s + self.step_cpu_s + self.take_s
+        return {
+            "workers": self.build_s / workers,
+            "cores": cpu_s / cores,
+            "lock": self.lock_s,
+            "shared": self.shared_s,
+            "step": self.step_s + self.take_s,
+        }
+
+    def period_s(self, workers: int, cores: float) -> float:
+        """Returns the shortest time from one batch to the next.
+
+        Args:
+            workers: The number of workers; 0 for inline.
+            cores: The cores for builds and steps.
+        """
+        if not workers:
+            return self.step_s + self.build_s
+        return max(self.limits(workers, cores).values())
+
+    def useful(self, cores: float, most: int) -> int:
+        """Returns the fewest workers that reach the other limits.
+
+        As many as are building at any time (Little's law); and some more if
+        builds wait, since at times more of them do.
+        """
+        limits = self.limits(1, cores)
+        del limits["workers"]
+        period_s = max(limits.values())
+        if period_s * most <= self.build_s:
+            return max(1, most)
+        workers = self.build_s / period_s
+        if self.computing < _COMPUTES and limits["shared"] < period_s:
+            workers += math.sqrt(workers)
+        elif self.computing >= _COMPUTES:
+            most = min(most, math.ceil(cores))
+        return max(1, min(most, math.ceil(workers - _SPARE)))
+
+    def why_no_more(self, workers: int, cores: float) -> str:
+        """Says what limits twice as many workers."""
+        limits = self.limits(2 * workers, cores)
+        return _NO_MORE[max(limits, key=lambda limit: limits[limit])]
+
+
+_NO_MORE = {
+    "workers": "More workers build more, if training needs more.",
+    "cores": "More workers would wait for a core.",
+    "lock": "More threads would wait for Python's lock.",
+    "shared": (
+        "More workers would wait for each other: builds share something that "
+        "one can use at a time, such as a disk, a lock or the memory bus."
+    ),
+    "step": "Training could not take more batches from workers.",
+}
+
+
+def shared_s(alone_s: float, beside_s: float) -> float:
+    """Returns how long a build uses what one worker at a time can use.
+
+    Two workers that each need the resource for s seconds of a build of b
+    seconds take turns: a build then takes 2 s instead of b. If 2 s is not more
+    than b, s cannot be measured, and 0 is assumed.
+
+    Args:
+        alone_s: The time of a build by one worker, without delays.
+        beside_s: The same while a second worker builds too.
+    """
+    longer_s = beside_s - alone_s
+    if not longer_s > _NOTICED * alone_s:
+        return 0.0
+    return min(alone_s, (alone_s + longer_s) / 2)
+
+
+def lock_s(held: float, period_s: float, cpu_s: float) -> float:
+    """Returns how long a build holds Python's lock.
+
+    Args:
+        held: Share of the time the lock was held while threads built; NaN if
+            unknown, and then all computing counts.
+        period_s: The time per batch of these threads.
+        cpu_s: CPU time of a build, which holds the lock at most this long.
+    """
+    return cpu_s if math.isnan(held) else min(cpu_s, held * period_s)
+
+
+class Choice(NamedTuple):
+    """Where to build batches.
+
+    Attributes:
+        workers: The number of workers.
+        are_processes: Whether they are processes.
+        period_s: The time per batch to expect, in seconds.
+    """
+
+    workers: int
+    are_processes: bool
+    period_s: float
+
+
+def choose(
+    kinds: dict[bool, Costs], cores: float, most: int, present: bool
+) -> Choice:
+    """Chooses the kind of workers, and the fewest that bring all they can.
+
+    The kind in use is kept unless the other one is a tenth quicker.
+
+    Args:
+        kinds: The costs with processes (`True`) and with threads (`False`), or
+            with one of these kinds.
+        cores: The cores for builds and steps.
+        most: The number of workers not to exceed.
+        present: The kind in use.
+    """
+    choices = {}
+    for are_processes, costs in kinds.items():
+        workers = costs.useful(cores, most)
+        period_s = costs.period_s(workers, cores)
+        choices[are_processes] = Choice(workers, are_processes, period_s)
+    quickest = min(choices.values(), key=lambda choice: choice.period_s)
+    kept = choices.get(present, quickest)
+    return kept if quickest.period_s > _NEARLY * kept.period_s else quickest
+
+
+def queue_for(workers: int, lookahead: int) -> int | None:
+    """Returns the longer queue that some workers need; `None` without one."""
+    return 2 * workers if workers > lookahead else None
+
+
+def call(
+    dataset: str,
+    workers: int,
+    use_multiprocessing: bool,
+    max_queue_size: int | None = None,
+) -> str:
+    """Returns the constructor call to use, as text."""
+    arguments = f"workers={workers}"
+    if use_multiprocessing:
+        arguments += ", use_multiprocessing=True"
+    if max_queue_size is not None:
+        arguments += f", max_queue_size={max_queue_size}"
+    return f"{dataset}(..., {arguments})"
