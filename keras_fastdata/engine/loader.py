@@ -331,7 +331,7 @@ class Loader:
             state.check_order(self.name, epoch.shuffle)
             epoch.start_at(self._planner.position(state))
         self._position.begin(epoch)
-        workers.begin_epoch()
+        workers.renew_restarts()
         for other in self._epochs:
             if not other.has_begun and other.schedule is not None:
                 self._forget_ahead(other)

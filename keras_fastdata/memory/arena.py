@@ -14,9 +14,9 @@ array of the batch reports that death. The reference's callback is
 takes no lock, and has no Python frame that could swallow a KeyboardInterrupt.
 
 A forked process must have batches of its own, like all other memory. Before a
-fork, leased slots are therefore detached: their pages become a private copy of
-the process, at the same address. A detached slot is joined to the segment
-again before its next use.
+fork, leased slots are therefore made private: their pages become a copy that
+this process alone has, at the same address. A private slot is mapped to the
+segment again before its next use.
 """
 
 from __future__ import annotations
@@ -115,21 +115,23 @@ class Segment:
             _CLOCK.unpack_from(self._mmap, worker * HEARTBEAT_BYTES + 8)[0]
         )
 
-    def release_pages(self, slot: int) -> None:
+    def drop_pages(self, slot: int) -> None:
         """Returns a slot's pages to the kernel, and so loses its content."""
         remove = getattr(mmap, "MADV_REMOVE", None)
         if remove is not None:
             start = self._slot_offset(slot)
             self._mmap.madvise(remove, start, self.stride)
 
-    def detach(self, slot: int, nbytes: int, *, copy: bool = True) -> None:
+    def make_private(
+        self, slot: int, nbytes: int, *, copy: bool = True
+    ) -> None:
         """Turns a slot's first bytes into a private copy of this process.
 
         Their address does not change. Threads may read and write meanwhile.
 
         Args:
             slot: The slot.
-            nbytes: The number of bytes to detach.
+            nbytes: The number of bytes to copy.
             copy: Whether to copy all pages now, because other processes may
                 go on writing to them. If not, writing to a page copies it.
 
@@ -139,8 +141,8 @@ class Segment:
         flags = mmap.MAP_PRIVATE | (_MAP_POPULATE if copy else 0)
         self._map(self._slot_offset(slot), nbytes, flags)
 
-    def join(self, slot: int) -> None:
-        """Maps a detached slot to the segment again; drops its copy.
+    def make_shared(self, slot: int) -> None:
+        """Maps a private slot to the segment again; drops its copy.
 
         Raises:
             OSError: There is not enough memory.
@@ -149,7 +151,7 @@ class Segment:
         self._map(start, self.stride, mmap.MAP_SHARED)
         self._mmap.madvise(mmap.MADV_DONTDUMP, start, self.stride)
 
-    def join_all(self) -> None:
+    def make_all_shared(self) -> None:
         """Maps all slots and the heartbeats to the segment again."""
         self._map(0, len(self._mmap), mmap.MAP_SHARED)
         self._mmap.madvise(mmap.MADV_DONTDUMP)
@@ -195,9 +197,9 @@ class Arena:
         self._cold = list(reversed(range(slots)))
         self._leased: dict[int, _SlotRef] = {}
         self._returned: collections.deque[_SlotRef] = collections.deque()
-        self._detached: set[int] = set()
-        self._seen_by_forks: set[int] = set()  # lacked memory to detach
-        _detach_before_forks(self)
+        self._private: set[int] = set()
+        self._seen_by_forks: set[int] = set()  # lacked memory for a copy
+        _make_private_before_forks(self)
 
     @property
     def nbytes(self) -> int:
@@ -207,20 +209,20 @@ class Arena:
     @property
     def crowded(self) -> bool:
         """Whether the consumer holds as many slots as it is allowed."""
-        self._collect()
+        self._reclaim()
         return len(self._leased) >= self._hold_limit
 
     def take(self, leave: int = 0) -> int | None:
         """Takes a free slot; `None` if at most `leave` slots are free."""
         if self._returned:
-            self._collect()
+            self._reclaim()
         if leave and len(self._warm) + len(self._cold) <= leave:
             return None
         if self._warm:
             return self._warm.pop()
         return self._cold.pop() if self._cold else None
 
-    def release(self, slot: int) -> None:
+    def free(self, slot: int) -> None:
         """Frees a slot that is not leased."""
         self._warm.append(slot)
         if len(self._warm) > self._warm_slots:
@@ -231,7 +233,7 @@ class Arena:
         self._warm_slots = slots
         while len(self._warm) > slots:
             coldest = self._warm.popleft()
-            self.segment.release_pages(coldest)
+            self.segment.drop_pages(coldest)
             self._cold.append(coldest)
 
     def lease(self, slot: int, nbytes: int) -> Bytes:
@@ -242,67 +244,69 @@ class Arena:
         self._leased[slot] = lease
         return root
 
-    def detach(self, *, copy: bool = True) -> None:
-        """Detaches all leased slots; see `Segment.detach`.
+    def make_private(self, *, copy: bool = True) -> None:
+        """Makes all leased slots private; see `Segment.make_private`.
 
-        Any thread may call it. If there is no memory to detach a slot, the
+        Any thread may call it. If there is no memory for a copy of a slot, the
         slot is never used again.
         """
         for slot, lease in list(self._leased.items()):
             root = lease()  # this reference keeps the slot leased
-            if root is None or slot in self._detached or self.segment.fd < 0:
+            if root is None or slot in self._private or self.segment.fd < 0:
                 continue
             try:
-                self._detached.add(slot)
-                self.segment.detach(slot, root.nbytes, copy=copy)
+                self._private.add(slot)
+                self.segment.make_private(slot, root.nbytes, copy=copy)
             except OSError:
                 self._seen_by_forks.add(slot)
 
     def close(self) -> None:
         """Closes the descriptor; the mapping lives as long as its arrays."""
         # No worker is left that could write to them, but forks may follow.
-        self.detach(copy=False)
+        self.make_private(copy=False)
         fd, self.segment.fd = self.segment.fd, -1
         if fd >= 0:
             os.close(fd)
 
-    def _collect(self) -> None:
+    def _reclaim(self) -> None:
         while self._returned:
             slot = self._returned.popleft().slot
-            if slot in self._detached and not self._join(slot):
+            if slot in self._private and not self._make_shared(slot):
                 continue  # still counted as leased
             del self._leased[slot]
-            self.release(slot)
+            self.free(slot)
 
-    def _join(self, slot: int) -> bool:
-        """Joins a detached slot; returns whether it can be used again."""
+    def _make_shared(self, slot: int) -> bool:
+        """Maps a private slot again; returns whether it can be used again."""
         if slot in self._seen_by_forks:
             return False
         try:
-            self.segment.join(slot)
+            self.segment.make_shared(slot)
         except OSError:
             return False
-        self._detached.discard(slot)
+        self._private.discard(slot)
         return True
 
 
 _arenas: list[weakref.ref[Arena]] = []
 
 
-def _detach_before_forks(arena: Arena) -> None:
-    """Makes every fork detach the arena's leased slots first."""
+def _make_private_before_forks(arena: Arena) -> None:
+    """Has every fork begin with making the arena's leased slots private."""
     if not _arenas:
         # Again in the child: another thread may have leased one in between.
-        os.register_at_fork(before=_detach_all, after_in_child=_detach_all)
+        os.register_at_fork(
+            before=_make_all_private, after_in_child=_make_all_private
+        )
     living = [ref for ref in _arenas if ref() is not None]
     _arenas[:] = [*living, weakref.ref(arena)]
 
 
-def _detach_all() -> None:
+def _make_all_private() -> None:
     for reference in list(_arenas):
         arena = reference()
         if arena is not None:
-            arena.detach()
+            arena.make_private()
 
 
 def address_of(array: npt.NDArray[Any]) -> int:

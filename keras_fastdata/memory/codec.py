@@ -86,7 +86,7 @@ class Writer(Protocol):
         """Returns a contiguous copy of `array` that `write` will not copy."""
         ...
 
-    def detach_retained(self, extents: list[tuple[int, int]]) -> bool:
+    def copy_retained(self, extents: list[tuple[int, int]]) -> bool:
         """Whether the dataset kept arrays that it may still write to."""
         ...
 
@@ -169,7 +169,7 @@ class SlotWriter:
         np.copyto(copy, array)
         return copy
 
-    def detach_retained(self, extents: list[tuple[int, int]]) -> bool:
+    def copy_retained(self, extents: list[tuple[int, int]]) -> bool:
         """Copies arrays that the dataset kept, and may still write to.
 
         Call it after the batch has died. An array of `empty` that is still
@@ -198,11 +198,11 @@ class SlotWriter:
         target, _ = self._allocate(len(body))
         target[:] = np.frombuffer(body, np.uint8)
 
-    def detach(self) -> None:
+    def make_private(self) -> None:
         """Gives this process a private copy of the slot, if memory allows."""
         if self._used:
             with contextlib.suppress(OSError):
-                self._segment.detach(self._slot, self._used)
+                self._segment.make_private(self._slot, self._used)
 
     @property
     def used(self) -> int:
@@ -246,7 +246,7 @@ def encode(batch: list[Any], writer: Writer) -> Encoded:
     if structure is None:
         structure = _write_pickled(batch[0], writer, extents)
     batch.clear()
-    retained = writer.detach_retained(extents)
+    retained = writer.copy_retained(extents)
     packed = b"".join(_EXTENT.pack(*extent) for extent in extents)
     return Encoded(structure, packed, writer.used, retained)
 
@@ -290,7 +290,7 @@ def decode(encoded: Encoded, arena: Arena, slot: int) -> Any:
         return assemble(structure, buffers)
     finally:
         if not lease and not retained:
-            arena.release(slot)
+            arena.free(slot)
 
 
 def extents(encoded: Encoded) -> list[tuple[int, int]]:

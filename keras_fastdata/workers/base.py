@@ -116,7 +116,8 @@ class WorkerPool(Protocol):
     All methods but `wait` and `close` are called by one thread at a time, in
     the process that made the workers; none of those waits for a batch. Several
     threads may wait, also while another calls any of the methods; a signal
-    handler may end the workers amid a wait.
+    handler may end the workers amid a wait. A pool inherits the methods that
+    mean nothing to it.
     """
 
     def submit(self, request: BatchRequest) -> bool:
@@ -141,11 +142,11 @@ class WorkerPool(Protocol):
 
     def pause(self) -> None:
         """Has the workers finish what they are at, and begin nothing."""
-        ...
+        return
 
     def resume(self) -> None:
         """Has them go on. Idempotent."""
-        ...
+        return
 
     @property
     def busy(self) -> bool:
@@ -154,15 +155,15 @@ class WorkerPool(Protocol):
 
     def change(self) -> None:
         """Has every later request built from the dataset as it is now."""
-        ...
+        return
 
     def expect(self, ahead: int) -> None:
         """Says that no more than so many batches will be asked for ahead."""
-        ...
+        return
 
-    def begin_epoch(self) -> None:
+    def renew_restarts(self) -> None:
         """Allows the worker restarts of a new epoch."""
-        ...
+        return
 
     def pool_stats(self) -> PoolStats:
         """Says who they are."""

@@ -64,7 +64,7 @@ class Slots(Protocol):
         """Takes a free slot; `None` if only `leave` or fewer are free."""
         ...
 
-    def release(self, slot: int) -> None:
+    def free(self, slot: int) -> None:
         """Takes back a slot."""
         ...
 
@@ -256,7 +256,7 @@ class InFlight:
             such task.
         """
         if self._quarantines:
-            self._release_quarantined(worker, task_id)
+            self._free_quarantined(worker, task_id)
         task = self._sent.get(task_id)
         if task is not None:
             self._move(task, TaskState.DONE)
@@ -311,7 +311,7 @@ class InFlight:
         if quarantine.task_ids:
             self._quarantines.append(quarantine)
         if ended:
-            self._release_quarantined(worker, self._last_task_id + 1)
+            self._free_quarantined(worker, self._last_task_id + 1)
         else:
             self._await_for_ever(worker, quarantine)
         if losses.suspect is None:
@@ -324,17 +324,17 @@ class InFlight:
         if is_wanted:
             return suspect
         if ended:
-            self.release(suspect)
+            self.free(suspect)
         return None
 
     def send_first(self, task: Task) -> None:
         """Queues the request of a done task first, with the task's slot."""
         self._put_first(self._queue_again(task, task.slot))
 
-    def release(self, task: Task) -> None:
+    def free(self, task: Task) -> None:
         """Frees the slot of a done task that is not sent again."""
         if task.slot != _NO_SLOT:
-            self._slots.release(task.slot)
+            self._slots.free(task.slot)
 
     def give_up(self) -> list[BatchRequest]:
         """Removes all queued and sent tasks; returns their requests."""
@@ -369,7 +369,7 @@ class InFlight:
     def _close(self, task: Task) -> None:
         """Removes a task that no worker has, and frees its slot."""
         self._move(task, TaskState.DONE)
-        self.release(task)
+        self.free(task)
 
     def _queue_again(self, task: Task, slot: int) -> Task:
         self._last_task_id += 1
@@ -405,7 +405,7 @@ class InFlight:
                 quarantine.awaited.remove(worker)
                 quarantine.awaited.add(_ABANDONED)
 
-    def _release_quarantined(self, worker: int, task_id: int) -> None:
+    def _free_quarantined(self, worker: int, task_id: int) -> None:
         """Frees the slots of quarantines that `worker` was the last to leave.
 
         Args:

@@ -17,6 +17,7 @@ from keras_fastdata.workers.base import (
     BatchRequest,
     Builds,
     LocalResult,
+    WorkerPool,
     describe_batch,
 )
 from keras_fastdata.workers.exceptions import note
@@ -24,7 +25,7 @@ from keras_fastdata.workers.exceptions import note
 _CLOSE_TIMEOUT_S = 5.0  # for another thread to finish its batch
 
 
-class InlinePool:
+class InlinePool(WorkerPool):
     """Builds batches in the calling thread.
 
     Args:
@@ -106,33 +107,16 @@ class InlinePool:
             timing = self._stopwatch.stop()
             return LocalResult(request.request_id, 0, batch, timing=timing)
         except Exception as error:
-            note(
-                error,
-                describe_batch(self._dataset, request, "the calling thread"),
-            )
-            return LocalResult(
-                request.request_id, 0, error=error, by_dataset=True
-            )
-
-    def pause(self) -> None:
-        """Does nothing: builds only run while the caller waits."""
-
-    def resume(self) -> None:
-        """Does nothing."""
+            here = describe_batch(self._dataset, request, "the calling thread")
+            note(error, here)
+            return LocalResult.failed(request.request_id, 0, error)
 
     @property
     def busy(self) -> bool:
         return False
 
     def change(self) -> None:
-        """Tells the builder that the dataset has changed."""
         self._builder.change()
-
-    def expect(self, ahead: int) -> None:
-        """Does nothing: batches take no shared memory."""
-
-    def begin_epoch(self) -> None:
-        """Does nothing: there is no worker to restart."""
 
     def pool_stats(self) -> PoolStats:
         return PoolStats("inline", 0)

@@ -53,7 +53,7 @@ class RestartPolicy:
         )
         self.is_over = False
 
-    def begin_epoch(self) -> None:
+    def renew_restarts(self) -> None:
         """All may be replaced again."""
         self._restarts = 0
         self._unreplaced.clear()

@@ -19,7 +19,13 @@ import time
 from collections.abc import Iterable
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from keras_fastdata.workers.base import BatchResult, LocalResult, PoolPlan
+from keras_fastdata.workers import log_forwarding
+from keras_fastdata.workers.base import (
+    BatchResult,
+    LocalResult,
+    PoolPlan,
+    WorkerPool,
+)
 from keras_fastdata.workers.exit_messages import WorkerExit
 from keras_fastdata.workers.in_flight import InFlight, Task
 from keras_fastdata.workers.restart_policy import RestartPolicy, record_crash
@@ -124,7 +130,16 @@ class WorkerEnd(NamedTuple):
 
 
 class Transport(Protocol[W]):
-    """Reaches the workers of a pool: what the supervisor asks for."""
+    """Reaches the workers of a pool: what the supervisor asks for.
+
+    Attributes:
+        workers: The living workers, by index. The supervisor adds and removes
+            them.
+        in_flight: The pool's tasks.
+    """
+
+    workers: dict[int, W]
+    in_flight: InFlight
 
     def start(self, index: int) -> W:
         """Starts a worker."""
@@ -161,9 +176,6 @@ class Supervisor(Generic[W]):
 
     Args:
         plan: How many workers, and how often they may be replaced.
-        workers: The living workers, by index, shared with the pool. The
-            supervisor adds and removes them.
-        in_flight: The pool's tasks.
         transport: Starts and kills the workers.
 
     Attributes:
@@ -171,16 +183,10 @@ class Supervisor(Generic[W]):
         watchdog: Notices batches that take too long.
     """
 
-    def __init__(
-        self,
-        plan: PoolPlan,
-        workers: dict[int, W],
-        in_flight: InFlight,
-        transport: Transport[W],
-    ) -> None:
+    def __init__(self, plan: PoolPlan, transport: Transport[W]) -> None:
         self._plan = plan
-        self._workers = workers
-        self._in_flight = in_flight
+        self._workers = transport.workers
+        self._in_flight = transport.in_flight
         self._transport = transport
         self.policy = RestartPolicy(plan.count, plan.max_restarts)
         self.watchdog = Watchdog(
@@ -264,7 +270,7 @@ class Supervisor(Generic[W]):
         if error is None:
             self._in_flight.send_first(suspect)
             return []
-        self._in_flight.release(suspect)
+        self._in_flight.free(suspect)
         return [
             LocalResult(suspect.request.request_id, worker.index, error=error)
         ]
@@ -285,3 +291,79 @@ class Supervisor(Generic[W]):
             )
             for request in self._in_flight.give_up()
         ]
+
+
+class SupervisedPool(WorkerPool, Generic[W]):
+    """The common part of pools that replace workers.
+
+    Args:
+        plan: How many workers, and how often they may be replaced.
+        transport: Starts and kills the workers.
+        receiver: Takes the log records and warnings of the workers.
+    """
+
+    def __init__(
+        self,
+        plan: PoolPlan,
+        transport: Transport[W],
+        receiver: log_forwarding.Receiver,
+    ) -> None:
+        self._workers = transport.workers
+        self._in_flight = transport.in_flight
+        self._receiver = receiver
+        self._supervisor = Supervisor(plan, transport)
+        self._policy = self._supervisor.policy
+        self._watchdog = self._supervisor.watchdog
+        self._is_paused = self._is_closed = False
+
+    def collect(self) -> Iterable[BatchResult]:
+        supervisor = self._supervisor
+        supervisor.start_missing()
+        is_due = self._watchdog.is_due()
+        done = self._receive(is_due)
+        if is_due:
+            done += supervisor.look()
+        supervisor.start_missing()
+        if self._policy.is_over:
+            done += supervisor.fail_all()
+        self._flush()
+        self._receiver.hand_on()
+        return done
+
+    def pause(self) -> None:
+        self._is_paused = True
+
+    def resume(self) -> None:
+        if self._is_paused:
+            self._is_paused = False
+            self._flush()
+
+    @property
+    def busy(self) -> bool:
+        return self._in_flight.is_awaited
+
+    def renew_restarts(self) -> None:
+        self._policy.renew_restarts()
+
+    def close(self) -> None:
+        if not self._is_closed:
+            with DeferredSignals():
+                self._is_closed = True
+                self._end()
+            self._receiver.hand_on()
+
+    def _receive(self, is_due: bool) -> list[BatchResult]:
+        """Returns results that have come, and those of workers that ended.
+
+        Args:
+            is_due: Whether to look for ended workers even if results come.
+        """
+        raise NotImplementedError
+
+    def _flush(self) -> None:
+        """Sends queued tasks, as many as the workers take."""
+        raise NotImplementedError
+
+    def _end(self) -> None:
+        """Ends the workers, and frees all that the pool holds."""
+        raise NotImplementedError

@@ -26,6 +26,7 @@ from keras_fastdata.workers.base import (
     BatchRequest,
     Builds,
     LocalResult,
+    WorkerPool,
     describe_batch,
 )
 from keras_fastdata.workers.exceptions import note
@@ -40,7 +41,7 @@ from keras_fastdata.workers.watchdog import (
 _CLOSE_TIMEOUT_S = 5.0  # what a batch being built gets to end
 
 
-class ThreadPool:
+class ThreadPool(WorkerPool):
     """Builds in `count` threads of this process.
 
     Args:
@@ -129,15 +130,6 @@ class ThreadPool:
     @property
     def busy(self) -> bool:
         return self._given > 0
-
-    def change(self) -> None:
-        """Nothing to do: the threads build from the dataset itself."""
-
-    def expect(self, ahead: int) -> None:
-        """Nothing to do: batches take no shared memory."""
-
-    def begin_epoch(self) -> None:
-        """Nothing to do: a thread does not die."""
 
     def pool_stats(self) -> PoolStats:
         return PoolStats("thread", len(self._threads))

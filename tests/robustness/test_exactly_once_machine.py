@@ -309,7 +309,7 @@ def _slots(dataset):
     if not workers:
         return []
     arena, in_flight = workers._arena, workers._in_flight
-    arena._collect()
+    arena._reclaim()
     ready = [a.done for w in loader._epochs for a in w.ready.values()]
     return [
         *arena._warm,

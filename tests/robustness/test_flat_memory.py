@@ -400,7 +400,7 @@ def test_slots_are_all_free_after_many_ends_of_epochs():
         list(dataset)
         gc.collect()
         arena = dataset._fastdata.loader._pool.workers._arena
-        arena.release(arena.take())  # takes back what was dropped, too
+        arena.free(arena.take())  # takes back what was dropped, too
         size = os.fstat(arena.segment.fd).st_size
         free = {*arena._warm, *arena._cold}
         assert free == set(range(size // arena.segment.stride))

@@ -39,7 +39,7 @@ from keras_fastdata import BatchTimeoutError
 from keras_fastdata.memory.arena import Arena
 from keras_fastdata.workers import stack_dump, supervisor, thread, watchdog
 from keras_fastdata.workers.base import BatchRequest
-from keras_fastdata.workers.process import channel, launchers, worker_main
+from keras_fastdata.workers.process import channel, launchers
 
 TIMEOUT_S = 0.75
 ONE = {"workers": 1, "use_multiprocessing": True}
@@ -283,18 +283,14 @@ def test_a_replacement_does_not_begin_with_the_time_of_the_one_before(
     monkeypatch, tmp_path
 ):
     clocks = []
-    describe = worker_main.WorkerStart.by_this_process
+    write = channel.write_shared_state
 
-    def describe_and_tell(index, *rest):
+    def write_and_tell(start):
         segment = dataset._fastdata.loader._pool.workers._arena.segment
-        clocks.append(segment.started_s(index))
-        return describe(index, *rest)
+        clocks.append(segment.started_s(start.worker))
+        return write(start)
 
-    monkeypatch.setattr(
-        worker_main.WorkerStart,
-        "by_this_process",
-        staticmethod(describe_and_tell),
-    )
+    monkeypatch.setattr(channel, "write_shared_state", write_and_tell)
     dataset = Stuck(tmp_path, {2: "sleeps"}, batch_timeout=TIMEOUT_S, **ONE)
     with dataset:
         assert equal(list(dataset), _expected())

@@ -246,7 +246,7 @@ def _structure(batch, arena):
     slot = arena.take()
     writer = codec.SlotWriter(arena.segment, slot, in_place=True)
     encoded = codec.encode([batch], writer)
-    arena.release(slot)
+    arena.free(slot)
     return encoded.structure
 
 

@@ -32,14 +32,14 @@ class Slots:
     """Slots that are numbers."""
 
     def __init__(self, count=_SLOTS):
-        self.free = list(range(count))
+        self.left = list(range(count))
 
     def take(self, leave=0):
-        return self.free.pop() if len(self.free) > leave else None
+        return self.left.pop() if len(self.left) > leave else None
 
-    def release(self, slot):
-        assert slot not in self.free
-        self.free.append(slot)
+    def free(self, slot):
+        assert slot not in self.left
+        self.left.append(slot)
 
 
 def _request(request_id):
@@ -74,7 +74,7 @@ def test_a_task_is_queued_then_sent_then_done():
     assert book.request_of(task.task_id) == _request(1)
     assert book.complete(task.task_id, 0) == (task, task.slot)
     assert task.state is TaskState.DONE
-    assert task.slot not in slots.free
+    assert task.slot not in slots.left
     assert book.complete(task.task_id, 0) == (None, None)
     assert not book.is_awaited
 
@@ -91,7 +91,7 @@ def test_what_is_cancelled_before_it_is_sent_frees_its_slot_at_once():
     assert book.is_out({1})
     book.cancel({1})
     assert not book.is_out({1})
-    assert len(slots.free) == _SLOTS
+    assert len(slots.left) == _SLOTS
     assert not _sent_by(book)
 
 
@@ -110,7 +110,7 @@ def test_what_is_found_unread_is_sent_first_and_what_was_cancelled_is_not():
     book.cancel({2})
     book.enter(_request(4))
     book.requeue([task.task_id for task in sent])
-    assert sent[1].slot in slots.free
+    assert sent[1].slot in slots.left
     assert [t.request.request_id for t in _sent_by(book)] == [1, 3, 4]
 
 
@@ -126,7 +126,7 @@ def test_a_lost_task_is_sent_again_under_another_id_before_all_others():
     assert again.slot == first.slot
     assert again.task_id > third.task_id
     assert book.complete(first.task_id, 0) == (None, None)
-    assert len(slots.free) == _SLOTS - 3
+    assert len(slots.left) == _SLOTS - 3
 
 
 def test_a_slot_is_in_quarantine_until_every_worker_has_moved_on():
@@ -138,9 +138,9 @@ def test_a_slot_is_in_quarantine_until_every_worker_has_moved_on():
     assert again.request.request_id == 1
     assert again.slot != lost.slot
     book.complete(again.task_id, 1)
-    assert lost.slot not in slots.free
+    assert lost.slot not in slots.left
     book.complete(later.task_id, 2)
-    assert lost.slot in slots.free
+    assert lost.slot in slots.left
     assert lost.state is TaskState.DONE
 
 
@@ -158,7 +158,7 @@ def test_the_slot_of_a_worker_that_was_abandoned_is_not_used_again():
     assert again.slot != slot
     book.send_first(again)
     book.clear()
-    assert sorted([*slots.free, slot]) == list(range(_SLOTS))
+    assert sorted([*slots.left, slot]) == list(range(_SLOTS))
 
 
 def test_the_replacement_of_an_abandoned_worker_ends_no_quarantine_of_it():
@@ -170,7 +170,7 @@ def test_the_replacement_of_an_abandoned_worker_ends_no_quarantine_of_it():
     book.complete(again.task_id, 0)
     book.complete(later.task_id, 0)
     book.recover(0, 0, {}, ended=True)
-    assert lost.slot not in slots.free
+    assert lost.slot not in slots.left
     assert book.complete(lost.task_id, 0) == (None, lost.slot)
 
 
@@ -188,7 +188,7 @@ def test_lost_tasks_wait_for_the_next_free_slot():
     assert again.request == first.request
     assert book.complete(second.task_id, 1) == (None, second.slot)
     assert not _sent_by(book)
-    slots.release(second.slot)
+    slots.free(second.slot)
     (again,) = _sent_by(book)
     assert again.request == second.request
 
@@ -209,7 +209,7 @@ def test_clearing_frees_no_slot_that_an_abandoned_worker_may_write_to(
     book, slots, (lost,) = _book(1)
     book.recover(0, heartbeat, {1: 0}, ended=False)
     book.clear()
-    assert sorted([*slots.free, lost.slot]) == list(range(_SLOTS))
+    assert sorted([*slots.left, lost.slot]) == list(range(_SLOTS))
 
 
 def test_what_is_given_up_is_told_and_what_was_cancelled_is_not():
@@ -217,9 +217,9 @@ def test_what_is_given_up_is_told_and_what_was_cancelled_is_not():
     book.cancel({1})
     book.enter(_request(3))
     assert [r.request_id for r in book.give_up()] == [2, 3]
-    assert len(slots.free) == _SLOTS - 1
+    assert len(slots.left) == _SLOTS - 1
     book.clear()
-    assert len(slots.free) == _SLOTS
+    assert len(slots.left) == _SLOTS
 
 
 @dataclasses.dataclass
@@ -256,7 +256,7 @@ class Book(RuleBasedStateMachine):
             self.book.send(self._send)
         except LoaderError:
             # The engine drops the pool, and with it every request.
-            assert not self.slots.free
+            assert not self.slots.left
             assert not self.book.is_awaited
             self._make_anew()
 
@@ -286,7 +286,7 @@ class Book(RuleBasedStateMachine):
                 self._answer(task.request.request_id)
                 self.leased.append(slot)
             elif slot is not None:
-                self.slots.release(slot)
+                self.slots.free(slot)
 
     # -- the training process ------------------------------------------------
 
@@ -312,7 +312,7 @@ class Book(RuleBasedStateMachine):
     @precondition(lambda self: self.leased)
     @rule()
     def drop_a_batch(self):
-        self.slots.release(self.leased.pop())
+        self.slots.free(self.leased.pop())
 
     @rule()
     def pause(self):
@@ -372,7 +372,7 @@ class Book(RuleBasedStateMachine):
         if task is not None and again:
             self.book.send_first(task)
         elif task is not None:
-            self.book.release(task)
+            self.book.free(task)
             self._answer(task.request.request_id)
 
     # -- what always holds ---------------------------------------------------
@@ -398,7 +398,7 @@ class Book(RuleBasedStateMachine):
     @invariant()
     def a_slot_is_in_one_place(self):
         held = [task.slot for task in self._tasks() if task.slot >= 0]
-        places = [*self.slots.free, *held, *self.leased]
+        places = [*self.slots.left, *held, *self.leased]
         assert len(places) == len(set(places))
 
     @invariant()
@@ -407,7 +407,7 @@ class Book(RuleBasedStateMachine):
         for worker in [*self.workers.values(), *self.abandoned]:
             if worker.hand is not None:
                 task_id, slot = worker.hand
-                assert slot not in [*self.slots.free, *self.leased]
+                assert slot not in [*self.slots.left, *self.leased]
                 others = {s for i, s in slots.items() if i != task_id}
                 assert slot not in others
 
@@ -416,7 +416,7 @@ class Book(RuleBasedStateMachine):
         for _ in range(10 * _SLOTS):
             self._receive()
             while self.leased:
-                self.slots.release(self.leased.pop())
+                self.slots.free(self.leased.pop())
             self._flush()
             for index in self.workers:
                 for step in (self.build, self.take, self.beat, self.build):

@@ -41,7 +41,7 @@ def test_workers_are_replaced_as_often_as_allowed_in_an_epoch():
     assert not policy.is_over
     policy.record(1, 79)
     assert policy.is_over
-    policy.begin_epoch()
+    policy.renew_restarts()
     assert not policy.is_over
     assert policy.replaces(0)
     assert [(loss.worker, loss.pid) for loss in policy.losses] == [

@@ -57,7 +57,7 @@ class Slots:
         self.taken += 1
         return 0
 
-    def release(self, slot):
+    def free(self, slot):
         self.taken -= 1
 
 
@@ -113,7 +113,7 @@ class FakeTransport:
         ]
         for task, slot in tasks:
             if task is None:
-                self.in_flight._slots.release(slot)
+                self.in_flight._slots.free(slot)
         return [task for task, _ in tasks if task is not None]
 
     def assign(self, task):
@@ -146,8 +146,6 @@ class Pool:
                 batch_timeout=batch_timeout,
                 worker_env=None,
             ),
-            self.workers,
-            self.in_flight,
             self.transport,
         )
 
@@ -379,7 +377,7 @@ class Supervised(RuleBasedStateMachine):
         task, slot = self.pool.in_flight.complete(
             worker.tasks.pop(0).task_id, index
         )
-        self.pool.slots.release(slot)
+        self.pool.slots.free(slot)
         if task is not None:
             self.wanted.remove(task.request.request_id)
         self._send()
@@ -411,7 +409,7 @@ class Supervised(RuleBasedStateMachine):
 
     @rule()
     def begin_epoch(self):
-        self.pool.supervisor.policy.begin_epoch()
+        self.pool.supervisor.policy.renew_restarts()
 
     @invariant()
     def every_request_is_answered_once_or_on_its_way(self):

@@ -223,9 +223,9 @@ def test_many_forks_leave_neither_slots_nor_descriptors():
         assert len(os.listdir("/proc/self/fd")) == descriptors
         slots = dataset._fastdata.loader._pool.workers._arena
         held.clear()
-        slots._collect()
+        slots._reclaim()
         assert not slots._leased
-        assert not slots._detached
+        assert not slots._private
 
 
 def test_a_process_that_a_forked_one_forks_has_its_own_batches_too():
@@ -293,7 +293,7 @@ def test_a_slot_without_memory_for_a_copy_is_not_used_again(monkeypatch):
             return _full_of(held[0], 0)
 
         with monkeypatch.context() as patch:
-            patch.setattr(arena.Segment, "detach", no_memory)
+            patch.setattr(arena.Segment, "make_private", no_memory)
             seen = _forked(in_the_child)
         os.close(go)
         held.clear()

@@ -195,14 +195,14 @@ class Channel:
 
     def send(self, task: Task) -> bool:
         """Sends a task, unless the socket is full."""
-        request = task.request
-        message = messages.pack_task(
+        request, interval_s = task.request, task.request.interval_s
+        message = messages.TASK.pack(
             task.task_id,
             request.epoch,
             request.index,
             self._version,
             task.slot,
-            request.interval_s,
+            messages.NO_INTERVAL_S if interval_s is None else interval_s,
         )
         try:
             self._tasks.send(message, socket.MSG_DONTWAIT)
@@ -215,7 +215,7 @@ class Channel:
         with contextlib.suppress(BlockingIOError):
             while True:
                 datagram = self._tasks_taken.recv(
-                    messages.TASK_BYTES, socket.MSG_DONTWAIT
+                    messages.TASK.size, socket.MSG_DONTWAIT
                 )
                 yield TaskMessage.unpack(datagram).task_id
 
@@ -263,7 +263,7 @@ class Channel:
         )
 
     def _send_version(self, worker: ProcessWorker, state: SharedState) -> None:
-        news = messages.pack_version(self._version, state.start)
+        news = messages.VERSION.pack(self._version, state.start)
         # One that is far behind is sent it with a later flush; the end of one
         # that has died is met by the next wait.
         with contextlib.suppress(
@@ -289,13 +289,13 @@ class Channel:
             undo.callback(control.close)
             handed.callback(theirs.close)
             start_fd = write_shared_state(
-                worker_main.WorkerStart.by_this_process(
-                    index,
-                    self._plan.dataset,
-                    self._version,
-                    state.start if state else 0,
-                    segment.stride,
-                    launchers.environment(self._plan.worker_env),
+                worker_main.WorkerStart(
+                    worker=index,
+                    dataset=self._plan.dataset,
+                    version=self._version,
+                    state=state.start if state else 0,
+                    stride=segment.stride,
+                    environ=launchers.environment(self._plan.worker_env),
                 )
             )
             handed.callback(os.close, start_fd)
@@ -389,7 +389,7 @@ class Channel:
         exit_code = worker.process.exit_code(_EXIT_CODE_TIMEOUT_S)
         self._forget(worker)
         for slot in worker.retained_slots:
-            self.arena.release(slot)
+            self.arena.free(slot)
         # Nobody to say how: its fork server died. That is one loss, however
         # many workers it had, and no batch is to blame.
         forkserver = worker.process.forkserver

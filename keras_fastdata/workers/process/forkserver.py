@@ -27,27 +27,13 @@ import time
 from keras_fastdata.workers.process import messages, worker_main
 
 FORK = b"F"
-_NOTICE = struct.Struct("<cqq")
+# What it tells: a kind, a process id, and an exit code or an errno, or 0.
+NOTICE = struct.Struct("<cqq")
 FORKED, ENDED, REFUSED = b"P", b"E", b"R"
-NOTICE_BYTES = _NOTICE.size
 HAS_THREADS = -1  # in place of an errno
 
 _REAP_TIMEOUT_S = 2.0
 _PR_SET_PDEATHSIG = 1
-
-
-def pack_notice(kind: bytes, pid: int, number: int) -> bytes:
-    """Packs a message to the trainer: kind, process id, and a number.
-
-    The number is an exit code or an errno, else 0.
-    """
-    return _NOTICE.pack(kind, pid, number)
-
-
-def unpack_notice(datagram: bytes) -> tuple[bytes, int, int]:
-    """Takes apart what `pack_notice` made."""
-    kind, pid, number = _NOTICE.unpack(datagram)
-    return kind, pid, number
 
 
 def main(requests_fd: int, trainer_pidfd: int) -> None:
@@ -64,7 +50,6 @@ def main(requests_fd: int, trainer_pidfd: int) -> None:
         forkserver.run()
     finally:
         forkserver.end_all()
-        forkserver.close()
 
 
 class _Server:
@@ -87,21 +72,17 @@ class _Server:
                 return
 
     def end_all(self) -> None:
-        """Kills every worker, with the processes it has started."""
+        """Kills every worker, with the processes it has started; hangs up."""
         for pid in self._workers.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
         # Not for ever: one may be in an uninterruptible system call.
         deadline = time.monotonic() + _REAP_TIMEOUT_S
         for pidfd, pid in self._workers.items():
-            poll = select.poll()
-            poll.register(pidfd, select.POLLIN)
-            if poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            left_s = max(0.0, deadline - time.monotonic())
+            if messages.wait_readable(pidfd, left_s):
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, 0)
-
-    def close(self) -> None:
-        """Closes what the trainer talks to."""
         self._requests.close()
 
     def _answer(self) -> bool:
@@ -121,14 +102,14 @@ class _Server:
                 raise OSError(HAS_THREADS, "a fork would lack some of them")
             pid, pidfd = self._fork(fds)
         except OSError as error:
-            self._requests.send(pack_notice(REFUSED, 0, error.errno or 0))
+            self._requests.send(NOTICE.pack(REFUSED, 0, error.errno or 0))
             return True
         finally:
             for fd in fds:
                 os.close(fd)
         self._workers[pidfd] = pid
         self._poll.register(pidfd, select.POLLIN)
-        notice = pack_notice(FORKED, pid, 0)
+        notice = NOTICE.pack(FORKED, pid, 0)
         try:
             socket.send_fds(self._requests, [notice], [pidfd])
         except (BrokenPipeError, ConnectionResetError):
@@ -172,7 +153,7 @@ class _Server:
         os.close(pidfd)
         code = os.waitstatus_to_exitcode(status)
         with contextlib.suppress(OSError):
-            self._requests.send(pack_notice(ENDED, pid, code))
+            self._requests.send(NOTICE.pack(ENDED, pid, code))
 
 
 def _threads() -> int:

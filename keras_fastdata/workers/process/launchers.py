@@ -103,8 +103,8 @@ class Launcher(Protocol):
         ...
 
     def close(self) -> None:
-        """Releases what the launcher holds. Idempotent."""
-        ...
+        """Leaves the fork server, if the launcher uses one. Idempotent."""
+        return
 
 
 def environment(worker_env: Mapping[str, str] | None) -> dict[str, str]:
@@ -144,7 +144,7 @@ def may_be_killed(worker: Child) -> bool:
 
 def has_ended(worker: Child, timeout_s: float) -> bool:
     """Waits for a worker's end; returns whether it came."""
-    return _readable(worker.pidfd, timeout_s)
+    return messages.wait_readable(worker.pidfd, timeout_s)
 
 
 def make_launcher(
@@ -171,7 +171,7 @@ def make_launcher(
 # -- forkserver ----------------------------------------------------------------
 
 
-class ForkserverLauncher:
+class ForkserverLauncher(Launcher):
     """Has the fork server fork workers; starts it, and starts it again.
 
     The fork server is shared by all loaders of the process with the same
@@ -181,7 +181,7 @@ class ForkserverLauncher:
 
     def __init__(self, worker_env: Mapping[str, str] | None) -> None:
         self._worker_env = dict(worker_env or {})
-        self._forkserver: _Forkserver | None = _acquire(self._worker_env)
+        self._forkserver: _Forkserver | None = _join(self._worker_env)
         self._former: list[_Forkserver] = []  # which still have workers
 
     def start(self, files: worker_main.Files) -> Child:
@@ -189,13 +189,13 @@ class ForkserverLauncher:
             raise LoaderError("The launcher is closed.")
         if self._forkserver.rights != _rights():
             self._former.append(self._forkserver)
-            self._forkserver = _acquire(self._worker_env)
+            self._forkserver = _join(self._worker_env)
         for _ in range(_FORKSERVERS):
             try:
                 return self._forkserver.fork(files)
             except _ForkserverGoneError:
-                _release(self._forkserver)
-                self._forkserver = _acquire(self._worker_env)
+                _leave(self._forkserver)
+                self._forkserver = _join(self._worker_env)
         return self._forkserver.fork(files)
 
     def close(self) -> None:
@@ -203,7 +203,7 @@ class ForkserverLauncher:
             self._former.append(self._forkserver)
             self._forkserver = None
         while self._former:
-            _release(self._former.pop())
+            _leave(self._former.pop())
 
 
 class _ForkserverGoneError(LoaderError):
@@ -214,8 +214,8 @@ class _Forkserver:
     """The trainer's end of one fork server process."""
 
     def __init__(self, worker_env: dict[str, str], rights: _Rights) -> None:
-        self.worker_env = worker_env
         self.rights = rights
+        self.key = tuple(sorted(worker_env.items())), rights
         self.users = 0
         self.gone = False
         self._lock = threading.RLock()
@@ -317,7 +317,7 @@ class _Forkserver:
         try:
             datagram, fds, flags, _ = socket.recv_fds(
                 self._socket,
-                forkserver.NOTICE_BYTES,
+                forkserver.NOTICE.size,
                 1,
                 socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT,
             )
@@ -333,7 +333,7 @@ class _Forkserver:
                 "This process has no file descriptor left for a worker. "
                 "Raise the limit on open files (`ulimit -n`)."
             )
-        kind, pid, number = forkserver.unpack_notice(datagram)
+        kind, pid, number = forkserver.NOTICE.unpack(datagram)
         if kind != forkserver.ENDED:
             self._answers.append((kind, pid, number, fds))
         elif pid in self._abandoned:
@@ -378,10 +378,6 @@ def _rights() -> _Rights:
     return os.getresuid(), os.getresgid(), groups, *sorted(rest)
 
 
-def _key(worker_env: dict[str, str], rights: _Rights) -> tuple[object, ...]:
-    return tuple(sorted(worker_env.items())), rights
-
-
 # The fork servers of this process, by `worker_env` and rights. The lock is
 # reentrant: a dataset may be collected, and so closed, while it is held.
 _forkservers: dict[tuple[object, ...], _Forkserver] = {}
@@ -389,13 +385,13 @@ _forkservers_lock = threading.RLock()
 _forkservers_pid = os.getpid()
 
 
-def _acquire(worker_env: dict[str, str]) -> _Forkserver:
+def _join(worker_env: dict[str, str]) -> _Forkserver:
     global _forkservers_pid, _forkservers_lock
     if _forkservers_pid != os.getpid():
         # Forked from a process in which another thread may have held it.
         _forkservers_lock = threading.RLock()
     rights = _rights()
-    key = _key(worker_env, rights)
+    key = tuple(sorted(worker_env.items())), rights
     with _forkservers_lock:
         if _forkservers_pid != os.getpid():
             _forkservers.clear()  # they are the parent's
@@ -407,21 +403,20 @@ def _acquire(worker_env: dict[str, str]) -> _Forkserver:
         return found
 
 
-def _release(held: _Forkserver) -> None:
+def _leave(held: _Forkserver) -> None:
     with _forkservers_lock:
         held.users -= 1
         if held.users:
             return
-        key = _key(held.worker_env, held.rights)
-        if _forkservers.get(key) is held:
-            del _forkservers[key]
+        if _forkservers.get(held.key) is held:
+            del _forkservers[held.key]
     held.close()
 
 
 # -- spawn ---------------------------------------------------------------------
 
 
-class SpawnLauncher:
+class SpawnLauncher(Launcher):
     """Starts each worker as a fresh interpreter."""
 
     def __init__(self, worker_env: Mapping[str, str] | None) -> None:
@@ -440,14 +435,11 @@ class SpawnLauncher:
             )
         return _DirectChild(process.pid, process)
 
-    def close(self) -> None:
-        """Does nothing: there is nothing to release."""
-
 
 # -- fork ----------------------------------------------------------------------
 
 
-class ForkLauncher:
+class ForkLauncher(Launcher):
     """Forks the training process itself, for what cannot be pickled."""
 
     def __init__(
@@ -484,9 +476,6 @@ class ForkLauncher:
             os.setpgid(pid, pid)
         return _DirectChild(pid, None)
 
-    def close(self) -> None:
-        """Does nothing: there is nothing to release."""
-
 
 class _DirectChild:
     """A worker whose parent is the trainer, which must reap it."""
@@ -500,7 +489,7 @@ class _DirectChild:
         self._process = process
 
     def exit_code(self, timeout_s: float) -> int | None:
-        if not _readable(self.pidfd, timeout_s):
+        if not messages.wait_readable(self.pidfd, timeout_s):
             return None
         # The group first: once reaped, its number may be another's.
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -585,9 +574,3 @@ def _above_stdio(fds: list[int]) -> Iterator[list[int]]:
     finally:
         for fd in high:
             os.close(fd)
-
-
-def _readable(fd: int, timeout_s: float) -> bool:
-    poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    return bool(poll.poll(timeout_s * 1000))

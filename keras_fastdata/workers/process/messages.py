@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import select
 import socket
 import struct
 from typing import NamedTuple
@@ -42,6 +43,13 @@ def socket_of(fd: int) -> socket.socket:
     return end
 
 
+def wait_readable(fd: int, timeout_s: float | None = None) -> bool:
+    """Waits for input at a descriptor; returns whether there is some."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
+
+
 class MessageKind(enum.IntEnum):
     """What a message of a worker tells."""
 
@@ -63,23 +71,24 @@ SPILLED = 2  # the body lies in the slot, behind the batch's arrays
 _TIMED = 4  # the message has a `Timing`
 
 
-_VERSION = struct.Struct("<QQ")
-_TASK = struct.Struct("<QQqIId")
+# A version of the dataset's state, and where the state begins in its file.
+VERSION = struct.Struct("<QQ")
+TASK = struct.Struct("<QQqIId")  # the fields of a `TaskMessage`
+NO_INTERVAL_S = -1.0  # in place of `None`
 _RESULT = struct.Struct("<BBHQQQQQ")
 _TIMING = struct.Struct("<5dI")
 _MOST_STACK_BYTES = 16 * 1024  # of the text in one message
-TASK_BYTES = _TASK.size
 
 
 @dataclasses.dataclass(slots=True)
 class TaskMessage:
-    """One batch to build, as a worker receives it; see `pack_task`.
+    """One batch to build, as a worker receives it.
 
     Attributes:
         task_id: The number of this sending; see `in_flight.Task`.
         epoch: Epoch of the batch.
         index: Index of the batch.
-        version: The dataset's state that it is to be built from.
+        version: The version of the dataset's state to build it from.
         slot: The slot to build it in.
         interval_s: How often results are to come with a `Timing`; see
             `metrics.timing.Stopwatch.start`.
@@ -90,28 +99,14 @@ class TaskMessage:
     index: int
     version: int
     slot: int
-    interval_s: float | None = None
+    interval_s: float | None
 
     @staticmethod
     def unpack(datagram: bytes) -> TaskMessage:
-        task_id, epoch, index, version, slot, interval_s = _TASK.unpack(
-            datagram
-        )
-        asked = interval_s if interval_s >= 0 else None
-        return TaskMessage(task_id, epoch, index, version, slot, asked)
-
-
-def pack_task(
-    task_id: int,
-    epoch: int,
-    index: int,
-    version: int,
-    slot: int,
-    interval_s: float | None,
-) -> bytes:
-    """Packs what `TaskMessage.unpack` takes apart."""
-    interval_s = -1.0 if interval_s is None else interval_s
-    return _TASK.pack(task_id, epoch, index, version, slot, interval_s)
+        task = TaskMessage(*TASK.unpack(datagram))
+        if task.interval_s == NO_INTERVAL_S:
+            task.interval_s = None
+        return task
 
 
 class ResultMessage(NamedTuple):
@@ -196,14 +191,3 @@ def _pack_timing(timing: Timing) -> bytes:
         if len(text) + len(line) <= _MOST_STACK_BYTES:
             text += line
     return _TIMING.pack(*timing[:5], len(text)) + text
-
-
-def pack_version(version: int, start: int) -> bytes:
-    """A message that the dataset has a new state, and where in its file."""
-    return _VERSION.pack(version, start)
-
-
-def unpack_version(datagram: bytes) -> tuple[int, int]:
-    """Takes apart what `pack_version` made."""
-    version, start = _VERSION.unpack(datagram)
-    return version, start

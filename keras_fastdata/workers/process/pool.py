@@ -31,6 +31,7 @@ from keras_fastdata.workers.process import launchers
 from keras_fastdata.workers.process.channel import (
     Channel,
     ProcessPlan,
+    ProcessWorker,
 )
 from keras_fastdata.workers.process.messages import (
     RETAINED,
@@ -38,7 +39,6 @@ from keras_fastdata.workers.process.messages import (
     MessageKind,
     ResultMessage,
 )
-from keras_fastdata.workers.signals import DeferredSignals
 from keras_fastdata.workers.supervisor import WorkerState
 
 _ANSWERS = {MessageKind.BATCH, MessageKind.FAILURE, MessageKind.STALE}
@@ -88,10 +88,10 @@ class SlotResult:
             raise
 
     def discard(self) -> None:
-        self._arena.release(self._task.slot)
+        self._arena.free(self._task.slot)
 
 
-class ProcessPool:
+class ProcessPool(supervisor.SupervisedPool[ProcessWorker]):
     """Builds in processes.
 
     Args:
@@ -111,18 +111,9 @@ class ProcessPool:
         receiver: log_forwarding.Receiver,
     ) -> None:
         self._plan = plan
-        self._receiver = receiver
-        self._closed = False
-        self._paused = False
         self._channel = Channel(plan, make_builder)
         self._arena = self._channel.arena
-        self._workers = self._channel.workers
-        self._in_flight = self._channel.in_flight
-        self._supervisor = supervisor.Supervisor(
-            plan, self._workers, self._in_flight, self._channel
-        )
-        self._policy = self._supervisor.policy
-        self._watchdog = self._supervisor.watchdog
+        super().__init__(plan, self._channel, receiver)
 
     # -- what the engine calls ----------------------------------------------
 
@@ -140,27 +131,6 @@ class ProcessPool:
             if not poll.closed:  # by whoever has ended the workers
                 raise
 
-    def collect(self) -> Iterable[BatchResult]:
-        self._supervisor.start_missing()
-        done = self._receive()
-        # Now and then also while batches flow: one worker may be missing.
-        due = self._watchdog.is_due()
-        if due or not done:
-            ended = self._channel.ended(0)
-            done += self._receive()
-            for worker in ended:
-                end = self._channel.reap(worker)
-                done += self._supervisor.on_exit(worker, end)
-            if due:
-                done += self._supervisor.look()
-            self._supervisor.start_missing()
-        if self._policy.is_over:
-            done += self._supervisor.fail_all()
-        self._flush()
-        if self._receiver.waiting:
-            self._receiver.hand_on()
-        return done
-
     def cancel(self, request_ids: Iterable[int]) -> None:
         gone = set(request_ids)
         if self._in_flight.is_out(gone):
@@ -169,18 +139,9 @@ class ProcessPool:
             self._flush()
 
     def pause(self) -> None:
-        if not self._paused:
+        if not self._is_paused:
             self._unqueue()
-            self._paused = True
-
-    def resume(self) -> None:
-        if self._paused:
-            self._paused = False
-            self._flush()
-
-    @property
-    def busy(self) -> bool:
-        return self._in_flight.is_awaited
+            super().pause()
 
     def change(self) -> None:
         if not self._channel.change():
@@ -191,9 +152,6 @@ class ProcessPool:
     def expect(self, ahead: int) -> None:
         self._arena.keep_warm(ahead + self._plan.count)
 
-    def begin_epoch(self) -> None:
-        self._policy.begin_epoch()
-
     def pool_stats(self) -> PoolStats:
         return PoolStats(
             "process",
@@ -203,20 +161,14 @@ class ProcessPool:
             self._arena.nbytes,
         )
 
-    def close(self) -> None:
-        if self._closed:
-            return
-        with DeferredSignals():
-            self._closed = True
-            self._end_workers()
-            self._channel.close()
-        self._receiver.hand_on()
+    def _end(self) -> None:
+        self._end_workers()
+        self._channel.close()
 
     # -- sending ------------------------------------------------------------
 
     def _flush(self) -> None:
-        """Sends what the sockets take without waiting."""
-        if not self._workers or self._paused:
+        if not self._workers or self._is_paused:
             return
         if not self._channel.version_is_sent:
             self._channel.tell_version()
@@ -228,7 +180,18 @@ class ProcessPool:
 
     # -- receiving ----------------------------------------------------------
 
-    def _receive(self) -> list[BatchResult]:
+    def _receive(self, is_due: bool) -> list[BatchResult]:
+        done = self._read()
+        # Now and then also while batches flow: one worker may be missing.
+        if is_due or not done:
+            ended = self._channel.ended(0)
+            done += self._read()
+            for worker in ended:
+                end = self._channel.reap(worker)
+                done += self._supervisor.on_exit(worker, end)
+        return done
+
+    def _read(self) -> list[BatchResult]:
         """Takes in every message there is."""
         done: list[BatchResult] = []
         for result in self._channel.receive():
@@ -250,7 +213,7 @@ class ProcessPool:
         if slot is None:
             return
         if task is None or result.kind is MessageKind.STALE:
-            self._release(slot, result)
+            self._free(slot, result)
             if task is not None:
                 self._in_flight.send_anew(task)
             return
@@ -262,7 +225,7 @@ class ProcessPool:
         if result.flags & SPILLED:
             extents, body = self._spilled(result, slot)
         if result.kind is MessageKind.FAILURE:
-            self._release(slot, result)
+            self._free(slot, result)
             error = exceptions.load_exception(body)
             done.append(LocalResult.failed(request_id, result.worker, error))
             return
@@ -282,7 +245,7 @@ class ProcessPool:
             done.append(delivery)
             return
         done.append(_opened(delivery))
-        self._release(slot, result)
+        self._free(slot, result)
 
     def _spilled(self, result: ResultMessage, slot: int) -> tuple[bytes, bytes]:
         """The extents and body of a result, which lie in its slot."""
@@ -295,13 +258,13 @@ class ProcessPool:
         )
         return spilled[:split], spilled[split:]
 
-    def _release(self, slot: int, result: ResultMessage) -> None:
+    def _free(self, slot: int, result: ResultMessage) -> None:
         """Frees a slot, unless the dataset in the worker holds on to it."""
         worker = self._workers.get(result.worker)
         if result.flags & RETAINED and worker is not None:
             worker.retained_slots.append(slot)
         else:
-            self._arena.release(slot)
+            self._arena.free(slot)
 
     # -- the end of workers -------------------------------------------------
 
@@ -345,7 +308,7 @@ class ProcessPool:
                     result.task_id, result.worker
                 )
                 if slot is not None:
-                    self._release(slot, result)
+                    self._free(slot, result)
 
 
 def _opened(delivery: SlotResult) -> LocalResult:

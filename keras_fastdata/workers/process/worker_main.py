@@ -13,7 +13,6 @@ import errno
 import gc
 import os
 import resource
-import select
 import signal
 import socket
 import sys
@@ -26,7 +25,7 @@ from keras_fastdata import _process_role
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.memory import codec, os_limits, shared_state
 from keras_fastdata.memory.arena import Segment
-from keras_fastdata.metrics.timing import Stopwatch, Timing
+from keras_fastdata.metrics.timing import Stopwatch
 from keras_fastdata.workers import exceptions, log_forwarding, stack_dump
 from keras_fastdata.workers.base import BatchRequest, Builds, describe_batch
 from keras_fastdata.workers.process import messages
@@ -53,14 +52,16 @@ _OOM_SCORE = 500  # of 1000: the kernel picks a worker before the trainer
 class WorkerStart:
     """What a worker is told before it loads the dataset.
 
+    By default, a worker takes the place of the process that makes this.
+
     Attributes:
         worker: Index of the worker.
         dataset: The dataset's class name, for messages.
         version: Version of the dataset's state.
-        state: Where in the payload that state begins.
+        state: Where in its file that state begins.
         stride: Bytes from slot to slot.
         environ: Environment variables, complete.
-        cwd: Working directory.
+        cwd: Working directory; `None` to stay.
         path: `sys.path`.
         argv: `sys.argv`.
         umask: File mode creation mask.
@@ -73,39 +74,15 @@ class WorkerStart:
     state: int
     stride: int
     environ: dict[str, str]
-    cwd: str | None
-    path: list[str]
-    argv: list[str]
-    umask: int
-    logging_config: log_forwarding.LoggingConfig
-
-    @staticmethod
-    def by_this_process(
-        worker: int,
-        dataset: str,
-        version: int,
-        state: int,
-        stride: int,
-        environ: dict[str, str],
-    ) -> WorkerStart:
-        """What a worker is told that is to work in this process's place."""
-        try:
-            cwd = os.getcwd()
-        except OSError:
-            cwd = None  # it has been deleted
-        return WorkerStart(
-            worker=worker,
-            dataset=dataset,
-            version=version,
-            state=state,
-            stride=stride,
-            environ=environ,
-            cwd=cwd,
-            path=list(sys.path),
-            argv=list(getattr(sys, "argv", [])),
-            umask=_umask(),
-            logging_config=log_forwarding.LoggingConfig.of_this_process(),
-        )
+    cwd: str | None = dataclasses.field(default_factory=lambda: working_dir())
+    path: list[str] = dataclasses.field(default_factory=lambda: [*sys.path])
+    argv: list[str] = dataclasses.field(
+        default_factory=lambda: [*getattr(sys, "argv", [])]
+    )
+    umask: int = dataclasses.field(default_factory=lambda: _umask())
+    logging_config: log_forwarding.LoggingConfig = dataclasses.field(
+        default_factory=log_forwarding.LoggingConfig.of_this_process
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,9 +225,7 @@ def _die_with(trainer_pidfd: int) -> None:
     """
 
     def watch() -> None:
-        poll = select.poll()
-        poll.register(trainer_pidfd, select.POLLIN)
-        poll.poll()
+        messages.wait_readable(trainer_pidfd)
         os.killpg(0, signal.SIGKILL)
 
     thread = threading.Thread(target=watch, name="trainer-watch", daemon=True)
@@ -272,7 +247,7 @@ def _map(fd: int, stride: int, inherited: Segment | None) -> Segment:
     except (OSError, ValueError):
         if inherited is None:
             raise
-        inherited.join_all()
+        inherited.make_all_shared()
         return inherited
 
 
@@ -301,7 +276,7 @@ class _WorkerLoop:
     def _leave_slots(self) -> None:
         """In a process that the dataset forks: what it writes stays in it."""
         for writer in self._writers:
-            writer.detach()
+            writer.make_private()
 
     def tell(self, kind: MessageKind, body: bytes) -> None:
         """Sends a message that is about no request."""
@@ -360,7 +335,7 @@ class _WorkerLoop:
         receive, note = self._tasks.recv, self._segment.set_heartbeat
         clock = self._segment.set_started
         worker = self._start.worker
-        while datagram := receive(messages.TASK_BYTES):
+        while datagram := receive(messages.TASK.size):
             task = TaskMessage.unpack(datagram)
             note(worker, task.task_id)
             clock(worker, time.monotonic())
@@ -378,7 +353,7 @@ class _WorkerLoop:
                 result = self._build(task)
             # From here it may wait for the trainer, which is nobody's fault.
             clock(worker, 0)
-            self._send(result)
+            self._results.send(result.pack())
             note(worker, 0)
 
     def stop(self) -> None:
@@ -389,12 +364,13 @@ class _WorkerLoop:
         writer = codec.SlotWriter(self._segment, task.slot, self._in_place)
         self._writers.append(writer)
         batch: list[Any] = []
+        kind, extents = MessageKind.BATCH, b""
         began = time.monotonic_ns()
         self._stopwatch.start(task.interval_s, task.epoch)
         try:
             batch.append(self._build_in_this_process(task, writer))
             self._stopwatch.built()
-            encoded = codec.encode(batch, writer)
+            body, extents, _, retained = codec.encode(batch, writer)
         except SystemExit:
             raise
         except BaseException as error:
@@ -403,40 +379,33 @@ class _WorkerLoop:
             exceptions.note(
                 error, describe_batch(self._start.dataset, request, self._name)
             )
-            body = exceptions.dump_exception(error)
-            kind, extents = MessageKind.FAILURE, b""
-        else:
-            kind, extents, body = (
-                MessageKind.BATCH,
-                encoded.extents,
-                encoded.structure,
-            )
-            retained = encoded.retained
+            kind, body = MessageKind.FAILURE, exceptions.dump_exception(error)
         if kind is MessageKind.FAILURE:
             # The exception is gone by now, and with it the frames it held.
-            retained = writer.detach_retained([])
+            retained = writer.copy_retained([])
         if retained:
             self._in_place = False
         else:
             self._writers.remove(writer)
-        build_ns = time.monotonic_ns() - began
-        timing = self._stopwatch.stop()
+        result = ResultMessage(
+            kind,
+            self._start.worker,
+            task.task_id,
+            RETAINED if retained else 0,
+            writer.used,
+            time.monotonic_ns() - began,
+            extents,
+            body,
+            timing=self._stopwatch.stop(),
+        )
         try:
-            return self._result(
-                kind, task, writer, build_ns, timing, extents, body, retained
-            )
+            return _fitted(result, writer)
         except LoaderError as error:  # there is no room in the slot for it
             body = exceptions.dump_exception(error)
-        return self._result(
-            MessageKind.FAILURE,
-            task,
-            writer,
-            build_ns,
-            timing,
-            b"",
-            body,
-            retained,
+        result = result._replace(
+            kind=MessageKind.FAILURE, extents=b"", body=body
         )
+        return _fitted(result, writer)
 
     def _build_in_this_process(
         self, task: TaskMessage, writer: codec.SlotWriter
@@ -449,40 +418,6 @@ class _WorkerLoop:
             if os.getpid() != self._pid:
                 # `__getitem__` has forked this one, and let it return.
                 leave(1)
-
-    def _result(
-        self,
-        kind: MessageKind,
-        task: TaskMessage,
-        writer: codec.SlotWriter,
-        build_ns: int,
-        timing: Timing | None,
-        extents: bytes,
-        body: bytes,
-        retained: bool,
-    ) -> ResultMessage:
-        flags = RETAINED if retained else 0
-        used = writer.used
-        sizes = len(extents), len(body)
-        if sum(sizes) > messages.MAX_INLINE_BYTES:
-            writer.append(extents + body)
-            extents = body = b""
-            flags |= SPILLED
-        return ResultMessage(
-            kind,
-            self._start.worker,
-            task.task_id,
-            flags,
-            used,
-            build_ns,
-            extents,
-            body,
-            *sizes,
-            timing,
-        )
-
-    def _send(self, result: ResultMessage) -> None:
-        self._results.send(result.pack())
 
     def _update(self) -> None:
         """Reads the next version of the dataset's state and takes it over."""
@@ -497,11 +432,26 @@ class _WorkerLoop:
                 f"{self._name}: it has no file descriptor left. Raise the "
                 "limit on open files (`ulimit -n`)."
             )
-        version, state = messages.unpack_version(datagram)
+        version, state = messages.VERSION.unpack(datagram)
         make_builder = shared_state.read_shared_state(fds[0], state)
         os.close(fds[0])
         self._builder.adopt(make_builder())
         self._version = version
+
+
+def _fitted(result: ResultMessage, writer: codec.SlotWriter) -> ResultMessage:
+    """Moves what is too large for a message into the slot."""
+    extents, body = result.extents, result.body
+    if len(extents) + len(body) <= messages.MAX_INLINE_BYTES:
+        return result
+    writer.append(extents + body)
+    return result._replace(
+        flags=result.flags | SPILLED,
+        extents=b"",
+        body=b"",
+        extents_nbytes=len(extents),
+        body_nbytes=len(body),
+    )
 
 
 def _give_up(results: socket.socket, worker: int, error: BaseException) -> None:
@@ -555,6 +505,14 @@ def _set_up(start: WorkerStart) -> None:
         sys.stdin = open(os.devnull)  # noqa: SIM115
         os.dup2(sys.stdin.fileno(), 0)
     gc.freeze()
+
+
+def working_dir() -> str | None:
+    """Returns the working directory, or `None` if it has been deleted."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return None
 
 
 def _umask() -> int:

@@ -140,7 +140,7 @@ class _GatheredArrays:
         np.copyto(copy, array)
         return copy
 
-    def detach_retained(self, extents: list[tuple[int, int]]) -> bool:
+    def copy_retained(self, extents: list[tuple[int, int]]) -> bool:
         return False
 
     def arrays(self, extents: list[tuple[int, int]]) -> list[Bytes]:

@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import math
 import os
-import select
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -25,7 +24,7 @@ from keras_fastdata.metrics.timing import Timing
 from keras_fastdata.workers import log_forwarding, supervisor
 from keras_fastdata.workers.base import PoolPlan
 from keras_fastdata.workers.in_flight import InFlight, Task, TaskState
-from keras_fastdata.workers.process import launchers
+from keras_fastdata.workers.process import launchers, messages
 from keras_fastdata.workers.ray import actor, cluster
 from keras_fastdata.workers.ray.object_store import RemoteDataset
 from keras_fastdata.workers.ray.options import Options
@@ -171,7 +170,7 @@ class _NoSlots:
     def take(self, leave: int = 0) -> int:
         return 0
 
-    def release(self, slot: int) -> None:
+    def free(self, slot: int) -> None:
         """Nothing to do."""
 
 
@@ -499,9 +498,8 @@ def await_ends(workers: Iterable[RayWorker]) -> None:
     deadline = time.monotonic() + supervisor.GRACE_S
     for worker in workers:
         if worker.pidfd >= 0:
-            poll = select.poll()
-            poll.register(worker.pidfd, select.POLLIN)
-            poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+            left_s = max(0.0, deadline - time.monotonic())
+            messages.wait_readable(worker.pidfd, left_s)
 
 
 def _text_of(error: Exception) -> str:

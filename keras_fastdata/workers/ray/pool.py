@@ -43,8 +43,7 @@ from keras_fastdata.workers.ray.object_store import (
     store_usage,
 )
 from keras_fastdata.workers.restart_policy import MAX_CRASHES_PER_BATCH
-from keras_fastdata.workers.signals import DeferredSignals
-from keras_fastdata.workers.supervisor import Supervisor, WorkerState
+from keras_fastdata.workers.supervisor import SupervisedPool, WorkerState
 
 _IDLE_S = 0.05  # between two looks, where there is nothing to wait for
 
@@ -55,7 +54,7 @@ _HELD = 0.25
 _TAKEN = 0.5
 
 
-class RayPool:
+class RayPool(SupervisedPool[RayWorker]):
     """Builds in Ray actors.
 
     Args:
@@ -77,10 +76,8 @@ class RayPool:
     ) -> None:
         self._plan = plan
         self._make_builder = make_builder
-        self._receiver = receiver
         self._arrived: list[Any] = []  # what the last wait has found
         self._largest = 0
-        self._paused = self._closed = False
         # Pickled first: no cluster is needed to say that it cannot be.
         in_parts = shared_state.pickle_in_parts(make_builder)
         with contextlib.ExitStack() as undo:
@@ -92,13 +89,7 @@ class RayPool:
             self._store = cluster.store_nbytes()
             self._cores = cluster.cores()
             undo.pop_all()
-        self._workers = self._actors.workers
-        self._in_flight = self._actors.in_flight
-        self._supervisor = Supervisor(
-            plan, self._workers, self._in_flight, self._actors
-        )
-        self._policy = self._supervisor.policy
-        self._watchdog = self._supervisor.watchdog
+        super().__init__(plan, self._actors, receiver)
         # Before Ray's own, which was registered before.
         atexit.register(self.close)
 
@@ -109,7 +100,7 @@ class RayPool:
         if not self._store_has_room():
             return False
         self._in_flight.enter(request)
-        self._hand_out()
+        self._flush()
         return True
 
     def wait(self, timeout_s: float) -> None:
@@ -122,57 +113,19 @@ class RayPool:
             else:
                 time.sleep(min(timeout_s, _IDLE_S))
         except Exception:
-            if not self._closed:  # by another thread, meanwhile
+            if not self._is_closed:  # by another thread, meanwhile
                 raise
 
     def collect(self) -> Iterable[BatchResult]:
         self._check_session()
-        self._supervisor.start_missing()
-        done: list[BatchResult] = []
-        ready = self._ready()
-        for worker in list(self._workers.values()):
-            while worker.start is not None and worker.start in ready:
-                ready.discard(worker.start)
-                done += self._welcome(worker)
-            while worker.assigned and worker.assigned[0].reference in ready:
-                received = self._receive(worker)
-                if received is None:
-                    break
-                done += received
-        if self._watchdog.is_due():
-            self._actors.check_places(time.monotonic())
-            done += self._supervisor.look()
-        self._supervisor.start_missing()
-        if self._policy.is_over:
-            done += self._supervisor.fail_all()
-        self._hand_out()
-        self._receiver.hand_on()
-        return done
+        return super().collect()
 
     def cancel(self, request_ids: Iterable[int]) -> None:
         self._in_flight.cancel(set(request_ids))
 
-    def pause(self) -> None:
-        self._paused = True
-
-    def resume(self) -> None:
-        if self._paused:
-            self._paused = False
-            self._hand_out()
-
-    @property
-    def busy(self) -> bool:
-        return self._in_flight.is_awaited
-
     def change(self) -> None:
         self._check_session()
         self._dataset.put(*shared_state.pickle_in_parts(self._make_builder))
-
-    def expect(self, ahead: int) -> None:
-        """Nothing to do: the store keeps no memory ready."""
-
-    def begin_epoch(self) -> None:
-        self._policy.begin_epoch()
 
     def pool_stats(self) -> PoolStats:
         return PoolStats(
@@ -188,18 +141,14 @@ class RayPool:
             cores=self._cores,
         )
 
-    def close(self) -> None:
-        if self._closed:
-            return
-        with DeferredSignals(), contextlib.ExitStack() as last:
-            self._closed = True
-            atexit.unregister(self.close)
+    def _end(self) -> None:
+        atexit.unregister(self.close)
+        with contextlib.ExitStack() as last:
             # Its store would give what views are lent of to somebody else.
             stay = self._session.is_shared and store_usage.leased > 0
             last.callback(self._session.leave, stay=stay)
             last.callback(self._dataset.drop)
             self._end_workers()
-        self._receiver.hand_on()
 
     def _check_session(self) -> None:
         """Asks Ray, which joins by itself whatever it finds when used."""
@@ -226,14 +175,29 @@ class RayPool:
         taken = (out + 1) * self._largest + store_usage.nbytes
         return taken <= (self._store - self._dataset.nbytes) * _TAKEN
 
-    def _hand_out(self) -> None:
-        """Gives tasks to the workers that have the least to do."""
-        if not self._paused:
+    def _flush(self) -> None:
+        if not self._is_paused:
             self._in_flight.send(self._actors.assign)
             if self._actors.start_backups():
-                self._hand_out()
+                self._flush()
 
     # -- receiving ----------------------------------------------------------
+
+    def _receive(self, is_due: bool) -> list[BatchResult]:
+        done: list[BatchResult] = []
+        ready = self._ready()
+        for worker in list(self._workers.values()):
+            while worker.start is not None and worker.start in ready:
+                ready.discard(worker.start)
+                done += self._welcome(worker)
+            while worker.assigned and worker.assigned[0].reference in ready:
+                received = self._receive_from(worker)
+                if received is None:
+                    break
+                done += received
+        if is_due:
+            self._actors.check_places(time.monotonic())
+        return done
 
     def _ready(self) -> set[Any]:
         """The references of which the answer is here."""
@@ -261,7 +225,7 @@ class RayPool:
         worker.loaded()
         return []
 
-    def _receive(self, worker: RayWorker) -> list[BatchResult] | None:
+    def _receive_from(self, worker: RayWorker) -> list[BatchResult] | None:
         """Takes in the answer to a worker's oldest task; `None`: not yet."""
         try:
             answer, arrays = self._actors.get(worker.assigned[0].reference)
