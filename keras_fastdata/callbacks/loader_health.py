@@ -66,7 +66,8 @@ class LoaderHealth(Callback):
 
     With a `keras.callbacks.TensorBoard` beside it, scalars named `loader/...`
     are in its event files: `data_wait`, `batches_per_s`, `build_s_p50`,
-    `build_s_p95`, `queue_depth`, `worker_utilization`, `restarts`.
+    `build_s_p95`, `queue_depth`, `worker_utilization`, `restarts`; and the
+    parts of the epoch's time, such as `account/waiting_s`.
 
     Args:
         verbose: 1 prints; 0 is silent. Defaults to 1.
@@ -285,16 +286,13 @@ class LoaderHealth(Callback):
         self, epoch: int, logs: dict[str, Any] | None = None
     ) -> None:
         self._end_training()
-        before_s = 0.0
+        account = None
         if self._timer is not None:
-            before_s = sum(health.took_s for health in self._epochs)
-            self._timer.end_callbacks(time.monotonic())
+            account = self._timer.end_epoch(time.monotonic())
         health, self._trained = self._trained, None
         if health is None:
             return
-        if self._timer is not None:
-            took_s = self._timer.account.total_s - before_s
-            health = dataclasses.replace(health, took_s=took_s)
+        health = dataclasses.replace(health, account=account)
         self._epochs.append(health)
         self._event_files.write(health)
         if logs is not None:
@@ -457,11 +455,13 @@ class LoaderHealth(Callback):
 
 def _describe(health: EpochHealth, skipped: int) -> str:
     """Returns a line of at most 80 columns, unless batches were skipped."""
-    lost = formatting.share(health.lost_s / max(health.took_s, 1e-9))
+    whole_s = health.wall_s
+    if health.account is not None:
+        whole_s = health.account.total_s
     line = (
-        f"LoaderHealth: {health.name} lost {lost} of "
-        f"{formatting.duration(health.took_s)} to its data "
-        f"({health.verdict.kind})."
+        f"LoaderHealth: {health.name} lost "
+        f"{formatting.share(health.lost_s / max(whole_s, 1e-9))} of "
+        f"{formatting.duration(whole_s)} to its data ({health.verdict.kind})."
     )
     if skipped:
         were = "was" if skipped == 1 else "were"

@@ -6,6 +6,7 @@ logs.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any
 
@@ -40,6 +41,9 @@ class EventFiles:
             "worker_utilization": health.worker_utilization,
             "restarts": health.restarts,
         }
+        if health.account is not None:
+            for name, seconds in dataclasses.asdict(health.account).items():
+                scalars[f"account/{name}"] = seconds
         for writer in self._writers:
             with writer.as_default():
                 for name, value in scalars.items():

@@ -51,10 +51,11 @@ class TimeAccount:
         parts = [(_NAMES[name], seconds) for name, seconds in found.items()]
         return sorted((p for p in parts if p[1] > 0), key=lambda p: -p[1])
 
-    def plus(self, other: TimeAccount) -> TimeAccount:
-        """Returns the account of both times together."""
+    def plus(self, other: TimeAccount, times: float = 1.0) -> TimeAccount:
+        """Returns the account of this time, and so many times another."""
         ours, theirs = dataclasses.astuple(self), dataclasses.astuple(other)
-        return TimeAccount(*map(sum, zip(ours, theirs, strict=True)))
+        pairs = zip(ours, theirs, strict=True)
+        return TimeAccount(*(one + times * two for one, two in pairs))
 
     def __str__(self) -> str:
         parts = ", ".join(
@@ -111,7 +112,7 @@ class FitTimer:
     """
 
     def __init__(self, began_s: float) -> None:
-        self.account = TimeAccount()
+        self.account = self._before = TimeAccount()
         self._until_s = began_s
         self._has_first_batch = False
 
@@ -132,6 +133,12 @@ class FitTimer:
     def end_callbacks(self, now_s: float) -> None:
         """Callbacks have run."""
         self._add(callbacks_s=self._rest_s(now_s, 0.0))
+
+    def end_epoch(self, now_s: float) -> TimeAccount:
+        """Ends an epoch, and returns the account since the one before."""
+        self.end_callbacks(now_s)
+        before, self._before = self._before, self.account
+        return self.account.plus(before, -1.0)
 
     def end_steps(
         self, now_s: float, times: EpochTimes, *, validates: bool

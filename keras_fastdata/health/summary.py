@@ -56,9 +56,8 @@ class EpochHealth:
         workers_nbytes: Memory of the worker processes (PSS, which divides
             shared memory among them); `None` if it was not measured.
         shared_nbytes: Bytes of shared memory for batches.
-        took_s: Duration of an epoch of `fit` with all that belongs to it,
-            from the end of the epoch before, or the call of `fit`; NaN if
-            unknown.
+        account: Where the time of an epoch of `fit` went, from the end of the
+            epoch before, or from the call of `fit`; `None` if unknown.
         facts: What `verdict` was found from; `None` if unknown.
     """
 
@@ -83,7 +82,7 @@ class EpochHealth:
     busy_cores: float | None
     workers_nbytes: int | None
     shared_nbytes: int
-    took_s: float = math.nan
+    account: TimeAccount | None = None
     facts: Facts | None = dataclasses.field(default=None, repr=False)
 
     @property

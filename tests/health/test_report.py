@@ -33,6 +33,7 @@ from keras_fastdata.health.report.html import write_report
 from keras_fastdata.health.report.notebook import summary_html
 from keras_fastdata.health.summary import summarize
 from keras_fastdata.health.verdict import Kind, Verdict
+from keras_fastdata.metrics import formatting
 from keras_fastdata.metrics.pool_stats import WorkerLoss
 from keras_fastdata.metrics.recorder import SPANS_KEPT, Skipped
 
@@ -117,6 +118,17 @@ def test_the_page_says_the_verdict_and_what_free_data_would_bring(written):
     assert f"Training lost {summary.data_wait:.0%} of its time" in text
     free_s = summary.wall_s * (1 - summary.data_wait)
     assert f"With free data\n{free_s:.1f} s" in text
+
+
+def test_the_page_accounts_for_all_time_from_the_call_of_fit(written):
+    record = simulated_record()
+    account = record.summary.account
+    text = _parse(written(record)).text
+    assert f"Where the time went: {account.total_s:.1f} s" in text
+    shares = re.findall(r"^.+ m?s \((\d+)%\)$", text, re.MULTILINE)
+    assert len(shares) == len(account.parts) == 3
+    assert abs(sum(map(int, shares)) - 100) <= 2
+    assert formatting.duration(account.total_s) in summary_html(record.summary)
 
 
 def test_every_epoch_and_validation_has_a_row(written):

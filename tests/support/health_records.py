@@ -14,6 +14,7 @@ import math
 import numpy as np
 
 from keras_fastdata.engine.settings import Settings
+from keras_fastdata.health.account import TimeAccount
 from keras_fastdata.health.record import Record
 from keras_fastdata.health.step_clock import Step
 from keras_fastdata.health.summary import EpochHealth, summarize
@@ -122,7 +123,7 @@ def simulated_record(
         began=datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.UTC),
         began_s=START_S,
         ended_s=now_s + 0.1,
-        summary=summarize(found, []),
+        summary=summarize(found, [], None, _account(now_s - START_S, found)),
         spans=np.array(spans)[-8192:],
         steps=tuple(steps[-8192:]),
         lost=tuple(lost),
@@ -149,6 +150,16 @@ def simulated_record(
         ),
     )
     return dataclasses.replace(record, **changes)
+
+
+def _account(whole_s, epochs):
+    waiting_s = sum(epoch.lost_s for epoch in epochs)
+    steps_s = sum(epoch.wall_s for epoch in epochs) - waiting_s
+    return TimeAccount(
+        first_batch_s=whole_s - waiting_s - steps_s,
+        steps_s=steps_s,
+        waiting_s=waiting_s,
+    )
 
 
 def _with_depths(spans, queue):
