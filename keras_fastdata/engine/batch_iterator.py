@@ -191,9 +191,9 @@ class BatchIterator(Iterator[Any]):
         except StopIteration as error:
             raise _not_the_end(error) from error
 
-    def remember_first(self) -> None:
-        """Keeps the first two batches until the third, for `rewind`."""
-        self._epoch.remember_first()
+    def remember_first(self, count: int) -> None:
+        """Keeps the first `count` batches until the next one, for `rewind`."""
+        self._epoch.remember_first(count)
 
     def rewind(self) -> None:
         """Starts over, in the same epoch and order, as if never begun."""

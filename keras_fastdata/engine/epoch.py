@@ -19,8 +19,6 @@ from keras_fastdata.metrics.recorder import Span
 from keras_fastdata.metrics.timing import Timing
 from keras_fastdata.workers.base import BatchResult
 
-_PROBED = 2  # batches at most that Keras takes to build a model, one ahead
-
 
 class EpochState(enum.Enum):
     """Whether an epoch has begun, and whether it is over."""
@@ -77,7 +75,7 @@ class Epoch:
         skipped: Batches left out, by index, each with its traceback.
         delivered: How many batches have been delivered.
         remembered: The first batches, by index, as long as they are kept.
-        remembers: Whether the first batches are kept for a `rewind`.
+        remembers: How many of the first batches are kept for a `rewind`.
         start: The position it began at; 0, unless an earlier run did.
         is_from_cache: Whether the latest batch came from the cache.
         interval_s: How often there is to be a span; see `time_batches`.
@@ -106,7 +104,7 @@ class Epoch:
         self.skipped: dict[int, str] = {}
         self.delivered = 0
         self.remembered: dict[int, Any] = {}
-        self.remembers = False
+        self.remembers = 0
         self.start = 0
         self.is_from_cache = False
         self.interval_s: float | None = None
@@ -212,19 +210,19 @@ class Epoch:
         if self.remembers:
             if self.span is not None:
                 self.spans[index] = self.span
-            if self.delivered < _PROBED:
+            if self.delivered < self.remembers:
                 self.remembered[index] = batch
             else:
                 self.forget_first()
         self.delivered += 1
 
-    def remember_first(self) -> None:
-        """Keeps the first batches for a `rewind`."""
-        self.remembers = True
+    def remember_first(self, count: int) -> None:
+        """Keeps the first batches for a `rewind`, until there is one more."""
+        self.remembers = count
 
     def forget_first(self) -> None:
         """Drops the first batches, and keeps no others."""
-        self.remembered, self.remembers = {}, False
+        self.remembered, self.remembers = {}, 0
 
     def add_peeked(self, index: int, batch: Any) -> None:
         """Keeps a batch that was built before its turn."""

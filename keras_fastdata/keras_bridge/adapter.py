@@ -48,6 +48,7 @@ from keras_fastdata.metrics import recorder
 from keras_fastdata.workers import exceptions
 
 _SPEC_BATCHES = 2  # that TensorFlow's signature is made of, as in Keras
+_PROBED = 2  # batches at most that Keras takes to build a model, one ahead
 
 
 class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
@@ -228,7 +229,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         found.prefetch_next(self._prefetches_next)
         started = self.progress.has_started
         if not started:
-            found.remember_first()
+            found.remember_first(_PROBED)
         listener = self.listener()
         if not started and not (listener and listener.predicts):
             # After a probe comes `on_train_begin`, and maybe a recorder; one

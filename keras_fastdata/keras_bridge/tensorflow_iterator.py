@@ -31,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
+from keras_fastdata.keras_bridge.conversions import strings_as_tensors
 from keras_fastdata.memory.arena import (
     ALIGNMENT,
     Bytes,
@@ -469,7 +470,7 @@ def _tensor(leaf: Any, spec: tf.TensorSpec, copies: _Copies) -> tf.Tensor:
     else:
         array = np.asarray(leaf, dtype)
     if spec.dtype == tf.string:
-        return tf.constant(array.tolist(), tf.string, array.shape)
+        return strings_as_tensors(array)
     if (
         not array.flags.c_contiguous
         or not array.flags.writeable

@@ -113,7 +113,7 @@ def test_what_keras_fetches_ahead_to_build_a_model_is_not_built_again(
     # On JAX on an accelerator: two batches, which it gives back.
     with Noted(tmp_path, **KINDS[place]) as dataset:
         opened = iterate(loader_of(dataset), dataset, False)
-        opened.remember_first()
+        opened.remember_first(2)
         opened.fetch()
         opened.fetch()
         opened.rewind()

@@ -60,7 +60,7 @@ def test_an_epoch_that_is_reset_has_neither_number_nor_order():
 def test_a_rewound_epoch_delivers_what_was_remembered_again(finishes):
     epoch = planned(2)
     epoch.activate()
-    epoch.remember_first()
+    epoch.remember_first(2)
     deliver(epoch, 1)
     remembered = dict(epoch.remembered)
     if finishes:
@@ -76,7 +76,7 @@ def test_a_rewound_epoch_delivers_what_was_remembered_again(finishes):
 def test_only_the_first_two_batches_are_remembered_until_the_third():
     epoch = planned()
     epoch.activate()
-    epoch.remember_first()
+    epoch.remember_first(2)
     deliver(epoch, 2)
     assert epoch.remembered == {0: "batch 0", 1: "batch 1"}
     deliver(epoch, 1)
