@@ -171,9 +171,8 @@ def _has_hook(dataset: Any, name: str) -> bool:
     method = getattr(dataset, name, None)
     if method is None:
         return False
-    home = next(
-        (kind for kind in type(dataset).__mro__ if name in vars(kind)), None
-    )
+    homes = (kind for kind in type(dataset).__mro__ if name in vars(kind))
+    home = next(homes, None)
     return home is None or home.__name__ != "PyDataset"
 
 

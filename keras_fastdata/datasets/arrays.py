@@ -146,18 +146,17 @@ def _rows(array: Any, indices: Indices, empty: build.Empty) -> npt.NDArray[Any]:
     plain = type(array) in (np.ndarray, np.memmap)
     if not plain or array.dtype.hasobject or array.dtype.kind == "T":
         return array[indices]
-    shape = len(indices), *array.shape[1:]
-    if (run := _run_of(indices)) is not None:
-        rows = empty(shape, array.dtype)
+    run = _run_of(indices)
+    if run is None and not (array.flags.c_contiguous and array.flags.aligned):
+        # `np.take` would first make a contiguous copy of the whole array.
+        return array[indices]
+    rows = empty((len(indices), *array.shape[1:]), array.dtype)
+    if run is not None:
         rows[...] = array[run]
-    elif array.flags.c_contiguous and array.flags.aligned:
-        rows = empty(shape, array.dtype)
+    else:
         # The indices were checked above. With mode="raise", NumPy would copy
         # once more.
         np.take(array, indices, axis=0, out=rows, mode="clip")
-    else:
-        # `np.take` would first make a contiguous copy of the whole array.
-        rows = array[indices]
     return rows
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,29 +21,14 @@ Padding = Any
 
 
 class Padded:
-    """How samples of different shapes are padded.
-
-    Args:
-        to: `None`: shapes must be equal. "longest": every axis is as long as
-            the longest in the batch. An integer: the length of every array's
-            first axis. A tuple of integers and `None`: the lengths of the
-            first axes. Or a structure of these like that of a sample.
-        value: The value that fills the padding.
-
-    Raises:
-        ValueError: `to` is none of these.
-    """
+    """How samples of different shapes are padded; see `SampleDataset`."""
 
     def __init__(self, to: Padding, value: float) -> None:
         self.to = _checked(to)
         self.value = value
 
     def of(self, keys: list[Any]) -> list[Padded]:
-        """Returns the padding of each part of a sample.
-
-        Raises:
-            ValueError: `to` is a structure of another kind.
-        """
+        """Returns the padding of each part of a sample."""
         if isinstance(self.to, dict):
             if unknown := [key for key in self.to if key not in keys]:
                 raise ValueError(
@@ -66,17 +51,16 @@ def collate(
     empty: Empty,
     padded: Padded,
 ) -> Any:
-    """Stacks samples into a batch.
+    """Stacks samples into a batch; `ValueError` if they do not fit together.
+
+    Each sample is requested after the one before was copied, unless "longest"
+    needs them all.
 
     Args:
-        samples: One for each index, at least one. Each sample is requested
-            after the one before was copied, unless "longest" needs them all.
+        samples: One for each index, at least one.
         indices: The samples' numbers, for error messages.
         empty: Makes the arrays of the batch.
         padded: How samples of different shapes are padded.
-
-    Raises:
-        ValueError: Samples do not fit together.
     """
     stack: _Stack | None = None
     count = 0
@@ -88,15 +72,12 @@ def collate(
             stack = _stack_like(sample, len(indices), empty, padded, "")
         try:
             stack.put(place, sample)
-        except _TooLongError as too_long:
-            raise ValueError(
-                f"Sample {indices[place]} is longer than `pad_to` allows: "
-                f"{too_long}"
-            ) from None
         except _MisfitError as misfit:
+            what = f"does not fit into a batch with sample {indices[0]}"
+            if isinstance(misfit, _TooLongError):
+                what = "is longer than `pad_to` allows"
             raise ValueError(
-                f"Sample {indices[place]} does not fit into a batch with "
-                f"sample {indices[0]}: {misfit}"
+                f"Sample {indices[place]} {what}: {misfit}"
             ) from None
     if stack is None or count != len(indices):
         number = "more" if count > len(indices) else f"{count}"
@@ -115,16 +96,9 @@ class _TooLongError(_MisfitError):
     """A sample is longer than the length to pad to."""
 
 
-class _Stack(Protocol):
-    """Collects one part of all samples into one part of the batch."""
-
-    def put(self, place: int, part: Any) -> None:
-        """Adds the part of the sample at `place`; may raise `_MisfitError`."""
-        ...
-
-    def batch(self) -> Any:
-        """Returns the part of the batch, once all samples are added."""
-        ...
+# Each of these classes collects one part of all samples. `put` adds the part of
+# the sample at `place`, or raises `_MisfitError`. `batch` returns the part of
+# the batch.
 
 
 class _Nested:
@@ -142,12 +116,10 @@ class _Nested:
         ]
 
     def put(self, place: int, part: Any) -> None:
-        keys = _keys(part)
-        if type(part) is not self._kind or (
-            set(keys) != set(self._keys) or len(keys) != len(self._keys)
-        ):
+        is_alike = type(part) is self._kind
+        if not is_alike or set(_keys(part)) != set(self._keys):
             hint = ""
-            if type(part) is self._kind is list:
+            if is_alike and self._kind is list:
                 hint = (
                     " A list is a structure: to stack or pad its items, make "
                     "it an array."
@@ -183,12 +155,7 @@ class _Column:
     """Collects arrays or numbers into one array, row by row."""
 
     def __init__(
-        self,
-        first: npt.NDArray[Any],
-        count: int,
-        empty: Empty,
-        padded: Padded,
-        where: str,
+        self, first: Any, count: int, empty: Empty, padded: Padded, where: str
     ) -> None:
         self._where = where
         self._shape, self._padded_axes = _padded_shape(first.shape, padded.to)
@@ -208,11 +175,10 @@ class _Column:
         if leaf.shape == self._shape:
             self._array[place] = leaf
             return
+        pairs = list(enumerate(zip(leaf.shape, self._shape, strict=False)))
         if leaf.ndim != len(self._shape) or any(
             have != wanted
-            for axis, (have, wanted) in enumerate(
-                zip(leaf.shape, self._shape, strict=True)
-            )
+            for axis, (have, wanted) in pairs
             if axis not in self._padded_axes
         ):
             raise _MisfitError(
@@ -220,10 +186,7 @@ class _Column:
                 f"{self._shape}. Make samples alike, or pass "
                 "`pad_to='longest'`, or the shape to pad to."
             )
-        if any(
-            have > most
-            for have, most in zip(leaf.shape, self._shape, strict=True)
-        ):
+        if any(have > most for _, (have, most) in pairs):
             raise _TooLongError(
                 f"{_called(self._where)} has shape {leaf.shape}, and is to "
                 f"become {self._shape}. Pass a larger `pad_to`, or "
@@ -279,6 +242,9 @@ class _Gathered:
         return array
 
 
+_Stack = _Nested | _Nothing | _Column | _Gathered
+
+
 def _stack_like(
     sample: Any, count: int, empty: Empty, padded: Padded, where: str
 ) -> _Stack:
@@ -330,12 +296,8 @@ def _padded_shape(
             f"`pad_to` gives {len(lengths)} lengths for an array of shape "
             f"{shape}."
         )
-    leading = [
-        have if wanted is None else wanted
-        for have, wanted in zip(shape, lengths, strict=False)
-    ]
-    axes = {axis for axis, wanted in enumerate(lengths) if wanted is not None}
-    return (*leading, *shape[len(lengths) :]), axes
+    wanted = {n: most for n, most in enumerate(lengths) if most is not None}
+    return tuple(wanted.get(n, have) for n, have in enumerate(shape)), {*wanted}
 
 
 def _checked(to: Any) -> Padding:

@@ -39,15 +39,10 @@ _Box = tuple[float, float, float, float]  # left, upper, right, lower
 
 
 class _Kept(threading.local):
-    """What a thread keeps for its next image.
+    """What a thread keeps for its next image."""
 
-    Attributes:
-        memory: The memory to decode into.
-        resizer: A `cykooz_resizer.Resizer`, or `None` before the first use.
-    """
-
-    memory = np.empty(0, np.uint8)
-    resizer: Any = None
+    memory = np.empty(0, np.uint8)  # to decode into
+    resizer: Any = None  # a `cykooz_resizer.Resizer`, after the first use
 
     def room(self, nbytes: int) -> Pixels:
         """Returns memory for an image; the next call may return it again."""
@@ -85,29 +80,17 @@ def _faster(module: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class ImageSpec:
-    """The size and format that images are converted to.
+    """The size and format that images are converted to."""
 
-    Attributes:
-        size: Height and width.
-        mode: A key of `MODES`.
-        interpolation: A key of `RESAMPLING`.
-        crops: Whether to crop images to the aspect ratio of `size`.
-        pads: Whether to pad images with black to that ratio instead.
-    """
-
-    size: tuple[int, int]
-    mode: str
-    interpolation: str
-    crops: bool
-    pads: bool
+    size: tuple[int, int]  # height and width
+    mode: str  # a key of `MODES`
+    interpolation: str  # a key of `RESAMPLING`
+    crops: bool  # to the aspect ratio of `size`
+    pads: bool  # with black, to that ratio
 
 
 def read(path: str, form: ImageSpec) -> Pixels:
-    """Reads an image file.
-
-    Returns:
-        An array of shape `(height, width, channels)`; may be read-only.
-    """
+    """Returns an image file as `(height, width, channels)`, maybe read-only."""
     from PIL import Image
 
     height, width = form.size
@@ -145,7 +128,7 @@ def _decode(image: Any, mode: str, scale: float, orientation: int) -> Pixels:
 
     Args:
         image: The image that `PIL.Image.open` returned.
-        mode: Pillow's name of the wanted mode.
+        mode: Pillow's name of the mode.
         scale: The least size to decode at, relative to the image's own.
         orientation: The value of the EXIF tag.
     """
@@ -225,11 +208,8 @@ def _resize(
     method = cykooz.ResizeAlg.nearest()
     if name is not None:
         method = cykooz.ResizeAlg.convolution(cykooz.FilterType[name])
-    kind = {
-        1: cykooz.PixelType.U8,
-        3: cykooz.PixelType.U8x3,
-        4: cykooz.PixelType.U8x4,
-    }[channels]
+    suffix = {1: "", 3: "x3", 4: "x4"}[channels]
+    kind = getattr(cykooz.PixelType, f"U8{suffix}")
     source = cykooz.ImageData(width, height, kind, pixels.tobytes())
     target = cykooz.ImageData(*size, kind)
     options = cykooz.ResizeOptions(method, use_alpha=channels == 4)
@@ -246,9 +226,7 @@ def _fitted(
 ) -> tuple[_Box, tuple[int, int]]:
     """Returns the box to take from an image, and the size it is resized to.
 
-    Args:
-        size: Width and height of the image.
-        form: The size and format of the result.
+    Sizes are width and height; `form.size` is height and width.
     """
     height, width = form.size
     whole = (0.0, 0.0, float(size[0]), float(size[1]))
@@ -262,10 +240,7 @@ def _fitted(
         return (left, upper, left + kept[0], upper + kept[1]), (width, height)
     if form.pads:
         scale = min(width / size[0], height / size[1])
-        return whole, (
-            max(1, round(size[0] * scale)),
-            max(1, round(size[1] * scale)),
-        )
+        width, height = (max(1, round(side * scale)) for side in size)
     return whole, (width, height)
 
 

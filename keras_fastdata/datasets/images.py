@@ -26,10 +26,6 @@ FORMATS = (".bmp", ".gif", ".jpeg", ".jpg", ".png")
 
 Image = npt.NDArray[Any]
 
-_BY_DECODER = (
-    "; or pass a `decoder(path, image_size)` that reads it from where it is"
-)
-
 
 class ImageFileDataset(SampleDataset):
     """Batches of images, each of which is a file.
@@ -131,8 +127,13 @@ class ImageFileDataset(SampleDataset):
             )
         files = [os.fspath(path) for path in paths]
         if decoder is None:
+            decoding.require()
+            way_out = (
+                "; or pass a `decoder(path, image_size)` that reads it from "
+                "where it is"
+            )
             for path in files:
-                check_local("paths", path, _BY_DECODER)
+                check_local("paths", path, way_out)
         self.paths = SharedList(files)
         self.labels = _labels_of(labels, len(self.paths))
         self._fastdata_one_hot = 0  # the number of classes, if one-hot
@@ -155,8 +156,6 @@ class ImageFileDataset(SampleDataset):
                 f"`dtype` must hold 0 to 255. Received: {self.dtype}"
             )
         self.decoder = decoder
-        if decoder is None:
-            decoding.require()
 
     @classmethod
     def from_directory(
@@ -222,32 +221,18 @@ class ImageFileDataset(SampleDataset):
         """
         check_local("directory", directory)
         _check_split(validation_split, subset, shuffle, seed)
-        if label_mode is not None:
-            one_of("label_mode", label_mode, ("int", "binary", "categorical"))
-        if class_names is not None and labels != "inferred":
-            raise ValueError('`class_names` needs `labels="inferred"`.')
-        paths, numbers, names = _files_in(
-            os.fspath(directory),
-            None if label_mode is None else labels,
-            class_names,
-            follow_links,
+        folder = os.fspath(directory)
+        paths, numbers, names = _labelled_files(
+            folder, labels, label_mode, class_names, follow_links
         )
-        if label_mode == "binary" and names is not None and len(names) != 2:
-            raise ValueError(
-                f'`label_mode="binary"` needs two classes. There are '
-                f"{len(names)}: {names}"
-            )
-        if label_mode == "categorical" and names is not None:
-            _check_classes(numbers, len(names))
         if verbose:
             classes = f" belonging to {len(names)} classes" if names else ""
             print(f"Found {len(paths)} files{classes}.")
-        order = np.arange(len(paths))
-        if shuffle and validation_split:
-            # Keras draws the split in the same way.
-            np.random.RandomState(seed).shuffle(order)
-
-        def make(places: npt.NDArray[np.int64], shuffles: bool) -> Any:
+        made: list[Any] = []
+        parts = _parts(len(paths), validation_split, subset, shuffle, seed)
+        for part, places in parts.items():
+            if verbose and part:
+                print(f"Using {len(places)} files for {part}.")
             if not len(places):
                 raise ValueError(
                     f"No images found in directory {directory}, or too few to "
@@ -255,35 +240,22 @@ class ImageFileDataset(SampleDataset):
                 )
             dataset = cls(
                 [paths[place] for place in places],
-                _in_mode(numbers, label_mode, places),
+                None if numbers is None else numbers[places],
                 image_size,
                 batch_size,
                 color_mode=color_mode,
                 interpolation=interpolation,
                 crop_to_aspect_ratio=crop_to_aspect_ratio,
                 pad_to_aspect_ratio=pad_to_aspect_ratio,
-                shuffle=shuffles,
+                shuffle=shuffle and not made,
                 seed=seed,
                 **kwargs,
             )
             dataset.class_names = names
             if label_mode == "categorical" and names is not None:
                 dataset._fastdata_one_hot = len(names)
-            return dataset
-
-        if not validation_split:
-            return make(order, shuffle)
-        # Rounded down, and taken from the end, as in Keras.
-        split = len(paths) - int(validation_split * len(paths))
-        parts = {"training": order[:split], "validation": order[split:]}
-        wanted = list(parts) if subset == "both" else [str(subset)]
-        if verbose:
-            for name in wanted:
-                print(f"Using {len(parts[name])} files for {name}.")
-        if subset == "both":
-            training, validation = parts.values()
-            return make(training, shuffle), make(validation, False)
-        return make(parts[str(subset)], shuffle)
+            made.append(dataset)
+        return made[0] if len(made) == 1 else tuple(made)
 
     @overridable_property
     def num_samples(self) -> int:
@@ -377,54 +349,70 @@ def _size_of(image_size: int | Sequence[int]) -> tuple[int, int]:
 # -- folders -----------------------------------------------------------------
 
 
-def _files_in(
+def _labelled_files(
     directory: str,
     labels: Sequence[int] | str | None,
+    mode: str | None,
     class_names: Sequence[str] | None,
     follow_links: bool,
 ) -> tuple[list[str], npt.NDArray[Any] | None, list[str] | None]:
-    """Returns paths, class numbers and class names, in Keras's order."""
+    """Returns paths, labels and class names, in Keras's order."""
+    if mode is not None:
+        one_of("label_mode", mode, ("int", "binary", "categorical"))
+    if class_names is not None and labels != "inferred":
+        raise ValueError('`class_names` needs `labels="inferred"`.')
+    if mode is None or labels is None:
+        return list(_files_below(directory, follow_links)), None, None
     if isinstance(labels, str):
         one_of("labels", labels, ("inferred",))
-        names = sorted(
-            entry.name
-            for entry in os.scandir(directory)
-            if entry.is_dir() and not entry.name.startswith(".")
-        )
-        if class_names is not None:
-            missing = [name for name in class_names if name not in names]
-            if missing:
-                raise ValueError(
-                    f"`class_names` must be folders of {directory}. It has no "
-                    f"{missing}; it has {names}."
-                )
-            names = list(class_names)
-        by_class = [
+        names = _classes_in(directory, class_names)
+        found = [
             list(_files_below(os.path.join(directory, name), follow_links))
             for name in names
         ]
-        paths = [path for found in by_class for path in found]
-        counts = [len(found) for found in by_class]
-        return paths, np.repeat(np.arange(len(names)), counts), names
-    paths = list(_files_below(directory, follow_links))
-    if labels is None:
-        return paths, None, None
-    numbers = np.asarray(labels)
-    if numbers.shape != (len(paths),):
-        raise ValueError(
-            f"`labels` must have one label for each of the {len(paths)} files "
-            f"in {directory}. Received {len(labels)}."
-        )
-    return paths, numbers, [str(number) for number in np.unique(numbers)]
-
-
-def _check_classes(numbers: Any, count: int) -> None:
-    if len(numbers) and not 0 <= numbers.min() <= numbers.max() < count:
+        paths = [path for files in found for path in files]
+        numbers = np.repeat(np.arange(len(names)), [len(f) for f in found])
+    else:
+        paths = list(_files_below(directory, follow_links))
+        numbers = np.asarray(labels)
+        if numbers.shape != (len(paths),):
+            raise ValueError(
+                f"`labels` must have one label for each of the {len(paths)} "
+                f"files in {directory}. Received {len(labels)}."
+            )
+        names = [str(number) for number in np.unique(numbers)]
+    count = len(names)
+    if mode == "binary":
+        if count != 2:
+            raise ValueError(
+                '`label_mode="binary"` needs two classes. There are '
+                f"{count}: {names}"
+            )
+        numbers = numbers.astype("float32")[:, np.newaxis]
+    elif mode == "categorical" and not np.isin(numbers, range(count)).all():
         raise ValueError(
             f'`label_mode="categorical"` needs labels from 0 to {count - 1}, '
             f"one for each of {count} classes. Received: from "
             f"{numbers.min()} to {numbers.max()}."
         )
+    return paths, numbers, names
+
+
+def _classes_in(directory: str, wanted: Sequence[str] | None) -> list[str]:
+    """Returns the subfolders to use, in the order of their labels."""
+    names = sorted(
+        entry.name
+        for entry in os.scandir(directory)
+        if entry.is_dir() and not entry.name.startswith(".")
+    )
+    if wanted is None:
+        return names
+    if missing := [name for name in wanted if name not in names]:
+        raise ValueError(
+            f"`class_names` must be folders of {directory}. It has no "
+            f"{missing}; it has {names}."
+        )
+    return list(wanted)
 
 
 def _files_below(directory: str, follow_links: bool) -> Iterator[str]:
@@ -436,16 +424,23 @@ def _files_below(directory: str, follow_links: bool) -> Iterator[str]:
                 yield os.path.join(root, name)
 
 
-def _in_mode(
-    numbers: npt.NDArray[Any] | None,
-    mode: str | None,
-    places: npt.NDArray[np.int64],
-) -> npt.NDArray[Any] | None:
-    if numbers is None:
-        return None
-    if mode == "binary":
-        return numbers[places].astype("float32")[:, np.newaxis]
-    return numbers[places]
+def _parts(
+    count: int,
+    share: float | None,
+    subset: str | None,
+    shuffle: bool,
+    seed: int | None,
+) -> dict[str, npt.NDArray[np.int64]]:
+    """Returns the files of each part by its name; "" if there is no split."""
+    order = np.arange(count)
+    if not share:
+        return {"": order}
+    # The split is drawn, rounded down and taken from the end, as in Keras.
+    if shuffle:
+        np.random.RandomState(seed).shuffle(order)
+    split = count - int(share * count)
+    parts = {"training": order[:split], "validation": order[split:]}
+    return parts if subset == "both" else {str(subset): parts[str(subset)]}
 
 
 def _check_split(

@@ -137,9 +137,7 @@ class SampleDataset(SampledDataset):
             sampler=sampler,
             **kwargs,
         )
-        if hasattr(source, "iloc") and hasattr(source, "to_numpy"):
-            source = _column_of(source)
-        _check_source(self, source, self.batch_size)
+        source = _checked_source(self, source)
         self.source = source
         self._fastdata_padded = Padded(pad_to, pad_value)
 
@@ -199,20 +197,18 @@ def _is_inherited(dataset: SampleDataset, name: str) -> bool:
     return getattr(type(dataset), name) is getattr(SampleDataset, name)
 
 
-def _column_of(table: Any) -> Any:
-    """Returns a pandas column as an array, which is indexed by position."""
-    if hasattr(table, "columns"):
-        raise TypeError(
-            "`source` must hold numbered samples, and a DataFrame has named "
-            "columns. Pass it to `ArrayDataset`, or pass one column of it."
-        )
-    return table.to_numpy()
-
-
-def _check_source(dataset: SampleDataset, source: Any, batch_size: int) -> None:
-    """Raises `TypeError` unless a source can be indexed from 0."""
+def _checked_source(dataset: SampleDataset, source: Any) -> Any:
+    """Returns a source that can be indexed from 0, or raises `TypeError`."""
     if source is None:
-        return
+        return None
+    if hasattr(source, "iloc") and hasattr(source, "to_numpy"):
+        if hasattr(source, "columns"):
+            raise TypeError(
+                "`source` must hold numbered samples, and a DataFrame has "
+                "named columns. Pass it to `ArrayDataset`, or pass one column "
+                "of it."
+            )
+        return source.to_numpy()  # a pandas column, indexed by label
     kind = type(source).__name__
     if isinstance(source, (str, bytes)):
         raise TypeError(
@@ -225,7 +221,8 @@ def _check_source(dataset: SampleDataset, source: Any, batch_size: int) -> None:
             "by key. Pass a list of its values; pass a dict of arrays to "
             "`ArrayDataset`."
         )
-    hint = for_iterables("source", source, f", batch_size={batch_size}")
+    batching = f", batch_size={dataset.batch_size}"
+    hint = for_iterables("source", source, batching)
     lacks = ""
     if not hasattr(source, "__getitem__"):
         lacks = "__getitem__"
@@ -240,3 +237,4 @@ def _check_source(dataset: SampleDataset, source: Any, batch_size: int) -> None:
             f"`__len__`. Received an object of type {kind}, which has no "
             f"`{lacks}`.{hint}"
         )
+    return source

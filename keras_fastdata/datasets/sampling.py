@@ -122,7 +122,7 @@ class SampledDataset(FastPyDataset):
         positions = np.arange(start, stop, dtype=np.int64)
         order = self._fastdata_order
         if order.sampler is not None:
-            return _sampled(self, order, order.sampler)[positions]
+            return _sampled(self, order.sampler)[positions]
         if order.shares is not None:
             return _drawn_by_weight(self, positions, order.shares)
         if order.shuffles:
@@ -146,21 +146,14 @@ class _Order:
     """How a dataset draws the samples of an epoch, and calls `transform`.
 
     Pickles and copies leave out `drawn` and `transform`.
-
-    Attributes:
-        shuffles: Whether samples come in a random order.
-        sampler: The user's function that draws the samples, or `None`.
-        shares: Cumulated weights to draw samples by, or `None`.
-        drawn: The indices that `sampler` returned, by epoch.
-        transform: The latest `transform` function, and whether it takes
-            `rng`. For a method, its function, which does not refer to the
-            dataset.
     """
 
     shuffles: bool
     sampler: Sampler | None = None
-    shares: npt.NDArray[np.float64] | None = None
-    drawn: dict[int, Indices] = dataclasses.field(default_factory=dict)
+    shares: npt.NDArray[np.float64] | None = None  # cumulated weights
+    drawn: dict[int, Indices] = dataclasses.field(default_factory=dict)  # epoch
+    # The latest function, and whether it takes `rng`. For a method, its
+    # function, which does not refer to the dataset.
     transform: tuple[Any, bool] = (None, False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -175,11 +168,7 @@ class _Order:
 def take_transform(
     dataset: SampledDataset, transform: Callable[..., Any] | None
 ) -> None:
-    """Sets `dataset.transform` from the constructor's argument.
-
-    Raises:
-        TypeError: `transform` is not a function.
-    """
+    """Sets `dataset.transform`; `TypeError` if that is no function."""
     if transform is not None:
         dataset.transform = transform
     if dataset.transform is not None and not callable(dataset.transform):
@@ -195,7 +184,10 @@ def transformed(dataset: SampledDataset, *parts: Any) -> Any:
     function = getattr(transform, "__func__", transform)
     known, draws = order.transform
     if known is not function:
-        draws = _has_rng(transform)
+        try:
+            draws = "rng" in inspect.signature(transform).parameters
+        except ValueError:
+            draws = False  # a function written in C may have no signature
         order.transform = function, draws
     return transform(*parts, rng=dataset.rng) if draws else transform(*parts)
 
@@ -219,31 +211,26 @@ def _drawn_by_weight(
     return np.asarray(np.searchsorted(shares, found, "right"), np.int64)
 
 
-def _sampled(
-    dataset: SampledDataset, order: _Order, sampler: Sampler
-) -> Indices:
-    epoch = answer(dataset, "epoch")
-    found = order.drawn.get(epoch)
-    if found is None:
-        count = dataset.num_samples
-        rng = answer(dataset, "rng_for")(_SAMPLER)
-        found = np.asarray(sampler(rng, count))
-        if found.shape != (count,) or found.dtype.kind not in "iu":
-            raise ValueError(
-                f"`sampler` must return {count} indices, the number of "
-                f"samples. It returned an array of shape "
-                f"{found.shape} and dtype {found.dtype}."
-            )
-        if count and not 0 <= found.min() <= found.max() < count:
-            raise ValueError(
-                f"`sampler` returned indices from {found.min()} to "
-                f"{found.max()}; there are {count} samples, from 0 on."
-            )
-        found = found.astype(np.int64)
-        kept = {**order.drawn, epoch: found}
-        # One assignment, because threads share the dataset.
-        order.drawn = {e: kept[e] for e in sorted(kept)[-_EPOCHS_KEPT:]}
-    return found
+def _sampled(dataset: SampledDataset, sampler: Sampler) -> Indices:
+    epoch, order = answer(dataset, "epoch"), dataset._fastdata_order
+    if (known := order.drawn.get(epoch)) is not None:
+        return known
+    count = dataset.num_samples
+    found = np.asarray(sampler(answer(dataset, "rng_for")(_SAMPLER), count))
+    if found.shape != (count,) or found.dtype.kind not in "iu":
+        raise ValueError(
+            f"`sampler` must return {count} indices, the number of samples. It "
+            f"returned an array of shape {found.shape} and dtype {found.dtype}."
+        )
+    if count and not 0 <= found.min() <= found.max() < count:
+        raise ValueError(
+            f"`sampler` returned indices from {found.min()} to {found.max()}; "
+            f"there are {count} samples, from 0 on."
+        )
+    kept = {**order.drawn, epoch: found.astype(np.int64)}
+    # One assignment, because threads share the dataset.
+    order.drawn = {e: kept[e] for e in sorted(kept)[-_EPOCHS_KEPT:]}
+    return kept[epoch]
 
 
 def for_iterables(name: str, source: Any, batching: str) -> str:
@@ -255,21 +242,16 @@ def for_iterables(name: str, source: Any, batching: str) -> str:
         batching: Further arguments to show in the hint.
     """
     if hasattr(source, "as_numpy_iterator"):  # a tf.data.Dataset
-        return (
-            " `fit` takes it as it is; for workers of this package pass "
-            f"`GeneratorDataset({name}.as_numpy_iterator{batching})`."
-        )
-    if hasattr(source, "__next__"):
-        return (
-            " Pass the function that makes it, without calling it: "
-            f"`GeneratorDataset(function{batching})`."
-        )
-    if hasattr(source, "__iter__"):
-        return (
-            " For an iterable, use "
-            f"`GeneratorDataset(lambda: iter({name}){batching})`."
-        )
-    return ""
+        hint = "`fit` takes it as it is; for workers of this package pass "
+        made = f"{name}.as_numpy_iterator"
+    elif hasattr(source, "__next__"):
+        hint = "Pass the function that makes it, without calling it: "
+        made = "function"
+    elif hasattr(source, "__iter__"):
+        hint, made = "For an iterable, use ", f"lambda: iter({name})"
+    else:
+        return ""
+    return f" {hint}`GeneratorDataset({made}{batching})`."
 
 
 def _cumulated(weights: Any) -> npt.NDArray[np.float64]:
@@ -296,14 +278,3 @@ def _cumulated(weights: Any) -> npt.NDArray[np.float64]:
         )
     sums /= sums[-1]
     return sums
-
-
-def _has_rng(function: Callable[..., Any] | None) -> bool:
-    """Whether a function has a parameter named `rng`."""
-    try:
-        return (
-            function is not None
-            and "rng" in inspect.signature(function).parameters
-        )
-    except ValueError:
-        return False  # a function written in C may have no signature
