@@ -1,4 +1,4 @@
-"""`accelerate`: workers for a Keras dataset, without changing its class.
+"""`accelerate` gives workers to a Keras dataset, and keeps its class.
 
 The iterators of Keras's `ImageDataGenerator` count the batches they build, and
 seed `np.random` with that count. In several processes the counts would differ,
@@ -102,7 +102,7 @@ class _Wrapped(FastPyDataset):
 
     @property
     def num_batches(self) -> int | None:
-        """The number of batches in an epoch, from the other dataset."""
+        """The number of batches in an epoch of the wrapped dataset."""
         if hasattr(self._fastdata_wrapped, "num_batches"):
             count: int | None = self._fastdata_wrapped.num_batches
             return count

@@ -132,7 +132,7 @@ class ArrayDataset(SampledDataset):
 
 
 def _rows(array: Any, indices: Indices, empty: build.Empty) -> npt.NDArray[Any]:
-    """Returns rows of an array, in memory that only the batch uses."""
+    """Returns a copy of some rows of an array."""
     count = array.shape[0]
     if not 0 <= indices.min() <= indices.max() < count:
         raise IndexError(

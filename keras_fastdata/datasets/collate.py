@@ -28,7 +28,7 @@ class Padded:
         self.value = value
 
     def of(self, keys: list[Any]) -> list[Padded]:
-        """Returns the padding of each part of a sample."""
+        """Returns the padding for each of the parts `keys` of a sample."""
         if isinstance(self.to, dict):
             if unknown := [key for key in self.to if key not in keys]:
                 raise ValueError(
@@ -102,7 +102,7 @@ class _TooLongError(_MisfitError):
 
 
 class _Nested:
-    """Collects tuples, lists or dicts."""
+    """Stacks samples that are tuples, lists or dicts."""
 
     def __init__(
         self, sample: Any, count: int, empty: Empty, padded: Padded, where: str
@@ -141,7 +141,7 @@ class _Nested:
 
 
 class _Nothing:
-    """Collects `None`, such as the targets of samples without targets."""
+    """Stacks parts that are `None`, such as missing targets."""
 
     def put(self, place: int, part: Any) -> None:
         if part is not None:
@@ -152,7 +152,7 @@ class _Nothing:
 
 
 class _Column:
-    """Collects arrays or numbers into one array, row by row."""
+    """Stacks arrays or numbers of one shape, each as it comes."""
 
     def __init__(
         self, first: Any, count: int, empty: Empty, padded: Padded, where: str
@@ -200,7 +200,7 @@ class _Column:
 
 
 class _Gathered:
-    """Keeps strings or ragged arrays, and stacks them at the end."""
+    """Stacks strings or ragged arrays, after the last one has come."""
 
     def __init__(
         self, count: int, empty: Empty, padded: Padded, where: str

@@ -90,7 +90,7 @@ class ImageSpec:
 
 
 def read(path: str, form: ImageSpec) -> Pixels:
-    """Returns an image file as `(height, width, channels)`, maybe read-only."""
+    """Reads an image as `(height, width, channels)`; it may be read-only."""
     from PIL import Image
 
     height, width = form.size
@@ -179,7 +179,7 @@ def _decode_jpeg(
 
 
 def _turn(pixels: Pixels, orientation: int) -> Pixels:
-    """Turns pixels upright, by the EXIF orientation."""
+    """Turns an image upright, by its EXIF orientation."""
     if orientation in _LYING:
         pixels = pixels.swapaxes(0, 1)
     if orientation in (3, 4, 7, 8):

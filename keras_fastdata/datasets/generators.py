@@ -1,4 +1,4 @@
-"""`GeneratorDataset`: generators in several workers, in a fixed order.
+"""`GeneratorDataset` runs generators in workers, in a fixed order.
 
     GeneratorDataset          in the training process: which shard is next?
         GeneratorShards       one for each worker
@@ -222,8 +222,12 @@ class GeneratorDataset(FastPyDataset):
         for place, batch in turns.latest if turns is not None else ():
             if place == (epoch, index):
                 return batch
-        if turns is None or turns.place != (epoch, index):
-            turns = _turns_to(self, index)
+        if turns is None or (turns.place != (epoch, index) and plan.restarts):
+            rng = answer(self, "rng_for")(GENERATOR_KEY)
+            turns = _Turns(plan.shards, int(rng.integers(2**63)))
+            for _ in range(index):
+                turns.next()
+            plan.turns = turns
         turns.place = epoch, index
         try:
             batch = turns.next()
@@ -308,18 +312,6 @@ def _(dataset: GeneratorDataset, state: State) -> dict[str, Any]:
             "and can be resumed."
         )
     return {**state.as_dict(), "num_shards": plan.num_shards}
-
-
-def _turns_to(dataset: GeneratorDataset, index: int) -> _Turns:
-    """Returns the pass over the shards whose next batch is `index`."""
-    plan = dataset._fastdata_plan
-    if plan.turns is None or plan.restarts:
-        key = int(answer(dataset, "rng_for")(GENERATOR_KEY).integers(2**63))
-        turns = _Turns(plan.shards, key)
-        for _ in range(index):
-            turns.next()
-        plan.turns = turns
-    return plan.turns
 
 
 class _Turns:
@@ -422,7 +414,7 @@ class GeneratorShards(FastPyDataset):
 
 
 class _Running:
-    """The running generators of a worker, and which one is next."""
+    """The running generators of a worker, which take turns."""
 
     def __init__(self, owner: GeneratorShards, key: int) -> None:
         self._key = key
@@ -589,7 +581,7 @@ class _Source(NamedTuple):
 
     @staticmethod
     def of(factory: Any) -> _Source:
-        """Inspects the `factory` argument; `TypeError` if it is unusable."""
+        """Inspects the `factory` argument, or raises `TypeError`."""
         if hasattr(factory, "__next__"):
             return _Source(factory, is_iterator=True)
         if not callable(factory):
@@ -691,7 +683,7 @@ class _Source(NamedTuple):
 
 
 def _check_kwargs(kind: type, workers: Any, kwargs: Mapping[str, Any]) -> None:
-    """Refuses arguments that only other datasets take, with the reason."""
+    """Raises an error for an argument that a `GeneratorDataset` cannot use."""
     if "shuffle" in kwargs:
         raise TypeError(
             "GeneratorDataset takes no `shuffle`: its generators decide the "

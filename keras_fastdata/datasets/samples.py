@@ -27,7 +27,7 @@ from keras_fastdata.workers import exceptions
 
 
 class _SampleRng:
-    """`self.rng`: the sample's generator in `get_sample`, else the batch's.
+    """The property `rng`: in `get_sample`, the generator of the sample.
 
     It has no `__set__`, so that a dataset may have an attribute `rng`.
     """
@@ -46,7 +46,7 @@ class _SampleRng:
 
 
 class _ByHand(threading.local):
-    """The sample that a thread gets by a call of `dataset[0]`, if any."""
+    """The sample that a thread builds outside of workers."""
 
     part: build.SampleContext | None = None
 

@@ -1,4 +1,4 @@
-"""The order of samples in an epoch, computed one batch at a time.
+"""Computes the order of samples in an epoch, one batch at a time.
 
 Positions number the samples of an epoch; batch k begins at position
 `k * batch_size`. The sample at a position depends only on seed, epoch and

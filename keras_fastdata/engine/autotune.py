@@ -1,4 +1,4 @@
-"""`workers="auto"` in a loader: measures for the tuner, and applies its choice.
+"""Measures batches for `workers="auto"`, and applies what the tuner chooses.
 
 The tuner reads no clock and knows no workers. `AutoTuner` measures for it, and
 the loader calls `AutoTuner` when a batch is asked for and when it is delivered.
@@ -27,12 +27,7 @@ _log = logging.getLogger("keras_fastdata")
 
 
 class AutoTuner:
-    """Measures batches for a tuner, which chooses where they are built.
-
-    Args:
-        settings: The constructor arguments.
-        dataset: Theirs.
-    """
+    """Measures batches for a tuner, which chooses where they are built."""
 
     def __init__(self, settings: Settings, dataset: build.Dataset) -> None:
         self._settings = settings
@@ -62,7 +57,7 @@ class AutoTuner:
 
     @property
     def settings(self) -> Settings:
-        """The constructor arguments, with the number of workers chosen."""
+        """The constructor arguments, with the workers that were chosen."""
         choice = self._tuner.choice
         return dataclasses.replace(
             self._settings,
@@ -76,12 +71,12 @@ class AutoTuner:
         return tuple(self._tuner.decisions)
 
     def interval_s(self, wanted_s: float | None) -> float:
-        """Returns how often batches are timed, for the tuner and others."""
+        """Returns how often to time a batch: at least every `wanted_s`."""
         needed_s = INTERVAL_S if self._tuner.has_converged else 0.0
         return needed_s if wanted_s is None else min(needed_s, wanted_s)
 
     def ask(self) -> None:
-        """Notes that a batch is asked for."""
+        """Notes that a batch is requested."""
         self._timing = None
         self._asked_cpu_s = time.process_time()
         self._asked_s = time.perf_counter()
@@ -91,13 +86,9 @@ class AutoTuner:
         self._timing, self._worker = timing, worker
 
     def deliver(self, *, counts: bool) -> bool:
-        """Notes that the batch is here, and lets the tuner choose.
+        """Notes that the batch has come; returns whether `settings` changed.
 
-        Args:
-            counts: Whether it came in the middle of an epoch, and undisturbed.
-
-        Returns:
-            Whether `settings` are others now.
+        `counts`: whether it came in the middle of an epoch, and undisturbed.
         """
         before = self._tuner.choice
         returned_s = time.perf_counter()
@@ -116,7 +107,7 @@ class AutoTuner:
         return self._tuner.choice != before
 
     def cannot_be_had(self, error: Exception) -> bool:
-        """Excludes the present kind of workers; `False` if that is inline."""
+        """Excludes the present kind of workers; `False` if there are none."""
         choice = self._tuner.choice
         if not choice.workers:
             return False
@@ -149,13 +140,9 @@ class AutoTuner:
 class SettingsInEffect:
     """Holds the settings that are in effect for one dataset.
 
-    Args:
-        settings: The constructor arguments.
-        dataset: The dataset.
-
     Attributes:
         now: The constructor arguments, with the workers that "auto" has chosen.
-        auto: What chooses them; `None` without `workers="auto"`.
+        auto: Chooses the workers; `None` without `workers="auto"`.
     """
 
     def __init__(self, settings: Settings, dataset: build.Dataset) -> None:
@@ -175,17 +162,14 @@ class SettingsInEffect:
 
     @property
     def are_outdated(self) -> bool:
-        """Whether "auto" has chosen other workers meanwhile."""
+        """Whether "auto" has chosen other workers than those in `now`."""
         return self.auto is not None and self.auto.settings != self.now
 
     def adopt_without(self, error: Exception) -> bool:
-        """Chooses other workers in place of those that cannot start.
-
-        Args:
-            error: Why they cannot.
+        """Chooses other workers after an error, if "auto" may choose.
 
         Returns:
-            Whether there are others; only "auto" may choose them.
+            Whether there are others.
         """
         if self.auto is None or not self.auto.cannot_be_had(error):
             return False

@@ -10,8 +10,8 @@ from typing import Any
 from keras_fastdata.building import build
 from keras_fastdata.engine import state_dict
 from keras_fastdata.engine.epoch import Epoch, Finish
-from keras_fastdata.engine.fetch import Outcome
 from keras_fastdata.engine.loader import Loader
+from keras_fastdata.engine.results import Outcome
 from keras_fastdata.metrics.recorder import Span
 from keras_fastdata.workers import exceptions
 
@@ -28,7 +28,7 @@ def iterate(
 def has_rest(
     loader: Loader, dataset: build.Dataset, length: int | None
 ) -> bool:
-    """Returns whether the epoch that is resumed has a good batch left.
+    """Returns whether the resumed epoch has a batch that can be delivered.
 
     Where nothing else tells, the batch is built. So the state must be loaded
     once more.
@@ -105,7 +105,7 @@ class BatchIterator(Iterator[Any]):
         return batch
 
     def prefetch_next(self, prefetches_next: bool) -> None:
-        """Sets whether batches of the next epoch are prefetched in this one.
+        """Sets whether batches of the next epoch are prefetched.
 
         Its first batches are asked for when there is room behind the last of
         this one. Call `iterate_next` to have them.
@@ -121,7 +121,7 @@ class BatchIterator(Iterator[Any]):
         return opened
 
     def time_batches(self, interval_s: float | None) -> None:
-        """Sets how often a batch comes with a span, from now on.
+        """Sets how often the times of a batch are recorded in `span`.
 
         Args:
             interval_s: One of them in this time, and all that take as long;
@@ -131,7 +131,7 @@ class BatchIterator(Iterator[Any]):
 
     @property
     def is_shortened(self) -> bool:
-        """Whether batches were skipped, or an earlier run had some."""
+        """Whether this iterator delivers fewer batches than the epoch has."""
         return bool(self._epoch.skipped) or self._epoch.start > 0
 
     def state(self, lag: int) -> state_dict.State:
@@ -167,7 +167,7 @@ class BatchIterator(Iterator[Any]):
 
     @property
     def is_read_only(self) -> bool:
-        """Whether nobody may write to the latest batch: others share it."""
+        """Whether the latest batch must not be written to."""
         return self._epoch.is_from_cache or self._loader.lends_read_only
 
     def take_skipped(self) -> dict[int, str]:
@@ -178,7 +178,7 @@ class BatchIterator(Iterator[Any]):
         return new
 
     def peek(self, count: int) -> dict[int, Any]:
-        """Builds the batches of lowest index before their turn.
+        """Returns the batches 0, 1, ... before their turn.
 
         When their turn comes, they are delivered without being built again.
 
@@ -196,12 +196,12 @@ class BatchIterator(Iterator[Any]):
         self._epoch.remember_first(count)
 
     def rewind(self) -> None:
-        """Starts over, in the same epoch and order, as if never begun."""
+        """Starts the epoch again, in the same order."""
         self._loader.rewind(self._epoch)
 
 
 def _not_the_end(error: StopIteration) -> RuntimeError:
-    """Returns the error for a `StopIteration` that the dataset raised.
+    """Returns the error for a dataset that has raised `StopIteration`.
 
     It would end the epoch early, and nobody would notice.
     """

@@ -1,4 +1,4 @@
-"""Built batches, kept from epoch to epoch: in memory, or in files.
+"""Keeps built batches for later epochs: in memory, or in files.
 
 Only plain batches are kept (see memory/layout.py). What is served is a view:
 the arrays of a batch lie in memory that is never written again, or in a file
@@ -25,7 +25,7 @@ import stat
 import struct
 import weakref
 import zlib
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -50,33 +50,73 @@ class _Opened(NamedTuple):
     described: layout.Layout
     buffers: list[Any]
 
-
-class Cache(Protocol):
-    """Batches by index."""
-
-    @property
-    def keeps_all(self) -> bool:
-        """Whether every batch that was put was kept."""
-        ...
-
-    def holds(self, index: int) -> bool:
-        """Returns whether the batch of an index is here."""
-        ...
-
-    def get(self, index: int) -> Any:
-        """Returns a batch that is here; its arrays are read-only."""
-        ...
-
-    def put(self, index: int, batch: Any) -> None:
-        """Keeps a copy of a batch, if there is room."""
-        ...
-
-    def lose(self, index: int) -> None:
-        """Forgets a batch that could not be read."""
-        ...
+    def assemble(self) -> Any:
+        return self.described.assemble(self.buffers)
 
 
-class MemoryCache:
+class _BoundedCache:
+    """Counts the bytes that are kept, and logs once if a batch is not kept.
+
+    Args:
+        name: Class name of the dataset.
+        most: Bytes that may be used; `None`: no bound.
+        used: Bytes that are in use already.
+
+    Attributes:
+        keeps_all: Whether every batch that was put was kept.
+    """
+
+    def __init__(self, name: str, most: int | None, used: int = 0) -> None:
+        self.keeps_all = True
+        self._name = name
+        self._most = most
+        self._used = used
+        self._is_full = False
+
+    def _admit(self, batch: Any) -> tuple[Any, list[Any]] | None:
+        """Returns the structure and the arrays of a batch that can be kept.
+
+        From now on their bytes are in use.
+        """
+        arrays: list[npt.NDArray[Any]] = []
+        description = layout.describe(batch, arrays)
+        if description is None:
+            self._refuse(
+                "Not all batches",
+                "some hold other things than arrays, each of them once, in "
+                "tuples, lists and dicts",
+            )
+            return None
+        nbytes = sum(array.nbytes for array in arrays)
+        if self._is_full:
+            return None
+        if self._most is not None and self._used + nbytes > self._most:
+            self._close(
+                f"{self._used:,} bytes are in use, and `cache_bytes` is "
+                f"{self._most:,}"
+            )
+            return None
+        self._used += nbytes
+        return description, arrays
+
+    def _close(self, reason: str) -> None:
+        """Keeps no further batch."""
+        self._is_full = True
+        self._refuse("No more batches", reason)
+
+    def _refuse(self, which: str, reason: str) -> None:
+        """Logs, the first time, that a batch is not kept."""
+        if self.keeps_all:
+            self.keeps_all = False
+            _log.warning(
+                "%s of %s are cached: %s. The others are built in every epoch.",
+                which,
+                self._name,
+                reason,
+            )
+
+
+class MemoryCache(_BoundedCache):
     """Keeps batches in the memory of this process.
 
     Args:
@@ -87,25 +127,20 @@ class MemoryCache:
     def __init__(self, name: str, most: int | None) -> None:
         if most is None and (free := ram.free()) is not None:
             most = free // 2
-        self._room = _Room(name, most)
+        super().__init__(name, most)
         self._batches: dict[int, _Opened] = {}
 
-    @property
-    def keeps_all(self) -> bool:
-        return not self._room.has_refused
-
     def holds(self, index: int) -> bool:
+        """Returns whether the batch of an index is in the cache."""
         return index in self._batches
 
     def get(self, index: int) -> Any:
-        described, buffers = self._batches[index]
-        return described.assemble(buffers)
+        """Returns a batch of the cache; its arrays are read-only."""
+        return self._batches[index].assemble()
 
     def put(self, index: int, batch: Any) -> None:
-        if index in self._batches:
-            return
-        plain = _plain(batch, self._room)
-        if plain is None:
+        """Keeps a copy of a batch, if there is room."""
+        if index in self._batches or (plain := self._admit(batch)) is None:
             return
         description, arrays = plain
         buffers = []
@@ -118,6 +153,7 @@ class MemoryCache:
         self._batches[index] = _Opened(described, buffers)
 
     def lose(self, index: int) -> None:
+        """Forgets a batch that could not be read."""
         del self._batches[index]
 
 
@@ -129,60 +165,51 @@ class _CachedFile(enum.Enum):
     FORBIDDEN = enum.auto()  # another user's: the batch is built every time
 
 
-class DiskCache:
-    """Keeps batches in the files of one directory.
+class DiskCache(_BoundedCache):
+    """Keeps batches in files; has the methods of a `MemoryCache`.
 
     Args:
         name: Class name of the dataset.
-        directory: Where; is made if need be.
+        directory: Where the files are; made if it is missing.
         most: Bytes that the files there may take; `None`: no bound.
     """
 
     def __init__(
         self, name: str, directory: pathlib.Path, most: int | None
     ) -> None:
-        self._directory = directory
         directory.mkdir(parents=True, exist_ok=True)
         # What was kept of other states of the dataset lies beside it.
         used = sum(map(_size_of, directory.parent.glob(f"{name}-*")))
-        self._room = _Room(name, most, used)
+        super().__init__(name, most, used)
+        self._directory = directory
         self._open: collections.OrderedDict[int, _Opened] = (
             collections.OrderedDict()
         )
         self._files: dict[int, _CachedFile] = {}  # by index, once looked for
         self._has_told = False
 
-    @property
-    def keeps_all(self) -> bool:
-        return not self._room.has_refused
-
     def holds(self, index: int) -> bool:
-        file = self._files.get(index)
-        if file is None:
+        if (file := self._files.get(index)) is None:
             file = self._files[index] = self._look_for(index)
         return file is _CachedFile.READABLE
 
     def get(self, index: int) -> Any:
         if index not in self._open:
-            self._keep_open(index, _read(self._path(index), trusted=True))
-        described, buffers = self._open[index]
-        return described.assemble(buffers)
+            self._keep_open(index, is_trusted=True)
+        return self._open[index].assemble()
 
     def put(self, index: int, batch: Any) -> None:
-        if (
-            self._files.get(index, _CachedFile.MISSING)
-            is not _CachedFile.MISSING
-        ):
+        missing = _CachedFile.MISSING
+        if self._files.get(index, missing) is not missing:
             return
-        plain = _plain(batch, self._room)
-        if plain is None:
+        if (plain := self._admit(batch)) is None:
             return
         path = self._path(index)
         try:
             _write(path, *plain)
-            self._keep_open(index, _read(path, trusted=True))
+            self._keep_open(index, is_trusted=True)
         except Exception as error:
-            self._room.close(f"{path} cannot be written ({error})")
+            self._close(f"{path} cannot be written ({error})")
         else:
             self._files[index] = _CachedFile.READABLE
 
@@ -191,9 +218,8 @@ class DiskCache:
         self._open.pop(index, None)
 
     def _look_for(self, index: int) -> _CachedFile:
-        path = self._path(index)
         try:
-            self._keep_open(index, _read(path))
+            self._keep_open(index, is_trusted=False)
         except FileNotFoundError:
             return _CachedFile.MISSING
         except PermissionError as error:
@@ -211,14 +237,15 @@ class DiskCache:
             _log.warning(
                 "%s is not a batch that was cached, or is damaged (%s); it is "
                 "built again.",
-                path,
+                self._path(index),
                 error,
             )
             return _CachedFile.MISSING
         return _CachedFile.READABLE
 
-    def _keep_open(self, index: int, opened: _Opened) -> None:
-        self._open[index] = opened
+    def _keep_open(self, index: int, *, is_trusted: bool) -> None:
+        """Opens a file; trusts one that this process wrote or has checked."""
+        self._open[index] = _read(self._path(index), is_trusted)
         if len(self._open) > _MOST_OPEN:
             self._open.popitem(last=False)
 
@@ -226,68 +253,11 @@ class DiskCache:
         return self._directory / f"{index}.batch"
 
 
-class _Room:
-    """Counts the bytes that are kept, up to a limit; logs once when it is met.
-
-    Attributes:
-        has_refused: Whether anything was not kept.
-    """
-
-    def __init__(self, name: str, most: int | None, used: int = 0) -> None:
-        self._name = name
-        self._most = most
-        self._used = used
-        self._closed = False
-        self.has_refused = False
-
-    def take(self, nbytes: int) -> bool:
-        """Reserves bytes; returns whether there was room."""
-        if self._closed:
-            return False
-        if self._most is not None and self._used + nbytes > self._most:
-            self.close(
-                f"{self._used:,} bytes are in use, and `cache_bytes` is "
-                f"{self._most:,}"
-            )
-            return False
-        self._used += nbytes
-        return True
-
-    def close(self, reason: str) -> None:
-        """Refuses all further bytes."""
-        self._closed = True
-        self.refuse("No more batches", reason)
-
-    def refuse(self, which: str, reason: str) -> None:
-        """Logs, the first time, that a batch is not kept."""
-        if not self.has_refused:
-            self.has_refused = True
-            _log.warning(
-                "%s of %s are cached: %s. The others are built in every epoch.",
-                which,
-                self._name,
-                reason,
-            )
-
-
-def _plain(batch: Any, room: _Room) -> tuple[Any, list[Any]] | None:
-    """Returns the structure of a batch and its arrays, if it can be kept."""
-    arrays: list[npt.NDArray[Any]] = []
-    description = layout.describe(batch, arrays)
-    if description is None:
-        room.refuse(
-            "Not all batches",
-            "some hold other things than arrays, each of them once, in "
-            "tuples, lists and dicts",
-        )
-        return None
-    if not room.take(sum(array.nbytes for array in arrays)):
-        return None
-    return description, arrays
+Cache = MemoryCache | DiskCache
 
 
 def _lock(array: npt.NDArray[Any]) -> None:
-    """Makes an array read-only, and the arrays that it is a view of."""
+    """Makes an array read-only, and the arrays whose memory it uses."""
     owner: Any = array
     while isinstance(owner, np.ndarray):
         owner.flags.writeable = False
@@ -313,7 +283,7 @@ def _size_of(directory: pathlib.Path) -> int:
 def _write(
     path: pathlib.Path, description: Any, arrays: list[npt.NDArray[Any]]
 ) -> None:
-    """Writes the file of a batch in one piece."""
+    """Writes the file of a batch atomically."""
     parts = [_bytes_of(array) for array in arrays]
     head = json.dumps(
         {
@@ -329,17 +299,8 @@ def _write(
             file.write(part.data)
 
 
-def _read(path: pathlib.Path, *, trusted: bool = False) -> _Opened:
-    """Maps a batch.
-
-    Args:
-        path: The file.
-        trusted: Whether this process wrote it, or has looked at all of it.
-
-    Raises:
-        OSError: There is no such file, or it cannot be read.
-        ValueError: It is not as it was written.
-    """
+def _read(path: pathlib.Path, is_trusted: bool) -> _Opened:
+    """Maps a batch; raises `ValueError` if it is not as it was written."""
     with os_limits.named("A cached batch could not be opened"):
         file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115
     with file:
@@ -350,13 +311,13 @@ def _read(path: pathlib.Path, *, trusted: bool = False) -> _Opened:
             raise ValueError("it is empty")
         view = _map(file)
     try:
-        return _opened(view, trusted)
+        return _opened(view, is_trusted)
     except Exception as error:  # whatever somebody has put there
         raise ValueError(str(error) or type(error).__name__) from error
 
 
-def _opened(view: memoryview, trusted: bool) -> _Opened:
-    """Decodes the batch in the bytes of a file; raises any error."""
+def _opened(view: memoryview, is_trusted: bool) -> _Opened:
+    """Decodes the batch in the bytes of a file; may raise any exception."""
     start = len(_MAGIC) + _SIZES.size
     if view[: len(_MAGIC)] != _MAGIC or view.nbytes < start:
         raise ValueError("it begins with something else")
@@ -373,16 +334,17 @@ def _opened(view: memoryview, trusted: bool) -> _Opened:
         at = round_up(at)
         buffer = view[at : at + nbytes]
         fits = buffer.nbytes == nbytes
-        if not fits or not (trusted or zlib.crc32(buffer) == checksum):
+        if not fits or not (is_trusted or zlib.crc32(buffer) == checksum):
             raise ValueError("an array has another checksum")
         buffers.append(buffer)
         at += nbytes
-    described.assemble(buffers)  # fits
-    return _Opened(described, buffers)
+    opened = _Opened(described, buffers)
+    opened.assemble()  # raises if the buffers do not fit
+    return opened
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Opens a file; if it is a pipe, without waiting for a writer."""
+    """Opens a file without waiting, even if the file is a pipe."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -390,7 +352,7 @@ _mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()  # of all caches
 
 
 def _map(file: io.BufferedReader) -> memoryview:
-    """Returns the bytes of a file, mapped or, beyond a limit, read.
+    """Maps a file; reads it if too many files are mapped.
 
     On some versions of Python each map has a descriptor of its own.
     """

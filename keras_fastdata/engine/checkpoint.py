@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from keras_fastdata.building import build
-from keras_fastdata.engine.changes import Changes
 from keras_fastdata.engine.epoch import Epoch
-from keras_fastdata.engine.hook_replay import HookReplay
+from keras_fastdata.engine.hook_replay import Changes, HookReplay
 from keras_fastdata.engine.planner import EpochPlanner
 from keras_fastdata.engine.pool_handle import PoolHandle
 from keras_fastdata.engine.position import Position
@@ -13,37 +14,20 @@ from keras_fastdata.engine.prefetcher import Prefetcher
 from keras_fastdata.engine.state_dict import State
 
 
+@dataclasses.dataclass(eq=False)
 class Checkpoint:
-    """Saves and restores the state of one dataset.
+    """Saves and restores the state of one dataset."""
 
-    Args:
-        planner: Knows seed and shard.
-        position: Knows the next epoch.
-        prefetcher: What was asked for before another epoch is next.
-        pool: The workers.
-        hooks: The epoch hooks that have run.
-        changes: What has changed of the dataset.
-    """
-
-    def __init__(
-        self,
-        planner: EpochPlanner,
-        position: Position,
-        prefetcher: Prefetcher,
-        pool: PoolHandle,
-        hooks: HookReplay,
-        changes: Changes,
-    ) -> None:
-        self._planner = planner
-        self._position = position
-        self._prefetcher = prefetcher
-        self._pool = pool
-        self._hooks = hooks
-        self._changes = changes
+    _planner: EpochPlanner
+    _position: Position
+    _prefetcher: Prefetcher
+    _pool: PoolHandle
+    _hooks: HookReplay
+    _changes: Changes
 
     @property
     def resumes(self) -> bool:
-        """Whether a state says where the next epoch begins."""
+        """Whether the next epoch begins at a state that was loaded."""
         return self._position.resumed is not None
 
     @property
@@ -54,17 +38,14 @@ class Checkpoint:
 
     @property
     def num_done(self) -> int:
-        """How many batches of the resumed epoch this process had before."""
+        """How many batches of the resumed epoch were delivered before."""
         state = self._position.resumed
         return 0 if state is None else self._planner.position(state)
 
     def save(
         self, dataset: build.Dataset, epoch: Epoch | None = None, lag: int = 0
     ) -> State:
-        """Returns where an epoch, or the latest one, stands.
-
-        See `Position.place`.
-        """
+        """Returns the state of an epoch before its latest `lag` batches."""
         with self._hooks.lock:  # no state shows a part of what a hook does
             try:
                 with self._pool.lock:
@@ -86,11 +67,11 @@ class Checkpoint:
             )
 
     def restore(self, dataset: build.Dataset, state: State) -> None:
-        """Has the next epoch begin where another dataset stood.
+        """Makes the next epoch begin at a state, after its hooks are repeated.
 
         Raises:
-            ValueError: The state is that of another dataset.
-            LoaderError: The epoch hooks do not do what they did.
+            ValueError: The state belongs to another dataset.
+            LoaderError: The repeated hooks do something else.
         """
         with self._hooks.lock:
             planner = self._planner
@@ -107,7 +88,7 @@ class Checkpoint:
             self._pool.run(self._go_to, state, state.seed != known)
 
     def set_epoch(self, dataset: build.Dataset, epoch: int) -> None:
-        """Has the next epoch be that one, from its first batch."""
+        """Makes the next epoch the one with this number."""
         position = self._position
         if epoch == position.next_epoch and position.resumed is None:
             return

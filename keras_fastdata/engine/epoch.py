@@ -1,4 +1,4 @@
-"""The progress of one epoch: which batches were delivered, and are ready.
+"""The progress of one epoch: what is requested, ready and delivered.
 
     PLANNED --activate--> ACTIVE --finish(why)--> FINISHED
     ACTIVE --reset--> PLANNED
@@ -11,7 +11,6 @@ iterators, behind the loader's lock.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from keras_fastdata.engine.schedule import Schedule
@@ -38,7 +37,7 @@ class Finish(enum.Enum):
 
 
 class Pending(NamedTuple):
-    """A request that is out: its epoch, its position, and its time."""
+    """A request whose result has not come."""
 
     epoch: Epoch
     key: int
@@ -46,73 +45,46 @@ class Pending(NamedTuple):
 
 
 class Completed(NamedTuple):
-    """A result that has come; `queued_s` is 0 unless it was timed."""
+    """A result that has come; `queued_s` is 0 if the request was not timed."""
 
     done: BatchResult
     queued_s: float
 
 
 class Epoch:
-    """Holds the progress of one epoch, and its ready batches.
-
-    Attributes:
-        shuffle: Whether the order is drawn.
-        schedule: The order, once the first batch was asked for.
-        number: The number of the epoch; see `EpochState.PLANNED`.
-        state: Where it stands.
-        finished_by: Why it is finished; `None` if it is not.
-        prefetches_next: Whether an epoch like this one is to follow.
-        may_prefetch_next: Whether that may begin ahead of its time: not where
-            epochs of different iterators take turns.
-        next_epoch: That one, once requests of it may be out.
-        position: Of the next batch to deliver.
-        issued: Positions below this one have been asked for.
-        waiting: The request ids of requests that are out, by position.
-        ready: Batches that have come, by position.
-        cached: Positions whose batches are to come from the cache. Some may
-            not be in it yet, but be asked for by another epoch.
-        peeked: Batches that were opened before their turn, by index.
-        skipped: Batches left out, by index, each with its traceback.
-        delivered: How many batches have been delivered.
-        remembered: The first batches, by index, as long as they are kept.
-        remembers: How many of the first batches are kept for a `rewind`.
-        start: The position it began at; 0, unless an earlier run did.
-        is_from_cache: Whether the latest batch came from the cache.
-        interval_s: How often there is to be a span; see `time_batches`.
-        next_span_s: When there is to be another.
-        depth: Batches known to be ready when one was last asked for.
-        quiesce_s: Seconds until the workers rested, for the latest batch.
-        spans: Of timed batches that have been opened, by index.
-        span: Of the batch delivered last.
-    """
+    """Holds the progress of one epoch, and its ready batches."""
 
     def __init__(self, shuffle: bool) -> None:
-        self.shuffle = shuffle
-        self.schedule: Schedule | None = None
-        self.number: int | None = None
+        self.shuffle = shuffle  # whether the order is drawn
+        self.schedule: Schedule | None = None  # from the first request on
+        self.number: int | None = None  # see `EpochState.PLANNED`
         self.state = EpochState.PLANNED
         self.finished_by: Finish | None = None
+        # Whether an epoch like this one follows, and whether its batches may be
+        # requested early: not if epochs of different iterators take turns.
         self.prefetches_next = False
         self.may_prefetch_next = True
-        self.next_epoch: Epoch | None = None
-        self.position = 0
-        self.issued = 0
-        self.waiting: dict[int, int] = {}
-        self.ready: dict[int, Completed] = {}
+        self.next_epoch: Epoch | None = None  # if it may have requests
+        self.start = 0  # more than 0 if an earlier run had the first batches
+        self.position = 0  # of the next batch to deliver
+        self.issued = 0  # positions below this one have been requested
+        self.waiting: dict[int, int] = {}  # request ids by position
+        self.ready: dict[int, Completed] = {}  # by position
+        # Positions whose batches come from the cache. A batch may not be there
+        # yet, if another epoch has requested it.
         self.cached: set[int] = set()
-        self.peeked: dict[int, Any] = {}
-        self.skipped: dict[int, str] = {}
-        self.delivered = 0
-        self.remembered: dict[int, Any] = {}
-        self.remembers = 0
-        self.start = 0
-        self.is_from_cache = False
-        self.interval_s: float | None = None
-        self.next_span_s = 0.0
-        self.depth = 0
-        self.quiesce_s = 0.0
-        self.spans: dict[int, Span] = {}
-        self.span: Span | None = None
+        self.peeked: dict[int, Any] = {}  # opened before their turn, by index
+        self.skipped: dict[int, str] = {}  # tracebacks by index
+        self.delivered = 0  # batches
+        self.remembers = 0  # how many first batches are kept for a `rewind`
+        self.remembered: dict[int, Any] = {}  # these batches, by index
+        self.is_from_cache = False  # the latest batch
+        self.interval_s: float | None = None  # see `time_batches`
+        self.next_span_s = 0.0  # when the next batch gets a span
+        self.depth = 0  # batches that were ready at the latest request
+        self.quiesce_s = 0.0  # how long the workers took to pause for it
+        self.spans: dict[int, Span] = {}  # of opened batches, by index
+        self.span: Span | None = None  # of the batch delivered last
 
     @property
     def has_begun(self) -> bool:
@@ -127,7 +99,7 @@ class Epoch:
     # -- its states ----------------------------------------------------------
 
     def _move_to(self, state: EpochState, why: Finish | None = None) -> None:
-        """Changes the state; nothing else does."""
+        """Changes the state; no other method does."""
         self.state, self.finished_by = state, why
 
     def plan(self, number: int, schedule: Schedule | None = None) -> None:
@@ -135,7 +107,7 @@ class Epoch:
         self.number, self.schedule = number, schedule
 
     def forget_order(self) -> None:
-        """Forgets the order and the skipped batches: the length may differ."""
+        """Forgets the order and the skipped batches; the length may change."""
         self.schedule = None
         self.skipped.clear()
 
@@ -144,34 +116,34 @@ class Epoch:
         self._move_to(EpochState.ACTIVE)
 
     def start_at(self, position: int) -> None:
-        """Leaves out the batches before a position: an earlier run had them."""
+        """Leaves out the batches that an earlier run had, before a position."""
         self.start = self.position = self.issued = position
 
     def finish(self, why: Finish) -> None:
-        """Ends the epoch; the first reason counts."""
+        """Ends the epoch; a second call does not change the reason."""
         self.remembered = {}
         if not self.is_finished:
             self._move_to(EpochState.FINISHED, why)
 
     def note_change(self) -> None:
-        """Forgets what depends on the state of the dataset."""
+        """Forgets batches and order, because the dataset has changed."""
         self.remembered.clear()
         if self.position == self.start:
             self.forget_order()
 
     def reset(self) -> None:
-        """Undoes `plan` and `activate`; nothing was delivered yet."""
+        """Undoes `plan` and `activate`, before any delivery."""
         self._move_to(EpochState.PLANNED)
         self.number = self.schedule = None
 
     def restart(self) -> None:
-        """Makes this object the next epoch: the resumed one had no batches."""
+        """Makes this object the next epoch, after one without batches."""
         self.start_at(0)
         self.forget_order()
         self._move_to(EpochState.PLANNED)
 
     def rewind(self) -> None:
-        """Starts over; batches that were remembered are delivered again."""
+        """Starts again from the first batch; uses remembered batches."""
         self.peeked.update(self.remembered)
         self.forget_first()
         self.position, self.delivered = self.start, 0
@@ -181,12 +153,12 @@ class Epoch:
     # -- the batch that is asked for -----------------------------------------
 
     def begin_request(self) -> None:
-        """Resets what is known of the latest batch, before the next one."""
+        """Resets what was noted about the latest batch."""
         self.quiesce_s = 0.0
         self.is_from_cache = False
 
     def note_depth(self) -> None:
-        """Stores how many batches are ready; 0 if the requested one is not."""
+        """Notes how many batches are ready; 0 if the requested one is not."""
         self.depth = len(self.ready) if self.position in self.ready else 0
         if self.depth and self.next_epoch is not None:
             self.depth += len(self.next_epoch.ready)
@@ -201,7 +173,7 @@ class Epoch:
         self.depth = 1
 
     def pass_position(self) -> None:
-        """Goes on to the next position."""
+        """Moves to the next position."""
         self.position += 1
 
     def note_delivery(self, index: int, batch: Any) -> None:
@@ -217,35 +189,25 @@ class Epoch:
         self.delivered += 1
 
     def remember_first(self, count: int) -> None:
-        """Keeps the first batches for a `rewind`, until there is one more."""
+        """Keeps the first `count` batches for `rewind`, until another comes."""
         self.remembers = count
 
     def forget_first(self) -> None:
-        """Drops the first batches, and keeps no others."""
+        """Drops the batches that were kept for a `rewind`."""
         self.remembered, self.remembers = {}, 0
-
-    def add_peeked(self, index: int, batch: Any) -> None:
-        """Keeps a batch that was built before its turn."""
-        self.peeked[index] = batch
-
-    def drop_peeked(self, indices: Iterable[int]) -> None:
-        """Drops peeked batches; they are built again."""
-        for index in indices:
-            del self.peeked[index]
-            self.spans.pop(index, None)
 
     # -- what is asked for ahead of time -------------------------------------
 
     def note_issued(self) -> None:
-        """Counts one more position that was asked for."""
+        """Counts one more requested position."""
         self.issued += 1
 
     def issue_again_from(self, position: int) -> None:
-        """Requests positions from this one on again, if they were."""
+        """Marks all positions from this one on as not requested."""
         self.issued = min(self.issued, position)
 
     def note_built_here(self) -> None:
-        """Notes that the caller has built the batch at `position`."""
+        """Marks the present position as requested."""
         self.issued = max(self.issued, self.position + 1)
 
     def time_batches(self, interval_s: float | None) -> None:
@@ -253,7 +215,7 @@ class Epoch:
         self.interval_s = interval_s
 
     def set_prefetching(self, prefetches_next: bool) -> None:
-        """Sets whether another epoch with the same `shuffle` follows."""
+        """Sets whether another epoch follows, with the same `shuffle`."""
         self.prefetches_next = prefetches_next
 
     def forbid_prefetching(self) -> None:
@@ -268,17 +230,17 @@ class Epoch:
         return self.next_epoch
 
     def release_next(self) -> None:
-        """Forgets the next epoch, which has an iterator of its own now."""
+        """Forgets the next epoch, because it has its own iterator now."""
         self.next_epoch = None
 
     def peeking(self) -> Epoch:
-        """Returns an epoch that goes through the same batches by index."""
+        """Returns an epoch with the same batches, in order of their index."""
         ahead = Epoch(shuffle=False)
         ahead.skipped, ahead.spans = self.skipped, self.spans
         return ahead
 
     def wants_span(self, timing: Timing) -> bool:
-        """Returns whether to record a span for a batch with this timing."""
+        """Returns whether to record the times of a batch."""
         interval_s = self.interval_s
         if interval_s is None:
             return False
@@ -289,7 +251,7 @@ class Epoch:
         return stored_s - timing.began_s >= interval_s or timing.retries > 0
 
     def knows(self, position: int, index: int) -> bool:
-        """Returns whether the batch at a position has come, or is left out."""
+        """Returns whether a batch needs no request: it is here, or left out."""
         return (
             position in self.ready
             or position in self.cached
@@ -309,10 +271,7 @@ class Epoch:
         return self.schedule.index_at(self._after_delivery(0) - 1)
 
     def _after_delivery(self, lag: int) -> int:
-        """Returns the position behind the latest delivery but `lag`.
-
-        What was not delivered on the way was left out.
-        """
+        """Returns the position after a delivery; `lag` 0 is the latest one."""
         position = self.position
         if not self.skipped:
             return max(self.start, position - lag)
@@ -334,55 +293,9 @@ class Epoch:
 
     @property
     def ahead(self) -> int:
-        """How many batches are requested and not delivered.
-
-        One that is to be delivered again after a `rewind` is among them.
-        """
+        """How many batches are requested, ready or kept, but not delivered."""
         ahead = len(self.waiting) + len(self.ready)
         ahead += len(self.peeked) + len(self.remembered)
-        return (
-            ahead if self.next_epoch is None else ahead + self.next_epoch.ahead
-        )
-
-    @property
-    def is_running_out(self) -> bool:
-        """Whether more requests are out than batches are ready."""
-        return len(self.waiting) > len(self.ready)
-
-
-def span_of(
-    epoch: Epoch, index: int, completed: Completed, opened_s: float, nbytes: int
-) -> Span:
-    """Returns the span of a timed batch, without its delivery."""
-    done, timing = completed.done, completed.done.timing
-    assert timing is not None
-    assert epoch.number is not None
-    began_s, built_s, stored_s, cpu_s, delay_s, retries, _ = timing
-    # By position: by name it takes twice as long, and there is one per batch.
-    return Span(
-        epoch.number,
-        index,
-        done.worker,
-        retries,
-        nbytes,
-        epoch.depth,
-        completed.queued_s,
-        began_s,
-        built_s,
-        stored_s,
-        0.0,
-        opened_s,
-        0.0,
-        cpu_s,
-        delay_s,
-    )
-
-
-def size_of(batch: Any) -> int:
-    """Returns the bytes of the arrays of a batch."""
-    # Not `optree`, which takes ten times as long for the few there are.
-    if isinstance(batch, tuple | list):
-        return sum(map(size_of, batch))
-    if isinstance(batch, dict):
-        return sum(map(size_of, batch.values()))
-    return int(getattr(batch, "nbytes", 0) or 0)
+        if self.next_epoch is not None:
+            ahead += self.next_epoch.ahead
+        return ahead

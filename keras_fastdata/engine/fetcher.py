@@ -1,4 +1,4 @@
-"""Fetching: the next position of an epoch becomes a batch, or an `Outcome`.
+"""Fetches the batch at the next position of an epoch.
 
 A batch is looked for in this order: peeked, cached, skipped, ready, on its way.
 One that is nowhere is requested.
@@ -10,64 +10,66 @@ is still to come, the step ends with `Outcome.PENDING`; the consumer waits for
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import Any
 
 from keras_fastdata.engine.autotune import SettingsInEffect
-from keras_fastdata.engine.cached_batches import CachedBatches
 from keras_fastdata.engine.epoch import Completed, Epoch, Finish
-from keras_fastdata.engine.fetch import Fetch, Outcome
 from keras_fastdata.engine.planner import EpochPlanner
 from keras_fastdata.engine.pool_factory import PoolFactory
 from keras_fastdata.engine.pool_handle import PoolHandle
 from keras_fastdata.engine.position import Position
 from keras_fastdata.engine.prefetcher import Prefetcher
-from keras_fastdata.engine.results import Results
+from keras_fastdata.engine.results import Outcome, Results
 from keras_fastdata.engine.schedule import Schedule
 from keras_fastdata.workers.base import BatchRequest, WorkerPool
+from keras_fastdata.workers.inline import InlinePool
 
 _LOOK_S = 0.005  # between two looks at workers whose batches are here
 _QUIESCE_S = 1.0  # for workers to finish what they are at
 
 
-class Fetcher:
-    """Fetches the batches of one dataset.
-
-    Args:
-        in_effect: The settings.
-        planner: Plans the epochs.
-        position: Knows the next epoch.
-        prefetcher: Asks the workers for batches.
-        pool: The workers.
-        factory: Makes workers.
-        cached: The batches in the cache.
+@dataclasses.dataclass(slots=True)
+class Fetch:
+    """The state of one request of an iterator, from wait to wait.
 
     Attributes:
-        cached: The batches in the cache.
+        pause_after: Whether the workers pause until the next one is asked for.
+        is_thorough: Whether to collect results even if the batch is here and
+            more of them lie ready than are out.
+        peeked: The batches that a peek has got so far, by index.
+        waits_for: The workers that build the batch; `None` before the first
+            step.
+        awaited: The position that is waited for, or -1.
+        here_s: When the batch came, while only the workers' pause is awaited.
+        inline: The caller as a worker, while it builds the batch.
     """
 
-    def __init__(
-        self,
-        in_effect: SettingsInEffect,
-        planner: EpochPlanner,
-        position: Position,
-        prefetcher: Prefetcher,
-        pool: PoolHandle,
-        factory: PoolFactory,
-        cached: CachedBatches,
-    ) -> None:
-        self.cached = cached
-        self._in_effect = in_effect
-        self._planner = planner
-        self._position = position
-        self._prefetcher = prefetcher
-        self._pool = pool
-        self._factory = factory
-        self.results = Results(pool.name, in_effect, cached)
-        self._look_s = 0.0  # when a fetch is thorough in any case
+    pause_after: bool
+    is_thorough: bool
+    peeked: dict[int, Any] = dataclasses.field(default_factory=dict)
+    waits_for: WorkerPool | None = None
+    awaited: int = -1
+    here_s: float | None = None
+    inline: InlinePool | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class Fetcher:
+    """Fetches the batches of one dataset."""
+
+    results: Results
+    _in_effect: SettingsInEffect
+    _planner: EpochPlanner
+    _position: Position
+    _prefetcher: Prefetcher
+    _pool: PoolHandle
+    _factory: PoolFactory
+    _look_s: float = 0.0  # when the next fetch is thorough in any case
 
     def begin(self, pause_after: bool, is_thorough: bool = False) -> Fetch:
-        """Returns a new `Fetch`; from time to time it is thorough."""
+        """Returns a new `Fetch`, which is thorough every few milliseconds."""
         now_s = time.monotonic()
         if now_s >= self._look_s:
             self._look_s = now_s + _LOOK_S
@@ -83,20 +85,14 @@ class Fetcher:
         schedule: Schedule,
         fetch: Fetch,
     ) -> Any:
-        """Returns the next batch of an epoch; `PENDING`, or `END`.
-
-        Args:
-            workers: The workers.
-            epoch: The epoch.
-            schedule: The order of the epoch.
-            fetch: What the iterator has asked for.
-        """
+        """Returns the next batch of an epoch, `PENDING`, or `END`."""
         prefetcher = self._prefetcher
+        fetch.waits_for = workers
         if not fetch.pause_after:
             workers.resume()
         while (index := schedule.index_at(epoch.position)) is not None:
             if epoch.cached:
-                self.cached.check(epoch, index)
+                self.results.check_cached(epoch, index)
             if fetch.pause_after and not self._is_quiesced(
                 workers, epoch, schedule, index, fetch
             ):
@@ -133,18 +129,19 @@ class Fetcher:
         count: int,
         fetch: Fetch,
     ) -> Any:
-        """Builds the batches of lowest index, for an epoch to deliver them.
+        """Builds the batches 0, 1, ... before their turn in an epoch.
 
         Args:
             workers: The workers.
-            epoch: The epoch.
+            epoch: The epoch that delivers the batches in their turn.
             ahead: An epoch that goes through the dataset by index.
             count: How many batches are wanted.
-            fetch: What the iterator has asked for.
+            fetch: Keeps the batches between two steps.
 
         Returns:
             The batches by index, or `PENDING`.
         """
+        fetch.waits_for = workers
         workers.resume()
         schedule = epoch.schedule
         assert schedule is not None
@@ -162,23 +159,24 @@ class Fetcher:
                 break
             ahead.pass_position()
             if batch is not Outcome.SKIPPED:
-                epoch.add_peeked(index, batch)
-                peeked[index] = batch
+                peeked[index] = epoch.peeked[index] = batch
         if self._prefetcher.leaves_little(len(epoch.peeked)):
             # What is dropped is built again when its turn comes.
             start = epoch.position
             first = {schedule.index_at(start + n) for n in range(count)}
-            epoch.drop_peeked(epoch.peeked.keys() - first)
+            for index in epoch.peeked.keys() - first:
+                del epoch.peeked[index]
+                epoch.spans.pop(index, None)
         return peeked
 
     def finish(self, epoch: Epoch, why: Finish) -> None:
-        """Finishes an epoch and frees all that it holds."""
+        """Finishes an epoch, and drops its requests and results."""
         self._prefetcher.forget(self._pool.workers, epoch)
         epoch.finish(why)
         self._position.note_finish(epoch)
 
     def apply_settings(self) -> None:
-        """Has other workers build what has not been delivered."""
+        """Replaces the workers by those that the settings ask for."""
         self._in_effect.adopt()
         self._prefetcher.apply_settings()
         self._pool.invalidate()
@@ -186,11 +184,10 @@ class Fetcher:
     def _fill(
         self, workers: WorkerPool, epoch: Epoch, schedule: Schedule
     ) -> None:
-        """Issues requests, also of the next epoch where there is room."""
+        """Issues requests, and if there is room, requests of the next epoch."""
+        cache = self.results.cache
         if (
-            not self._prefetcher.fill(
-                workers, epoch, schedule, self.cached.cache
-            )
+            not self._prefetcher.fill(workers, epoch, schedule, cache)
             or not epoch.prefetches_next
             or not epoch.may_prefetch_next
             or self._in_effect.now.kind == "inline"
@@ -202,9 +199,7 @@ class Fetcher:
             next_epoch.plan(self._position.next_epoch)
             # If its length differs, that shows when it begins.
             self._planner.plan(next_epoch, schedule.total, schedule.shard)
-        self._prefetcher.fill_next(
-            workers, epoch, next_epoch, self.cached.cache
-        )
+        self._prefetcher.fill_next(workers, epoch, next_epoch, cache)
 
     def _fetch(
         self, workers: WorkerPool, epoch: Epoch, index: int, fetch: Fetch
@@ -216,19 +211,17 @@ class Fetcher:
             return epoch.peeked.pop(index)
         position = epoch.position
         if position in epoch.cached:
-            return self.cached.take(epoch, index)
+            return self.results.take_cached(epoch, index)
         if index in epoch.skipped:
             return Outcome.SKIPPED
-        if (
-            fetch.is_thorough
-            or position not in epoch.ready
-            or epoch.is_running_out
-        ):
+        is_running_out = len(epoch.waiting) > len(epoch.ready)
+        is_ready = position in epoch.ready
+        if fetch.is_thorough or is_running_out or not is_ready:
             self._prefetcher.drain_results(workers)
-        if not fetch.awaits(position):
+        if fetch.awaited != position:
             epoch.note_depth()
         if position not in epoch.ready:
-            fetch.await_position(position)
+            fetch.awaited = position
             self._prefetcher.require(workers, epoch, position, index)
             if position not in epoch.ready:
                 return Outcome.PENDING
@@ -240,14 +233,14 @@ class Fetcher:
     def _ask_ahead(
         self, workers: WorkerPool, ahead: Epoch, schedule: Schedule, count: int
     ) -> None:
-        """Asks for the batches to be peeked at, as far as there is room."""
+        """Requests the batches that a peek needs, as far as there is room."""
         for index in range(ahead.position, count):
             if not schedule.holds(index):
                 return
-            if self.cached.holds(index):
+            if self.results.is_cached(index):
                 ahead.cached.add(index)
                 continue
-            self.cached.check(ahead, index)
+            self.results.check_cached(ahead, index)
             if (
                 index not in ahead.ready
                 and index not in ahead.waiting
@@ -271,7 +264,7 @@ class Fetcher:
         position = epoch.position
         if not epoch.knows(position, index):
             workers.resume()
-        if not fetch.is_here:
+        if fetch.here_s is None:
             self._fill(workers, epoch, schedule)
         self._prefetcher.drain_results(workers)
         if not epoch.knows(position, index):
@@ -279,11 +272,14 @@ class Fetcher:
         if not epoch.knows(position, index):
             return False
         workers.pause()
-        waited_s = fetch.waited_here_s()
+        now_s = time.monotonic()
+        if fetch.here_s is None:
+            fetch.here_s = now_s
+        waited_s = now_s - fetch.here_s
         if workers.busy and waited_s <= _QUIESCE_S:
             return False
         epoch.note_quiesce(waited_s)
-        fetch.end_pause()
+        fetch.here_s = None
         return True
 
     def _open(self, epoch: Epoch, completed: Completed, index: int) -> Any:
@@ -299,7 +295,7 @@ class Fetcher:
     def _build_inline(
         self, workers: WorkerPool, epoch: Epoch, index: int, fetch: Fetch
     ) -> Any:
-        """Has a batch built again in the caller, while nobody else builds.
+        """Makes the caller build a batch again, while no worker builds.
 
         Whatever threads have built meanwhile is as doubtful, and given up.
         """
@@ -307,9 +303,8 @@ class Fetcher:
         self._prefetcher.forget_all(workers)
         self._prefetcher.forget(workers, epoch)
         workers.resume()  # cancelled requests are answered at once
-        inline = self._factory.create_inline()
-        inline.submit(BatchRequest(0, epoch.number, index))
-        fetch.build_inline(inline)
+        fetch.inline = self._factory.create_inline()
+        fetch.inline.submit(BatchRequest(0, epoch.number, index))
         return self._built_inline(workers, epoch, index, fetch)
 
     def _built_inline(
@@ -322,9 +317,9 @@ class Fetcher:
             return Outcome.PENDING
         built = fetch.inline.collect()
         if not built:
-            fetch.wait_inline()
+            fetch.waits_for = fetch.inline
             return Outcome.PENDING
-        fetch.end_inline()
+        fetch.inline = None
         batch = self._open(epoch, Completed(built[0], 0.0), index)
         epoch.note_built_here()
         if self._in_effect.are_outdated:

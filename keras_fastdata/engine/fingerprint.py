@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import io
 import os
 import pathlib
@@ -34,6 +33,7 @@ from keras_fastdata.building.modules import is_users, names_in
 from keras_fastdata.building.seeding import PRIVATE
 from keras_fastdata.engine.cache import Cache, DiskCache, MemoryCache
 from keras_fastdata.engine.settings import Settings
+from keras_fastdata.engine.state_dict import hash_of
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.memory import class_refs, reducers
 
@@ -60,7 +60,7 @@ def open_cache(
         before: See `fingerprint`.
 
     Raises:
-        LoaderError: The dataset changes between epochs.
+        LoaderError: The dataset has an epoch hook or `reseed`.
     """
     name = type(dataset).__name__
     for hook in ("on_epoch_begin", "on_epoch_end", "reseed"):
@@ -85,20 +85,18 @@ def fingerprint(
     built: Collection[str] = (),
     before: dict[str, bytes] | None = None,
 ) -> str:
-    """Returns a name for all batches of a dataset: 32 hexadecimal digits.
+    """Returns 32 hexadecimal digits that depend on all that makes batches.
 
     Args:
         dataset: The dataset.
-        version: Whatever else is to tell.
+        version: The argument `cache_version`.
         built: Attributes that builds have set. They do not count.
         before: What attributes were, before any build; filled when empty.
 
     Raises:
         LoaderError: What the dataset holds cannot be pickled.
     """
-    whole = hashlib.blake2b(digest_size=16)
-    whole.update(repr(version).encode())
-    whole.update(_digest_of(dataset, type(dataset)))
+    parts = [repr(version).encode(), _digest_of(dataset, type(dataset))]
     state = dataset.__getstate__()
     if not isinstance(state, dict):
         state = {"": state}
@@ -112,21 +110,17 @@ def fingerprint(
     }
     if not before:
         before.update(found)
-    for name, digest in found.items():
-        if digest:
-            whole.update(f"|{name}|".encode() + digest)
-    return whole.hexdigest()
+    parts += [f"|{k}|".encode() + value for k, value in found.items() if value]
+    return hash_of(parts).hex()
 
 
 def _digest_of(dataset: build.Dataset, value: Any) -> bytes:
-    """Returns bytes that differ if an attribute or the class has changed."""
-    digest = hashlib.blake2b(digest_size=16)
-    buffers: list[memoryview] = []
+    """Returns a digest of an attribute or of the class."""
+    buffers: list[Any] = []
     found = _Found()
     try:
-        pickled = _pickled(
-            value, found, lambda buffer: buffers.append(buffer.raw())
-        )
+        pickled = _pickled(value, found, buffers.append)
+        raw = [buffer.raw() for buffer in buffers]
     except Exception as error:
         raise LoaderError(
             f"What {type(dataset).__name__} holds cannot be compared with what "
@@ -134,68 +128,51 @@ def _digest_of(dataset: build.Dataset, value: Any) -> bytes:
             f"pickled ({error}). Make it in `on_worker_start`, leave it out in "
             '`__getstate__`, or pass `cache="memory"`.'
         ) from error
-    digest.update(pickled)
-    for buffer in buffers:
-        digest.update(buffer)
     parts = [_digest_of_code(code, found) for code in found.code]  # may grow
     parts += map(_file_at, found.texts)
-    for part in sorted(parts):
-        digest.update(part)
-    return digest.digest()
+    return hash_of([pickled, *raw, *sorted(parts)])
 
 
 def _digest_of_code(code: Any, found: _Found) -> bytes:
-    digest = hashlib.blake2b(code.__qualname__.encode(), digest_size=16)
+    digests = [code.__qualname__.encode()]
     parts = _of_class if isinstance(code, type) else _of_function
     for part in parts(code):
         try:
-            digest.update(_pickled(part, found))
+            digests.append(_pickled(part, found))
         except Exception:  # a lock, a slot
-            digest.update(type(part).__qualname__.encode())
-    return digest.digest()
+            digests.append(type(part).__qualname__.encode())
+    return hash_of(digests)
 
 
 def _file_at(path: str | bytes) -> bytes:
     """Returns path, size and time of a file; empty if there is none."""
-    if not 0 < len(path) <= _LONGEST:
-        return b""
-    try:
-        found = os.stat(path)
-        name = os.fsencode(path)
-    except (OSError, ValueError):
-        return b""
-    if not stat.S_ISREG(found.st_mode):
-        return b""
-    return name + f"|{found.st_size}|{found.st_mtime_ns}|".encode()
+    with contextlib.suppress(OSError, ValueError):
+        if 0 < len(path) <= _LONGEST:
+            found = os.stat(path)
+            if stat.S_ISREG(found.st_mode):
+                about = f"|{found.st_size}|{found.st_mtime_ns}|"
+                return os.fsencode(path) + about.encode()
+    return b""
 
 
 class _Found:
-    """Collects what pickles refer to: classes, functions, and texts.
-
-    Attributes:
-        texts: All that may be a path.
-        code: Classes and functions that are not installed.
-        known: All classes and functions, by id, and what stands for each.
-    """
+    """Collects the classes, functions and texts that pickles refer to."""
 
     def __init__(self) -> None:
-        self.texts: dict[str | bytes, None] = {}
-        self.code: list[Any] = []
+        self.texts: dict[str | bytes, None] = {}  # any may be a path
+        self.code: list[Any] = []  # classes and functions, not installed
+        # All classes and functions, by id, and what stands for each.
         self.known: dict[int, tuple[Any, list[str] | None]] = {}
 
 
 def _pickled(
     value: Any, found: _Found, keep: Callable[[Any], None] | None = None
 ) -> bytes:
-    """Pickles a value, to hash the bytes.
-
-    Args:
-        value: Anything.
-        found: Takes what is met.
-        keep: Takes the bytes of arrays; `None`: they are in the pickle.
-    """
+    """Pickles a value for hashing; `keep` receives the arrays' bytes."""
     stream = io.BytesIO()
-    _FingerprintPickler(stream, found, keep).dump(value)
+    pickler = _FingerprintPickler(stream, protocol=5, buffer_callback=keep)
+    pickler.found = found
+    pickler.dump(value)
     return stream.getvalue()
 
 
@@ -206,14 +183,7 @@ class _FingerprintPickler(reducers.Pickler):
     there by name.
     """
 
-    def __init__(
-        self,
-        stream: io.BytesIO,
-        found: _Found,
-        keep: Callable[[Any], None] | None,
-    ) -> None:
-        super().__init__(stream, protocol=5, buffer_callback=keep)
-        self._found = found
+    found: _Found
 
     def persistent_id(self, obj: Any) -> Any:
         """Returns what replaces an object in the pickle, or `None`."""
@@ -221,26 +191,25 @@ class _FingerprintPickler(reducers.Pickler):
         if kind is int or kind is float:
             return None
         if kind is str or kind is bytes:
-            self._found.texts[obj] = None
+            self.found.texts[obj] = None
         elif kind is set or kind is frozenset:
             return [kind.__name__, *sorted(obj, key=repr)]
         elif isinstance(obj, (type, types.FunctionType)):
-            known = self._found.known
+            known = self.found.known
             if id(obj) not in known:
                 by_name = _is_installed(obj.__module__)
                 by_name = by_name and class_refs.is_importable(obj)
                 known[id(obj)] = obj, None if by_name else [obj.__qualname__]
                 if not by_name:
-                    self._found.code.append(obj)
+                    self.found.code.append(obj)
             return known[id(obj)][1]
         else:
-            for text in _texts_in(obj):
-                self._found.texts[text] = None
+            self.found.texts.update(dict.fromkeys(_texts_in(obj)))
         return None
 
 
 def _texts_in(obj: Any) -> Iterator[str | bytes]:
-    """Yields the texts that paths, arrays and tables contain."""
+    """Yields the texts in a path, an array or a table."""
     package = type(obj).__module__.partition(".")[0]
     values: Any = ()
     if isinstance(obj, os.PathLike):
@@ -262,7 +231,7 @@ def _texts_in(obj: Any) -> Iterator[str | bytes]:
 
 
 def _of_class(kind: type) -> Iterator[Any]:
-    """Yields the parts of a class, which a fingerprint compares."""
+    """Yields the parts of a class that a fingerprint covers."""
     yield from kind.__bases__
     for name, value in sorted(vars(kind).items()):
         if name.startswith("__") and not callable(value):
@@ -272,7 +241,7 @@ def _of_class(kind: type) -> Iterator[Any]:
 
 
 def _of_function(function: types.FunctionType) -> Iterator[Any]:
-    """Yields the parts of a function, which a fingerprint compares."""
+    """Yields the parts of a function that a fingerprint covers."""
     code, around = function.__code__, function.__globals__
     yield from _of_code(code)
     yield function.__defaults__
@@ -325,10 +294,7 @@ def _inside(value: Any) -> tuple[Any, ...]:
 
 
 def _is_installed(module: str | None) -> bool:
-    """Returns whether a module comes with Python or a package.
-
-    One that is not known is the user's.
-    """
+    """Returns whether a module is known to come with Python or a package."""
     if module is None:
         return False
     package = module.partition(".")[0]

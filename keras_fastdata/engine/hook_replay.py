@@ -1,4 +1,4 @@
-"""The epoch hooks of one dataset that have run, and how they are repeated."""
+"""Runs the epoch hooks of a dataset, and repeats them when it is resumed."""
 
 from __future__ import annotations
 
@@ -8,20 +8,42 @@ from typing import Any
 
 from keras_fastdata.building import build
 from keras_fastdata.engine import state_dict
-from keras_fastdata.engine.changes import Changes
 from keras_fastdata.engine.planner import EpochPlanner
 from keras_fastdata.engine.pool_handle import ForkSafeLock
 from keras_fastdata.engine.position import Position
 
 
+class Changes:
+    """Which changes of a dataset the workers have not received.
+
+    Attributes:
+        are_new: Whether the workers have the dataset as it was before.
+        built: The attributes that builds have set.
+    """
+
+    def __init__(self) -> None:
+        self.are_new = False
+        self.built: set[str] = set()
+
+    def mark(self) -> None:
+        """Notes that the dataset has changed."""
+        self.are_new = True
+
+    def mark_sent(self) -> None:
+        """Notes that the workers receive the dataset as it is now."""
+        self.are_new = False
+
+    def note_assigned(self, name: str, by_build: bool) -> None:
+        """Notes that an attribute was assigned or deleted."""
+        if by_build:
+            self.built.add(name)
+        else:
+            self.built.discard(name)
+            self.mark()
+
+
 class HookReplay:
     """Runs epoch hooks, each seeded by its number, and repeats them.
-
-    Args:
-        dataset: The dataset.
-        planner: Knows the base seed.
-        position: Knows the next epoch.
-        changes: Notes that a hook may change the dataset.
 
     Attributes:
         within_epoch: Whether Keras is between the begin and the end of an
@@ -41,13 +63,13 @@ class HookReplay:
         self._changes = changes
         self._attributes = frozenset(vars(dataset))  # which no build has set
         self._ran: list[tuple[str, int]] = []
-        self._digest: tuple[int, str] | None = None  # after that many hooks
+        self._digest = 0, ""  # after that many hooks
         self._is_restored = False  # and Keras has begun no epoch since
         self._lock = ForkSafeLock()
 
     @property
     def lock(self) -> Any:
-        """Held while a hook runs: no state is taken amid one."""
+        """The lock that is held while a hook runs."""
         return self._lock.own()
 
     @property
@@ -61,15 +83,12 @@ class HookReplay:
         name: str,
         hook: Callable[[], Any] | None = None,
     ) -> Any:
-        """Runs a hook, which may raise after it has changed the dataset.
+        """Runs a hook, and marks the dataset as changed.
 
         Args:
             dataset: The dataset.
             name: "on_epoch_begin" or "on_epoch_end".
-            hook: What to call, if not the method of that name.
-
-        Returns:
-            What the hook returns.
+            hook: The function to call; `None`: the method of that name.
         """
         try:
             return self._run(dataset, name, self._position.next_epoch, hook)
@@ -79,7 +98,7 @@ class HookReplay:
     def call(
         self, dataset: build.Dataset, name: str, hook: Callable[[], Any]
     ) -> Any:
-        """Runs a hook that the user's own loop calls, as Keras's would be.
+        """Runs a hook that the user's own training loop calls.
 
         Skips a hook that has run before the state that was loaded.
         """
@@ -109,15 +128,13 @@ class HookReplay:
                 raise
 
     def note(self, name: str) -> None:
-        """Notes that a hook is over, whether it ran or was skipped."""
+        """Notes which hook was the latest, even if it was skipped."""
         self.within_epoch = name == "on_epoch_begin"
 
     def skips(self, name: str, *, starting: bool) -> bool:
         """Returns whether a hook that Keras calls has run already.
 
-        Args:
-            name: The name of the hook.
-            starting: Whether Keras is only about to begin its first epoch.
+        `starting`: whether Keras is only about to begin its first epoch.
         """
         if not self._is_restored:
             return False
@@ -153,11 +170,8 @@ class HookReplay:
         return state
 
     def digest(self, dataset: build.Dataset) -> str:
-        """Returns what tells whether a dataset is what hooks have made it."""
+        """Returns the digest of a dataset after its hooks; "" without any."""
         count = len(self._ran)
-        if self._digest is None or self._digest[0] != count:
-            digest = (
-                state_dict.digest(dataset, self._attributes) if count else ""
-            )
-            self._digest = count, digest
+        if count and self._digest[0] != count:
+            self._digest = count, state_dict.digest(dataset, self._attributes)
         return self._digest[1]

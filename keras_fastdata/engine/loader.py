@@ -1,4 +1,4 @@
-"""The loader of one dataset: what its iterators call.
+"""The loader of one dataset, which its iterators call.
 
     BatchIterator -> Loader -> Fetcher -> Prefetcher -> WorkerPool.submit
                                Fetcher <- Epoch.ready <- WorkerPool.collect
@@ -25,19 +25,17 @@ from typing import Any
 
 from keras_fastdata.building import build
 from keras_fastdata.engine.autotune import SettingsInEffect
-from keras_fastdata.engine.cached_batches import CachedBatches
-from keras_fastdata.engine.changes import Changes
 from keras_fastdata.engine.checkpoint import Checkpoint
 from keras_fastdata.engine.epoch import Epoch, Finish
-from keras_fastdata.engine.fetch import Fetch, Outcome
-from keras_fastdata.engine.fetcher import Fetcher
-from keras_fastdata.engine.hook_replay import HookReplay
+from keras_fastdata.engine.fetcher import Fetch, Fetcher
+from keras_fastdata.engine.hook_replay import Changes, HookReplay
 from keras_fastdata.engine.open_epochs import OpenEpochs
 from keras_fastdata.engine.planner import EpochPlanner
 from keras_fastdata.engine.pool_factory import PoolFactory
 from keras_fastdata.engine.pool_handle import PoolHandle
 from keras_fastdata.engine.position import Position
 from keras_fastdata.engine.prefetcher import Prefetcher
+from keras_fastdata.engine.results import Outcome, Results
 from keras_fastdata.engine.schedule import Schedule
 from keras_fastdata.engine.settings import Settings
 from keras_fastdata.errors import DatasetPicklingError, LoaderError
@@ -81,13 +79,13 @@ class Loader:
             self._changes,
         )
         self._fetcher = Fetcher(
+            Results(name, self._in_effect),
             self._in_effect,
             self._planner,
             self._position,
             self._prefetcher,
             self._pool,
             self._factory,
-            CachedBatches(name, self._in_effect),
         )
 
     # -- what it is ----------------------------------------------------------
@@ -104,7 +102,7 @@ class Loader:
 
     @property
     def seed(self) -> int:
-        """The base seed; see `EpochPlanner.seed`."""
+        """The base seed of the dataset."""
         return self._planner.seed
 
     @property
@@ -114,16 +112,16 @@ class Loader:
 
     @property
     def lends_read_only(self) -> bool:
-        """Whether batches are views of memory that nobody may write to."""
+        """Whether batches are views of read-only memory."""
         return self.settings.kind == "ray"
 
     def length(self, dataset: build.Dataset) -> int | None:
-        """Returns how many batches of an epoch are those of this process."""
+        """Returns how many batches of an epoch this process has."""
         shard = self._planner.find_shard(dataset)
         return shard.length(build.length_of(dataset))
 
     def pool_stats(self) -> PoolStats | None:
-        """Returns who the workers are; `None` before there are any."""
+        """Returns the numbers of the workers; `None` if there are none."""
         workers, auto = self._pool.workers, self._in_effect.auto
         if workers is None:
             return None
@@ -147,15 +145,12 @@ class Loader:
     def note_assigned(self, name: str, *, by_build: bool) -> None:
         """Notes that an attribute of the dataset was assigned or deleted.
 
-        Args:
-            name: The name of the attribute.
-            by_build: Whether a build did it, which may keep notes on `self`;
-                all else is a new state of the dataset.
+        A build may keep notes on `self`; any other code makes a new state.
         """
         self._changes.note_assigned(name, by_build)
 
     def reconfigure(self, dataset: build.Dataset, settings: Settings) -> None:
-        """Goes on with other settings, and other workers if need be."""
+        """Replaces the settings, and the workers."""
         self._pool.run(self._reconfigure, dataset, settings, nests=True)
 
     def _reconfigure(self, dataset: build.Dataset, settings: Settings) -> None:
@@ -170,7 +165,7 @@ class Loader:
     # -- what an iterator calls ----------------------------------------------
 
     def register(self, iterator: object, epoch: Epoch) -> None:
-        """Keeps an epoch in mind for as long as its iterator lives."""
+        """Adds an epoch until its iterator is collected."""
         self._epochs.register(iterator, epoch)
 
     def deliver(
@@ -190,6 +185,7 @@ class Loader:
             batch = self._pool.run(self._deliver, epoch, dataset, fetch, counts)
             if batch is not Outcome.PENDING:
                 return batch
+            assert fetch.waits_for is not None
             self._pool.wait(fetch.waits_for)
 
     def _deliver(
@@ -215,7 +211,7 @@ class Loader:
     def peek(
         self, epoch: Epoch, dataset: build.Dataset, count: int
     ) -> dict[int, Any]:
-        """Builds the batches of lowest index before their turn.
+        """Returns the batches 0, 1, ... before their turn.
 
         Returns:
             The batches by index; fewer than `count` if there are no more.
@@ -231,6 +227,7 @@ class Loader:
                 if peeked is not Outcome.PENDING:
                     assert isinstance(peeked, dict)
                     return peeked
+                assert fetch.waits_for is not None
                 self._pool.wait(fetch.waits_for)
         finally:
             self._epochs.end_peek(ahead)
@@ -250,7 +247,7 @@ class Loader:
         return self._fetcher.peek(workers, epoch, ahead, count, fetch)
 
     def rewind(self, epoch: Epoch) -> None:
-        """Has an epoch start over, in the same order."""
+        """Makes an epoch start again, in the same order."""
         self._pool.run(self._rewind, epoch)
 
     def _rewind(self, epoch: Epoch) -> None:
@@ -267,19 +264,18 @@ class Loader:
         """Makes workers, dataset and epoch ready for the next request."""
         if self._epochs.has_dropped:
             for abandoned in self._epochs.take_dropped():
-                self._fetcher.cached.store_ready(abandoned)
+                self._fetcher.results.store_ready(abandoned)
                 self._fetcher.finish(abandoned, Finish.ABANDONED)
         # Not after a wait: asking for the length may itself be a change.
-        if not fetch.is_prepared:
+        if fetch.waits_for is None:
             if not epoch.has_begun and self._factory.has_outside_changed():
                 self._changes.mark()
             if self._changes.are_new:
                 self._change()
         if not epoch.has_begun:
             self._planner.find_shard(dataset)  # which may decide the seed
-        self._fetcher.cached.open(dataset, self._changes.built)
+        self._fetcher.results.open_cache(dataset, self._changes.built)
         workers = self._pool.ensure(dataset, self._create_pool)
-        fetch.prepare(workers)
         if not epoch.has_begun:
             self._begin(epoch, dataset, workers)
         schedule = epoch.schedule
@@ -290,7 +286,7 @@ class Loader:
         return workers, schedule
 
     def _create_pool(self) -> WorkerPool:
-        """Makes workers as the settings have them, or others if "auto" may."""
+        """Makes workers; if they cannot start, "auto" chooses others."""
         try:
             return self._factory.create()
         except (LoaderError, OSError) as error:
@@ -300,12 +296,12 @@ class Loader:
             return self._factory.create()
 
     def _change(self) -> None:
-        """Brings the workers to the present state of the dataset."""
+        """Sends the changed dataset to the workers."""
         for epoch in self._epochs:
             self._forget_ahead(epoch)
             epoch.note_change()
         self._changes.mark_sent()
-        self._fetcher.cached.drop()
+        self._fetcher.results.drop_cache()
         if self._pool.workers is not None:
             try:
                 self._factory.change(self._pool.workers)
@@ -318,7 +314,7 @@ class Loader:
     def _begin(
         self, epoch: Epoch, dataset: build.Dataset, workers: WorkerPool
     ) -> None:
-        """Begins an epoch, and drops what was prefetched for its number."""
+        """Begins an epoch; drops what was prefetched if it is not valid."""
         foretold = epoch.schedule
         if foretold is None or foretold.total != build.length_of(dataset):
             self._forget_ahead(epoch)

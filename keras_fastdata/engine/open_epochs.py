@@ -1,4 +1,4 @@
-"""The epochs of one dataset that somebody still iterates over."""
+"""The epochs of one dataset whose iterators exist."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _EpochRef(weakref.ref[Any]):
 
 
 class OpenEpochs:
-    """Knows each epoch for as long as its iterator lives."""
+    """Holds each epoch until its iterator is collected."""
 
     def __init__(self) -> None:
         self._references: set[_EpochRef] = set()
@@ -33,11 +33,11 @@ class OpenEpochs:
         self._references.add(reference)
 
     def begin_peek(self, ahead: Epoch) -> None:
-        """Adds an epoch through which batches are built before their turn."""
+        """Adds the epoch that `Loader.peek` uses."""
         self._peeking.append(ahead)
 
     def end_peek(self, ahead: Epoch) -> None:
-        """Removes what `begin_peek` has added."""
+        """Removes an epoch that `begin_peek` has added."""
         self._peeking.remove(ahead)
 
     @property
@@ -46,9 +46,9 @@ class OpenEpochs:
         return bool(self._dropped)
 
     def take_dropped(self) -> Iterator[Epoch]:
-        """Removes and yields epochs whose iterators were collected.
+        """Yields epochs whose iterators were collected, and their next ones.
 
-        After each one comes the epoch that was prefetched behind it.
+        They are removed.
         """
         while self._dropped:
             reference = self._dropped.popleft()
@@ -59,7 +59,7 @@ class OpenEpochs:
                 yield reference.epoch.next_epoch
 
     def is_held(self, epoch: Epoch) -> bool:
-        """Returns whether the iterator of an epoch lives."""
+        """Returns whether the iterator of an epoch exists."""
         return any(
             reference.epoch is epoch and reference() is not None
             for reference in list(self._references)

@@ -29,6 +29,7 @@ import sys
 import threading
 import types
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,7 @@ class OutsideState:
     """Records the state outside of a dataset that its batches depend on.
 
     Attributes:
-        told: What workers are to be told.
+        told: The state that is sent to workers.
     """
 
     def __init__(self) -> None:
@@ -73,8 +74,7 @@ class OutsideState:
         """Records the present state.
 
         Args:
-            dataset: The dataset; `None` if workers share it, and nobody needs
-                to be told.
+            dataset: The dataset; `None` if all workers are in this process.
             is_shared: Whether workers have all of it, because they are forked.
         """
         self._is_watched, self._is_shared = dataset is not None, is_shared
@@ -101,17 +101,14 @@ class OutsideState:
         """Returns whether the state has changed; takes some microseconds."""
         if not self._is_watched:
             return False
-        changed = False
-        for seen in self._seen:
-            if seen.has_changed():
-                changed = True
-                variable = seen.variable
-                if not variable.by_value and not _is_plain(variable.value):
-                    self._lose(variable)
-        return changed or self.told.settings != self._settings()
+        changed = [seen.variable for seen in self._seen if seen.has_changed()]
+        for variable in changed:
+            if not variable.by_value and not _is_plain(variable.value):
+                self._lose(variable)
+        return bool(changed) or self.told.settings != self._settings()
 
     def _lose(self, variable: Variable) -> None:
-        """Logs once that workers do not see a changed variable."""
+        """Logs, once for each variable, that workers do not see its value."""
         name = f"{variable.module}.{variable.path}"
         if self._is_shared or name in self._lost:
             return
@@ -133,10 +130,7 @@ class OutsideState:
 
 
 class _SeenVariable:
-    """The value of a variable when it was recorded.
-
-    It does not keep alive what it need not.
-    """
+    """The value of a variable when it was recorded, held weakly if possible."""
 
     __slots__ = ("_content", "_is_weak", "_value", "variable")
 
@@ -161,30 +155,31 @@ class _SeenVariable:
         return not (_is_plain(value) and _is_equal(value, former))
 
 
+# Reads the settings of each framework.
+_READERS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "keras": lambda keras: {
+        name: getattr(keras.config, name)()
+        for name in ("floatx", "epsilon", "image_data_format")
+    },
+    "torch": lambda torch: {
+        "default_dtype": str(torch.get_default_dtype()).rpartition(".")[2]
+    },
+    "jax": lambda jax: {"jax_enable_x64": jax.config.jax_enable_x64},
+    "PIL.Image": lambda image: {"MAX_IMAGE_PIXELS": image.MAX_IMAGE_PIXELS},
+    "PIL.ImageFile": lambda file: {
+        "LOAD_TRUNCATED_IMAGES": file.LOAD_TRUNCATED_IMAGES
+    },
+}
+
+
 def _settings() -> _Settings:
     """Returns the settings of the frameworks that are loaded."""
     found: _Settings = {}
-    # One that is being imported may lack anything.
-    if (keras := sys.modules.get("keras")) is not None:
-        with contextlib.suppress(AttributeError):
-            found["keras"] = {
-                name: getattr(keras.config, name)()
-                for name in ("floatx", "epsilon", "image_data_format")
-            }
-    if (torch := sys.modules.get("torch")) is not None:
-        with contextlib.suppress(AttributeError):
-            dtype = str(torch.get_default_dtype()).rpartition(".")[2]
-            found["torch"] = {"default_dtype": dtype}
-    if (jax := sys.modules.get("jax")) is not None:
-        with contextlib.suppress(AttributeError):
-            found["jax"] = {"jax_enable_x64": jax.config.jax_enable_x64}
-    for name, setting in (
-        ("PIL.Image", "MAX_IMAGE_PIXELS"),
-        ("PIL.ImageFile", "LOAD_TRUNCATED_IMAGES"),
-    ):
+    for name, read in _READERS.items():
         if (module := sys.modules.get(name)) is not None:
+            # A module that is being imported may lack anything.
             with contextlib.suppress(AttributeError):
-                found[name] = {setting: getattr(module, setting)}
+                found[name] = read(module)
     return found
 
 
@@ -219,7 +214,7 @@ def _is_of_main(value: Any) -> bool:
 
 
 def _content(value: Any) -> Any:
-    """Returns what changes when a value is edited in place, if cheap."""
+    """Returns a value that differs after an edit in place; `None` if slow."""
     kind = type(value)
     if kind in (list, dict, set):
         return repr(value) if _is_plain(value) else len(value)
@@ -239,12 +234,7 @@ def _is_equal(one: Any, other: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Told:
-    """The state for a worker, which takes it on when this is unpickled.
-
-    Attributes:
-        settings: Of frameworks.
-        values: Of variables in the user's modules.
-    """
+    """The state for a worker, which applies it by unpickling this object."""
 
     settings: _Settings
     values: _Values
@@ -254,7 +244,7 @@ class Told:
 
 
 def _take_on(settings: _Settings, values: _Values) -> Told:
-    """Gives modules their settings and values, now or at their import."""
+    """Sets values in modules, now or when they are imported."""
     told = _AfterImport.told = Told(settings, values)
     for name in (*settings, *values):
         _tell(name)
@@ -264,7 +254,7 @@ def _take_on(settings: _Settings, values: _Values) -> Told:
 
 
 def _tell(name: str) -> None:
-    """Gives a module that is loaded its settings and values."""
+    """Sets the values in a module, if it is loaded."""
     module: Any = sys.modules.get(name)
     if module is None:
         return
@@ -295,7 +285,7 @@ def _set(name: str, module: Any, settings: dict[str, Any]) -> None:
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Gives modules the trainer's values right after they are imported."""
+    """Sets values in a module right after its import."""
 
     told = Told({}, {})
 

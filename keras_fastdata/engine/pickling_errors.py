@@ -33,10 +33,8 @@ def explained(dataset: weakref.ref[Any]) -> Iterator[None]:
         owner = dataset()
         if shared_state.can_be_written(owner):
             raise
-        path, value = _culprit("dataset", owner, _MAX_DEPTH, []) or (
-            "dataset",
-            owner,
-        )
+        found = _culprit("dataset", owner, _MAX_DEPTH, [])
+        path, value = found or ("dataset", owner)
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         raise DatasetPicklingError(
             f"{type(owner).__name__} cannot be sent to a worker process: "
@@ -54,10 +52,10 @@ def explained(dataset: weakref.ref[Any]) -> Iterator[None]:
 def _culprit(
     path: str, value: Any, depth: int, above: list[Any]
 ) -> tuple[str, Any] | None:
-    """The innermost part of `value` that cannot be pickled, with its path.
+    """Returns the innermost part that cannot be pickled, with its path.
 
-    What is `above`, on the way here, is not searched again; an object that
-    cannot be pickled because it refers to those is not the culprit.
+    The objects `above`, on the path to `value`, are not searched again. An
+    object that cannot be pickled because it refers to them is not returned.
     """
     if shared_state.can_be_written(value):
         return None
@@ -88,9 +86,10 @@ def _named_parts(value: Any) -> Iterator[tuple[str, Any]]:
         ):
             with contextlib.suppress(ValueError):  # not assigned yet
                 yield f" -> {name}", cell.cell_contents
-        for name in _globals_of(value.__code__):
-            if name in value.__globals__:
-                yield f" -> {name}", value.__globals__[name]
+        for code in nested_code(value.__code__):
+            for name in code.co_names:
+                if name in value.__globals__:
+                    yield f" -> {name}", value.__globals__[name]
     elif isinstance(value, (staticmethod, classmethod)):
         yield "", value.__func__
     elif isinstance(value, property):
@@ -104,9 +103,3 @@ def _named_parts(value: Any) -> Iterator[tuple[str, Any]]:
             if name != PRIVATE:
                 yield f".{name}", part
         yield ".__class__", type(value)
-
-
-def _globals_of(code: types.CodeType) -> Iterator[str]:
-    """Returns the names that a function may look up as globals."""
-    for part in nested_code(code):
-        yield from part.co_names

@@ -19,10 +19,8 @@ _log = logging.getLogger("keras_fastdata")
 class EpochPlanner:
     """Plans the epochs of one dataset in this process.
 
-    Args:
-        dataset: A reference to the dataset.
-        name: The class name of the dataset.
-        settings: The constructor arguments.
+    Attributes:
+        shard: The shard of this process at the last call of `find_shard`.
     """
 
     def __init__(
@@ -35,7 +33,7 @@ class EpochPlanner:
         self._name = name
         self._settings = settings
         self._seed = settings.seed
-        self._shard = Shard()  # when `find_shard` was called last
+        self.shard = Shard()
 
     @property
     def seed(self) -> int:
@@ -60,26 +58,21 @@ class EpochPlanner:
         """The base seed, if it was given or drawn."""
         return self._seed
 
-    @property
-    def shard(self) -> Shard:
-        """The shard of this process when that was last looked up."""
-        return self._shard
-
     def take_settings(self, settings: Settings) -> None:
-        """Goes by other settings from now on."""
+        """Replaces the settings."""
         self._settings = settings
         if settings.seed is not None:
             self._seed = settings.seed
 
     def take_seed(self, seed: int) -> None:
-        """Takes over the seed of a state."""
+        """Replaces the base seed by the seed of a state."""
         self._seed = seed
 
     def find_shard(self, dataset: build.Dataset) -> Shard:
-        """Looks up which batches are those of this process, and returns it."""
+        """Returns the shard of this process, which may decide the seed."""
         shard = shard_of(self._settings.shard, dataset)
-        if shard != self._shard:
-            self._shard = shard
+        if shard != self.shard:
+            self.shard = shard
             if shard.count > 1:
                 if self._settings.seed is None:
                     self._seed = 0  # the same one in all processes
@@ -92,22 +85,19 @@ class EpochPlanner:
         """Returns how many batches of an epoch this process had at a state.
 
         Raises:
-            ValueError: The processes had not all as many.
+            ValueError: The processes had different numbers of batches.
         """
         dataset = self._dataset()
         if dataset is not None:
             self.find_shard(dataset)
-        return self._shard.position(state.position)
+        return self.shard.position(state.position)
 
     def plan(
         self, epoch: Epoch, num_batches: int | None, shard: Shard
     ) -> Schedule:
-        """Plans an epoch whose number is known.
+        """Plans the part of an epoch that belongs to a shard.
 
-        Args:
-            epoch: The epoch.
-            num_batches: Batches in it over all shards.
-            shard: The part that is planned.
+        `num_batches` is the length of the epoch over all shards.
         """
         assert epoch.number is not None
         schedule = plan_epoch(

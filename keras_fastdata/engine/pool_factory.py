@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import os
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -21,25 +18,9 @@ from keras_fastdata.workers.base import WorkerPool
 from keras_fastdata.workers.inline import InlinePool
 from keras_fastdata.workers.thread import ThreadPool
 
-_SHUTDOWN_S = 5.0  # for a daemon thread to leave the loader at exit
-
-
-@dataclasses.dataclass
-class ShutdownFlag:
-    """Whether whoever uses the workers is to let go of them."""
-
-    is_asked: bool = False
-
 
 class PoolFactory:
-    """Makes the workers of a dataset, and brings them a changed dataset.
-
-    Args:
-        dataset: A reference to the dataset.
-        name: The class name of the dataset.
-        in_effect: The settings.
-        planner: Knows the base seed.
-    """
+    """Makes the workers of a dataset, and sends them a changed dataset."""
 
     def __init__(
         self,
@@ -65,19 +46,13 @@ class PoolFactory:
         Raises:
             DatasetPicklingError: They need a copy of the dataset, which cannot
                 be pickled.
-            LoaderError: They cannot be had.
+            LoaderError: They cannot be started.
         """
         settings = self._in_effect.now
         self._look_outside()
         if settings.kind in ("process", "ray"):
-            cached = settings.cache is not None
             with pickling_errors.explained(self._dataset):
-                maker = _BuilderMaker(
-                    self._dataset, self._planner.seed, cached, self._outside
-                )
-                return _create_remote_pool(
-                    maker, self._name, settings, self._receiver
-                )
+                return self._create_remote_pool(settings)
         if settings.kind == "inline":
             return self.create_inline()
         assert settings.kind == "thread"
@@ -92,6 +67,35 @@ class PoolFactory:
         """Makes a worker of the caller."""
         return InlinePool(self._builder(threads=0), self._name)
 
+    def _create_remote_pool(self, settings: Settings) -> WorkerPool:
+        """Makes workers that have a copy of the dataset each."""
+        cached = settings.cache is not None
+        maker = _BuilderMaker(
+            self._dataset, self._planner.seed, cached, self._outside
+        )
+        common: dict[str, Any] = {
+            "dataset": self._name,
+            "count": settings.count,
+            "lookahead": settings.lookahead,
+            "max_restarts": settings.max_worker_restarts,
+            "batch_timeout": settings.batch_timeout,
+            "worker_env": settings.worker_env,
+        }
+        if settings.kind == "ray":
+            from keras_fastdata.workers.ray.actors import RayPlan
+            from keras_fastdata.workers.ray.options import Options
+            from keras_fastdata.workers.ray.pool import RayPool
+
+            plan = RayPlan(options=Options.of(settings.ray_options), **common)
+            return RayPool(plan, maker, self._receiver)
+        # Needs what only POSIX has.
+        from keras_fastdata.workers.process.channel import ProcessPlan
+        from keras_fastdata.workers.process.pool import ProcessPool
+
+        method = settings.start_method or "forkserver"
+        local = ProcessPlan(start_method=method, **common)
+        return ProcessPool(local, maker, self._receiver)
+
     def _builder(self, threads: int) -> build.Builder:
         return build.Builder(
             functools.partial(alive, self._dataset),
@@ -102,11 +106,7 @@ class PoolFactory:
         )
 
     def change(self, workers: WorkerPool) -> None:
-        """Brings workers the dataset as it is now.
-
-        Raises:
-            DatasetPicklingError: It cannot be pickled.
-        """
+        """Sends the dataset to workers again; may raise as `create` does."""
         self._look_outside()
         with pickling_errors.explained(self._dataset):
             workers.change()
@@ -121,82 +121,8 @@ class PoolFactory:
         )
 
 
-def _create_remote_pool(
-    maker: _BuilderMaker,
-    name: str,
-    settings: Settings,
-    receiver: log_forwarding.Receiver,
-) -> WorkerPool:
-    """Workers that have a copy of the dataset each."""
-    worker_env = settings.worker_env
-    common: dict[str, Any] = {
-        "dataset": name,
-        "count": settings.count,
-        "lookahead": settings.lookahead,
-        "max_restarts": settings.max_worker_restarts,
-        "batch_timeout": settings.batch_timeout,
-        "worker_env": None if worker_env is None else dict(worker_env),
-    }
-    if settings.kind == "ray":
-        from keras_fastdata.workers.ray.actors import RayPlan
-        from keras_fastdata.workers.ray.options import Options
-        from keras_fastdata.workers.ray.pool import RayPool
-
-        plan = RayPlan(options=Options.of(settings.ray_options), **common)
-        return RayPool(plan, maker, receiver)
-    # Needs what only POSIX has.
-    from keras_fastdata.workers.process.channel import ProcessPlan
-    from keras_fastdata.workers.process.pool import ProcessPool
-
-    method = settings.start_method or "forkserver"
-    return ProcessPool(
-        ProcessPlan(start_method=method, **common), maker, receiver
-    )
-
-
-def finalize_with(
-    dataset: build.Dataset,
-    workers: WorkerPool,
-    lock: threading.RLock,
-    shutdown: ShutdownFlag,
-) -> weakref.finalize[Any, Any]:
-    """Has workers end when their dataset is collected, or Python ends.
-
-    Args:
-        dataset: The dataset.
-        workers: Its workers.
-        lock: Held by whoever uses them.
-        shutdown: Asked for when whoever does is to let go of them.
-    """
-    return weakref.finalize(
-        dataset, _dismiss, workers, os.getpid(), lock, shutdown
-    )
-
-
-def _dismiss(
-    workers: WorkerPool,
-    pid: int,
-    lock: threading.RLock,
-    shutdown: ShutdownFlag,
-) -> None:
-    """Ends workers that are this process's own.
-
-    The dataset was collected, and nobody uses them; or the interpreter ends,
-    and a daemon thread may. One that does not leave keeps the workers until
-    the process is gone, and they with it.
-    """
-    if pid != os.getpid():
-        return
-    shutdown.is_asked = True
-    if lock.acquire(timeout=_SHUTDOWN_S):
-        try:
-            workers.close()
-        finally:
-            lock.release()
-
-
 class _BuilderMaker:
-    """Makes a worker's builder; travels with the dataset it refers to."""
+    """Makes a worker's builder; pickles contain the dataset."""
 
     def __init__(
         self,
@@ -221,12 +147,12 @@ class _BuilderMaker:
 def _maker_in_worker(
     _: Told, dataset: build.Dataset, seed: int, cached: bool
 ) -> Callable[[], build.Builder]:
-    """Makes what a worker makes its builder with; pickles name it."""
+    """Returns the function that makes a worker's builder; in pickles."""
     return functools.partial(build.builder_in_worker, dataset, seed, cached)
 
 
 def alive(reference: weakref.ref[build.Dataset]) -> build.Dataset:
-    """The dataset, which somebody is known to hold."""
+    """Returns a dataset that is known to exist."""
     dataset = reference()
     if dataset is None:
         raise ReferenceError("the dataset has been collected")

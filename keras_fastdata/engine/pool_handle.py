@@ -16,15 +16,16 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import enum
 import os
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from keras_fastdata.building import build
-from keras_fastdata.engine.pool_factory import ShutdownFlag, finalize_with
+from keras_fastdata.engine.prefetcher import Prefetcher
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.workers.base import WorkerPool
 from keras_fastdata.workers.signals import DeferredSignals
@@ -32,6 +33,7 @@ from keras_fastdata.workers.signals import DeferredSignals
 # Seconds between two looks at the state during a wait. Another thread may have
 # collected the batch, or ended the workers.
 _WAIT_S = 0.05
+_SHUTDOWN_S = 5.0  # for a daemon thread to leave the loader at exit
 
 
 class PoolState(enum.Enum):
@@ -44,16 +46,11 @@ class PoolState(enum.Enum):
     FOREIGN = enum.auto()  # they are those of the process that forked us
 
 
-class Prefetched(Protocol):
-    """The requests to the workers, and the results that nobody has opened."""
+@dataclasses.dataclass
+class ShutdownFlag:
+    """Whether the workers end because the interpreter, or the dataset, does."""
 
-    def clear(self) -> None:
-        """Forgets all of it: nobody is left to answer."""
-        ...
-
-    def results(self) -> list[Any]:
-        """Returns the results that nobody has opened."""
-        ...
+    is_asked: bool = False
 
 
 class ForkSafeLock:
@@ -79,11 +76,6 @@ class ForkSafeLock:
 class PoolHandle:
     """Makes, guards and ends the workers of one dataset.
 
-    Args:
-        dataset: A reference to the dataset.
-        name: The class name of the dataset.
-        prefetched: What was asked of the workers.
-
     Attributes:
         name: The class name of the dataset.
         state: See `PoolState`.
@@ -94,7 +86,7 @@ class PoolHandle:
         self,
         dataset: weakref.ref[build.Dataset],
         name: str,
-        prefetched: Prefetched,
+        prefetched: Prefetcher,
     ) -> None:
         self.state = PoolState.ABSENT
         self.workers: WorkerPool | None = None
@@ -119,16 +111,14 @@ class PoolHandle:
     def run(
         self, step: Callable[..., Any], *args: Any, nests: bool = False
     ) -> Any:
-        """Runs a step with the lock, with no workers but valid ones.
+        """Calls `step` with the lock held; workers, if any, are valid.
 
         Args:
-            step: Must not wait.
+            step: The function to call; it must not wait.
             *args: Its arguments.
-            nests: Whether it may run amid another step of this thread, which
-                a signal handler has interrupted.
-
-        Raises:
-            LoaderError: It may not, and would.
+            nests: Whether it may run during another step of this thread, which
+                a signal handler has interrupted. Otherwise that is a
+                `LoaderError`.
         """
         lock = self._lock.own()
         if lock._is_owned():
@@ -170,8 +160,13 @@ class PoolHandle:
         if self.workers is None:
             with DeferredSignals():
                 workers = create()
-                self._finalizer = finalize_with(
-                    dataset, workers, self.lock, self._shutdown
+                self._finalizer = weakref.finalize(
+                    dataset,
+                    _dismiss,
+                    workers,
+                    os.getpid(),
+                    self.lock,
+                    self._shutdown,
                 )
                 self.workers = workers
         return self.workers
@@ -229,10 +224,8 @@ class PoolHandle:
     def check_shutdown(self) -> None:
         """Ends a daemon thread that is here when the interpreter ends.
 
-        Silently: Python reports no SystemExit that ends a thread.
-
-        Raises:
-            LoaderError: It is an `atexit` handler that asks.
+        Silently: Python reports no SystemExit that ends a thread. In an
+        `atexit` handler it raises `LoaderError`.
         """
         if not self._shutdown.is_asked:
             return
@@ -304,3 +297,21 @@ class PoolHandle:
 
 # What a forked child must not finalize.
 _disowned: list[Any] = []
+
+
+def _dismiss(
+    workers: WorkerPool, pid: int, lock: threading.RLock, shutdown: ShutdownFlag
+) -> None:
+    """Ends workers, because their dataset was collected, or Python ends.
+
+    If Python ends, a daemon thread may use them. A thread that keeps the lock
+    keeps the workers until the process is gone, and they end with it.
+    """
+    if pid != os.getpid():
+        return  # the workers belong to the process that forked this one
+    shutdown.is_asked = True
+    if lock.acquire(timeout=_SHUTDOWN_S):
+        try:
+            workers.close()
+        finally:
+            lock.release()

@@ -1,4 +1,4 @@
-"""Where a dataset stands: the next epoch, and how far the latest one is."""
+"""Keeps the number of the next epoch, and the latest epoch."""
 
 from __future__ import annotations
 
@@ -10,16 +10,7 @@ from keras_fastdata.engine.state_dict import State
 
 
 class Place(NamedTuple):
-    """A place in the batches of a dataset.
-
-    Attributes:
-        epoch: The epoch of the next batch.
-        position: How many batches come before it in that epoch.
-        shuffle: Whether the order of that epoch is drawn; `None` before it has
-            begun.
-        next_epoch: The number of the epoch that begins after that one; `None`
-            if that is the one behind it.
-    """
+    """The fields of a `State` that depend on an epoch."""
 
     epoch: int
     position: int = 0
@@ -30,12 +21,9 @@ class Place(NamedTuple):
 class Position:
     """Numbers the epochs of one dataset, and knows the latest one.
 
-    Args:
-        open_epochs: The epochs that somebody still iterates over.
-
     Attributes:
         next_epoch: The number of the epoch that begins next.
-        resumed: The state that it begins at; `None`: at its first batch.
+        resumed: The state where that epoch begins; `None`: at its first batch.
     """
 
     def __init__(self, open_epochs: OpenEpochs) -> None:
@@ -48,14 +36,12 @@ class Position:
         self._beginning: tuple[Epoch, int, State | None] | None = None
 
     def begin(self, epoch: Epoch) -> None:
-        """Has an epoch begin, and numbers the next one."""
-        later = None if self.resumed is None else self.resumed.next_epoch
+        """Begins an epoch, and numbers the next one."""
         self._beginning = epoch, self.next_epoch, self.resumed
-        self.resumed = None
+        later = None if self.resumed is None else self.resumed.next_epoch
         epoch.activate()
-        if later is None:
-            later = self.next_epoch + 1
-        self.next_epoch = later
+        self.resumed = None
+        self.next_epoch = self.next_epoch + 1 if later is None else later
 
     def note_delivery(self, epoch: Epoch) -> None:
         """Notes that an epoch has delivered a batch."""
@@ -67,7 +53,7 @@ class Position:
             self._beginning = None
 
     def go_to(self, state: State) -> None:
-        """Has the next epoch begin at a state."""
+        """Makes the next epoch begin at a state."""
         self.next_epoch, self.resumed = state.epoch, state
         self._beginning = None
 
@@ -75,12 +61,11 @@ class Position:
         """Returns where an epoch stood before its latest `lag` batches.
 
         Args:
-            epoch: The epoch; `None`: the latest one. While another one begins,
-                that is the one before.
+            epoch: The epoch. `None`: the one that delivered the latest batch.
             lag: How many of its batches do not count.
 
         Returns:
-            The state that the next epoch begins at, if it was resumed.
+            The state where the next epoch begins, if there is one.
         """
         later, resumed = self.next_epoch, self.resumed
         if epoch is None:

@@ -1,4 +1,4 @@
-"""The requests of one dataset: which are out, and how many may be.
+"""Requests batches ahead of need, and collects the results.
 
 A request asks workers for a batch. Its id tells to which epoch the result
 belongs. Of a request that was taken back, the pool discards the result.
@@ -15,19 +15,13 @@ from keras_fastdata.engine.cache import Cache
 from keras_fastdata.engine.epoch import Completed, Epoch, Pending
 from keras_fastdata.engine.open_epochs import OpenEpochs
 from keras_fastdata.engine.schedule import Schedule
-from keras_fastdata.engine.settings import Settings
 from keras_fastdata.workers.base import BatchRequest, BatchResult, WorkerPool
 
 _CACHED_AHEAD = 4  # times the lookahead is how far to look past cached ones
 
 
 class Prefetcher:
-    """Requests batches from workers, and sorts the results by epoch.
-
-    Args:
-        in_effect: The settings.
-        open_epochs: The epochs that somebody still iterates over.
-    """
+    """Requests batches from workers, and sorts the results by epoch."""
 
     def __init__(
         self, in_effect: SettingsInEffect, open_epochs: OpenEpochs
@@ -36,7 +30,7 @@ class Prefetcher:
         self._open_epochs = open_epochs
         self._request_ids = itertools.count(1)
         self._pending: dict[int, Pending] = {}  # by request id
-        # Of a dataset with a cache: whose each batch is, or was, by index.
+        # With a cache: epoch, position and request id of each batch, by index.
         self._asked: dict[int, tuple[Epoch, int, int]] = {}
         self._largest = 0  # bytes of the largest batch so far
         self.apply_settings()
@@ -54,18 +48,14 @@ class Prefetcher:
         schedule: Schedule,
         cache: Cache | None,
     ) -> bool:
-        """Issues requests as far ahead as the settings allow.
+        """Requests batches as far ahead as the settings allow.
 
-        Args:
-            workers: Who gets them.
-            epoch: The epoch whose batches are requested.
-            schedule: The schedule of that epoch.
-            cache: Batches in it need no request, nor do those that are on
-                their way to it: each is built once.
+        Batches that are in the cache, or are being built for it, need no
+        request.
 
         Returns:
-            Whether that is as far as the schedule goes, and there is room for
-            those of an epoch that follows.
+            Whether all batches of the epoch are requested, and there is room
+            for batches of the next epoch.
         """
         allowed = self._lookahead
         if epoch.ahead > allowed:
@@ -90,7 +80,7 @@ class Prefetcher:
         next_epoch: Epoch,
         cache: Cache | None,
     ) -> None:
-        """Issues requests of the next epoch, behind those of this one."""
+        """Requests batches of the next epoch, after all of this one."""
         schedule, allowed = next_epoch.schedule, self._lookahead
         assert schedule is not None
         end = _CACHED_AHEAD * allowed
@@ -102,17 +92,16 @@ class Prefetcher:
                 return
 
     def should_fill(self, epoch: Epoch) -> bool:
-        """Returns whether to issue requests now.
+        """Returns whether to request more batches now.
 
-        Waking a worker takes longer than all else that is done for a small
-        batch, so up to half of the lookahead goes out together. While batches
-        lie ready, a worker may wait for that.
+        To wake a worker takes longer than anything else that is done for a
+        small batch. So up to half of the lookahead is requested together.
         """
         room = self._lookahead - epoch.ahead
         return not 0 <= room < self._few or epoch.issued <= epoch.position
 
     def leaves_little(self, held: int) -> bool:
-        """Returns whether so many batches take most of the lookahead."""
+        """Returns whether a number of batches is most of the lookahead."""
         return 1 < self._lookahead < 2 * held
 
     def issue(
@@ -120,14 +109,8 @@ class Prefetcher:
     ) -> bool:
         """Requests a batch; returns `False` if there is no room for it.
 
-        One that is to be cached, and that another epoch has asked for, is
-        taken over from that epoch.
-
-        Args:
-            workers: Who is asked.
-            epoch: What epoch it is for.
-            index: Of the batch.
-            key: What it is to lie ready under.
+        A batch for the cache that another epoch has requested is taken over
+        from that epoch. `key` is the key of the batch in `epoch.ready`.
         """
         if self._is_asked_for(index):
             self._take_over(epoch, index, key)
@@ -153,7 +136,7 @@ class Prefetcher:
     def require(
         self, workers: WorkerPool, epoch: Epoch, key: int, index: int
     ) -> None:
-        """Requests the batch that a consumer awaits, unless that was done.
+        """Requests the batch that a consumer waits for, unless it is requested.
 
         The rule for every wait for room: it can make room. Batches that are
         out come, and those that lie ready for any epoch are given up. The rest
@@ -169,15 +152,10 @@ class Prefetcher:
             self.drain_results(workers)
 
     def _make_room(self, epoch: Epoch) -> bool:
-        """Gives up the ready batch that is farthest from its turn.
+        """Gives up the ready batch that is farthest from its turn, if any.
 
-        The epoch with most ready batches loses it, and asks for it again.
-
-        Args:
-            epoch: An epoch that may not be among the open ones.
-
-        Returns:
-            Whether there was one.
+        The epoch with most ready batches, `epoch` or an open one, loses it,
+        and requests it again.
         """
         epochs = {*self._open_epochs, epoch}
         epoch = max(epochs, key=lambda epoch: len(epoch.ready))
@@ -189,12 +167,12 @@ class Prefetcher:
         return True
 
     def drain_results(self, workers: WorkerPool) -> None:
-        """Collects results, and puts each one to its epoch and position."""
+        """Collects results, and adds each to its epoch."""
         for done in workers.collect():
             self._complete(workers, done)
 
     def forget(self, workers: WorkerPool | None, epoch: Epoch) -> None:
-        """Takes back the requests of an epoch, and drops its results."""
+        """Cancels the requests of an epoch, and drops its results."""
         if epoch.waiting and workers is not None:
             workers.cancel(epoch.waiting.values())
         for request_id in epoch.waiting.values():
@@ -215,12 +193,12 @@ class Prefetcher:
                 epoch.reset()
 
     def forget_all(self, workers: WorkerPool | None) -> None:
-        """Takes back all requests, and drops their results."""
+        """Cancels all requests, and drops their results."""
         for epoch in self._open_epochs:
             self.forget(workers, epoch)
 
     def clear(self) -> None:
-        """Forgets all requests: nobody is left to answer."""
+        """Forgets all requests, because the workers are gone."""
         for epoch in self._open_epochs:
             epoch.discard_prefetched()
         self._pending.clear()
@@ -237,19 +215,15 @@ class Prefetcher:
     def _issue_next(
         self, workers: WorkerPool, epoch: Epoch, index: int, cache: Cache | None
     ) -> bool:
-        """Requests the next batch unless it is known; `False`: no room."""
+        """Requests the batch at `issued`; `False` if there is no room."""
         is_out = epoch.issued in epoch.waiting
         if not is_out and not epoch.knows(epoch.issued, index):
             # The batch that is wanted now is taken from the epoch that has
             # asked for it; others are on their way to the cache.
             is_wanted = epoch.issued == epoch.position
+            comes = cache is not None and cache.keeps_all and not is_wanted
             if cache is not None and (
-                cache.holds(index)
-                or (
-                    cache.keeps_all
-                    and not is_wanted
-                    and self._is_asked_for(index)
-                )
+                cache.holds(index) or (comes and self._is_asked_for(index))
             ):
                 epoch.cached.add(epoch.issued)
             elif not self.issue(workers, epoch, index, key=epoch.issued):
@@ -258,22 +232,20 @@ class Prefetcher:
         return True
 
     def _is_asked_for(self, index: int) -> bool:
-        """Returns whether a batch for the cache is out, or ready."""
+        """Returns whether an epoch has requested this batch for the cache."""
         if index not in self._asked:
             return False
         epoch, key, request_id = self._asked[index]
         if epoch.waiting.get(key) == request_id:
             return True
-        if (
-            key in epoch.ready
-            and epoch.ready[key].done.request_id == request_id
-        ):
+        completed = epoch.ready.get(key)
+        if completed is not None and completed.done.request_id == request_id:
             return True
         del self._asked[index]
         return False
 
     def _take_over(self, epoch: Epoch, index: int, key: int) -> None:
-        """Gives an epoch a batch that another one has requested."""
+        """Moves a batch, or its request, to an epoch from another one."""
         other, place, request_id = self._asked[index]
         other.issue_again_from(place)
         if place in other.waiting:
@@ -286,10 +258,9 @@ class Prefetcher:
         self._asked[index] = epoch, key, request_id
 
     def _recall(self, workers: WorkerPool, epoch: Epoch, allowed: int) -> None:
-        """Takes back requests where a large batch has lowered the limit.
+        """Cancels requests beyond a limit that a large batch has lowered.
 
-        A batch that has come already stays, at its position; but those of
-        the next epoch, which has not begun, are dropped.
+        Batches that have come stay, except those of the next epoch.
         """
         if epoch.next_epoch is not None:
             self.forget(workers, epoch.next_epoch)
@@ -311,25 +282,12 @@ class Prefetcher:
 
     def _look_ahead(self) -> None:
         """Computes the lookahead, and how many requests go out together."""
-        settings = self._in_effect.now
-        allowed = _lookahead(settings, self._largest)
+        settings, largest = self._in_effect.now, self._largest
+        allowed, nbytes = settings.lookahead, settings.max_queue_bytes
+        if settings.kind == "inline":
+            allowed = 1
+        elif settings.kind != "thread" and nbytes is not None:
+            fitting = nbytes // largest if largest else settings.count
+            allowed = max(1, min(allowed, fitting))
         self._lookahead = allowed
         self._few = max(1, min(allowed // 2, allowed - settings.count))
-
-
-def _lookahead(settings: Settings, largest: int) -> int:
-    """Returns how many batches may be requested and not delivered.
-
-    Args:
-        settings: The constructor arguments.
-        largest: Bytes of the largest batch; 0 where none is known.
-    """
-    if settings.kind == "inline":
-        return 1
-    apart = settings.kind in ("process", "ray")
-    if not apart or settings.max_queue_bytes is None:
-        return settings.lookahead
-    if not largest:
-        return min(settings.lookahead, settings.count)
-    fitting = settings.max_queue_bytes // largest
-    return max(1, min(settings.lookahead, fitting))

@@ -1,20 +1,29 @@
-"""The results of workers: each becomes a batch, an error, or an `Outcome`."""
+"""Opens results: each becomes a batch, an error, or an `Outcome`.
+
+Batches come from the results of workers, or from the cache of the dataset.
+"""
 
 from __future__ import annotations
 
 import collections
+import contextlib
+import enum
 import logging
 import time
+from collections.abc import Collection
 from typing import Any
 
 from keras_fastdata.building import build
 from keras_fastdata.engine.autotune import SettingsInEffect
-from keras_fastdata.engine.cached_batches import CachedBatches
-from keras_fastdata.engine.epoch import Completed, Epoch, size_of, span_of
-from keras_fastdata.engine.fetch import Outcome
+from keras_fastdata.engine.cache import Cache
+from keras_fastdata.engine.epoch import Completed, Epoch
+from keras_fastdata.engine.fingerprint import open_cache
 from keras_fastdata.errors import EndOfData, LoaderError
 from keras_fastdata.metrics import formatting
+from keras_fastdata.metrics.recorder import Span
+from keras_fastdata.metrics.timing import Timing
 from keras_fastdata.workers import exceptions
+from keras_fastdata.workers.base import LocalResult
 
 _MOST_STACKS = 4096  # different ones that are kept
 _MOST_SKIPPED = 0.1  # of the batches of an epoch; one is always allowed
@@ -22,33 +31,99 @@ _MOST_SKIPPED = 0.1  # of the batches of an epoch; one is always allowed
 _log = logging.getLogger("keras_fastdata")
 
 
-class Results:
-    """Opens the results of the workers of one dataset.
+class Outcome(enum.Enum):
+    """What a step of fetching returns in place of a batch."""
 
-    Args:
-        name: The class name of the dataset.
-        in_effect: The settings.
-        cached: Gets every batch.
+    PENDING = enum.auto()  # the batch is still to come: wait, and fetch again
+    SKIPPED = enum.auto()  # the batch is left out: fetch the next position
+    CACHE_MISS = enum.auto()  # the cache has lost the batch: fetch it again
+    RETRY_INLINE = enum.auto()  # threads may not build it: the caller does
+    END = enum.auto()  # the epoch has no more batches
+
+
+class Results:
+    """Opens the results of workers, and the cache of the dataset.
 
     Attributes:
+        cache: The cache; `None` before it is open, or without one.
         stacks: How often each stack was met in slow builds.
     """
 
-    def __init__(
-        self, name: str, in_effect: SettingsInEffect, cached: CachedBatches
-    ) -> None:
+    def __init__(self, name: str, in_effect: SettingsInEffect) -> None:
+        self.cache: Cache | None = None
+        self.stacks: collections.Counter[str] = collections.Counter()
         self._name = name
         self._in_effect = in_effect
-        self._cached = cached
-        self.stacks: collections.Counter[str] = collections.Counter()
+        # The digests of the dataset's attributes before any build.
+        self._before: dict[str, bytes] = {}
+
+    # -- the cache -----------------------------------------------------------
+
+    def open_cache(
+        self, dataset: build.Dataset, built: Collection[str]
+    ) -> None:
+        """Opens the cache that the settings ask for, if it is not open.
+
+        Args:
+            dataset: The dataset.
+            built: The attributes that builds have set.
+        """
+        settings = self._in_effect.now
+        if self.cache is None and settings.cache is not None:
+            self.cache = open_cache(dataset, settings, built, self._before)
+
+    def drop_cache(self) -> None:
+        """Forgets the cache, because the dataset has changed."""
+        self.cache = None
+
+    def store_ready(self, epoch: Epoch) -> None:
+        """Caches the ready batches of an abandoned epoch."""
+        while self.cache is not None and epoch.ready:
+            assert epoch.schedule is not None
+            position, completed = epoch.ready.popitem()
+            index = epoch.schedule.index_at(position)
+            assert index is not None
+            # An error is raised when the batch is requested again.
+            with contextlib.suppress(Exception):
+                self.cache.put(index, completed.done.open())
+
+    def is_cached(self, index: int) -> bool:
+        """Returns whether a batch is in the cache."""
+        return self.cache is not None and self.cache.holds(index)
+
+    def check_cached(self, epoch: Epoch, index: int) -> None:
+        """Forgets that a batch comes from the cache, if it is not there."""
+        if epoch.position in epoch.cached and not self.is_cached(index):
+            epoch.cached.discard(epoch.position)
+
+    def take_cached(self, epoch: Epoch, index: int) -> Any:
+        """Returns a batch that an earlier epoch has built, or `CACHE_MISS`."""
+        assert self.cache is not None
+        epoch.cached.discard(epoch.position)
+        began_s = time.monotonic()
+        try:
+            batch = self.cache.get(index)
+        except (OSError, ValueError) as error:
+            _log.warning(
+                "Batch %d of %s cannot be had from the cache any more (%s); "
+                "it is built again.",
+                index,
+                self._name,
+                str(error),  # not the error, whose frames a record would keep
+            )
+            self.cache.lose(index)
+            return Outcome.CACHE_MISS
+        epoch.note_cached()
+        timing = Timing(began_s, began_s, began_s, 0.0, 0.0)
+        if epoch.wants_span(timing):
+            built = LocalResult(0, 0, timing=timing)
+            _add_span(epoch, index, Completed(built, began_s), began_s, batch)
+        return batch
+
+    # -- results of workers --------------------------------------------------
 
     def open(self, epoch: Epoch, completed: Completed, index: int) -> Any:
         """Returns the batch of a result, or an `Outcome`.
-
-        Args:
-            epoch: The epoch that the batch is for.
-            completed: The result.
-            index: The index of the batch.
 
         Raises:
             Exception: What building the batch has raised, unless it is
@@ -67,17 +142,15 @@ class Results:
             else:
                 began_s = time.monotonic()
                 batch = done.open()
-                opened_s = time.monotonic() - began_s
-                nbytes = done.nbytes or size_of(batch)
-                epoch.spans[index] = span_of(
-                    epoch, index, completed, opened_s, nbytes
-                )
-            if self._cached.cache is not None:
-                self._cached.cache.put(index, batch)
+                _add_span(epoch, index, completed, began_s, batch)
+            if self.cache is not None:
+                self.cache.put(index, batch)
         except build.GlobalRngUsedError:
             return Outcome.RETRY_INLINE
         except Exception as error:
-            if _is_the_end(epoch, error):
+            assert epoch.schedule is not None
+            has_length = epoch.schedule.num_batches is not None
+            if isinstance(error, EndOfData) and not has_length:
                 return Outcome.END
             if (
                 self._in_effect.now.on_error == "raise"
@@ -97,11 +170,7 @@ class Results:
             self.stacks = collections.Counter(kept)
 
     def _skip(self, epoch: Epoch, index: int, error: Exception) -> None:
-        """Leaves a batch out, unless there have been too many.
-
-        Raises:
-            LoaderError: More than a tenth of the batches of the epoch.
-        """
+        """Skips a batch; raises `LoaderError` if too many were skipped."""
         epoch.skipped[index] = exceptions.text_of(error)
         _log.warning(
             "Batch %d of epoch %d of %s is skipped (`on_error='skip'`):\n%s",
@@ -126,7 +195,40 @@ class Results:
             ) from error
 
 
-def _is_the_end(epoch: Epoch, error: Exception) -> bool:
-    """Returns whether this ends an epoch whose length nobody knew."""
-    assert epoch.schedule is not None
-    return isinstance(error, EndOfData) and epoch.schedule.num_batches is None
+def _add_span(
+    epoch: Epoch, index: int, completed: Completed, began_s: float, batch: Any
+) -> None:
+    """Records the times of a batch whose opening began at `began_s`."""
+    opened_s = time.monotonic() - began_s
+    done, timing = completed.done, completed.done.timing
+    assert timing is not None
+    assert epoch.number is not None
+    built_began_s, built_s, stored_s, cpu_s, delay_s, retries, _ = timing
+    # By position: by name it takes twice as long, and there is one per batch.
+    epoch.spans[index] = Span(
+        epoch.number,
+        index,
+        done.worker,
+        retries,
+        done.nbytes or _size_of(batch),
+        epoch.depth,
+        completed.queued_s,
+        built_began_s,
+        built_s,
+        stored_s,
+        0.0,
+        opened_s,
+        0.0,
+        cpu_s,
+        delay_s,
+    )
+
+
+def _size_of(batch: Any) -> int:
+    """Returns the bytes of the arrays of a batch."""
+    # Not `optree`, which takes ten times as long for the few there are.
+    if isinstance(batch, tuple | list):
+        return sum(map(_size_of, batch))
+    if isinstance(batch, dict):
+        return sum(map(_size_of, batch.values()))
+    return int(getattr(batch, "nbytes", 0) or 0)

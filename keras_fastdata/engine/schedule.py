@@ -1,4 +1,4 @@
-"""Which batch comes when: a pure function of seed, epoch and length."""
+"""The order of an epoch: a pure function of seed, epoch and length."""
 
 from __future__ import annotations
 
@@ -14,30 +14,19 @@ _ALL = Shard()
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The order of one epoch.
+    """The order of one epoch in one shard."""
 
-    Attributes:
-        total: Batches in the epoch, over all shards; `None` if it never ends.
-        order: The batch index at each place of all, or `None` where the index
-            is the place itself.
-        shard: Which of those places are here.
-    """
-
-    total: int | None
-    order: Permutation | None
+    total: int | None  # batches, over all shards; `None` if it never ends
+    order: Permutation | None  # of all batches; `None`: by index
     shard: Shard = _ALL
 
     @functools.cached_property
     def num_batches(self) -> int | None:
-        """The batches of this shard in the epoch; `None` if it never ends."""
+        """The number of batches in this shard; `None` if there is no end."""
         return self.shard.length(self.total)
 
     def index_at(self, position: int) -> int | None:
-        """The index of the batch at `position`, which counts from 0.
-
-        Returns:
-            `None`, if the epoch ends before.
-        """
+        """Returns the index of a batch; `None` if the epoch ends before it."""
         if not self.holds(position):
             return None
         if self.shard.count > 1:
@@ -57,16 +46,9 @@ def plan_epoch(
     epoch: int,
     shard: Shard = _ALL,
 ) -> Schedule:
-    """Plans one epoch.
+    """Returns the order of an epoch in a shard.
 
-    Args:
-        num_batches: Length of the epoch, or `None` for one without an end,
-            which cannot be shuffled and counts up from 0.
-        shuffle: Whether to draw a permutation rather than count. Beyond a
-            million it takes neither time nor memory.
-        seed: Base seed of the dataset.
-        epoch: Number of the epoch, from 0.
-        shard: The part of it that is planned.
+    An epoch without an end, whose `num_batches` is `None`, is not shuffled.
     """
     if num_batches is None or not shuffle:
         return Schedule(num_batches, None, shard)

@@ -1,10 +1,10 @@
-"""The constructor arguments of a dataset, checked once."""
+"""Checks the constructor arguments of a dataset."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import NoneType
 from typing import Any, Literal
 
@@ -54,43 +54,24 @@ class Settings:
     ray_options: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        check = self._set_checked
-        check(
-            "use_multiprocessing",
-            boolean("use_multiprocessing", self.use_multiprocessing),
-        )
+        self._check("use_multiprocessing", boolean)
         self._check_workers()
-        check(
-            "max_queue_size",
-            integer("max_queue_size", self.max_queue_size, least=0),
-        )
-        if self.max_queue_bytes is not None:
-            check(
-                "max_queue_bytes",
-                integer("max_queue_bytes", self.max_queue_bytes, least=1),
-            )
-        if self.seed is not None:
-            check("seed", integer("seed", self.seed, least=0))
-        if self.shuffle is not None:
-            check("shuffle", boolean("shuffle", self.shuffle))
-        if self.start_method is not None:
-            one_of("start_method", self.start_method, START_METHODS)
-            _require_posix("start_method", self.start_method)
-        if self.batch_timeout is not None:
-            check("batch_timeout", seconds("batch_timeout", self.batch_timeout))
-        check(
-            "max_worker_restarts",
-            integer("max_worker_restarts", self.max_worker_restarts, least=0),
-        )
+        self._check("max_queue_size", integer, least=0)
+        self._check("max_queue_bytes", integer, optional=True, least=1)
+        self._check("seed", integer, optional=True, least=0)
+        self._check("shuffle", boolean, optional=True)
+        self._check("start_method", _start_method, optional=True)
+        self._check("batch_timeout", seconds, optional=True)
+        self._check("max_worker_restarts", integer, least=0)
         one_of("on_error", self.on_error, ("raise", "skip"))
-        check("shard", _shard(self.shard))
+        self._check("shard", _shard, optional=True)
         self._check_cache()
-        check("worker_env", _environment(self.worker_env))
+        self._check("worker_env", _environment, optional=True)
         self._check_executor()
 
     @property
     def kind(self) -> PoolKind:
-        """The kind of workers; with "auto", the one it begins with."""
+        """The kind of workers; with "auto", the first kind."""
         if not self.count:
             return "inline"
         if self.executor == "ray":
@@ -104,7 +85,7 @@ class Settings:
 
     @property
     def lookahead(self) -> int:
-        """How many batches may be in building or ready, in all."""
+        """How many batches may be requested but not delivered."""
         return self.max_queue_size or _LONGEST_QUEUE
 
     def _check_workers(self) -> None:
@@ -123,7 +104,7 @@ class Settings:
             raise ValueError(
                 f"`workers` must be at most {MAX_WORKERS}. Received: {workers}"
             )
-        self._set_checked("workers", workers)
+        self._set("workers", workers)
 
     def _check_executor(self) -> None:
         one_of("executor", self.executor, ("local", "ray"))
@@ -136,7 +117,7 @@ class Settings:
             return
         Options.of(self.ray_options)
         if self.ray_options is not None:
-            self._set_checked("ray_options", dict(self.ray_options))
+            self._set("ray_options", dict(self.ray_options))
         if self.workers == "auto":
             raise ValueError(
                 "`workers='auto'` chooses among what this machine has. With "
@@ -156,10 +137,8 @@ class Settings:
                     f"None. Received: {self.cache!r}"
                 )
             check_local("cache", self.cache)
-            self._set_checked("cache", os.fspath(self.cache))
-        if self.cache_bytes is not None:
-            nbytes = integer("cache_bytes", self.cache_bytes, least=1)
-            self._set_checked("cache_bytes", nbytes)
+            self._set("cache", os.fspath(self.cache))
+        self._check("cache_bytes", integer, optional=True, least=1)
         version = self.cache_version
         if isinstance(version, bool) or not isinstance(
             version, (str, int, NoneType)
@@ -176,20 +155,35 @@ class Settings:
                 "`__getitem__` calls are not looked at."
             )
 
-    def _set_checked(self, name: str, value: Any) -> None:
+    def _check(
+        self,
+        name: str,
+        check: Callable[..., Any],
+        *,
+        optional: bool = False,
+        **bounds: int,
+    ) -> None:
+        """Replaces an argument by what `check` returns for its value."""
+        value = getattr(self, name)
+        if value is not None or not optional:
+            self._set(name, check(name, value, **bounds))
+
+    def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
 
-def _require_posix(name: str, value: str) -> None:
+def _start_method(name: str, value: Any) -> Any:
+    one_of(name, value, START_METHODS)
     if value != "spawn" and not hasattr(os, "fork"):
         raise ValueError(
             f"`{name}={value!r}` needs fork, which this platform lacks. "
             "Use threads (`use_multiprocessing=False`)."
         )
+    return value
 
 
-def _shard(value: Any) -> tuple[int, int] | str | None:
-    if value is None or (isinstance(value, str) and value == "auto"):
+def _shard(_: str, value: Any) -> tuple[int, int] | str:
+    if isinstance(value, str) and value == "auto":
         return value
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         raise TypeError(
@@ -207,9 +201,7 @@ def _shard(value: Any) -> tuple[int, int] | str | None:
     return index, count
 
 
-def _environment(value: Any) -> dict[str, str] | None:
-    if value is None:
-        return None
+def _environment(_: str, value: Any) -> dict[str, str]:
     if not isinstance(value, Mapping) or not all(
         isinstance(item, str) for pair in value.items() for item in pair
     ):

@@ -1,4 +1,4 @@
-"""Which batches are this process's, where several train together.
+"""Divides batches among processes that train together.
 
 Of `count` processes that train in step, step k is at places `k * count` to
 `k * count + count - 1` of the epoch's order; process `index` takes the one that
@@ -22,17 +22,11 @@ from keras_fastdata.errors import LoaderError
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """A process's part of the batches.
-
-    Attributes:
-        index: Its number, from 0.
-        count: How many processes there are.
-        source: What says so; empty if there is but one.
-    """
+    """The part of the batches that one of several processes has."""
 
     index: int = 0
-    count: int = 1
-    source: str = ""
+    count: int = 1  # processes
+    source: str = ""  # what says so; empty for one process
 
     def __str__(self) -> str:
         if self.count == 1:
@@ -43,19 +37,19 @@ class Shard:
         )
 
     def length(self, num_batches: int | None) -> int | None:
-        """Returns the number of batches of this shard, of those in all."""
+        """Returns how many of `num_batches` batches this shard has."""
         return None if num_batches is None else -(-num_batches // self.count)
 
     def place(self, position: int, num_batches: int | None) -> int:
-        """Returns the place in the whole order of this shard's `position`."""
+        """Returns the place in the whole order of a position in this shard."""
         place = position * self.count + self.index
         return place if num_batches is None else place % num_batches
 
     def position(self, place: int) -> int:
-        """Its next position, where `place` batches have gone before in all.
+        """Returns how many of the first `place` batches are in this shard.
 
         Raises:
-            ValueError: That is in the middle of a step.
+            ValueError: Other shards have more, or fewer, of them.
         """
         position, rest = divmod(place, self.count)
         if rest:
@@ -69,19 +63,17 @@ class Shard:
 
 
 def shard_of(setting: Any, dataset: Any) -> Shard:
-    """What the argument `shard` comes to now.
-
-    Args:
-        setting: The argument.
-        dataset: The dataset.
+    """Returns the shard that the argument `shard` asks for.
 
     Raises:
-        LoaderError: It is to be sharded, and cannot be.
+        LoaderError: The dataset cannot be sharded.
     """
     if setting is None:
         return Shard()
     if setting == "auto":
-        shard = _detected()
+        finders = _of_keras, _of_tensorflow, _of_jax, _of_torch
+        found = (find() for find in finders)
+        shard = next((one for one in found if one is not None), Shard())
     else:
         index, count = setting
         shard = Shard(index, count, "shard=")
@@ -96,23 +88,15 @@ def shard_of(setting: Any, dataset: Any) -> Shard:
 
 @functools.singledispatch
 def has_random_access(dataset: Any) -> bool:
-    """Whether any batch can be had without those before it.
+    """Whether a batch can be built without the batches before it.
 
-    A class of which that is not so registers a function of its own.
+    A class that cannot do this registers a function of its own.
     """
     return True
 
 
-def _detected() -> Shard:
-    for find in (_of_keras, _of_tensorflow, _of_jax, _of_torch):
-        shard = find()
-        if shard is not None:
-            return shard
-    return Shard()
-
-
 def _of_keras() -> Shard | None:
-    """Returns the shard by `keras.distribution`, by model replica."""
+    """Returns the shard of `keras.distribution`, if that is in use."""
     keras = sys.modules.get("keras")
     library = getattr(keras, "distribution", None)
     if library is None:
@@ -127,9 +111,9 @@ def _of_keras() -> Shard | None:
 
 
 def _of_tensorflow() -> Shard | None:
-    """The workers of a strategy that is in scope.
+    """Returns the shard of the `tf.distribute` strategy in scope.
 
-    A strategy of one process has no part in this: it splits each batch.
+    A strategy of one process splits each batch itself.
     """
     tf = sys.modules.get("tensorflow")
     distribute = getattr(tf, "distribute", None)
@@ -149,12 +133,9 @@ def _of_tensorflow() -> Shard | None:
 
 def _of_jax() -> Shard | None:
     jax = sys.modules.get("jax")
-    is_initialized = getattr(
-        getattr(jax, "distributed", None), "is_initialized", None
-    )
-    if jax is None or is_initialized is None or not is_initialized():
-        return None
-    if jax.process_count() < 2:
+    library = getattr(jax, "distributed", None)
+    is_initialized = getattr(library, "is_initialized", lambda: False)
+    if jax is None or not is_initialized() or jax.process_count() < 2:
         return None
     return Shard(jax.process_index(), jax.process_count(), "jax.distributed")
 
@@ -165,6 +146,5 @@ def _of_torch() -> Shard | None:
         return None
     if not library.is_initialized() or library.get_world_size() < 2:
         return None
-    return Shard(
-        library.get_rank(), library.get_world_size(), "torch.distributed"
-    )
+    rank, count = library.get_rank(), library.get_world_size()
+    return Shard(rank, count, "torch.distributed")

@@ -1,4 +1,4 @@
-"""Where a dataset stands: what `state_dict` returns, and what is refused.
+"""The result of `state_dict`, and its checks.
 
 A batch is a function of the dataset, seed, epoch and index, so that a place in
 the order is all there is to know. Only what epoch hooks have done to the
@@ -11,13 +11,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import operator
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
+from keras_fastdata._validation import integer
 from keras_fastdata.building.seeding import PRIVATE
 from keras_fastdata.errors import LoaderError
 
@@ -33,15 +33,14 @@ class State:
     """A place in the batches of a dataset.
 
     Attributes:
-        seed: Base seed.
-        epoch: The epoch of the next batch,
-        position: and how many batches come before it there.
+        epoch: The epoch of the next batch.
+        position: How many batches come before that one in its epoch.
         num_batches: Length of an epoch, or `None`.
         shuffle: Whether its order is drawn; `None` before it has begun.
         within: Whether Keras was between the begin and the end of an epoch,
             and so whether the end hook was still to come.
         hooks: The epoch hooks that have run, each as its name and epoch.
-        digest: Of the dataset after them; empty if there were none.
+        digest: The digest of the dataset after them; empty without hooks.
         next_epoch: Number of the epoch that begins after this one; `None`:
             `epoch` + 1. It is larger where another epoch has begun meanwhile,
             such as that of an evaluation.
@@ -69,7 +68,7 @@ class State:
     def from_dict(
         cls, state: Any, dataset: str, also: Collection[str] = ()
     ) -> State:
-        """What `as_dict` made.
+        """Returns a state from the result of `as_dict`.
 
         Args:
             state: What the user passed; it may come from a damaged file.
@@ -77,7 +76,7 @@ class State:
             also: Fields that states of this dataset have besides.
 
         Raises:
-            ValueError: It did not; the error names the field.
+            ValueError: A field is missing, unknown or invalid.
         """
         if not isinstance(state, Mapping) or "version" not in state:
             raise ValueError(
@@ -119,16 +118,13 @@ class State:
         hooks: tuple[tuple[str, int], ...],
         is_drawn: bool,
     ) -> None:
-        """Refuses to go on here in a dataset that is another one.
+        """Raises `ValueError` if a dataset cannot go on at this state.
 
         Args:
-            dataset: Its class name.
-            seed: Its seed; `None` if that is still free.
-            hooks: Those that have run.
-            is_drawn: Whether that seed is not the user's.
-
-        Raises:
-            ValueError: It is.
+            dataset: The dataset's class name.
+            seed: Its seed; `None` if any seed may be set.
+            hooks: The hooks that have run.
+            is_drawn: Whether the user has passed no seed.
         """
         if seed is not None and seed != self.seed:
             has = f"has seed={seed}. Pass that one, or none, which takes over "
@@ -149,13 +145,7 @@ class State:
             )
 
     def check_length(self, dataset: str, num_batches: int | None) -> None:
-        """Refuses a dataset whose length differs from that of the state.
-
-        Called after the epoch hooks were repeated.
-
-        Raises:
-            ValueError: It differs.
-        """
+        """Raises `ValueError` if the length of the dataset differs."""
         if num_batches != self.num_batches:
             raise ValueError(
                 f"The state is of a dataset of {self.num_batches} batches an "
@@ -164,11 +154,7 @@ class State:
             )
 
     def check_order(self, dataset: str, shuffle: bool) -> None:
-        """Refuses an epoch of another order than the one that was begun.
-
-        Raises:
-            ValueError: It is.
-        """
+        """Raises `ValueError` if the order of the epoch differs."""
         if self.shuffle not in (None, shuffle):
             raise ValueError(
                 f"The state is of an epoch with shuffle={self.shuffle}, and "
@@ -177,11 +163,7 @@ class State:
             )
 
     def check_digest(self, dataset: str, digest: str) -> None:
-        """Refuses a dataset whose hooks did not do what they did before.
-
-        Raises:
-            LoaderError: They did not.
-        """
+        """Raises `LoaderError` if repeated hooks did something else."""
         if digest != self.digest:
             raise LoaderError(
                 f"The {len(self.hooks)} calls of epoch hooks that the state "
@@ -193,7 +175,7 @@ class State:
 
 
 def at_end(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns the state behind the last batch of a state's epoch.
+    """Returns the state after the last batch of the epoch of a state.
 
     The end hook of that epoch is still to come.
     """
@@ -203,11 +185,7 @@ def at_end(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _checked(name: str, value: Any) -> Any:
-    """A field of a state.
-
-    Raises:
-        ValueError: It has a value that `as_dict` does not give it.
-    """
+    """Returns a field of a state, or raises `ValueError`."""
     allowed, read = _FIELDS[name]
     try:
         return read(value)
@@ -218,16 +196,11 @@ def _checked(name: str, value: Any) -> Any:
         ) from None
 
 
-def _count(value: Any, least: int = 0, below: int = 1 << 63) -> int:
-    if isinstance(value, (bool, np.bool_)):
-        raise TypeError
-    if not least <= (number := operator.index(value)) < below:
+def _count(value: Any, least: int = 0) -> int:
+    number = integer("", value, least=least)
+    if number >= 1 << 63:
         raise ValueError
     return number
-
-
-def _seed(value: Any) -> int:
-    return _count(value, below=1 + abs(operator.index(value)))
 
 
 def _truth(value: Any) -> bool:
@@ -257,13 +230,14 @@ def _or_none(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 _DIGEST = re.compile("([0-9a-f]{32})?")
 _INTEGER = "an integer of at least 0"
+_COUNT = f"{_INTEGER} and below 2**63"
 
 # What each field may be, in words, and what reads it.
 _FIELDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "seed": (_INTEGER, _seed),
-    "epoch": (f"{_INTEGER} and below 2**63", _count),
-    "position": (f"{_INTEGER} and below 2**63", _count),
-    "num_batches": (f"{_INTEGER} and below 2**63, or None", _or_none(_count)),
+    "seed": (_INTEGER, functools.partial(integer, "seed", least=0)),
+    "epoch": (_COUNT, _count),
+    "position": (_COUNT, _count),
+    "num_batches": (f"{_COUNT}, or None", _or_none(_count)),
     "shuffle": ("True, False or None", _or_none(_truth)),
     "within": ("True or False", _truth),
     "hooks": (
@@ -271,11 +245,8 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
         _hooks,
     ),
     "digest": ("32 hexadecimal digits, or empty", _hexadecimal),
-    "next_epoch": (f"{_INTEGER} and below 2**63", _count),
-    "num_shards": (
-        "an integer of at least 1",
-        functools.partial(_count, least=1),
-    ),
+    "next_epoch": (_COUNT, _count),
+    "num_shards": ("an integer of at least 1", lambda n: _count(n, least=1)),
 }
 
 
@@ -285,68 +256,64 @@ def _listed(hooks: tuple[tuple[str, int], ...]) -> str:
 
 
 def digest(dataset: Any, names: Collection[str]) -> str:
-    """What tells whether attributes of a dataset have the same values.
+    """Returns a hash of the values of some attributes of a dataset.
 
     Numbers, texts, arrays, and containers of them count; other objects, such
     as may be opened on first use, do not. Of a memory map the file's name
     counts, and of an array of more than 64 MB a part.
-
-    Args:
-        dataset: The dataset.
-        names: The attributes.
     """
-    found = hashlib.blake2b(digest_size=16)
     attributes = vars(dataset)
     known = {k: attributes.get(k) for k in names if k != PRIVATE}
-    _feed(found, known, _DEPTH)
-    return found.hexdigest()
+    return hash_of(_parts_of(known, _DEPTH)).hex()
 
 
-def _feed(found: Any, value: Any, depth: int) -> None:
+def hash_of(parts: Iterable[Any]) -> bytes:
+    """Returns a hash of the concatenated bytes of all parts."""
+    found = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        found.update(part)
+    return found.digest()
+
+
+def _parts_of(value: Any, depth: int) -> Iterator[Any]:
+    """Yields the bytes of a value that a digest covers."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, _PLAIN):
-        found.update(f"{value!r};".encode("utf-8", "surrogatepass"))
+        yield f"{value!r};".encode("utf-8", "surrogatepass")
     elif isinstance(value, (bytes, bytearray)):
-        found.update(value)
+        yield value
     elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        found.update(f"{value.dtype.str}{value.shape};".encode())
+        yield f"{value.dtype.str}{value.shape};".encode()
         if isinstance(value, np.memmap):
-            found.update(f"{value.filename};".encode())
+            yield f"{value.filename};".encode()
             return
-        step = 1 + value.nbytes // _MOST_BYTES
-        part = value.reshape(-1)[::step]
-        found.update(np.ascontiguousarray(part).view("uint8").data)
+        part = value.reshape(-1)[:: 1 + value.nbytes // _MOST_BYTES]
+        yield np.ascontiguousarray(part).view("uint8").data
     elif depth == 0:
         return
     elif isinstance(value, (list, tuple, np.ndarray)):
-        array = _as_array(value)
-        if array is not None:
-            _feed(found, array, depth)
+        if (array := _as_array(value)) is not None:
+            yield from _parts_of(array, depth)
             return
-        found.update(f"[{len(value)};".encode())
+        yield f"[{len(value)};".encode()
         for item in value:
-            _feed(found, item, depth - 1)
+            yield from _parts_of(item, depth - 1)
     elif isinstance(value, (set, frozenset)):
         plain = sorted(repr(v) for v in value if isinstance(v, _PLAIN))
-        found.update(f"{{{len(value)}{plain};".encode("utf-8", "replace"))
+        yield f"{{{len(value)}{plain};".encode("utf-8", "replace")
     elif isinstance(value, Mapping):
-        for key in sorted(
-            (k for k in value if isinstance(k, _PLAIN)), key=repr
-        ):
-            found.update(f"{key!r}:".encode("utf-8", "surrogatepass"))
-            _feed(found, value[key], depth - 1)
+        keys = (key for key in value if isinstance(key, _PLAIN))
+        for key in sorted(keys, key=repr):
+            yield f"{key!r}:".encode("utf-8", "surrogatepass")
+            yield from _parts_of(value[key], depth - 1)
 
 
 def _as_array(value: Any) -> np.ndarray[Any, Any] | None:
-    """Converts a long list of numbers or strings of one type to an array.
-
-    Returns `None` for other lists.
-    """
-    if len(value) < _MANY or isinstance(value, np.ndarray):
-        return None
-    kinds = set(map(type, value))
-    if len(kinds) == 1 and kinds <= {int, float, str, bool}:
-        array = np.asarray(value)
-        return None if array.dtype.hasobject else array
+    """Returns a long list of numbers or of strings as an array, or `None`."""
+    if len(value) >= _MANY and not isinstance(value, np.ndarray):
+        kinds = set(map(type, value))
+        if len(kinds) == 1 and kinds <= {int, float, str, bool}:
+            array = np.asarray(value)
+            return None if array.dtype.hasobject else array
     return None
