@@ -152,19 +152,14 @@ class GeneratorDataset(FastPyDataset):
             **kwargs,
         )
         workers = integer("workers", workers, least=0)
-        if batch_size is not None:
-            batch_size = integer("batch_size", batch_size, least=1)
-        if num_batches is not None:
-            num_batches = integer("num_batches", num_batches, least=1)
+        batch_size = _optional("batch_size", batch_size)
+        num_batches = _optional("num_batches", num_batches)
         source = _Source.of(factory)
-        if num_shards is None:
-            num_shards = max(1, workers)
-        num_shards = integer("num_shards", num_shards, least=1)
+        num_shards = _optional("num_shards", num_shards) or max(1, workers)
         source.check(num_shards, kwargs.get("use_multiprocessing", False))
         restarts = source.restarts(restart, num_batches)
         count = min(max(1, workers), num_shards)
-        if (most := kwargs.get("max_queue_bytes")) is not None:
-            most = integer("max_queue_bytes", most, least=1)
+        if most := _optional("max_queue_bytes", kwargs.get("max_queue_bytes")):
             kwargs["max_queue_bytes"] = max(1, most // count)
         spec = _Spec(
             source,
@@ -708,6 +703,11 @@ def _check_kwargs(kind: type, workers: Any, kwargs: Mapping[str, Any]) -> None:
     unknown = set(kwargs) - set(arguments_of(FastPyDataset))
     if unknown:
         raise unknown_arguments(kind.__name__, unknown, allowed)
+
+
+def _optional(name: str, value: Any) -> int | None:
+    """Returns an argument that is `None`, or an integer of at least 1."""
+    return None if value is None else integer(name, value, least=1)
 
 
 def _is_free(parameters: dict[str, Any], name: str, factory: Any) -> bool:

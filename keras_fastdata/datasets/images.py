@@ -120,21 +120,7 @@ class ImageFileDataset(SampleDataset):
             sampler=sampler,
             **kwargs,
         )
-        if isinstance(paths, (str, bytes, os.PathLike)):
-            raise TypeError(
-                f"`paths` must be the paths of the files. Received {paths!r}; "
-                "for a folder, see `ImageFileDataset.from_directory`."
-            )
-        files = [os.fspath(path) for path in paths]
-        if decoder is None:
-            decoding.require()
-            way_out = (
-                "; or pass a `decoder(path, image_size)` that reads it from "
-                "where it is"
-            )
-            for path in files:
-                check_local("paths", path, way_out)
-        self.paths = SharedList(files)
+        self.paths = SharedList(_checked_paths(paths, decoder))
         self.labels = _labels_of(labels, len(self.paths))
         self._fastdata_one_hot = 0  # the number of classes, if one-hot
         self.class_names: list[str] | None = None
@@ -305,6 +291,22 @@ def _read(dataset: ImageFileDataset, path: str) -> Image:
     # A read-only array is Pillow's; a transform may write to its argument.
     own = image.flags.writeable or dataset.transform is None
     return image if own else image.copy()
+
+
+def _checked_paths(paths: Any, decoder: Any) -> list[str]:
+    if isinstance(paths, (str, bytes, os.PathLike)):
+        raise TypeError(
+            f"`paths` must be the paths of the files. Received {paths!r}; "
+            "for a folder, see `ImageFileDataset.from_directory`."
+        )
+    files = [os.fspath(path) for path in paths]
+    if decoder is None:
+        decoding.require()
+        way_out = "; or pass a `decoder(path, image_size)` that reads it from "
+        way_out += "where it is"
+        for path in files:
+            check_local("paths", path, way_out)
+    return files
 
 
 def _labels_of(labels: npt.ArrayLike | None, count: int) -> Any:

@@ -22,7 +22,6 @@ from keras_fastdata.engine.pool_handle import PoolHandle
 from keras_fastdata.engine.position import Position
 from keras_fastdata.engine.prefetcher import Prefetcher
 from keras_fastdata.engine.results import Outcome, Results
-from keras_fastdata.engine.schedule import Schedule
 from keras_fastdata.workers.base import BatchRequest, WorkerPool
 from keras_fastdata.workers.inline import InlinePool
 
@@ -78,15 +77,10 @@ class Fetcher:
 
     # -- the next batch ------------------------------------------------------
 
-    def next(
-        self,
-        workers: WorkerPool,
-        epoch: Epoch,
-        schedule: Schedule,
-        fetch: Fetch,
-    ) -> Any:
+    def next(self, workers: WorkerPool, epoch: Epoch, fetch: Fetch) -> Any:
         """Returns the next batch of an epoch, `PENDING`, or `END`."""
-        prefetcher = self._prefetcher
+        prefetcher, schedule = self._prefetcher, epoch.schedule
+        assert schedule is not None
         fetch.waits_for = workers
         if not fetch.pause_after:
             workers.resume()
@@ -94,15 +88,15 @@ class Fetcher:
             if epoch.cached:
                 self.results.check_cached(epoch, index)
             if fetch.pause_after and not self._is_quiesced(
-                workers, epoch, schedule, index, fetch
+                workers, epoch, index, fetch
             ):
                 return Outcome.PENDING
             if epoch.issued <= epoch.position:
-                self._fill(workers, epoch, schedule)
+                self._fill(workers, epoch)
             batch = self._fetch(workers, epoch, index, fetch)
             if batch is Outcome.PENDING:
                 if prefetcher.should_fill(epoch):
-                    self._fill(workers, epoch, schedule)
+                    self._fill(workers, epoch)
                 return batch
             if batch is Outcome.CACHE_MISS:
                 continue
@@ -115,7 +109,7 @@ class Fetcher:
             epoch.note_delivery(index, batch)
             self._position.note_delivery(epoch)
             if fetch.is_thorough or prefetcher.should_fill(epoch):
-                self._fill(workers, epoch, schedule)
+                self._fill(workers, epoch)
             return batch
         workers.resume()
         self.finish(epoch, Finish.EXHAUSTED)
@@ -148,7 +142,7 @@ class Fetcher:
         peeked = fetch.peeked
         while len(peeked) < count and schedule.holds(ahead.position):
             index = ahead.position
-            self._ask_ahead(workers, ahead, schedule, count)
+            self._ask_ahead(workers, ahead, count)
             batch = self._fetch(workers, ahead, index, fetch)
             if batch is Outcome.PENDING:
                 return batch
@@ -181,13 +175,11 @@ class Fetcher:
         self._prefetcher.apply_settings()
         self._pool.invalidate()
 
-    def _fill(
-        self, workers: WorkerPool, epoch: Epoch, schedule: Schedule
-    ) -> None:
+    def _fill(self, workers: WorkerPool, epoch: Epoch) -> None:
         """Issues requests, and if there is room, requests of the next epoch."""
         cache = self.results.cache
         if (
-            not self._prefetcher.fill(workers, epoch, schedule, cache)
+            not self._prefetcher.fill(workers, epoch, cache)
             or not epoch.prefetches_next
             or not epoch.may_prefetch_next
             or self._in_effect.now.kind == "inline"
@@ -195,7 +187,8 @@ class Fetcher:
             return
         next_epoch = epoch.prepare_next()
         next_epoch.time_batches(epoch.interval_s)
-        if next_epoch.schedule is None:
+        schedule = epoch.schedule
+        if next_epoch.schedule is None and schedule is not None:
             next_epoch.plan(self._position.next_epoch)
             # If its length differs, that shows when it begins.
             self._planner.plan(next_epoch, schedule.total, schedule.shard)
@@ -230,12 +223,11 @@ class Fetcher:
             return self._build_inline(workers, epoch, index, fetch)
         return batch
 
-    def _ask_ahead(
-        self, workers: WorkerPool, ahead: Epoch, schedule: Schedule, count: int
-    ) -> None:
+    def _ask_ahead(self, workers: WorkerPool, ahead: Epoch, count: int) -> None:
         """Requests the batches that a peek needs, as far as there is room."""
+        assert ahead.schedule is not None
         for index in range(ahead.position, count):
-            if not schedule.holds(index):
+            if not ahead.schedule.holds(index):
                 return
             if self.results.is_cached(index):
                 ahead.cached.add(index)
@@ -249,12 +241,7 @@ class Fetcher:
                 return
 
     def _is_quiesced(
-        self,
-        workers: WorkerPool,
-        epoch: Epoch,
-        schedule: Schedule,
-        index: int,
-        fetch: Fetch,
+        self, workers: WorkerPool, epoch: Epoch, index: int, fetch: Fetch
     ) -> bool:
         """Returns whether the workers pause, and the batch at `index` is here.
 
@@ -265,7 +252,7 @@ class Fetcher:
         if not epoch.knows(position, index):
             workers.resume()
         if fetch.here_s is None:
-            self._fill(workers, epoch, schedule)
+            self._fill(workers, epoch)
         self._prefetcher.drain_results(workers)
         if not epoch.knows(position, index):
             self._prefetcher.require(workers, epoch, position, index)

@@ -36,7 +36,6 @@ from keras_fastdata.engine.pool_handle import PoolHandle
 from keras_fastdata.engine.position import Position
 from keras_fastdata.engine.prefetcher import Prefetcher
 from keras_fastdata.engine.results import Outcome, Results
-from keras_fastdata.engine.schedule import Schedule
 from keras_fastdata.engine.settings import Settings
 from keras_fastdata.errors import DatasetPicklingError, LoaderError
 from keras_fastdata.metrics.pool_stats import PoolStats
@@ -205,8 +204,8 @@ class Loader:
     def _next(self, epoch: Epoch, dataset: build.Dataset, fetch: Fetch) -> Any:
         if epoch.is_finished:
             return Outcome.END
-        workers, schedule = self._prepare(epoch, dataset, fetch)
-        return self._fetcher.next(workers, epoch, schedule, fetch)
+        workers = self._prepare(epoch, dataset, fetch)
+        return self._fetcher.next(workers, epoch, fetch)
 
     def peek(
         self, epoch: Epoch, dataset: build.Dataset, count: int
@@ -240,9 +239,9 @@ class Loader:
         count: int,
         fetch: Fetch,
     ) -> Any:
-        workers, schedule = self._prepare(epoch, dataset, fetch)
+        workers = self._prepare(epoch, dataset, fetch)
         assert epoch.number is not None
-        ahead.plan(epoch.number, schedule)
+        ahead.plan(epoch.number, epoch.schedule)
         ahead.time_batches(epoch.interval_s)
         return self._fetcher.peek(workers, epoch, ahead, count, fetch)
 
@@ -260,7 +259,7 @@ class Loader:
 
     def _prepare(
         self, epoch: Epoch, dataset: build.Dataset, fetch: Fetch
-    ) -> tuple[WorkerPool, Schedule]:
+    ) -> WorkerPool:
         """Makes workers, dataset and epoch ready for the next request."""
         if self._epochs.has_dropped:
             for abandoned in self._epochs.take_dropped():
@@ -278,12 +277,10 @@ class Loader:
         workers = self._pool.ensure(dataset, self._create_pool)
         if not epoch.has_begun:
             self._begin(epoch, dataset, workers)
-        schedule = epoch.schedule
-        if schedule is None:
+        if epoch.schedule is None:
             shard = self._planner.find_shard(dataset)
-            length = build.length_of(dataset)
-            schedule = self._planner.plan(epoch, length, shard)
-        return workers, schedule
+            self._planner.plan(epoch, build.length_of(dataset), shard)
+        return workers
 
     def _create_pool(self) -> WorkerPool:
         """Makes workers; if they cannot start, "auto" chooses others."""

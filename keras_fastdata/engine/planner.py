@@ -8,7 +8,7 @@ import weakref
 
 from keras_fastdata.building import build
 from keras_fastdata.engine.epoch import Epoch
-from keras_fastdata.engine.schedule import Schedule, plan_epoch
+from keras_fastdata.engine.schedule import plan_epoch
 from keras_fastdata.engine.settings import Settings
 from keras_fastdata.engine.sharding import Shard, shard_of
 from keras_fastdata.engine.state_dict import State
@@ -92,9 +92,7 @@ class EpochPlanner:
             self.find_shard(dataset)
         return self.shard.position(state.position)
 
-    def plan(
-        self, epoch: Epoch, num_batches: int | None, shard: Shard
-    ) -> Schedule:
+    def plan(self, epoch: Epoch, num_batches: int | None, shard: Shard) -> None:
         """Plans the part of an epoch that belongs to a shard.
 
         `num_batches` is the length of the epoch over all shards.
@@ -108,4 +106,3 @@ class EpochPlanner:
             shard=shard,
         )
         epoch.plan(epoch.number, schedule)
-        return schedule

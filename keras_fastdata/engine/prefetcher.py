@@ -14,7 +14,6 @@ from keras_fastdata.engine.autotune import SettingsInEffect
 from keras_fastdata.engine.cache import Cache
 from keras_fastdata.engine.epoch import Completed, Epoch, Pending
 from keras_fastdata.engine.open_epochs import OpenEpochs
-from keras_fastdata.engine.schedule import Schedule
 from keras_fastdata.workers.base import BatchRequest, BatchResult, WorkerPool
 
 _CACHED_AHEAD = 4  # times the lookahead is how far to look past cached ones
@@ -42,11 +41,7 @@ class Prefetcher:
         self._look_ahead()
 
     def fill(
-        self,
-        workers: WorkerPool,
-        epoch: Epoch,
-        schedule: Schedule,
-        cache: Cache | None,
+        self, workers: WorkerPool, epoch: Epoch, cache: Cache | None
     ) -> bool:
         """Requests batches as far ahead as the settings allow.
 
@@ -57,7 +52,8 @@ class Prefetcher:
             Whether all batches of the epoch are requested, and there is room
             for batches of the next epoch.
         """
-        allowed = self._lookahead
+        schedule, allowed = epoch.schedule, self._lookahead
+        assert schedule is not None
         if epoch.ahead > allowed:
             self._recall(workers, epoch, allowed)
         # Of cached batches there may be any number.

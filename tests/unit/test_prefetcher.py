@@ -49,7 +49,7 @@ class _Case:
         return epoch
 
     def fill(self, epoch):
-        return self.prefetcher.fill(self.pool, epoch, epoch.schedule, None)
+        return self.prefetcher.fill(self.pool, epoch, None)
 
     def indices_out(self):
         return sorted(request.index for request in self.pool.out.values())
