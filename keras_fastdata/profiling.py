@@ -528,8 +528,7 @@ def _facts(found: Profile) -> str:
                 f", each takes {formatting.size(found.worker_nbytes)} of memory"
             )
         lines.append(("Processes", text))
-    number = f"{found.cores:g} core{'' if found.cores == 1 else 's'}"
-    lines.append(("Machine", number))
+    lines.append(("Machine", formatting.cores(found.cores)))
     return "\n".join(itertools.starmap(_labelled, lines))
 
 

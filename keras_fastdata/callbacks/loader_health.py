@@ -44,7 +44,7 @@ class LoaderHealth(Callback):
     Adds `data_wait` to the logs of every epoch: the share of its wall time,
     from 0 to 1, that free data would have saved. The wall time here is that of
     the steps and their waits (`wall_s` in `summary()`), without validation,
-    steps that compile, and the first batch of the `fit`. The progress bar,
+    steps that compile, and what comes before the first epoch. The progress bar,
     `History` and every callback that is listed after this one have it; so list
     it first. A line after each epoch names the reason. After the last epoch,
     a table follows, an account of the time since `fit` was called, whose parts

@@ -150,6 +150,7 @@ class EpochMonitor:
         self._began_s = time.monotonic()
         self._trainer_cpu_s = time.process_time()
         self._start_s, self._excluded_s = start_s, self.recorder.excluded_s
+        self._quiesced_s = self.recorder.quiesced_s
         if self._sink is not None:
             self._sink.begin(phase, epoch)
         self._clock.begin(epoch)
@@ -169,7 +170,8 @@ class EpochMonitor:
         batch_stats = self.recorder.batch_stats
         self.times = EpochTimes(
             batch_stats.first_wait_s,
-            batch_stats.wait_s,
+            # Builds that ended while workers were to rest were waited for.
+            batch_stats.wait_s + self.recorder.quiesced_s - self._quiesced_s,
             batch_stats.hook_s,
             stretch.compiling_s,
             self.recorder.excluded_s - self._excluded_s,

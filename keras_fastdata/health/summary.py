@@ -154,7 +154,8 @@ class HealthSummary:
         verdict = self.verdict
         if verdict is None:
             return "", ""
-        if verdict.kind is Kind.COMPUTE_BOUND or self.is_worth_a_change:
+        always = Kind.COMPUTE_BOUND, Kind.UNSTABLE_WORKERS
+        if verdict.kind in always or self.is_worth_a_change:
             return verdict.evidence, verdict.advice
         saved = formatting.duration(self.saves_s)
         return verdict.evidence, f"Nothing to change: it would save {saved}."

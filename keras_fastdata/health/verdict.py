@@ -117,8 +117,8 @@ class Facts:
         dataset: Class name of the dataset.
         trainer_cpu_s: CPU time of the training process, all its threads; NaN
             if unknown.
-        start_s: Time from the call of `fit` to the first batch; 0 but for the
-            first epoch. It is no part of `wall_s`.
+        start_s: Time to start workers and build the first batch, before the
+            first step of a `fit`. It is no part of `wall_s`.
         epochs: The number of epochs.
         auto: Whether `workers="auto"` has chosen the workers.
     """
@@ -365,71 +365,53 @@ _CHEAPER = (
 
 
 def _cores_full(facts: Facts) -> tuple[str, str]:
-    assert facts.busy_cores is not None
     evidence = (
-        f"Building a batch takes {_per_batch(facts, facts.build_s)} of "
-        f"computing, and {facts.busy_cores:.1f} of "
-        f"{facts.cores:g} {_cores(facts.cores)} were busy, with this, with "
-        "training and with whatever else runs there."
+        f"{_built(facts)}; {facts.busy_cores or 0.0:.1f} of "
+        f"{formatting.cores(facts.cores)} were busy, with this, with training "
+        "and with whatever else runs there."
     )
     advice = f"More workers would not help. {_CHEAPER}"
     if facts.workers > facts.cores:
         advice += (
-            f" And {facts.workers} workers on {facts.cores:g} "
-            f"{_cores(facts.cores)} only get in each other's way."
+            f" And {facts.workers} workers on "
+            f"{formatting.cores(facts.cores)} only get in each other's way."
         )
     return evidence, advice
 
 
 def _transfer_bound(facts: Facts) -> tuple[str, str]:
+    nbytes = facts.nbytes / facts.batches
+    size = formatting.size(nbytes)
+    less = (
+        "Move less: hand over uint8 or float16 instead of float32 and convert "
+        "in the model."
+    )
+    if nbytes < _LARGE:
+        less = "Batches this small cost time each: make them larger, and fewer."
+    built = f"Building a batch takes {_per_batch(facts, facts.build_s)}"
     if facts.workers_are == "ray":
-        return _transfer_bound_on_ray(facts)
-    small = facts.nbytes < _LARGE * facts.batches
+        busy = facts.build_s / max(facts.workers * facts.wall_s, 1e-9)
+        return (
+            f"{built}, and {facts.workers} workers build "
+            f"{formatting.share(busy)} of the time; what is waited for is Ray, "
+            f"which moves {size} a batch.",
+            f"{less} Or build where the training is: `executor='local'`.",
+        )
     if _are_at_hand(facts):
         return (
             "Batches are at hand, from a cache, say; but it takes "
-            f"{_per_batch(facts, facts.wait_s)} to read or copy the "
-            f"{formatting.size(facts.nbytes / facts.batches)} of one.",
+            f"{_per_batch(facts, facts.wait_s)} to read or copy the {size} of "
+            "one.",
             "That happens where training does, so workers would not help. "
-            + (_FEWER if small else f"{_LESS}."),
+            + less,
         )
-    moving_s = facts.store_s + facts.open_s
-    evidence = (
-        f"Building a batch takes {_per_batch(facts, facts.build_s)}, moving "
-        f"its {formatting.size(facts.nbytes / facts.batches)} to the training "
-        f"process {_per_batch(facts, moving_s)}."
-    )
-    advice = _FEWER
-    if not small:
-        advice = (
-            f"{_LESS}; or build the batch where it will lie, in an array from "
-            "`self.empty(shape, dtype)`, which is not copied."
-        )
+    moving = _per_batch(facts, facts.store_s + facts.open_s)
     call = cost_model.call(facts.dataset, facts.workers, False)
     return (
-        evidence,
-        f"{advice} Builds this quick may do with threads: `{call}`.",
-    )
-
-
-_LESS = (
-    "Move less: hand over uint8 or float16 instead of float32 and convert in "
-    "the model"
-)
-_FEWER = "Batches this small cost time each: make them larger, and fewer."
-
-
-def _transfer_bound_on_ray(facts: Facts) -> tuple[str, str]:
-    busy = facts.build_s / max(facts.workers * facts.wall_s, 1e-9)
-    evidence = (
-        f"Building a batch takes {_per_batch(facts, facts.build_s)}, and "
-        f"{facts.workers} workers build {formatting.share(busy)} of the time; "
-        f"what is waited for is Ray, which moves "
-        f"{formatting.size(facts.nbytes / facts.batches)} a batch."
-    )
-    advice = _FEWER if facts.nbytes < _LARGE * facts.batches else f"{_LESS}."
-    return evidence, (
-        f"{advice} Or build where the training is: `executor='local'`."
+        f"{built}, moving its {size} to the training process {moving}.",
+        f"{less} Or build the batch where it will lie, in an array from "
+        "`self.empty(shape, dtype)`, which is not copied. For builds this "
+        f"quick, try threads: `{call}`.",
     )
 
 
@@ -645,13 +627,7 @@ def _per_batch(facts: Facts, seconds: float) -> str:
 
 
 def _free_cores(facts: Facts) -> str:
+    cores = formatting.cores(facts.cores)
     if facts.busy_cores is None:
-        return f"there are {facts.cores:g} {_cores(facts.cores)}"
-    return (
-        f"{facts.free_cores:.1f} of {facts.cores:g} {_cores(facts.cores)} "
-        "were free"
-    )
-
-
-def _cores(number: float) -> str:
-    return "core" if number == 1 else "cores"
+        return f"there are {cores}"
+    return f"{facts.free_cores:.1f} of {cores} were free"

@@ -44,6 +44,11 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {plural}"
 
 
+def cores(number: float) -> str:
+    """Formats a number of cores: "1 core", "1.5 cores"."""
+    return f"{number:g} core{'' if number == 1 else 's'}"
+
+
 def listed(numbers: list[int], most: int = 5) -> str:
     """Formats numbers: "3, 17, 20"; ", ..." stands for those beyond `most`."""
     shown = ", ".join(str(number) for number in numbers[:most])
