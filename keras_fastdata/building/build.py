@@ -15,7 +15,7 @@ import threading
 import types
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -55,11 +55,7 @@ class Dataset(Protocol):
 
 
 class SampleContext:
-    """A sample that a batch is being made of, and its random generator.
-
-    Args:
-        key: The key of the generator within the epoch.
-    """
+    """The sample that is being made for a batch, and its random generator."""
 
     def __init__(self, key: tuple[int, ...]) -> None:
         self._key = key
@@ -76,12 +72,7 @@ class SampleContext:
 
 
 def length_of(dataset: Dataset) -> int | None:
-    """Returns the number of batches in an epoch; `None` if it is unknown.
-
-    Raises:
-        TypeError: The dataset's number is not an integer.
-        ValueError: The number is negative.
-    """
+    """Returns the number of batches in an epoch; `None` if it is unknown."""
     try:
         found = dataset.num_batches
     except NotImplementedError:  # means endless in Keras's `__iter__` too
@@ -92,12 +83,7 @@ def length_of(dataset: Dataset) -> int | None:
 
 
 def checked_length(name: str, length: Any) -> int:
-    """Returns a number of batches after checking it.
-
-    Raises:
-        TypeError: `length` is not an integer.
-        ValueError: `length` is negative.
-    """
+    """Returns a number of batches after checking it."""
     if isinstance(length, float):
         raise TypeError(
             f"`{name}` must be an integer. Received: {length!r} (of type "
@@ -144,7 +130,7 @@ class Context:
     _holds: tuple[int, bool] | None = None
 
     def note_asked(self, name: str) -> None:
-        """Notes that a name was read whose value depends on the epoch."""
+        """Notes that a value was read that depends on the epoch."""
         self.asked = name
 
     def holds(self, dataset: Any) -> bool:
@@ -228,24 +214,26 @@ def current_context() -> Context | None:
     return _current.context
 
 
+def _and_outer(context: Context | None) -> Iterator[Context]:
+    """Yields a batch, and those in whose builds it is built."""
+    while context is not None:
+        yield context
+        context = context.outer
+
+
 def is_built_for(dataset: Dataset) -> bool:
     """Whether the caller works on a batch of a dataset."""
-    context = _current.context
-    if context is None:
+    if _current.context is None:
         return bool(_helped(dataset))
-    while context is not None and context.dataset is not dataset:
-        context = context.outer
-    return context is not None
+    return any(c.dataset is dataset for c in _and_outer(_current.context))
 
 
 def is_in_worker(dataset: Dataset) -> bool:
     """Whether the caller is a worker of a dataset, and builds a batch."""
-    context = _current.context
-    while context is not None:
-        if context.dataset is dataset and context.worker_index is not None:
-            return True
-        context = context.outer
-    return False
+    return any(
+        context.dataset is dataset and context.worker_index is not None
+        for context in _and_outer(_current.context)
+    )
 
 
 def context_for(dataset: Dataset, name: str) -> Context | None:
@@ -253,10 +241,6 @@ def context_for(dataset: Dataset, name: str) -> Context | None:
 
     A thread that `__getitem__` started works on the batch of the dataset whose
     attribute it reads, if only one batch is possible.
-
-    Args:
-        dataset: The dataset whose attribute is read.
-        name: The attribute.
 
     Raises:
         LoaderError: The thread may belong to several batches.
@@ -289,20 +273,12 @@ def _helped(dataset: Dataset) -> list[Context]:
     if not _building_in or _consumes(dataset):
         return []
     found = []
-    for context in list(_building_in.values()):
-        inner: Context | None = context
-        while inner is not None and not (
-            inner.is_private or inner.dataset is dataset
-        ):
-            inner = inner.outer
-        if inner is not None:
-            found.append(inner)
-    return found or _holders(dataset)
-
-
-def _holders(dataset: Dataset) -> list[Context]:
-    """Returns batches in progress whose datasets refer to a dataset."""
-    return [
+    for innermost in list(_building_in.values()):
+        for context in _and_outer(innermost):
+            if context.is_private or context.dataset is dataset:
+                found.append(context)
+                break
+    return found or [
         context
         for context in list(_building_in.values())
         if context.holds(dataset) and not _consumes(context.dataset)
@@ -326,9 +302,8 @@ def forget_context(dataset: Dataset | None) -> None:
 
     It may come between any two lines, also between those that clean up.
     """
-    context = _current.context
-    while context is not None and context.dataset is dataset:
-        context = context.outer
+    outer = _and_outer(_current.context)
+    context = next((c for c in outer if c.dataset is not dataset), None)
     _enter(context)
     for thread, other in list(_building_in.items()):
         if other.dataset is dataset and not other.threads:
@@ -379,15 +354,13 @@ class Observer(Protocol):
     @property
     def observes(self) -> bool:
         """Whether to report the next batch."""
-        ...
 
     def on_global_rng(self, what: str) -> None:
         """Called if a batch that was built inline drew from `what`."""
-        ...
 
 
 class GlobalRngUsedError(LoaderError):
-    """A batch built by a thread may have drawn from shared generators.
+    """Raised when a thread may have drawn from shared generators.
 
     Building the batch again, while no other thread builds, shows whether it
     does.
@@ -446,7 +419,7 @@ class Builder:
         """Runs `on_worker_start`, once for each worker."""
         dataset = self.dataset
         given = dict(vars(dataset))
-        with _Building(self._outside(worker_index)):
+        with _Building(self._context(worker_index)):
             dataset.on_worker_start()
         self._own = {
             name
@@ -459,7 +432,7 @@ class Builder:
     def stop(self, worker_index: int) -> None:
         """Runs `on_worker_stop`, once for each worker."""
         dataset = self.dataset
-        with _Building(self._outside(worker_index)):
+        with _Building(self._context(worker_index)):
             try:
                 dataset.on_worker_stop()
             except Exception:
@@ -484,16 +457,7 @@ class Builder:
             GlobalRngUsedError: A thread built the batch, and it may have
                 drawn from shared generators.
         """
-        context = Context(
-            self._seed,
-            epoch,
-            index,
-            worker_index,
-            empty,
-            self.dataset,
-            self._threads,
-            self._private,
-        )
+        context = self._context(worker_index, epoch, index, empty)
         with _Building(context):
             if self._rng_monitor is not None:
                 self._rng_monitor.begin()
@@ -659,15 +623,22 @@ class Builder:
             self._search = held_generators.Search(dataset)
         return self._search.held
 
-    def _outside(self, worker_index: int) -> Context:
+    def _context(
+        self,
+        worker_index: int,
+        epoch: int = 0,
+        index: int = 0,
+        empty: Empty = aligned_empty,
+    ) -> Context:
         return Context(
             self._seed,
-            0,
-            0,
+            epoch,
+            index,
             worker_index,
-            dataset=self.dataset,
-            threads=self._threads,
-            is_private=self._private,
+            empty,
+            self.dataset,
+            self._threads,
+            self._private,
         )
 
 
@@ -677,12 +648,7 @@ def builder_in_worker(dataset: Dataset, seed: int, cached: bool) -> Builder:
 
 
 def _item(dataset: Dataset, index: int) -> Any:
-    """Returns `dataset[index]`.
-
-    Raises:
-        TypeError: `__getitem__` is a generator or coroutine function, so that
-            nothing was built.
-    """
+    """Returns `dataset[index]`; raises if that is a generator or coroutine."""
     batch = dataset[index]
     if not isinstance(batch, (types.GeneratorType, types.CoroutineType)):
         return batch
@@ -729,7 +695,7 @@ def run_hook(
 
 
 class _Preserved:
-    """Restores generators outside of the dataset after a `with` block."""
+    """Restores random generators outside of the dataset after a block."""
 
     def __init__(self, found: list[held_generators.Held]) -> None:
         self._found = [held.generator for held in found if held.is_outside]
@@ -743,7 +709,7 @@ class _Preserved:
 
 
 class GlobalRngMonitor:
-    """Notices when threads draw from generators that they share.
+    """Detects draws of threads from generators that all threads share.
 
     Args:
         warns: Whether to check only the first builds, and warn once. If not,

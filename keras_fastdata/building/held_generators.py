@@ -69,15 +69,12 @@ class _Generator:
 
     def reseed(self, stream: np.random.SeedSequence) -> None:
         """Puts the generator at the start of a stream."""
-        raise NotImplementedError
 
     def state(self) -> Any:
         """Returns the state; equal states give the same draws."""
-        raise NotImplementedError
 
     def restore(self, state: Any) -> None:
         """Puts the generator back to a state."""
-        raise NotImplementedError
 
 
 class _NumpyGenerator(_Generator):
@@ -191,10 +188,7 @@ class _HasSeedMethod(_Generator):
 
 
 class Search:
-    """One search of a dataset for random generators.
-
-    Args:
-        dataset: The dataset.
+    """Searches a dataset for random generators, once.
 
     Attributes:
         held: The generators that were found.

@@ -231,7 +231,7 @@ def _parts_of(value: Any) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Names:
-    """Names in code, and in code inside it.
+    """The names that a function uses, also in functions inside it.
 
     Attributes:
         variables: Variables that it reads.

@@ -32,11 +32,7 @@ _Seen = dict[str, tuple[Any, Any]]
 
 
 class LostStateMonitor:
-    """Detects lost state in one worker.
-
-    Args:
-        attributes: The dataset's attributes, as the training process sent it.
-    """
+    """Detects lost state in one worker."""
 
     def __init__(self, attributes: dict[str, Any]) -> None:
         self._builds = 0

@@ -67,7 +67,7 @@ class _SlotRef(weakref.ref[Any]):
 
 
 class Segment:
-    """The mapping, in the training process and in every worker.
+    """A mapping of the shared memory of one loader, in one process.
 
     Args:
         fd: A `memfd`, which this object owns from now on.
@@ -134,19 +134,12 @@ class Segment:
             nbytes: The number of bytes to copy.
             copy: Whether to copy all pages now, because other processes may
                 go on writing to them. If not, writing to a page copies it.
-
-        Raises:
-            OSError: There is not enough memory.
         """
         flags = mmap.MAP_PRIVATE | (_MAP_POPULATE if copy else 0)
         self._map(self._slot_offset(slot), nbytes, flags)
 
     def make_shared(self, slot: int) -> None:
-        """Maps a private slot to the segment again; drops its copy.
-
-        Raises:
-            OSError: There is not enough memory.
-        """
+        """Maps a private slot to the segment again; drops its copy."""
         start = self._slot_offset(slot)
         self._map(start, self.stride, mmap.MAP_SHARED)
         self._mmap.madvise(mmap.MADV_DONTDUMP, start, self.stride)
@@ -176,7 +169,7 @@ class Segment:
 
 
 class Arena:
-    """Manages the slots in the training process: free, taken or leased.
+    """Tracks, in the training process, which slots are free or leased.
 
     Args:
         warm_slots: How many free slots keep their pages. The kernel gets the
@@ -277,7 +270,7 @@ class Arena:
             self.free(slot)
 
     def _make_shared(self, slot: int) -> bool:
-        """Maps a private slot again; returns whether it can be used again."""
+        """Maps a private slot again; returns whether that was possible."""
         if slot in self._seen_by_forks:
             return False
         try:
@@ -292,7 +285,7 @@ _arenas: list[weakref.ref[Arena]] = []
 
 
 def _make_private_before_forks(arena: Arena) -> None:
-    """Has every fork begin with making the arena's leased slots private."""
+    """Makes the arena's leased slots private before every fork."""
     if not _arenas:
         # Again in the child: another thread may have leased one in between.
         os.register_at_fork(
@@ -351,12 +344,7 @@ def round_up(offset: int, step: int = ALIGNMENT) -> int:
 
 
 def count_of(shape: SupportsIndex | Sequence[SupportsIndex]) -> int:
-    """Returns the number of elements of an array of a shape.
-
-    Raises:
-        TypeError: `shape` is neither an integer nor a sequence of integers.
-        ValueError: A dimension is negative.
-    """
+    """Returns the number of elements of an array of a shape."""
     try:
         sides: Any = [operator.index(shape)]  # type: ignore[arg-type]
     except TypeError:
@@ -368,12 +356,7 @@ def count_of(shape: SupportsIndex | Sequence[SupportsIndex]) -> int:
 
 
 def memfd(name: str) -> int:
-    """Makes an anonymous file, and returns its descriptor.
-
-    Raises:
-        LoaderError: The platform has no `memfd_create` (only Linux has), or
-            refuses it.
-    """
+    """Makes an anonymous file, and returns its descriptor."""
     if not hasattr(os, "memfd_create"):
         raise LoaderError(
             "Worker processes need Linux: their batches travel through "

@@ -18,12 +18,7 @@ import cloudpickle
 
 
 def reduce_class(cls: type) -> Any:
-    """Reduces a class for pickle so that the receiver finds its own.
-
-    Returns:
-        A reduction, or `NotImplemented` if the class can be imported, so that
-        pickle's own way works.
-    """
+    """Reduces a class for pickle; `NotImplemented` if it can be imported."""
     if is_importable(cls):
         return NotImplemented
     return resolve_class, (

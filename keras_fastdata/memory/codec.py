@@ -74,26 +74,21 @@ class Writer(Protocol):
 
     def write(self, source: Bytes) -> tuple[int, int]:
         """Takes bytes; returns their start and their number."""
-        ...
 
     def write_all(
         self, arrays: list[npt.NDArray[Any]]
     ) -> list[tuple[int, int]]:
         """Takes arrays; returns start and number of bytes for each."""
-        ...
 
     def allocate_copy(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Returns a contiguous copy of `array` that `write` will not copy."""
-        ...
 
     def copy_retained(self, extents: list[tuple[int, int]]) -> bool:
         """Whether the dataset kept arrays that it may still write to."""
-        ...
 
     @property
     def used(self) -> int:
         """The number of bytes taken so far."""
-        ...
 
 
 class SlotWriter:
@@ -237,9 +232,6 @@ def encode(batch: list[Any], writer: Writer) -> Encoded:
         batch: A list with the batch as its only item. It is emptied, so that
             arrays that the dataset still holds can be detected.
         writer: The slot to write to, or a substitute for it.
-
-    Raises:
-        Exception: Whatever pickling the batch raises.
     """
     extents: list[tuple[int, int]] = []
     structure = _write_plain(batch[0], writer, extents)

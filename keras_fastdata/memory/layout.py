@@ -46,9 +46,6 @@ class Leaf(NamedTuple):
 class Layout:
     """Assembles batches of one description.
 
-    Args:
-        description: A description that `describe` returned.
-
     Attributes:
         leaves: The arrays, in the order of the structure.
 
@@ -138,11 +135,7 @@ def read_only(description: Any) -> Any:
 
 
 def data_type(dtype: Any) -> np.dtype[Any]:
-    """Returns a dtype for an array over bytes.
-
-    Raises:
-        ValueError: It is a dtype of objects.
-    """
+    """Returns a dtype for an array over bytes; refuses dtypes of objects."""
     found: np.dtype[Any] = np.dtype(dtype)
     if found.hasobject:
         raise ValueError(f"an array of type {found}")
@@ -203,7 +196,7 @@ def _type_from_json(found: Any) -> Any:
 
 
 class _NotPlainError(Exception):
-    """The batch holds other objects than arrays in plain containers."""
+    """Raised for a batch with other objects than arrays in containers."""
 
 
 _names: dict[np.dtype[Any], Any] = {}

@@ -24,11 +24,7 @@ _REMEDIES = {
 
 @contextlib.contextmanager
 def named(doing: str) -> Iterator[None]:
-    """Turns an `OSError` that means a limit into an error that names it.
-
-    Raises:
-        LoaderError: A limit of the system was reached.
-    """
+    """Turns an `OSError` that means a limit into an error that names it."""
     try:
         yield
     except OSError as error:
@@ -40,11 +36,7 @@ def named(doing: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def allowed(call: str) -> Iterator[None]:
-    """Turns the refusal of a system call into an error that names the call.
-
-    Raises:
-        LoaderError: The kernel lacks the call, or a container forbids it.
-    """
+    """Turns the refusal of a system call into an error that names the call."""
     try:
         yield
     except OSError as error:

@@ -52,7 +52,7 @@ def copied(item: Any) -> Any:
 
 
 class _KeptArrays:
-    """Finds arrays of a batch that something else refers to as well.
+    """Finds arrays of a batch that other objects refer to.
 
     References are counted on `parts[key]` itself, because a local variable
     would add a reference.
@@ -69,12 +69,7 @@ class _KeptArrays:
         return self._kept.union(k for k, n in self._others.items() if n)
 
     def look_into(self, parts: Any, is_kept: bool) -> None:
-        """Searches a container.
-
-        Args:
-            parts: A sequence or a mapping.
-            is_kept: Whether something else refers to the container.
-        """
+        """Searches a sequence or mapping; `is_kept`: others refer to it."""
         keys = parts if isinstance(parts, Mapping) else range(len(parts))
         for key in keys:
             others = sys.getrefcount(parts[key]) - _OF_ITS_CONTAINER_ALONE

@@ -38,9 +38,6 @@ class _Extent(NamedTuple):
 class SharedState:
     """An object in an anonymous file, with its later states.
 
-    Args:
-        obj: The object, in its first state.
-
     Attributes:
         fd: Descriptor of the file.
         start: The position of the latest state in the file.
@@ -55,11 +52,7 @@ class SharedState:
         self._write(*pickle_in_parts(obj))
 
     def renew(self, obj: Any) -> bool:
-        """Adds the present state of the object.
-
-        Returns:
-            Whether the state has changed.
-        """
+        """Adds the present state of the object; returns whether it is new."""
         pickled, buffers = pickle_in_parts(obj)
         found = [self._find(buffer) for buffer in buffers]
         if found == self._extents and self._holds(self._pickle, pickled):
@@ -148,14 +141,7 @@ class SharedState:
 
 
 def write_shared_state(obj: Any) -> int:
-    """Pickles `obj` into a fresh anonymous file.
-
-    Returns:
-        The file's descriptor, which the caller owns.
-
-    Raises:
-        Exception: Whatever pickling raises for an object it cannot pickle.
-    """
+    """Pickles `obj` into an anonymous file; returns its descriptor."""
     return SharedState(obj).fd
 
 
@@ -170,12 +156,7 @@ def can_be_written(obj: Any) -> bool:
 
 
 def read_shared_state(fd: int, start: int = 0) -> Any:
-    """Rebuilds the object; its arrays lie in a private mapping of the file.
-
-    Args:
-        fd: The file's descriptor.
-        start: The position of the state in the file.
-    """
+    """Rebuilds the object; its arrays lie in a private mapping of the file."""
     view = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY))
     pickled, count = _HEADER.unpack_from(view, start)
     extents_at = start + _HEADER.size

@@ -37,7 +37,7 @@ class BatchRequest:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PoolPlan:
-    """How the workers of one loader are to be run, where they have copies.
+    """The settings of a pool whose workers have copies of the dataset.
 
     Attributes:
         dataset: The dataset's class name, for messages.
@@ -57,7 +57,7 @@ class PoolPlan:
 
 
 class BatchResult(Protocol):
-    """What became of one request.
+    """The outcome of one request: a batch, or an error.
 
     Attributes:
         request_id: The request's.
@@ -79,15 +79,13 @@ class BatchResult(Protocol):
 
     def open(self) -> Any:
         """Returns the batch, or raises what building it raised. Once only."""
-        ...
 
     def discard(self) -> None:
-        """Gives up the batch, and with it the memory it is in."""
-        ...
+        """Drops the batch, and frees its memory."""
 
 
 class Builds(Protocol):
-    """What workers run; `building.build.Builder` is the one there is."""
+    """Builds batches in a worker, as `building.build.Builder` does."""
 
     def start(self, worker_index: int) -> None: ...
 
@@ -103,11 +101,9 @@ class Builds(Protocol):
 
     def adopt(self, newer: Any) -> None:
         """Takes over the dataset's state from a builder made of a newer one."""
-        ...
 
     def change(self) -> None:
-        """Told that the dataset itself is in a newer state."""
-        ...
+        """Notes that the dataset has changed."""
 
 
 class WorkerPool(Protocol):
@@ -121,12 +117,10 @@ class WorkerPool(Protocol):
     """
 
     def submit(self, request: BatchRequest) -> bool:
-        """Takes a request, or returns False when there is no room for it."""
-        ...
+        """Takes a request; returns False if there is no room for it."""
 
     def collect(self) -> Iterable[BatchResult]:
-        """Returns what is done, without waiting."""
-        ...
+        """Returns the results that have come, without waiting."""
 
     def wait(self, timeout_s: float) -> None:
         """Waits until `collect` has something to do, or for `timeout_s`.
@@ -134,49 +128,44 @@ class WorkerPool(Protocol):
         Workers that are the caller build here. It may be interrupted at any
         point, and nothing is lost; and it ends soon once they are closed.
         """
-        ...
 
     def cancel(self, request_ids: Iterable[int]) -> None:
         """Cancels requests; no results of them are returned any more."""
-        ...
 
     def pause(self) -> None:
-        """Has the workers finish what they are at, and begin nothing."""
+        """Lets workers finish their batches, and start no others."""
         return
 
     def resume(self) -> None:
-        """Has them go on. Idempotent."""
+        """Lets workers go on after `pause`. Idempotent."""
         return
 
     @property
     def busy(self) -> bool:
-        """Whether a request is out that `collect` has not returned."""
-        ...
+        """Whether a worker has a request whose result was not collected."""
 
     def change(self) -> None:
-        """Has every later request built from the dataset as it is now."""
+        """Builds all later requests from the present state of the dataset."""
         return
 
     def expect(self, ahead: int) -> None:
-        """Says that no more than so many batches will be asked for ahead."""
+        """Sets how many batches are requested ahead, at most."""
         return
 
     def renew_restarts(self) -> None:
-        """Allows the worker restarts of a new epoch."""
+        """Allows all restarts of workers again, for a new epoch."""
         return
 
     def pool_stats(self) -> PoolStats:
-        """Says who they are."""
-        ...
+        """Returns kind, number and process ids of the workers."""
 
     def close(self) -> None:
-        """Ends the workers and returns when they are gone. Idempotent."""
-        ...
+        """Ends the workers, and waits until they have ended. Idempotent."""
 
 
 @dataclasses.dataclass
 class LocalResult:
-    """A batch, or an error, that is in the memory of this process.
+    """A batch, or an error, in the memory of this process.
 
     Attributes:
         request_id: The request's.
@@ -200,13 +189,13 @@ class LocalResult:
     def failed(
         cls, request_id: int, worker: int, error: BaseException
     ) -> LocalResult:
-        """What building raised; an `Exception` is the dataset's own."""
+        """Returns the result of a build that raised `error`."""
         by_dataset = isinstance(error, Exception)
         return cls(request_id, worker, error=error, by_dataset=by_dataset)
 
     @property
     def is_lost(self) -> bool:
-        """Whether it came to an error that is not the dataset's own."""
+        """Whether the error is not one of the dataset's own."""
         return self.error is not None and not self.by_dataset
 
     def open(self) -> Any:
@@ -223,7 +212,7 @@ class LocalResult:
 def describe_batch(
     dataset: str, request: BatchRequest, worker: str, doing: str = "building"
 ) -> str:
-    """Names a batch in the words that every error uses."""
+    """Returns the sentence that names a batch in an error."""
     return (
         f"While {doing} batch {request.index} of epoch {request.epoch} of "
         f"{dataset}, in {worker}."

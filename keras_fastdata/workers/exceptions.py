@@ -213,9 +213,10 @@ def _safely(convert: Any, value: Any) -> str:
         return f"<{type(value).__name__} without a text>"
 
 
-def _recipe_of(
-    error: BaseException,
-) -> tuple[bytes | None, tuple[_Part, ...], dict[str, _Part]]:
+_Recipe = tuple[bytes | None, tuple[_Part, ...], dict[str, _Part]]
+
+
+def _recipe_of(error: BaseException) -> _Recipe:
     """Returns a description's `make`, `args` and `state`."""
     cls = type(error)
     if _says_how_to_pickle(cls):
@@ -225,15 +226,18 @@ def _recipe_of(
     elif not isinstance(cls.__init__, types.FunctionType):
         with contextlib.suppress(Exception):
             # An exception written in C knows best how to be rebuilt.
-            reduced: Any = error.__reduce_ex__(4)
-            make, args, *more = reduced
-            extra = more[0] if more and isinstance(more[0], dict) else {}
-            state = {**_attributes_of(error), **extra}
-            return _dumps(make), _parts(args), _state(state)
-    _, args, *more = _builtin_base(cls).__reduce__(error)
+            return _dumped(error, error.__reduce_ex__(4))
+    _, *rest = _builtin_base(cls).__reduce__(error)
+    return _dumped(error, (_Bare(cls), *rest))
+
+
+def _dumped(error: BaseException, reduced: Any) -> _Recipe:
+    make, args, *more = reduced
     extra = more[0] if more and isinstance(more[0], dict) else {}
     state = {**_attributes_of(error), **extra}
-    return _dumps(_Bare(cls)), _parts(args), _state(state)
+    state.pop("__notes__", None)
+    parts = {name: _part(value) for name, value in state.items()}
+    return _dumps(make), tuple(map(_part, args)), parts
 
 
 def _says_how_to_pickle(cls: type) -> bool:
@@ -267,15 +271,6 @@ def _attributes_of(error: BaseException) -> dict[str, Any]:
             with contextlib.suppress(AttributeError):
                 found[name] = BaseException.__getattribute__(error, name)
     return found
-
-
-def _parts(values: Any) -> tuple[_Part, ...]:
-    return tuple(_part(value) for value in values)
-
-
-def _state(attributes: dict[str, Any]) -> dict[str, _Part]:
-    attributes.pop("__notes__", None)
-    return {name: _part(value) for name, value in attributes.items()}
 
 
 def _part(value: Any) -> _Part:
@@ -339,12 +334,11 @@ def _frames_of(tb: types.TracebackType | None) -> Iterator[dict[str, Any]]:
 
     One by one, because tblib nests a traceback as deep as it is long.
     """
-    while tb is not None:
+    for link in _links_of(tb):
         alone = types.TracebackType(
-            None, tb.tb_frame, tb.tb_lasti, tb.tb_lineno
+            None, link.tb_frame, link.tb_lasti, link.tb_lineno
         )
         yield tblib.Traceback(alone).as_dict()
-        tb = tb.tb_next
 
 
 # -- in the training process ---------------------------------------------------
@@ -444,25 +438,15 @@ class _Bare:
 def _traceback_of(
     frames: tuple[dict[str, Any], ...],
 ) -> types.TracebackType | None:
-    """Makes a traceback of the frames of another process."""
-    chain = None
-    for frame in reversed(frames):
-        one = tblib.Traceback.from_dict(frame)
-        one.tb_next = chain
-        chain = one
-    return None if chain is None else _without_columns(chain.as_traceback())
+    """Makes a traceback of the frames of another process.
 
-
-def _without_columns(tb: types.TracebackType) -> types.TracebackType:
-    """Returns a copy of a traceback without column positions.
-
-    These would point into the code of tblib.
+    It has no column positions: these would point into the code of tblib.
     """
-    bare: types.TracebackType | None = None
-    for link in reversed(_links_of(tb)):
-        bare = types.TracebackType(bare, link.tb_frame, -1, link.tb_lineno)
-    assert bare is not None
-    return bare
+    tb = None
+    for frame in reversed(frames):
+        made = tblib.Traceback.from_dict(frame).as_traceback()
+        tb = types.TracebackType(tb, made.tb_frame, -1, made.tb_lineno)
+    return tb
 
 
 # -- pickling ------------------------------------------------------------------
@@ -493,10 +477,6 @@ class _ExceptionPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     pickle's own memo keeps exceptions that refer to each other from being
     described twice.
-
-    Args:
-        file: Takes the pickle.
-        whole: An exception to pickle as its class defines it.
     """
 
     def __init__(self, file: io.BytesIO, whole: Any) -> None:

@@ -17,7 +17,7 @@ from keras_fastdata.workers.watchdog import Expired
 
 @dataclasses.dataclass(frozen=True)
 class WorkerExit:
-    """The facts.
+    """The facts about the end of one worker.
 
     Attributes:
         dataset: The dataset's class name.
@@ -45,7 +45,7 @@ class WorkerExit:
     restarts_used_up: int | None = None
 
     def news(self, restarts: int, most: int) -> str:
-        """What to log about a worker that is replaced."""
+        """Returns the log message about a worker that is replaced."""
         again = " and its batch is built again" if self.request else ""
         if self.expired is not None:
             return (
@@ -58,7 +58,7 @@ class WorkerExit:
         )
 
     def error(self) -> LoaderError:
-        """The error that ends the epoch."""
+        """Returns the error that the batch or the epoch ends in."""
         request = self.request
         where = {
             "dataset": self.dataset,

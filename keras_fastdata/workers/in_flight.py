@@ -29,7 +29,7 @@ _NO_SLOT = -1  # of a queued task that is sent once a slot is free
 
 
 class TaskState(enum.IntEnum):
-    """Where a task is. The values index `InFlight._tasks`."""
+    """The state of a task. The values index `InFlight._tasks`."""
 
     QUEUED = 0  # waits to be sent
     SENT = 1  # on the way to a worker, or at a worker
@@ -40,7 +40,7 @@ class TaskState(enum.IntEnum):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Task:
-    """A request on its way.
+    """One sending of a request to a worker.
 
     Attributes:
         request: The engine's order.
@@ -58,20 +58,18 @@ class Task:
 
 
 class Slots(Protocol):
-    """Where batches are built; `memory.arena.Arena` for processes."""
+    """Takes and frees slots, as `memory.arena.Arena` does."""
 
     def take(self, leave: int = 0) -> int | None:
         """Takes a free slot; `None` if only `leave` or fewer are free."""
-        ...
 
     def free(self, slot: int) -> None:
-        """Takes back a slot."""
-        ...
+        """Makes a slot free again."""
 
 
 @dataclasses.dataclass
 class _Quarantine:
-    """Tasks whose slots are free once each of `awaited` has moved on.
+    """Slots that stay unused until each worker in `awaited` has moved on.
 
     A worker builds one batch at a time: when it answers a task that was sent
     after `since`, it is done with whatever it had before. Or a late result
@@ -84,7 +82,7 @@ class _Quarantine:
 
 
 class Losses(NamedTuple):
-    """Which tasks a death has cost.
+    """The tasks that were lost with a worker.
 
     Attributes:
         suspect: The task that the dead worker was building, or `None`.
@@ -103,7 +101,7 @@ def losses_of(
     last_heartbeat: int,
     heartbeats: Mapping[int, int],
 ) -> Losses:
-    """Finds what a dead worker took with it.
+    """Returns the tasks that were lost with a dead worker.
 
     A worker takes a task off the task socket, then writes it in its heartbeat.
     A worker that is killed in between leaves a task that is in neither. So the
@@ -125,7 +123,7 @@ def losses_of(
 
 
 class InFlight:
-    """Accounts for the tasks and slots of one pool.
+    """Tracks the tasks and slots of one pool.
 
     Args:
         slots: Gives and takes back slots.
@@ -394,7 +392,7 @@ class InFlight:
         return slot is not None
 
     def _await_for_ever(self, worker: int, latest: _Quarantine) -> None:
-        """Keeps the slots that an abandoned worker may write to in quarantine.
+        """Keeps slots that an abandoned worker may use in quarantine.
 
         The replacement of the worker has the same index, but its answers say
         nothing about the abandoned worker.
@@ -406,12 +404,7 @@ class InFlight:
                 quarantine.awaited.add(_ABANDONED)
 
     def _free_quarantined(self, worker: int, task_id: int) -> None:
-        """Frees the slots of quarantines that `worker` was the last to leave.
-
-        Args:
-            worker: The worker that has moved on.
-            task_id: The task that it has answered.
-        """
+        """Frees quarantined slots that `worker` was the last one to leave."""
         for quarantine in self._quarantines[:]:
             if task_id >= quarantine.since:
                 quarantine.awaited.discard(worker)

@@ -26,12 +26,7 @@ _CLOSE_TIMEOUT_S = 5.0  # for another thread to finish its batch
 
 
 class InlinePool(WorkerPool):
-    """Builds batches in the calling thread.
-
-    Args:
-        builder: Builds one batch.
-        dataset: The dataset's class name, for messages.
-    """
+    """Builds batches in the calling thread."""
 
     def __init__(self, builder: Builds, dataset: str) -> None:
         self._builder = builder
@@ -99,17 +94,15 @@ class InlinePool(WorkerPool):
         if not self._started:
             self._builder.start(0)
             self._started = True
-        self._stopwatch.start(request.interval_s, request.epoch)
-        try:
-            batch = ownership.take(
-                [self._builder.build(request.epoch, request.index, 0)]
-            )
-            timing = self._stopwatch.stop()
-            return LocalResult(request.request_id, 0, batch, timing=timing)
-        except Exception as error:
-            here = describe_batch(self._dataset, request, "the calling thread")
-            note(error, here)
-            return LocalResult.failed(request.request_id, 0, error)
+        return build_here(
+            self._builder,
+            self._dataset,
+            request,
+            0,
+            "the calling thread",
+            self._stopwatch,
+            Exception,
+        )
 
     @property
     def busy(self) -> bool:
@@ -144,3 +137,25 @@ class InlinePool(WorkerPool):
             # A dataset that was garbage-collected has nothing to stop.
             with contextlib.suppress(ReferenceError):
                 self._builder.stop(0)
+
+
+def build_here(
+    builder: Builds,
+    dataset: str,
+    request: BatchRequest,
+    worker: int,
+    name: str,
+    stopwatch: Stopwatch,
+    caught: type[BaseException],
+) -> LocalResult:
+    """Builds a batch in this thread; returns the batch, or what it raised."""
+    stopwatch.start(request.interval_s, request.epoch)
+    try:
+        batch = ownership.take(
+            [builder.build(request.epoch, request.index, worker)]
+        )
+        timing = stopwatch.stop()
+        return LocalResult(request.request_id, worker, batch, timing=timing)
+    except caught as error:
+        note(error, describe_batch(dataset, request, name))
+        return LocalResult.failed(request.request_id, worker, error)

@@ -26,13 +26,12 @@ from keras_fastdata.workers.process.messages import MessageKind
 
 KINDS = {MessageKind.LOG, MessageKind.WARNING}  # of what is handed on
 
-_NO_LEVEL = logging.NOTSET
 _MAX_BYTES = 64 * 1024  # of the text of one record
 
 
 @dataclasses.dataclass(frozen=True)
 class LoggingConfig:
-    """How the training process logs and warns; workers follow it.
+    """The logging and warning settings that workers take over.
 
     Attributes:
         levels: Level of each logger that has one of its own; "" is the root.
@@ -62,7 +61,7 @@ class LoggingConfig:
         return LoggingConfig(levels, logging.root.manager.disable, filters)
 
     def apply(self) -> None:
-        """Takes them on, as far as the modules they name are imported."""
+        """Sets levels and filters, as far as their modules are imported."""
         for name, level in self.levels.items():
             logging.getLogger(name or None).setLevel(level)
         logging.disable(self.disabled)
@@ -77,7 +76,7 @@ class LoggingConfig:
 
 
 class _Never(Warning):
-    """A category that no warning has."""
+    """A warning category that matches no warning."""
 
 
 Send = Callable[[MessageKind, bytes], None]
@@ -132,7 +131,7 @@ def take_over() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _ForwardedWarning:
-    """A warning on its way.
+    """A warning of a worker, as it is sent.
 
     Attributes:
         described: The instance, as an exception that is taken apart.
@@ -150,7 +149,7 @@ class _ForwardedWarning:
 
 
 class Receiver:
-    """Hands on what workers of a dataset sent, in the training process.
+    """Logs the records, and issues the warnings, that workers sent.
 
     Attributes:
         waiting: What is to be handed on, oldest first.
@@ -166,11 +165,11 @@ class Receiver:
         self._registries: dict[str, dict[Any, Any]] = {}
 
     def put(self, kind: MessageKind, body: bytes) -> None:
-        """Takes what a worker sent; user's code runs in `hand_on` alone."""
+        """Queues a message of a worker; runs none of the user's code."""
         self.waiting.append((kind, body))
 
     def hand_on(self) -> None:
-        """Logs, or warns of, what has come since."""
+        """Logs the queued records, and issues the queued warnings."""
         while self.waiting:
             kind, body = self.waiting.popleft()
             if kind is MessageKind.LOG:
@@ -211,7 +210,7 @@ class Receiver:
 
 class _Sender(logging.Handler):
     def __init__(self, send: Send) -> None:
-        super().__init__(_NO_LEVEL)
+        super().__init__()
         self._send = send
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -242,7 +241,7 @@ _RECORD = frozenset(vars(logging.makeLogRecord({}))) | {"message"}
 
 
 def _dumps(value: Any) -> bytes:
-    """Pickles a value, or else what it looks like."""
+    """Pickles a value, or else its `repr`."""
     with contextlib.suppress(Exception):
         # Pickling runs other people's code.
         return pickle.dumps(value)
@@ -250,7 +249,7 @@ def _dumps(value: Any) -> bytes:
 
 
 def _shortened(text: str) -> str:
-    """As much of a text as fits a datagram with something to spare."""
+    """Returns the beginning of a text, short enough for a message."""
     if len(text) <= _MAX_BYTES // 4:
         return text
     return text.encode("utf-8", "replace")[:_MAX_BYTES].decode(errors="ignore")

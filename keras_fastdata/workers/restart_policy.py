@@ -25,14 +25,14 @@ _log = logging.getLogger("keras_fastdata")
 
 
 class Attempted(Protocol):
-    """A request that a worker had in its hands, and deaths over it so far."""
+    """A request that a worker had, and the deaths over it so far."""
 
     request: BatchRequest
     crashes: int
 
 
 class RestartPolicy:
-    """Counts deaths, up to those that an epoch survives.
+    """Decides which workers are replaced after they died.
 
     Args:
         count: Number of workers.
@@ -54,22 +54,22 @@ class RestartPolicy:
         self.is_over = False
 
     def renew_restarts(self) -> None:
-        """All may be replaced again."""
+        """Allows all restarts again, for a new epoch."""
         self._restarts = 0
         self._unreplaced.clear()
         self.is_over = False
 
     @property
     def losses(self) -> tuple[WorkerLoss, ...]:
-        """The latest deaths."""
+        """The latest deaths of workers, oldest first."""
         return tuple(self._losses)
 
     def replaces(self, worker: int) -> bool:
-        """Whether a worker that is missing is to be started again."""
+        """Whether a missing worker is to be started again."""
         return worker not in self._unreplaced
 
     def record(self, worker: int, pid: int, *, counts: bool = True) -> None:
-        """A worker has died.
+        """Records the death of a worker.
 
         Args:
             worker: Its index.
@@ -86,7 +86,7 @@ class RestartPolicy:
     def judge(
         self, worker_exit: WorkerExit, held: Attempted | None
     ) -> LoaderError | None:
-        """Decides about the batch that a worker died over, if it did.
+        """Decides whether a batch that a worker died over has failed.
 
         Args:
             worker_exit: The facts, as far as the worker's end tells them.
@@ -117,7 +117,7 @@ class RestartPolicy:
 
 
 def record_crash(held: Attempted) -> None:
-    """Remembers of a batch that a worker died over it."""
+    """Counts one death of a worker against the request that it had."""
     held.crashes += 1
     if held.request.interval_s is not None:
         # This one is told of.

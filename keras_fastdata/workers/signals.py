@@ -1,4 +1,4 @@
-"""Putting signals off while something is being started or ended.
+"""Delays signals while workers are started or ended.
 
 An exception between the start of a process and the line that remembers it, a
 KeyboardInterrupt or that of an alarm, would leave a process that nobody ends.

@@ -34,23 +34,14 @@ _THREAD_BEGINS = re.compile(
 
 
 def enable(fd: int) -> None:
-    """Has this process write its stacks into `fd` when asked."""
+    """Lets this process write its stacks into `fd` when asked."""
     faulthandler.register(_SIGNAL, file=fd, all_threads=True)
     # System calls of C libraries that do not expect signals go on.
     signal.siginterrupt(_SIGNAL, False)
 
 
 def request(pid: int, pidfd: int, fd: int) -> str:
-    """The Python stacks of a process that called `enable`.
-
-    Args:
-        pid: The process.
-        pidfd: The same, to signal it.
-        fd: The file that it writes into.
-
-    Returns:
-        The stacks, innermost line first, or why they cannot be had.
-    """
+    """Returns the Python stacks of a process, or why there are none."""
     state = status_of(pid)
     match state.get("State", "")[:1]:
         case "T" | "t":
@@ -86,7 +77,7 @@ def request(pid: int, pidfd: int, fd: int) -> str:
 
 
 def _users_part(dump: str) -> str:
-    """A dump without our own frames, and threads that have no others."""
+    """Returns the lines of a dump that are about the user's code."""
     threads: list[list[str]] = []
     for line in dump.splitlines():
         if not line.startswith(" "):
@@ -105,7 +96,7 @@ def _users_part(dump: str) -> str:
 
 
 def of_thread(ident: int) -> str:
-    """The Python stack of a thread of this process, innermost line last."""
+    """Returns the Python stack of a thread of this process."""
     frame = sys._current_frames().get(ident)
     if frame is None:
         return "Its stack cannot be had: it has ended."
@@ -118,7 +109,7 @@ def of_thread(ident: int) -> str:
 
 
 def status_of(pid: int | str) -> dict[str, str]:
-    """What the kernel says of a process; "self" is this one."""
+    """Returns the fields of /proc/<pid>/status; "self" is this process."""
     with (
         contextlib.suppress(OSError),
         open(f"/proc/{pid}/status", errors="replace") as file,

@@ -36,7 +36,7 @@ GRACE_S = 2.0  # for a worker to end when it is asked to, or killed
 
 
 class WorkerState(enum.Enum):
-    """Where a worker stands."""
+    """The state of a worker."""
 
     STARTING = enum.auto()  # has not loaded the dataset yet
     READY = enum.auto()  # builds a batch, or waits for a task
@@ -82,11 +82,7 @@ class Worker:
         return self.state is WorkerState.READY
 
     def move(self, state: WorkerState) -> None:
-        """Changes the state. No other method does.
-
-        Raises:
-            RuntimeError: The diagram above has no such change.
-        """
+        """Changes the state, or raises RuntimeError. No other method does."""
         if state not in _NEXT.get(self.state, ()):
             raise RuntimeError(
                 f"Worker {self.index} is {self.state.name}, and cannot be "
@@ -95,11 +91,11 @@ class Worker:
         self.state = state
 
     def starts_anew(self, now_s: float) -> None:
-        """Counts the time that a start may take from now on."""
+        """Sets when the present step of the start has begun."""
         self.started_s = now_s
 
     def loaded(self) -> None:
-        """Records that the dataset is loaded, unless it was killed before."""
+        """Records that the dataset is loaded, unless the worker was killed."""
         if self.state is WorkerState.STARTING:
             self.move(WorkerState.READY)
 
@@ -113,7 +109,7 @@ W = TypeVar("W", bound=Worker)
 
 
 class WorkerEnd(NamedTuple):
-    """What a transport learned of the end of a worker.
+    """The facts that a transport knows about the end of a worker.
 
     Attributes:
         exit_code: As in `Popen.returncode`; `None` if unknown.
@@ -130,7 +126,7 @@ class WorkerEnd(NamedTuple):
 
 
 class Transport(Protocol[W]):
-    """Reaches the workers of a pool: what the supervisor asks for.
+    """Starts, kills and reaches the workers of a pool.
 
     Attributes:
         workers: The living workers, by index. The supervisor adds and removes
@@ -143,23 +139,18 @@ class Transport(Protocol[W]):
 
     def start(self, index: int) -> W:
         """Starts a worker."""
-        ...
 
     def activities(self, now_s: float) -> Iterable[Activity]:
         """Returns what each worker does, except workers that were killed."""
-        ...
 
     def has_moved_on(self, worker: W) -> bool:
         """Whether the worker's activity has changed since `activities`."""
-        ...
 
     def kill(self, worker: W) -> None:
-        """Kills a worker, as far as that is possible."""
-        ...
+        """Kills a worker, if that is possible."""
 
     def abandon(self, worker: W) -> WorkerEnd:
-        """Lets go of a worker that was killed and does not end."""
-        ...
+        """Gives up a worker that was killed and does not end."""
 
     def recover(self, worker: W) -> list[Task]:
         """Queues the tasks of a lost worker again, except the returned ones.
@@ -168,11 +159,10 @@ class Transport(Protocol[W]):
             Tasks that may have killed the worker, the likeliest first. Their
             state is DONE, and the caller owns their slots.
         """
-        ...
 
 
 class Supervisor(Generic[W]):
-    """Decides about the workers of one pool.
+    """Starts, watches and replaces the workers of one pool.
 
     Args:
         plan: How many workers, and how often they may be replaced.
@@ -195,7 +185,7 @@ class Supervisor(Generic[W]):
         )
 
     def start_missing(self) -> None:
-        """Starts the workers that are missing, as far as that is allowed."""
+        """Starts missing workers, unless their restarts are used up."""
         workers = self._workers
         if len(workers) == self._plan.count:
             return
@@ -281,7 +271,7 @@ class Supervisor(Generic[W]):
         del self._workers[worker.index]
 
     def fail_all(self) -> list[BatchResult]:
-        """Ends every request in an error: no worker is left or may start."""
+        """Fails all requests, because no worker is left or may start."""
         worker_exit = self.policy.end()
         return [
             LocalResult(
@@ -353,11 +343,7 @@ class SupervisedPool(WorkerPool, Generic[W]):
             self._receiver.hand_on()
 
     def _receive(self, is_due: bool) -> list[BatchResult]:
-        """Returns results that have come, and those of workers that ended.
-
-        Args:
-            is_due: Whether to look for ended workers even if results come.
-        """
+        """Returns new results; if `is_due`, also looks for ended workers."""
         raise NotImplementedError
 
     def _flush(self) -> None:

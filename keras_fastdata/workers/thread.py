@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterable
 
 from keras_fastdata.errors import BatchTimeoutError, LoaderError
-from keras_fastdata.memory import ownership
 from keras_fastdata.metrics.pool_stats import PoolStats
 from keras_fastdata.metrics.timing import Stopwatch
 from keras_fastdata.workers import stack_dump
@@ -27,9 +26,9 @@ from keras_fastdata.workers.base import (
     Builds,
     LocalResult,
     WorkerPool,
-    describe_batch,
 )
 from keras_fastdata.workers.exceptions import note
+from keras_fastdata.workers.inline import build_here
 from keras_fastdata.workers.signals import DeferredSignals
 from keras_fastdata.workers.watchdog import (
     Activity,
@@ -42,7 +41,7 @@ _CLOSE_TIMEOUT_S = 5.0  # what a batch being built gets to end
 
 
 class ThreadPool(WorkerPool):
-    """Builds in `count` threads of this process.
+    """Builds batches in threads of this process.
 
     Args:
         builder: What builds a batch; it is called from several threads.
@@ -151,7 +150,7 @@ class ThreadPool(WorkerPool):
         return thread
 
     def _look_at_threads(self) -> list[LocalResult]:
-        """Gives up batches whose time is up, and the threads they are in."""
+        """Replaces threads that take too long; returns results with errors."""
         activities = [
             w for t in self._threads if (w := t.activity()) is not None
         ]
@@ -185,7 +184,7 @@ class ThreadPool(WorkerPool):
         return late
 
     def _taken_back(self) -> list[BatchRequest]:
-        """The requests that no thread has taken yet."""
+        """Removes and returns requests that no thread has taken yet."""
         found = []
         with contextlib.suppress(queue.Empty):
             while (request := self._requests.get_nowait()) is not None:
@@ -206,7 +205,7 @@ class ThreadPool(WorkerPool):
 
 
 class _Results:
-    """What the threads have built, and a wait for there to be some.
+    """The results of the threads, until `collect` takes them.
 
     A signal handler that ends the threads may interrupt any line here; so
     there is no lock that it could find taken, as that of an Event.
@@ -223,16 +222,16 @@ class _Results:
         self._arrivals.put(None)
 
     def wait(self, timeout_s: float) -> None:
-        """Waits until something has come, or `wake` was called."""
+        """Waits until a result has come, or `wake` was called."""
         with contextlib.suppress(queue.Empty):
             self._arrivals.get(timeout=timeout_s)
 
     def wake(self) -> None:
-        """Ends the wait, if there is one."""
+        """Ends the present `wait`, if there is one."""
         self._arrivals.put(None)
 
     def take(self) -> list[tuple[LocalResult, float]]:
-        """What has come since, each with the seconds it took."""
+        """Removes and returns all results, each with its seconds."""
         with contextlib.suppress(queue.Empty):
             while not self._arrivals.empty():
                 self._arrivals.get_nowait()
@@ -246,7 +245,7 @@ _START_FAILED = 0  # the request id of a failure that belongs to no request
 
 
 class _Thread(threading.Thread):
-    """One worker.
+    """One worker thread.
 
     Attributes:
         _starting: Whether `on_worker_start` has not ended yet.
@@ -279,7 +278,7 @@ class _Thread(threading.Thread):
         self._stopwatch = Stopwatch()
 
     def activity(self) -> Activity | None:
-        """What it is busy with."""
+        """Returns what the thread builds or loads; `None` if nothing."""
         with self._lock:
             assigned, starting = self._assigned, self._starting
         if assigned is None:
@@ -298,7 +297,7 @@ class _Thread(threading.Thread):
         )
 
     def give_up(self, request: BatchRequest | None) -> bool:
-        """Gives it up, if it still is at that request, or else at its start."""
+        """Gives the thread up if it is still at `request`, or at its start."""
         with self._lock:
             if request is None:
                 self._given_up = self._starting
@@ -325,7 +324,7 @@ class _Thread(threading.Thread):
             self._stopwatch.close()
 
     def _serve(self, request: BatchRequest) -> bool:
-        """Builds one batch; returns whether to go on."""
+        """Builds one batch; returns whether the thread goes on."""
         self._set_assigned(request, starting=self._starting)
         if self._starting:
             _start(self._builder, self._worker)
@@ -351,23 +350,19 @@ class _Thread(threading.Thread):
         request_id, worker = request.request_id, self._worker
         if request_id in self._cancelled:
             return LocalResult(request_id, worker)
-        self._stopwatch.start(request.interval_s, request.epoch)
-        try:
-            batch = ownership.take(
-                [self._builder.build(request.epoch, request.index, worker)]
-            )
-            timing = self._stopwatch.stop()
-            return LocalResult(request_id, worker, batch, timing=timing)
-        except BaseException as error:
-            here = describe_batch(
-                self._dataset, request, f"worker thread {worker}"
-            )
-            note(error, here)
-            return LocalResult.failed(request_id, worker, error)
+        return build_here(
+            self._builder,
+            self._dataset,
+            request,
+            worker,
+            f"worker thread {worker}",
+            self._stopwatch,
+            BaseException,
+        )
 
 
 class _StartFailed(Exception):
-    """Tells a ReferenceError of the user's from that of a dead dataset."""
+    """Carries a ReferenceError that the user's `on_worker_start` raised."""
 
 
 def _start(builder: Builds, worker: int) -> None:

@@ -26,7 +26,7 @@ _log = logging.getLogger("keras_fastdata")
 
 @dataclasses.dataclass(frozen=True)
 class Activity:
-    """What one worker is busy with.
+    """What one worker does: it builds a batch, or loads the dataset.
 
     Attributes:
         worker: Index of the worker.
@@ -46,7 +46,7 @@ class Activity:
 
 
 def building(dataset: str, request: BatchRequest, worker: str) -> str:
-    """The `what` of a worker that builds a batch."""
+    """Returns the words for a worker that builds a batch."""
     return (
         f"Batch {request.index} of epoch {request.epoch} of {dataset}, in "
         f"{worker},"
@@ -54,13 +54,13 @@ def building(dataset: str, request: BatchRequest, worker: str) -> str:
 
 
 def loading(dataset: str, worker: str) -> str:
-    """The `what` of a worker that is not ready yet."""
+    """Returns the words for a worker that loads the dataset."""
     return f"Loading {dataset}, or its `on_worker_start`, in {worker},"
 
 
 @dataclasses.dataclass(frozen=True)
 class Expired:
-    """Work that has had its time.
+    """An activity that has taken longer than it may.
 
     Attributes:
         activity: What it is.
@@ -74,7 +74,7 @@ class Expired:
 
 
 class Watchdog:
-    """Looks at what workers are busy with, now and then.
+    """Finds workers that take too long for a batch or a start.
 
     Args:
         timeout_s: Seconds that one batch may take, or `None`. Loading the
@@ -95,13 +95,13 @@ class Watchdog:
 
     @property
     def interval_s(self) -> float:
-        """How long to wait at most between two looks."""
+        """Seconds to wait at most between two looks."""
         if self._timeout_s is None:
             return _INTERVAL_S
         return min(_INTERVAL_S, self._timeout_s / 4)
 
     def learn(self, seconds: float) -> None:
-        """Takes note of how long a batch took."""
+        """Notes how long a batch took."""
         self.slowest_s = max(self.slowest_s, seconds)
 
     def is_due(self) -> bool:
@@ -113,31 +113,24 @@ class Watchdog:
         return True
 
     def look(self, activities: Iterable[Activity]) -> list[Expired]:
-        """Returns work that has had its time, and warns about the rest."""
+        """Returns activities that take too long; warns of slow ones."""
         expired = []
         for activity in activities:
             if self._timeout_s is None:
                 self._warn_if_slow(activity)
-            elif activity.elapsed_s > self._limit_s(activity, self._timeout_s):
-                expired.append(self._describe(activity))
+                continue
+            limit_s = self._timeout_s
+            limit = f"`batch_timeout={limit_s:g}`"
+            if activity.starting and limit_s < START_TIMEOUT_S:
+                limit_s = START_TIMEOUT_S
+                limit = f"the {START_TIMEOUT_S:g} s that a start may take"
+            if activity.elapsed_s > limit_s:
+                text = (
+                    f"{activity.what} has taken {activity.elapsed_s:.3g} s, "
+                    f"more than {limit}."
+                )
+                expired.append(Expired(activity, activity.stack(), text))
         return expired
-
-    @staticmethod
-    def _limit_s(activity: Activity, timeout_s: float) -> float:
-        return (
-            max(timeout_s, START_TIMEOUT_S) if activity.starting else timeout_s
-        )
-
-    def _describe(self, activity: Activity) -> Expired:
-        assert self._timeout_s is not None
-        limit = f"`batch_timeout={self._timeout_s:g}`"
-        if activity.starting and self._timeout_s < START_TIMEOUT_S:
-            limit = f"the {START_TIMEOUT_S:g} s that a start may take"
-        text = (
-            f"{activity.what} has taken {activity.elapsed_s:.3g} s, more than "
-            f"{limit}."
-        )
-        return Expired(activity, activity.stack(), text)
 
     def _warn_if_slow(self, activity: Activity) -> None:
         slowest = 0.0 if activity.starting else self.slowest_s

@@ -39,7 +39,7 @@ _log = logging.getLogger("keras_fastdata")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProcessPlan(PoolPlan):
-    """How the processes of one loader are to be run.
+    """The settings of a pool of processes.
 
     Attributes:
         start_method: "forkserver", "spawn" or "fork".
@@ -81,7 +81,7 @@ class ProcessWorker(Worker):
         return self.process.pid
 
     def look(self, segment: Segment) -> None:
-        """Reads its heartbeat."""
+        """Reads the worker's heartbeat."""
         self.seen = _heartbeat_of(self, segment)
 
     def idle_s(self, unclaimed: int | None, now_s: float) -> float:
@@ -106,7 +106,7 @@ class ProcessWorker(Worker):
 
 
 class Channel:
-    """Reaches the worker processes of one pool; their supervisor's transport.
+    """The transport of one pool of processes: sockets, and processes.
 
     Args:
         plan: How many, started how.
@@ -187,7 +187,7 @@ class Channel:
         self.poll.close()
 
     def close(self) -> None:
-        """Releases all that is left, once no worker is."""
+        """Releases memory and fork server, after the last worker has ended."""
         self._launcher.close()
         if self._shared_state is not None:
             self._shared_state.close()
@@ -255,24 +255,23 @@ class Channel:
 
     def tell_version(self) -> None:
         """Sends the latest version to workers that were not sent it."""
+        state = self._shared_state
         for worker in self.workers.values():
-            if self._shared_state and worker.version < self._version:
-                self._send_version(worker, self._shared_state)
+            if state is None or worker.version == self._version:
+                continue
+            # One that is far behind is sent it with a later flush; the end of
+            # one that has died is met by the next wait.
+            with contextlib.suppress(
+                BlockingIOError, BrokenPipeError, ConnectionResetError
+            ):
+                news = messages.VERSION.pack(self._version, state.start)
+                socket.send_fds(
+                    worker.control, [news], [state.fd], socket.MSG_DONTWAIT
+                )
+                worker.version = self._version
         self.version_is_sent = all(
             worker.version == self._version for worker in self.workers.values()
         )
-
-    def _send_version(self, worker: ProcessWorker, state: SharedState) -> None:
-        news = messages.VERSION.pack(self._version, state.start)
-        # One that is far behind is sent it with a later flush; the end of one
-        # that has died is met by the next wait.
-        with contextlib.suppress(
-            BlockingIOError, BrokenPipeError, ConnectionResetError
-        ):
-            socket.send_fds(
-                worker.control, [news], [state.fd], socket.MSG_DONTWAIT
-            )
-            worker.version = self._version
 
     # -- what the supervisor calls ------------------------------------------
 
@@ -385,7 +384,7 @@ class Channel:
         return [w for w in self.workers.values() if w.process.pidfd in ready]
 
     def reap(self, worker: ProcessWorker) -> WorkerEnd:
-        """Learns how a worker ended, and releases its files and slots."""
+        """Returns how a worker ended; releases its files and slots."""
         exit_code = worker.process.exit_code(_EXIT_CODE_TIMEOUT_S)
         self._forget(worker)
         for slot in worker.retained_slots:
@@ -408,12 +407,12 @@ class Channel:
 
 
 def _heartbeat_of(worker: Worker, segment: Segment) -> tuple[int, float]:
-    """The task that a worker is at, and when it began to build that."""
+    """Returns a worker's present task, and when its build began."""
     return segment.heartbeat(worker.index), segment.started_s(worker.index)
 
 
 def _why_abandoned(process: launchers.Child) -> str:
-    """What to tell about a worker that was killed and does not end."""
+    """Returns why a worker that was killed has not ended."""
     if launchers.may_be_killed(process):
         return (
             "does not end, although it was killed (SIGKILL). It is left "

@@ -72,7 +72,7 @@ class _Server:
                 return
 
     def end_all(self) -> None:
-        """Kills every worker, with the processes it has started; hangs up."""
+        """Kills all workers and their children, and closes the socket."""
         for pid in self._workers.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
@@ -157,7 +157,7 @@ class _Server:
 
 
 def _threads() -> int:
-    """Threads of this process; 1 where /proc is not mounted to tell."""
+    """Returns the number of threads of this process; 1 without /proc."""
     try:
         return len(os.listdir("/proc/self/task"))
     except FileNotFoundError:

@@ -81,26 +81,24 @@ class Child(Protocol):
 
     pid: int
     pidfd: int
-    forkserver: int | None
+    forkserver: int | None = None
 
     def exit_code(self, timeout_s: float) -> int | None:
-        """How it ended, as in `Popen.returncode`; `None` if unknown.
+        """Returns the exit code, as `Popen.returncode`; `None` if unknown.
 
         To be called once `pidfd` is readable. Kills what it left running.
         """
-        ...
 
     def abandon(self) -> None:
-        """Says that nobody will ask how it ended, should it ever."""
-        ...
+        """Forgets the process: nobody will ask for its exit code."""
+        return
 
 
 class Launcher(Protocol):
     """A way to start worker processes."""
 
     def start(self, files: worker_main.Files) -> Child:
-        """Starts one with these descriptors, which stay the caller's."""
-        ...
+        """Starts a worker with these descriptors; the caller keeps them."""
 
     def close(self) -> None:
         """Leaves the fork server, if the launcher uses one. Idempotent."""
@@ -108,14 +106,14 @@ class Launcher(Protocol):
 
 
 def environment(worker_env: Mapping[str, str] | None) -> dict[str, str]:
-    """The environment variables of a worker that is started now."""
+    """Returns the environment variables of a new worker."""
     clean = {**CLEAN_ENVIRONMENT, **hash_seed()}
     return {**os.environ, **clean, **(worker_env or {})}
 
 
 @functools.cache
 def hash_seed() -> dict[str, str]:
-    """What gives sets of strings the same order in all workers.
+    """Returns PYTHONHASHSEED for workers, so that sets have one order.
 
     It is the trainer's where that was given one. One that Python has drawn
     cannot be given to another process.
@@ -142,18 +140,13 @@ def may_be_killed(worker: Child) -> bool:
     return True
 
 
-def has_ended(worker: Child, timeout_s: float) -> bool:
-    """Waits for a worker's end; returns whether it came."""
-    return messages.wait_readable(worker.pidfd, timeout_s)
-
-
 def make_launcher(
     start_method: str,
     worker_env: Mapping[str, str] | None,
     make_builder: Callable[[], Builds],
     segment: Segment,
 ) -> Launcher:
-    """The launcher for a start method.
+    """Returns the launcher for a start method.
 
     Args:
         start_method: "forkserver", "spawn" or "fork".
@@ -172,7 +165,7 @@ def make_launcher(
 
 
 class ForkserverLauncher(Launcher):
-    """Has the fork server fork workers; starts it, and starts it again.
+    """Starts workers through a fork server, and restarts that if it dies.
 
     The fork server is shared by all loaders of the process with the same
     `worker_env`, and ends with the last of them. Workers have its user and
@@ -211,7 +204,7 @@ class _ForkserverGoneError(LoaderError):
 
 
 class _Forkserver:
-    """The trainer's end of one fork server process."""
+    """The training process's end of one fork server."""
 
     def __init__(self, worker_env: dict[str, str], rights: _Rights) -> None:
         self.rights = rights
@@ -299,7 +292,7 @@ class _Forkserver:
         os.close(self._pidfd)
 
     def _read_notices(self, deadline: float) -> None:
-        """Waits for a notice and sorts it in.
+        """Waits for a notice of the fork server, and stores it.
 
         It need not be for the caller. A dataset may be collected at any line
         here, in this thread, and its workers' end be waited for: that takes
@@ -352,12 +345,12 @@ class _Forkserver:
         )
 
 
-class _ForkserverChild:
+class _ForkserverChild(Child):
     def __init__(self, owner: _Forkserver, pid: int, pidfd: int) -> None:
         self._owner = owner
         self.pid = pid
         self.pidfd = pidfd
-        self.forkserver: int | None = owner.pid
+        self.forkserver = owner.pid
 
     def exit_code(self, timeout_s: float) -> int | None:
         return self._owner.exit_code(self.pid, timeout_s)
@@ -477,15 +470,14 @@ class ForkLauncher(Launcher):
         return _DirectChild(pid, None)
 
 
-class _DirectChild:
-    """A worker whose parent is the trainer, which must reap it."""
+class _DirectChild(Child):
+    """A worker that is a child of the training process, which reaps it."""
 
     def __init__(
         self, pid: int, process: subprocess.Popen[bytes] | None
     ) -> None:
         self.pid = pid
         self.pidfd = _pidfd_of(pid)
-        self.forkserver: int | None = None
         self._process = process
 
     def exit_code(self, timeout_s: float) -> int | None:
@@ -501,9 +493,6 @@ class _DirectChild:
         if self._process is not None:
             self._process.returncode = code or 0
         return code
-
-    def abandon(self) -> None:
-        """Nothing to forget; it stays a zombie when it ends."""
 
 
 # -- shared --------------------------------------------------------------------
@@ -536,23 +525,19 @@ def _python(
 
 
 def _paths() -> list[str]:
-    """Where Python looks for modules; like Python, not at a `pathlib.Path`."""
+    """Returns the folders in `sys.path`; like Python, only strings."""
     return [path for path in sys.path if isinstance(path, str)]
 
 
 def _pidfd_of(pid: int) -> int:
-    """A descriptor that becomes readable when a process has ended.
-
-    Raises:
-        LoaderError: The system refuses it.
-    """
+    """Opens a descriptor that is readable when a process has ended."""
     with os_limits.allowed("pidfd_open"):
         return os.pidfd_open(pid)
 
 
 @contextlib.contextmanager
 def _own_pidfd() -> Iterator[int]:
-    """A descriptor that becomes readable when this process has ended."""
+    """Yields a descriptor that is readable when this process has ended."""
     pidfd = _pidfd_of(os.getpid())
     try:
         yield pidfd
@@ -562,7 +547,7 @@ def _own_pidfd() -> Iterator[int]:
 
 @contextlib.contextmanager
 def _above_stdio(fds: list[int]) -> Iterator[list[int]]:
-    """The same files under numbers that a new process does not use for stdio.
+    """Yields copies of descriptors, with numbers above 2.
 
     A trainer without standard input gives out descriptor 0 like any other.
     """

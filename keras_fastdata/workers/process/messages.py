@@ -29,7 +29,7 @@ NOBODY = 0xFFFF  # in place of a worker's index, before it knows its own
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Two ends that wait, whatever `socket.setdefaulttimeout` says."""
+    """Returns a pair of sockets that block by default."""
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for end in ends:
         end.setblocking(True)
@@ -37,7 +37,7 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def socket_of(fd: int) -> socket.socket:
-    """One of these ends, in the process that was given its descriptor."""
+    """Returns the socket of a descriptor that was handed over."""
     end = socket.socket(fileno=fd)
     end.setblocking(True)
     return end
@@ -51,7 +51,7 @@ def wait_readable(fd: int, timeout_s: float | None = None) -> bool:
 
 
 class MessageKind(enum.IntEnum):
-    """What a message of a worker tells."""
+    """The kind of a message from a worker."""
 
     BATCH = 1  # the request's batch lies in its slot
     FAILURE = 2  # building it raised
@@ -110,7 +110,7 @@ class TaskMessage:
 
 
 class ResultMessage(NamedTuple):
-    """What a worker tells about one request, or about itself.
+    """A message of a worker about one task, or about itself.
 
     Attributes:
         kind: What it tells.

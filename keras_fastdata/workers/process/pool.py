@@ -10,6 +10,7 @@ only sent together with a free slot, so a worker never waits for memory.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -27,7 +28,7 @@ from keras_fastdata.workers.base import (
     describe_batch,
 )
 from keras_fastdata.workers.in_flight import Task
-from keras_fastdata.workers.process import launchers
+from keras_fastdata.workers.process import messages
 from keras_fastdata.workers.process.channel import (
     Channel,
     ProcessPlan,
@@ -44,38 +45,19 @@ from keras_fastdata.workers.supervisor import WorkerState
 _ANSWERS = {MessageKind.BATCH, MessageKind.FAILURE, MessageKind.STALE}
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class SlotResult:
     """A batch in its slot, waiting to be opened."""
 
-    __slots__ = (
-        "_arena",
-        "_dataset",
-        "_encoded",
-        "_task",
-        "nbytes",
-        "request_id",
-        "timing",
-        "worker",
-    )
+    request_id: int
+    worker: int
+    nbytes: int
+    timing: Timing | None
+    _dataset: str
+    _task: Task
+    _encoded: codec.Encoded
+    _arena: Arena
     by_dataset = is_lost = False
-
-    def __init__(
-        self,
-        dataset: str,
-        task: Task,
-        worker: int,
-        encoded: codec.Encoded,
-        arena: Arena,
-        timing: Timing | None,
-    ) -> None:
-        self.request_id = task.request.request_id
-        self.worker = worker
-        self.nbytes = encoded.used
-        self.timing = timing
-        self._dataset = dataset
-        self._task = task
-        self._encoded = encoded
-        self._arena = arena
 
     def open(self) -> Any:
         try:
@@ -92,7 +74,7 @@ class SlotResult:
 
 
 class ProcessPool(supervisor.SupervisedPool[ProcessWorker]):
-    """Builds in processes.
+    """Builds batches in worker processes.
 
     Args:
         plan: How many, started how.
@@ -175,7 +157,7 @@ class ProcessPool(supervisor.SupervisedPool[ProcessWorker]):
         self._in_flight.send(self._channel.send)
 
     def _unqueue(self) -> None:
-        """Empties the task socket; what was in it waits to be sent again."""
+        """Takes unread tasks back, to send them again later."""
         self._in_flight.requeue(self._channel.unread())
 
     # -- receiving ----------------------------------------------------------
@@ -192,7 +174,7 @@ class ProcessPool(supervisor.SupervisedPool[ProcessWorker]):
         return done
 
     def _read(self) -> list[BatchResult]:
-        """Takes in every message there is."""
+        """Handles every message that waits; returns the results."""
         done: list[BatchResult] = []
         for result in self._channel.receive():
             kind = result.kind
@@ -208,7 +190,7 @@ class ProcessPool(supervisor.SupervisedPool[ProcessWorker]):
         return done
 
     def _complete(self, result: ResultMessage, done: list[BatchResult]) -> None:
-        """Accounts for the request and the slot of one result."""
+        """Handles the message that answers a task."""
         task, slot = self._in_flight.complete(result.task_id, result.worker)
         if slot is None:
             return
@@ -234,12 +216,14 @@ class ProcessPool(supervisor.SupervisedPool[ProcessWorker]):
             timing = timing._replace(retries=task.crashes)
         retained = bool(result.flags & RETAINED)
         delivery = SlotResult(
+            request_id,
+            result.worker,
+            result.used,
+            timing,
             self._plan.dataset,
             task,
-            result.worker,
             codec.Encoded(body, extents, result.used, retained),
             self._arena,
-            timing,
         )
         if not retained:
             done.append(delivery)
@@ -248,7 +232,7 @@ class ProcessPool(supervisor.SupervisedPool[ProcessWorker]):
         self._free(slot, result)
 
     def _spilled(self, result: ResultMessage, slot: int) -> tuple[bytes, bytes]:
-        """The extents and body of a result, which lie in its slot."""
+        """Reads the extents and body of a result from its slot."""
         split = result.extents_nbytes
         spilled = codec.read_appended(
             self._arena.segment,
@@ -259,7 +243,7 @@ class ProcessPool(supervisor.SupervisedPool[ProcessWorker]):
         return spilled[:split], spilled[split:]
 
     def _free(self, slot: int, result: ResultMessage) -> None:
-        """Frees a slot, unless the dataset in the worker holds on to it."""
+        """Frees a slot, unless the dataset in the worker still uses it."""
         worker = self._workers.get(result.worker)
         if result.flags & RETAINED and worker is not None:
             worker.retained_slots.append(slot)
@@ -286,7 +270,7 @@ class ProcessPool(supervisor.SupervisedPool[ProcessWorker]):
         deadline = time.monotonic() + supervisor.GRACE_S
         for worker in list(self._workers.values()):
             left_s = max(0.0, deadline - time.monotonic())
-            if launchers.has_ended(worker.process, left_s):
+            if messages.wait_readable(worker.process.pidfd, left_s):
                 channel.reap(worker)
                 remove(worker, WorkerState.EXITED)
         self._drop_results()
@@ -299,7 +283,7 @@ class ProcessPool(supervisor.SupervisedPool[ProcessWorker]):
         channel.close_sockets()
 
     def _drop_results(self) -> None:
-        """Takes in the messages of workers that end; keeps log and warnings."""
+        """Reads messages of ending workers; keeps log and warnings alone."""
         for result in self._channel.receive():
             if result.kind in log_forwarding.KINDS:
                 self._receiver.put(result.kind, result.body)
@@ -312,7 +296,7 @@ class ProcessPool(supervisor.SupervisedPool[ProcessWorker]):
 
 
 def _opened(delivery: SlotResult) -> LocalResult:
-    """A batch that is copied out of its slot at once.
+    """Copies a batch out of its slot.
 
     The dataset holds on to the slot: its worker may still write there, and die.
     """

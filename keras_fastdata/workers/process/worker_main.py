@@ -87,7 +87,7 @@ class WorkerStart:
 
 @dataclasses.dataclass(frozen=True)
 class Files:
-    """The descriptors a worker is born with.
+    """The descriptors that a worker begins with.
 
     Attributes:
         start: An anonymous file with the `WorkerStart`.
@@ -181,7 +181,7 @@ def forked(
 
 
 def _end_alone(status: int) -> int:
-    """Ends what a worker in peace leaves running, and the worker with it.
+    """Kills the processes that a worker leaves behind, and itself.
 
     A trainer that ends closes its sockets before its pidfd tells, so that
     the worker may be gone before its watch has heard.
@@ -236,7 +236,7 @@ def _die_with(trainer_pidfd: int) -> None:
 
 
 def _map(fd: int, stride: int, inherited: Segment | None) -> Segment:
-    """The worker's own mapping of the arena.
+    """Returns the mapping of the arena that a worker uses.
 
     That of the trainer, which a fork inherits, has private copies of what is
     lent, and the dataset may refer to these. It is used only where a limit on
@@ -274,7 +274,7 @@ class _WorkerLoop:
         self._name = f"worker {start.worker} (pid {os.getpid()})"
 
     def _leave_slots(self) -> None:
-        """In a process that the dataset forks: what it writes stays in it."""
+        """Makes slots private in a process that the dataset forks."""
         for writer in self._writers:
             writer.make_private()
 
@@ -290,7 +290,7 @@ class _WorkerLoop:
 
     @contextlib.contextmanager
     def _without_heartbeat(self) -> Iterator[None]:
-        """While this waits for the trainer, its batch does not get late."""
+        """Stops the clock of a batch during a wait for the trainer."""
         worker, segment = self._start.worker, self._segment
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -302,7 +302,7 @@ class _WorkerLoop:
             segment.set_started(worker, began + time.monotonic() - stopped)
 
     def load(self, make_builder: Callable[[], Builds] | None) -> bool:
-        """Loads the dataset; tells what went wrong where that failed."""
+        """Loads the dataset; reports the error if that fails."""
         try:
             if make_builder is None:
                 make_builder = shared_state.read_shared_state(
@@ -331,7 +331,7 @@ class _WorkerLoop:
         _give_up(self._results, self._start.worker, error)
 
     def serve(self) -> None:
-        """Builds what the requests ask for until the task socket is shut."""
+        """Builds the requested batches until the task socket is shut."""
         receive, note = self._tasks.recv, self._segment.set_heartbeat
         clock = self._segment.set_started
         worker = self._start.worker
@@ -455,7 +455,7 @@ def _fitted(result: ResultMessage, writer: codec.SlotWriter) -> ResultMessage:
 
 
 def _give_up(results: socket.socket, worker: int, error: BaseException) -> None:
-    """Tells why a worker ends, in as many messages as it takes."""
+    """Reports why a worker ends, in as many messages as needed."""
     body = exceptions.dump_exception(error)
     size = messages.MAX_DATAGRAM_BYTES
     parts = [body[i : i + size] for i in range(0, len(body), size)]
@@ -468,7 +468,7 @@ def _give_up(results: socket.socket, worker: int, error: BaseException) -> None:
 
 
 def _set_up(start: WorkerStart) -> None:
-    """Makes the process a worker of this trainer: its place and its manners."""
+    """Sets environment, folders, signals and streams of a worker."""
     os.environ.clear()
     os.environ.update(start.environ)
     if start.cwd is not None:
@@ -516,7 +516,7 @@ def working_dir() -> str | None:
 
 
 def _umask() -> int:
-    """The file mode creation mask."""
+    """Returns the file mode creation mask."""
     told = stack_dump.status_of("self").get("Umask")
     if told is not None:
         return int(told, 8)

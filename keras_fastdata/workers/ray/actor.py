@@ -36,7 +36,7 @@ SHARED_BYTES = 1 << 20
 
 
 class DatasetState(NamedTuple):
-    """A dataset on its way: references into Ray's object store.
+    """A state of the dataset, as references into Ray's object store.
 
     Attributes:
         version: From 1; a later state has a higher one.
@@ -52,7 +52,7 @@ class DatasetState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ActorStart:
-    """What a worker is told before it can build.
+    """What an actor is told before it loads the dataset.
 
     Attributes:
         worker: Its index.
@@ -76,7 +76,7 @@ class ActorStart:
 
 
 class WorkerLocation(NamedTuple):
-    """Where a worker is.
+    """The process, node and machine of an actor.
 
     Attributes:
         pid: Its process.
@@ -92,7 +92,7 @@ class WorkerLocation(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What became of a request.
+    """The answer of an actor to one call.
 
     Attributes:
         failure: What it raised, taken apart, or `None`.
@@ -116,7 +116,7 @@ class Answer(NamedTuple):
 
 
 class _GatheredArrays:
-    """Takes the arrays of a batch as they are; Ray copies them.
+    """Collects the arrays of a batch without a copy; Ray copies them.
 
     Where an array begins in a slot, it has a number here.
     """
@@ -144,12 +144,12 @@ class _GatheredArrays:
         return False
 
     def arrays(self, extents: list[tuple[int, int]]) -> list[Bytes]:
-        """Those of the batch, but for empty ones."""
+        """Returns the arrays of the batch that are not empty."""
         return [self._arrays[number] for number, size in extents if size]
 
 
 class Actor:
-    """What the training process holds a handle of.
+    """A Ray actor that builds batches.
 
     All methods run in one thread, one after another, but for `stack`.
     """
@@ -162,7 +162,7 @@ class Actor:
         self._builder: Builds | None = None
 
     def location(self) -> WorkerLocation:
-        """Says where it is, and so that it is."""
+        """Returns the process, node and machine of the actor."""
         import ray
 
         node = ray.get_runtime_context().get_node_id()
@@ -215,7 +215,7 @@ class Actor:
         return Answer(forwarded=self._take_forwarded())
 
     def stack(self) -> str:
-        """Where `build` or `load` is at the moment."""
+        """Returns the stack of the present `build` or `load`."""
         return stack_dump.of_thread(self._thread)
 
     def _build(
@@ -257,7 +257,7 @@ class Actor:
         return answer, gathered.arrays(extents)
 
     def _fetch(self, state: DatasetState) -> Callable[[], Builds]:
-        """Rebuilds the builder's maker; its large arrays stay in the store."""
+        """Loads the builder's maker; large arrays stay in the object store."""
         import ray
 
         references = [state.pickled, *state.buffers]
@@ -293,7 +293,7 @@ class Actor:
 
 
 def _set_up(start: ActorStart) -> None:
-    """Gives the process the training process's place, as far as it is here."""
+    """Sets folder, paths, arguments and logging of the actor."""
     if start.cwd is not None:
         with contextlib.suppress(OSError):
             os.chdir(start.cwd)

@@ -42,7 +42,7 @@ _QUICK_S = 0.1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RayPlan(PoolPlan):
-    """How the actors of one loader are to be run.
+    """The settings of a pool of Ray actors.
 
     Attributes:
         options: What the user says of Ray.
@@ -60,7 +60,7 @@ class Assignment(NamedTuple):
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class RayWorker(Worker):
-    """An actor.
+    """A Ray actor, as the training process knows it.
 
     Attributes:
         handle: Ray's.
@@ -100,13 +100,13 @@ class RayWorker(Worker):
 
     @property
     def capacity(self) -> int:
-        """How many tasks it may have."""
+        """How many tasks the actor may have at once."""
         alone = any(task.crashes for task, _ in self.assigned)
         return 2 if self.build_s < _QUICK_S and not alone else 1
 
     @property
     def awaited(self) -> Iterator[Any]:
-        """The Ray references of its calls, in the order of their completion."""
+        """Yields the references of its calls, in the order of completion."""
         if self.start is not None:
             yield self.start
         for assignment in self.assigned:
@@ -117,7 +117,7 @@ class RayWorker(Worker):
         self.start = None
 
     def assign(self, task: Task, state: actor.DatasetState) -> None:
-        """Sends it a task, and the dataset's state if that is new to it."""
+        """Sends the actor a task, and the dataset's state if it is new."""
         news = state if self.version < state.version else None
         reference = self.handle.build.remote(task.request, news)
         self.version = state.version
@@ -134,7 +134,7 @@ class RayWorker(Worker):
         return task
 
     def timing_here(self, answer: actor.Answer, crashes: int) -> Timing | None:
-        """When a batch was built, by this machine's clock."""
+        """Returns the timing of a batch by this machine's clock."""
         timing = answer.timing
         if timing is None:
             return None
@@ -153,7 +153,7 @@ class RayWorker(Worker):
         )
 
     def close(self) -> None:
-        """Makes sure that it ends, and closes its descriptor."""
+        """Kills the actor, and closes the descriptor of its process."""
         _kill(self.handle)
         self.close_pidfd()
 
@@ -165,32 +165,32 @@ class RayWorker(Worker):
 
 
 class _NoSlots:
-    """Batches have no slots here: each lies in the store where it was built."""
+    """Replaces `Arena`: on Ray, batches have no slots."""
 
     def take(self, leave: int = 0) -> int:
         return 0
 
     def free(self, slot: int) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
 
 class _NodeLoss(NamedTuple):
-    """The end of a node: when, and which workers were lost with it."""
+    """When a node was lost, and which workers were lost with it."""
 
     at_s: float
     lost: set[int]
 
 
 class NotYetError(Exception):
-    """An answer is on its way, again."""
+    """Raised for an answer that has not come yet after all."""
 
 
 class AnswerLostError(Exception):
-    """A batch is no longer anywhere."""
+    """Raised for an answer that Ray has lost."""
 
 
 class WorkerGoneError(Exception):
-    """A worker has died, or cannot be reached.
+    """Raised for an actor that has died, or cannot be reached.
 
     Attributes:
         is_at_start: Whether it could not even be made.
@@ -204,7 +204,7 @@ class WorkerGoneError(Exception):
 
 
 class Actors:
-    """Reaches the actors of one pool; their supervisor's transport.
+    """The transport of one pool of Ray actors.
 
     Args:
         plan: How many, made how.
@@ -236,7 +236,7 @@ class Actors:
         )
 
     def load(self, worker: RayWorker, location: actor.WorkerLocation) -> None:
-        """Has a worker load the dataset, once it has told where it is."""
+        """Lets an actor load the dataset, once its location is known."""
         worker.location = location
         worker.pidfd = _pidfd(location)
         start = self._start_of(worker.index)
@@ -262,7 +262,7 @@ class Actors:
         )
 
     def check_start(self, worker: RayWorker, gone: WorkerGoneError) -> None:
-        """Raises where a worker could not be made, rather than died."""
+        """Raises if an actor could not be created at all."""
         if (
             worker.location is not None
             or worker.state is WorkerState.KILLED
@@ -277,7 +277,7 @@ class Actors:
         ) from gone
 
     def check_places(self, now_s: float) -> None:
-        """Raises when the cluster has had no place for any worker in time."""
+        """Raises if no actor has found a place in the cluster in time."""
         limit_s = self._plan.options.timeout_s
         if not self.workers or any(
             worker.location is not None or now_s - worker.started_s <= limit_s
@@ -300,7 +300,7 @@ class Actors:
     # -- giving out tasks ---------------------------------------------------
 
     def assign(self, task: Task) -> bool:
-        """Gives a task to the worker that has the least to do, if any may."""
+        """Gives a task to the free actor with the fewest tasks."""
         # A batch that has cost a worker is built alone, so that it is known
         # whether it was that one.
         alone = task.crashes > 0
@@ -318,7 +318,7 @@ class Actors:
         return True
 
     def start_backups(self) -> bool:
-        """Has idle workers build what waits behind a batch that is slow.
+        """Lets idle actors build tasks that wait behind a slow batch.
 
         It cannot be taken back: it is built twice, and delivered once.
 
@@ -345,7 +345,7 @@ class Actors:
     # -- answers ------------------------------------------------------------
 
     def get(self, reference: Any) -> Any:
-        """What a worker has answered.
+        """Fetches the answer of an actor.
 
         Raises:
             NotYetError: It is not here after all.
@@ -405,7 +405,7 @@ class Actors:
                 )
 
     def _answered(self) -> set[int]:
-        """Workers whose oldest answer is on some node, if not yet on this."""
+        """Returns the actors whose oldest answer is ready on some node."""
         first = {
             reference: index
             for index, worker in self.workers.items()
@@ -439,13 +439,7 @@ class Actors:
     def reap(
         self, worker: RayWorker, how: str, *, is_missing: bool = False
     ) -> WorkerEnd:
-        """Learns how a worker ended, and makes sure that it has.
-
-        Args:
-            worker: The one.
-            how: What is known of its end.
-            is_missing: Whether it cannot be reached; its node may be lost.
-        """
+        """Ends an actor, and learns how it ended."""
         worker.close()
         location = worker.location
         # A batch is not to blame for the end of a node.
@@ -458,7 +452,7 @@ class Actors:
         return WorkerEnd(how=how, counts=own, blames=not is_node_lost)
 
     def _is_of_a_lost_node(self, worker: RayWorker, is_node_lost: bool) -> bool:
-        """Whether its end is one with that of another worker there.
+        """Whether the end of the node was counted with another actor.
 
         The end of a node is one death, however many workers it had; but each
         of them is lost to it only once.
@@ -494,7 +488,7 @@ class Actors:
 
 
 def await_ends(workers: Iterable[RayWorker]) -> None:
-    """Waits for processes on this machine to end, for a while."""
+    """Waits up to `GRACE_S` for processes on this machine to end."""
     deadline = time.monotonic() + supervisor.GRACE_S
     for worker in workers:
         if worker.pidfd >= 0:
@@ -503,7 +497,7 @@ def await_ends(workers: Iterable[RayWorker]) -> None:
 
 
 def _text_of(error: Exception) -> str:
-    """What Ray says of a death, without what we know ourselves."""
+    """Returns Ray's words about a death, without those we add."""
     ours = ("class_name:", "actor_id:", "pid:", "namespace:", "ip:")
     lines = (line.strip() for line in str(error).splitlines())
     return " ".join(
@@ -564,7 +558,7 @@ def wait(
 
 
 def _stack_of(handle: Any) -> str:
-    """Where a worker is stuck; takes up to `_STACK_S`."""
+    """Returns the stack of an actor; takes up to `_STACK_S`."""
     import ray
     from ray import exceptions
 
@@ -584,7 +578,7 @@ def _kill(handle: Any) -> None:
 
 
 def _pidfd(location: actor.WorkerLocation) -> int:
-    """The process, if it is one of this machine's; else -1."""
+    """Opens the process of an actor on this machine; else returns -1."""
     if location.machine != cluster.machine():
         return -1
     try:

@@ -25,7 +25,7 @@ from keras_fastdata.workers.ray.options import Options
 
 
 class _Membership:
-    """Who uses Ray in this process.
+    """This process's use of Ray, by all loaders.
 
     Attributes:
         users: How many loaders do.
@@ -49,19 +49,18 @@ _is_inherited = False
 
 
 def _after_fork() -> None:
-    """In a child: a Ray that was joined is the parent's, and does not work."""
+    """Forgets the parent's Ray in a forked child, where it does not work."""
     global _membership, _is_inherited
     _membership = _Membership()
     ray: Any = sys.modules.get("ray")
     _is_inherited = ray is not None and ray.is_initialized()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class Session:
-    """A loader's part in Ray. It lasts until `leave`.
+    """The use of Ray by one loader, until `leave`.
 
     Attributes:
         identity: Tells it from one that the user joined later.
@@ -73,7 +72,7 @@ class Session:
 
     @property
     def is_on(self) -> bool:
-        """Whether Ray has not been left, or joined anew, by the user."""
+        """Whether this process is still in the same session of Ray."""
         return self.identity == _identity()
 
     @property
@@ -103,7 +102,7 @@ class Session:
 
 
 def join(options: Options) -> Session:
-    """Joins Ray, unless that was done.
+    """Joins Ray, unless this process has joined it.
 
     Raises:
         LoaderError: Ray is not installed, or the cluster not to be reached.
@@ -144,7 +143,7 @@ def _has_started_it() -> bool:
 
 
 def _identity() -> tuple[Any, ...] | None:
-    """Which Ray this process has joined; `None` for none."""
+    """Returns the node and job of this process; `None` outside of Ray."""
     import ray
 
     if not ray.is_initialized():
@@ -154,7 +153,7 @@ def _identity() -> tuple[Any, ...] | None:
 
 
 def _init(options: Options) -> None:
-    """`ray.init`, with an error instead of an endless wait."""
+    """Calls `ray.init`; raises an error instead of an endless wait."""
     import ray
 
     address = options.init.get("address") or os.environ.get("RAY_ADDRESS")
@@ -188,7 +187,7 @@ def _init(options: Options) -> None:
 
 
 def _probe(address: str, timeout_s: float) -> None:
-    """Makes sure that a cluster answers, in a process that can be ended.
+    """Checks that a cluster answers, in a process that can be killed.
 
     Where nobody listens, or somebody else does, Ray tries for minutes.
     """
@@ -226,7 +225,7 @@ def _probe(address: str, timeout_s: float) -> None:
 
 @contextlib.contextmanager
 def _no_statistics() -> Iterator[None]:
-    """Keeps a Ray that is started here from reporting its usage."""
+    """Keeps a Ray that is started here from reporting usage."""
     name = "RAY_USAGE_STATS_ENABLED"
     if name in os.environ:
         yield
@@ -240,7 +239,7 @@ def _no_statistics() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _on_loopback() -> Iterator[None]:
-    """Has a Ray that is started here listen on the loopback address only.
+    """Makes a Ray that is started here listen on loopback alone.
 
     This is what Ray does on macOS and Windows. `_node_ip_address="127.0.0.1"`
     does not do it: `ray.init` replaces that by the address of the network.
@@ -264,14 +263,14 @@ def _is_unwritable_token(error: OSError) -> bool:
 
 
 def is_alive(node: str) -> bool:
-    """Whether a node of the cluster is still part of it."""
+    """Whether a node is still part of the cluster."""
     import ray
 
     return any(n["NodeID"] == node and n["Alive"] for n in ray.nodes())
 
 
 def store_nbytes() -> int:
-    """Size of the object store of this machine's node."""
+    """Returns the size of this node's object store."""
     import ray
 
     here = ray.get_runtime_context().get_node_id()
@@ -282,7 +281,7 @@ def store_nbytes() -> int:
 
 
 def cores() -> float:
-    """How many the nodes of the cluster have to give."""
+    """Returns the number of CPU cores in the cluster."""
     import ray
 
     return float(ray.cluster_resources().get("CPU", 0.0))
@@ -290,7 +289,7 @@ def cores() -> float:
 
 @functools.cache
 def machine() -> str:
-    """Names what processes share a clock and numbers of processes on."""
+    """Returns a name for this machine and its namespace of process ids."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"

@@ -8,6 +8,7 @@ later state of it refers to those that have not changed.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import threading
 import weakref
 from typing import Any
@@ -22,14 +23,14 @@ from keras_fastdata.workers.ray import actor
 
 
 class _StoreRef(weakref.ref[Any]):
-    """A weak reference to an array in the store, and whose part it is."""
+    """A weak reference to an array in the store, with its answer."""
 
     __slots__ = ("answer",)
     answer: list[int]  # how many arrays of it are held, and its bytes
 
 
 class StoreUsage:
-    """What this process keeps in its node's object store, of all datasets.
+    """Counts the bytes of batches in this node's object store.
 
     An answer lies there until the last of its arrays has died.
     """
@@ -43,7 +44,7 @@ class StoreUsage:
         self._died: collections.deque[_StoreRef] = collections.deque()
 
     def lease(self, arrays: list[Bytes], nbytes: int) -> list[Bytes]:
-        """Views to build on, whose ends are heard of."""
+        """Returns views of arrays, and counts them until they die."""
         answer = [len(arrays), nbytes]
         roots: list[Bytes] = [np.frombuffer(a.data, np.uint8) for a in arrays]
         with self._lock:
@@ -55,13 +56,13 @@ class StoreUsage:
         return roots
 
     def wait(self, nbytes: int) -> None:
-        """Counts a batch that waits to be delivered; less than 0: no more."""
+        """Counts a batch that waits to be delivered; `-nbytes` ends that."""
         with self._lock:
             self._undelivered += nbytes
 
     @property
     def leased(self) -> int:
-        """Bytes that views are lent of."""
+        """Bytes of batches whose arrays the consumer holds."""
         with self._lock:
             while self._died:
                 reference = self._died.popleft()
@@ -73,47 +74,41 @@ class StoreUsage:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in all."""
+        """Bytes of all batches, delivered or not."""
         return self.leased + self._undelivered
 
 
 store_usage = StoreUsage()
 
 
+@dataclasses.dataclass(eq=False)
 class StoreResult:
     """A batch in the object store, waiting to be opened.
 
-    Args:
+    Attributes:
         request_id: The request's.
-        worker: Index of the worker that built it.
-        where: Says of an error what was being loaded.
-        answer: How the arrays make up the batch.
-        arrays: Views of the store.
-        timing: How it was built, if the request asks for it.
-        limit: Bytes of the store that the consumer may hold; beyond them,
+        worker: Index of the worker that built the batch.
+        timing: How the batch was built, if the request asks for it.
+        nbytes: Bytes of the batch, until it is opened.
+        _where: What to tell with an error of loading.
+        _answer: How the arrays make up the batch.
+        _arrays: Views of the store.
+        _limit: Bytes of the store that the consumer may hold; beyond them,
             batches are copied.
     """
 
+    request_id: int
+    worker: int
+    timing: Timing | None
+    _where: str
+    _answer: actor.Answer
+    _arrays: list[Bytes]
+    _limit: int
+    nbytes: int = 0
     by_dataset = is_lost = False
 
-    def __init__(
-        self,
-        request_id: int,
-        worker: int,
-        where: str,
-        answer: actor.Answer,
-        arrays: list[Bytes],
-        timing: Timing | None,
-        limit: int,
-    ) -> None:
-        self.request_id = request_id
-        self.worker = worker
-        self.nbytes = sum(answer.sizes)
-        self.timing = timing
-        self._where = where
-        self._structure, self._sizes = answer.structure, answer.sizes
-        self._arrays = arrays
-        self._limit = limit
+    def __post_init__(self) -> None:
+        self.nbytes = sum(self._answer.sizes)
         store_usage.wait(self.nbytes)
 
     def open(self) -> Any:
@@ -121,7 +116,7 @@ class StoreResult:
         arrays = iter(self._take())
         buffers = [
             next(arrays) if size else np.empty(0, np.uint8)
-            for size in self._sizes
+            for size in self._answer.sizes
         ]
         large = [
             n for n, b in enumerate(buffers) if b.nbytes >= codec.SMALL_BYTES
@@ -135,7 +130,7 @@ class StoreResult:
             if not leases or buffer.nbytes < codec.SMALL_BYTES:
                 buffers[number] = aligned_copy(buffer)
         try:
-            return codec.assemble(self._structure, buffers)
+            return codec.assemble(self._answer.structure, buffers)
         except Exception as error:
             exceptions.note(error, self._where)
             raise
@@ -168,7 +163,7 @@ class RemoteDataset:
         self._put: dict[tuple[int, int], tuple[Any, Bytes]] = {}
 
     def put(self, pickled: memoryview, buffers: list[memoryview]) -> None:
-        """Puts a state there that was taken apart."""
+        """Puts the pickled dataset into the object store."""
         import ray
 
         put: dict[tuple[int, int], tuple[Any, Bytes]] = {}
@@ -193,6 +188,6 @@ class RemoteDataset:
         )
 
     def drop(self) -> None:
-        """Gives it up."""
+        """Drops the dataset from the object store."""
         self._put.clear()
         self.state = actor.DatasetState(0, None, ())

@@ -27,7 +27,7 @@ _TIMEOUT_S = 60.0
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """`ray_options`, taken apart.
+    """The content of `ray_options`, after it was checked.
 
     Attributes:
         init: Arguments of `ray.init`.
@@ -45,7 +45,7 @@ class Options:
 
     @property
     def runtime_env(self) -> dict[str, Any]:
-        """What the user wants workers to have, or to find there."""
+        """The runtime environment that the user asks for."""
         return {
             **(self.init.get("runtime_env") or {}),
             **(self.actor.get("runtime_env") or {}),
@@ -53,7 +53,7 @@ class Options:
 
     @staticmethod
     def of(given: Any) -> Options:
-        """Options as the user gave them."""
+        """Checks `ray_options` as the user gave it."""
         if given is None:
             return Options()
         if not isinstance(given, Mapping) or not all(

@@ -55,7 +55,7 @@ _TAKEN = 0.5
 
 
 class RayPool(SupervisedPool[RayWorker]):
-    """Builds in Ray actors.
+    """Builds batches in Ray actors.
 
     Args:
         plan: How many, made how.
@@ -151,7 +151,7 @@ class RayPool(SupervisedPool[RayWorker]):
             self._end_workers()
 
     def _check_session(self) -> None:
-        """Asks Ray, which joins by itself whatever it finds when used."""
+        """Raises if the user has left Ray, which would join anew."""
         if not self._session.is_on:
             raise LoaderError(
                 f"Ray was shut down (`ray.shutdown`) while "
@@ -200,7 +200,7 @@ class RayPool(SupervisedPool[RayWorker]):
         return done
 
     def _ready(self) -> set[Any]:
-        """The references of which the answer is here."""
+        """Returns the references whose answers are here."""
         arrived, self._arrived = self._arrived, []
         if arrived:
             return set(arrived)
@@ -208,7 +208,7 @@ class RayPool(SupervisedPool[RayWorker]):
         return set(actors.wait(awaited, len(awaited), 0)) if awaited else set()
 
     def _welcome(self, worker: RayWorker) -> list[BatchResult]:
-        """Takes in what a worker says that is not ready yet."""
+        """Handles an answer of an actor that is still starting."""
         try:
             answer = self._actors.get(worker.start)
         except WorkerGoneError as gone:
@@ -226,7 +226,7 @@ class RayPool(SupervisedPool[RayWorker]):
         return []
 
     def _receive_from(self, worker: RayWorker) -> list[BatchResult] | None:
-        """Takes in the answer to a worker's oldest task; `None`: not yet."""
+        """Handles the answer to an actor's oldest task; `None`: not yet."""
         try:
             answer, arrays = self._actors.get(worker.assigned[0].reference)
         except NotYetError:
@@ -252,18 +252,18 @@ class RayPool(SupervisedPool[RayWorker]):
             StoreResult(
                 request.request_id,
                 worker.index,
+                worker.timing_here(answer, task.crashes),
                 describe_batch(
                     self._plan.dataset, request, worker.name, "loading"
                 ),
                 answer,
                 arrays,
-                worker.timing_here(answer, task.crashes),
                 int(self._store * _HELD),
             )
         ]
 
     def _build_again(self, task: Task, worker: RayWorker) -> list[BatchResult]:
-        """Has a batch built again that got lost on its way."""
+        """Builds a batch again that was lost on its way."""
         wanted, _ = self._in_flight.complete(task.task_id, worker.index)
         if wanted is None:
             return []
@@ -281,11 +281,7 @@ class RayPool(SupervisedPool[RayWorker]):
         return [LocalResult(task.request.request_id, worker.index, error=error)]
 
     def _listen(self, answer: actor.Answer) -> None:
-        """Hears what an answer is about besides a request.
-
-        Raises:
-            BaseException: What has left the worker without a dataset.
-        """
+        """Forwards what an actor logged; raises if its start failed."""
         for kind, body in answer.forwarded:
             self._receiver.put(kind, body)
         if answer.by_start and answer.failure is not None:
