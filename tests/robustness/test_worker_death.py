@@ -199,17 +199,14 @@ def _sleeps(process):
     return False
 
 
-def test_a_death_is_noticed_within_a_second_of_a_wait(tmp_path):
+def test_a_death_ends_the_wait_for_the_batch(tmp_path):
     dataset = Deadly(
         tmp_path / "deaths", at=0, max_worker_restarts=0, **PROCESSES
     )
     with dataset:
         batches = iter(dataset)
-        began = time.monotonic()
         with pytest.raises(WorkerDiedError):
             next(batches)
-        # Not a measure of speed: without the watch it would wait for ever.
-        assert time.monotonic() - began < 30
 
 
 def test_each_death_is_logged_with_its_cause_and_batch(tmp_path, caplog):

@@ -217,14 +217,6 @@ def test_a_worker_sees_the_trainers_place(tmp_path, monkeypatch):
     assert argv == sys.argv
 
 
-def test_the_first_batch_comes_soon():
-    # The figure is the benchmark's; this holds the order of magnitude.
-    with Numbered(**PROCESSES) as dataset:
-        began = time.perf_counter()
-        next(iter(dataset))
-        assert time.perf_counter() - began < 20
-
-
 def test_two_loaders_share_a_forkserver_and_the_last_ends_it():
     one, other = Numbered(**PROCESSES), Numbered(**PROCESSES)
     list(one), list(other)
@@ -286,7 +278,9 @@ def test_a_script_without_standard_streams_loads(method, tmp_path):
     assert out.read_text() == str(list(range(10)))
 
 
-def test_close_does_not_wait_for_a_process_that_the_user_forked():
+def test_close_does_not_wait_for_a_process_that_the_user_forked(monkeypatch):
+    # If it waited for the fork server's end, it would do so for ever.
+    monkeypatch.setattr(launchers, "_END_TIMEOUT_S", None)
     dataset = Numbered(**PROCESSES)
     next(iter(dataset))
     read, write = os.pipe()
@@ -295,10 +289,7 @@ def test_close_does_not_wait_for_a_process_that_the_user_forked():
         os.close(write)
         os.read(read, 1)  # until the parent is done
         os._exit(0)
-    began = time.perf_counter()
     dataset.close()
-    # It would wait for the fork server's end until its patience is over (5 s).
-    assert time.perf_counter() - began < 4
     os.close(write)
     os.close(read)
     os.waitpid(pid, 0)
