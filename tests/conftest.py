@@ -23,10 +23,11 @@ import hypothesis
 import numpy as np
 import psutil
 import pytest
+import trainers
+from places import FULL
 
 from keras_fastdata.workers.process import launchers
 
-_IS_FULL = bool(os.environ.get("KERAS_FASTDATA_FULL"))
 _SETTLE_S = 5.0  # for what was asked to end to be gone
 _MOST_HOLDERS = 60  # that are told of
 _LARGE = 1 << 32  # bytes; only our arenas map as many
@@ -41,8 +42,8 @@ def pytest_configure():
     hypothesis.settings.register_profile(
         "busy",
         deadline=None,
-        max_examples=100 if _IS_FULL else 40,
-        derandomize=not _IS_FULL,  # the full run finds what is new
+        max_examples=100 if FULL else 40,
+        derandomize=not FULL,  # the full run finds what is new
         suppress_health_check=[hypothesis.HealthCheck.too_slow],
     )
     hypothesis.settings.load_profile("busy")
@@ -52,7 +53,7 @@ def pytest_configure():
 
 def pytest_collection_modifyitems(config, items):
     """Leaves the long tests to the full run."""
-    if _IS_FULL:
+    if FULL:
         return
     long = [item for item in items if item.get_closest_marker("long")]
     items[:] = [item for item in items if item not in long]
@@ -106,10 +107,24 @@ def _backend_is_warm():
     model.fit(x, x[:, :1], epochs=1, verbose=0)
     model.evaluate(x, x[:, :1], verbose=0)
     model.predict(x, verbose=0)
-    # The checks below collect garbage all the time; what the backend has
-    # imported need not be looked at again.
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _collections_are_quick(_backend_is_warm):
+    """Keeps out of collections what was there before the module's tests.
+
+    The check below has garbage collected again and again. The backend, and what
+    it keeps of models, need not be looked at each time.
+    """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def zygote():
+    """The process that training scripts are forked from; it has Keras."""
+    with trainers.Zygote() as started:
+        yield started
 
 
 @pytest.fixture(scope="module")

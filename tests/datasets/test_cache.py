@@ -38,7 +38,7 @@ from cache_samples import (
 )
 from hypothesis import example, given
 from hypothesis import strategies as st
-from places import PLACES, everywhere, somewhere
+from places import PLACES, everywhere, quickly, somewhere
 
 from keras_fastdata import (
     ArrayDataset,
@@ -1027,7 +1027,9 @@ def _fit(dataset, *callbacks):
 
 @pytest.mark.backend
 @kinds
-@pytest.mark.parametrize("place", ["inline", "1 thread", "2 processes"])
+@pytest.mark.parametrize(
+    "place", quickly(["inline", "1 thread", "2 processes"], "2 processes")
+)
 def test_fit_learns_the_same(kind, place, tmp_path):
     cache = "memory" if kind == "memory" else tmp_path
     with warnings.catch_warnings():

@@ -34,7 +34,7 @@ from generator_samples import (
     with_defaults,
     without_end,
 )
-from places import PLACES, everywhere, somewhere
+from places import PLACES, everywhere, quickly, somewhere
 
 from keras_fastdata import (
     EndOfData,
@@ -396,7 +396,9 @@ def test_what_a_generator_raises_arrives_and_names_the_shard(place):
         assert next(iter(dataset)) == 1
 
 
-@pytest.mark.parametrize("start_method", ["forkserver", "fork"])
+@pytest.mark.parametrize(
+    "start_method", quickly(["forkserver", "fork"], "fork")
+)
 @pytest.mark.parametrize("num_shards", [4, 6])
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_after_the_death_of_a_worker_each_item_still_comes_once(

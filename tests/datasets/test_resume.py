@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
-import os
 import pathlib
 import random
 import signal
-import subprocess
-import sys
 import tempfile
 
 import keras
@@ -20,7 +18,7 @@ import resume_samples
 from hypothesis import given
 from hypothesis import strategies as st
 from keras_facts import with_steps_per_execution
-from places import LONG_BUT_ON_JAX, PLACES, everywhere
+from places import LONG_BUT_ON_JAX, PLACES, everywhere, quickly
 from resume_samples import PLACES as KILLED_PLACES
 from resume_samples import Begun, Drawn, Ends, Reshuffled
 from samples import Numbered
@@ -388,20 +386,10 @@ def test_hooks_that_do_something_else_are_found_out():
 # -- in fit -------------------------------------------------------------------
 
 
-def run(directory, *arguments, **environment):
-    return subprocess.run(
-        [sys.executable, str(_SCRIPT), str(directory), *map(str, arguments)],
-        timeout=280,
-        capture_output=True,
-        text=True,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(sys.path),
-            "TF_CPP_MIN_LOG_LEVEL": "3",
-            **environment,
-        },
-        check=False,
-    )
+@pytest.fixture(scope="session")
+def run(zygote):
+    """Runs the training script with a folder and further arguments."""
+    return functools.partial(zygote.run, _SCRIPT)
 
 
 def notes_of(directory):
@@ -409,7 +397,7 @@ def notes_of(directory):
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory):
+def undisturbed(tmp_path_factory, run):
     """What a training that nobody kills has seen, and its weights."""
     known = {}
 
@@ -427,7 +415,7 @@ def undisturbed(tmp_path_factory):
     return get
 
 
-def kill_and_resume(tmp_path, undisturbed, kind, deaths, freq, places):
+def kill_and_resume(run, tmp_path, undisturbed, kind, deaths, freq, places):
     """Kills a training again and again, and lets the last one end."""
     batches, weights = undisturbed(kind)
     saved = 0
@@ -466,9 +454,9 @@ def kill_and_resume(tmp_path, undisturbed, kind, deaths, freq, places):
     ids=["steps", "epochs", "an epoch's end", "twice"],
 )
 def test_a_training_that_was_killed_goes_on_with_what_it_had_not_seen(
-    tmp_path, undisturbed, kind, deaths, freq, places
+    run, tmp_path, undisturbed, kind, deaths, freq, places
 ):
-    kill_and_resume(tmp_path, undisturbed, kind, deaths, freq, places)
+    kill_and_resume(run, tmp_path, undisturbed, kind, deaths, freq, places)
 
 
 @pytest.mark.parametrize(
@@ -480,7 +468,7 @@ def test_a_training_that_was_killed_goes_on_with_what_it_had_not_seen(
     ],
 )
 def test_weights_that_were_not_saved_any_more_get_the_data_of_those_before(
-    tmp_path, undisturbed, kind, death, freq, saved
+    run, tmp_path, undisturbed, kind, death, freq, saved
 ):
     batches, weights = undisturbed(kind)
     arguments = kind, "2 threads", death, freq, _EPOCHS
@@ -504,7 +492,7 @@ def test_weights_that_were_not_saved_any_more_get_the_data_of_those_before(
     ids=["unknown length", "its end", "another length"],
 )
 def test_an_epoch_that_is_resumed_says_nothing_of_those_after_it(
-    tmp_path, undisturbed, kind, death, freq, saved
+    run, tmp_path, undisturbed, kind, death, freq, saved
 ):
     batches, _ = undisturbed(kind)
     done = run(tmp_path, kind, "inline", death, freq, _EPOCHS)
@@ -518,7 +506,7 @@ def test_an_epoch_that_is_resumed_says_nothing_of_those_after_it(
 @pytest.mark.backend
 @with_steps_per_execution
 def test_a_resumed_epoch_need_not_be_a_whole_number_of_executions(
-    tmp_path, undisturbed
+    run, tmp_path, undisturbed
 ):
     batches, _ = undisturbed("Drawn")
     arguments = "Drawn", "2 threads"
@@ -645,7 +633,7 @@ def trained_in_parts(directory, make, deaths, evaluates=False):
 
 
 @pytest.mark.backend
-@pytest.mark.parametrize("kind", [_Spoiled, Ends])
+@pytest.mark.parametrize("kind", quickly([_Spoiled, Ends], _Spoiled))
 def test_an_epoch_of_which_nothing_good_is_left_is_not_begun_again(
     tmp_path, kind
 ):
@@ -666,7 +654,7 @@ class _Grows(Drawn):
 
 
 @pytest.mark.backend
-@pytest.mark.parametrize("death", [3, 7])
+@pytest.mark.parametrize("death", quickly([3, 7], 7))
 def test_a_resumed_training_keeps_the_length_that_keras_knows(tmp_path, death):
     def make():
         return _Grows(seed=3, workers=0)
@@ -693,14 +681,14 @@ def test_an_epoch_that_is_resumed_after_another_began_keeps_their_numbers(
 @pytest.mark.backend
 @pytest.mark.parametrize("seed", range(20))
 def test_a_training_that_is_killed_anywhere_goes_on(
-    tmp_path, undisturbed, seed
+    run, tmp_path, undisturbed, seed
 ):
     draw = random.Random(seed)
     freq = draw.choice([1, 2, 3, 5, "epoch"])
     deaths = [draw.randint(1, 12), draw.randint(1, 6)]
     places = [draw.choice([*KILLED_PLACES]) for _ in range(3)]
     kind = draw.choice(["Drawn", "Reshuffled", "Begun"])
-    kill_and_resume(tmp_path, undisturbed, kind, deaths, freq, places)
+    kill_and_resume(run, tmp_path, undisturbed, kind, deaths, freq, places)
 
 
 def fit(dataset, *callbacks, **kwargs):
@@ -968,12 +956,13 @@ def test_a_training_of_several_steps_per_execution_goes_on_where_it_was(
 
 
 @pytest.mark.long
-def test_on_mirrored_devices_what_was_fetched_ahead_does_not_count(tmp_path):
+def test_on_mirrored_devices_what_was_fetched_ahead_does_not_count(
+    tmp_path, zygote
+):
     if keras.backend.backend() != "tensorflow":
         pytest.skip("tf.distribute is TensorFlow's")
     script = tmp_path / "train.py"
     script.write_text(
-        f"import sys\nsys.path[:0] = {sys.path!r}\n"
         """
 import json
 import keras
@@ -1007,13 +996,7 @@ model.fit(
 )
 """
     )
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    done = zygote.run(script, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["at", "3", "at", "6", "at", "9"]
 

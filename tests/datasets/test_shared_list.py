@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -158,10 +156,8 @@ with Samples(workers=1, use_multiprocessing=True) as dataset:
 
 
 @pytest.mark.long
-def test_items_of_a_class_of_main_arrive_in_workers(tmp_path):
+def test_items_of_a_class_of_main_arrive_in_workers(tmp_path, zygote):
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)
-    ended = subprocess.run(
-        [sys.executable, str(path)], capture_output=True, text=True, timeout=280
-    )
+    ended = zygote.run(path)
     assert ended.stdout == "[0, 1, 2, 3]\n", ended.stderr

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 from keras_facts import with_steps_per_execution
-from places import KINDS
+from places import KINDS, quickly
 from samples import Deadly, equal
 from slow_samples import (
     EndlessFlaky,
@@ -310,7 +310,7 @@ def _fit(dataset, model=None, **kwargs):
 
 
 @pytest.mark.backend
-@EVERY_KIND
+@pytest.mark.parametrize("kind", quickly(KINDS, "process"))
 @pytest.mark.parametrize("bad", [[0, 1], [18, 19]], ids=["first", "last"])
 def test_fit_trains_on_without_the_bad_batches(kind, bad, caplog):
     steps, logs = _fit(
@@ -395,7 +395,7 @@ def test_steps_per_epoch_walk_through_the_dataset_in_pieces():
 
 @pytest.mark.backend
 @with_steps_per_execution
-@pytest.mark.parametrize("bad", [[7], [19], [7, 8]])
+@pytest.mark.parametrize("bad", quickly([[7], [19], [7, 8]], [7, 8]))
 def test_several_steps_per_execution_count_the_batches_there_are(bad):
     model = _model(steps_per_execution=2)
     _fit(Flaky(bad, length=20, workers=0, **SKIP), model)

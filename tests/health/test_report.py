@@ -555,7 +555,12 @@ def test_a_fragment_of_nothing_says_so():
 
 
 @pytest.mark.parametrize(
-    "make", [simulated_record, _many, empty_record], ids=["two", "many", "none"]
+    "make",
+    [
+        pytest.param(simulated_record, id="two", marks=pytest.mark.long),
+        pytest.param(_many, id="many"),
+        pytest.param(empty_record, id="none"),
+    ],
 )
 def test_a_figure_can_be_written_without_pyplot(make, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
@@ -662,7 +667,12 @@ def _requests(browser):
 
 @_in_browser
 @pytest.mark.parametrize(
-    "make", [simulated_record, _many, empty_record], ids=["two", "many", "none"]
+    "make",
+    [
+        pytest.param(simulated_record, id="two", marks=pytest.mark.long),
+        pytest.param(_many, id="many"),
+        pytest.param(empty_record, id="none", marks=pytest.mark.long),
+    ],
 )
 def test_the_browser_has_nothing_to_complain_of_and_nothing_to_fetch(
     shown, make
@@ -706,7 +716,12 @@ def test_every_figure_is_drawn_and_every_part_of_the_timeline_is_shown(shown):
 
 @_in_browser
 @pytest.mark.parametrize(
-    "make", [_evil_record, _many, empty_record], ids=["evil", "many", "none"]
+    "make",
+    [
+        pytest.param(_evil_record, id="evil"),
+        pytest.param(_many, id="many", marks=pytest.mark.long),
+        pytest.param(empty_record, id="none", marks=pytest.mark.long),
+    ],
 )
 def test_a_phone_need_not_scroll_sideways(shown, make):
     browser = shown(make(), width=390)

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import scipy.sparse
-from places import FULL, KINDS
+from places import FULL, KINDS, quickly
 
 from keras_fastdata import FastPyDataset
 
@@ -20,14 +20,7 @@ BACKEND = keras.backend.backend()
 ONE_PROCESS = {"workers": 1, "use_multiprocessing": True}
 
 
-@pytest.fixture(
-    params=[
-        "inline",
-        # Threads hand over the arrays that they built, as an inline build does.
-        pytest.param("thread", marks=pytest.mark.long),
-        "process",
-    ]
-)
+@pytest.fixture(params=quickly(KINDS, "process"))
 def place(request):
     return KINDS[request.param]
 
@@ -269,7 +262,7 @@ if BACKEND == "jax":
                 assert isinstance(x, np.ndarray)
                 assert (x == number).all()
 
-    @pytest.mark.parametrize("run", range(20 if FULL else 4))
+    @pytest.mark.parametrize("run", range(20 if FULL else 2))
     def test_asynchronous_dispatch_holds_batches_and_nothing_hangs(run):
         big = np.ones((64, 64, 64), "float32")
         model = keras.Sequential(

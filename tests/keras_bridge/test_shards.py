@@ -5,11 +5,8 @@ from __future__ import annotations
 import collections
 import json
 import logging
-import os
 import pathlib
 import socket
-import subprocess
-import sys
 
 import keras
 import numpy as np
@@ -20,6 +17,7 @@ from hypothesis import strategies as st
 from resume_samples import Drawn
 from samples import Numbered
 from shard_runs import BATCHES, EPOCHS, ROWS, Seen, Steps, fit
+from trainers import Script
 
 from keras_fastdata import (
     GeneratorDataset,
@@ -196,41 +194,17 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def run(how, count=1, **environment):
-    """What each of so many processes says it has done."""
+def run(zygote, how, count=1, **environment):
+    """What each of `count` processes says it has done."""
     port = free_port()
-    processes = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                str(_SCRIPT),
-                how,
-                str(rank),
-                str(count),
-                str(port),
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(sys.path),
-                "TF_CPP_MIN_LOG_LEVEL": "3",
-                **environment,
-            },
-        )
+    scripts = [
+        Script(zygote, [_SCRIPT, how, rank, count, port], None, environment)
         for rank in range(count)
     ]
     found = []
-    try:
-        for process in processes:
-            out, error = process.communicate(timeout=280)
-            assert process.returncode == 0, error[-3000:]
-            found.append(json.loads(out.splitlines()[-1]))
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+    for done in [script.end() for script in scripts]:
+        assert done.returncode == 0, done.stderr[-3000:]
+        found.append(json.loads(done.stdout.splitlines()[-1]))
     return found
 
 
@@ -262,9 +236,9 @@ _RUNS = {
     ("how", "count", "environment"), _RUNS[keras.backend.backend()]
 )
 def test_every_sample_is_trained_on_once_and_the_loss_is_that_of_one_process(
-    how, count, environment, single
+    how, count, environment, single, zygote
 ):
-    found = run(how, count, **environment)
+    found = run(zygote, how, count, **environment)
     for epoch in range(EPOCHS):
         parts = [one["samples"][epoch] for one in found]
         assert {len(part) for part in parts} == {BATCHES * ROWS // count}

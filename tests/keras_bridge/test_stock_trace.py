@@ -16,7 +16,6 @@ was given. "4@7" is batch 4 of a dataset whose level was 7.
 from __future__ import annotations
 
 import functools
-import gc
 import os
 import threading
 import warnings
@@ -171,15 +170,6 @@ def make_stock(name, **arguments):
     mixin = getattr(samples, name)
     stock = type(f"Stock{name}", (mixin, keras.utils.PyDataset), {})
     return stock(**arguments)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _tests_are_quick():
-    """Keeps the heap out of collections."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 # Each backend's trainer has its batches from processes. Inline and threads, of

@@ -8,7 +8,7 @@ import weakref
 
 import numpy as np
 import pytest
-from places import KINDS
+from places import KINDS, quickly
 
 pytestmark = pytest.mark.usefixtures("kept_forkserver")
 
@@ -23,7 +23,7 @@ from keras_fastdata import FastPyDataset  # noqa: E402
 from keras_fastdata.keras_bridge import tensorflow_iterator  # noqa: E402
 from keras_fastdata.memory.arena import aligned_empty  # noqa: E402
 
-everywhere = pytest.mark.parametrize("place", KINDS)
+everywhere = pytest.mark.parametrize("place", quickly(KINDS, "process"))
 
 
 class Counting(keras.Model):
@@ -75,7 +75,7 @@ def test_a_last_batch_that_is_shorter_is_no_reason_to_trace_anew(
 
 
 @everywhere
-@pytest.mark.parametrize("steps", [2, 3, 7, 10])
+@pytest.mark.parametrize("steps", quickly([2, 3, 7, 10], 3, 10))
 def test_several_steps_in_one_call_get_each_batch_once(place, steps):
     with Ragged(**KINDS[place]) as dataset:
         model = trained(dataset, steps_per_execution=steps)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import keras
 import keras_changes
@@ -19,15 +16,9 @@ SIX = "0 1 2 3 4 5"
 BATCHES = [f"{SIX} {SIX}", SIX, f"{SIX} {SIX} {SIX} {SIX}"]
 
 
-def _train_under(*names):
+def _train_under(zygote, *names):
     """What becomes of trainings, in a process that has not imported us."""
-    done = subprocess.run(
-        [sys.executable, keras_changes.__file__, *names],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    done = zygote.run(keras_changes.__file__, *names)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line[:1] == "{"]
     return [json.loads(line) for line in lines]
@@ -50,10 +41,10 @@ def _check(found):
     assert "so " in told, name
 
 
-def test_training_goes_on_without_what_one_feature_needs():
+def test_training_goes_on_without_what_one_feature_needs(zygote):
     # Some, one after the other in one process; the others take long.
     some = ["nothing", "adapter moved", "epoch iterator"]
-    found = _train_under(*some)
+    found = _train_under(zygote, *some)
     for each in found:
         _check(each)
     assert [each["name"] for each in found] == some
@@ -73,6 +64,6 @@ def test_the_keras_that_is_here_has_all_that_is_used_as_it_was_seen():
 @pytest.mark.long
 @pytest.mark.backend
 @pytest.mark.parametrize("name", keras_changes.names_here())
-def test_training_goes_on_in_a_process_of_its_own(name):
-    (found,) = _train_under(name)
+def test_training_goes_on_in_a_process_of_its_own(name, zygote):
+    (found,) = _train_under(zygote, name)
     _check(found)

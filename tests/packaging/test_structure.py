@@ -19,6 +19,7 @@ import types
 
 import keras
 import pytest
+from places import LONG_BUT_ON_JAX
 
 import keras_fastdata
 
@@ -416,9 +417,13 @@ print(json.dumps([
     assert _in_a_fresh_process(script, tmp_path) == [7, 1, 1, [], []]
 
 
+@pytest.mark.backend
 @pytest.mark.parametrize(
     "name",
-    ["FastPyDataset", pytest.param("LoaderHealth", marks=pytest.mark.long)],
+    [
+        pytest.param("FastPyDataset", marks=LONG_BUT_ON_JAX),
+        pytest.param("LoaderHealth", marks=pytest.mark.long),
+    ],
 )
 def test_keras_is_imported_when_it_is_needed_and_with_its_backend_alone(
     name, tmp_path
@@ -441,8 +446,13 @@ print(json.dumps([
     assert found == [[], ["keras"], ["MainThread"], []]
 
 
-def test_importing_the_package_changes_nothing_that_others_use(tmp_path):
-    script = """
+def test_importing_the_package_changes_nothing_that_others_use(
+    tmp_path, zygote
+):
+    script = tmp_path / "imports.py"
+    script.write_text(
+        _PRELUDE
+        + """
 import logging, pickle, random, signal, warnings
 import cloudpickle, keras, numpy, tblib
 def state():
@@ -468,7 +478,9 @@ for name in keras_fastdata.__all__:
 after = state()
 print(json.dumps([name for name in before if before[name] != after[name]]))
 """
-    assert _in_a_fresh_process(script, tmp_path) == []
+    )
+    done = zygote.run(script)
+    assert done.stdout == "[]\n", done.stderr
 
 
 def test_a_worker_imports_every_public_name_without_keras(tmp_path):

@@ -265,7 +265,7 @@ def test_every_batch_comes_once_and_right_whatever_happens():
     run_state_machine_as_test(
         Loading,
         settings=settings(
-            max_examples=300 if FULL else 8,
+            max_examples=300 if FULL else 3,
             stateful_step_count=60 if FULL else 30,
             derandomize=True,
             deadline=None,

@@ -20,15 +20,15 @@ import warnings
 import numpy as np
 import psutil
 import pytest
-from places import FULL, KINDS
+from places import FULL, KINDS, quickly
 from samples import Numbered, numbers
 
 from keras_fastdata import FastPyDataset
 
 # The long way round, in the full run.
-RESTARTS = 500 if FULL else 100
+RESTARTS = 500 if FULL else 40
 PROCESSES = {"workers": 2, "use_multiprocessing": True}
-everywhere = pytest.mark.parametrize("place", KINDS)
+everywhere = pytest.mark.parametrize("place", quickly(KINDS, "process"))
 in_parallel = pytest.mark.parametrize("place", ["thread", "process"])
 
 MEGABYTES = 8  # that the training process may have grown by
@@ -385,7 +385,7 @@ def test_a_window_of_held_batches_leaves_every_figure_as_it_was():
 
 def test_slots_are_all_free_after_many_ends_of_epochs():
     with Raises(length=20, shape=(64, 256), **PROCESSES) as dataset:
-        for number in range(30):
+        for number in range(30 if FULL else 10):
             batches = iter(dataset)
             next(batches)
             if number % 3 == 0:

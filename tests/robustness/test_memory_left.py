@@ -7,8 +7,6 @@ import io
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -258,7 +256,7 @@ def small_cgroup():
 
 
 def test_a_worker_that_takes_too_much_is_killed_and_the_trainer_told(
-    small_cgroup, tmp_path
+    small_cgroup, tmp_path, zygote
 ):
     script = tmp_path / "train.py"
     script.write_text(
@@ -274,15 +272,7 @@ def test_a_worker_that_takes_too_much_is_killed_and_the_trainer_told(
         "    except WorkerDiedError as error:\n"
         "        print(error.exit_code, error)\n"
     )
-    trainer = subprocess.run(
-        [sys.executable, script],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    said = trainer.stdout
+    said = zygote.run(script).stdout
     assert said.startswith(f"{-signal.SIGKILL} Worker 0 ")
     assert "was killed by SIGKILL" in said
     assert FIGURES.search(said)

@@ -11,20 +11,13 @@ import time
 import pytest
 from places import FULL
 from samples import Numbered
-from trainers import START_METHODS, Trainer, Zygote, endless
+from trainers import START_METHODS, Trainer, endless
 
 from keras_fastdata import LoaderError
 
 # The long way round, in the full run.
-RANDOM_ENDS = 50 if FULL else 4
+RANDOM_ENDS = 50 if FULL else 2
 ENDLESS = f"data = {endless()}\n"
-
-
-@pytest.fixture(scope="module")
-def zygote():
-    """One for all, so that Keras is imported once."""
-    with Zygote() as started:
-        yield started
 
 
 # -- ended by a signal ---------------------------------------------------------

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import re
 import signal
 import subprocess
-import time
 
 import psutil
 import pytest
+from places import FULL
 from samples import Deadly, LetsAChildReturn, Numbered, numbers
 
 from benchmarks.trouble import Trouble
@@ -21,7 +20,7 @@ from keras_fastdata.workers.in_flight import losses_of
 pytestmark = pytest.mark.usefixtures("kept_forkserver")
 
 # The long way round, in the full run.
-KILLS = 300 if os.environ.get("KERAS_FASTDATA_FULL") else 100
+KILLS = 300 if FULL else 40
 PROCESSES = {"workers": 2, "use_multiprocessing": True}
 CAUSES = {
     "sigkill": -signal.SIGKILL,

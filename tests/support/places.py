@@ -12,8 +12,6 @@ import pytest
 
 FULL = bool(os.environ.get("KERAS_FASTDATA_FULL"))  # the long ones as well
 _BACKEND = os.environ.get("KERAS_BACKEND", "tensorflow")
-# Marks of what takes long on JAX and PyTorch, and no longer on TensorFlow.
-LONG_ELSEWHERE = () if _BACKEND == "tensorflow" else pytest.mark.long
 # Marks of what starts Python again and again: with JAX that takes half as long.
 LONG_BUT_ON_JAX = () if _BACKEND == "jax" else pytest.mark.long
 # The environment of a script that does not train: Keras without TensorFlow is
@@ -41,15 +39,18 @@ PLACES = {
     "2 processes": {"workers": 2, "use_multiprocessing": True},
     "4 processes": {"workers": 4, "use_multiprocessing": True},
 }
+
+
+def quickly(values, *quick):
+    """Parameters of a test, of which the quick run takes those in `quick`."""
+    return [
+        value if value in quick else pytest.param(value, marks=pytest.mark.long)
+        for value in values
+    ]
+
+
 # What these find, the others find as a rule.
-_IN_THE_FULL_RUN = ("1 process", "4 processes", "4 threads")
 everywhere = pytest.mark.parametrize(
-    "place",
-    [
-        pytest.param(place, marks=pytest.mark.long)
-        if place in _IN_THE_FULL_RUN
-        else place
-        for place in PLACES
-    ],
+    "place", quickly(PLACES, "inline", "1 thread", "2 processes")
 )
 somewhere = pytest.mark.parametrize("place", ["inline", "2 processes"])

@@ -111,9 +111,11 @@ class Trainer:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._out, out = os.pipe()
         self._read = b""
-        self.pid = zygote.ask(
-            {"script": PRELUDE + script, "environ": {_TAG: self._tag}},
+        self.pid = zygote.start(
+            PRELUDE + script,
+            ["train.py"],
             [out, self._errors.fileno()],
+            **{_TAG: self._tag},
         )
         os.close(out)
         self._pidfd = os.pidfd_open(self.pid)
@@ -225,6 +227,41 @@ def _look_of(pid):
     return pid
 
 
+class Script:
+    """A training process that runs to its end, with all that it says."""
+
+    def __init__(self, zygote, argv, folder, environ):
+        self._zygote = zygote
+        self._argv = [str(word) for word in argv]
+        with open(self._argv[0]) as file:
+            text = file.read()
+        self._said = [
+            tempfile.TemporaryFile(),  # noqa: SIM115
+            tempfile.TemporaryFile(),  # noqa: SIM115
+        ]
+        self._pid = zygote.start(
+            text,
+            self._argv,
+            [file.fileno() for file in self._said],
+            folder,
+            **environ,
+        )
+
+    def end(self):
+        """Waits for its end; returns what `subprocess.run` would."""
+        pidfd = os.pidfd_open(self._pid)
+        if not select.select([pidfd], [], [], _PATIENCE_S)[0]:
+            os.kill(self._pid, signal.SIGKILL)
+        os.close(pidfd)
+        status = self._zygote.ask({"reap": self._pid})
+        texts = []
+        for file in self._said:
+            file.seek(0)
+            texts.append(file.read().decode())
+            file.close()
+        return subprocess.CompletedProcess(self._argv, status, *texts)
+
+
 class Zygote:
     """The process that trainers are forked from."""
 
@@ -235,11 +272,14 @@ class Zygote:
         )
         environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
         environ["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+        for name in ("PYTHONUNBUFFERED", "PYTHONWARNINGS"):
+            environ.pop(name, None)
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, _ZYGOTE, str(theirs.fileno())],
                 env=environ,
                 stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,  # no terminal: what is said waits
                 pass_fds=[theirs.fileno()],
             )
         self._socket.settimeout(_PATIENCE_S)
@@ -248,6 +288,23 @@ class Zygote:
         with self._lock:
             socket.send_fds(self._socket, [json.dumps(request).encode()], fds)
             return json.loads(self._socket.recv(64))
+
+    def start(self, text, argv, fds, folder=None, **environ):
+        """Has a fork run the text of a script; returns its process id."""
+        request = {
+            "script": text,
+            "argv": argv,
+            "folder": str(folder or os.getcwd()),
+            "environ": environ,
+        }
+        return self.ask(request, fds)
+
+    def run(self, *argv, folder=None, **environ):
+        """Runs a script with arguments, as `subprocess.run` does.
+
+        What differs: Keras has been imported already.
+        """
+        return Script(self, argv, folder, environ).end()
 
     def __enter__(self):
         return self

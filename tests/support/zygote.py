@@ -1,9 +1,9 @@
 """Runs scripts as training processes that have imported Keras already.
 
-A request names a script and brings the descriptors of its standard output and
+A request has a script and brings the descriptors of its standard output and
 standard error; it is run by a fork of this process, which has imported Keras
-but not used it. The fork is a session of its own, so that every process it
-starts can be told by its session.
+but not used it, and nothing of this package. The fork is a session of its own,
+so that every process it starts can be told by its session.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ import warnings
 
 import keras  # noqa: F401
 
-import keras_fastdata  # noqa: F401
 
+def next_script(requests: socket.socket) -> tuple[str, str]:
+    """Answers requests; returns in each new process, with what it shall run.
 
-def next_script(requests: socket.socket) -> str:
-    """Answers requests; returns in each new process, with what it shall run."""
+    Returns:
+        The text of a script, and its path.
+    """
     while True:
         datagram, fds, _, _ = socket.recv_fds(requests, 1 << 16, 2)
         if not datagram:
@@ -42,7 +44,10 @@ def next_script(requests: socket.socket) -> str:
                     os.dup2(fd, number)
                     os.close(fd)
                 os.environ.update(request["environ"])
-                return request["script"]
+                os.chdir(request["folder"])
+                sys.argv[:] = request["argv"]
+                sys.path[0] = os.path.dirname(sys.argv[0])
+                return request["script"], sys.argv[0]
             for fd in fds:
                 os.close(fd)
         requests.send(json.dumps(reply).encode())
@@ -52,5 +57,5 @@ def next_script(requests: socket.socket) -> str:
 gc.freeze()
 # It may be ignored where the tests run.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-_source = next_script(socket.socket(fileno=int(sys.argv[1])))
-exec(compile(_source, "train.py", "exec"))
+_source, __file__ = next_script(socket.socket(fileno=int(sys.argv[1])))
+exec(compile(_source, __file__, "exec"))

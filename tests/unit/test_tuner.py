@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from places import FULL
 
 from keras_fastdata.engine.tuner import (
     INLINE,
@@ -107,7 +108,7 @@ def test_it_is_nearly_as_quick_as_anything_after_200_batches_and_stays_so(
     name, cores
 ):
     load = LOADS[name]
-    for seed in range(10):
+    for seed in range(10 if FULL else 2):
         tuner = Tuner(cores, QUEUE)
         run(tuner, load, cores, 200, seed)
         assert tuner.has_converged

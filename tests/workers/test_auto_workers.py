@@ -18,7 +18,7 @@ from auto_samples import (
     StaysHere,
     Waits,
 )
-from places import LONG_ELSEWHERE
+from places import quickly
 
 from keras_fastdata import GeneratorDataset, LoaderHealth
 from keras_fastdata._dataset_internals import loader_of
@@ -235,13 +235,7 @@ def test_what_a_worker_opens_is_opened_in_processes_alone():
 
 
 @pytest.mark.backend
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param("Waits", marks=LONG_ELSEWHERE),
-        "Draws",
-    ],
-)
+@pytest.mark.parametrize("kind", quickly(["Waits", "Draws"], "Draws"))
 def test_a_model_sees_the_same_data_and_health_says_what_was_decided(
     kind, capsys
 ):

@@ -19,13 +19,11 @@ import threading
 import traceback
 import urllib.error
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
 from places import KINDS
 
-import keras_fastdata
 from keras_fastdata import FastPyDataset, LoaderError, WorkerDiedError
 from keras_fastdata.workers import exceptions
 
@@ -1122,21 +1120,11 @@ SCRIPT = """
 
 
 @pytest.mark.backend
-def test_a_script_ends_with_the_exception_and_nothing_else(tmp_path):
+def test_a_script_ends_with_the_exception_and_nothing_else(tmp_path, zygote):
     """Classes of `__main__`, which no worker can import."""
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(SCRIPT))
-    package = Path(keras_fastdata.__file__).parent.parent
-    path = [str(package), os.environ.get("PYTHONPATH", "")]
-    ended = subprocess.run(
-        [sys.executable, str(script)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    ended = zygote.run(script)
     assert ended.stdout == "as it was\n", ended.stderr
     assert ended.returncode == 1
     head, _, tail = ended.stderr.partition("Traceback")

@@ -15,7 +15,7 @@ import traceback
 
 import numpy as np
 import pytest
-from places import KINDS
+from places import KINDS, quickly
 from test_exceptions import (
     FRESH,
     TwoArguments,
@@ -92,8 +92,8 @@ def _explode(cls, *args):
 @pytest.mark.parametrize(
     ("run", "start_method"),
     [
-        (walk, "forkserver"),
         (fit, "spawn"),
+        pytest.param(walk, "forkserver", marks=pytest.mark.long),
         pytest.param(walk, "spawn", marks=pytest.mark.long),
         pytest.param(fit, "forkserver", marks=pytest.mark.long),
     ],
@@ -525,7 +525,9 @@ class Debugged(Plain):
 
 
 @pytest.mark.parametrize("start_method", START_METHODS)
-@pytest.mark.parametrize("debug", [call_breakpoint, call_pdb])
+@pytest.mark.parametrize(
+    "debug", quickly([call_breakpoint, call_pdb], call_pdb)
+)
 def test_a_debugger_in_a_worker_is_an_error_that_names_the_way(
     start_method, debug, monkeypatch
 ):

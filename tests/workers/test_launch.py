@@ -13,6 +13,7 @@ import time
 import numpy as np
 import psutil
 import pytest
+from places import LONG_BUT_ON_JAX, quickly
 from samples import Numbered, numbers
 
 from keras_fastdata import FastPyDataset, LoaderError
@@ -80,13 +81,22 @@ def _run(arguments, **kwargs):
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    "method", ["forkserver", pytest.param("spawn", marks=pytest.mark.long)]
-)
-def test_a_script_without_a_main_guard_trains(method, tmp_path):
+def _script(tmp_path, method):
     script = tmp_path / "with space and ä.py"
     script.write_text(SCRIPT.replace("METHOD", repr(method)))
-    assert _run([str(script)]) == "main runs\ntrained 2\n"
+    return str(script)
+
+
+@pytest.mark.parametrize("method", quickly(["forkserver", "spawn"], "spawn"))
+def test_a_script_without_a_main_guard_trains(method, tmp_path, zygote):
+    done = zygote.run(_script(tmp_path, method))
+    assert done.stdout == "main runs\ntrained 2\n", done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_python_trains_with_a_script_without_a_main_guard(method, tmp_path):
+    assert _run([_script(tmp_path, method)]) == "main runs\ntrained 2\n"
 
 
 @pytest.mark.long
@@ -122,8 +132,12 @@ def test_ipython_trains(tmp_path):
     assert "trained 2" in _run(["-m", "IPython", str(script)])
 
 
-def test_a_class_defined_in_a_notebook_cell_trains():
-    script = SCRIPT.replace("METHOD", "None")
+@pytest.mark.backend
+@pytest.mark.parametrize(
+    "method", [pytest.param("forkserver", marks=LONG_BUT_ON_JAX)]
+)
+def test_a_class_defined_in_a_notebook_cell_trains(method):
+    script = SCRIPT.replace("METHOD", repr(method))
     assert "trained 2" in _run(["-c", NOTEBOOK], input=script)
 
 

@@ -7,7 +7,6 @@ import importlib
 import logging
 import os
 import re
-import subprocess
 import sys
 import textwrap
 import threading
@@ -15,13 +14,11 @@ import time
 import traceback
 import types
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
 from places import KINDS
 
-import keras_fastdata
 from keras_fastdata import FastPyDataset
 
 PROCESSES = KINDS["process"]
@@ -713,27 +710,12 @@ SCRIPT = """
 
 
 @pytest.fixture(scope="module")
-def script(tmp_path_factory):
+def script(tmp_path_factory, zygote):
     """Output of a script, whose classes are those of `__main__`."""
     path = tmp_path_factory.mktemp("script") / "talk.py"
     kinds = {**KINDS, "fork": {**PROCESSES, "start_method": "fork"}}
     path.write_text(textwrap.dedent(SCRIPT).replace("KINDS", repr(kinds)))
-    package = Path(keras_fastdata.__file__).parent.parent
-    paths = [str(package), os.environ.get("PYTHONPATH", "")]
-    ended = subprocess.run(
-        [sys.executable, str(path)],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(paths),
-            "PYTHONWARNINGS": "",
-            "PYTHONUNBUFFERED": "",
-        },
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    ended = zygote.run(path)
     assert ended.returncode == 0, ended.stderr
     return ended
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
-import subprocess
 import sys
 
 import keras
@@ -15,7 +13,6 @@ import outside_samples
 import pytest
 from outside_samples import Frameworks, Referring
 from PIL import Image, ImageFile
-from places import NO_TRAINING
 
 from keras_fastdata.building.modules import is_users
 from keras_fastdata.engine.fingerprint import _is_installed
@@ -190,17 +187,12 @@ def test_settings_of_keras_and_torch_are_carried_to_workers_that_import_them():
     )
 
 
-def test_what_a_script_changes_between_epochs_reaches_the_workers(tmp_path):
+def test_what_a_script_changes_between_epochs_reaches_the_workers(
+    tmp_path, zygote
+):
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)
-    ran = subprocess.run(
-        [sys.executable, path],
-        env={**os.environ, **NO_TRAINING},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    ran = zygote.run(path)
     wanted = [
         "[[1, 1, 1, 1, 1, 1]]",
         "[[2, 1, 1, 1, 1, 1]]",

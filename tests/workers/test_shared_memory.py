@@ -10,8 +10,6 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -22,7 +20,7 @@ import weakref
 import numpy as np
 import psutil
 import pytest
-from places import NO_TRAINING
+from places import FULL
 from samples import KeepsItsBuffer, Numbered, Sized, numbers
 
 from keras_fastdata import FastPyDataset
@@ -31,7 +29,7 @@ from keras_fastdata.memory import arena
 from keras_fastdata.workers.process import worker_main
 
 # The long way round, in the full run.
-INTERRUPTS = 500 if os.environ.get("KERAS_FASTDATA_FULL") else 50
+INTERRUPTS = 500 if FULL else 50
 PROCESSES = {"workers": 2, "use_multiprocessing": True}
 pytestmark = pytest.mark.usefixtures("kept_forkserver")
 
@@ -323,11 +321,18 @@ def test_what_a_process_forked_in_a_build_writes_stays_in_it():
         assert all(_full_of(x, number) for number, x in enumerate(dataset))
 
 
-def test_40_mb_batches_flow_where_dev_shm_holds_1_mb(tmp_path):
+def test_40_mb_batches_flow_where_dev_shm_holds_1_mb(tmp_path, zygote):
     script = tmp_path / "tiny_shm.py"
     script.write_text(
-        "import os, numpy as np\n"
+        "import ctypes, os, subprocess, sys, numpy as np\n"
         "from keras_fastdata import FastPyDataset\n"
+        "CLONE_NEWNS = 0x20000\n"
+        "if ctypes.CDLL(None).unshare(CLONE_NEWNS):\n"
+        "    sys.exit('no right to mount')\n"
+        "mount = 'mount --make-rprivate / && '\n"
+        "mount += 'mount -t tmpfs -o size=1m tmpfs /dev/shm'\n"
+        "if subprocess.run(mount, shell=True).returncode:\n"
+        "    sys.exit('no right to mount')\n"
         "class D(FastPyDataset):\n"
         "    def __len__(self): return 12\n"
         "    def __getitem__(self, i):\n"
@@ -339,24 +344,8 @@ def test_40_mb_batches_flow_where_dev_shm_holds_1_mb(tmp_path):
         "        assert os.listdir('/dev/shm') == []\n"
         "print('flowed')\n"
     )
-    command = (
-        f"mount -t tmpfs -o size=1m tmpfs /dev/shm && {sys.executable} {script}"
-    )
-    run = subprocess.run(
-        ["unshare", "-m", "sh", "-c", command],
-        capture_output=True,
-        text=True,
-        env={
-            **os.environ,
-            **NO_TRAINING,
-            "PYTHONPATH": os.pathsep.join(sys.path),
-        },
-        timeout=280,
-    )
-    if (
-        "unshare failed" in run.stderr
-        or "Operation not permitted" in run.stderr
-    ):
+    run = zygote.run(script)
+    if "no right to mount" in run.stderr:
         pytest.skip("needs the privilege to mount in a private namespace")
     assert run.stdout == "flowed\n", run.stderr
 
@@ -484,7 +473,7 @@ def test_no_core_dump_fills_the_holes_of_shared_memory():
             assert "dd" in flags.split()  # "do not include area into core dump"
 
 
-def test_closed_standard_files_do_not_become_ours():
+def test_closed_standard_files_do_not_become_ours(tmp_path, zygote):
     script = """
         import os, sys
         for fd in range(3):
@@ -502,13 +491,9 @@ def test_closed_standard_files_do_not_become_ours():
                         assert "/" in place and "memfd" not in place, place
         os._exit(42)
     """
-    path = os.pathsep.join(sys.path)
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        env={**os.environ, **NO_TRAINING, "PYTHONPATH": path},
-        timeout=280,
-    )
-    assert done.returncode == 42
+    path = tmp_path / "closes.py"
+    path.write_text(textwrap.dedent(script))
+    assert zygote.run(path).returncode == 42
 
 
 # -- `empty` outside of a batch -----------------------------------------------

@@ -20,16 +20,16 @@ import keras
 import numpy as np
 import psutil
 import pytest
-from places import KINDS
+from places import FULL, KINDS
 from samples import Numbered, Random, equal, numbers
-from trainers import START_METHODS, Trainer, Zygote, endless
+from trainers import START_METHODS, Trainer, endless
 
 from keras_fastdata import FastPyDataset
 from keras_fastdata.memory import arena
 from keras_fastdata.workers.process import launchers
 
 # The long way round, in the full run.
-DATASETS = 1000 if os.environ.get("KERAS_FASTDATA_FULL") else 150
+DATASETS = 1000 if FULL else 50
 PROCESSES = {"workers": 2, "use_multiprocessing": True}
 _PATIENCE_S = 120.0
 
@@ -45,13 +45,6 @@ def _model(**options):
 
 def _mean_square(length):
     return pytest.approx(np.mean(np.arange(length) ** 2.0), rel=1e-5)
-
-
-@pytest.fixture(scope="module")
-def zygote():
-    """One for all, so that Keras is imported once."""
-    with Zygote() as started:
-        yield started
 
 
 # -- training, and training again ----------------------------------------------

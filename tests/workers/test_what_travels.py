@@ -22,7 +22,6 @@ import keras
 import numpy as np
 import psutil
 import pytest
-from places import NO_TRAINING
 from samples import Holds, MapsAFile, hold, rest_of, row
 
 from keras_fastdata import DatasetPicklingError
@@ -298,7 +297,7 @@ def test_cached_functions_and_methods_travel():
     )
 
 
-def test_a_main_script_with_locks_caches_and_files_of_its_own(tmp_path):
+def test_a_main_script_with_locks_caches_and_files_of_its_own(tmp_path, zygote):
     (tmp_path / "data.txt").write_text("abc")
     script = tmp_path / "main.py"
     script.write_text(
@@ -321,19 +320,7 @@ def test_a_main_script_with_locks_caches_and_files_of_its_own(tmp_path):
         "           start_method=start_method) as d:\n"
         "        print(np.concatenate(list(d)).tolist())\n"
     )
-    ran = subprocess.run(
-        [sys.executable, script],
-        cwd=tmp_path,
-        env={
-            **os.environ,
-            **NO_TRAINING,
-            "PYTHONPATH": os.pathsep.join(sys.path),
-        },
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    ran = zygote.run(script, folder=tmp_path)
     assert ran.stdout == "[3, 0, 3, 1, 3, 1]\n" * 2, ran.stderr
 
 
