@@ -385,7 +385,7 @@ def test_a_window_of_held_batches_leaves_every_figure_as_it_was():
 
 def test_slots_are_all_free_after_many_ends_of_epochs():
     with Raises(length=20, shape=(64, 256), **PROCESSES) as dataset:
-        for number in range(30 if FULL else 10):
+        for number in range(30 if FULL else 12):
             batches = iter(dataset)
             next(batches)
             if number % 3 == 0:

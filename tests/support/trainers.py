@@ -275,12 +275,13 @@ class Zygote:
         for name in ("PYTHONUNBUFFERED", "PYTHONWARNINGS"):
             environ.pop(name, None)
         with theirs:
-            self._process = subprocess.Popen(
+            subprocess.run(
                 [sys.executable, _ZYGOTE, str(theirs.fileno())],
                 env=environ,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,  # no terminal: what is said waits
                 pass_fds=[theirs.fileno()],
+                check=True,
             )
         self._socket.settimeout(_PATIENCE_S)
 
@@ -311,4 +312,3 @@ class Zygote:
 
     def __exit__(self, *_):
         self._socket.close()
-        self._process.wait(_PATIENCE_S)

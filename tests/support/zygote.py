@@ -4,6 +4,9 @@ A request has a script and brings the descriptors of its standard output and
 standard error; it is run by a fork of this process, which has imported Keras
 but not used it, and nothing of this package. The fork is a session of its own,
 so that every process it starts can be told by its session.
+
+This process is no child of the tests', which look at all their children. It
+ends when the tests close their end of the socket.
 """
 
 from __future__ import annotations
@@ -15,6 +18,9 @@ import signal
 import socket
 import sys
 import warnings
+
+if os.fork():
+    os._exit(0)
 
 import keras  # noqa: F401
 
