@@ -397,7 +397,7 @@ def test_what_a_generator_raises_arrives_and_names_the_shard(place):
 
 
 @pytest.mark.parametrize(
-    "start_method", quickly(["forkserver", "fork"], "fork")
+    "start_method", quickly(["forkserver", "fork"], "forkserver")
 )
 @pytest.mark.parametrize("num_shards", [4, 6])
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

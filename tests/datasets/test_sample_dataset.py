@@ -9,7 +9,7 @@ import h5py
 import keras
 import numpy as np
 import pytest
-from places import PLACES, everywhere, somewhere
+from places import PLACES, everywhere, quickly, somewhere
 from sample_samples import Doubling, Drawing, Failing, Squares, halves
 
 from keras_fastdata import GeneratorDataset, SampleDataset
@@ -142,7 +142,7 @@ def test_fit_does_not_shuffle_what_shuffles_itself(shuffle):
     assert seen[-3:] == [0, 1, 2]
 
 
-@everywhere
+@pytest.mark.parametrize("place", quickly(PLACES, "2 processes"))
 def test_weights_draw_samples_in_proportion(place):
     weights = [0, 1, 3, 0] * 1000
     (found,) = epochs(1, 4000, sampler=weights, seed=5, **PLACES[place])

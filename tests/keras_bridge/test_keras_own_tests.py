@@ -4,6 +4,9 @@ The installed Keras ships them. `FastPyDataset` takes the place of `PyDataset`
 in their source; what they then wrap in Keras's adapter gets ours. All 34 of
 Keras 3.15 run, but for those that Keras itself skips; two of them in the full
 run alone.
+
+They import all backends. The quick run has them on PyTorch, whose import takes
+longest.
 """
 
 from __future__ import annotations
@@ -15,9 +18,12 @@ import weakref
 
 import keras
 import pytest
+from places import FULL
 
 from keras_fastdata import FastPyDataset
 
+if keras.backend.backend() != "torch" and not FULL:
+    pytest.skip("on PyTorch, and in the full run", allow_module_level=True)
 pytest.importorskip("jax")
 pytest.importorskip("tensorflow")
 pytest.importorskip("torch")

@@ -30,7 +30,7 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import (
     PyDatasetAdapter,
 )
 from keras_facts import IS_316, fetches_ahead, with_steps_per_execution
-from places import KINDS
+from places import KINDS, quickly
 from stock_trace_samples import EVENTS
 
 from keras_fastdata import FastPyDataset, keras_bridge
@@ -1478,7 +1478,7 @@ def test_a_fast_dataset_is_a_pydataset_with_an_adapter_of_its_own(make):
     assert type(adapter) is keras_bridge.FastPyDatasetAdapter
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", quickly([1, 2], 2))
 def test_a_stock_dataset_has_the_adapter_of_keras(workers):
     dataset = make_stock("Sized", workers=workers)
     adapter = data_adapters.get_data_adapter(dataset, shuffle=True)

@@ -368,7 +368,7 @@ def _arrays(aligned):
 
 
 @pytest.mark.parametrize("aligned", [True, False])
-@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("jit_compile", quickly([False, True], True))
 def test_training_does_not_write_to_a_batch(aligned, jit_compile):
     x, y = _arrays(aligned)
     model = keras.Sequential(

@@ -3,15 +3,8 @@
 from __future__ import annotations
 
 import ast
-import pathlib
 
-import keras_fastdata
-
-_ROOT = pathlib.Path(keras_fastdata.__file__).parent
-_TREES = {
-    str(path.relative_to(_ROOT)): ast.parse(path.read_text("utf-8"))
-    for path in sorted(_ROOT.rglob("*.py"))
-}
+from package_source import trees
 
 # Fields that only have the name of one of ours, and whose they are.
 _FIELDS_OF_OTHERS = {
@@ -62,11 +55,11 @@ def _is_own(attribute):
 
 
 def test_a_field_is_written_by_the_file_of_its_class_alone():
-    owners = {file: set(_fields(tree)) for file, tree in _TREES.items()}
+    owners = {file: set(_fields(tree)) for file, tree in trees().items()}
     ours = set().union(*owners.values())
     found = {
         (file, target.attr)
-        for file, tree in _TREES.items()
+        for file, tree in trees().items()
         for node in ast.walk(tree)
         for target in _stored(node)
         if isinstance(target, ast.Attribute)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import collections
 import doctest
+import functools
 import graphlib
 import importlib
 import inspect
@@ -19,12 +20,12 @@ import types
 
 import keras
 import pytest
+from package_source import ROOT, trees
 from places import LONG_BUT_ON_JAX
 
 import keras_fastdata
 
 _PACKAGE = "keras_fastdata"
-_ROOT = pathlib.Path(keras_fastdata.__file__).parent
 
 # From top to bottom: a module imports from its own room and those below.
 _ROOMS = [
@@ -84,18 +85,16 @@ _PUBLIC = [
 # -- reading the source ------------------------------------------------------
 
 
+@functools.cache
 def _modules():
     """The source of every module, by its dotted name."""
     found = {}
-    for path in sorted(_ROOT.rglob("*.py")):
-        parts = path.relative_to(_ROOT.parent).with_suffix("").parts
+    for path, tree in trees().items():
+        parts = (_PACKAGE, *pathlib.PurePath(path).with_suffix("").parts)
         if parts[-1] == "__init__" and len(parts) > 2:
             parts = parts[:-1]
-        found[".".join(parts)] = ast.parse(path.read_text("utf-8"))
+        found[".".join(parts)] = tree
     return found
-
-
-_TREES = _modules()
 
 
 def _imported(nodes):
@@ -131,7 +130,7 @@ def _is_for_types(test):
 
 def _module_of(name):
     """The module of ours that a dotted name is, or is in; else `None`."""
-    while name and name not in _TREES:
+    while name and name not in _modules():
         name = name.rpartition(".")[0]
     if name:
         return name
@@ -156,13 +155,13 @@ def _height(module):
 
 
 def test_every_module_is_in_a_room_that_has_its_place():
-    assert {_room_of(module) for module in _TREES} == set(_ROOMS)
+    assert {_room_of(module) for module in _modules()} == set(_ROOMS)
 
 
 def test_a_module_imports_only_from_its_room_and_those_below():
     upwards = [
         f"{module} imports {name}"
-        for module, tree in _TREES.items()
+        for module, tree in _modules().items()
         for name in _our_imports(ast.walk(tree))
         if _height(name) > _height(module)
     ]
@@ -182,7 +181,7 @@ def test_the_check_of_import_directions_sees_what_it_is_to_forbid():
 def test_modules_do_not_import_each_other_in_a_circle():
     graph = {
         module: set(_our_imports(_at_top_level(tree))) - {module}
-        for module, tree in _TREES.items()
+        for module, tree in _modules().items()
         if module != f"{_PACKAGE}.__init__"
     }
     graphlib.TopologicalSorter(graph).prepare()
@@ -197,7 +196,7 @@ def test_one_module_alone_names_what_is_in_keras_src():
 
     naming = {
         module
-        for module, tree in _TREES.items()
+        for module, tree in _modules().items()
         if any(name.startswith("keras.src") for name in names(tree))
     }
     assert naming == {f"{_PACKAGE}.keras_bridge.keras_internals"}
@@ -206,7 +205,7 @@ def test_one_module_alone_names_what_is_in_keras_src():
 def test_no_module_reaches_keras_src_through_keras():
     reached = {
         module
-        for module, tree in _TREES.items()
+        for module, tree in _modules().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and ast.unparse(node) == "keras.src"
     }
@@ -219,7 +218,7 @@ _FRAMES = {"_getframe", "f_locals", "f_back", "currentframe", "walk_stack"}
 def test_one_module_alone_looks_at_frames_of_keras_and_one_at_all_others():
     looking = {
         module
-        for module, tree in _TREES.items()
+        for module, tree in _modules().items()
         for node in ast.walk(tree)
         if {getattr(node, "attr", ""), getattr(node, "id", "")} & _FRAMES
     }
@@ -242,7 +241,7 @@ def _private_to_keras():
 def test_one_module_alone_touches_what_is_private_to_keras():
     touching = collections.defaultdict(set)
     private = _private_to_keras()
-    for module, tree in _TREES.items():
+    for module, tree in _modules().items():
         for node in ast.walk(tree):
             if getattr(node, "attr", "") in private:
                 touching[module].add(node.attr)
@@ -256,7 +255,7 @@ def test_one_module_alone_touches_what_is_private_to_keras():
 def test_importing_a_module_imports_no_framework_but_for_tensorflows_own():
     found = [
         f"{module} imports {name}"
-        for module, tree in _TREES.items()
+        for module, tree in _modules().items()
         for name in _imported(_at_top_level(tree))
         if name.split(".")[0] in _HEAVY
     ]
@@ -269,7 +268,7 @@ def test_importing_a_module_imports_no_framework_but_for_tensorflows_own():
 def test_keras_is_imported_by_the_bridge_and_the_callbacks_alone():
     rooms = {
         _room_of(module)
-        for module, tree in _TREES.items()
+        for module, tree in _modules().items()
         for name in _imported(ast.walk(tree))
         if name.split(".")[0] == "keras"
     }
@@ -279,7 +278,7 @@ def test_keras_is_imported_by_the_bridge_and_the_callbacks_alone():
 def test_every_module_that_has_code_says_what_it_is_for():
     silent = [
         module
-        for module, tree in _TREES.items()
+        for module, tree in _modules().items()
         if tree.body and not ast.get_docstring(tree)
     ]
     assert silent == []
@@ -345,21 +344,20 @@ def test_errors_are_runtime_errors_of_one_family():
 
 def test_every_module_can_be_imported():
     found = [
-        info.name
-        for info in pkgutil.walk_packages([str(_ROOT)], f"{_PACKAGE}.")
+        info.name for info in pkgutil.walk_packages([str(ROOT)], f"{_PACKAGE}.")
     ]
-    assert {*found, f"{_PACKAGE}.__init__"} == set(_TREES)
+    assert {*found, f"{_PACKAGE}.__init__"} == set(_modules())
     for name in found:
         importlib.import_module(name)
 
 
 def test_the_package_says_that_it_is_typed():
-    assert (_ROOT / "py.typed").exists()
+    assert (ROOT / "py.typed").exists()
 
 
 def test_the_version_is_the_one_that_is_built():
     assert [int(part) for part in keras_fastdata.__version__.split(".")]
-    project = _ROOT.parent / "pyproject.toml"
+    project = ROOT.parent / "pyproject.toml"
     if not project.exists():
         pytest.skip("the package is installed; its project file is not here")
     config = tomllib.loads(project.read_text("utf-8"))

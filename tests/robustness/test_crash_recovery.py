@@ -38,7 +38,7 @@ from crash_samples import (
     ending,
     kill,
 )
-from places import FULL
+from places import FULL, quickly
 
 from keras_fastdata import WorkerDiedError
 from keras_fastdata.workers.process import launchers
@@ -95,7 +95,7 @@ CELLS_OUTSIDE = [
         how,
         start_method,
         id=f"{how}-{start_method}",
-        marks=LONG[start_method] if how != "sigkill" else (),
+        marks=LONG[start_method],
     )
     for how in CAUSES
     if how != "sysexit"
@@ -268,7 +268,7 @@ def test_deaths_over_several_batches_are_added_up(undisturbed, tmp_path):
 # -- several at once ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("start_method", START_METHODS)
+@pytest.mark.parametrize("start_method", quickly(START_METHODS, "forkserver"))
 def test_both_workers_may_die_at_once(start_method, undisturbed, tmp_path):
     dataset = Gated(
         tmp_path, gated=(3, 4), start_method=start_method, **PROCESSES

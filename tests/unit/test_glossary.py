@@ -4,15 +4,8 @@ from __future__ import annotations
 
 import ast
 import collections
-import pathlib
 
-import keras_fastdata
-
-_ROOT = pathlib.Path(keras_fastdata.__file__).parent
-_TREES = {
-    str(path.relative_to(_ROOT)): ast.parse(path.read_text("utf-8"))
-    for path in sorted(_ROOT.rglob("*.py"))
-}
+from package_source import trees
 
 # Names that the package had, and what took their places.
 _GONE = {
@@ -143,7 +136,7 @@ def _identifiers(tree):
 def test_names_that_were_given_up_do_not_return():
     found = {
         f"{file}: {name}; say {_GONE[name.strip('_')]}"
-        for file, tree in _TREES.items()
+        for file, tree in trees().items()
         for name in _identifiers(tree)
         if name.strip("_") in _GONE
         and (file, name.strip("_")) not in _OF_OTHERS
@@ -152,7 +145,7 @@ def test_names_that_were_given_up_do_not_return():
 
 
 def test_no_file_has_a_name_that_was_given_up():
-    parts = {part for file in _TREES for part in file[:-3].split("/")}
+    parts = {part for file in trees() for part in file[:-3].split("/")}
     assert parts & set(_GONE) == set()
 
 
@@ -162,7 +155,7 @@ def _classes(tree):
 
 def test_no_two_modules_have_a_class_of_one_name():
     files = collections.defaultdict(set)
-    for file, tree in _TREES.items():
+    for file, tree in trees().items():
         for node in _classes(tree):
             files[node.name].add(file)
     assert {n: f for n, f in files.items() if len(f) > 1} == {}

@@ -326,7 +326,9 @@ def test_a_process_forked_while_a_batch_is_awaited_can_load_too():
 
 
 @pytest.mark.parametrize("place", [{"workers": 0}, PROCESSES], ids=str)
-@pytest.mark.parametrize("shape", [-1, (3, -1), "3", 1.5], ids=str)
+@pytest.mark.parametrize(
+    "shape", quickly([-1, (3, -1), "3", 1.5], -1, "3"), ids=str
+)
 def test_empty_refuses_what_is_no_shape(shape, place):
     class Asks(FastPyDataset):
         def __len__(self):
