@@ -178,7 +178,7 @@ _ONE_MEANING = {
 
 def test_a_name_of_one_meaning_is_not_used_for_another():
     files = collections.defaultdict(set)
-    for file, tree in _TREES.items():
+    for file, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef):
                 files[node.name.strip("_")].add(file)
