@@ -20,7 +20,7 @@ _COLUMNS = (
     "data wait",
     "verdict",
     "batches/s",
-    "build p50",
+    "build",
     "queue",
     "busy",
 )

@@ -15,6 +15,8 @@ from health_records import simulated_record
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from keras_fastdata.callbacks.loader_health import _describe
+from keras_fastdata.health.account import TimeAccount
 from keras_fastdata.health.summary import summarize
 from keras_fastdata.health.verdict import Facts, Kind, judge, other_workers
 from keras_fastdata.metrics import cost_model, formatting
@@ -214,6 +216,16 @@ def test_computing_on_full_cores_is_never_answered_by_more_workers(measured):
     if verdict.kind in ("build_cpu_bound", "gil_bound", "cores_full"):
         assert verdict.kind == "cores_full"
         assert more_workers is None
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_the_lines_of_a_fit_fit_80_columns(kind):
+    verdict = dataclasses.replace(judge(SLEEPERS), kind=kind)
+    long = dataclasses.replace(EPOCH, wall_s=5000.0, verdict=verdict, epoch=998)
+    long = dataclasses.replace(long, account=TimeAccount(steps_s=5000.0))
+    assert len(_describe(long, 0)) <= 80
+    text = str(summarize([long] * 30, [], None, long.account))
+    assert max(map(len, text.splitlines())) <= 80
 
 
 # -- words -------------------------------------------------------------------
