@@ -1,12 +1,12 @@
 """How `fit`, `evaluate` and `predict` consume a `FastPyDataset`.
 
-Keras wraps a PyDataset in a `PyDatasetAdapter`, and asks that for iterators.
-`register` gives `PyDatasetAdapter` a `__new__` that makes our adapter for our
-datasets, wherever Keras imported the name, and is Keras's own for all others.
-It also has Keras's traceback filter drop our frames with Keras's own. These
-are the two things of Keras's that we touch. `keras_internals` is the one module
-that knows what Keras does not promise to keep; where that is not as we know
-it, training goes on with less, down to Keras's own adapter.
+Keras wraps a PyDataset in a `PyDatasetAdapter`, and asks the adapter for
+iterators. `register` gives `PyDatasetAdapter` a `__new__` that makes our
+adapter for our datasets, and Keras's own for all others. It also makes Keras's
+traceback filter drop our frames. Nothing else of Keras is changed.
+`keras_internals` is the one module that uses what Keras does not promise to
+keep. Where Keras differs from what that module expects, training goes on with
+less, down to Keras's own adapter.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from keras_fastdata.keras_bridge.keras_internals import (
     is_asked_whether_to_shuffle,
     is_within_fit,
     set_initial_epoch,
-    show_frames,
     values_in_training,
     warn_of_what_is_off,
 )
@@ -37,7 +36,6 @@ from keras_fastdata.workers import exceptions
 __all__ = [
     "FastPyDatasetAdapter",
     "Feature",
-    "FitCall",
     "KerasBackup",
     "PyDataset",
     "callbacks_beside",
@@ -47,7 +45,6 @@ __all__ = [
     "register",
     "set_initial_epoch",
     "training",
-    "unregister",
     "values_in_training",
 ]
 
@@ -55,7 +52,7 @@ PyDataset = keras.utils.PyDataset
 
 
 def training() -> FitCall:
-    """The `fit` that calls the caller; no adapter if its data is not ours."""
+    """Returns the `fit` that calls the caller; `adapter` is ours or `None`."""
     call = fit_around()
     if isinstance(call.adapter, FastPyDatasetAdapter):
         return call
@@ -63,16 +60,16 @@ def training() -> FitCall:
 
 
 def register(dataset_class: Any) -> None:
-    """Has Keras wrap instances of `dataset_class` in our adapter.
+    """Makes Keras wrap instances of `dataset_class` in our adapter.
 
-    If this Keras is too different for that, Keras's own adapter builds their
-    batches, inline: it is told that there are no workers.
+    If this Keras is too different, Keras's own adapter builds the batches
+    inline: the properties of the dataset tell Keras that there are no workers.
     """
     warn_of_what_is_off()
     if not has(Feature.LOADER):
-        dataset_class.workers = _told(dataset_class.workers, 0)
-        dataset_class.use_multiprocessing = _told(
-            dataset_class.use_multiprocessing, False
+        dataset_class.workers = dataset_class.workers.getter(lambda _: 0)
+        dataset_class.use_multiprocessing = (
+            dataset_class.use_multiprocessing.getter(lambda _: False)
         )
         return
 
@@ -82,22 +79,3 @@ def register(dataset_class: Any) -> None:
 
     PyDatasetAdapter.__new__ = new
     hide_frames(exceptions.PACKAGE)
-
-
-def _told(setting: property, value: Any) -> property:
-    """A property that can be set as before, and is told to be `value`."""
-    return setting.getter(lambda _: value)
-
-
-def unregister() -> None:
-    """Leaves Keras as it was; a FastPyDataset is then a plain PyDataset."""
-    if not has(Feature.LOADER):
-        return
-
-    def new(cls: type, *_: Any, **__: Any) -> Any:
-        # Not `del`: a class that has had a `__new__` would then refuse the
-        # arguments of its `__init__` (CPython's object.__new__).
-        return object.__new__(cls)
-
-    PyDatasetAdapter.__new__ = new
-    show_frames(exceptions.PACKAGE)

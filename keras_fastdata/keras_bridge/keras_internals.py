@@ -1,20 +1,20 @@
-"""What is used of Keras that Keras does not promise to keep.
+"""Everything private to Keras that the package uses.
 
 These are names of `keras.src`, private attributes of Keras's objects, and
-locals of Keras's calls that are under way, read from their frames. No other
-module touches any of them.
+local variables of Keras's calls, read from their frames. No other module uses
+any of them.
 
-`USES` lists them all, each with the versions of Keras that have it. Each is
-looked up, and what it takes and mentions is compared with what we know, when
-this module is imported. What is missing or different switches off the
-`Feature` that needs it, and nothing else: the value of a `Feature` says what
-happens instead. The functions below then return what a caller can go on with.
+`USES` lists them by the `Feature` that needs them, each with the versions of
+Keras that have it. When this module is imported, it compares Keras with that
+list. A difference switches off the `Feature`, and nothing else. The value of
+the `Feature` says what happens then.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import importlib
 import inspect
 import json
@@ -30,42 +30,16 @@ import keras
 
 from keras_fastdata.workers import exceptions
 
-__all__ = [
-    "USES",
-    "Feature",
-    "FitCall",
-    "KerasBackup",
-    "KerasIterator",
-    "PyDatasetAdapter",
-    "Use",
-    "another_epoch_follows",
-    "callbacks_beside",
-    "calling_iterator",
-    "dry_run",
-    "fit_around",
-    "get_random_seed",
-    "get_tensor_spec",
-    "has",
-    "hide_frames",
-    "is_asked_whether_to_shuffle",
-    "is_keras_step",
-    "is_within_fit",
-    "set_initial_epoch",
-    "show_frames",
-    "steps_argument",
-    "trainer_at_work",
-    "users_stacklevel",
-    "values_in_training",
-    "warn_of_what_is_off",
-]
-
 _log = logging.getLogger("keras_fastdata")
 
 _KERAS = os.path.join(os.path.dirname(keras.__file__), "")
 
 _ADAPTERS = "keras.src.trainers.data_adapters"
 _ADAPTER = f"{_ADAPTERS}.py_dataset_adapter:PyDatasetAdapter"
+_GET_TENSOR_SPEC = f"{_ADAPTERS}.data_adapter_utils:get_tensor_spec"
 _ITERATOR = "keras.src.trainers.epoch_iterator:EpochIterator"
+_BACKUP = "keras:callbacks.BackupAndRestore"
+_GET_RANDOM_SEED = "keras.src.utils.rng_utils:get_random_seed"
 
 
 class Feature(enum.Enum):
@@ -105,247 +79,170 @@ class Feature(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """A thing of Keras's that is used, and what is known of it.
+    """One private part of Keras, and what the package expects of it.
 
     Attributes:
-        feature: What needs it.
-        thing: "module:name.attribute".
-        parameters: Those it must take, in this order; `None` if we do not
-            call it or take its place.
-        mentions: Attributes and locals that its code must use. Of a class,
-            any of its methods may.
-        backend: The only one where it is used; empty for all.
-        seen_in: The versions of Keras that have it so, first and last.
+        thing: Where it is: "module:name.attribute".
+        takes: The names of its parameters, such as "self, x"; `None` if the
+            package neither calls nor replaces it.
+        mentions: Attributes, locals and strings that its code must contain,
+            such as "self epoch". In a class, any method may contain them.
+        backend: The only Keras backend where it is used; empty for all.
+        seen_in: The first and last version of Keras that have it so.
     """
 
-    feature: Feature
     thing: str
-    parameters: tuple[str, ...] | None = None
-    mentions: tuple[str, ...] = ()
+    takes: str | None = None
+    mentions: str = ""
     backend: str = ""
     seen_in: tuple[str, str] = ("3.12", "3.16")
 
-    def find(self) -> Any:
-        """The thing.
-
-        Raises:
-            ImportError: There is no such module.
-            AttributeError: There is no such name in it.
-        """
-        module, _, names = self.thing.partition(":")
-        found: Any = importlib.import_module(module)
-        for name in names.split("."):
-            found = getattr(found, name)
-        return found
-
     def fault(self) -> str:
-        """Says how Keras differs from what is expected here; empty if not."""
+        """Says how Keras differs from what is expected; empty if not."""
         if self.backend not in ("", keras.backend.backend()):
             return ""
+        name = self.thing.replace(":", ".")
         try:
-            found = self.find()
+            found = _find(self.thing)
         except (ImportError, AttributeError):
-            return "is missing"
-        if self.parameters is not None:
-            taken = _parameters(found)
-            if taken != self.parameters:
-                return f"takes ({', '.join(taken)})"
+            return f"{name} is missing"
+        try:
+            taken = ", ".join(inspect.signature(found).parameters)
+        except (TypeError, ValueError):
+            taken = "?"
+        if self.takes not in (None, taken):
+            return f"{name} takes ({taken})"
         known = _names_in(found)
-        lost = [name for name in self.mentions if name not in known]
-        return f"has no `{'`, `'.join(lost)}`" if lost else ""
+        lost = [word for word in self.mentions.split() if word not in known]
+        return f"{name} has no `{'`, `'.join(lost)}`" if lost else ""
 
 
-USES = (
-    # The adapter is chosen for a PyDataset, and made with these arguments.
-    Use(
-        Feature.LOADER,
-        f"{_ADAPTERS}:get_data_adapter",
-        mentions=("PyDatasetAdapter",),
-    ),
-    Use(
-        Feature.LOADER,
-        f"{_ADAPTER}.__init__",
-        ("self", "x", "class_weight", "shuffle"),
-    ),
-    Use(Feature.LOADER, f"{_ADAPTER}._standardize_batch", ("self", "batch")),
-    # What each backend asks for is made of this; we take its place.
-    Use(Feature.LOADER, f"{_ADAPTER}._get_iterator", ("self",)),
-    Use(
-        Feature.LOADER,
-        f"{_ADAPTER}.get_numpy_iterator",
-        mentions=("_get_iterator",),
-    ),
-    Use(
-        Feature.LOADER,
-        f"{_ADAPTER}.get_jax_iterator",
-        mentions=("_get_iterator",),
-    ),
-    Use(
-        Feature.LOADER,
-        f"{_ADAPTER}.get_torch_dataloader",
-        mentions=("_get_iterator",),
-    ),
-    Use(Feature.LOADER, f"{_ADAPTER}.get_tf_dataset", ("self",)),
-    Use(
-        Feature.LOADER,
-        f"{_ADAPTERS}.data_adapter_utils:get_tensor_spec",
-        ("batches",),
-        backend="tensorflow",
-    ),
-    # When an epoch begins and ends, and the one that is no epoch's end.
-    Use(Feature.LOADER, f"{_ADAPTER}.on_epoch_begin", ("self",)),
-    Use(Feature.LOADER, f"{_ADAPTER}.on_epoch_end", ("self",)),
-    Use(Feature.LOADER, f"{_ADAPTER}.num_batches"),
-    Use(
-        Feature.LOADER,
-        f"{_ITERATOR}.reset",
-        ("self",),
-        ("data_adapter", "on_epoch_end", "_epoch_iterator"),
-    ),
-    Use(
-        Feature.RESUME,
-        _ITERATOR,
-        mentions=(
-            "steps_per_epoch",
-            "steps_per_execution",
-            "_num_batches",
-            "_steps_seen",
-            "_current_iterator",
+_on_tensorflow = functools.partial(Use, backend="tensorflow")
+_on_jax = functools.partial(Use, backend="jax")
+
+USES: dict[Feature, tuple[Use, ...]] = {
+    Feature.LOADER: (
+        # Keras chooses the adapter of a PyDataset, and makes it so.
+        Use(f"{_ADAPTERS}:get_data_adapter", mentions="PyDatasetAdapter"),
+        Use(f"{_ADAPTER}.__init__", "self, x, class_weight, shuffle"),
+        # Our adapter overrides these, or calls them.
+        Use(f"{_ADAPTER}._standardize_batch", "self, batch"),
+        Use(f"{_ADAPTER}._get_iterator", "self"),
+        Use(f"{_ADAPTER}.get_numpy_iterator", mentions="_get_iterator"),
+        Use(f"{_ADAPTER}.get_jax_iterator", mentions="_get_iterator"),
+        Use(f"{_ADAPTER}.get_torch_dataloader", mentions="_get_iterator"),
+        Use(f"{_ADAPTER}.get_tf_dataset", "self"),
+        _on_tensorflow(_GET_TENSOR_SPEC, "batches"),
+        Use(f"{_ADAPTER}.on_epoch_begin", "self"),
+        Use(f"{_ADAPTER}.on_epoch_end", "self"),
+        Use(f"{_ADAPTER}.num_batches"),
+        # Tells the data's reset from the end of an epoch.
+        Use(
+            f"{_ITERATOR}.reset",
+            "self",
+            "data_adapter on_epoch_end _epoch_iterator",
         ),
     ),
-    Use(Feature.QUIET_END, f"{_ITERATOR}._interrupted_warning", ("self",)),
-    # Locals of a `fit` that runs.
-    Use(
-        Feature.FIT,
-        "keras:Model.fit",
-        mentions=("self", "epoch_iterator", "initial_epoch"),
+    Feature.RESUME: (
+        Use(
+            _ITERATOR,
+            mentions="steps_per_epoch steps_per_execution _num_batches "
+            "_steps_seen _current_iterator",
+        ),
     ),
-    Use(
-        Feature.DIRECT_FEED,
-        "keras:Model._make_function",
-        ("self", "step_function"),
-        ("distribute_strategy", "steps_per_execution", "run_eagerly"),
-        backend="tensorflow",
+    Feature.QUIET_END: (Use(f"{_ITERATOR}._interrupted_warning", "self"),),
+    Feature.FIT: (
+        # Locals of a `fit` that runs.
+        Use("keras:Model.fit", mentions="self epoch_iterator initial_epoch"),
     ),
-    Use(
-        Feature.DIRECT_FEED,
-        "keras.src.backend.tensorflow.trainer:TFEpochIterator",
-        mentions=(
-            "get_tf_dataset",
-            "_distribute_strategy",
+    Feature.DIRECT_FEED: (
+        _on_tensorflow(
+            "keras:Model._make_function",
+            "self, step_function",
+            "distribute_strategy steps_per_execution run_eagerly",
+        ),
+        _on_tensorflow(
+            "keras.src.backend.tensorflow.trainer:TFEpochIterator",
+            mentions="get_tf_dataset _distribute_strategy "
             "experimental_distribute_dataset",
         ),
-        backend="tensorflow",
     ),
-    # Callbacks.
-    Use(
-        Feature.BESIDE,
-        "keras:callbacks.CallbackList.set_params",
-        ("self", "params"),
-        ("callbacks", "set_params"),
-    ),
-    Use(
-        Feature.BACKUP,
-        "keras:callbacks.BackupAndRestore",
-        mentions=(
-            "_current_epoch",
-            "_last_batch_seen",
-            "_initial_epoch",
-            "backup_dir",
-            "training_metadata.json",
+    Feature.BESIDE: (
+        Use(
+            "keras:callbacks.CallbackList.set_params",
+            "self, params",
+            "callbacks set_params",
         ),
     ),
-    Use(
-        Feature.BACKUP,
-        "keras:callbacks.BackupAndRestore._save_model",
-        ("self",),
+    Feature.BACKUP: (
+        Use(
+            _BACKUP,
+            mentions="_current_epoch _last_batch_seen _initial_epoch "
+            "backup_dir training_metadata.json",
+        ),
+        Use(f"{_BACKUP}._save_model", "self"),
+        Use("keras:Model.fit", mentions="_initial_epoch"),
     ),
-    Use(Feature.BACKUP, "keras:Model.fit", mentions=("_initial_epoch",)),
-    # Errors.
-    Use(Feature.FRAMES, "keras.src.utils.traceback_utils:_EXCLUDED_PATHS"),
-    Use(Feature.ROWS, "keras:Model.compute_loss"),
-    Use(
-        Feature.ROWS,
-        "keras:Model.compute_loss_and_updates",
-        (
-            "self",
-            "trainable_variables",
-            "non_trainable_variables",
-            "metrics_variables",
-            "x",
-            "y",
-            "sample_weight",
-            "training",
+    Feature.FRAMES: (Use("keras.src.utils.traceback_utils:_EXCLUDED_PATHS"),),
+    Feature.ROWS: (
+        _on_jax(
+            "keras:Model.compute_loss_and_updates",
+            "self, trainable_variables, non_trainable_variables, "
+            "metrics_variables, x, y, sample_weight, training, "
             "optimizer_variables",
         ),
-        backend="jax",
     ),
-    *(
-        Use(
-            Feature.ROWS,
-            "keras.src.backend:compute_output_spec",
-            ("fn", "args", "kwargs"),
-            backend=backend,
-        )
-        for backend in ("tensorflow", "torch")
+    Feature.SYNCHRONIZE: (
+        # Where the weights are while JAX trains.
+        _on_jax("keras:Model.fit", mentions="_jax_state"),
+        _on_jax("keras:Variable", mentions="_value"),
     ),
-    # Where the weights are while JAX trains.
-    Use(
-        Feature.SYNCHRONIZE,
-        "keras:Model.fit",
-        mentions=("_jax_state",),
-        backend="jax",
-    ),
-    Use(
-        Feature.SYNCHRONIZE,
-        "keras:Variable",
-        mentions=("_value",),
-        backend="jax",
-    ),
-    Use(Feature.SEED, "keras.src.utils.rng_utils:get_random_seed", ()),
-)
+    Feature.SEED: (Use(_GET_RANDOM_SEED, ""),),
+}
 
 
-def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
-    try:
-        return tuple(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        return ("?",)
+def _find(thing: str) -> Any:
+    """Returns what `Use.thing` names.
+
+    Raises:
+        ImportError: There is no such module.
+        AttributeError: There is no such name in it.
+    """
+    module, _, names = thing.partition(":")
+    return functools.reduce(
+        getattr, names.split("."), importlib.import_module(module)
+    )
 
 
 def _names_in(found: Any) -> set[str]:
-    """The names, locals and strings in the code of a function or class."""
+    """Returns the names, locals and strings in the code of `found`.
+
+    Args:
+        found: A function, property, class or code object.
+    """
     if isinstance(found, property):
         found = found.fget
     if isinstance(found, type):
         parts = [
             part for cls in found.__mro__[:-1] for part in vars(cls).values()
         ]
-        return {name for part in parts for name in _names_in(part)}
-    code = getattr(inspect.unwrap(found), "__code__", None)
-    return set() if code is None else _names_in_code(code)
+        return set().union(*map(_names_in, parts))
+    if isinstance(found, str):
+        return {found}
+    if not isinstance(found, types.CodeType):
+        found = getattr(inspect.unwrap(found), "__code__", None)
+        if found is None:
+            return set()
+    names = {*found.co_names, *found.co_varnames, *found.co_cellvars}
+    return names.union(*map(_names_in, found.co_consts))
 
 
-def _names_in_code(code: types.CodeType) -> set[str]:
-    names = {*code.co_names, *code.co_varnames, *code.co_cellvars}
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= _names_in_code(constant)
-        elif isinstance(constant, str):
-            names.add(constant)
-    return names
-
-
-def _faults() -> dict[Feature, str]:
-    """What is off, and for which thing's sake: the first of each feature's."""
-    faults: dict[Feature, str] = {}
-    for use in USES:
-        if use.feature not in faults and (fault := use.fault()):
-            faults[use.feature] = f"{use.thing.replace(':', '.')} {fault}"
-    return faults
-
-
-_off = _faults()
+# The first fault of each feature that has one.
+_off = {
+    feature: fault
+    for feature, uses in USES.items()
+    if (fault := next(filter(None, map(Use.fault, uses)), ""))
+}
 
 
 def has(feature: Feature) -> bool:
@@ -354,32 +251,29 @@ def has(feature: Feature) -> bool:
 
 
 def warn_of_what_is_off() -> None:
-    """Says once what this version of Keras does not allow, and why."""
+    """Logs once which features this version of Keras switches off, and why."""
     off = _off
     if Feature.LOADER in off:
         off = {Feature.LOADER: off[Feature.LOADER]}
     if off:
-        told = "; ".join(
-            f"{thing}, so {feature.value}" for feature, thing in off.items()
-        )
         _log.warning(
             "keras_fastdata does not know Keras %s: %s. Training goes on. "
             "Look for a newer keras_fastdata.",
             keras.__version__,
-            told,
+            "; ".join(f"{why}, so {what.value}" for what, why in off.items()),
         )
 
 
-def _of(module: str, name: str) -> Any:
-    """What is there; a class that nothing is an instance of, if nothing is."""
+def _class_at(thing: str) -> Any:
+    """Returns Keras's class; an unused one if Keras has none there."""
     try:
-        return Use(Feature.LOADER, f"{module}:{name}").find()
+        return _find(thing)
     except (ImportError, AttributeError):
-        return type(name, (), {})
+        return type("Missing", (), {})
 
 
-PyDatasetAdapter = _of(f"{_ADAPTERS}.py_dataset_adapter", "PyDatasetAdapter")
-_EpochIterator = _of("keras.src.trainers.epoch_iterator", "EpochIterator")
+PyDatasetAdapter = _class_at(_ADAPTER)
+_EpochIterator = _class_at(_ITERATOR)
 
 
 # -- the adapter -------------------------------------------------------------
@@ -395,33 +289,32 @@ def is_asked_whether_to_shuffle() -> bool:
 
 
 class KerasIterator:
-    """Keras's `EpochIterator` over an adapter's data, held weakly.
+    """A weak reference to Keras's `EpochIterator` over an adapter's data.
 
-    Without one, or where Keras's is not as we know it, an epoch has no limit
-    of steps, and what would be told to Keras is told to nobody.
+    Without an iterator, or without the `Feature`, epochs have no limit of
+    steps, and the setters do nothing.
 
     Args:
-        iterator: Keras's; `None` for none.
+        iterator: Keras's iterator; `None` for none.
     """
 
     def __init__(self, iterator: Any = None) -> None:
-        self._iterator: Callable[[], Any] = _no_iterator
-        if iterator is not None:
-            self._iterator = weakref.ref(iterator)
+        self._iterator: Callable[[], Any] = (
+            _no_iterator if iterator is None else weakref.ref(iterator)
+        )
 
     def _get(self, feature: Feature) -> Any:
         return self._iterator() if has(feature) else None
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """The steps that the user wants of each epoch, if any were named."""
+        """The steps that the user wants in each epoch; `None` for no limit."""
         iterator = self._get(Feature.RESUME)
-        steps: int | None = getattr(iterator, "steps_per_epoch", None)
-        return steps
+        return None if iterator is None else iterator.steps_per_epoch
 
     @property
     def steps_per_execution(self) -> int:
-        """Steps in one call of the train function."""
+        """The number of steps in one call of the train function."""
         iterator = self._get(Feature.RESUME)
         return 1 if iterator is None else int(iterator.steps_per_execution)
 
@@ -438,7 +331,7 @@ class KerasIterator:
 
     @property
     def is_resetting(self) -> bool:
-        """Whether it is the data's reset that Keras calls the end of an epoch.
+        """Whether Keras calls `on_epoch_end` because it resets the data.
 
         A reset drops the generator of the epoch first.
         """
@@ -447,10 +340,9 @@ class KerasIterator:
 
     @property
     def num_batches(self) -> int | None:
-        """How many batches Keras takes in an epoch; `None`: all there are."""
+        """The number of batches in an epoch; `None` if Keras does not know."""
         iterator = self._get(Feature.RESUME)
-        count: int | None = getattr(iterator, "_num_batches", None)
-        return count
+        return None if iterator is None else iterator._num_batches
 
     def set_num_batches(self, count: int | None) -> None:
         """Tells Keras how many batches the data has; `None`: to find out."""
@@ -464,7 +356,7 @@ class KerasIterator:
         return self._get(Feature.QUIET_END) is not None
 
     def warn_by(self, warn: Callable[[], None] | None) -> None:
-        """Says what warns that data ran out; `None`: Keras itself."""
+        """Replaces Keras's warning that data ran out; `None` restores it."""
         iterator = self._get(Feature.QUIET_END)
         if iterator is not None and warn is not None:
             iterator._interrupted_warning = warn
@@ -473,11 +365,11 @@ class KerasIterator:
 
 
 def _no_iterator() -> None:
-    """In place of a reference to an iterator."""
+    """Stands for a reference to an iterator that does not exist."""
 
 
 def calling_iterator() -> KerasIterator:
-    """The iterator of Keras's that calls the caller, if one does."""
+    """Returns Keras's iterator if one calls the caller, else an empty one."""
     known = sys._getframe(2).f_locals
     caller = known.get("self")
     if not isinstance(caller, _EpochIterator):
@@ -487,40 +379,30 @@ def calling_iterator() -> KerasIterator:
 
 
 def get_tensor_spec(batches: list[Any]) -> Any:
-    """What TensorFlow is to know of batches, from these, as Keras sees it."""
-    return _of(f"{_ADAPTERS}.data_adapter_utils", "get_tensor_spec")(batches)
+    """Returns TensorFlow's signature for batches like these."""
+    return _find(_GET_TENSOR_SPEC)(batches)
 
 
 def get_random_seed() -> int | None:
     """Returns the seed set by `keras.utils.set_random_seed`, or `None`."""
     if not has(Feature.SEED):
         return None
-    seed: int | None = _of("keras.src.utils.rng_utils", "get_random_seed")()
+    seed: int | None = _find(_GET_RANDOM_SEED)()
     return seed
 
 
 def hide_frames(folder: str) -> None:
-    """Has Keras's traceback filter drop the frames of files in a folder.
+    """Makes Keras's traceback filter drop the frames of files in a folder.
 
-    As it drops its own; `keras.config.disable_traceback_filtering()` keeps
-    them.
+    Keras drops its own frames likewise, unless the user calls
+    `keras.config.disable_traceback_filtering()`.
     """
-    show_frames(folder)
     if has(Feature.FRAMES):
         from keras.src.utils import traceback_utils
 
         hidden = traceback_utils._EXCLUDED_PATHS
-        traceback_utils._EXCLUDED_PATHS = (*hidden, folder)
-
-
-def show_frames(folder: str) -> None:
-    """Has it keep them again."""
-    if has(Feature.FRAMES):
-        from keras.src.utils import traceback_utils
-
-        hidden = traceback_utils._EXCLUDED_PATHS
-        kept = tuple(path for path in hidden if path != folder)
-        traceback_utils._EXCLUDED_PATHS = kept
+        if folder not in hidden:
+            traceback_utils._EXCLUDED_PATHS = (*hidden, folder)
 
 
 # -- the calls under way -----------------------------------------------------
@@ -531,11 +413,11 @@ class FitCall(NamedTuple):
 
     Attributes:
         adapter: The adapter of its training data.
-        initial_epoch: The epoch that it begins with: the one that a callback
-            has restored, or else the one that it was told.
-        has_steps: Whether it was told how many steps an epoch has.
-        num_batches: How many batches it takes in an epoch; `None` if only the
-            end of the data tells.
+        initial_epoch: Its first epoch: the one that a callback has restored,
+            or else its argument.
+        has_steps: Whether it was called with `steps_per_epoch`.
+        num_batches: The number of batches in an epoch; `None` if only the end
+            of the data tells.
     """
 
     adapter: Any = None
@@ -545,14 +427,14 @@ class FitCall(NamedTuple):
 
 
 def fit_around() -> FitCall:
-    """The innermost `fit` that calls the caller; an empty one for none."""
-    for call in _calls_of_keras() if has(Feature.FIT) else ():
-        if call.name == "fit":
-            iterator = call.epoch_iterator
-            restored = getattr(call.trainer, "_initial_epoch", None)
+    """Returns the innermost `fit` that calls the caller, or an empty one."""
+    for name, known in _calls_of_keras() if has(Feature.FIT) else ():
+        if name == "fit":
+            iterator = known.get("epoch_iterator")
+            restored = getattr(known["self"], "_initial_epoch", None)
             return FitCall(
                 getattr(iterator, "data_adapter", None),
-                int(restored or call.initial_epoch or 0),
+                int(restored or known.get("initial_epoch") or 0),
                 getattr(iterator, "steps_per_epoch", None) is not None,
                 getattr(iterator, "_num_batches", None),
             )
@@ -560,14 +442,14 @@ def fit_around() -> FitCall:
 
 
 def another_epoch_follows(iterator: KerasIterator) -> bool:
-    """Whether the `fit` that calls the caller is to run another epoch.
+    """Whether the `fit` that calls the caller will run another epoch.
 
     `History`, which every `fit` has among its callbacks, knows how many
     epochs there are, and which have ended.
 
     Args:
-        iterator: Keras's, over the training data. With a limit of steps, an
-            epoch may end anywhere in the data, so nothing is to follow.
+        iterator: Keras's iterator over the training data. With
+            `steps_per_epoch`, an epoch may end anywhere in the data: `False`.
     """
     name, trainer = trainer_at_work()
     if name != "fit" or iterator.steps_per_epoch:
@@ -584,63 +466,48 @@ def another_epoch_follows(iterator: KerasIterator) -> bool:
 
 
 def is_within_fit() -> bool:
-    """Whether the caller is an evaluation's or prediction's, amid a `fit`."""
-    names = [call.name for call in _calls_of_keras()]
+    """Whether an evaluation or prediction within a `fit` calls the caller."""
+    names = [name for name, _ in _calls_of_keras()]
     return names[:1] != ["fit"] and "fit" in names
 
 
 def steps_argument() -> str:
-    """Which argument of Keras's says how many steps there are."""
-    names = [call.name for call in _calls_of_keras()]
+    """Returns the name of Keras's argument for the number of steps."""
+    names = [name for name, _ in _calls_of_keras()]
     if names[:1] == ["fit"]:
         return "`steps_per_epoch`"
     return "`validation_steps`" if "fit" in names else "`steps`"
 
 
 def trainer_at_work() -> tuple[str, Any]:
-    """What Keras was asked to do, and the model; an empty name for nothing."""
-    for call in _calls_of_keras():
-        return call.name, call.trainer
+    """Returns the method of Keras that runs, and its model; or "", `None`."""
+    for name, known in _calls_of_keras():
+        return name, known["self"]
     return "", None
 
 
-class _Call(NamedTuple):
-    """A call of a model's `fit`, `evaluate` or `predict` that is under way.
+def _calls_of_keras() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the calls of a model that lead to the caller, innermost first.
 
-    Attributes:
-        name: The method's name.
-        trainer: The model.
-        epoch_iterator: What `fit` has under this name; `None` if it has none.
-        initial_epoch: Likewise.
+    Each is "fit", "evaluate" or "predict", and its local variables.
     """
-
-    name: str
-    trainer: Any
-    epoch_iterator: Any
-    initial_epoch: Any
-
-
-def _calls_of_keras() -> Iterator[_Call]:
-    """The calls that have led to the caller, innermost first."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_name
         if name in ("fit", "evaluate", "predict"):
             known = frame.f_locals
             if isinstance(known.get("self"), keras.Model):
-                call = _Call(
-                    name,
-                    known["self"],
-                    known.get("epoch_iterator"),
-                    known.get("initial_epoch"),
-                )
+                copy = dict(known)
                 _forget(known)
-                yield call
+                yield name, copy
         frame = frame.f_back
 
 
 def callbacks_beside() -> list[Any]:
-    """The callbacks in a list with the caller, whose `set_params` this is."""
+    """Returns the callbacks in one list with the caller.
+
+    Call it in `set_params` of a callback.
+    """
     if not has(Feature.BESIDE):
         return []
     known = sys._getframe(2).f_locals
@@ -651,17 +518,16 @@ def callbacks_beside() -> list[Any]:
 
 
 def _forget(known: dict[str, Any]) -> None:
-    """Empties the copy of its locals that a frame of Keras's has given.
+    """Empties the copy of a frame's locals that Python keeps in the frame.
 
-    It lives as long as the frame, and would keep what is in it until it is
-    asked for again: a copy of the weights.
+    The copy lives as long as the frame, and would keep the weights in memory.
     """
     if sys.version_info < (3, 13):
         known.clear()
 
 
 def users_stacklevel() -> int:
-    """The `stacklevel` of a warning, for the caller, at the user's line."""
+    """Returns the `stacklevel` at which a warning shows the user's line."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(
         (exceptions.PACKAGE, _KERAS)
@@ -677,7 +543,7 @@ class KerasBackup:
     """Keras's `BackupAndRestore`, for a callback that saves when that does.
 
     Args:
-        callback: Keras's.
+        callback: Keras's callback.
     """
 
     def __init__(self, callback: Any) -> None:
@@ -690,11 +556,11 @@ class KerasBackup:
 
     @property
     def position(self) -> tuple[int, int]:
-        """The epoch, and the latest batch in it, that it has seen."""
+        """The present epoch, and the latest batch in it."""
         return self._callback._current_epoch, self._callback._last_batch_seen
 
     def restored(self) -> tuple[int, int] | None:
-        """The `position` that it has restored; `None` if there was none."""
+        """Returns the `position` that it has restored, or `None`."""
         path = os.path.join(self.folder, "training_metadata.json")
         try:
             with open(path) as file:
@@ -704,7 +570,7 @@ class KerasBackup:
             return None
 
     def save_first(self, save: Callable[[], None]) -> None:
-        """Has `save` called each time just before it saves the weights."""
+        """Makes it call `save` each time before it saves the weights."""
         callback = self._callback
         save_weights = type(callback)._save_model
 
@@ -716,42 +582,51 @@ class KerasBackup:
 
 
 def set_initial_epoch(model: Any, epoch: int) -> None:
-    """Has the `fit` that begins, or the next one, begin with that epoch."""
+    """Makes the `fit` that begins, or the next one, begin with that epoch."""
     model._initial_epoch = epoch
 
 
 # -- the model ---------------------------------------------------------------
 
 
-def dry_run(name: str, trainer: Any, batch: tuple[Any, ...]) -> None:
-    """Has a model compute its loss for a batch, by shapes alone.
+class _Loss(keras.Operation):  # type: ignore[misc]
+    """A model's outputs and loss, which Keras can compute by shapes alone."""
 
-    Does nothing where the steps are not Keras's own.
+    def __init__(self, trainer: Any) -> None:
+        super().__init__()
+        self._trainer = trainer
+
+    def call(self, x: Any, y: Any, sample_weight: Any) -> Any:
+        y_pred = self._trainer(x, training=False)
+        return self._trainer.compute_loss(
+            x, y, y_pred, sample_weight, training=False
+        )
+
+
+def dry_run(name: str, trainer: Any, batch: tuple[Any, ...]) -> None:
+    """Computes the shape of a model's loss for a batch.
+
+    Does nothing if the model has a step of its own.
 
     Raises:
-        Exception: What Keras, or a layer or loss, has against it.
+        Exception: What Keras, or a layer or loss, raises.
     """
     step = getattr(
         type(trainer), "train_step" if name == "fit" else "test_step"
     )
     if not step.__module__.startswith("keras.src."):
         return
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(
+    parts = keras.utils.unpack_x_y_sample_weight(
         keras.tree.map_structure(_symbolic, batch)
     )
     if keras.backend.backend() == "jax":
-        # Between steps its variables have no values.
-        _dry_run_in_jax(trainer, x, y, sample_weight)
-        return
-    from keras.src import backend
-
-    y_pred = backend.compute_output_spec(trainer, x, training=False)
-    backend.compute_output_spec(
-        trainer.compute_loss, x, y, y_pred, sample_weight, training=False
-    )
+        # Between steps the model's variables have no values.
+        _dry_run_in_jax(trainer, parts)
+    else:
+        _Loss(trainer).compute_output_spec(*parts)
 
 
-def _dry_run_in_jax(trainer: Any, *parts: Any) -> None:
+def _dry_run_in_jax(trainer: Any, parts: tuple[Any, ...]) -> None:
     import jax
 
     def of(tensor: Any) -> Any:
@@ -780,7 +655,7 @@ def _symbolic(leaf: Any) -> Any:
 
 
 def is_keras_step(function: Any) -> bool:
-    """Whether Keras made a train or test function; a model may have others."""
+    """Whether Keras, and not the user, wrote a train or test function."""
     code = getattr(function, "__code__", None)
     maker = inspect.unwrap(keras.Model._make_function)
     name = f"{maker.__qualname__}.<locals>.function"
@@ -788,7 +663,7 @@ def is_keras_step(function: Any) -> bool:
 
 
 def values_in_training(model: Any) -> list[Any]:
-    """The arrays that the steps of a model on JAX have been asked for.
+    """Returns the arrays that the latest step of a model on JAX computes.
 
     Args:
         model: The model; may be `None`.

@@ -293,7 +293,6 @@ def under(name):
 
             features = keras_bridge.Feature
             off = [f.name for f in features if not keras_bridge.has(f)]
-            keras_bridge.unregister()
     finally:
         logger.removeHandler(kept)
     return {"name": name, "batches": batches, "off": off, "told": kept.told}
