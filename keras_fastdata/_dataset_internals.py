@@ -109,12 +109,16 @@ def loader_of(dataset: build.Dataset) -> Loader:
     return internals.loader
 
 
+def own_loader(dataset: build.Dataset) -> Loader | None:
+    """Returns a dataset's loader; `None` if there is no loader yet."""
+    own = own_internals(dataset)
+    return None if own is None else own.loader
+
+
 def settings_in_effect(dataset: build.Dataset) -> Settings:
     """Returns the present settings, with the workers that "auto" chose."""
     internals = internals_of(dataset)
-    if internals.loader is None:
-        return internals.settings
-    return internals.loader.settings
+    return (internals.loader or internals).settings
 
 
 def replace_settings(dataset: build.Dataset, **changes: Any) -> None:
@@ -131,11 +135,9 @@ def note_assigned(dataset: build.Dataset, name: str) -> None:
     During a build this is a change that the build made on `self`. At any
     other time it is a new state of the dataset, which workers must receive.
     """
-    own = own_internals(dataset)
-    loader = None if own is None else own.loader
-    if loader is None:
-        return
-    loader.note_assigned(name, by_build=build.is_built_for(dataset))
+    loader = own_loader(dataset)
+    if loader is not None:
+        loader.note_assigned(name, by_build=build.is_built_for(dataset))
 
 
 @functools.singledispatch

@@ -25,7 +25,7 @@ from keras_fastdata._dataset_internals import (
     internals_of,
     loader_of,
     note_assigned,
-    own_internals,
+    own_loader,
     plain_iterator,
     replace_settings,
     settings_in_effect,
@@ -49,11 +49,8 @@ else:
 _T = TypeVar("_T")
 
 
-_NOTICED = "_fastdata_notices"  # marks functions that `_noticed` returned
-
-
 class _WhileBuilding(Generic[_T]):
-    """A property that gives way to an attribute of the user's own.
+    """A property that an attribute of the user's own may hide.
 
     `epoch` and `rng` are common names in datasets. Python only calls a
     descriptor without `__set__` if the instance has no such attribute.
@@ -263,18 +260,12 @@ class FastPyDataset(_Base):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for name in ("on_epoch_begin", "on_epoch_end"):
-            hook = getattr(cls, name)  # possibly a mixin's
-            if isinstance(hook, types.FunctionType) and not (
-                build.is_default_hook(hook) or hasattr(hook, _NOTICED)
-            ):
-                setattr(cls, name, _noticed(name, hook))
-        for name in ("__setattr__", "__delattr__"):
-            method = getattr(cls, name)  # may not call `super()`'s
+        for name, wrap in _WRAPPERS.items():
+            method = getattr(cls, name)  # possibly a mixin's
             if isinstance(method, types.FunctionType) and not (
-                hasattr(method, _NOTICED)
+                build.is_default_hook(method) or hasattr(method, _NOTICED)
             ):
-                setattr(cls, name, _notes_assigned(method))
+                setattr(cls, name, _mark(wrap(method)))
 
     # -- what a subclass writes ----------------------------------------------
 
@@ -461,9 +452,8 @@ class FastPyDataset(_Base):
         present dataset. Assignments to attributes, and changes by the epoch
         hooks, are noticed without this call.
         """
-        internals = own_internals(self)
-        if internals is not None and internals.loader is not None:
-            internals.loader.mark_changed()
+        if (loader := own_loader(self)) is not None:
+            loader.mark_changed()
 
     def close(self) -> None:
         """Ends the workers and waits until they are gone.
@@ -474,9 +464,8 @@ class FastPyDataset(_Base):
         If a signal handler interrupts a call of this dataset, the workers
         end when that call goes on. In a worker, `close` does nothing.
         """
-        internals = own_internals(self)
-        if internals is not None and internals.loader is not None:
-            internals.loader.close()
+        if (loader := own_loader(self)) is not None:
+            loader.close()
 
     def __enter__(self) -> FastPyDataset:
         return self
@@ -524,6 +513,14 @@ class FastPyDataset(_Base):
         note_assigned(self, name)
 
 
+_NOTICED = "_fastdata_notices"  # marks functions that need no wrapper
+
+
+def _mark(function: Callable[..., Any]) -> Callable[..., Any]:
+    setattr(function, _NOTICED, True)
+    return function
+
+
 def _noticed(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps an epoch hook so that the loader notices calls by the user.
 
@@ -532,17 +529,14 @@ def _noticed(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(hook)
     def noticed(self: FastPyDataset, *args: Any, **kwargs: Any) -> Any:
-        own = own_internals(self)
-        loader = None if own is None else own.loader
         if build.is_built_for(self) or (
-            loader is None
+            own_loader(self) is None
             and (_process_role.is_worker() or _call_stack.is_being_made(self))
         ):
             return hook(self, *args, **kwargs)
         call = functools.partial(hook, self, *args, **kwargs)
         return loader_of(self).hooks.call(self, name, call)
 
-    setattr(noticed, _NOTICED, True)
     return noticed
 
 
@@ -554,12 +548,18 @@ def _notes_assigned(method: Callable[..., None]) -> Callable[..., None]:
         method(self, name, *value)
         note_assigned(self, name)
 
-    setattr(notes, _NOTICED, True)
     return notes
 
 
-for _method in (FastPyDataset.__setattr__, FastPyDataset.__delattr__):
-    setattr(_method, _NOTICED, True)
+_WRAPPERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "on_epoch_begin": functools.partial(_noticed, "on_epoch_begin"),
+    "on_epoch_end": functools.partial(_noticed, "on_epoch_end"),
+    "__setattr__": _notes_assigned,
+    "__delattr__": _notes_assigned,
+}
+
+_mark(FastPyDataset.__setattr__)
+_mark(FastPyDataset.__delattr__)
 
 if not TYPE_CHECKING and not _process_role.is_worker():
     keras_bridge.register(FastPyDataset)

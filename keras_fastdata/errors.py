@@ -43,28 +43,17 @@ class LoaderError(RuntimeError):
     """The loader failed; the message says what to do."""
 
 
-class _WorkerError(LoaderError):
-    """An error of one worker, while it built one batch."""
+class _DetailedError(LoaderError):
+    """An error with attributes, which its class names with their defaults."""
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        dataset: str | None = None,
-        worker: int | None = None,
-        pid: int | None = None,
-        epoch: int | None = None,
-        batch_index: int | None = None,
-    ) -> None:
+    def __init__(self, message: str, **details: Any) -> None:
         super().__init__(message)
-        self.dataset = dataset
-        self.worker = worker
-        self.pid = pid
-        self.epoch = epoch
-        self.batch_index = batch_index
+        for name, value in details.items():
+            getattr(type(self), name)  # an unknown name is an error
+            setattr(self, name, value)
 
 
-class WorkerDiedError(_WorkerError):
+class WorkerDiedError(_DetailedError):
     """A worker process ended unexpectedly.
 
     Attributes:
@@ -78,14 +67,15 @@ class WorkerDiedError(_WorkerError):
         batch_index: Index of that batch, or `None`.
     """
 
-    def __init__(
-        self, message: str, *, exit_code: int | None = None, **where: Any
-    ) -> None:
-        super().__init__(message, **where)
-        self.exit_code = exit_code
+    dataset: str | None = None
+    worker: int | None = None
+    pid: int | None = None
+    exit_code: int | None = None
+    epoch: int | None = None
+    batch_index: int | None = None
 
 
-class BatchTimeoutError(_WorkerError):
+class BatchTimeoutError(_DetailedError):
     """A batch took longer to build than `batch_timeout` seconds.
 
     Attributes:
@@ -98,20 +88,16 @@ class BatchTimeoutError(_WorkerError):
         stack: The Python stack of the worker, as text.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        elapsed_s: float | None = None,
-        stack: str | None = None,
-        **where: Any,
-    ) -> None:
-        super().__init__(message, **where)
-        self.elapsed_s = elapsed_s
-        self.stack = stack
+    dataset: str | None = None
+    worker: int | None = None
+    pid: int | None = None
+    epoch: int | None = None
+    batch_index: int | None = None
+    elapsed_s: float | None = None
+    stack: str | None = None
 
 
-class DatasetPicklingError(LoaderError):
+class DatasetPicklingError(_DetailedError):
     """The dataset, or something it holds, cannot be sent to a process.
 
     Attributes:
@@ -120,13 +106,5 @@ class DatasetPicklingError(LoaderError):
         type_name: Qualified name of that object's type.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        path: str | None = None,
-        type_name: str | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.path = path
-        self.type_name = type_name
+    path: str | None = None
+    type_name: str | None = None

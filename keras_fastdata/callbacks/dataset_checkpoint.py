@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from keras_fastdata import _atomic_write
-from keras_fastdata._dataset_internals import internals_of, loader_of
+from keras_fastdata import _process_role
+from keras_fastdata._dataset_internals import internals_of
 from keras_fastdata._validation import boolean, integer
 from keras_fastdata.callbacks.base import Callback, registered
-from keras_fastdata.engine.batch_iterator import has_rest
-from keras_fastdata.engine.state_dict import at_end
+from keras_fastdata.callbacks.saved_states import (
+    Saved,
+    SavedStates,
+    after_empty_rest,
+)
 
-_Saved = dict[str, Any]
+if TYPE_CHECKING or not _process_role.is_worker():
+    import keras
 
-# Weights are saved by somebody else, who may be killed in between: the states
-# of two moments are kept, and that of the weights is taken.
-_KEPT = 2
+    from keras_fastdata import keras_bridge
 
 _log = logging.getLogger("keras_fastdata")
 
@@ -90,8 +91,8 @@ class DatasetCheckpoint(Callback):
         self.delete_checkpoint = boolean("delete_checkpoint", delete_checkpoint)
         self._adapter: Any = None
         self._beside: list[Any] = []
-        self._states: list[_Saved] = []
-        self._backup: Any = None
+        self._backup: keras_bridge.KerasBackup | None = None
+        self._states: SavedStates | None = None
         self._epoch = 0
         self._last_batch = -1
         self._since_saved = 0
@@ -114,50 +115,43 @@ class DatasetCheckpoint(Callback):
     def set_params(self, params: Any) -> None:
         """Keras calls this when `fit`, `evaluate` or `predict` begins."""
         super().set_params(params)  # type: ignore[misc]
-        from keras_fastdata import keras_bridge
-
         self._beside = keras_bridge.callbacks_beside()
 
     def on_train_begin(self, logs: Any = None) -> None:
-        from keras_fastdata import keras_bridge
-        from keras_fastdata.keras_bridge import Feature
-
         self._adapter = self._backup = None
-        needed = Feature.FIT, Feature.RESUME, Feature.BESIDE
+        feature = keras_bridge.Feature
+        needed = feature.FIT, feature.RESUME, feature.BESIDE
         if not all(map(keras_bridge.has, needed)):
             return  # as the warning at the import has said
         training = keras_bridge.training()
-        self._adapter = training.adapter
-        if self._adapter is None:
+        if training.adapter is None:
             _log.warning(
                 "DatasetCheckpoint has nothing to save: the training data of "
                 "this `fit` is no FastPyDataset."
             )
             return
         backup = self._find_backup()
-        if backup is not None and not keras_bridge.has(Feature.BACKUP):
-            self._adapter = None
+        if backup is not None and not keras_bridge.has(feature.BACKUP):
             return
-        self._backup = backup
-        self._states = self._read()
+        self._adapter, self._backup = training.adapter, backup
+        self._states = SavedStates(self.path)
         self._since_saved = 0
         epoch = training.initial_epoch
-        state = self._state_for(epoch)
+        saved = self._saved_for(self._states, epoch)
         dataset = self._adapter.py_dataset
-        if state is not None:
+        if saved is not None:
             try:
-                dataset.load_state_dict(state["dataset"])
+                dataset.load_state_dict(saved["dataset"])
             except ValueError as error:
                 error.add_note(f"The state is in {self.path}.")
                 raise
             if not training.has_steps:
-                length = training.num_batches
-                state = self._after_empty_rest(state, length)
-            if state["epoch"] != epoch:
+                saved = after_empty_rest(dataset, saved, training.num_batches)
+            if saved["epoch"] != epoch:
                 # It was saved behind the last batch of its epoch; or in an
                 # epoch that was itself resumed, which BackupAndRestore takes
                 # for epoch 0.
-                keras_bridge.set_initial_epoch(self.model, state["epoch"])
+                keras_bridge.set_initial_epoch(self.model, saved["epoch"])
         elif epoch:
             self._begin_with(epoch)
         else:
@@ -167,22 +161,26 @@ class DatasetCheckpoint(Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch = epoch
-        if self._adapter is None or not self._states:
+        if self._adapter is None or self._states is None:
             return
-        latest = self._states[-1]
-        if latest["epoch"] != epoch or latest["dataset"]["position"]:
+        latest = self._states.latest
+        if (
+            latest is None
+            or latest["epoch"] != epoch
+            or latest["dataset"]["position"]
+        ):
             return
         # It was saved behind the last batch of the epoch before. Validations
         # may have gone through the dataset since.
         state = self._adapter.state(None)
         if state != latest["dataset"]:
-            self._write(state, epoch, latest["saved_at"])
+            self._states.add({**latest, "dataset": state})
 
     @property
     def async_safe(self) -> bool:
-        """Whether Keras may go on while a step is looked at.
+        """Whether Keras may start the next step before this callback runs.
 
-        Not where that may save: training must stand where the file says.
+        `False` if it may save then: training must stand where the file says.
         """
         return self.save_freq == "epoch"
 
@@ -212,17 +210,10 @@ class DatasetCheckpoint(Callback):
 
     # -- beside BackupAndRestore ----------------------------------------------
 
-    def _find_backup(self) -> Any:
-        import keras
-
-        from keras_fastdata import keras_bridge
-
-        before = True
+    def _find_backup(self) -> keras_bridge.KerasBackup | None:
         for callback in self._beside:
-            if callback is self:
-                before = False
-            elif isinstance(callback, keras.callbacks.BackupAndRestore):
-                if not before:
+            if isinstance(callback, keras.callbacks.BackupAndRestore):
+                if self in self._beside[: self._beside.index(callback)]:
                     raise ValueError(
                         "DatasetCheckpoint must come behind BackupAndRestore "
                         "in `callbacks`: what that restores tells where the "
@@ -231,16 +222,16 @@ class DatasetCheckpoint(Callback):
                 return keras_bridge.KerasBackup(callback)
         return None
 
-    def _save_before(self, backup: Any) -> None:
-        """Has a state saved just before the weights that belong to it.
+    def _save_before(self, backup: keras_bridge.KerasBackup) -> None:
+        """Saves a state each time just before the weights are saved.
 
-        Killed in between, the weights are the older ones; and their state is
-        still in the file.
+        After a kill in between, the weights are the older ones; and their
+        state is still in the file.
         """
 
         def save() -> None:
             if self._adapter is not None and self._backup is backup:
-                within = self._adapter.is_within_epoch
+                within = self._adapter.progress.is_within_epoch
                 epoch, batch = backup.position
                 if not within:
                     self._epoch = epoch
@@ -249,9 +240,7 @@ class DatasetCheckpoint(Callback):
         backup.save_first(save)
 
     def _moment(self, epoch: int, batch: int) -> list[int]:
-        """What tells which weights a state belongs to."""
-        import keras
-
+        """Returns what tells which weights a state belongs to."""
         optimizer = getattr(self.model, "optimizer", None)
         if optimizer is None:
             return [epoch, batch, 0]
@@ -259,10 +248,15 @@ class DatasetCheckpoint(Callback):
         steps = keras.ops.convert_to_numpy(optimizer.iterations)
         return [epoch, batch, int(steps)]
 
+    # -- where the data goes on ----------------------------------------------
+
     def _warn_of_a_drawn_seed(self) -> None:
         dataset = self._adapter.py_dataset
-        drawn = internals_of(dataset).settings.seed is None
-        if drawn and self._adapter.has_hooks and not self._adapter.is_seeded:
+        if (
+            self._adapter.has_hooks
+            and internals_of(dataset).settings.seed is None
+            and keras_bridge.get_random_seed() is None
+        ):
             _log.warning(
                 "%s has no `seed`: its epoch hooks run with one that is drawn "
                 "anew in every process, before DatasetCheckpoint can restore "
@@ -270,28 +264,6 @@ class DatasetCheckpoint(Callback):
                 "resumed.",
                 type(dataset).__name__,
             )
-
-    def _after_empty_rest(self, state: _Saved, length: int | None) -> _Saved:
-        """Has the next epoch begin if no good batch is left in the saved one.
-
-        When a state is saved, nobody may know yet that all batches behind that
-        place are skipped, or that there are none.
-
-        Args:
-            state: The saved state.
-            length: How many batches `fit` takes in an epoch, if that is known.
-        """
-        dataset, saved = self._adapter.py_dataset, state["dataset"]
-        if not (saved["within"] and saved["position"]):
-            return state
-        loader = loader_of(dataset)
-        if not has_rest(loader, dataset, length):
-            state = {**state, "epoch": state["epoch"] + 1}
-            state["dataset"] = at_end(saved)
-        elif loader.checkpoint.resumes:
-            return state  # no batch was built to find out
-        dataset.load_state_dict(state["dataset"])
-        return state
 
     def _begin_with(self, epoch: int) -> None:
         """Begins a later epoch, of which nothing was saved."""
@@ -307,62 +279,34 @@ class DatasetCheckpoint(Callback):
             )
         dataset.set_epoch(epoch)
 
-    # -- the file -----------------------------------------------------------
-
     def _save(self, steps: int | None) -> None:
-        """Saves the state after so many steps of an epoch, or its end."""
-        if self._adapter is None:
+        """Saves the state after `steps` of an epoch; `None`: at its end."""
+        if self._adapter is None or self._states is None:
             return
         self._since_saved = 0
         state = self._adapter.state(steps)
         is_over = steps is not None and not state["position"]
-        backup, saved_at = self._backup, None
-        if backup is not None:
-            saved_at = self._moment(*backup.position)
-        self._write(state, self._epoch + is_over, saved_at)
+        backup = self._backup
+        moment = None if backup is None else self._moment(*backup.position)
+        self._states.add(
+            {
+                "epoch": self._epoch + is_over,
+                "saved_at": moment,
+                "dataset": state,
+            }
+        )
 
-    def _write(
-        self, state: dict[str, Any], epoch: int, saved_at: list[int] | None
-    ) -> None:
-        """Writes a state, with which epoch and which weights it belongs to."""
-        found: _Saved = {
-            "epoch": epoch,
-            "saved_at": saved_at,
-            "dataset": state,
-        }
-        others = [
-            s
-            for s in self._states
-            if saved_at is None or s["saved_at"] != saved_at
-        ]
-        self._states = [*others, found][-_KEPT:]
-        with _atomic_write.replacing(self.path, durable=True) as file:
-            file.write(json.dumps({"states": self._states}).encode())
-
-    def _read(self) -> list[_Saved]:
-        try:
-            with open(self.path) as file:
-                return [*map(_checked, json.load(file)["states"])]
-        except FileNotFoundError:
-            return []
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ValueError(
-                f"{self.path} was not written by DatasetCheckpoint, or is "
-                f"damaged: {error!r:.200}. Pass another `path`, or remove the "
-                "file."
-            ) from error
-
-    def _state_for(self, epoch: int) -> _Saved | None:
-        """The state to go on from, if `fit` is to begin with that epoch."""
+    def _saved_for(self, states: SavedStates, epoch: int) -> Saved | None:
+        """Returns the state to go on from in a `fit` that begins at `epoch`."""
+        latest = states.latest
         if self._backup is not None:
             restored = self._backup.restored()
             if restored is None:
                 return None  # there are no weights to go on with
-            saved_at = self._moment(*restored)
-            for found in reversed(self._states):
-                if found["saved_at"] == saved_at:
-                    return found
-            if not self._states and not restored[1]:
+            found = states.find("saved_at", self._moment(*restored))
+            if found is not None:
+                return found
+            if latest is None and not restored[1]:
                 return None  # the beginning of an epoch
             raise ValueError(
                 f"The weights of {self._backup.folder} were saved after "
@@ -370,36 +314,16 @@ class DatasetCheckpoint(Callback):
                 "does not say where the data stood then. Was it saved by "
                 "another training? Remove both checkpoints to begin anew."
             )
-        for found in reversed(self._states):
-            if found["epoch"] == epoch:
-                return found
-        if self._states:
-            latest = self._states[-1]["epoch"]
+        found = states.find("epoch", epoch)
+        if found is None and latest is not None:
             _log.warning(
                 "%s says where the data stood in epoch %d, and `fit` begins "
                 "with epoch %d: it is not used. Pass `initial_epoch=%d` to go "
                 "on, and load the weights of that epoch, or use "
                 "`keras.callbacks.BackupAndRestore`.",
                 self.path,
-                latest,
+                latest["epoch"],
                 epoch,
-                latest,
+                latest["epoch"],
             )
-        return None
-
-
-def _checked(saved: Any) -> _Saved:
-    """Checks what `_save` wrote, except the content of `dataset`.
-
-    Raises:
-        ValueError: It did not; or a `KeyError` or `TypeError`.
-    """
-    epoch, moment, state = (
-        saved[name] for name in ("epoch", "saved_at", "dataset")
-    )
-    numbers = [epoch] if moment is None else [epoch, *moment]
-    if any(type(number) is not int for number in numbers) or epoch < 0:
-        raise ValueError(f"`epoch` {epoch!r}, `saved_at` {moment!r}")
-    if not isinstance(state, dict):
-        raise ValueError(f"`dataset` {state!r}")
-    return {"epoch": epoch, "saved_at": moment, "dataset": state}
+        return found

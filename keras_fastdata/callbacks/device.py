@@ -17,9 +17,8 @@ def is_asynchronous() -> bool:
             return len(tf.config.list_logical_devices()) > 1
         case "torch":
             torch = sys.modules["torch"]
-            return bool(
-                torch.cuda.is_available() or torch.backends.mps.is_available()
-            )
+            mps = torch.backends.mps
+            return bool(torch.cuda.is_available() or mps.is_available())
     return True
 
 
@@ -33,29 +32,21 @@ def synchronize(model: Any) -> None:
 
     match keras.backend.backend():
         case "jax":
-            _wait_for_jax(model)
+            import jax
+
+            from keras_fastdata import keras_bridge
+
+            for value in keras_bridge.values_in_training(model):
+                # A step that began later may have taken over its memory.
+                if isinstance(value, jax.Array) and not value.is_deleted():
+                    value.block_until_ready()
         case "torch":
-            _wait_for_torch()
+            torch = sys.modules["torch"]
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+            elif torch.backends.mps.is_available():
+                torch.mps.synchronize()
         case "tensorflow":
             import tensorflow as tf
 
             tf.test.experimental.sync_devices()
-
-
-def _wait_for_jax(model: Any) -> None:
-    import jax
-
-    from keras_fastdata import keras_bridge
-
-    for value in keras_bridge.values_in_training(model):
-        # A step that began later may have taken over the value's memory.
-        if isinstance(value, jax.Array) and not value.is_deleted():
-            value.block_until_ready()
-
-
-def _wait_for_torch() -> None:
-    torch = sys.modules["torch"]
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-    elif hasattr(torch, "mps") and torch.backends.mps.is_available():
-        torch.mps.synchronize()

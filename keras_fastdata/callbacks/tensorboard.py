@@ -1,7 +1,6 @@
 """Writes scalars for TensorBoard, beside `keras.callbacks.TensorBoard`.
 
-They are not passed through Keras's logs, because the progress bar shows all
-logs.
+The scalars are not in Keras's logs, because the progress bar shows all logs.
 """
 
 from __future__ import annotations
@@ -28,10 +27,14 @@ class EventFiles:
         """Adds the scalars of an epoch."""
         if not self._log_dirs:
             return
-        if not self._writers:
-            self._writers = [*map(_writer, self._log_dirs)]
         import tensorflow as tf
 
+        self._writers = self._writers or [
+            tf.summary.create_file_writer(
+                os.path.join(log_dir, "train"), filename_suffix=".loader"
+            )
+            for log_dir in self._log_dirs
+        ]
         scalars = {
             "data_wait": health.data_wait,
             "batches_per_s": health.batches_per_s,
@@ -55,14 +58,6 @@ class EventFiles:
         writers, self._writers = self._writers, []
         for writer in writers:
             writer.close()
-
-
-def _writer(log_dir: str) -> Any:
-    import tensorflow as tf
-
-    return tf.summary.create_file_writer(
-        os.path.join(log_dir, "train"), filename_suffix=".loader"
-    )
 
 
 def log_dirs_among(callbacks: list[Any]) -> list[str]:

@@ -1,13 +1,13 @@
-"""The adapter that stands between Keras and a `FastPyDataset`.
+"""The adapter between Keras and a `FastPyDataset`.
 
-What an adapter sees (Keras 3.15, inline):
+Keras 3.15 calls it so:
 
     TensorFlow   get_tf_dataset; end; [begin, iterator ..., end] per epoch
     JAX, torch   [begin, iterator, 1 batch;] end; [begin, iterator ..., end]
 
-The first bracket on JAX and PyTorch is a probe that builds the model. It takes
-a batch of the first epoch and must not cost the epoch that batch. The `end`
-behind the probe is the data's reset. `fit_progress` follows all that.
+The first bracket on JAX and PyTorch is a probe that builds the model. The
+epoch must not lose the batch that the probe takes. The `end` behind the probe
+is the data's reset. `fit_progress` keeps track of these calls.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ from keras_fastdata.keras_bridge.keras_internals import (
     PyDatasetAdapter,
     another_epoch_follows,
     calling_iterator,
-    get_random_seed,
     get_tensor_spec,
     steps_argument,
     users_stacklevel,
@@ -47,26 +46,26 @@ from keras_fastdata.keras_bridge.keras_internals import (
 from keras_fastdata.metrics import recorder
 from keras_fastdata.workers import exceptions
 
-_SPEC_BATCHES = 2  # that TensorFlow's signature is made of, as in Keras
+_SPEC_BATCHES = 2  # make TensorFlow's signature, as in Keras
 _PROBED = 2  # batches at most that Keras takes to build a model, one ahead
 
 
 class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
-    """Gives Keras the batches of our loader.
+    """The adapter through which Keras gets the batches of a `FastPyDataset`.
 
     `_standardize_batch`, and with it `class_weight`, is Keras's own. So is
     what each backend makes of `_get_iterator`: arrays, tensors, or on JAX, for
     `steps_per_execution`, several batches stacked for one call.
 
     Attributes:
-        fit_thread: The thread that trains, by `threading.get_ident`.
+        fit_thread: The `threading.get_ident` of the thread that trains.
         progress: How far Keras has come.
         early_end: What to do where the data ends before Keras expects it.
         has_hooks: Whether epoch hooks may change the dataset.
-        source_id: What a recorder knows the adapter by.
-        began_s: When Keras was given the data, by `time.monotonic`.
-        probed_s: How long Keras then waited for batches to build the model
-            with.
+        source_id: An object that identifies the adapter to a recorder.
+        began_s: The `time.monotonic` at which Keras got the data.
+        probed_s: How many seconds Keras then waited for batches, to build the
+            model with.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         self._iterator: BatchIterator | None = None  # the latest one's
         self._prepared: BatchIterator | None = None  # for the next one to use
         self._prefetches_next = False
-        # After a resumed epoch, whose length Keras was told.
+        # Called after a resumed epoch, whose length Keras was told.
         self._restore_length: Callable[[], None] | None = None
         self._rows = rows.Rows()
 
@@ -104,11 +103,11 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
 
     @property
     def num_batches(self) -> int | None:
-        """Batches in an epoch, of this process.
+        """The number of batches in an epoch that this process trains on.
 
         Raises:
-            NotImplementedError: The dataset does not say. Keras must be told,
-                lest a `fit` has no end.
+            NotImplementedError: The dataset does not say. Without a number, a
+                `fit` might never end.
         """
         dataset = self.py_dataset
         if dataset.num_batches is None:
@@ -117,7 +116,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         return length
 
     def _get_iterator(self) -> Iterator[Any]:
-        # PyTorch knows no tensors that cannot be written to.
+        # PyTorch has no read-only tensors.
         return IteratorBatches(
             self, writable=keras.backend.backend() == "torch"
         )
@@ -148,7 +147,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
             iterator
         )
         if (listener := self.listener()) is not None:
-            # Of a `fit` that was broken off.
+            # A `fit` that was broken off may have left a step half measured.
             listener.sampler.interrupt()
         self._run_hook("on_epoch_begin", starting=not self.progress.has_started)
 
@@ -166,20 +165,20 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         self._run_hook("on_epoch_end", starting=starting)
 
     def _tell_length(self, iterator: KerasIterator) -> None:
-        """Tells Keras how long a resumed epoch is.
+        """Tells Keras how long a resumed epoch is, until that epoch ends.
 
-        If nobody knows, Keras learns from its end, and is to unlearn that.
+        If the length is unknown, Keras takes it from the end of the epoch, and
+        must forget it again.
         """
         checkpoint = loader_of(self.py_dataset).checkpoint
-        if not checkpoint.resumes:
-            return
-        # Keras goes by the length that the data had when `fit` was called.
-        length = iterator.num_batches
-        self._restore_length = functools.partial(
-            iterator.set_num_batches, length
-        )
-        if length is not None:
-            iterator.set_num_batches(length - checkpoint.num_done)
+        if checkpoint.resumes:
+            # The length that the data had when `fit` was called.
+            length = iterator.num_batches
+            self._restore_length = functools.partial(
+                iterator.set_num_batches, length
+            )
+            if length is not None:
+                iterator.set_num_batches(length - checkpoint.num_done)
 
     def _run_hook(self, name: str, *, starting: bool) -> None:
         dataset = self.py_dataset
@@ -194,9 +193,9 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
             loader.hooks.note(name)
 
     def _warn_of_steps(self) -> None:
-        """Warns of data that ended before the steps that were asked for.
+        """Warns that the data ended before the steps that were asked for.
 
-        In Keras's first words; it goes on with a method of `tf.data`'s.
+        Begins as Keras's own warning, which then advises a method of `tf.data`.
         """
         name, count = type(self.py_dataset).__name__, self.num_batches
         number = "fewer" if count is None else f"{count}"
@@ -213,9 +212,9 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
     # -- called by our iterators ---------------------------------------------
 
     def take_iterator(self, batches: IteratorBatches) -> BatchIterator:
-        """Returns what an iterator of Keras's side reads its batches from.
+        """Returns the iterator of the loader that `batches` takes over.
 
-        Called when that iterator is asked for its first batch.
+        Called when Keras asks `batches` for the first batch.
         """
         self._latest = weakref.ref(batches)
         before, dataset = self._iterator, self.py_dataset
@@ -231,14 +230,12 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         if not started:
             found.remember_first(_PROBED)
         listener = self.listener()
+        interval_s = None if listener is None else listener.interval_s
         if not started and not (listener and listener.predicts):
-            # After a probe comes `on_train_begin`, and maybe a recorder; one
-            # that is there by now is of a `fit` that was broken off.
-            found.time_batches(0.0)
-        else:
-            found.time_batches(
-                None if listener is None else listener.interval_s
-            )
+            # After a probe comes `on_train_begin`, and maybe a recorder. One
+            # that exists by now belongs to a `fit` that was broken off.
+            interval_s = 0.0
+        found.time_batches(interval_s)
         return found
 
     def add_probe(self, seconds: float) -> None:
@@ -246,11 +243,11 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         self.probed_s += seconds
 
     def listener(self) -> recorder.Recorder | None:
-        """What measures this fit, evaluation or prediction, if anything."""
+        """Returns the recorder that measures this `fit`, if there is one."""
         return recorder.current_for(self.fit_thread)
 
     def standardize(self, batch: Any) -> Any:
-        """Checks and completes a batch as Keras does, and a little more."""
+        """Checks a batch, and completes it as Keras does."""
         if batch is None:
             raise ValueError(
                 f"{type(self.py_dataset).__name__}.__getitem__() returned "
@@ -265,19 +262,19 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
     def name_batches(
         self, error: BaseException, batches: str, epoch: int
     ) -> None:
-        """Notes which batches an error is about."""
+        """Adds a note to an error that names its batches."""
         name = type(self.py_dataset).__name__
         exceptions.note(error, f"In {batches} of epoch {epoch} of {name}.")
 
     def nothing_good(self) -> LoaderError:
-        """The error for a dataset that has none, or only such as raise."""
+        """Returns the error for an epoch that delivered no batch."""
         name = type(self.py_dataset).__name__
         if self._iterator is not None and not self._iterator.is_shortened:
             return LoaderError(f"{name} has no batch: it ended at once.")
         return LoaderError(f"{name} has no batch that does not raise.")
 
     def no_batches(self) -> ValueError:
-        """The error for a dataset of length 0."""
+        """Returns the error for a dataset of length 0."""
         return ValueError(
             f"{type(self.py_dataset).__name__} has length 0: there is no batch "
             "to fetch. Look at what it was made from: it has no samples, or, "
@@ -285,7 +282,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         )
 
     def _undo_probe(self) -> None:
-        """Rewinds the epoch: batches that built the model come again."""
+        """Rewinds the epoch, so that it has the batches of the probe again."""
         latest = None if self._latest is None else self._latest()
         if latest is not None:
             latest.give_up()
@@ -294,19 +291,16 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
             self._prepared.rewind()
 
     def _sign(self) -> Any:
-        """The signature TensorFlow wants, from batches 0 and 1 as in Keras.
+        """Returns TensorFlow's signature of batches, from batches 0 and 1.
 
-        They are built by the workers, and delivered when their turn comes.
+        The workers build these two. They are delivered in their turn.
         """
         count = self.num_batches
-        wanted = _SPEC_BATCHES
-        if count is not None:
-            wanted = min(wanted, count)
-        if not wanted:
+        if count == 0:
             raise self.no_batches()
         prepared = self._prepared = self.take_iterator(IteratorBatches(self))
         try:
-            peeked = prepared.peek(wanted)
+            peeked = prepared.peek(min(_SPEC_BATCHES, count or _SPEC_BATCHES))
         except Exception as error:
             spell_out_cause(error)
             raise
@@ -332,28 +326,18 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
     # -- called by callbacks -------------------------------------------------
 
     @property
-    def is_within_epoch(self) -> bool:
-        """Whether Keras is between the begin and the end of an epoch."""
-        return self.progress.is_within_epoch
-
-    @property
     def next_epoch(self) -> int:
-        """The number of the epoch that is to come, as the dataset counts."""
+        """The dataset's own number of the epoch that comes next."""
         if self._prepared is not None:
             return self._prepared.epoch
         number: int = loader_of(self.py_dataset).epoch
         return number
 
-    @property
-    def is_seeded(self) -> bool:
-        """Whether what draws a seed draws the same one in every run."""
-        return get_random_seed() is not None
-
     def state(self, steps: int | None) -> dict[str, Any]:
-        """`state_dict()` of the dataset while it trains.
+        """Returns `state_dict()` of the dataset after the steps of `fit`.
 
         Args:
-            steps: Those that were trained on in Keras's present epoch; `None`
+            steps: Steps that were trained in Keras's present epoch; `None`
                 after its end.
         """
         dataset = self.py_dataset

@@ -1,4 +1,4 @@
-"""The iterators that Keras is given."""
+"""`IteratorBatches`: the iterator over one epoch that Keras gets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class IteratorBatches(Iterator[Any]):
-    """The batches of one epoch, which begins when the first is asked for.
+    """Iterates over one epoch, which begins when the first batch is requested.
 
     Args:
         adapter: The adapter that Keras asked for this iterator.
@@ -81,10 +81,10 @@ class IteratorBatches(Iterator[Any]):
             raise
 
     def _check_end(self, iterator: BatchIterator) -> None:
-        """Raises for an epoch without batches; has Keras not warn of others.
+        """Raises an error at the end of an epoch without batches.
 
-        Keras warns of data that ran out. Where batches were skipped, or the
-        dataset says where it ends, that is no news to the user.
+        Suppresses Keras's warning that data ran out, if batches were skipped
+        or the dataset has said where it ends: the user knows.
         """
         adapter = self._adapter
         if iterator.is_empty and adapter.num_batches == 0:
@@ -93,14 +93,13 @@ class IteratorBatches(Iterator[Any]):
             return
         if iterator.is_empty:
             raise adapter.nothing_good() from None
-        wanted_more = (
-            iterator.has_said_its_end and adapter.progress.steps is not None
-        )
-        if not wanted_more and adapter.progress.delivered_now > 0:
+        progress = adapter.progress
+        wanted_more = iterator.has_said_its_end and progress.steps is not None
+        if not wanted_more and progress.delivered_now > 0:
             adapter.early_end.stop_early()
 
     def name_batch(self, error: BaseException) -> None:
-        """Notes which batch an error is about: the one given last."""
+        """Adds a note to an error that names the latest batch."""
         if self._iterator is not None:
             index, epoch = self._iterator.index, self._iterator.epoch
             self._adapter.name_batches(error, f"batch {index}", epoch)
@@ -109,12 +108,12 @@ class IteratorBatches(Iterator[Any]):
         """Ends this iterator."""
         self._over, self._iterator = True, None
 
-    # -- what a recorder hears -----------------------------------------------
+    # -- recording -----------------------------------------------------------
 
     def _should_record(
         self, listener: recorder.Recorder | None
     ) -> TypeGuard[recorder.Recorder]:
-        """Whether batches count: those of a probe do not."""
+        """Whether to record batches; those of a probe are not recorded."""
         adapter = self._adapter
         return (
             listener is not None
@@ -129,7 +128,7 @@ class IteratorBatches(Iterator[Any]):
         waited_s: float,
         delivered_s: float,
     ) -> None:
-        """Accounts for one batch and the wait for it, which has just ended."""
+        """Records one batch, and the wait for it, which has just ended."""
         adapter = self._adapter
         if listener.source_id is not adapter.source_id and not (
             self._should_record(listener)
@@ -145,7 +144,7 @@ class IteratorBatches(Iterator[Any]):
         listener.add(span, waited_s, delivered_s)
 
     def _record_skipped(self, iterator: BatchIterator) -> None:
-        """Accounts for the batches newly left out."""
+        """Records the batches that were skipped since the last call."""
         listener = self._adapter.listener()
         if not self._should_record(listener):
             return  # a probe; they are taken when the epoch comes to them

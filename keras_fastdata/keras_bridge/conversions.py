@@ -1,4 +1,4 @@
-"""Leaves of batches as a framework wants them; errors as Keras shows them."""
+"""Conversions of arrays and errors into what a framework or Keras takes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from keras_fastdata.workers import exceptions
 
 
 def for_tensorflow(leaf: Any) -> Any:
-    """What `from_generator` takes in place of a leaf it does not know."""
-    if leaf is None:
-        import tensorflow as tf
+    """Converts a leaf of a batch into one that `from_generator` takes."""
+    import tensorflow as tf
 
+    if leaf is None:
         return tf.experimental.Optional.empty(None)
     if type(leaf).__module__.startswith("scipy.sparse"):
-        import tensorflow as tf
-
         entries = leaf.tocoo()
         indices = np.stack((entries.row, entries.col), axis=1)
         return tf.SparseTensor(indices, entries.data, entries.shape)
@@ -26,14 +24,14 @@ def for_tensorflow(leaf: Any) -> Any:
 
 
 def own(leaf: Any) -> Any:
-    """An array that may be written to, for frameworks that insist."""
+    """Copies an array if it is read-only."""
     if isinstance(leaf, np.ndarray) and not leaf.flags.writeable:
         return leaf.copy()
     return leaf
 
 
 def strings_as_tensors(leaf: Any) -> Any:
-    """A string tensor for an array of strings, which Keras cannot name."""
+    """Converts an array of strings, whose type Keras does not know."""
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OSTU":
         import tensorflow as tf
 
@@ -42,10 +40,10 @@ def strings_as_tensors(leaf: Any) -> Any:
 
 
 def spell_out_cause(error: Exception) -> None:
-    """Names the cause in the notes: Keras's traceback filter drops it.
+    """Adds the cause of an error to its notes.
 
-    (`raise ... from None` in `keras.src.utils.traceback_utils`; it stays
-    reachable as `__context__`.) A `DatasetPicklingError` names it itself.
+    Keras's traceback filter drops the cause (`raise ... from None`), which
+    stays reachable as `__context__`. A `DatasetPicklingError` names its cause.
     """
     if error.__cause__ is not None:
         if not isinstance(error, DatasetPicklingError):

@@ -11,12 +11,12 @@ _log = logging.getLogger("keras_fastdata")
 
 
 class EarlyEnd:
-    """Data that ends before Keras expects it, and why.
+    """What the adapter does where data ends before Keras expects it.
 
-    Either an exception is on its way around TensorFlow, or batches were left
-    out. Keras warns that the data ran out, which would be out of place, and
-    then reports the end of the epoch to the adapter. Where the user asked for
-    too many steps, what Keras would advise does not exist here.
+    Either batches were skipped, or an exception is kept until Keras reports
+    the end of the epoch, because it must not pass through TensorFlow. In both
+    cases Keras's warning that data ran out is suppressed. Where the user asked
+    for too many steps, our warning replaces Keras's, whose advice does not fit.
     """
 
     def __init__(self) -> None:
@@ -24,19 +24,19 @@ class EarlyEnd:
         self._iterator = KerasIterator()
 
     def expect(self, iterator: KerasIterator, warn: Callable[[], None]) -> None:
-        """Says who would warn, and what warns instead."""
+        """Makes `warn` take the place of the iterator's warning."""
         self._iterator = iterator
         iterator.warn_by(warn)
 
     def stop_early(self) -> None:
-        """Has Keras not warn of an end of the data that is about to come."""
+        """Suppresses the warning about the end of data that comes next."""
         self._iterator.warn_by(_no_warning)
 
     def put_aside(self, error: BaseException) -> bool:
-        """Keeps an exception for `raise_pending`, before the data is ended.
+        """Keeps an exception for `raise_pending`; the caller ends the data.
 
         Returns:
-            `False` where Keras runs no epoch: nobody would come to raise it.
+            `False` if Keras runs no epoch, and so would never raise it.
         """
         if not self._iterator.can_warn:
             return False
@@ -46,7 +46,7 @@ class EarlyEnd:
         return True
 
     def raise_pending(self) -> None:
-        """Ends the quiet, and raises the exception if there was one."""
+        """Restores Keras's warning, and raises the kept exception, if any."""
         self._iterator.warn_by(None)
         deferred, self._deferred = self._deferred, None
         if deferred is not None:
@@ -60,10 +60,9 @@ class EarlyEnd:
 
 
 class _DeferredError:
-    """An exception that is logged, if it is never taken.
+    """An exception that is logged if nobody takes it.
 
-    The only thing here with code that runs when it is collected: there a
-    KeyboardInterrupt would be lost.
+    `EarlyEnd` itself has no `__del__`: a KeyboardInterrupt in it would be lost.
     """
 
     def __init__(self, error: BaseException) -> None:
@@ -84,4 +83,4 @@ class _DeferredError:
 
 
 def _no_warning() -> None:
-    """In place of Keras's warning that data ran out."""
+    """Stands for Keras's warning that data ran out."""

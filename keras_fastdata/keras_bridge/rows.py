@@ -1,10 +1,9 @@
 """Batches whose parts have different numbers of rows.
 
 Some models take them, such as one whose targets are broadcast, or whose
-outputs have rows of their own. Others fail in the middle of a step, where
-nobody knows which batch it was. Which of the two a model is, it is asked: to
-compute its outputs and loss by shapes alone, as Keras has it do before training
-where there is something to build, fails as the step would.
+outputs have rows of their own. Other models fail in the middle of a step, with
+an error that does not name the batch. To tell them apart, the model computes
+its loss by shapes alone, which fails if the step would.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _PARTS = ("inputs", "targets", "sample weights")
 
 
 def may_differ(batch: Any) -> bool:
-    """Whether parts of a batch have different numbers of rows, or none."""
+    """Whether parts of a batch have no rows, or different numbers of rows."""
     if type(batch) is not tuple:
         return False
     count = None
@@ -43,18 +42,20 @@ def may_differ(batch: Any) -> bool:
 
 
 class Rows:
-    """Knows batches of different numbers of rows that a model takes."""
+    """Refuses batches that fail because their parts differ in rows.
+
+    Remembers the shapes that were checked.
+    """
 
     def __init__(self) -> None:
         self._taken: set[str] = set()
 
     def check(self, batch: tuple[Any, ...]) -> None:
-        """Refuses a batch that the model at work would fail with.
-
-        Only where it would take the same batch, were its rows alike.
+        """Raises an error for a batch that the model does not take.
 
         Raises:
-            ValueError: It is such a one.
+            ValueError: The model would take this batch if its parts had equal
+                numbers of rows.
         """
         shapes = repr(keras.tree.map_structure(_shape_of, batch))
         if shapes in self._taken or not has(Feature.ROWS):
@@ -62,7 +63,9 @@ class Rows:
         name, trainer = trainer_at_work()
         if name in ("fit", "evaluate") and not _runs(name, trainer, batch):
             numbers = sum(map(_is_number, keras.tree.flatten(batch)))
-            if numbers and _runs(name, trainer, _as_arrays(batch)):
+            if numbers and _runs(
+                name, trainer, keras.tree.traverse(_as_array, batch)
+            ):
                 raise ValueError(
                     "A batch has lists of numbers, which Keras takes for "
                     f"{numbers} arrays without rows. Return arrays: "
@@ -71,26 +74,25 @@ class Rows:
             if not numbers and _runs(name, trainer, _alike(batch)):
                 raise ValueError(
                     "All arrays of a batch must have the same number of rows. "
-                    f"Received: {_told(batch)}. Return one row for each sample "
-                    "in all of them."
+                    f"Received: {_described(batch)}. Return one row for each "
+                    "sample in all of them."
                 )
         self._taken.add(shapes)
 
 
 def _runs(name: str, trainer: Any, batch: tuple[Any, ...]) -> bool:
-    """Whether a model computes its loss for a batch, as far as can be told."""
+    """Whether a model computes its loss for a batch without an error."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they would come twice
             dry_run(name, trainer, batch)
-    except Exception:
-        # Any layer, any backend, the user's own code.
+    except Exception:  # of any layer, backend, or code of the user
         return False
     return True
 
 
 def _alike(batch: tuple[Any, ...]) -> Any:
-    """The same batch, with as many rows everywhere as it has at first."""
+    """Returns the batch with as many rows in all arrays as in the first."""
     count = next(n for part in batch for n in _counts(part) if n is not None)
 
     def change(leaf: Any) -> Any:
@@ -102,20 +104,16 @@ def _alike(batch: tuple[Any, ...]) -> Any:
     return keras.tree.map_structure(change, batch)
 
 
-def _as_arrays(part: Any) -> Any:
-    """The same batch, with arrays in place of lists of numbers."""
+def _as_array(part: Any) -> Any:
+    """Converts a list of numbers to an array; `None` for anything else."""
     if isinstance(part, list) and all(
         map(_is_number, keras.tree.flatten(part))
     ):
         return np.asarray(part, keras.config.floatx())
-    if isinstance(part, (tuple, list)):
-        return type(part)(map(_as_arrays, part))
-    if isinstance(part, dict):
-        return {key: _as_arrays(value) for key, value in part.items()}
-    return part
+    return None
 
 
-def _told(batch: tuple[Any, ...]) -> str:
+def _described(batch: tuple[Any, ...]) -> str:
     parts = zip(_PARTS, map(_counts, batch), strict=False)
     return ", ".join(
         f"{' and '.join(map(str, counts))} in the {name}"
@@ -125,7 +123,7 @@ def _told(batch: tuple[Any, ...]) -> str:
 
 
 def _counts(part: Any) -> list[int | None]:
-    """The numbers of rows that arrays of a part have."""
+    """Returns the different numbers of rows of a part's arrays."""
     leaves = [leaf for leaf in keras.tree.flatten(part) if leaf is not None]
     return list(dict.fromkeys(map(_rows_of, leaves)))
 

@@ -1,4 +1,4 @@
-"""What Keras walks over on TensorFlow: our own iterator, or `tf.data`'s.
+"""The dataset that Keras gets on TensorFlow: our own, or one of `tf.data`.
 
 Imported only where TensorFlow is the Keras backend.
 """
@@ -33,15 +33,15 @@ _FUNCTIONS = {"fit": "train_function", "evaluate": "test_function"}
 
 
 def make_dataset(adapter: FastPyDatasetAdapter, signature: Any) -> Any:
-    """Makes what an adapter gives to Keras.
+    """Makes the dataset that an adapter gives to Keras.
 
     Args:
         adapter: The adapter.
         signature: The nested `tf.TypeSpec`s of a batch.
     """
-    # TensorFlow keeps these functions for ever (in its default graph); they
-    # must not keep the dataset, and with it the workers. The caller's
-    # EpochIterator keeps the adapter while it trains.
+    # TensorFlow keeps these functions for ever, in its default graph. They
+    # must not keep the dataset, and with it the workers. Keras's EpochIterator
+    # keeps the adapter during training.
     reference = weakref.ref(adapter)
 
     def plain() -> Any:
@@ -49,7 +49,7 @@ def make_dataset(adapter: FastPyDatasetAdapter, signature: Any) -> Any:
             lambda: _ForTensorFlow(_alive(reference)),
             output_signature=signature,
         )
-        # The workers prefetch; tf.data is to ask for a batch when due.
+        # The workers prefetch; `tf.data` must not.
         options = tf.data.Options()
         options.autotune.enabled = False
         options.threading.private_threadpool_size = 1
@@ -67,12 +67,12 @@ def make_dataset(adapter: FastPyDatasetAdapter, signature: Any) -> Any:
 
 
 class _ForTensorFlow(Iterator[Any]):
-    """What `from_generator` iterates over, in a thread of TensorFlow's.
+    """Iterates over batches for `from_generator`, in a TensorFlow thread.
 
-    An exception that passes through TensorFlow comes out as a wall of text.
-    So it is put aside, the data ends early, and the adapter raises it where
-    Keras reports the end of the epoch. Outside of Keras's epochs nobody
-    would: there it does pass through TensorFlow.
+    TensorFlow turns an exception into a long text. So the exception is kept,
+    the data ends early, and the adapter raises the exception when Keras
+    reports the end of the epoch. Outside of Keras's epochs nobody would raise
+    it: there it passes through TensorFlow.
     """
 
     def __init__(self, adapter: FastPyDatasetAdapter) -> None:
@@ -91,7 +91,7 @@ class _ForTensorFlow(Iterator[Any]):
 
 
 def _consumer() -> Consumer:
-    """Who takes the batches that Keras is about to walk over."""
+    """Describes what takes the batches of the epoch that Keras begins."""
     name, trainer = trainer_at_work()
     living = weakref.ref(trainer)
 
@@ -115,9 +115,9 @@ def _consumer() -> Consumer:
 
 
 def _walks_itself() -> bool:
-    """Whether Keras walks over a dataset as it is.
+    """Whether Keras iterates over a dataset itself, in Python.
 
-    The strategies of `tf.distribute` make a graph of it.
+    A strategy of `tf.distribute` would turn the dataset into a graph.
     """
     if not has(Feature.DIRECT_FEED):
         return False

@@ -1,19 +1,19 @@
-"""Batches for TensorFlow's `fit`, straight from Python.
+"""Iterators that give TensorFlow's `fit` its batches without a copy.
 
-`tf.data.Dataset.from_generator` asks for each batch from a thread of its own
-and copies it. Ours are fetched in the thread that trains, and what is aligned
-is not copied. Whatever is passed to a `tf.function` may say what tensors it
-stands for, and of what type, which is the same for every batch:
+`tf.data.Dataset.from_generator` requests each batch from a thread of its own
+and copies it. These iterators fetch batches in the thread that trains, and do
+not copy aligned arrays. An argument of a `tf.function` may say what tensors it
+stands for, and their type, which is the same for every batch:
 
     train_function(iterator)
         Batches.__next__       where Keras asks for the next batch itself
         __tf_tracing_type__    a `TensorBatch`, which stands for its tensors
         -> inside, a step gets these, nested
 
-With `steps_per_execution` Keras passes the iterator on. That stands for its
-next batch, fetched as the call begins; for further ones the graph asks one by
-one (`tf.py_function`). A train function of the user's own may do anything with
-an iterator: it gets one of TensorFlow's.
+With `steps_per_execution` Keras passes the iterator on. The iterator stands for
+its next batch, fetched when the call begins. The graph requests further batches
+one by one (`tf.py_function`). A train function of the user's own may do
+anything with an iterator, and so gets one of TensorFlow's.
 
 Imported only where TensorFlow is the Keras backend.
 """
@@ -31,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
+from keras_fastdata.keras_bridge.batches import IteratorBatches
 from keras_fastdata.keras_bridge.conversions import strings_as_tensors
 from keras_fastdata.memory.arena import (
     ALIGNMENT,
@@ -39,7 +40,7 @@ from keras_fastdata.memory.arena import (
     aligned_empty,
 )
 
-# What is larger is fresh from the kernel each time, unless it is kept.
+# Larger memory would come fresh from the kernel each time, which is slow.
 _KEPT_BYTES = 1 << 20
 _KEPT = 4  # pieces of memory
 
@@ -50,23 +51,23 @@ _living: weakref.WeakValueDictionary[int, DirectIterator] = (
 
 
 def feeds_directly(element_spec: Any) -> bool:
-    """Whether batches of such a structure can take this way."""
+    """Whether batches with these specs need no `tf.data`."""
     specs = tf.nest.flatten(element_spec)
     return all(type(spec) is tf.TensorSpec for spec in specs)
 
 
 class DirectDataset:
-    """What Keras walks over in place of a `tf.data.Dataset`.
+    """The dataset that Keras gets in place of a `tf.data.Dataset`.
 
-    To make one of those takes 13 ms, and TensorFlow never forgets it.
+    Making a `tf.data.Dataset` takes 13 ms, and TensorFlow never frees it.
 
     Args:
-        element_spec: What a batch is like.
-        batches: Makes an iterator over them, for each walk.
-        put_aside: Given an exception where it cannot be raised; says whether
-            it will be, after the end of the data.
-        plain: Makes such a dataset all the same.
-        consumer: Says who takes the batches of a walk.
+        element_spec: The nested `tf.TensorSpec`s of a batch.
+        batches: Makes an iterator over the batches of an epoch.
+        put_aside: Takes an exception that cannot be raised here; returns
+            whether it will be raised after the end of the data.
+        plain: Makes a `tf.data.Dataset`, for functions that need one.
+        consumer: Describes what takes the batches of the next epoch.
     """
 
     def __init__(
@@ -95,13 +96,13 @@ class DirectDataset:
 
 
 class Consumer(NamedTuple):
-    """Who takes batches.
+    """Describes the function that takes batches.
 
     Attributes:
-        is_keras: Whether that is a function of Keras's.
-        asks_itself: Whether it asks an iterator that is not TensorFlow's for
-            one batch after the other, and hands them to a `tf.function`.
-        is_eager: Whether that is but a function of Python's, as things are.
+        is_keras: Whether the function is Keras's.
+        asks_itself: Whether it requests batches from any Python iterator, and
+            passes each to a `tf.function`.
+        is_eager: Whether that `tf.function` runs as plain Python at present.
     """
 
     is_keras: bool
@@ -110,10 +111,10 @@ class Consumer(NamedTuple):
 
 
 class TensorSource:
-    """The tensors of one batch after the other.
+    """Turns batches into tensors.
 
     Attributes:
-        element_spec: What a batch is like.
+        element_spec: The nested `tf.TensorSpec`s of a batch.
     """
 
     def __init__(self, batches: Iterator[Any], element_spec: Any) -> None:
@@ -124,11 +125,7 @@ class TensorSource:
         self._copies = _Copies()
 
     def fetch(self) -> list[tf.Tensor]:
-        """The tensors of the next batch.
-
-        Raises:
-            StopIteration: There is none.
-        """
+        """Returns the tensors of the next batch, or raises `StopIteration`."""
         try:
             batch = next(self._batches)
         except tf.errors.OutOfRangeError as error:
@@ -139,15 +136,15 @@ class TensorSource:
         try:
             return self._tensors_of(batch)
         except Exception as error:
-            # Of ours; others may pass any iterator.
-            getattr(self._batches, "name_batch", lambda _: None)(error)
+            if isinstance(self._batches, IteratorBatches):
+                self._batches.name_batch(error)
             raise
 
     def _tensors_of(self, batch: Any) -> list[tf.Tensor]:
         _check_structure(batch, self.element_spec)
         tensors = []
-        for place, leaf in enumerate(tf.nest.flatten(batch)):
-            spec = self._specs[place]
+        leaves = zip(tf.nest.flatten(batch), self._specs, strict=True)
+        for place, (leaf, spec) in enumerate(leaves):
             tensor = _tensor(leaf, spec, self._copies)
             shape = tensor.shape
             if shape != self._shapes[place]:
@@ -156,13 +153,22 @@ class TensorSource:
             tensors.append(tensor)
         return tensors
 
+    def fetch_in_graph(self) -> list[tf.Tensor]:
+        """Returns the next tensors, or raises `tf.errors.OutOfRangeError`."""
+        try:
+            return self.fetch()
+        except StopIteration:
+            raise tf.errors.OutOfRangeError(
+                None, None, "The data has ended."
+            ) from None
+
     def end(self) -> None:
-        """Leaves nothing to fetch."""
+        """Drops the batches that are left."""
         self._batches = iter(())
 
 
 class TensorBatch:
-    """A batch, for a `tf.function`: inside, it is the nested tensors."""
+    """A batch as an argument of a `tf.function`, which gets nested tensors."""
 
     __slots__ = ("_type", "tensors")
 
@@ -175,11 +181,11 @@ class TensorBatch:
 
 
 class TensorBatches(Iterator[Any]):
-    """What Keras asks for the next batch.
+    """The iterator from which Keras requests batches itself.
 
     Args:
-        source: Where its tensors come from.
-        is_eager: Whether nothing can take a `TensorBatch` apart.
+        source: Where the tensors come from.
+        is_eager: Whether Keras needs nested tensors, not a `TensorBatch`.
     """
 
     def __init__(
@@ -190,18 +196,15 @@ class TensorBatches(Iterator[Any]):
         self._type = _BatchType(source.element_spec)
 
     def __next__(self) -> Any:
-        try:
-            tensors = self._source.fetch()
-        except StopIteration:
-            # Keras takes no StopIteration from here.
-            raise _end() from None
+        # Keras takes no StopIteration from here.
+        tensors = self._source.fetch_in_graph()
         if self._is_eager():
             return tf.nest.pack_sequence_as(self._source.element_spec, tensors)
         return TensorBatch(self._type, tensors)
 
 
 class DirectIterator(tf.data.Iterator):  # type: ignore[misc]
-    """What Keras passes to its train function."""
+    """The iterator that Keras passes to a `tf.function`."""
 
     def __init__(
         self, source: TensorSource, put_aside: Callable[[BaseException], bool]
@@ -236,10 +239,8 @@ class DirectIterator(tf.data.Iterator):  # type: ignore[misc]
         return tf.nest.pack_sequence_as(self.element_spec, tensors)
 
     def get_next(self) -> Any:
-        try:
-            return next(self)
-        except StopIteration:
-            raise _end() from None
+        tensors = self._source.fetch_in_graph()
+        return tf.nest.pack_sequence_as(self.element_spec, tensors)
 
     def get_next_as_optional(self) -> Any:
         try:
@@ -248,14 +249,11 @@ class DirectIterator(tf.data.Iterator):  # type: ignore[misc]
             return tf.experimental.Optional.empty(self.element_spec)
 
     def tensors(self) -> list[tf.Tensor]:
-        """Those of the next batch, and the iterator's number."""
-        try:
-            return [self._number, *self._source.fetch()]
-        except StopIteration:
-            raise _end() from None
+        """Returns the iterator's number, and the tensors of the next batch."""
+        return [self._number, *self._source.fetch_in_graph()]
 
     def try_to_fetch(self) -> list[Any]:
-        """Whether there is a next batch, and its tensors."""
+        """Returns whether there is a next batch, and its tensors."""
         try:
             return [True, *self._source.fetch()]
         except StopIteration:
@@ -268,14 +266,14 @@ class DirectIterator(tf.data.Iterator):  # type: ignore[misc]
 
 
 class _Type(tf.types.experimental.TraceType):  # type: ignore[misc]
-    """What a `tf.function` knows of batches when it is traced.
+    """The type of an argument that stands for the tensors of a batch.
 
     Attributes:
-        element_spec: What a batch is like.
-        specs: Of its tensors.
+        element_spec: The nested `tf.TensorSpec`s of a batch.
+        specs: The same as a flat list.
     """
 
-    _heads: tuple[tf.TensorSpec, ...] = ()  # of tensors before those
+    _heads: tuple[tf.TensorSpec, ...] = ()  # of tensors before the batch's
 
     def __init__(self, element_spec: Any) -> None:
         self.element_spec = element_spec
@@ -315,7 +313,7 @@ class _Type(tf.types.experimental.TraceType):  # type: ignore[misc]
 
     @abc.abstractmethod
     def _traced(self, tensors: list[tf.Tensor]) -> Any:
-        """What the function that is traced gets."""
+        """Returns the argument that the traced function gets."""
 
     def flatten(self) -> list[Any]:
         return list(self._flat)
@@ -340,12 +338,12 @@ class _Type(tf.types.experimental.TraceType):  # type: ignore[misc]
 
 
 class _BatchType(_Type):
-    """That of a `TensorBatch`."""
+    """The type of a `TensorBatch`."""
 
     def to_tensors(self, value: Any) -> list[tf.Tensor]:
         if isinstance(value, TensorBatch):
             return value.tensors
-        # A function that makes variables has a second one within the first.
+        # TensorFlow traces a function that makes variables within another.
         tensors: list[tf.Tensor] = tf.nest.flatten(value)
         return tensors
 
@@ -354,9 +352,9 @@ class _BatchType(_Type):
 
 
 class _IteratorType(_Type):
-    """That of an iterator, which stands for its next batch."""
+    """The type of a `DirectIterator`, which stands for its next batch."""
 
-    _heads = (tf.TensorSpec((), tf.int64),)  # of its number
+    _heads = (tf.TensorSpec((), tf.int64),)  # of the iterator's number
 
     def to_tensors(self, value: DirectIterator | _Traced) -> list[tf.Tensor]:
         return value.tensors()
@@ -378,7 +376,7 @@ class _Traced:
         self._first: list[tf.Tensor] | None = first
 
     def tensors(self) -> list[tf.Tensor]:
-        """The tensors it stands for."""
+        """Returns the tensors that the argument stands for."""
         return list(self._tensors)
 
     def __tf_tracing_type__(self, _: Any) -> _IteratorType:
@@ -422,14 +420,14 @@ class _Traced:
 
 
 class _Copy(weakref.ref[Any]):
-    """A weak reference to a copy that knows whose memory it has."""
+    """A weak reference to a copy, with the memory that the copy lies in."""
 
     __slots__ = ("root",)
     root: Bytes
 
 
 class _Copies:
-    """Aligned copies of arrays, in memory that is used again and again."""
+    """Makes aligned copies of arrays, in memory that is used again."""
 
     def __init__(self) -> None:
         self._free: collections.deque[Bytes] = collections.deque(maxlen=_KEPT)
@@ -487,10 +485,8 @@ def _check_structure(batch: Any, element_spec: Any) -> None:
     try:
         tf.nest.assert_same_structure(element_spec, batch)
     except (TypeError, ValueError):
-        found, wanted = (
-            tf.nest.map_structure(lambda leaf: tuple(np.shape(leaf)), batch),
-            tf.nest.map_structure(lambda spec: tuple(spec.shape), element_spec),
-        )
+        found = tf.nest.map_structure(lambda x: tuple(np.shape(x)), batch)
+        wanted = tf.nest.map_structure(lambda s: tuple(s.shape), element_spec)
         raise ValueError(
             f"A batch has the shapes {found} where the first batches had "
             f"{wanted}, in another structure; TensorFlow's `fit` takes no "
@@ -509,9 +505,5 @@ def _check_shape(shape: tf.TensorShape, spec: tf.TensorSpec) -> None:
 
 
 def _nothing(spec: tf.TensorSpec) -> tf.Tensor:
-    """A tensor that nobody looks at."""
+    """Returns a tensor of zeros, which takes the place of a missing batch."""
     return tf.zeros([size or 0 for size in spec.shape], spec.dtype)
-
-
-def _end() -> tf.errors.OutOfRangeError:
-    return tf.errors.OutOfRangeError(None, None, "The data has ended.")

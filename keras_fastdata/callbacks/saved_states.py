@@ -1,0 +1,116 @@
+"""The file of `DatasetCheckpoint`: where a dataset stood, at which moments."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from keras_fastdata import _atomic_write
+from keras_fastdata._dataset_internals import loader_of
+from keras_fastdata.engine.batch_iterator import has_rest
+from keras_fastdata.engine.state_dict import at_end
+
+# "epoch": the epoch of `fit`; "saved_at": the moment of the weights, or `None`;
+# "dataset": its `state_dict()`.
+Saved = dict[str, Any]
+
+# Keras saves the weights after the state, and may be killed in between. So the
+# states of two moments are kept, and the one of the weights is restored.
+_KEPT = 2
+
+
+class SavedStates:
+    """The states at the latest moments, in a file.
+
+    Args:
+        path: The file; it may be missing.
+
+    Raises:
+        ValueError: The file is damaged, or is none of `DatasetCheckpoint`.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._states: list[Saved] = []
+        try:
+            with open(path) as file:
+                self._states += map(_checked, json.load(file)["states"])
+        except FileNotFoundError:
+            pass
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ValueError(
+                f"{path} was not written by DatasetCheckpoint, or is "
+                f"damaged: {error!r:.200}. Pass another `path`, or remove the "
+                "file."
+            ) from error
+
+    @property
+    def latest(self) -> Saved | None:
+        """The state that was saved last, if any was."""
+        return self._states[-1] if self._states else None
+
+    def find(self, key: str, value: Any) -> Saved | None:
+        """Returns the latest state whose field `key` has a value, or `None`."""
+        for saved in reversed(self._states):
+            if saved[key] == value:
+                return saved
+        return None
+
+    def add(self, saved: Saved) -> None:
+        """Saves a state; it replaces one of the same moment."""
+        moment = saved["saved_at"]
+        others = [
+            other
+            for other in self._states
+            if moment is None or other["saved_at"] != moment
+        ]
+        self._states = [*others, saved][-_KEPT:]
+        with _atomic_write.replacing(self._path, durable=True) as file:
+            file.write(json.dumps({"states": self._states}).encode())
+
+
+def _checked(saved: Any) -> Saved:
+    """Checks a state in the file, except the content of `dataset`.
+
+    Raises:
+        ValueError: The state is damaged; or a `KeyError` or `TypeError`.
+    """
+    epoch, moment, state = (
+        saved[name] for name in ("epoch", "saved_at", "dataset")
+    )
+    numbers = [epoch] if moment is None else [epoch, *moment]
+    if any(type(number) is not int for number in numbers) or epoch < 0:
+        raise ValueError(f"`epoch` {epoch!r}, `saved_at` {moment!r}")
+    if not isinstance(state, dict):
+        raise ValueError(f"`dataset` {state!r}")
+    return {"epoch": epoch, "saved_at": moment, "dataset": state}
+
+
+def after_empty_rest(dataset: Any, saved: Saved, length: int | None) -> Saved:
+    """Moves on to the next epoch if the rest of the saved one has no batch.
+
+    When a state is saved, nobody may know yet that all batches behind its
+    position are skipped, or that there are none.
+
+    Args:
+        dataset: The dataset, which has loaded the state.
+        saved: The saved state.
+        length: How many batches `fit` takes in an epoch, if that is known.
+
+    Returns:
+        The state that the dataset now has.
+    """
+    state = saved["dataset"]
+    if not (state["within"] and state["position"]):
+        return saved
+    loader = loader_of(dataset)
+    if not has_rest(loader, dataset, length):
+        saved = {
+            **saved,
+            "epoch": saved["epoch"] + 1,
+            "dataset": at_end(state),
+        }
+    elif loader.checkpoint.resumes:
+        return saved  # no batch was built to find out
+    dataset.load_state_dict(saved["dataset"])
+    return saved
