@@ -91,7 +91,7 @@ def _profile(options: argparse.Namespace) -> int:
             dataset = cli_target.find(options.target)
             if dataset.num_batches == 0:
                 raise cli_target.UsageError(f"{options.target} has no batches.")
-            with progress:
+            with contextlib.closing(progress):
                 found = profiling.run(
                     dataset, options.batches, options.seconds, progress.tell
                 )
@@ -144,10 +144,8 @@ class _Progress:
                 flush=True,
             )
 
-    def __enter__(self) -> None:
-        """Shows nothing yet."""
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Clears the line."""
         if self._shown:
             print("\r" + " " * 60 + "\r", end="", file=sys.stderr, flush=True)
 

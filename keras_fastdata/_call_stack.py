@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import collections
 import sys
+import traceback
 from collections.abc import Iterable
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 _MOST_CALLS = 100  # of one stack
@@ -71,8 +72,7 @@ def folded_stack(threads: Iterable[int], within: str) -> tuple[int, str] | None:
 
 def is_being_made(instance: Any) -> bool:
     """Whether an object's `__init__` or `__setstate__` is on the call stack."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
         code = frame.f_code
         if (
             code.co_name in ("__init__", "__setstate__")
@@ -80,16 +80,12 @@ def is_being_made(instance: Any) -> bool:
             and frame.f_locals.get(code.co_varnames[0]) is instance
         ):
             return True
-        frame = frame.f_back
     return False
 
 
 def module_at(filename: str, lineno: int) -> str | None:
     """Returns the name of the module that runs a line now, or `None`."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_filename == filename and frame.f_lineno == lineno:
+    for frame, line in traceback.walk_stack(sys._getframe(1)):
+        if frame.f_code.co_filename == filename and line == lineno:
             return str(frame.f_globals.get("__name__"))
-        frame = frame.f_back
     return None

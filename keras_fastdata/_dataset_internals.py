@@ -10,6 +10,7 @@ begin with `_fastdata` too.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import itertools
@@ -55,17 +56,10 @@ class Internals:
         self.outside_rng = None
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        return _ForeignInternals, (self.settings,)
+        return copy.copy, (self.settings,)
 
-    def __deepcopy__(self, memo: Any) -> _ForeignInternals:
-        return _ForeignInternals(self.settings)
-
-
-@dataclasses.dataclass
-class _ForeignInternals:
-    """Settings that a copied or unpickled dataset got from its original."""
-
-    settings: Settings
+    def __deepcopy__(self, memo: Any) -> Settings:
+        return self.settings
 
 
 def give_internals(dataset: build.Dataset, settings: Settings) -> Internals:
@@ -98,7 +92,9 @@ def internals_of(dataset: build.Dataset) -> Internals:
             stacklevel=3,
         )
         return give_internals(dataset, Settings())
-    return give_internals(dataset, found.settings)
+    # A copy has the internals of its original, or their settings alone.
+    settings = found.settings if isinstance(found, Internals) else found
+    return give_internals(dataset, settings)
 
 
 def loader_of(dataset: build.Dataset) -> Loader:

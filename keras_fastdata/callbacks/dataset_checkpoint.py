@@ -98,7 +98,7 @@ class DatasetCheckpoint(Callback):
         self._since_saved = 0
 
     def get_config(self) -> dict[str, Any]:
-        """The constructor's arguments, for `keras.saving`."""
+        """Returns the constructor's arguments, for `keras.saving`."""
         return {
             "path": self.path,
             "save_freq": self.save_freq,
@@ -107,7 +107,7 @@ class DatasetCheckpoint(Callback):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> DatasetCheckpoint:
-        """The callback that `get_config` describes."""
+        """Returns the callback that `get_config` describes."""
         return cls(**config)
 
     # -- called by Keras ----------------------------------------------------
@@ -240,7 +240,7 @@ class DatasetCheckpoint(Callback):
         backup.save_first(save)
 
     def _moment(self, epoch: int, batch: int) -> list[int]:
-        """Returns what tells which weights a state belongs to."""
+        """Returns a list that identifies the present weights."""
         optimizer = getattr(self.model, "optimizer", None)
         if optimizer is None:
             return [epoch, batch, 0]
@@ -266,7 +266,7 @@ class DatasetCheckpoint(Callback):
             )
 
     def _begin_with(self, epoch: int) -> None:
-        """Begins a later epoch, of which nothing was saved."""
+        """Makes the data begin with an epoch of which nothing was saved."""
         dataset = self._adapter.py_dataset
         if self._adapter.next_epoch == epoch:
             return  # it was trained on until here

@@ -54,7 +54,7 @@ PyDataset = keras.utils.PyDataset
 
 
 def training() -> FitCall:
-    """Returns the `fit` that calls the caller; `adapter` is ours or `None`."""
+    """Returns the running `fit`; its `adapter` is ours or `None`."""
     call = fit_around()
     if isinstance(call.adapter, FastPyDatasetAdapter):
         return call

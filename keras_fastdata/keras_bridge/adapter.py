@@ -27,10 +27,9 @@ from keras_fastdata.building import build
 from keras_fastdata.engine.batch_iterator import BatchIterator, iterate
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.keras_bridge import rows
-from keras_fastdata.keras_bridge.batches import IteratorBatches
-from keras_fastdata.keras_bridge.conversions import (
+from keras_fastdata.keras_bridge.batches import (
+    IteratorBatches,
     spell_out_cause,
-    strings_as_tensors,
 )
 from keras_fastdata.keras_bridge.early_end import EarlyEnd
 from keras_fastdata.keras_bridge.fit_progress import EpochProgress
@@ -39,7 +38,6 @@ from keras_fastdata.keras_bridge.keras_internals import (
     PyDatasetAdapter,
     another_epoch_follows,
     calling_iterator,
-    get_tensor_spec,
     steps_argument,
     users_stacklevel,
 )
@@ -51,7 +49,7 @@ _PROBED = 2  # batches at most that Keras takes to build a model, one ahead
 
 
 class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
-    """The adapter through which Keras gets the batches of a `FastPyDataset`.
+    """Gives Keras the batches of a `FastPyDataset`.
 
     `_standardize_batch`, and with it `class_weight`, is Keras's own. So is
     what each backend makes of `_get_iterator`: arrays, tensors, or on JAX, for
@@ -126,7 +124,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
 
         if self._signature is None:
             began = time.perf_counter()
-            self._signature = self._sign()
+            self._signature = self._sign(tensorflow_data.signature_of)
             self.add_probe(time.perf_counter() - began)
             if (listener := self.listener()) is not None:
                 listener.exclude(time.perf_counter() - began)
@@ -212,7 +210,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
     # -- called by our iterators ---------------------------------------------
 
     def take_iterator(self, batches: IteratorBatches) -> BatchIterator:
-        """Returns the iterator of the loader that `batches` takes over.
+        """Returns the loader's iterator over the epoch that `batches` begins.
 
         Called when Keras asks `batches` for the first batch.
         """
@@ -290,7 +288,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
             self._prepared, self._iterator = self._iterator, None
             self._prepared.rewind()
 
-    def _sign(self) -> Any:
+    def _sign(self, signature_of: Callable[[list[Any]], Any]) -> Any:
         """Returns TensorFlow's signature of batches, from batches 0 and 1.
 
         The workers build these two. They are delivered in their turn.
@@ -315,9 +313,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
                 self.name_batches(error, f"batch {index}", epoch)
                 raise
         try:
-            return get_tensor_spec(
-                keras.tree.map_structure(strings_as_tensors, standardized)
-            )
+            return signature_of(standardized)
         except Exception as error:
             listed = "batch " + " or ".join(map(str, peeked))
             self.name_batches(error, listed, epoch)
@@ -334,7 +330,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         return number
 
     def state(self, steps: int | None) -> dict[str, Any]:
-        """Returns `state_dict()` of the dataset after the steps of `fit`.
+        """Returns `state_dict()` of the dataset at a step of `fit`.
 
         Args:
             steps: Steps that were trained in Keras's present epoch; `None`

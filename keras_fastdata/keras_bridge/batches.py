@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import keras
+import numpy as np
 
 from keras_fastdata._dataset_internals import loader_of
 from keras_fastdata.engine.batch_iterator import BatchIterator
-from keras_fastdata.keras_bridge.conversions import own, spell_out_cause
+from keras_fastdata.errors import DatasetPicklingError
 from keras_fastdata.metrics import recorder
 from keras_fastdata.metrics.sampling import SamplingState
+from keras_fastdata.workers import exceptions
 
 if TYPE_CHECKING:
     from keras_fastdata.keras_bridge.adapter import FastPyDatasetAdapter
@@ -67,7 +69,7 @@ class IteratorBatches(Iterator[Any]):
             if self._iterator.is_shortened:
                 self._record_skipped(self._iterator)
         if self._writable and self._iterator.is_read_only:
-            batch = keras.tree.map_structure(own, batch)
+            batch = keras.tree.map_structure(_writable, batch)
         now_s = time.monotonic()
         adapter.progress.count_batch()
         if not adapter.progress.has_started:
@@ -151,3 +153,23 @@ class IteratorBatches(Iterator[Any]):
         name = type(self._adapter.py_dataset).__name__
         for index, text in iterator.take_skipped().items():
             listener.skip(recorder.Skipped(name, index, text))
+
+
+def _writable(leaf: Any) -> Any:
+    """Copies an array if it is read-only."""
+    if isinstance(leaf, np.ndarray) and not leaf.flags.writeable:
+        return leaf.copy()
+    return leaf
+
+
+def spell_out_cause(error: Exception) -> None:
+    """Adds the cause of an error to its notes.
+
+    Keras's traceback filter drops the cause (`raise ... from None`), which
+    stays reachable as `__context__`. A `DatasetPicklingError` names its cause.
+    """
+    if error.__cause__ is not None:
+        if not isinstance(error, DatasetPicklingError):
+            exceptions.note_causes(error)
+        if error.__context__ is None:
+            BaseException.__setattr__(error, "__context__", error.__cause__)

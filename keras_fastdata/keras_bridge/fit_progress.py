@@ -27,14 +27,14 @@ class FitPhase(enum.Enum):
 
 
 class EpochProgress:
-    """Follows the epochs of Keras's, and the batches that they get.
+    """Tracks Keras's epochs, and the batches delivered in them.
 
     Attributes:
         phase: Where Keras stands.
-        steps: The steps that the user wants of the present epoch; `None`
+        steps: How many steps the user wants in the present epoch; `None`
             without `steps_per_epoch` and the like.
-        delivered: Batches that the present iterator has delivered.
-        trained: How many of these went to epochs that are over.
+        delivered: How many batches the present iterator has delivered.
+        trained: How many of these were for epochs that have ended.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class EpochProgress:
 
     @property
     def has_started(self) -> bool:
-        """Whether what Keras fetches counts: it is for no probe any more."""
+        """Whether Keras has reset the data: what it fetches is for no probe."""
         return self.phase in (FitPhase.BETWEEN, FitPhase.IN_EPOCH)
 
     @property
@@ -59,11 +59,11 @@ class EpochProgress:
 
     @property
     def delivered_now(self) -> int:
-        """Batches that the present iterator has delivered in this epoch."""
+        """How many batches the present iterator has delivered in this epoch."""
         return self.delivered - self.trained
 
     def _move_to(self, phase: FitPhase) -> None:
-        """The one place where the phase changes."""
+        """Changes the phase; no other method does."""
         self.phase = phase
 
     def begin_epoch(
@@ -73,12 +73,12 @@ class EpochProgress:
         *,
         continues: bool = False,
     ) -> None:
-        """Keras begins an epoch.
+        """Notes that Keras begins an epoch.
 
         Args:
-            steps: The steps that the user wants of it; `None` for no limit.
+            steps: How many steps the user wants; `None` for no limit.
             steps_per_execution: Steps in one call of the train function.
-            continues: Whether it goes on with the present iterator.
+            continues: Whether the epoch goes on with the present iterator.
 
         Raises:
             ValueError: The epoch before has not ended.
@@ -96,19 +96,19 @@ class EpochProgress:
         self._iterators_due = 0 if continues else 1
 
     def begin_iterator(self) -> None:
-        """The first batch of another iterator is asked for."""
+        """Notes that Keras requests the first batch of a new iterator."""
         self.delivered = self.trained = 0
         self._iterators_due -= 1
 
     def count_batch(self) -> None:
-        """The present iterator has delivered a batch."""
+        """Notes that the present iterator has delivered a batch."""
         self.delivered += 1
 
     def end_epoch(self, *, is_reset: bool) -> bool:
         """Notes that Keras ends an epoch or resets the data.
 
         Args:
-            is_reset: Whether it resets the data.
+            is_reset: Whether Keras resets the data.
 
         Returns:
             Whether this is the first reset, which undoes the probe, if there
@@ -122,7 +122,7 @@ class EpochProgress:
         return is_first_reset
 
     def lag(self, steps: int | None) -> int:
-        """Batches that were delivered, and not trained on.
+        """Returns the number of batches delivered but not yet trained on.
 
         Args:
             steps: The steps of the present epoch so far; `None` after its end.

@@ -21,6 +21,7 @@ import json
 import logging
 import os
 import sys
+import traceback
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -202,7 +203,7 @@ USES: dict[Feature, tuple[Use, ...]] = {
 
 
 def _find(thing: str) -> Any:
-    """Returns what `Use.thing` names.
+    """Imports and returns the object that `Use.thing` names.
 
     Raises:
         ImportError: There is no such module.
@@ -280,10 +281,10 @@ _EpochIterator = _class_at(_ITERATOR)
 
 
 def is_asked_whether_to_shuffle() -> bool:
-    """Whether Keras asks the caller for `num_batches`, to warn of `shuffle`.
+    """Whether `get_data_adapter` of Keras calls the caller.
 
-    Keras warns that `shuffle=True`, its own default, is ignored for a dataset
-    that does not say its length.
+    It reads `num_batches` only to warn that `shuffle=True`, Keras's default,
+    is ignored for a dataset of unknown length.
     """
     return sys._getframe(2).f_code.co_name == "get_data_adapter"
 
@@ -369,7 +370,7 @@ def _no_iterator() -> None:
 
 
 def calling_iterator() -> KerasIterator:
-    """Returns Keras's iterator if one calls the caller, else an empty one."""
+    """Returns the iterator of Keras that calls the caller, or an empty one."""
     known = sys._getframe(2).f_locals
     caller = known.get("self")
     if not isinstance(caller, _EpochIterator):
@@ -409,7 +410,7 @@ def hide_frames(folder: str) -> None:
 
 
 class FitCall(NamedTuple):
-    """The innermost `fit` that calls the caller.
+    """The innermost running `fit`.
 
     Attributes:
         adapter: The adapter of its training data.
@@ -427,7 +428,7 @@ class FitCall(NamedTuple):
 
 
 def fit_around() -> FitCall:
-    """Returns the innermost `fit` that calls the caller, or an empty one."""
+    """Returns the innermost running `fit`, or an empty `FitCall`."""
     for name, known in _calls_of_keras() if has(Feature.FIT) else ():
         if name == "fit":
             iterator = known.get("epoch_iterator")
@@ -442,7 +443,7 @@ def fit_around() -> FitCall:
 
 
 def another_epoch_follows(iterator: KerasIterator) -> bool:
-    """Whether the `fit` that calls the caller will run another epoch.
+    """Whether the running `fit` will begin another epoch.
 
     `History`, which every `fit` has among its callbacks, knows how many
     epochs there are, and which have ended.
@@ -466,7 +467,7 @@ def another_epoch_follows(iterator: KerasIterator) -> bool:
 
 
 def is_within_fit() -> bool:
-    """Whether an evaluation or prediction within a `fit` calls the caller."""
+    """Whether an evaluation or prediction runs within a `fit`."""
     names = [name for name, _ in _calls_of_keras()]
     return names[:1] != ["fit"] and "fit" in names
 
@@ -480,19 +481,18 @@ def steps_argument() -> str:
 
 
 def trainer_at_work() -> tuple[str, Any]:
-    """Returns the method of Keras that runs, and its model; or "", `None`."""
+    """Returns the running method of Keras and its model; or "" and `None`."""
     for name, known in _calls_of_keras():
         return name, known["self"]
     return "", None
 
 
 def _calls_of_keras() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the calls of a model that lead to the caller, innermost first.
+    """Yields the running calls of Keras's models, innermost first.
 
     Each is "fit", "evaluate" or "predict", and its local variables.
     """
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
         name = frame.f_code.co_name
         if name in ("fit", "evaluate", "predict"):
             known = frame.f_locals
@@ -500,7 +500,6 @@ def _calls_of_keras() -> Iterator[tuple[str, dict[str, Any]]]:
                 copy = dict(known)
                 _forget(known)
                 yield name, copy
-        frame = frame.f_back
 
 
 def callbacks_beside() -> list[Any]:
@@ -540,7 +539,7 @@ def users_stacklevel() -> int:
 
 
 class KerasBackup:
-    """Keras's `BackupAndRestore`, for a callback that saves when that does.
+    """Gives access to the private parts of a `BackupAndRestore`.
 
     Args:
         callback: Keras's callback.
@@ -551,7 +550,7 @@ class KerasBackup:
 
     @property
     def folder(self) -> str:
-        """The folder that it saves to."""
+        """The folder of the weights."""
         return str(self._callback.backup_dir)
 
     @property
@@ -560,7 +559,7 @@ class KerasBackup:
         return self._callback._current_epoch, self._callback._last_batch_seen
 
     def restored(self) -> tuple[int, int] | None:
-        """Returns the `position` that it has restored, or `None`."""
+        """Returns the `position` of the restored weights, or `None`."""
         path = os.path.join(self.folder, "training_metadata.json")
         try:
             with open(path) as file:
@@ -570,7 +569,7 @@ class KerasBackup:
             return None
 
     def save_first(self, save: Callable[[], None]) -> None:
-        """Makes it call `save` each time before it saves the weights."""
+        """Makes Keras call `save` each time before it saves the weights."""
         callback = self._callback
         save_weights = type(callback)._save_model
 
@@ -582,7 +581,7 @@ class KerasBackup:
 
 
 def set_initial_epoch(model: Any, epoch: int) -> None:
-    """Makes the `fit` that begins, or the next one, begin with that epoch."""
+    """Sets the first epoch of the `fit` that begins, or of the next one."""
     model._initial_epoch = epoch
 
 

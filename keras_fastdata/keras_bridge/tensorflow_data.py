@@ -5,31 +5,57 @@ Imported only where TensorFlow is the Keras backend.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from keras_fastdata.keras_bridge.batches import IteratorBatches
-from keras_fastdata.keras_bridge.conversions import for_tensorflow
 from keras_fastdata.keras_bridge.keras_internals import (
     Feature,
+    get_tensor_spec,
     has,
     is_keras_step,
     trainer_at_work,
 )
 from keras_fastdata.keras_bridge.tensorflow_iterator import (
-    Consumer,
-    DirectDataset,
-    feeds_directly,
+    DirectIterator,
+    TensorBatches,
+    TensorSource,
 )
 
 if TYPE_CHECKING:
     from keras_fastdata.keras_bridge.adapter import FastPyDatasetAdapter
 
 _FUNCTIONS = {"fit": "train_function", "evaluate": "test_function"}
+
+
+def signature_of(batches: list[Any]) -> Any:
+    """Returns the nested `tf.TypeSpec`s of batches like these."""
+    # Keras does not know NumPy's types of strings.
+    return get_tensor_spec(keras.tree.map_structure(_strings, batches))
+
+
+def _strings(leaf: Any) -> Any:
+    """Converts an array of strings into a tensor."""
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OSTU":
+        return tf.constant(leaf.tolist(), shape=leaf.shape, dtype=tf.string)
+    return leaf
+
+
+def _converted(leaf: Any) -> Any:
+    """Converts a leaf of a batch into one that `from_generator` takes."""
+    if leaf is None:
+        return tf.experimental.Optional.empty(None)
+    if type(leaf).__module__.startswith("scipy.sparse"):
+        entries = leaf.tocoo()
+        indices = np.stack((entries.row, entries.col), axis=1)
+        return tf.SparseTensor(indices, entries.data, entries.shape)
+    return _strings(leaf)
 
 
 def make_dataset(adapter: FastPyDatasetAdapter, signature: Any) -> Any:
@@ -39,15 +65,59 @@ def make_dataset(adapter: FastPyDatasetAdapter, signature: Any) -> Any:
         adapter: The adapter.
         signature: The nested `tf.TypeSpec`s of a batch.
     """
-    # TensorFlow keeps these functions for ever, in its default graph. They
-    # must not keep the dataset, and with it the workers. Keras's EpochIterator
-    # keeps the adapter during training.
-    reference = weakref.ref(adapter)
+    dataset = DirectDataset(adapter, signature)
+    _, trainer = trainer_at_work()
+    # A strategy of `tf.distribute` would turn the dataset into a graph.
+    if (
+        has(Feature.DIRECT_FEED)
+        and all(type(s) is tf.TensorSpec for s in tf.nest.flatten(signature))
+        and trainer is not None
+        and not tf.distribute.has_strategy()
+        and trainer.distribute_strategy is tf.distribute.get_strategy()
+    ):
+        return dataset
+    return dataset.plain()
 
-    def plain() -> Any:
+
+class DirectDataset:
+    """The dataset that Keras gets in place of a `tf.data.Dataset`.
+
+    Making a `tf.data.Dataset` takes 13 ms, and TensorFlow never frees it.
+
+    Args:
+        adapter: The adapter.
+        element_spec: The nested `tf.TypeSpec`s of a batch.
+    """
+
+    def __init__(
+        self, adapter: FastPyDatasetAdapter, element_spec: Any
+    ) -> None:
+        self.element_spec = element_spec
+        # TensorFlow keeps generators for ever, in its default graph. They must
+        # not keep the dataset, and with it the workers. Keras's EpochIterator
+        # keeps the adapter during training.
+        self._adapter = weakref.ref(adapter)
+
+    def __iter__(self) -> Iterator[Any]:
+        name, trainer = trainer_at_work()
+        function = getattr(trainer, _FUNCTIONS.get(name, ""), None)
+        if function is not None and not is_keras_step(function):
+            plain: Iterator[Any] = iter(self.plain())
+            return plain
+        adapter = _alive(self._adapter)
+        source = TensorSource(IteratorBatches(adapter), self.element_spec)
+        if function is not None and trainer.steps_per_execution == 1:
+            is_eager = functools.partial(_is_eager, weakref.ref(trainer))
+            return TensorBatches(source, is_eager)
+        # For a prediction, or to build a model, Keras requests nested tensors.
+        return DirectIterator(source, adapter.early_end.put_aside)
+
+    def plain(self) -> tf.data.Dataset:
+        """Makes a `tf.data.Dataset`."""
+        reference = self._adapter
         dataset = tf.data.Dataset.from_generator(
             lambda: _ForTensorFlow(_alive(reference)),
-            output_signature=signature,
+            output_signature=self.element_spec,
         )
         # The workers prefetch; `tf.data` must not.
         options = tf.data.Options()
@@ -55,14 +125,12 @@ def make_dataset(adapter: FastPyDatasetAdapter, signature: Any) -> Any:
         options.threading.private_threadpool_size = 1
         return dataset.with_options(options)
 
-    if not feeds_directly(signature) or not _walks_itself():
-        return plain()
-    return DirectDataset(
-        signature,
-        lambda: IteratorBatches(_alive(reference)),
-        adapter.early_end.put_aside,
-        plain,
-        _consumer,
+
+def _is_eager(reference: weakref.ref[Any]) -> bool:
+    """Whether a model's steps run as plain Python at present."""
+    model = reference()
+    return (
+        model is None or model.run_eagerly or tf.config.functions_run_eagerly()
     )
 
 
@@ -81,52 +149,13 @@ class _ForTensorFlow(Iterator[Any]):
 
     def __next__(self) -> Any:
         try:
-            return keras.tree.map_structure(for_tensorflow, next(self._batches))
+            return keras.tree.map_structure(_converted, next(self._batches))
         except StopIteration:
             raise
         except BaseException as error:
             if not self._early_end.put_aside(error):
                 raise
             raise StopIteration from None
-
-
-def _consumer() -> Consumer:
-    """Describes what takes the batches of the epoch that Keras begins."""
-    name, trainer = trainer_at_work()
-    living = weakref.ref(trainer)
-
-    def is_eager() -> bool:
-        trainer = living()
-        return (
-            trainer is None
-            or trainer.run_eagerly
-            or tf.config.functions_run_eagerly()
-        )
-
-    function = getattr(trainer, _FUNCTIONS.get(name, ""), None)
-    if function is None:
-        # For a prediction, or to build a model, Keras asks for a batch itself.
-        return Consumer(True, False, is_eager)
-    return Consumer(
-        is_keras_step(function),
-        trainer.steps_per_execution == 1,
-        is_eager,
-    )
-
-
-def _walks_itself() -> bool:
-    """Whether Keras iterates over a dataset itself, in Python.
-
-    A strategy of `tf.distribute` would turn the dataset into a graph.
-    """
-    if not has(Feature.DIRECT_FEED):
-        return False
-    _, trainer = trainer_at_work()
-    return (
-        trainer is not None
-        and not tf.distribute.has_strategy()
-        and trainer.distribute_strategy is tf.distribute.get_strategy()
-    )
 
 
 def _alive(

@@ -25,7 +25,7 @@ import collections
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -48,66 +48,6 @@ _numbers = itertools.count(1)
 _living: weakref.WeakValueDictionary[int, DirectIterator] = (
     weakref.WeakValueDictionary()
 )
-
-
-def feeds_directly(element_spec: Any) -> bool:
-    """Whether batches with these specs need no `tf.data`."""
-    specs = tf.nest.flatten(element_spec)
-    return all(type(spec) is tf.TensorSpec for spec in specs)
-
-
-class DirectDataset:
-    """The dataset that Keras gets in place of a `tf.data.Dataset`.
-
-    Making a `tf.data.Dataset` takes 13 ms, and TensorFlow never frees it.
-
-    Args:
-        element_spec: The nested `tf.TensorSpec`s of a batch.
-        batches: Makes an iterator over the batches of an epoch.
-        put_aside: Takes an exception that cannot be raised here; returns
-            whether it will be raised after the end of the data.
-        plain: Makes a `tf.data.Dataset`, for functions that need one.
-        consumer: Describes what takes the batches of the next epoch.
-    """
-
-    def __init__(
-        self,
-        element_spec: Any,
-        batches: Callable[[], Iterator[Any]],
-        put_aside: Callable[[BaseException], bool],
-        plain: Callable[[], tf.data.Dataset],
-        consumer: Callable[[], Consumer],
-    ) -> None:
-        self.element_spec = element_spec
-        self._batches = batches
-        self._put_aside = put_aside
-        self._plain = plain
-        self._consumer = consumer
-
-    def __iter__(self) -> Iterator[Any]:
-        consumer = self._consumer()
-        if not consumer.is_keras:
-            plain: Iterator[Any] = iter(self._plain())
-            return plain
-        source = TensorSource(self._batches(), self.element_spec)
-        if consumer.asks_itself:
-            return TensorBatches(source, consumer.is_eager)
-        return DirectIterator(source, self._put_aside)
-
-
-class Consumer(NamedTuple):
-    """Describes the function that takes batches.
-
-    Attributes:
-        is_keras: Whether the function is Keras's.
-        asks_itself: Whether it requests batches from any Python iterator, and
-            passes each to a `tf.function`.
-        is_eager: Whether that `tf.function` runs as plain Python at present.
-    """
-
-    is_keras: bool
-    asks_itself: bool
-    is_eager: Callable[[], bool]
 
 
 class TensorSource:
@@ -364,7 +304,7 @@ class _IteratorType(_Type):
 
 
 class _Traced:
-    """The iterator inside a `tf.function` that is being traced."""
+    """What a `tf.function` sees of a `DirectIterator` while it is traced."""
 
     def __init__(
         self, kind: _IteratorType, tensors: Sequence[tf.Tensor]
