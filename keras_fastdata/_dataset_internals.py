@@ -70,7 +70,7 @@ def give_internals(dataset: build.Dataset, settings: Settings) -> Internals:
 
 
 def own_internals(dataset: build.Dataset) -> Internals | None:
-    """Returns a dataset's internals; `None` if they are its original's."""
+    """Returns a dataset's internals; `None` if it has only an original's."""
     found = vars(dataset).get(seeding.PRIVATE)
     if isinstance(found, Internals) and found.owner() is dataset:
         return found

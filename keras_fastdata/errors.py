@@ -44,7 +44,7 @@ class LoaderError(RuntimeError):
 
 
 class _DetailedError(LoaderError):
-    """An error with attributes, which its class names with their defaults."""
+    """An error with attributes; each class declares its own, with defaults."""
 
     def __init__(self, message: str, **details: Any) -> None:
         super().__init__(message)

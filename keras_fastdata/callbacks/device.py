@@ -1,4 +1,4 @@
-"""Waiting for an accelerator, or for JAX, to finish dispatched steps."""
+"""Waits until an accelerator, or JAX, has finished the dispatched steps."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ class LoaderHealth(Callback):
         self._event_files = EventFiles([])
 
     def get_config(self) -> dict[str, Any]:
-        """The constructor's arguments, for `keras.saving`."""
+        """Returns the constructor's arguments, for `keras.saving`."""
         return {
             "verbose": self.verbose,
             "report": self.report,
@@ -138,11 +138,11 @@ class LoaderHealth(Callback):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> LoaderHealth:
-        """The callback that `get_config` describes."""
+        """Returns the callback that `get_config` describes."""
         return cls(**config)
 
     def summary(self) -> HealthSummary:
-        """The figures of the latest `fit`, `evaluate` or `predict`.
+        """Returns the figures of the latest `fit`, `evaluate` or `predict`.
 
         While that runs: of the epochs that have ended.
         """
@@ -177,7 +177,7 @@ class LoaderHealth(Callback):
         return figure.plot(record)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """Returns the summary as HTML, which a notebook shows."""
         return summary_html(self.summary())
 
     @property
@@ -315,7 +315,7 @@ class LoaderHealth(Callback):
     # -- measuring ----------------------------------------------------------
 
     def _move_to(self, measured: Measured) -> None:
-        """The one place where the state changes."""
+        """Changes the state; no other method does."""
         self._measured = measured
 
     def _start(self) -> None:
@@ -397,13 +397,13 @@ class LoaderHealth(Callback):
             self._step = self._train_step = self._monitor.step
 
     def _end_nested(self) -> None:
-        """The fit goes on, after an evaluation amid it."""
+        """Measures the `fit` again, after an evaluation within it."""
         self._move_to(Measured.FIT)
         if self._monitor is not None:
             self._step = self._train_step = self._monitor.step
 
     def _resume_fit(self, batch: int) -> None:
-        """The first step of training after an evaluation that has raised."""
+        """Measures the `fit` again, after an evaluation that raised an error."""
         self._end_nested()
         self._train_step(batch)
 
@@ -420,7 +420,7 @@ class LoaderHealth(Callback):
         return health
 
     def _end_training(self) -> None:
-        """Ends the epoch's training, which its validation may have done."""
+        """Ends the training of an epoch, unless its validation has done so."""
         if self._monitor is not None and self._monitor.phase == "train":
             self._trained = self._end()
             if self._timer is not None:
@@ -442,7 +442,7 @@ class LoaderHealth(Callback):
         self._write_report()
 
     def _skipped_in(self, epoch: int) -> int:
-        """Batches that an epoch and its validation left out."""
+        """Returns how many batches an epoch and its validation left out."""
         phases = [*self._epochs, *self._validations]
         return sum(h.skipped for h in phases if h.epoch == epoch)
 
