@@ -54,7 +54,7 @@ def _as_integer(name: str, value: Any) -> str:
 
 
 def arguments_of(kind: type) -> list[str]:
-    """Returns the argument names of the constructors of a class and its bases."""
+    """Returns the argument names of a class's constructor and of its bases'."""
     names: dict[str, None] = {}
     for base in kind.__mro__:
         initialize: Any = vars(base).get("__init__")

@@ -403,7 +403,7 @@ class LoaderHealth(Callback):
             self._step = self._train_step = self._monitor.step
 
     def _resume_fit(self, batch: int) -> None:
-        """Measures the `fit` again, after an evaluation that raised an error."""
+        """Measures the `fit` again, after an evaluation that has raised."""
         self._end_nested()
         self._train_step(batch)
 
