@@ -130,7 +130,7 @@ class DatasetCheckpoint(Callback):
                 "this `fit` is no FastPyDataset."
             )
             return
-        backup = self._find_backup()
+        backup = _backup_before(self, self._beside)
         if backup is not None and not keras_bridge.has(feature.BACKUP):
             return
         self._adapter, self._backup = training.adapter, backup
@@ -210,18 +210,6 @@ class DatasetCheckpoint(Callback):
 
     # -- beside BackupAndRestore ----------------------------------------------
 
-    def _find_backup(self) -> keras_bridge.KerasBackup | None:
-        for callback in self._beside:
-            if isinstance(callback, keras.callbacks.BackupAndRestore):
-                if self in self._beside[: self._beside.index(callback)]:
-                    raise ValueError(
-                        "DatasetCheckpoint must come behind BackupAndRestore "
-                        "in `callbacks`: what that restores tells where the "
-                        "data is to go on."
-                    )
-                return keras_bridge.KerasBackup(callback)
-        return None
-
     def _save_before(self, backup: keras_bridge.KerasBackup) -> None:
         """Saves a state each time just before the weights are saved.
 
@@ -238,15 +226,6 @@ class DatasetCheckpoint(Callback):
                 self._save(batch + 1 if within else None)
 
         backup.save_first(save)
-
-    def _moment(self, epoch: int, batch: int) -> list[int]:
-        """Returns a list that identifies the present weights."""
-        optimizer = getattr(self.model, "optimizer", None)
-        if optimizer is None:
-            return [epoch, batch, 0]
-        # Not `int`, which a variable that several devices mirror has not.
-        steps = keras.ops.convert_to_numpy(optimizer.iterations)
-        return [epoch, batch, int(steps)]
 
     # -- where the data goes on ----------------------------------------------
 
@@ -287,7 +266,9 @@ class DatasetCheckpoint(Callback):
         state = self._adapter.state(steps)
         is_over = steps is not None and not state["position"]
         backup = self._backup
-        moment = None if backup is None else self._moment(*backup.position)
+        moment = (
+            None if backup is None else _moment(self.model, *backup.position)
+        )
         self._states.add(
             {
                 "epoch": self._epoch + is_over,
@@ -303,7 +284,7 @@ class DatasetCheckpoint(Callback):
             restored = self._backup.restored()
             if restored is None:
                 return None  # there are no weights to go on with
-            found = states.find("saved_at", self._moment(*restored))
+            found = states.find("saved_at", _moment(self.model, *restored))
             if found is not None:
                 return found
             if latest is None and not restored[1]:
@@ -327,3 +308,29 @@ class DatasetCheckpoint(Callback):
                 latest["epoch"],
             )
         return found
+
+
+def _backup_before(
+    callback: DatasetCheckpoint, beside: list[Any]
+) -> keras_bridge.KerasBackup | None:
+    """Returns the `BackupAndRestore` that Keras calls before `callback`."""
+    for place, other in enumerate(beside):
+        if isinstance(other, keras.callbacks.BackupAndRestore):
+            if callback in beside[:place]:
+                raise ValueError(
+                    "DatasetCheckpoint must come behind BackupAndRestore "
+                    "in `callbacks`: what that restores tells where the "
+                    "data is to go on."
+                )
+            return keras_bridge.KerasBackup(other)
+    return None
+
+
+def _moment(model: Any, epoch: int, batch: int) -> list[int]:
+    """Returns a list that identifies the present weights of a model."""
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is None:
+        return [epoch, batch, 0]
+    # Not `int`, which a variable that several devices mirror has not.
+    steps = keras.ops.convert_to_numpy(optimizer.iterations)
+    return [epoch, batch, int(steps)]
