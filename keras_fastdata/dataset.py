@@ -260,12 +260,12 @@ class FastPyDataset(_Base):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for name, wrap in _WRAPPERS.items():
+        for name in _NOTICED_METHODS:
             method = getattr(cls, name)  # possibly a mixin's
             if isinstance(method, types.FunctionType) and not (
                 build.is_default_hook(method) or hasattr(method, _NOTICED)
             ):
-                setattr(cls, name, _mark(wrap(method)))
+                setattr(cls, name, _noticed(name, method))
 
     # -- what a subclass writes ----------------------------------------------
 
@@ -513,53 +513,42 @@ class FastPyDataset(_Base):
         note_assigned(self, name)
 
 
-_NOTICED = "_fastdata_notices"  # marks functions that need no wrapper
+_NOTICED = "_fastdata_notices"  # marks functions that `_noticed` returned
+_NOTICED_METHODS = (
+    "on_epoch_begin",
+    "on_epoch_end",
+    "__setattr__",
+    "__delattr__",
+)
 
 
-def _mark(function: Callable[..., Any]) -> Callable[..., Any]:
-    setattr(function, _NOTICED, True)
-    return function
+def _noticed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a method of a subclass so that the loader notices calls of it.
 
-
-def _noticed(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps an epoch hook so that the loader notices calls by the user.
-
-    A call in `__init__` belongs to making the dataset, and is not noticed.
+    A call of a hook in `__init__` belongs to making the dataset, and is not
+    noticed.
     """
 
-    @functools.wraps(hook)
-    def noticed(self: FastPyDataset, *args: Any, **kwargs: Any) -> Any:
+    def hook(self: FastPyDataset, *args: Any, **kwargs: Any) -> Any:
         if build.is_built_for(self) or (
             own_loader(self) is None
             and (_process_role.is_worker() or _call_stack.is_being_made(self))
         ):
-            return hook(self, *args, **kwargs)
-        call = functools.partial(hook, self, *args, **kwargs)
+            return method(self, *args, **kwargs)
+        call = functools.partial(method, self, *args, **kwargs)
         return loader_of(self).hooks.call(self, name, call)
 
-    return noticed
+    def assign(self: FastPyDataset, attribute: str, *value: Any) -> None:
+        method(self, attribute, *value)
+        note_assigned(self, attribute)
+
+    wrapper = hook if name.startswith("on_") else assign
+    setattr(wrapper, _NOTICED, True)
+    return functools.wraps(method)(wrapper)
 
 
-def _notes_assigned(method: Callable[..., None]) -> Callable[..., None]:
-    """Wraps `__setattr__` or `__delattr__` so that changes are noticed."""
-
-    @functools.wraps(method)
-    def notes(self: FastPyDataset, name: str, *value: Any) -> None:
-        method(self, name, *value)
-        note_assigned(self, name)
-
-    return notes
-
-
-_WRAPPERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
-    "on_epoch_begin": functools.partial(_noticed, "on_epoch_begin"),
-    "on_epoch_end": functools.partial(_noticed, "on_epoch_end"),
-    "__setattr__": _notes_assigned,
-    "__delattr__": _notes_assigned,
-}
-
-_mark(FastPyDataset.__setattr__)
-_mark(FastPyDataset.__delattr__)
+for _method in (FastPyDataset.__setattr__, FastPyDataset.__delattr__):
+    setattr(_method, _NOTICED, True)
 
 if not TYPE_CHECKING and not _process_role.is_worker():
     keras_bridge.register(FastPyDataset)
