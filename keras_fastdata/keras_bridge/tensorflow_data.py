@@ -26,6 +26,7 @@ from keras_fastdata.keras_bridge.tensorflow_iterator import (
     DirectIterator,
     TensorBatches,
     TensorSource,
+    strings_as_tensors,
 )
 
 if TYPE_CHECKING:
@@ -36,15 +37,9 @@ _FUNCTIONS = {"fit": "train_function", "evaluate": "test_function"}
 
 def signature_of(batches: list[Any]) -> Any:
     """Returns the nested `tf.TypeSpec`s of batches like these."""
-    # Keras does not know NumPy's types of strings.
-    return get_tensor_spec(keras.tree.map_structure(_strings, batches))
-
-
-def _strings(leaf: Any) -> Any:
-    """Converts an array of strings into a tensor."""
-    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OSTU":
-        return tf.constant(leaf.tolist(), shape=leaf.shape, dtype=tf.string)
-    return leaf
+    return get_tensor_spec(
+        keras.tree.map_structure(strings_as_tensors, batches)
+    )
 
 
 def _converted(leaf: Any) -> Any:
@@ -55,7 +50,7 @@ def _converted(leaf: Any) -> Any:
         entries = leaf.tocoo()
         indices = np.stack((entries.row, entries.col), axis=1)
         return tf.SparseTensor(indices, entries.data, entries.shape)
-    return _strings(leaf)
+    return strings_as_tensors(leaf)
 
 
 def make_dataset(adapter: FastPyDatasetAdapter, signature: Any) -> Any:

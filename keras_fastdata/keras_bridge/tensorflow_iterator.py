@@ -32,7 +32,6 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from keras_fastdata.keras_bridge.batches import IteratorBatches
-from keras_fastdata.keras_bridge.conversions import strings_as_tensors
 from keras_fastdata.memory.arena import (
     ALIGNMENT,
     Bytes,
@@ -397,6 +396,13 @@ class _Copies:
                 del self._free[place]
                 return root
         return aligned_empty(nbytes, np.uint8)
+
+
+def strings_as_tensors(leaf: Any) -> Any:
+    """Converts an array of strings, whose type Keras does not know."""
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OSTU":
+        return tf.constant(leaf.tolist(), shape=leaf.shape, dtype=tf.string)
+    return leaf
 
 
 def _tensor(leaf: Any, spec: tf.TensorSpec, copies: _Copies) -> tf.Tensor:
