@@ -588,7 +588,7 @@ def set_initial_epoch(model: Any, epoch: int) -> None:
 # -- the model ---------------------------------------------------------------
 
 
-class _Loss(keras.Operation):  # type: ignore[misc]
+class _StepLoss(keras.Operation):  # type: ignore[misc]
     """A model's outputs and loss, which Keras can compute by shapes alone."""
 
     def __init__(self, trainer: Any) -> None:
@@ -622,7 +622,7 @@ def dry_run(name: str, trainer: Any, batch: tuple[Any, ...]) -> None:
         # Between steps the model's variables have no values.
         _dry_run_in_jax(trainer, parts)
     else:
-        _Loss(trainer).compute_output_spec(*parts)
+        _StepLoss(trainer).compute_output_spec(*parts)
 
 
 def _dry_run_in_jax(trainer: Any, parts: tuple[Any, ...]) -> None:
