@@ -11,7 +11,7 @@ import dataclasses
 import linecache
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 from keras_fastdata.building.modules import is_users_file
 
@@ -71,7 +71,7 @@ def hot_lines(stacks: Mapping[str, int], most: int = 3) -> list[HotLine]:
     total = sum(stacks.values())
     if total < _ENOUGH:
         return []
-    paths = [(list(_lines_of(s)), count) for s, count in stacks.items()]
+    paths = [(_lines_of(stack), count) for stack, count in stacks.items()]
     found = []
     for begin in {path[0] for path, _ in paths if path}:
         of_begin = [(path, n) for path, n in paths if path[:1] == [begin]]
@@ -103,15 +103,19 @@ def _descend(paths: list[tuple[list[Line], int]]) -> tuple[int, Line]:
         line, heaviest, depth = inner, count, depth + 1
 
 
-def _lines_of(stack: str) -> Iterator[Line]:
-    """Yields the user's lines of a folded stack, outermost first.
+def _lines_of(stack: str) -> list[Line]:
+    """Returns the user's lines of a folded stack, outermost first.
 
     A stack without a line of the user's has one line, the outermost of all.
     """
-    calls = [_CALL.fullmatch(call) for call in stack.split(";")]
-    lines = [(c[1], c[2], int(c[3])) for c in calls if c is not None]
-    users = [line for line in lines if is_users_file(line[1])]
-    yield from users or lines[:1]
+    lines = calls_of(stack)
+    return [line for line in lines if is_users_file(line[1])] or lines[:1]
+
+
+def calls_of(stack: str) -> list[Line]:
+    """Returns function, file and line of each call, outermost first."""
+    calls = (_CALL.fullmatch(call) for call in stack.split(";"))
+    return [(c[1], c[2], int(c[3])) for c in calls if c is not None]
 
 
 def folded(stacks: Mapping[str, int]) -> Iterable[str]:
