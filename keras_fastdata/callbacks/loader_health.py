@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from keras_fastdata.callbacks import device
 from keras_fastdata.callbacks.base import Callback, registered
 from keras_fastdata.callbacks.tensorboard import EventFiles, log_dirs_among
+from keras_fastdata.health import hot_lines
 from keras_fastdata.health.account import FitTimer
 from keras_fastdata.health.epoch_monitor import EpochMonitor, no_step
 from keras_fastdata.health.measured import Measured
@@ -76,6 +77,9 @@ class LoaderHealth(Callback):
             `report`.
         trace: A path; they leave a trace of every batch and step there, for
             https://ui.perfetto.dev or chrome://tracing.
+        stacks: A path; they leave the stacks there that builds were met in,
+            for https://www.speedscope.app or `flamegraph.pl`. The page has
+            their flame graph. Builds of less than 5 ms are not looked at.
 
     Raises:
         ValueError: `verbose` is neither 0 nor 1. In `fit`: there are two of
@@ -86,7 +90,7 @@ class LoaderHealth(Callback):
 
     >>> from keras_fastdata import LoaderHealth
     >>> LoaderHealth(verbose=0).get_config()
-    {'verbose': 0, 'report': None, 'trace': None}
+    {'verbose': 0, 'report': None, 'trace': None, 'stacks': None}
     """
 
     model: Any
@@ -98,6 +102,7 @@ class LoaderHealth(Callback):
         verbose: int = 1,
         report: str | os.PathLike[str] | None = None,
         trace: str | os.PathLike[str] | None = None,
+        stacks: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
         if verbose not in (0, 1):
@@ -105,6 +110,7 @@ class LoaderHealth(Callback):
         self.verbose = int(verbose)
         self.report = None if report is None else os.fspath(report)
         self.trace = None if trace is None else os.fspath(trace)
+        self.stacks = None if stacks is None else os.fspath(stacks)
         if self.report is not None:
             pages.require()
         self._monitor: EpochMonitor | None = None
@@ -134,6 +140,7 @@ class LoaderHealth(Callback):
             "verbose": self.verbose,
             "report": self.report,
             "trace": self.trace,
+            "stacks": self.stacks,
         }
 
     @classmethod
@@ -365,6 +372,7 @@ class LoaderHealth(Callback):
             pids=pool_stats.pids if pool_stats else {},
             skipped=tuple(self._skipped),
             slowest=tuple(monitor.recorder.batch_stats.slowest),
+            stacks=pool_stats.stacks if pool_stats else {},
         )
 
     def _stop(self) -> None:
@@ -381,6 +389,11 @@ class LoaderHealth(Callback):
 
     def _write_report(self) -> None:
         record = self._record
+        if record is not None and self.stacks is not None and record.stacks:
+            try:
+                hot_lines.write_folded(record.stacks, self.stacks)
+            except OSError as error:
+                _log.error("The stacks could not be written: %s", error)
         if self.report is None or record is None:
             return
         if self._has_reported and not record.dataset:

@@ -38,7 +38,8 @@ class MonitoredDataset:
     Attributes:
         name: Its class name.
         settings: Its constructor arguments (`engine.settings.Settings`).
-        pool_stats: Its workers, at the end of what was measured last.
+        pool_stats: Its workers, at the end of what was measured last, with
+            the stacks that were met while it was measured.
     """
 
     name: str
@@ -115,6 +116,8 @@ class EpochMonitor:
         self._phase = ""
         self._probe = GilProbe(self.recorder)
         self._settings: Any = None
+        self._stacks: dict[str, collections.Counter[str]] = {}  # by phase
+        self._stacks_before: dict[str, int] = {}  # of the same dataset
         self._memory_s = time.monotonic()  # when it was looked at
         self._workers_nbytes: int | None = None
 
@@ -185,6 +188,8 @@ class EpochMonitor:
         if not batch_stats.batches:
             return None
         pool_stats = None if source is None else source.pool_stats()
+        if pool_stats is not None:
+            pool_stats = self._add_stacks(phase, pool_stats)
         self.datasets[phase] = MonitoredDataset(
             self._name, self._settings, pool_stats
         )
@@ -281,7 +286,17 @@ class EpochMonitor:
 
     def _meet(self, source: BatchSource) -> None:
         self._name, self._settings = source.name, source.settings
+        pool_stats = source.pool_stats()
+        self._stacks_before = {} if pool_stats is None else pool_stats.stacks
         self._watch_lock()
+
+    def _add_stacks(self, phase: str, pool_stats: PoolStats) -> PoolStats:
+        """Returns a pool's state with the stacks of all epochs of a phase."""
+        stacks = self._stacks.setdefault(phase, collections.Counter())
+        stacks.update(pool_stats.stacks)
+        stacks.subtract(self._stacks_before)
+        self._stacks_before = pool_stats.stacks
+        return dataclasses.replace(pool_stats, stacks=dict(+stacks))
 
     def _watch_lock(self) -> None:
         """Threads alone hold each other up, if there are several."""

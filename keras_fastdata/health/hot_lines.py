@@ -11,12 +11,14 @@ import dataclasses
 import linecache
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
+from keras_fastdata import _atomic_write
 from keras_fastdata.building.modules import is_users_file
 
 _CALL = re.compile(r"(.*) \((.*):(\d+)\)")
 _ENOUGH = 20  # stacks; fewer tell too little
+_LEAST_SHARE = 0.02  # of the building time
 _MOST_OF_IT = 2 / 3  # of a line's share, for the line that it calls to be told
 _MOST_SHOWN = 72  # characters of a source line
 
@@ -46,61 +48,75 @@ class HotLine:
             text = text[: _MOST_SHOWN - 3] + "..."
         return text
 
+    @property
+    def place(self) -> str:
+        """The name of the file and the line, such as "data.py line 19"."""
+        return f"{os.path.basename(self.file)} line {self.line}"
+
     def __str__(self) -> str:
         text = self.source or f"{self.function}(...)"
-        where = f"{os.path.basename(self.file)} line {self.line}"
-        return f"`{text}`, {where}: {self.share:.0%} of building"
+        return f"`{text}`, {self.place}: {self.share:.0%} of building"
 
 
 Line = tuple[str, str, int]  # function, file, number
 
 
-def hot_lines(stacks: Mapping[str, int], most: int = 3) -> list[HotLine]:
-    """Returns the lines that take longest, at most one for each way to them.
+def hot_lines(stacks: Mapping[str, int], most: int = 3) -> tuple[HotLine, ...]:
+    """Returns the lines of the user's code that builds take longest in.
 
-    From each line of `__getitem__` the heaviest calls are followed, as long as
-    one line has two thirds of its caller's share.
+    From `__getitem__` the heaviest calls are followed, as long as one line has
+    two thirds of its caller's share. Then the same is done with the stacks
+    that do not lead to this line.
 
     Args:
         stacks: How often each folded stack was met.
         most: The number of lines to return, at most.
 
     Returns:
-        The lines, the hottest first; none where too few stacks were met.
+        The lines, the hottest first; none where too few stacks were met. No
+        line is called by another one of them.
     """
     total = sum(stacks.values())
-    if total < _ENOUGH:
-        return []
+    found: list[HotLine] = []
+    ways: list[list[Line]] = []
     paths = [(_lines_of(stack), count) for stack, count in stacks.items()]
-    found = []
-    for begin in {path[0] for path, _ in paths if path}:
-        of_begin = [(path, n) for path, n in paths if path[:1] == [begin]]
-        count, (function, file, number) = _descend(of_begin)
+    while paths and total >= _ENOUGH and len(found) < most:
+        way, count = _heaviest(paths, ways)
+        if count < _LEAST_SHARE * total:
+            break
+        function, file, number = way[-1]
         found.append(HotLine(file, number, function, count / total))
-    return sorted(found, key=lambda line: line.share, reverse=True)[:most]
+        ways.append(way)
+        paths = [(p, n) for p, n in paths if p[: len(way)] != way]
+    found.sort(key=lambda line: line.share, reverse=True)
+    return tuple(found)
 
 
-def _descend(paths: list[tuple[list[Line], int]]) -> tuple[int, Line]:
-    """Follows the heaviest calls from one line to the line that is told.
+_Paths = list[tuple[list[Line], int]]
+
+
+def _heaviest(paths: _Paths, told: list[list[Line]]) -> tuple[list[Line], int]:
+    """Returns the way to the line to tell of, and how often it was met.
 
     Args:
-        paths: Users' lines, outermost first, and how often each was met. All
-            begin with the same line.
+        paths: Users' lines, outermost first, and how often each was met.
+        told: The ways to lines that are told of: no line on them is returned.
     """
-    line, heaviest = paths[0][0][0], sum(n for _, n in paths)
-    depth = 1
+    way: list[Line] = []
+    heaviest = 0
     while True:
         counts: collections.Counter[Line] = collections.Counter()
         for path, count in paths:
-            if len(path) > depth:
-                counts[path[depth]] += count
+            if len(path) > len(way):
+                counts[path[len(way)]] += count
         if not counts:
-            return heaviest, line
-        inner, count = counts.most_common(1)[0]
-        if count < heaviest * _MOST_OF_IT:
-            return heaviest, line
-        paths = [(p, n) for p, n in paths if p[depth : depth + 1] == [inner]]
-        line, heaviest, depth = inner, count, depth + 1
+            return way, heaviest
+        line, count = counts.most_common(1)[0]
+        leads_on = any(other[: len(way)] == way for other in told)
+        if count < heaviest * _MOST_OF_IT and not leads_on:
+            return way, heaviest
+        way, heaviest = [*way, line], count
+        paths = [(p, n) for p, n in paths if p[: len(way)] == way]
 
 
 def _lines_of(stack: str) -> list[Line]:
@@ -118,7 +134,18 @@ def calls_of(stack: str) -> list[Line]:
     return [(c[1], c[2], int(c[3])) for c in calls if c is not None]
 
 
-def folded(stacks: Mapping[str, int]) -> Iterable[str]:
-    """Yields the lines of a file for speedscope or `flamegraph.pl`."""
-    for stack, count in sorted(stacks.items()):
-        yield f"{stack} {count}\n"
+def write_folded(
+    stacks: Mapping[str, int], path: str | os.PathLike[str]
+) -> None:
+    """Writes stacks as speedscope and `flamegraph.pl` read them.
+
+    Args:
+        stacks: How often each folded stack was met.
+        path: The file to write; it is replaced in one piece.
+
+    Raises:
+        OSError: The file could not be written.
+    """
+    lines = (f"{stack} {count}\n" for stack, count in sorted(stacks.items()))
+    with _atomic_write.replacing(path) as file:
+        file.write("".join(lines).encode(errors="backslashreplace"))

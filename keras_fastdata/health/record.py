@@ -33,6 +33,7 @@ class Record:
         lost: The latest losses of workers.
         pids: The process ids of the workers at the end, by index.
         skipped: The batches that were left out.
+        stacks: How often each folded stack was met in slow builds.
         slowest: The batches of the last epoch that took longest to build.
     """
 
@@ -49,6 +50,7 @@ class Record:
     pids: dict[int, int]
     skipped: tuple[Skipped, ...]
     slowest: tuple[Slow, ...]
+    stacks: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def column(self, name: str) -> npt.NDArray[np.float64]:
         """Returns one field of all spans: an array of shape `(n,)`."""

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 
 from keras_fastdata.health.account import TimeAccount, wrapped
+from keras_fastdata.health.hot_lines import HotLine, hot_lines
 from keras_fastdata.health.verdict import Facts, Kind, Verdict, judge, merge
 from keras_fastdata.metrics import formatting
 from keras_fastdata.metrics.cost_model import WORTH
@@ -121,6 +122,9 @@ class HealthSummary:
             training data.
         shard: The shard of the training data that this process used, in
             words; empty without a shard.
+        hot_lines: The lines of the dataset's code that builds took longest in,
+            the hottest first; of a `fit`, builds of training batches. None
+            where builds take less than 5 ms.
         account: Where the time of the `fit` went, from its call to the end of
             the latest epoch; `None` for other calls.
     """
@@ -132,6 +136,7 @@ class HealthSummary:
     validations: tuple[EpochHealth, ...] = ()
     decisions: tuple[TuningDecision, ...] = ()
     shard: str = ""
+    hot_lines: tuple[HotLine, ...] = ()
     account: TimeAccount | None = None
 
     @property
@@ -176,6 +181,8 @@ class HealthSummary:
             return "LoaderHealth: no batch of a FastPyDataset was seen."
         evidence, advice = self.conclusion
         parts = [wrapped(f"{self.verdict.kind}: {evidence}"), wrapped(advice)]
+        if self.hot_lines and self.verdict.kind is not Kind.COMPUTE_BOUND:
+            parts.append(wrapped(f"Hottest line: {self.hot_lines[0]}."))
         if self.account is not None:
             parts.insert(0, wrapped(str(self.account)))
         if len(self.epochs) > 1:
@@ -204,6 +211,7 @@ def summarize(
         validations=tuple(validations),
         decisions=() if pool_stats is None else pool_stats.decisions,
         shard="" if pool_stats is None else pool_stats.shard,
+        hot_lines=() if pool_stats is None else hot_lines(pool_stats.stacks),
         account=account,
     )
 

@@ -49,10 +49,10 @@ def path(tmp_path_factory):
     ],
 )
 def test_the_line_that_takes_longest_is_found(way, kind, model, path):
+    health = LoaderHealth(verbose=0)
     with Slow(way, path, **KINDS[kind]) as dataset:
-        model.fit(dataset, epochs=2, verbose=0, callbacks=[LoaderHealth()])
-        stacks = loader_of(dataset).pool_stats().stacks
-    hottest = hot_lines(stacks)[0]
+        model.fit(dataset, epochs=2, verbose=0, callbacks=[health])
+    hottest = health.summary().hot_lines[0]
     lines = inspect.getsource(hot_samples).splitlines()
     assert lines[hottest.line - 1].endswith("HOT")
     assert hottest.function in inspect.getsource(WAYS[way])
@@ -68,6 +68,24 @@ def test_quick_builds_are_not_sampled(model):
     with Quick("none") as dataset:
         model.fit(dataset, verbose=0, callbacks=[LoaderHealth(report=None)])
         assert loader_of(dataset).pool_stats().stacks == {}
+
+
+def test_the_lines_are_those_of_the_latest_fit(model, tmp_path):
+    page = tmp_path / "page.html"
+    stacks = tmp_path / "stacks.txt"
+    health = LoaderHealth(report=page, stacks=stacks, verbose=1)
+    with Slow("sleep") as dataset:
+        model.fit(dataset, verbose=0, callbacks=[health])
+        dataset.way = "generator"
+        model.fit(dataset, epochs=2, verbose=0, callbacks=[health])
+    assert "sleep (" not in stacks.read_text()
+    assert ";numbers (" in stacks.read_text()
+    assert {line.function for line in health.summary().hot_lines} == {
+        "numbers",
+        "__getitem__",
+    }
+    assert "Hottest line: `time.sleep(0.002)" in str(health.summary())
+    assert "time.sleep(0.002)" in page.read_text()
 
 
 def test_without_loader_health_nothing_is_sampled(model):
@@ -102,8 +120,27 @@ def test_the_inner_line_is_named_where_it_has_most_of_the_call():
     assert named(hot_lines(met, most=1)) == [("rotate", 9, 0.7)]
 
 
+def test_further_lines_are_found_below_the_same_call():
+    met = stacks(get_3__load_5=70, get_3__load_6=20, get_3__load_7=10)
+    expected = [("load", 5, 0.7), ("load", 6, 0.2), ("load", 7, 0.1)]
+    assert named(hot_lines(met)) == expected
+    assert named(hot_lines(met, most=2)) == expected[:2]
+
+
+def test_no_line_is_named_that_calls_another_one():
+    met = stacks(get_3__load_5=60, get_3__load_6=25, get_3__load_7=15)
+    assert [line.line for line in hot_lines(met)] == [3]
+    met = stacks(get_3__load_5=70, get_3__load_6=15, get_3__load_7=15)
+    assert [line.line for line in hot_lines(met)] == [5, 6, 7]
+
+
+def test_lines_of_little_share_are_left_out():
+    met = stacks(get_3=990, get_4=10)
+    assert named(hot_lines(met)) == [("get", 3, 0.99)]
+
+
 def test_few_stacks_say_nothing():
-    assert hot_lines(stacks(get_3=19)) == []
+    assert hot_lines(stacks(get_3=19)) == ()
 
 
 def test_lines_of_installed_packages_count_for_the_users_line_above():

@@ -960,13 +960,19 @@ def test_it_is_saved_and_loaded_by_keras(verbose):
 def test_its_config_makes_it_again():
     given = LoaderHealth(True, Path("a.html"), Path("b.json"))
     config = given.get_config()
-    assert config == {"verbose": 1, "report": "a.html", "trace": "b.json"}
+    assert config == {
+        "verbose": 1,
+        "report": "a.html",
+        "trace": "b.json",
+        "stacks": None,
+    }
     assert json.loads(json.dumps(config)) == config
     assert LoaderHealth.from_config(config).get_config() == config
     assert LoaderHealth().get_config() == {
         "verbose": 1,
         "report": None,
         "trace": None,
+        "stacks": None,
     }
 
 

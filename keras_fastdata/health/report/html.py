@@ -17,7 +17,7 @@ import numpy as np
 
 from keras_fastdata import _atomic_write
 from keras_fastdata.health.record import Record
-from keras_fastdata.health.report import drawing
+from keras_fastdata.health.report import drawing, flame
 from keras_fastdata.health.summary import HealthSummary
 from keras_fastdata.metrics import formatting
 from keras_fastdata.metrics.recorder import Span
@@ -112,6 +112,8 @@ def _view(record: Record) -> dict[str, Any]:
         "phases": phases,
         "batches": sum(phase.batches for phase in phases),
         "settings": _settings(record),
+        "hot_lines": summary.hot_lines,
+        "flame": flame.frames(record.stacks),
         "slowest": record.slowest[:_MOST_SLOW],
         "usual_s": float(np.median(builds)) if len(builds) else math.nan,
         "skips": sum(phase.skipped for phase in phases),
