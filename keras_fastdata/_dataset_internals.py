@@ -16,13 +16,14 @@ import functools
 import itertools
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
 from keras_fastdata import _process_role
 from keras_fastdata.building import build, seeding
+from keras_fastdata.engine.batch_iterator import iterate
 from keras_fastdata.engine.loader import Loader
 from keras_fastdata.engine.settings import Settings
 from keras_fastdata.engine.state_dict import State
@@ -158,11 +159,21 @@ def answer(dataset: build.Dataset, name: str) -> Any:
     return getattr(context, name)
 
 
+def iterate_alone(dataset: build.Dataset) -> Iterator[Any]:
+    """Returns an iterator over an epoch, whatever the caller builds."""
+    if _process_role.is_worker():
+        return plain_iterator(dataset)
+    return iterate(loader_of(dataset), dataset, shuffle=False)
+
+
 def plain_iterator(dataset: build.Dataset) -> Iterator[Any]:
-    """Yields the batches of a dataset in order, built in the caller."""
+    """Yields the batches of a dataset, built in the caller."""
     count = build.length_of(dataset)
     if count is not None:
-        yield from (dataset[index] for index in range(count))
+        order: Iterable[int] = range(count)
+        if internals_of(dataset).settings.shuffle:
+            order = map(int, answer(dataset, "rng").permutation(count))
+        yield from (dataset[index] for index in order)
         return
     with contextlib.suppress(EndOfData):
         for index in itertools.count():

@@ -23,6 +23,7 @@ from keras_fastdata._dataset_internals import (
     answer,
     give_internals,
     internals_of,
+    iterate_alone,
     loader_of,
     note_assigned,
     own_loader,
@@ -34,7 +35,6 @@ from keras_fastdata._dataset_internals import (
 from keras_fastdata._validation import arguments_of, integer, unknown_arguments
 from keras_fastdata.building import build
 from keras_fastdata.building.permutation import Permutation
-from keras_fastdata.engine.batch_iterator import iterate
 from keras_fastdata.engine.settings import Settings
 from keras_fastdata.engine.state_dict import State
 
@@ -395,11 +395,12 @@ class FastPyDataset(_Base):
         """Iterates over the batches of one epoch, which the workers build.
 
         Batches come in order, unless `shuffle=True`. The epoch hooks are not
-        called.
+        called. While a batch of another dataset is built, the caller builds
+        these batches, and that batch's seeds decide on their order.
         """
-        if _process_role.is_worker():
+        if build.is_building():
             return plain_iterator(self)
-        return iterate(loader_of(self), self, shuffle=False)
+        return iterate_alone(self)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position in the epoch, for `load_state_dict`.

@@ -221,6 +221,12 @@ def _and_outer(context: Context | None) -> Iterator[Context]:
         context = context.outer
 
 
+def is_building() -> bool:
+    """Whether the calling thread builds a batch, rather than run a hook."""
+    context = _current.context
+    return context is not None and context.worker_index is not None
+
+
 def is_built_for(dataset: Dataset) -> bool:
     """Whether the caller works on a batch of a dataset."""
     if _current.context is None:

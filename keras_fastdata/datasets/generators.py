@@ -33,6 +33,7 @@ from keras_fastdata import _process_role
 from keras_fastdata._dataset_internals import (
     answer,
     internals_of,
+    iterate_alone,
     state_dict_of,
 )
 from keras_fastdata._validation import (
@@ -327,7 +328,7 @@ class _Turns:
         for one in shards:
             one.key = key
             one.mark_changed()  # setting `key` during a build is not noticed
-            self._rounds.append(iter(one))
+            self._rounds.append(iterate_alone(one))
         self._live = list(range(shards[0].spec.num_shards))
         self._turn = 0  # position in `_live`
 

@@ -112,8 +112,8 @@ def _heaviest(paths: _Paths, told: list[list[Line]]) -> tuple[list[Line], int]:
         if not counts:
             return way, heaviest
         line, count = counts.most_common(1)[0]
-        leads_on = any(other[: len(way)] == way for other in told)
-        if count < heaviest * _MOST_OF_IT and not leads_on:
+        is_on_a_way = any(other[: len(way)] == way for other in told)
+        if count < heaviest * _MOST_OF_IT and not is_on_a_way:
             return way, heaviest
         way, heaviest = [*way, line], count
         paths = [(p, n) for p, n in paths if p[: len(way)] == way]

@@ -79,7 +79,9 @@ class _KeptArrays:
                 may_be_filled = is_kept or is_view or others
                 if may_be_filled and not _is_constant(part):
                     self._add(part, others, is_kept or is_view)
-            elif isinstance(part, (tuple, list, collections.deque, Mapping)):
+            elif isinstance(
+                part, (tuple, list, collections.deque)
+            ) or _is_mapping(part):
                 self.look_into(part, is_kept or others > 0)
             elif isinstance(part, _MEMORIES):
                 if not memoryview(part).readonly:
@@ -162,7 +164,7 @@ def map_leaves(function: Callable[[Any], Any], item: Any) -> Any:
         for place, part in enumerate(item):
             again[place] = map_leaves(function, part)
         return again
-    if isinstance(item, Mapping):
+    if _is_mapping(item):
         parts = {key: map_leaves(function, part) for key, part in item.items()}
         if type(item) is dict or not isinstance(item, dict):
             return parts
@@ -175,6 +177,11 @@ def map_leaves(function: Callable[[Any], Any], item: Any) -> Any:
     return optree.tree_map(
         lambda leaf: map_leaves(function, leaf), item, namespace="keras"
     )
+
+
+def _is_mapping(item: Any) -> bool:
+    """Whether an object is a mapping, and no sparse matrix kept in one."""
+    return isinstance(item, Mapping) and not hasattr(item, "shape")
 
 
 def _leaves(item: Any) -> list[Any]:

@@ -281,3 +281,45 @@ def test_what_threads_ask_of_a_dataset_is_not_of_another_that_is_built():
         builds.join(60)
     assert equal(asked[0], alone)
     assert equal(asked[1], list(Waits(seed=2, workers=0)))
+
+
+class Inner(FastPyDataset):
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return np.array([index, self.rng.integers(1000)])
+
+
+class Outer(FastPyDataset):
+    """Goes through another dataset for each of its batches."""
+
+    def __init__(self, inner, **settings):
+        super().__init__(**settings)
+        self.inner = inner
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return np.stack(list(self.inner))
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_dataset_that_is_iterated_in_a_build_gives_the_same_bytes_anywhere(
+    shuffle,
+):
+    def built(**settings):
+        inner = Inner(shuffle=shuffle, seed=9)
+        with Outer(inner, seed=2, **settings) as dataset:
+            return np.stack(list(dataset))
+
+    inline = built(workers=0)
+    for settings in (
+        {"workers": 1, "use_multiprocessing": True},
+        {"workers": 3},
+    ):
+        assert (built(**settings) == inline).all()
+    orders = inline[:, :, 0].tolist()
+    assert all(sorted(order) == list(range(6)) for order in orders)
+    assert (len({tuple(order) for order in orders}) > 1) == shuffle

@@ -9,6 +9,7 @@ import threading
 import keras
 import numpy as np
 import pytest
+import scipy.sparse
 
 from keras_fastdata import FastPyDataset
 from keras_fastdata.memory.arena import aligned_empty
@@ -132,6 +133,13 @@ def test_an_array_that_cannot_be_written_to_is_not_copied(tmp_path):
     np.save(tmp_path / "x.npy", BUFFER)
     mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
     assert np.shares_memory(take([mapped[1:3]]), mapped)
+
+
+def test_a_sparse_matrix_that_is_a_dict_is_no_structure():
+    matrix = scipy.sparse.dok_array((4, 3), dtype="float32")
+    matrix[1, 2] = 5
+    taken = take([(matrix, ones())])[0]
+    assert (taken.toarray() == matrix.toarray()).all()
 
 
 def test_tensors_of_torch_are_copied_alike():
