@@ -88,6 +88,9 @@ class _KeptArrays:
                     self._add(part, others, True)
             elif _is_tensor(part):
                 self._add(part, others, is_kept or _is_view_tensor(part))
+            elif _is_on_host_of_jax(part):
+                # `jax.device_put` may use the memory of an array of NumPy's.
+                self._add(part, others, True)
             else:
                 # The object may keep the arrays that it hands out.
                 for leaf in _leaves(part):
@@ -126,6 +129,16 @@ def _is_tensor(part: Any) -> bool:
     return torch is not None and isinstance(part, torch.Tensor)
 
 
+def _is_on_host_of_jax(part: Any) -> bool:
+    """Whether an object is an array of JAX's in the memory of this process."""
+    jax = sys.modules.get("jax")
+    if jax is None or not isinstance(part, jax.Array):
+        return False
+    if jax.dtypes.issubdtype(part.dtype, jax.dtypes.prng_key):
+        return False
+    return all(device.platform == "cpu" for device in part.devices())
+
+
 def _is_view_tensor(tensor: Any) -> bool:
     """Whether other tensors or arrays may use a tensor's memory."""
     try:
@@ -145,6 +158,9 @@ def _copy(leaf: Any) -> Any:
         return copy.copy(leaf)
     if _is_tensor(leaf):
         return leaf.clone()
+    if _is_on_host_of_jax(leaf):
+        # Not later, when the memory may have been filled again.
+        return leaf.copy().block_until_ready()
     return leaf
 
 

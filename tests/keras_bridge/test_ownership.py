@@ -135,6 +135,18 @@ def test_an_array_that_cannot_be_written_to_is_not_copied(tmp_path):
     assert np.shares_memory(take([mapped[1:3]]), mapped)
 
 
+def test_arrays_of_jax_over_a_kept_buffer_are_copied():
+    jax = pytest.importorskip("jax")
+    buffer = aligned_empty((4, 3), "float32")
+    buffer[:] = 1
+    kept = jax.device_put(buffer)
+    taken = take([(kept, jax.random.key(0))])[0]
+    buffer[:] = 2
+    assert isinstance(taken[0], jax.Array)
+    assert (np.asarray(taken[0]) == 1).all()
+    assert (np.asarray(kept) == 2).all()  # JAX uses the buffer itself
+
+
 def test_a_sparse_matrix_that_is_a_dict_is_no_structure():
     matrix = scipy.sparse.dok_array((4, 3), dtype="float32")
     matrix[1, 2] = 5
