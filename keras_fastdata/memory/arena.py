@@ -45,8 +45,6 @@ HEARTBEATS_BYTES = 1 << 16  # one 64-byte line for each of up to 1,024 workers
 HEARTBEAT_BYTES = 64
 
 _MAP_FIXED = 0x10  # on Linux; the `mmap` module lacks it
-# Copies all pages at once, before another process can write to them.
-_MAP_POPULATE = getattr(mmap, "MAP_POPULATE", 0x8000)
 
 _CLOCK = struct.Struct("<d")
 _LEAST_SLOTS = 256
@@ -117,10 +115,8 @@ class Segment:
 
     def drop_pages(self, slot: int) -> None:
         """Returns a slot's pages to the kernel, and so loses its content."""
-        remove = getattr(mmap, "MADV_REMOVE", None)
-        if remove is not None:
-            start = self._slot_offset(slot)
-            self._mmap.madvise(remove, start, self.stride)
+        start = self._slot_offset(slot)
+        self._mmap.madvise(mmap.MADV_REMOVE, start, self.stride)
 
     def make_private(
         self, slot: int, nbytes: int, *, copy: bool = True
@@ -135,7 +131,7 @@ class Segment:
             copy: Whether to copy all pages now, because other processes may
                 go on writing to them. If not, writing to a page copies it.
         """
-        flags = mmap.MAP_PRIVATE | (_MAP_POPULATE if copy else 0)
+        flags = mmap.MAP_PRIVATE | (mmap.MAP_POPULATE if copy else 0)
         self._map(self._slot_offset(slot), nbytes, flags)
 
     def make_shared(self, slot: int) -> None:

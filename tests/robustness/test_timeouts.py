@@ -575,7 +575,7 @@ def test_a_worker_that_survives_being_killed_is_left_behind(
         tmp_path, {2: "stops"}, length=40, batch_timeout=TIMEOUT_S, **TWO
     )
     with monkeypatch.context() as patch:
-        patch.setattr(launchers, "kill", lambda worker: None)
+        patch.setattr(launchers, "kill", lambda *_: True)
         try:
             _check_what_is_left_behind(dataset, behind, caplog)
         finally:
@@ -600,7 +600,7 @@ def test_new_forks_get_no_slot_of_one_that_was_left_behind(
         next(batches)
         while not (tmp_path / "stops-2").exists():
             time.sleep(0.01)
-        patch.setattr(launchers, "kill", lambda worker: None)
+        patch.setattr(launchers, "kill", lambda *_: True)
         try:
             dataset.level = 1  # so that the next batch needs new forks
             assert len(_indices(batches)) == 39

@@ -413,7 +413,7 @@ def _heartbeat_of(worker: Worker, segment: Segment) -> tuple[int, float]:
 
 def _why_abandoned(process: launchers.Child) -> str:
     """Returns why a worker that was killed has not ended."""
-    if launchers.may_be_killed(process):
+    if launchers.kill(process, 0):
         return (
             "does not end, although it was killed (SIGKILL). It is left "
             "behind; it ends when the system call it is in does."

@@ -123,16 +123,10 @@ def hash_seed() -> dict[str, str]:
     return {name: seed if seed.isdecimal() else "0"}
 
 
-def kill(worker: Child) -> None:
-    """Kills a worker, if it still runs and may be killed."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        signal.pidfd_send_signal(worker.pidfd, signal.SIGKILL)
-
-
-def may_be_killed(worker: Child) -> bool:
-    """Whether this process still has the right to kill a worker."""
+def kill(worker: Child, number: int = signal.SIGKILL) -> bool:
+    """Sends a signal to a worker; returns whether that is permitted."""
     try:
-        signal.pidfd_send_signal(worker.pidfd, 0)
+        signal.pidfd_send_signal(worker.pidfd, number)
     except PermissionError:
         return False
     except ProcessLookupError:

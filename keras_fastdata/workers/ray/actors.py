@@ -24,7 +24,7 @@ from keras_fastdata.metrics.timing import Timing
 from keras_fastdata.workers import log_forwarding, supervisor
 from keras_fastdata.workers.base import PoolPlan
 from keras_fastdata.workers.in_flight import InFlight, Task, TaskState
-from keras_fastdata.workers.process import launchers, messages
+from keras_fastdata.workers.process import launchers, messages, worker_main
 from keras_fastdata.workers.ray import actor, cluster
 from keras_fastdata.workers.ray.object_store import RemoteDataset
 from keras_fastdata.workers.ray.options import Options
@@ -245,16 +245,13 @@ class Actors:
         worker.start = worker.handle.load.remote(start)
 
     def _start_of(self, index: int) -> actor.ActorStart:
-        cwd = None
-        with contextlib.suppress(OSError):  # it has been deleted
-            cwd = os.getcwd()
         # What the user has brought to the nodes goes before what is here.
         leads = not set(self._plan.options.runtime_env) - {"env_vars"}
         return actor.ActorStart(
             index,
             self._plan.dataset,
             self._dataset.state,
-            cwd if leads else None,
+            worker_main.working_dir() if leads else None,
             list(sys.path),
             leads,
             list(getattr(sys, "argv", [])),
