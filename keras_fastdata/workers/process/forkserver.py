@@ -36,8 +36,9 @@ _REAP_TIMEOUT_S = 2.0
 _PR_SET_PDEATHSIG = 1
 
 
-def main(requests_fd: int, trainer_pidfd: int) -> None:
+def main(trainer_pidfd: int, fds: list[int]) -> None:
     """Forks workers on request until the trainer closes or ends."""
+    (requests_fd,) = fds
     for fd in (requests_fd, trainer_pidfd):
         os.set_inheritable(fd, False)
     for number in worker_main.NOT_FOR_US:

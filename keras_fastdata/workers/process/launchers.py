@@ -66,7 +66,8 @@ _BOOTSTRAP = (
     "import sys; sys.path.extend(p for p in {path!r} if p not in sys.path); "
     "from keras_fastdata import _process_role; _process_role.become_worker(); "
     "import keras_fastdata.dataset; "
-    "from keras_fastdata.workers.process import {module} as m; m.{call}"
+    "from keras_fastdata.workers.process import forkserver, worker_main; "
+    "{function}({trainer}, {fds})"
 )
 
 
@@ -212,13 +213,9 @@ class _Forkserver:
             collections.deque()
         )
         self._socket, theirs = messages.socket_pair()
-        with (
-            theirs,
-            _own_pidfd() as trainer,
-            _above_stdio([theirs.fileno(), trainer]) as fds,
-        ):
+        with theirs:
             self._process = _python(
-                "forkserver", f"main(*{fds})", environment(worker_env), fds
+                "forkserver.main", environment(worker_env), [theirs.fileno()]
             )
         self.pid = self._process.pid
         self._pidfd = _pidfd_of(self.pid)
@@ -410,16 +407,8 @@ class SpawnLauncher(Launcher):
         self._worker_env = worker_env
 
     def start(self, files: worker_main.Files) -> Child:
-        with (
-            _own_pidfd() as trainer,
-            _above_stdio([trainer, *files.all()]) as fds,
-        ):
-            process = _python(
-                "worker_main",
-                f"spawned({fds[0]}, {fds[1:]})",
-                environment(self._worker_env),
-                fds,
-            )
+        env = environment(self._worker_env)
+        process = _python("worker_main.spawned", env, files.all())
         return _DirectChild(process.pid, process)
 
 
@@ -493,9 +482,12 @@ class _DirectChild(Child):
 
 
 def _python(
-    module: str, call: str, env: dict[str, str], fds: list[int]
+    function: str, env: dict[str, str], fds: list[int]
 ) -> subprocess.Popen[bytes]:
-    """Starts a clean interpreter that runs `call` of one of our modules."""
+    """Starts a clean interpreter that runs one of our functions.
+
+    The function gets a pidfd of this process, and descriptors like `fds`.
+    """
     executable = os.fsdecode(multiprocessing.spawn.get_executable() or "")
     if not executable:
         raise LoaderError(
@@ -505,17 +497,21 @@ def _python(
     package_parent = os.path.dirname(
         os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     )
-    code = _BOOTSTRAP.format(
-        path=[package_parent, *_paths()], module=module, call=call
-    )
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    return subprocess.Popen(
-        [executable, *flags, "-P", "-c", code],
-        env=env,
-        stdin=subprocess.DEVNULL,
-        pass_fds=fds,
-        process_group=0,  # Ctrl-C in the terminal is for the trainer
-    )
+    with _own_pidfd() as pidfd, _above_stdio([pidfd, *fds]) as passed:
+        code = _BOOTSTRAP.format(
+            path=[package_parent, *_paths()],
+            function=function,
+            trainer=passed[0],
+            fds=passed[1:],
+        )
+        return subprocess.Popen(
+            [executable, *flags, "-P", "-c", code],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            pass_fds=passed,
+            process_group=0,  # Ctrl-C in the terminal is for the trainer
+        )
 
 
 def _paths() -> list[str]:
