@@ -29,7 +29,7 @@ NOBODY = 0xFFFF  # in place of a worker's index, before it knows its own
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Returns a pair of sockets that block by default."""
+    """Returns two connected sockets that block, whatever the default is."""
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for end in ends:
         end.setblocking(True)
@@ -37,7 +37,7 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def socket_of(fd: int) -> socket.socket:
-    """Returns the socket of a descriptor that was handed over."""
+    """Returns the blocking socket of a descriptor from another process."""
     end = socket.socket(fileno=fd)
     end.setblocking(True)
     return end
