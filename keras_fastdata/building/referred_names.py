@@ -214,22 +214,19 @@ def _is_users_object(value: Any) -> bool:
 
 def _parts_of(value: Any) -> list[Any]:
     """Returns the objects that one of Python's own wrappers wraps."""
+    if isinstance(value, (staticmethod, classmethod)):
+        return [value.__func__]
+    if isinstance(value, property):
+        return [value.fget]
+    if isinstance(value, types.MethodType):
+        return [value.__func__, value.__self__]
+    if isinstance(value, functools.cached_property):
+        return [value.func]
     if isinstance(value, (functools.partial, functools.partialmethod)):
         return [value.func, *value.args, *value.keywords.values()]
-    for kind, names in _WRAPPERS.items():
-        if isinstance(value, kind):
-            return [getattr(value, name) for name in names]
+    if isinstance(value, functools._lru_cache_wrapper):
+        return [value.__wrapped__]
     return []
-
-
-_WRAPPERS: dict[type, tuple[str, ...]] = {
-    staticmethod: ("__func__",),
-    classmethod: ("__func__",),
-    property: ("fget",),
-    types.MethodType: ("__func__", "__self__"),
-    functools.cached_property: ("func",),
-    functools._lru_cache_wrapper: ("__wrapped__",),
-}
 
 
 @dataclasses.dataclass(frozen=True)

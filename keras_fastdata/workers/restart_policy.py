@@ -34,10 +34,6 @@ class Attempted(Protocol):
 class RestartPolicy:
     """Decides which workers are replaced after they died.
 
-    Args:
-        count: Number of workers.
-        max_restarts: Deaths survived in one epoch.
-
     Attributes:
         is_over: Whether every worker has died and none is replaced.
     """
@@ -87,10 +83,6 @@ class RestartPolicy:
         self, worker_exit: WorkerExit, held: Attempted | None
     ) -> LoaderError | None:
         """Decides whether a batch that a worker died over has failed.
-
-        Args:
-            worker_exit: The facts, as far as the worker's end tells them.
-            held: What it was building, or `None`.
 
         Returns:
             The error that the batch ends in. `None`: it is to be built again,

@@ -164,10 +164,6 @@ class Transport(Protocol[W]):
 class Supervisor(Generic[W]):
     """Starts, watches and replaces the workers of one pool.
 
-    Args:
-        plan: How many workers, and how often they may be replaced.
-        transport: Starts and kills the workers.
-
     Attributes:
         policy: Decides which workers are replaced.
         watchdog: Notices batches that take too long.
@@ -225,11 +221,6 @@ class Supervisor(Generic[W]):
         Another worker builds the lost batches again. The batch that the worker
         died over ends in an error if the restart policy says so.
 
-        Args:
-            worker: The worker that ended, or is abandoned.
-            end: What the transport knows about the end.
-            state: EXITED or ABANDONED.
-
         Returns:
             The result of the batch that ends in an error, if one does.
         """
@@ -284,13 +275,7 @@ class Supervisor(Generic[W]):
 
 
 class SupervisedPool(WorkerPool, Generic[W]):
-    """The common part of pools that replace workers.
-
-    Args:
-        plan: How many workers, and how often they may be replaced.
-        transport: Starts and kills the workers.
-        receiver: Takes the log records and warnings of the workers.
-    """
+    """The common part of pools that replace workers."""
 
     def __init__(
         self,

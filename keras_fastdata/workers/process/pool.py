@@ -74,17 +74,7 @@ class SlotResult:
 
 
 class ProcessPool(supervisor.SupervisedPool[ProcessWorker]):
-    """Builds batches in worker processes.
-
-    Args:
-        plan: How many, started how.
-        make_builder: Makes a worker's builder. It is pickled at once, and
-            again at each `change`, with the dataset it refers to.
-        receiver: Hands on what they log, and warn of.
-
-    Raises:
-        Exception: Whatever pickling the dataset raises.
-    """
+    """Builds batches in worker processes; `Channel` documents the arguments."""
 
     def __init__(
         self,

@@ -206,10 +206,6 @@ class WorkerGoneError(Exception):
 class Actors:
     """The transport of one pool of Ray actors.
 
-    Args:
-        plan: How many, made how.
-        dataset: What they load.
-
     Attributes:
         workers: Those that live, by index; the supervisor adds and removes.
         in_flight: The tasks.

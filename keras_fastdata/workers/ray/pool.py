@@ -62,10 +62,6 @@ class RayPool(SupervisedPool[RayWorker]):
         make_builder: Makes a worker's builder. It is pickled at once, and
             again at each `change`, with the dataset it refers to.
         receiver: Hands on what they log, and warn of.
-
-    Raises:
-        LoaderError: Ray is not installed, or the cluster not to be reached.
-        Exception: Whatever pickling the dataset raises.
     """
 
     def __init__(
