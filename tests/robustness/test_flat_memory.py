@@ -184,6 +184,7 @@ def test_restarts_leave_every_figure_as_it_was():
         flat.check()
 
 
+@pytest.mark.long
 def test_deaths_amid_an_epoch_leave_every_figure_as_it_was():
     with Numbered(
         length=12, shape=(64, 256), max_worker_restarts=10**6, **PROCESSES
@@ -224,6 +225,7 @@ def test_100_new_states_leave_every_figure_as_it_was(place):
         flat.check()
 
 
+@pytest.mark.long
 def test_new_states_leave_the_workers_as_large_as_they_were():
     with Tabled(length=4, **PROCESSES) as dataset:
 
