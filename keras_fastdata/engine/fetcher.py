@@ -53,6 +53,14 @@ class Fetch:
     here_s: float | None = None
     inline: InlinePool | None = None
 
+    @property
+    def may_fill(self) -> bool:
+        """Whether workers may build ahead: not beside a build by the caller.
+
+        They would draw from the generators that this build has seeded.
+        """
+        return self.inline is None
+
 
 @dataclasses.dataclass(eq=False)
 class Fetcher:
@@ -91,11 +99,11 @@ class Fetcher:
                 workers, epoch, index, fetch
             ):
                 return Outcome.PENDING
-            if epoch.issued <= epoch.position:
+            if fetch.may_fill and epoch.issued <= epoch.position:
                 self._fill(workers, epoch)
             batch = self._fetch(workers, epoch, index, fetch)
             if batch is Outcome.PENDING:
-                if prefetcher.should_fill(epoch):
+                if fetch.may_fill and prefetcher.should_fill(epoch):
                     self._fill(workers, epoch)
                 return batch
             if batch is Outcome.CACHE_MISS:
@@ -142,7 +150,8 @@ class Fetcher:
         peeked = fetch.peeked
         while len(peeked) < count and schedule.holds(ahead.position):
             index = ahead.position
-            self._ask_ahead(workers, ahead, count)
+            if fetch.may_fill:
+                self._ask_ahead(workers, ahead, count)
             batch = self._fetch(workers, ahead, index, fetch)
             if batch is Outcome.PENDING:
                 return batch

@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+import time
 
 import keras
 import numpy as np
 import pytest
 from auto_samples import (
+    BUILDS,
     KINDS,
     Closes,
     Draws,
+    Notes,
     Opens,
     Raises,
     StaysHere,
@@ -127,6 +130,18 @@ def test_a_draw_that_comes_late_ends_threads_and_its_batch_is_built_again(
             processes=False
         )
     assert_same(found, expected)
+
+
+def test_no_thread_builds_while_the_caller_builds_a_batch_that_drew(goes):
+    BUILDS.clear()
+    goes((3, False), (0, False), after=1000)
+    with Notes(40, workers="auto", seed=4, length=41, **SOON) as dataset:
+        batches = iter(dataset)
+        list(itertools.islice(batches, 40))
+        while BUILDS.count((False, False)) < 41:
+            time.sleep(0.001)  # busy threads are waited for in any case
+        next(batches)
+    assert BUILDS[-2:] == [(True, True), (True, False)]
 
 
 def test_draws_are_noticed_while_somebody_builds_inline(goes):
