@@ -754,12 +754,13 @@ class GlobalRngMonitor:
         crossed = (
             preserved_globals.depth or preserved_globals.crossings != crossings
         )
-        if not self._warns and (crossed or positions != _positions()):
+        has_moved = positions != _positions()
+        if not self._warns and (crossed or has_moved):
             raise GlobalRngUsedError(
                 "While a thread built a batch, it or another thread drew from "
                 "`np.random` or `random`."
             )
-        if not crossed and positions != _positions():
+        if self._warns and has_moved and not crossed:
             self._moved += 1
             if self._moved == self._TELLING:
                 warnings.warn(
