@@ -35,7 +35,7 @@ from keras_fastdata import (
     SampleDataset,
     accelerate,
 )
-from keras_fastdata._dataset_internals import loader_of
+from keras_fastdata._dataset_internals import internals_of, loader_of
 from keras_fastdata.engine.batch_iterator import iterate
 from keras_fastdata.engine.settings import Settings
 from keras_fastdata.workers.thread import ThreadPool
@@ -910,7 +910,7 @@ def test_a_copy_has_the_settings_and_the_batches_of_its_original(duplicate):
     )
     with original, duplicate(original) as other:
         assert type(other) is Stamped
-        assert other._fastdata.settings == original._fastdata.settings
+        assert internals_of(other).settings == internals_of(original).settings
         orders = [
             [int(offset[0]) for _, offset in dataset]
             for dataset in (original, other)
