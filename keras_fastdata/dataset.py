@@ -344,7 +344,7 @@ class FastPyDataset(_Base):
 
     @build.default_hook
     def reseed(self, seed_sequence: np.random.SeedSequence) -> None:
-        """Called before each batch, to seed random generators of other kinds.
+        """Override this to seed more random generators before each batch.
 
         Already seeded are `np.random`, `random`, torch's default generator,
         and objects that the dataset refers to: generators of NumPy, Python

@@ -222,7 +222,7 @@ def _and_outer(context: Context | None) -> Iterator[Context]:
 
 
 def is_building() -> bool:
-    """Whether the calling thread builds a batch, rather than run a hook."""
+    """Whether the calling thread builds a batch or runs a worker hook."""
     context = _current.context
     return context is not None and context.worker_index is not None
 

@@ -99,7 +99,7 @@ class _Turn:
             self.lock.release()
 
     def place(self) -> _call_stack.Place:
-        """Returns the stack of the holding thread, up to its build."""
+        """Returns the call stack of the thread that holds the lock."""
         return _call_stack.place_of(self._thread, self._frame_id)
 
 

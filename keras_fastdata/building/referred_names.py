@@ -213,7 +213,7 @@ def _is_users_object(value: Any) -> bool:
 
 
 def _parts_of(value: Any) -> list[Any]:
-    """Returns the objects that one of Python's own wrappers wraps."""
+    """Returns the objects inside a wrapper such as `partial` or `property`."""
     if isinstance(value, (staticmethod, classmethod)):
         return [value.__func__]
     if isinstance(value, property):

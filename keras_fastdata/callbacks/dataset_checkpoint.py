@@ -27,7 +27,7 @@ _log = logging.getLogger("keras_fastdata")
 
 @registered
 class DatasetCheckpoint(Callback):
-    """Saves where the training data stands, and restores it.
+    """Saves the position in the training data to a file, and restores it.
 
     Put it behind `keras.callbacks.BackupAndRestore`, and it saves when that
     does: a `fit` that was killed and is called again, in a new process, has the

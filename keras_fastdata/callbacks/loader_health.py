@@ -410,7 +410,7 @@ class LoaderHealth(Callback):
             self._step = self._train_step = self._monitor.step
 
     def _end_nested(self) -> None:
-        """Measures the `fit` again, after an evaluation within it."""
+        """Resumes measuring the `fit` after a nested evaluation or predict."""
         self._move_to(Measured.FIT)
         if self._monitor is not None:
             self._step = self._train_step = self._monitor.step
@@ -467,7 +467,7 @@ class LoaderHealth(Callback):
 
 
 def _describe(health: EpochHealth, skipped: int) -> str:
-    """Returns a line of at most 80 columns, unless batches were skipped."""
+    """Returns the summary line of an epoch, and counts skipped batches."""
     whole_s = health.wall_s
     if health.account is not None:
         whole_s = health.account.total_s

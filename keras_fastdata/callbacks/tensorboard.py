@@ -61,7 +61,7 @@ class EventFiles:
 
 
 def log_dirs_among(callbacks: list[Any]) -> list[str]:
-    """Returns the folders of those callbacks that are TensorBoard's."""
+    """Returns the `log_dir` of each `TensorBoard` callback in a list."""
     import keras
 
     return [

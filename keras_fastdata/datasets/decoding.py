@@ -154,7 +154,7 @@ def _decode(image: Any, mode: str, scale: float, orientation: int) -> Pixels:
 def _decode_jpeg(
     simplejpeg: Any, image: Any, mode: str, needed: tuple[int, int]
 ) -> Pixels | None:
-    """Decodes a JPEG without turning it; `None` if simplejpeg refuses it.
+    """Decodes a JPEG without its EXIF rotation; `None` if simplejpeg fails.
 
     The next JPEG in this thread overwrites the pixels.
     """

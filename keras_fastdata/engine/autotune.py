@@ -27,7 +27,7 @@ _log = logging.getLogger("keras_fastdata")
 
 
 class AutoTuner:
-    """Measures batches for a tuner, which chooses where they are built."""
+    """Measures batches for a `Tuner`, which chooses the workers."""
 
     def __init__(self, settings: Settings, dataset: build.Dataset) -> None:
         self._settings = settings

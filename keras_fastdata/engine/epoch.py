@@ -137,7 +137,7 @@ class Epoch:
         self.number = self.schedule = None
 
     def restart(self) -> None:
-        """Makes this object the next epoch, after one without batches."""
+        """Reuses this object as the next epoch; this one had no batch left."""
         self.start_at(0)
         self.forget_order()
         self._move_to(EpochState.PLANNED)
@@ -215,7 +215,7 @@ class Epoch:
         self.interval_s = interval_s
 
     def set_prefetching(self, prefetches_next: bool) -> None:
-        """Sets whether another epoch follows, with the same `shuffle`."""
+        """Sets whether to prefetch batches of the next epoch."""
         self.prefetches_next = prefetches_next
 
     def forbid_prefetching(self) -> None:

@@ -14,7 +14,7 @@ from keras_fastdata.engine.position import Position
 
 
 class Changes:
-    """Which changes of a dataset the workers have not received.
+    """Tracks the changes of a dataset that its workers do not have yet.
 
     Attributes:
         are_new: Whether the workers have the dataset as it was before.

@@ -46,9 +46,9 @@ class OpenEpochs:
         return bool(self._dropped)
 
     def take_dropped(self) -> Iterator[Epoch]:
-        """Yields epochs whose iterators were collected, and their next ones.
+        """Removes and yields the epochs whose iterators were collected.
 
-        They are removed.
+        If the epoch after one of them was prepared, yields that epoch too.
         """
         while self._dropped:
             reference = self._dropped.popleft()

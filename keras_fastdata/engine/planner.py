@@ -55,7 +55,7 @@ class EpochPlanner:
 
     @property
     def known_seed(self) -> int | None:
-        """The base seed, if it was given or drawn."""
+        """The base seed, or `None` if none was given, loaded or drawn yet."""
         return self._seed
 
     def take_settings(self, settings: Settings) -> None:

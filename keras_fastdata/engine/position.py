@@ -19,7 +19,7 @@ class Place(NamedTuple):
 
 
 class Position:
-    """Numbers the epochs of one dataset, and knows the latest one.
+    """Assigns numbers to the epochs of a dataset, and tracks the latest one.
 
     Attributes:
         next_epoch: The number of the epoch that begins next.

@@ -41,7 +41,7 @@ class Shard:
         return None if num_batches is None else -(-num_batches // self.count)
 
     def place(self, position: int, num_batches: int | None) -> int:
-        """Returns the place in the whole order of a position in this shard."""
+        """Converts a position in this shard to a place in the epoch's order."""
         place = position * self.count + self.index
         return place if num_batches is None else place % num_batches
 

@@ -163,7 +163,7 @@ class State:
             )
 
     def check_digest(self, dataset: str, digest: str) -> None:
-        """Raises `LoaderError` if repeated hooks did something else."""
+        """Raises `LoaderError` if replayed hooks set different attributes."""
         if digest != self.digest:
             raise LoaderError(
                 f"The {len(self.hooks)} calls of epoch hooks that the state "
@@ -310,7 +310,7 @@ def _parts_of(value: Any, depth: int) -> Iterator[Any]:
 
 
 def _as_array(value: Any) -> np.ndarray[Any, Any] | None:
-    """Returns a long list of numbers or of strings as an array, or `None`."""
+    """Converts a long list of scalars of one type to an array, or `None`."""
     if len(value) >= _MANY and not isinstance(value, np.ndarray):
         kinds = set(map(type, value))
         if len(kinds) == 1 and kinds <= {int, float, str, bool}:

@@ -108,7 +108,7 @@ class Situation(NamedTuple):
 
 
 class ExcludedError(Exception):
-    """The choice that is tried was excluded."""
+    """Raised inside the tuner when the current choice becomes excluded."""
 
 
 class Tuner:

@@ -99,7 +99,7 @@ class EpochTiming:
 
     @property
     def data_wait(self) -> float:
-        """The share of the wall time that free data would save: 0 to 1."""
+        """The share of wall time saved if every batch were ready: 0 to 1."""
         return share_saved(self.wall_s, self.free_s)
 
 
@@ -168,7 +168,7 @@ class StepClock:
         self._running = True
 
     def step(self, number: int) -> None:
-        """A step begins, and with that the one before has ended."""
+        """Notes the start of a step, which also ends the previous step."""
         if time.monotonic() < self._look_s:
             self._calls += 1
             return

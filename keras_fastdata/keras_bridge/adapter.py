@@ -245,7 +245,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         return recorder.current_for(self.fit_thread)
 
     def standardize(self, batch: Any) -> Any:
-        """Checks a batch, and completes it as Keras does."""
+        """Checks a batch, and converts it to the form that Keras expects."""
         if batch is None:
             raise ValueError(
                 f"{type(self.py_dataset).__name__}.__getitem__() returned "

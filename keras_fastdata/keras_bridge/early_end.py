@@ -33,7 +33,7 @@ class EarlyEnd:
         self._iterator.warn_by(_no_warning)
 
     def put_aside(self, error: BaseException) -> bool:
-        """Keeps an exception for `raise_pending`; the caller ends the data.
+        """Keeps an exception, so that `raise_pending` raises it later.
 
         Returns:
             `False` if Keras runs no epoch, and so would never raise it.

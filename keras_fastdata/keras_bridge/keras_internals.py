@@ -346,7 +346,7 @@ class KerasIterator:
         return None if iterator is None else iterator._num_batches
 
     def set_num_batches(self, count: int | None) -> None:
-        """Tells Keras how many batches the data has; `None`: to find out."""
+        """Tells Keras the number of batches; with `None`, Keras counts them."""
         iterator = self._get(Feature.RESUME)
         if iterator is not None:
             iterator._num_batches = count

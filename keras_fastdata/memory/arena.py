@@ -95,7 +95,7 @@ class Segment:
         self._mmap[line : line + 8] = task_id.to_bytes(8, "little")
 
     def heartbeat(self, worker: int) -> int:
-        """Reads the task that `worker` builds; 0 for none."""
+        """Returns the id of the task that `worker` builds, or 0 if none."""
         line = worker * HEARTBEAT_BYTES
         return int.from_bytes(self._mmap[line : line + 8], "little")
 
@@ -367,7 +367,7 @@ def memfd(name: str) -> int:
 
 
 def _reserve_segment(slots: int) -> Segment:
-    """Maps slots as large as the limit on address space allows."""
+    """Creates a segment, and shrinks its slots until the limits allow it."""
     stride = _ADDRESS_SPACE // slots
     collected = False
     while True:

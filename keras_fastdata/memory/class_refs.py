@@ -37,7 +37,7 @@ def is_importable(cls: Any) -> bool:
 def resolve_class(
     module: str, qualname: str, mark: str | None, by_value: bytes
 ) -> Any:
-    """Returns the receiver's class of a name; pickles name this function."""
+    """Returns this process's own class; if there is none, loads the copy."""
     found = _getattr_path(sys.modules.get(module), qualname)
     if isinstance(found, type):
         return found

@@ -22,7 +22,7 @@ _OF_ITS_CONTAINER_ALONE = 2
 
 
 def take(batches: list[Any]) -> Any:
-    """Removes the only batch of a list, and returns it with arrays of its own.
+    """Pops and returns the batch of a list; copies arrays that are shared.
 
     An array is copied if anything but the batch refers to it, or to the
     memory that it is a view of. Arrays whose memory cannot be written to are
@@ -196,7 +196,7 @@ def map_leaves(function: Callable[[Any], Any], item: Any) -> Any:
 
 
 def _is_mapping(item: Any) -> bool:
-    """Whether an object is a mapping, and no sparse matrix kept in one."""
+    """Whether an object is a mapping that is not a sparse matrix."""
     return isinstance(item, Mapping) and not hasattr(item, "shape")
 
 
@@ -207,7 +207,7 @@ def _leaves(item: Any) -> list[Any]:
 
 
 def _optree_of(item: Any) -> Any:
-    """Returns `optree` if it knows the item as a structure, else `None`.
+    """Returns the module `optree`, or `None` if the item is a leaf to it.
 
     A class can only be registered with `keras.tree` after optree is imported.
     """

@@ -175,7 +175,7 @@ class BatchStats:
 
     @property
     def cpu_s(self) -> float:
-        """CPU time of all builds, as far as it is known of some."""
+        """Estimated CPU time of all builds, from those that were measured."""
         return self.asked_cpu_s * self._asked_of
 
     @property

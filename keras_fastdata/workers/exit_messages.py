@@ -45,17 +45,19 @@ class WorkerExit:
     restarts_used_up: int | None = None
 
     def news(self, restarts: int, most: int) -> str:
-        """Returns the log message about a worker that is replaced."""
-        again = " and its batch is built again" if self.request else ""
+        """Returns the log message about a death that fails no batch."""
+        fate = f"is not replaced: `max_worker_restarts={most}` is used up"
+        if self.restarts_used_up is None:
+            again = " and its batch is built again" if self.request else ""
+            fate = f"is replaced{again}"
         if self.expired is not None:
             return (
-                f"{self.expired.text} The worker is replaced{again}. It was "
+                f"{self.expired.text} The worker {fate}. It was "
                 f"here:\n{self.expired.stack}"
             )
-        return (
-            f"{self._what()}. It is replaced{again} (restart {restarts} of at "
-            f"most {most} in this epoch)."
-        )
+        if self.restarts_used_up is None:
+            fate += f" (restart {restarts} of at most {most} in this epoch)"
+        return f"{self._what()}. It {fate}."
 
     def error(self) -> LoaderError:
         """Returns the error that the batch or the epoch ends in."""

@@ -35,7 +35,7 @@ class TaskState(enum.IntEnum):
     SENT = 1  # on the way to a worker, or at a worker
     CANCELLED = 2  # was sent, but its batch is not wanted any more
     QUARANTINED = 3  # was lost and sent again; a worker may write to its slot
-    DONE = 4  # no longer in the book; its slot is free, or the caller owns it
+    DONE = 4  # no longer in the book, which owns its slot no longer
 
 
 @dataclasses.dataclass(slots=True, eq=False)

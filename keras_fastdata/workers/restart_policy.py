@@ -85,8 +85,9 @@ class RestartPolicy:
         """Decides whether a batch that a worker died over has failed.
 
         Returns:
-            The error that the batch ends in. `None`: it is to be built again,
-            or there is none; the death is in the log.
+            The error that the batch ends in. `None`: the worker had no batch,
+            or its batch is to be built again. The log has every death that is
+            in no error.
         """
         used_up = self._restarts > self._most
         self._last = dataclasses.replace(
@@ -97,8 +98,8 @@ class RestartPolicy:
             request=held.request if held else None,
             second_crash=bool(held and held.crashes >= MAX_CRASHES_PER_BATCH),
         )
-        if used_up or worker_exit.second_crash:
-            return worker_exit.error() if held else None
+        if held and (used_up or worker_exit.second_crash):
+            return worker_exit.error()
         _log.warning("%s", worker_exit.news(self._restarts, self._most))
         return None
 

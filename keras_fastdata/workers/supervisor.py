@@ -99,8 +99,8 @@ class Worker:
         if self.state is WorkerState.STARTING:
             self.move(WorkerState.READY)
 
-    def kill(self, expired: Expired, now_s: float) -> None:
-        """Records why the worker is being killed, and when."""
+    def mark_killed(self, expired: Expired, now_s: float) -> None:
+        """Marks the worker as killed, and stores the reason and the time."""
         self.move(WorkerState.KILLED)
         self.expired, self.killed_s = expired, now_s
 
@@ -198,7 +198,7 @@ class Supervisor(Generic[W]):
             worker = self._workers[expired.activity.worker]
             if self._transport.has_moved_on(worker):
                 continue
-            worker.kill(expired, now_s)
+            worker.mark_killed(expired, now_s)
             self._transport.kill(worker)
         done: list[BatchResult] = []
         for worker in list(self._workers.values()):

@@ -150,7 +150,7 @@ class ThreadPool(WorkerPool):
         return thread
 
     def _look_at_threads(self) -> list[LocalResult]:
-        """Replaces threads that take too long; returns results with errors."""
+        """Replaces threads that take too long; returns their failed results."""
         activities = [
             w for t in self._threads if (w := t.activity()) is not None
         ]
@@ -297,7 +297,10 @@ class _Thread(threading.Thread):
         )
 
     def give_up(self, request: BatchRequest | None) -> bool:
-        """Gives the thread up if it is still at `request`, or at its start."""
+        """Abandons the thread if it still works on `request`.
+
+        `None` stands for `on_worker_start`. Returns whether it is abandoned.
+        """
         with self._lock:
             if request is None:
                 self._given_up = self._starting

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import pytest
-
 from keras_fastdata import WorkerDiedError
 from keras_fastdata.workers.base import BatchRequest
 from keras_fastdata.workers.exit_messages import WorkerExit
@@ -84,16 +82,19 @@ def test_a_timed_request_is_told_of_once_a_worker_died_over_it():
     assert untimed.request.interval_s is None
 
 
-@pytest.mark.parametrize("held", [None, _Held()], ids=["idle", "at a batch"])
-def test_without_restarts_a_death_ends_the_batch_it_struck(held, caplog):
+def test_without_restarts_a_death_ends_the_batch_it_struck(caplog):
     policy = RestartPolicy(count=1, max_restarts=0)
     policy.record(0, 77)
-    error = policy.judge(_death(), held)
+    error = policy.judge(_death(), _Held())
     assert not caplog.messages
-    if held is None:
-        assert error is None
-    else:
-        assert "`max_worker_restarts=0` is used up." in str(error)
+    assert "`max_worker_restarts=0` is used up." in str(error)
+
+
+def test_without_restarts_the_death_of_an_idle_worker_is_logged(caplog):
+    policy = RestartPolicy(count=1, max_restarts=0)
+    policy.record(0, 77)
+    assert policy.judge(_death(), None) is None
+    assert "not replaced: `max_worker_restarts=0` is used up." in caplog.text
 
 
 def test_what_nobody_is_left_to_build_ends_in_the_last_death():

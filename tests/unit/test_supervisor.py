@@ -198,7 +198,7 @@ def test_a_worker_that_has_ended_stays_so(end):
 
 def test_a_worker_that_was_killed_is_not_ready_any_more():
     worker = _worker()
-    worker.kill(None, 5.0)
+    worker.mark_killed(None, 5.0)
     worker.loaded()
     assert worker.state is WorkerState.KILLED
     assert worker.killed_s == 5.0
