@@ -1,4 +1,4 @@
-"""`accelerate` gives workers to a Keras dataset, and keeps its class.
+"""`accelerate` adds workers to a Keras dataset without changing its class.
 
 The iterators of Keras's `ImageDataGenerator` count the batches they build, and
 seed `np.random` with that count. In several processes the counts would differ,
@@ -92,7 +92,7 @@ def _check_indexable(dataset: Any) -> None:
 
 
 class _Wrapped(FastPyDataset):
-    """Delivers the batches of another dataset."""
+    """Wraps a dataset, and delivers its batches."""
 
     def __init__(self, dataset: Any, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -150,7 +150,7 @@ class _Wrapped(FastPyDataset):
 
 
 class _WrappedWithHooks(_Wrapped):
-    """Delivers the batches of a dataset, and calls its epoch hooks."""
+    """Wraps a dataset that has epoch hooks, and calls these hooks."""
 
     def __iter__(self) -> Iterator[Any]:
         # The user may have called hooks of the other dataset.
@@ -167,7 +167,7 @@ class _WrappedWithHooks(_Wrapped):
 
 
 def _has_hook(dataset: Any, name: str) -> bool:
-    """Whether a dataset has an epoch hook other than Keras's empty one."""
+    """Returns whether a dataset defines the epoch hook `name` itself."""
     method = getattr(dataset, name, None)
     if method is None:
         return False
@@ -177,7 +177,7 @@ def _has_hook(dataset: Any, name: str) -> bool:
 
 
 def _counts_batches(dataset: Any) -> bool:
-    """Whether a dataset is an iterator of Keras's `ImageDataGenerator`."""
+    """Returns whether a dataset is an `ImageDataGenerator` iterator."""
     return all(
         hasattr(dataset, name)
         for name in ("total_batches_seen", "index_array", "_set_index_array")

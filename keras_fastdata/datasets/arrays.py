@@ -1,4 +1,4 @@
-"""Batches of the rows of arrays, in memory or in a file."""
+"""Builds batches from the rows of arrays, in memory or in a file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from keras_fastdata.memory.ownership import map_leaves
 
 
 class ArrayDataset(SampledDataset):
-    """Batches of the rows of arrays.
+    """Builds batches from the rows of arrays.
 
     Worker processes share arrays in memory; none makes a copy. From a file
     only the rows of a batch are read, in the order of the file.
@@ -113,7 +113,7 @@ class ArrayDataset(SampledDataset):
 
     @overridable_property
     def num_samples(self) -> int:
-        """The length of the arrays."""
+        """The number of rows of the arrays."""
         return self._fastdata_count
 
     def __getitem__(self, index: int) -> Any:
@@ -174,7 +174,7 @@ def _read(array: Any, indices: Indices, empty: build.Empty) -> npt.NDArray[Any]:
 
 
 def _run_of(indices: Indices) -> slice | None:
-    """Returns the indices as a slice if they count up by one, else `None`."""
+    """Returns a slice if the indices are consecutive, otherwise `None`."""
     first, last = int(indices[0]), int(indices[-1])
     if last - first + 1 != len(indices) or (np.diff(indices) != 1).any():
         return None
@@ -182,7 +182,7 @@ def _run_of(indices: Indices) -> slice | None:
 
 
 def _usable(leaf: Any, name: str) -> Any:
-    """Returns an array, or an object whose rows can be indexed like one."""
+    """Converts an input to an object whose rows can be indexed."""
     if _is_sparse(leaf):
         return leaf.tocsr()  # the format whose rows can be indexed
     if hasattr(leaf, "to_numpy"):
@@ -201,5 +201,5 @@ def _usable(leaf: Any, name: str) -> Any:
 
 
 def _is_sparse(leaf: Any) -> bool:
-    """Whether an array is a sparse matrix of SciPy."""
+    """Returns whether an array is a SciPy sparse matrix."""
     return hasattr(leaf, "tocsr")

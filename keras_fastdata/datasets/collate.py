@@ -1,4 +1,4 @@
-"""Stacks samples into batches; each is copied once, into the batch's memory.
+"""Stacks samples along a new first axis into batches.
 
 A sample is a nested structure (tuples, lists, mappings) of arrays and numbers.
 A batch has the same structure. Each of its arrays has the samples along its
@@ -21,14 +21,14 @@ Padding = Any
 
 
 class Padded:
-    """How samples of different shapes are padded; see `SampleDataset`."""
+    """The padding of samples with different shapes; see `SampleDataset`."""
 
     def __init__(self, to: Padding, value: float) -> None:
         self.to = _checked(to)
         self.value = value
 
     def of(self, keys: list[Any]) -> list[Padded]:
-        """Returns the padding for each of the parts `keys` of a sample."""
+        """Returns one `Padded` object for each key in `keys`."""
         if isinstance(self.to, dict):
             if unknown := [key for key in self.to if key not in keys]:
                 raise ValueError(
@@ -51,7 +51,9 @@ def collate(
     empty: Empty,
     padded: Padded,
 ) -> Any:
-    """Stacks samples into a batch; `ValueError` if they do not fit together.
+    """Stacks samples into one batch of the same structure.
+
+    Raises `ValueError` if the samples do not fit together.
 
     Each sample is requested after the one before was copied, unless "longest"
     needs them all.
@@ -89,11 +91,11 @@ def collate(
 
 
 class _MisfitError(Exception):
-    """A sample differs in structure from the first one of its batch."""
+    """Raised if a sample differs in structure from the first sample."""
 
 
 class _TooLongError(_MisfitError):
-    """A sample is longer than the length to pad to."""
+    """Raised if a sample is longer than the length to pad to."""
 
 
 # Each of these classes collects one part of all samples. `put` adds the part of
@@ -152,7 +154,7 @@ class _Nothing:
 
 
 class _Column:
-    """Stacks arrays or numbers of one shape, each as it comes."""
+    """Copies each array or number into the batch when it is added."""
 
     def __init__(
         self, first: Any, count: int, empty: Empty, padded: Padded, where: str
@@ -200,7 +202,7 @@ class _Column:
 
 
 class _Gathered:
-    """Stacks strings or ragged arrays, after the last one has come."""
+    """Collects strings or ragged arrays, and stacks them at the end."""
 
     def __init__(
         self, count: int, empty: Empty, padded: Padded, where: str
@@ -267,7 +269,7 @@ def _keys(sample: Any) -> list[Any]:
 
 
 def _as_array(leaf: Any) -> npt.NDArray[Any]:
-    """Returns a leaf as an array; Python floats become float32, as in Keras.
+    """Converts a leaf to an array; Python floats become float32.
 
     NumPy's string arrays drop zeros at the end of a string. A string that
     ends in a zero becomes an array of objects, and so does its batch.
@@ -282,7 +284,7 @@ def _as_array(leaf: Any) -> npt.NDArray[Any]:
 def _padded_shape(
     shape: tuple[int, ...], to: Padding
 ) -> tuple[tuple[int, ...], set[int]]:
-    """Returns the shape to pad a sample to, and the axes that are padded."""
+    """Returns the shape after padding, and the axes that are padded."""
     if to is None or to == "longest" or not shape:
         return shape, set()
     if isinstance(to, (dict, list)):
@@ -301,7 +303,7 @@ def _padded_shape(
 
 
 def _checked(to: Any) -> Padding:
-    """Returns `pad_to` as `None`, "longest", int, tuple, dict or list."""
+    """Validates and normalizes the argument `pad_to`."""
     if to is None or (isinstance(to, str) and to == "longest"):
         return to
     if isinstance(to, Mapping):

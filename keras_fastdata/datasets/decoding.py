@@ -39,13 +39,13 @@ _Box = tuple[float, float, float, float]  # left, upper, right, lower
 
 
 class _Kept(threading.local):
-    """What a thread keeps for its next image."""
+    """The memory and the resizer that a thread reuses for each image."""
 
     memory = np.empty(0, np.uint8)  # to decode into
     resizer: Any = None  # a `cykooz_resizer.Resizer`, after the first use
 
     def room(self, nbytes: int) -> Pixels:
-        """Returns memory for an image; the next call may return it again."""
+        """Returns a buffer for an image; a later call may reuse the buffer."""
         if nbytes > _KEPT_BYTES:
             return np.empty(nbytes, np.uint8)
         if nbytes > self.memory.nbytes:
@@ -57,7 +57,7 @@ _kept = _Kept()
 
 
 def require() -> None:
-    """Raises an `ImportError` unless images can be decoded."""
+    """Raises an `ImportError` if Pillow cannot be imported."""
     try:
         import PIL.Image  # noqa: F401
     except ImportError as error:
@@ -90,7 +90,10 @@ class ImageSpec:
 
 
 def read(path: str, form: ImageSpec) -> Pixels:
-    """Reads an image as `(height, width, channels)`; it may be read-only."""
+    """Reads an image file into an array `(height, width, channels)`.
+
+    The array may be read-only.
+    """
     from PIL import Image
 
     height, width = form.size
@@ -121,7 +124,7 @@ def read(path: str, form: ImageSpec) -> Pixels:
 
 
 def _decode(image: Any, mode: str, scale: float, orientation: int) -> Pixels:
-    """Decodes an opened image, and turns it upright.
+    """Decodes an image, and applies its EXIF orientation.
 
     A JPEG is decoded at half, a quarter or an eighth of its size if that is
     large enough. (Other eighths are possible, but slower than the full size.)
@@ -154,7 +157,9 @@ def _decode(image: Any, mode: str, scale: float, orientation: int) -> Pixels:
 def _decode_jpeg(
     simplejpeg: Any, image: Any, mode: str, needed: tuple[int, int]
 ) -> Pixels | None:
-    """Decodes a JPEG without its EXIF rotation; `None` if simplejpeg fails.
+    """Decodes a JPEG with simplejpeg, without applying its EXIF rotation.
+
+    Returns `None` if simplejpeg cannot decode the file.
 
     The next JPEG in this thread overwrites the pixels.
     """
@@ -179,7 +184,7 @@ def _decode_jpeg(
 
 
 def _turn(pixels: Pixels, orientation: int) -> Pixels:
-    """Turns an image upright, by its EXIF orientation."""
+    """Applies an EXIF orientation to the pixels of an image."""
     if orientation in _LYING:
         pixels = pixels.swapaxes(0, 1)
     if orientation in (3, 4, 7, 8):
@@ -192,7 +197,7 @@ def _turn(pixels: Pixels, orientation: int) -> Pixels:
 def _resize(
     pixels: Pixels, size: tuple[int, int], interpolation: str
 ) -> Pixels:
-    """Resizes an image with antialiasing; the result has memory of its own."""
+    """Resizes an image; the result does not share memory with `pixels`."""
     height, width, channels = pixels.shape
     if size == (width, height):
         return pixels.copy()
@@ -224,7 +229,7 @@ def _resize(
 def _fitted(
     size: tuple[int, int], form: ImageSpec
 ) -> tuple[_Box, tuple[int, int]]:
-    """Returns the box to take from an image, and the size it is resized to.
+    """Returns the box to crop from an image, and its size after resizing.
 
     Sizes are width and height; `form.size` is height and width.
     """

@@ -63,7 +63,9 @@ _CHECKED = 1024  # bytes at each end of an array that a checksum covers
 
 
 class GeneratorDataset(FastPyDataset):
-    """Batches from generators; each item comes once, with several workers too.
+    """Builds batches from the items of Python generators.
+
+    Each item comes once, with several workers too.
 
     Each epoch calls `factory` in a worker to make a generator. For more than
     one worker, a generator must yield only its share of the data:
@@ -188,22 +190,22 @@ class GeneratorDataset(FastPyDataset):
 
     @property  # type: ignore[misc]
     def workers(self) -> int:
-        """Number of workers; it cannot be changed."""
+        """The number of workers, which cannot be changed."""
         return self._fastdata_plan.workers
 
     @property  # type: ignore[misc]
     def use_multiprocessing(self) -> bool:
-        """Whether workers are processes; it cannot be changed."""
+        """Whether workers are processes; this cannot be changed."""
         return internals_of(self).settings.use_multiprocessing
 
     @property  # type: ignore[misc]
     def max_queue_size(self) -> int:
-        """How many batches may be ready, in total; it cannot be changed."""
+        """The maximum number of queued batches, which cannot be changed."""
         return internals_of(self).settings.max_queue_size
 
     @property
     def num_batches(self) -> int | None:
-        """The number of batches in an epoch; `None` for all of them."""
+        """The number of batches in an epoch; `None` if there is no limit."""
         if not _process_role.is_worker():
             from keras_fastdata import keras_bridge
 
@@ -212,7 +214,11 @@ class GeneratorDataset(FastPyDataset):
         return self._fastdata_plan.num_batches
 
     def __getitem__(self, index: int) -> Any:
-        """Returns the next batch; index 0 starts from the beginning."""
+        """Returns batch `index` of the epoch.
+
+        With `restart=True`, an index out of sequence starts a new pass. With
+        `restart=False`, the generators go on.
+        """
         plan, epoch = self._fastdata_plan, answer(self, "epoch")
         turns = plan.turns
         for place, batch in turns.latest if turns is not None else ():
@@ -247,7 +253,7 @@ class GeneratorDataset(FastPyDataset):
         )
 
     def close(self) -> None:
-        """Ends the workers and waits until they are gone."""
+        """Ends the workers, and waits until they have ended."""
         self._fastdata_plan.turns = None
         for shards in self._fastdata_plan.shards:
             shards.close()
@@ -257,7 +263,7 @@ class GeneratorDataset(FastPyDataset):
         return {**vars(self), "_fastdata_plan": copy.copy(self._fastdata_plan)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores a position; generators make the items before it again."""
+        """Restores a position; the generators repeat all items before it."""
         name = type(self).__name__
         State.from_dict(state_dict, name, also=["num_shards"])
         rest = dict(state_dict)
@@ -274,7 +280,10 @@ class GeneratorDataset(FastPyDataset):
 
 @dataclasses.dataclass(eq=False)
 class _Plan:
-    """What a `GeneratorDataset` was made from; copies leave out `turns`."""
+    """The configuration and the current state of a `GeneratorDataset`.
+
+    Copies leave out `turns`.
+    """
 
     restarts: bool  # whether each epoch makes new generators
     num_shards: int
@@ -311,7 +320,7 @@ def _(dataset: GeneratorDataset, state: State) -> dict[str, Any]:
 
 
 class _Turns:
-    """One pass over the shards, which take turns.
+    """One pass over the data of all shards, in round-robin order.
 
     Attributes:
         place: The dataset's epoch, and the index of the next batch.
@@ -359,7 +368,7 @@ class _Turns:
 
 
 class _Spec(NamedTuple):
-    """What the shards of all workers have in common."""
+    """The settings that the shards of all workers share."""
 
     source: _Source
     num_shards: int  # of all workers
@@ -392,7 +401,7 @@ class GeneratorShards(FastPyDataset):
         """`None`, because the number of batches is unknown."""
 
     def __getitem__(self, index: int) -> Any:
-        """Returns the result of turn `index` of the shards."""
+        """Returns the batch, or the end marker, of turn number `index`."""
         running: _Running | None = vars(self).get("_running")
         if running is None or not running.leads_to(self.key, index):
             running = self._running = _Running(self, self.key)
@@ -410,7 +419,7 @@ class GeneratorShards(FastPyDataset):
 
 
 class _Running:
-    """The running generators of a worker, which take turns."""
+    """Runs the generators of one worker in round-robin order."""
 
     def __init__(self, owner: GeneratorShards, key: int) -> None:
         self._key = key
@@ -420,7 +429,7 @@ class _Running:
         self._failed = False
 
     def leads_to(self, key: int, turn: int) -> bool:
-        """Whether turn `turn` is the next."""
+        """Returns whether these generators can serve turn number `turn`."""
         # Turns are requested ahead, before it is known that the data ended.
         over = turn > self._turns and (self._failed or not self._live)
         next_one = turn == self._turns and not self._failed
@@ -441,12 +450,12 @@ class _Running:
             self.next(dropped=True)
 
     def close(self) -> None:
-        """Ends the generators."""
+        """Closes the generators."""
         for shard in self._live:
             shard.close()
 
     def next(self, *, dropped: bool = False) -> Any:
-        """Returns the result of the next turn."""
+        """Returns the next shard's batch, or its end marker."""
         if self._failed or not self._live:
             raise EndOfData("The generators have ended.")
         self._place %= len(self._live)
@@ -469,7 +478,7 @@ def _(dataset: GeneratorShards) -> bool:
 
 
 class _Shard:
-    """One generator; after its end the next one, if the shard repeats."""
+    """Runs the generator of one shard, repeatedly if `repeats` is set."""
 
     def __init__(self, owner: GeneratorShards, key: int, index: int) -> None:
         self._owner = owner
@@ -485,7 +494,7 @@ class _Shard:
         self._held: list[Held] = []  # random generators of the factory
 
     def skip(self, batches: int) -> bool:
-        """Tells the generator to skip batches; `False` if it cannot."""
+        """Makes the generator skip batches; returns whether it can do so."""
         can_skip = self._spec.source.takes_start and not self._spec.repeats
         if not can_skip or not batches:
             return False
@@ -494,7 +503,7 @@ class _Shard:
         return True
 
     def close(self) -> None:
-        """Ends the generator, unless it is the user's own iterator."""
+        """Closes the generator, unless it is the user's own iterator."""
         if not self._spec.source.is_iterator:
             getattr(self._generator, "close", lambda: None)()
 
@@ -524,7 +533,7 @@ class _Shard:
         return told, collate(items, numbers, empty, padded)
 
     def _take(self) -> list[Any]:
-        """Returns the items of the next batch; none at the end."""
+        """Returns the items of the next batch; an empty list at the end."""
         spec = self._spec
         items: list[Any] = []
         # If an item is a batch, the worker copies it as it copies any batch.
@@ -553,7 +562,7 @@ class _Shard:
         return [] if short and spec.drop_remainder else items
 
     def _seed(self) -> None:
-        """Seeds the global generators, and the factory's, for a batch."""
+        """Seeds the global and the factory's random generators for a batch."""
         if self._owner.workers and not self._owner.use_multiprocessing:
             return  # the threads of a process share the global generators
         key = *self._stream, self._round, self._position
@@ -567,7 +576,7 @@ class _Shard:
 
 
 class _Source(NamedTuple):
-    """The user's factory, or iterator, and which arguments it takes."""
+    """The user's factory or iterator, and the parameters that it accepts."""
 
     factory: Any
     is_iterator: bool = False
@@ -577,7 +586,7 @@ class _Source(NamedTuple):
 
     @staticmethod
     def of(factory: Any) -> _Source:
-        """Inspects the `factory` argument, or raises `TypeError`."""
+        """Inspects the argument `factory`; raises `TypeError` if invalid."""
         if hasattr(factory, "__next__"):
             return _Source(factory, is_iterator=True)
         if not callable(factory):
@@ -619,7 +628,7 @@ class _Source(NamedTuple):
         return _Source(factory, False, shards, rng, start)
 
     def check(self, num_shards: int, processes: bool) -> None:
-        """Raises `ValueError` if several shards would have the same items."""
+        """Raises `ValueError` if the source does not suit the workers."""
         if num_shards > 1 and not self.takes_shards:
             what = "iterator" if self.is_iterator else "factory"
             raise ValueError(
@@ -639,7 +648,10 @@ class _Source(NamedTuple):
             )
 
     def restarts(self, asked: bool | None, num_batches: int | None) -> bool:
-        """Whether every epoch makes new generators, as `restart` asks."""
+        """Returns whether every epoch makes new generators.
+
+        Raises `ValueError` if the argument `restart` does not suit the source.
+        """
         restarts = boolean(
             "restart", not self.is_iterator if asked is None else asked
         )
@@ -658,7 +670,7 @@ class _Source(NamedTuple):
     def make(
         self, index: int, num_shards: int, stream: tuple[int, ...], start: int
     ) -> Iterator[Any]:
-        """Makes a generator, or returns the user's iterator as it is."""
+        """Creates a generator, or returns the user's iterator unchanged."""
         if self.is_iterator:
             iterator: Iterator[Any] = self.factory
             return iterator
@@ -707,12 +719,12 @@ def _check_kwargs(kind: type, workers: Any, kwargs: Mapping[str, Any]) -> None:
 
 
 def _optional(name: str, value: Any) -> int | None:
-    """Returns an argument that is `None`, or an integer of at least 1."""
+    """Checks that an argument is `None` or an integer of at least 1."""
     return None if value is None else integer(name, value, least=1)
 
 
 def _is_free(parameters: dict[str, Any], name: str, factory: Any) -> bool:
-    """Removes a parameter; returns whether this package passes its value."""
+    """Removes parameter `name`; returns whether this package passes it."""
     found = parameters.get(name)
     if found is None or name in getattr(factory, "keywords", {}):
         return False
@@ -721,7 +733,7 @@ def _is_free(parameters: dict[str, Any], name: str, factory: Any) -> bool:
 
 
 def _checksum(part: Any, before: int) -> int:
-    """Returns the checksum of all items before, and of this one."""
+    """Extends the checksum `before` by the content of `part`."""
     if isinstance(part, Mapping):
         return _checksum(list(part.items()), before)
     if isinstance(part, (tuple, list)):

@@ -1,4 +1,4 @@
-"""`ImageFileDataset`: batches of images, each in a file of its own."""
+"""`ImageFileDataset` builds batches of images from image files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Image = npt.NDArray[Any]
 
 
 class ImageFileDataset(SampleDataset):
-    """Batches of images, each of which is a file.
+    """Builds batches of images from image files.
 
     A batch is `images`, or `(images, labels)`. Images have the shape `(n,
     height, width, channels)` and values from 0 to 255. They are turned upright
@@ -433,7 +433,10 @@ def _parts(
     shuffle: bool,
     seed: int | None,
 ) -> dict[str, npt.NDArray[np.int64]]:
-    """Returns the files of each part by its name; "" if there is no split."""
+    """Returns the file numbers of each subset, by the subset's name.
+
+    Without a split, the only name is empty.
+    """
     order = np.arange(count)
     if not share:
         return {"": order}

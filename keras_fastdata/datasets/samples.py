@@ -1,4 +1,4 @@
-"""`SampleDataset`: batches of samples that the user's `get_sample` returns.
+"""`SampleDataset` builds batches from the results of `get_sample`.
 
 sample_indices(batch) -> get_sample(i), get_sample(j), ... -> collate
 """
@@ -27,7 +27,7 @@ from keras_fastdata.workers import exceptions
 
 
 class _SampleRng:
-    """The property `rng`: in `get_sample`, the generator of the sample.
+    """The property `rng`, which gives each sample its random generator.
 
     It has no `__set__`, so that a dataset may have an attribute `rng`.
     """
@@ -46,7 +46,7 @@ class _SampleRng:
 
 
 class _ByHand(threading.local):
-    """The sample that a thread builds outside of workers."""
+    """The sample that the current thread builds outside of a worker."""
 
     part: build.SampleContext | None = None
 
@@ -55,7 +55,7 @@ _by_hand = _ByHand()
 
 
 class SampleDataset(SampledDataset):
-    """Batches of samples that have numbers.
+    """Builds batches from samples that are selected by index.
 
     Pass `source`, or write `get_sample(self, index)` and the property
     `num_samples`. A sample is a batch without its first axis: arrays and
@@ -147,7 +147,7 @@ class SampleDataset(SampledDataset):
         return len(_source_of(self, "num_samples"))
 
     def get_sample(self, index: int) -> Any:
-        """Returns sample `index`, from 0 to `num_samples - 1`."""
+        """Returns the sample at `index`, from 0 to `num_samples - 1`."""
         return _source_of(self, "get_sample(self, index)")[index]
 
     def __getitem__(self, index: int) -> Any:
@@ -161,7 +161,10 @@ class SampleDataset(SampledDataset):
 def _samples_of(
     dataset: SampleDataset, indices: npt.NDArray[np.int64], first: int
 ) -> Iterator[Any]:
-    """Yields samples; the first one is at position `first` of the epoch."""
+    """Yields the samples with the given indices.
+
+    The first of them is at position `first` of the epoch.
+    """
     together = getattr(dataset.source, "__getitems__", None)
     if together is not None and _is_inherited(dataset, "get_sample"):
         yield from together(indices.tolist())
@@ -198,7 +201,7 @@ def _is_inherited(dataset: SampleDataset, name: str) -> bool:
 
 
 def _checked_source(dataset: SampleDataset, source: Any) -> Any:
-    """Returns a source that can be indexed from 0, or raises `TypeError`."""
+    """Checks the source; raises `TypeError` if it cannot be indexed."""
     if source is None:
         return None
     if hasattr(source, "iloc") and hasattr(source, "to_numpy"):

@@ -36,7 +36,7 @@ GENERATOR_KEY = _WEIGHTS + 3
 
 
 class overridable_property(Generic[_T]):  # noqa: N801 - a decorator
-    """A property that gives way to an attribute of the instance."""
+    """A property that an instance attribute of the same name overrides."""
 
     def __init__(self, compute: Callable[[Any], _T]) -> None:
         self._compute = compute
@@ -53,7 +53,7 @@ class overridable_property(Generic[_T]):  # noqa: N801 - a decorator
 
 
 class SampledDataset(FastPyDataset):
-    """Base class of the datasets that have samples.
+    """Base class of the datasets whose batches consist of samples.
 
     `SampleDataset` describes the arguments.
 
@@ -101,7 +101,7 @@ class SampledDataset(FastPyDataset):
         return whole + bool(rest and not self.drop_remainder)
 
     def sample_indices(self, index: int) -> Indices:
-        """Returns the samples of batch `index` in the present epoch.
+        """Returns the sample indices of batch `index` in the current epoch.
 
         Args:
             index: The batch, from 0.
@@ -143,7 +143,7 @@ class SampledDataset(FastPyDataset):
 
 @dataclasses.dataclass(eq=False)
 class _Order:
-    """How a dataset draws the samples of an epoch, and calls `transform`.
+    """Stores how to draw the samples of an epoch and call `transform`.
 
     Pickles and copies leave out `drawn` and `transform`.
     """
@@ -168,7 +168,7 @@ class _Order:
 def take_transform(
     dataset: SampledDataset, transform: Callable[..., Any] | None
 ) -> None:
-    """Sets `dataset.transform`; `TypeError` if that is no function."""
+    """Sets `dataset.transform`; raises `TypeError` if it is not callable."""
     if transform is not None:
         dataset.transform = transform
     if dataset.transform is not None and not callable(dataset.transform):
@@ -178,7 +178,7 @@ def take_transform(
 
 
 def transformed(dataset: SampledDataset, *parts: Any) -> Any:
-    """Returns the result of `dataset.transform` for the parts of a batch."""
+    """Calls `dataset.transform` with `parts`, and returns the result."""
     transform, order = dataset.transform, dataset._fastdata_order
     assert transform is not None
     function = getattr(transform, "__func__", transform)
@@ -234,7 +234,7 @@ def _sampled(dataset: SampledDataset, sampler: Sampler) -> Indices:
 
 
 def for_iterables(name: str, source: Any, batching: str) -> str:
-    """Returns a hint for a source that can only be iterated over, or "".
+    """Returns a hint for an iterable source, or "" for other sources.
 
     Args:
         name: The argument that `source` was passed as.
@@ -255,7 +255,7 @@ def for_iterables(name: str, source: Any, batching: str) -> str:
 
 
 def _cumulated(weights: Any) -> npt.NDArray[np.float64]:
-    """Returns cumulated weights, scaled so that the last one is 1."""
+    """Returns the cumulative sums of weights, scaled to end at 1."""
     wanted = (
         "`sampler` must be a function or an array of weights, one for each "
         "sample."

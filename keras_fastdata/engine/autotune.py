@@ -1,4 +1,4 @@
-"""Measures batches for `workers="auto"`, and applies what the tuner chooses.
+"""Measures batches for `workers="auto"`, and applies the tuner's choices.
 
 The tuner reads no clock and knows no workers. `AutoTuner` measures for it, and
 the loader calls `AutoTuner` when a batch is asked for and when it is delivered.
@@ -57,7 +57,7 @@ class AutoTuner:
 
     @property
     def settings(self) -> Settings:
-        """The constructor arguments, with the workers that were chosen."""
+        """The constructor arguments, with the tuner's choice of workers."""
         choice = self._tuner.choice
         return dataclasses.replace(
             self._settings,
@@ -67,26 +67,26 @@ class AutoTuner:
 
     @property
     def decisions(self) -> tuple[TuningDecision, ...]:
-        """The decisions so far, with their reasons."""
+        """The tuner's decisions so far, each with its reason."""
         return tuple(self._tuner.decisions)
 
     def interval_s(self, wanted_s: float | None) -> float:
-        """Returns how often to time a batch: at least every `wanted_s`."""
+        """Returns the seconds between timed batches, at most `wanted_s`."""
         needed_s = INTERVAL_S if self._tuner.has_converged else 0.0
         return needed_s if wanted_s is None else min(needed_s, wanted_s)
 
     def ask(self) -> None:
-        """Notes that a batch is requested."""
+        """Records the time at which a batch is requested."""
         self._timing = None
         self._asked_cpu_s = time.process_time()
         self._asked_s = time.perf_counter()
 
     def opened(self, timing: Timing | None, worker: int) -> None:
-        """Notes how the batch was built."""
+        """Records which worker built the batch, and the build times."""
         self._timing, self._worker = timing, worker
 
     def deliver(self, *, counts: bool) -> bool:
-        """Notes that the batch has come; returns whether `settings` changed.
+        """Measures a delivered batch; returns whether `settings` changed.
 
         `counts`: whether it came in the middle of an epoch, and undisturbed.
         """
@@ -107,7 +107,10 @@ class AutoTuner:
         return self._tuner.choice != before
 
     def cannot_be_had(self, error: Exception) -> bool:
-        """Excludes the present kind of workers; `False` if there are none."""
+        """Excludes the current kind of workers, which caused `error`.
+
+        Returns `False` without workers: inline builds cannot be excluded.
+        """
         choice = self._tuner.choice
         if not choice.workers:
             return False
@@ -119,7 +122,7 @@ class AutoTuner:
 
     @property
     def observes(self) -> bool:
-        """Whether inline builds are watched for global random numbers."""
+        """Whether to check inline builds for global random generators."""
         tuner = self._tuner
         if tuner.is_excluded(processes=False):
             return False
@@ -129,7 +132,7 @@ class AutoTuner:
         )
 
     def on_global_rng(self, what: str) -> None:
-        """Excludes threads, which share a global random generator."""
+        """Excludes threads, because they would share random generators."""
         self._exclude(False, f"No threads, which would share {what}.")
 
     def _exclude(self, processes: bool, reason: str) -> None:
@@ -156,17 +159,17 @@ class SettingsInEffect:
             self.adopt()
 
     def adopt(self) -> None:
-        """Applies the latest choice of "auto"."""
+        """Applies the latest choice of `workers="auto"`."""
         if self.auto is not None:
             self.now = self.auto.settings
 
     @property
     def are_outdated(self) -> bool:
-        """Whether "auto" has chosen other workers than those in `now`."""
+        """Whether `workers="auto"` changed its choice after `adopt`."""
         return self.auto is not None and self.auto.settings != self.now
 
     def adopt_without(self, error: Exception) -> bool:
-        """Chooses other workers after an error, if "auto" may choose.
+        """Changes the workers after an error, if `workers="auto"` is set.
 
         Returns:
             Whether there are others.

@@ -19,7 +19,7 @@ from keras_fastdata.workers import exceptions
 def iterate(
     loader: Loader, dataset: build.Dataset, shuffle: bool
 ) -> BatchIterator:
-    """Returns an iterator; its epoch begins with its first batch."""
+    """Returns an iterator over an epoch that begins at the first `next`."""
     if loader.settings.shuffle is not None:
         shuffle = loader.settings.shuffle
     return BatchIterator(loader, dataset, Epoch(shuffle))
@@ -28,7 +28,7 @@ def iterate(
 def has_rest(
     loader: Loader, dataset: build.Dataset, length: int | None
 ) -> bool:
-    """Returns whether the resumed epoch has a batch that can be delivered.
+    """Returns whether the resumed epoch has more batches to deliver.
 
     Where nothing else tells, the batch is built. So the state must be loaded
     once more.
@@ -113,7 +113,7 @@ class BatchIterator(Iterator[Any]):
         self._epoch.set_prefetching(prefetches_next)
 
     def iterate_next(self) -> BatchIterator:
-        """Returns an iterator over the next epoch, shuffled like this one."""
+        """Returns an iterator over the next epoch, with the same `shuffle`."""
         next_epoch = self._epoch.prepare_next()
         opened = BatchIterator(self._loader, self._dataset, next_epoch)
         # Only now: an interrupt must not leave it to nobody.
@@ -135,7 +135,7 @@ class BatchIterator(Iterator[Any]):
         return bool(self._epoch.skipped) or self._epoch.start > 0
 
     def state(self, lag: int) -> state_dict.State:
-        """Returns the state before the latest `lag` batches."""
+        """Returns the state as it was before the latest `lag` batches."""
         return self._loader.checkpoint.save(self._dataset, self._epoch, lag)
 
     @property
@@ -152,7 +152,7 @@ class BatchIterator(Iterator[Any]):
 
     @property
     def index(self) -> int | None:
-        """The index of the latest batch; `None` before the first one."""
+        """The index of the latest batch; `None` before the first batch."""
         return self._epoch.latest
 
     @property
@@ -162,12 +162,12 @@ class BatchIterator(Iterator[Any]):
 
     @property
     def has_said_its_end(self) -> bool:
-        """Whether the dataset has ended the epoch with `EndOfData`."""
+        """Whether the dataset ended the epoch by raising `EndOfData`."""
         return self._epoch.finished_by is Finish.END_OF_DATA
 
     @property
     def is_read_only(self) -> bool:
-        """Whether the latest batch must not be written to."""
+        """Whether the latest batch is read-only."""
         return self._epoch.is_from_cache or self._loader.lends_read_only
 
     def take_skipped(self) -> dict[int, str]:
@@ -178,7 +178,7 @@ class BatchIterator(Iterator[Any]):
         return new
 
     def peek(self, count: int) -> dict[int, Any]:
-        """Returns the batches 0, 1, ... before their turn.
+        """Returns the batches 0, 1, ... before the epoch delivers them.
 
         When their turn comes, they are delivered without being built again.
 
@@ -192,7 +192,10 @@ class BatchIterator(Iterator[Any]):
             raise _not_the_end(error) from error
 
     def remember_first(self, count: int) -> None:
-        """Keeps the first `count` batches until the next one, for `rewind`."""
+        """Keeps the first `count` batches, so that `rewind` can reuse them.
+
+        They are dropped when the next batch after them is delivered.
+        """
         self._epoch.remember_first(count)
 
     def rewind(self) -> None:

@@ -1,4 +1,4 @@
-"""Keeps built batches for later epochs: in memory, or in files.
+"""Stores built batches for later epochs, in memory or in files.
 
 Only plain batches are kept (see memory/layout.py). What is served is a view:
 the arrays of a batch lie in memory that is never written again, or in a file
@@ -55,7 +55,7 @@ class _Opened(NamedTuple):
 
 
 class _BoundedCache:
-    """Counts the bytes that are kept, and logs once if a batch is not kept.
+    """Base class of the caches, which limits the bytes that they store.
 
     Args:
         name: Class name of the dataset.
@@ -74,9 +74,9 @@ class _BoundedCache:
         self._is_full = False
 
     def _admit(self, batch: Any) -> tuple[Any, list[Any]] | None:
-        """Returns the structure and the arrays of a batch that can be kept.
+        """Returns structure and arrays of a batch, or `None` if it is refused.
 
-        From now on their bytes are in use.
+        From then on, the cache counts the bytes of the arrays as used.
         """
         arrays: list[npt.NDArray[Any]] = []
         description = layout.describe(batch, arrays)
@@ -100,12 +100,12 @@ class _BoundedCache:
         return description, arrays
 
     def _close(self, reason: str) -> None:
-        """Keeps no further batch."""
+        """Stops the cache from storing further batches."""
         self._is_full = True
         self._refuse("No more batches", reason)
 
     def _refuse(self, which: str, reason: str) -> None:
-        """Logs, the first time, that a batch is not kept."""
+        """Logs once that the cache does not store all batches."""
         if self.keeps_all:
             self.keeps_all = False
             _log.warning(
@@ -117,7 +117,7 @@ class _BoundedCache:
 
 
 class MemoryCache(_BoundedCache):
-    """Keeps batches in the memory of this process.
+    """Stores batches in the memory of this process.
 
     Args:
         name: Class name of the dataset.
@@ -131,15 +131,15 @@ class MemoryCache(_BoundedCache):
         self._batches: dict[int, _Opened] = {}
 
     def holds(self, index: int) -> bool:
-        """Returns whether the batch of an index is in the cache."""
+        """Returns whether the cache holds batch `index`."""
         return index in self._batches
 
     def get(self, index: int) -> Any:
-        """Returns a batch of the cache; its arrays are read-only."""
+        """Returns batch `index` with read-only arrays."""
         return self._batches[index].assemble()
 
     def put(self, index: int, batch: Any) -> None:
-        """Keeps a copy of a batch, if there is room."""
+        """Stores a copy of a batch, if its structure and size allow it."""
         if index in self._batches or (plain := self._admit(batch)) is None:
             return
         description, arrays = plain
@@ -153,12 +153,12 @@ class MemoryCache(_BoundedCache):
         self._batches[index] = _Opened(described, buffers)
 
     def lose(self, index: int) -> None:
-        """Forgets a batch that could not be read."""
+        """Drops batch `index`, because it could not be read."""
         del self._batches[index]
 
 
 class _CachedFile(enum.Enum):
-    """The facts about the file of one batch."""
+    """The state of the file that stores one batch."""
 
     MISSING = enum.auto()  # or damaged: the batch is built, and written
     READABLE = enum.auto()  # the batch is in it
@@ -166,7 +166,7 @@ class _CachedFile(enum.Enum):
 
 
 class DiskCache(_BoundedCache):
-    """Keeps batches in files; has the methods of a `MemoryCache`.
+    """Stores batches in files, with the same methods as `MemoryCache`.
 
     Args:
         name: Class name of the dataset.
@@ -244,7 +244,10 @@ class DiskCache(_BoundedCache):
         return _CachedFile.READABLE
 
     def _keep_open(self, index: int, *, is_trusted: bool) -> None:
-        """Opens a file; trusts one that this process wrote or has checked."""
+        """Opens a batch file; skips the arrays' checksums if `is_trusted`.
+
+        A file is trusted if this process wrote it or has checked it.
+        """
         self._open[index] = _read(self._path(index), is_trusted)
         if len(self._open) > _MOST_OPEN:
             self._open.popitem(last=False)
@@ -257,7 +260,7 @@ Cache = MemoryCache | DiskCache
 
 
 def _lock(array: npt.NDArray[Any]) -> None:
-    """Makes an array read-only, and the arrays whose memory it uses."""
+    """Makes an array read-only, and also the arrays that own its memory."""
     owner: Any = array
     while isinstance(owner, np.ndarray):
         owner.flags.writeable = False
@@ -265,14 +268,14 @@ def _lock(array: npt.NDArray[Any]) -> None:
 
 
 def _bytes_of(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    """Returns the bytes of an array, in the order of its layout."""
+    """Returns the bytes of an array in memory order."""
     if not (array.flags.c_contiguous or array.flags.f_contiguous):
         array = np.ascontiguousarray(array)
     return array.ravel("K").view(np.uint8)
 
 
 def _size_of(directory: pathlib.Path) -> int:
-    """Returns the bytes of all batch files in a directory."""
+    """Returns the total size in bytes of the batch files in a directory."""
     size = 0
     for path in directory.glob("*.batch"):
         with contextlib.suppress(OSError):
@@ -300,7 +303,7 @@ def _write(
 
 
 def _read(path: pathlib.Path, is_trusted: bool) -> _Opened:
-    """Maps a batch; raises `ValueError` if it is not as it was written."""
+    """Maps the file of a batch; raises `ValueError` if it is damaged."""
     with os_limits.named("A cached batch could not be opened"):
         file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115
     with file:
@@ -317,7 +320,10 @@ def _read(path: pathlib.Path, is_trusted: bool) -> _Opened:
 
 
 def _opened(view: memoryview, is_trusted: bool) -> _Opened:
-    """Decodes the batch in the bytes of a file; may raise any exception."""
+    """Decodes a batch from the bytes of its file.
+
+    Raises an exception of any type if the file is damaged.
+    """
     start = len(_MAGIC) + _SIZES.size
     if view[: len(_MAGIC)] != _MAGIC or view.nbytes < start:
         raise ValueError("it begins with something else")
@@ -344,7 +350,7 @@ def _opened(view: memoryview, is_trusted: bool) -> _Opened:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Opens a file without waiting, even if the file is a pipe."""
+    """Opens a file in non-blocking mode, because it may be a pipe."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -352,7 +358,7 @@ _mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()  # of all caches
 
 
 def _map(file: io.BufferedReader) -> memoryview:
-    """Maps a file; reads it if too many files are mapped.
+    """Maps a file into memory, or reads it if too many files are mapped.
 
     On some versions of Python each map has a descriptor of its own.
     """

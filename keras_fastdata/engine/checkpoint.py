@@ -27,25 +27,25 @@ class Checkpoint:
 
     @property
     def resumes(self) -> bool:
-        """Whether the next epoch begins at a state that was loaded."""
+        """Whether the next epoch begins at a loaded state."""
         return self._position.resumed is not None
 
     @property
     def resumed_order(self) -> bool:
-        """Whether the order of the resumed epoch is drawn."""
+        """Whether the resumed epoch is shuffled."""
         state = self._position.resumed
         return bool(state is not None and state.shuffle)
 
     @property
     def num_done(self) -> int:
-        """How many batches of the resumed epoch were delivered before."""
+        """The position of the first batch to deliver in the resumed epoch."""
         state = self._position.resumed
         return 0 if state is None else self._planner.position(state)
 
     def save(
         self, dataset: build.Dataset, epoch: Epoch | None = None, lag: int = 0
     ) -> State:
-        """Returns the state of an epoch before its latest `lag` batches."""
+        """Returns the state as it was before the latest `lag` batches."""
         with self._hooks.lock:  # no state shows a part of what a hook does
             try:
                 with self._pool.lock:
@@ -67,7 +67,7 @@ class Checkpoint:
             )
 
     def restore(self, dataset: build.Dataset, state: State) -> None:
-        """Makes the next epoch begin at a state, after its hooks are repeated.
+        """Makes the next epoch begin at a state, and repeats its epoch hooks.
 
         Raises:
             ValueError: The state belongs to another dataset.
@@ -88,7 +88,7 @@ class Checkpoint:
             self._pool.run(self._go_to, state, state.seed != known)
 
     def set_epoch(self, dataset: build.Dataset, epoch: int) -> None:
-        """Makes the next epoch the one with this number."""
+        """Sets the number of the next epoch."""
         position = self._position
         if epoch == position.next_epoch and position.resumed is None:
             return

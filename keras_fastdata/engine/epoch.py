@@ -1,4 +1,4 @@
-"""The progress of one epoch: what is requested, ready and delivered.
+"""The progress of one epoch: requested, ready and delivered batches.
 
     PLANNED --activate--> ACTIVE --finish(why)--> FINISHED
     ACTIVE --reset--> PLANNED
@@ -20,7 +20,7 @@ from keras_fastdata.workers.base import BatchResult
 
 
 class EpochState(enum.Enum):
-    """Whether an epoch has begun, and whether it is over."""
+    """Whether an epoch is planned, active or finished."""
 
     PLANNED = enum.auto()  # its number is what it will be, if no other begins
     ACTIVE = enum.auto()  # its number is its own; batches are asked for
@@ -28,7 +28,7 @@ class EpochState(enum.Enum):
 
 
 class Finish(enum.Enum):
-    """Why an epoch is finished."""
+    """The reason why an epoch finished."""
 
     EXHAUSTED = enum.auto()  # all batches of its schedule were delivered
     END_OF_DATA = enum.auto()  # the dataset raised `EndOfData`
@@ -37,7 +37,7 @@ class Finish(enum.Enum):
 
 
 class Pending(NamedTuple):
-    """A request whose result has not come."""
+    """A request whose result has not arrived."""
 
     epoch: Epoch
     key: int
@@ -45,7 +45,10 @@ class Pending(NamedTuple):
 
 
 class Completed(NamedTuple):
-    """A result that has come; `queued_s` is 0 if the request was not timed."""
+    """A result that has arrived, with the time of its request.
+
+    `queued_s` is 0 if the request was not timed.
+    """
 
     done: BatchResult
     queued_s: float
@@ -88,7 +91,7 @@ class Epoch:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the epoch has begun, so that its number is final."""
+        """Whether the epoch has begun, which makes its number final."""
         return self.state is not EpochState.PLANNED
 
     @property
@@ -99,51 +102,60 @@ class Epoch:
     # -- its states ----------------------------------------------------------
 
     def _move_to(self, state: EpochState, why: Finish | None = None) -> None:
-        """Changes the state; no other method does."""
+        """Changes `state` and `finished_by`; no other method changes them."""
         self.state, self.finished_by = state, why
 
     def plan(self, number: int, schedule: Schedule | None = None) -> None:
-        """Sets the number of the epoch, and its order if that is known."""
+        """Sets the epoch's number, and its order if `schedule` is given."""
         self.number, self.schedule = number, schedule
 
     def forget_order(self) -> None:
-        """Forgets the order and the skipped batches; the length may change."""
+        """Clears the epoch's order and its record of skipped batches.
+
+        The length may have changed.
+        """
         self.schedule = None
         self.skipped.clear()
 
     def activate(self) -> None:
-        """Begins the epoch; its number is final now."""
+        """Begins the epoch, and makes its number final."""
         self._move_to(EpochState.ACTIVE)
 
     def start_at(self, position: int) -> None:
-        """Leaves out the batches that an earlier run had, before a position."""
+        """Sets the position of the first batch to deliver."""
         self.start = self.position = self.issued = position
 
     def finish(self, why: Finish) -> None:
-        """Ends the epoch; a second call does not change the reason."""
+        """Finishes the epoch; a second call does not change the reason."""
         self.remembered = {}
         if not self.is_finished:
             self._move_to(EpochState.FINISHED, why)
 
     def note_change(self) -> None:
-        """Forgets batches and order, because the dataset has changed."""
+        """Clears remembered batches and order after a change of the dataset.
+
+        The order stays if the epoch has passed its first position.
+        """
         self.remembered.clear()
         if self.position == self.start:
             self.forget_order()
 
     def reset(self) -> None:
-        """Undoes `plan` and `activate`, before any delivery."""
+        """Undoes `plan` and `activate`; no batch may have been delivered."""
         self._move_to(EpochState.PLANNED)
         self.number = self.schedule = None
 
     def restart(self) -> None:
-        """Reuses this object as the next epoch; this one had no batch left."""
+        """Resets this object, so that it represents the next epoch.
+
+        The loader does this if a resumed epoch has no batch left.
+        """
         self.start_at(0)
         self.forget_order()
         self._move_to(EpochState.PLANNED)
 
     def rewind(self) -> None:
-        """Starts again from the first batch; uses remembered batches."""
+        """Moves back to the first batch, and reuses remembered batches."""
         self.peeked.update(self.remembered)
         self.forget_first()
         self.position, self.delivered = self.start, 0
@@ -153,12 +165,15 @@ class Epoch:
     # -- the batch that is asked for -----------------------------------------
 
     def begin_request(self) -> None:
-        """Resets what was noted about the latest batch."""
+        """Resets `quiesce_s` and `is_from_cache` before a request."""
         self.quiesce_s = 0.0
         self.is_from_cache = False
 
     def note_depth(self) -> None:
-        """Notes how many batches are ready; 0 if the requested one is not."""
+        """Sets `depth` to the number of batches that are ready.
+
+        If the batch at the current position is not ready, `depth` is 0.
+        """
         self.depth = len(self.ready) if self.position in self.ready else 0
         if self.depth and self.next_epoch is not None:
             self.depth += len(self.next_epoch.ready)
@@ -177,7 +192,7 @@ class Epoch:
         self.position += 1
 
     def note_delivery(self, index: int, batch: Any) -> None:
-        """Counts a batch that was delivered."""
+        """Counts a delivered batch, and keeps it if `rewind` may need it."""
         self.span = self.spans.pop(index, None)
         if self.remembers:
             if self.span is not None:
@@ -189,7 +204,10 @@ class Epoch:
         self.delivered += 1
 
     def remember_first(self, count: int) -> None:
-        """Keeps the first `count` batches for `rewind`, until another comes."""
+        """Keeps the first `count` batches, so that `rewind` can reuse them.
+
+        They are dropped when the next batch after them is delivered.
+        """
         self.remembers = count
 
     def forget_first(self) -> None:
@@ -199,19 +217,19 @@ class Epoch:
     # -- what is asked for ahead of time -------------------------------------
 
     def note_issued(self) -> None:
-        """Counts one more requested position."""
+        """Increments the number of requested positions."""
         self.issued += 1
 
     def issue_again_from(self, position: int) -> None:
-        """Marks all positions from this one on as not requested."""
+        """Marks `position` and all later positions as not requested."""
         self.issued = min(self.issued, position)
 
     def note_built_here(self) -> None:
-        """Marks the present position as requested."""
+        """Marks the current position as requested."""
         self.issued = max(self.issued, self.position + 1)
 
     def time_batches(self, interval_s: float | None) -> None:
-        """Sets how often a span is recorded; `None`: never."""
+        """Sets the seconds between recorded spans; `None` disables spans."""
         self.interval_s = interval_s
 
     def set_prefetching(self, prefetches_next: bool) -> None:
@@ -219,22 +237,22 @@ class Epoch:
         self.prefetches_next = prefetches_next
 
     def forbid_prefetching(self) -> None:
-        """Stops prefetching the epoch after this one."""
+        """Forbids prefetching batches of the next epoch."""
         self.may_prefetch_next = False
 
     def prepare_next(self) -> Epoch:
-        """Returns the next epoch; makes it if there is none."""
+        """Returns the next epoch, and creates its object if necessary."""
         if self.next_epoch is None:
             self.next_epoch = Epoch(self.shuffle)
             self.next_epoch.may_prefetch_next = self.may_prefetch_next
         return self.next_epoch
 
     def release_next(self) -> None:
-        """Forgets the next epoch, because it has its own iterator now."""
+        """Drops the reference to the next epoch."""
         self.next_epoch = None
 
     def peeking(self) -> Epoch:
-        """Returns an epoch with the same batches, in order of their index."""
+        """Returns a new, unshuffled epoch that shares the skipped batches."""
         ahead = Epoch(shuffle=False)
         ahead.skipped, ahead.spans = self.skipped, self.spans
         return ahead
@@ -251,7 +269,10 @@ class Epoch:
         return stored_s - timing.began_s >= interval_s or timing.retries > 0
 
     def knows(self, position: int, index: int) -> bool:
-        """Returns whether a batch needs no request: it is here, or left out."""
+        """Returns whether a batch is ready, cached, peeked or skipped.
+
+        Such a batch needs no request.
+        """
         return (
             position in self.ready
             or position in self.cached
@@ -260,18 +281,21 @@ class Epoch:
         )
 
     def position_before(self, lag: int) -> int:
-        """Returns the position before the latest `lag` deliveries."""
+        """Returns the position as it was before the latest `lag` batches."""
         return self._after_delivery(lag) if lag else self.position
 
     @property
     def latest(self) -> int | None:
-        """The index of the latest batch; `None` before the first one."""
+        """The index of the latest batch; `None` before the first batch."""
         if self.schedule is None or not self.delivered:
             return None
         return self.schedule.index_at(self._after_delivery(0) - 1)
 
     def _after_delivery(self, lag: int) -> int:
-        """Returns the position after a delivery; `lag` 0 is the latest one."""
+        """Returns the position that follows a delivered batch.
+
+        `lag` 0 is the latest delivery, `lag` 1 the delivery before it.
+        """
         position = self.position
         if not self.skipped:
             return max(self.start, position - lag)
@@ -285,7 +309,7 @@ class Epoch:
         return position
 
     def discard_prefetched(self) -> None:
-        """Forgets all requests and all ready batches."""
+        """Drops all requests and all ready batches."""
         self.waiting.clear()
         self.ready.clear()
         self.cached.clear()
@@ -293,7 +317,10 @@ class Epoch:
 
     @property
     def ahead(self) -> int:
-        """How many batches are requested, ready or kept, but not delivered."""
+        """How many batches are requested, ready, peeked or remembered.
+
+        The batches of the next epoch count as well.
+        """
         ahead = len(self.waiting) + len(self.ready)
         ahead += len(self.peeked) + len(self.remembered)
         if self.next_epoch is not None:

@@ -31,7 +31,7 @@ _QUIESCE_S = 1.0  # for workers to finish what they are at
 
 @dataclasses.dataclass(slots=True)
 class Fetch:
-    """The state of one request of an iterator, from wait to wait.
+    """The progress of one request of an iterator, kept during waits.
 
     Attributes:
         pause_after: Whether the workers pause until the next one is asked for.
@@ -55,7 +55,7 @@ class Fetch:
 
     @property
     def may_fill(self) -> bool:
-        """Whether workers may build ahead: not beside a build by the caller.
+        """Whether workers may prefetch, which an inline build forbids.
 
         They would draw from the generators that this build has seeded.
         """
@@ -76,7 +76,10 @@ class Fetcher:
     _look_s: float = 0.0  # when the next fetch is thorough in any case
 
     def begin(self, pause_after: bool, is_thorough: bool = False) -> Fetch:
-        """Returns a new `Fetch`, which is thorough every few milliseconds."""
+        """Returns a new `Fetch` for a request.
+
+        Every few milliseconds, `is_thorough` is set even if not asked for.
+        """
         now_s = time.monotonic()
         if now_s >= self._look_s:
             self._look_s = now_s + _LOOK_S
@@ -86,7 +89,7 @@ class Fetcher:
     # -- the next batch ------------------------------------------------------
 
     def next(self, workers: WorkerPool, epoch: Epoch, fetch: Fetch) -> Any:
-        """Returns the next batch of an epoch, `PENDING`, or `END`."""
+        """Returns the next batch of an epoch, or `PENDING` or `END`."""
         prefetcher, schedule = self._prefetcher, epoch.schedule
         assert schedule is not None
         fetch.waits_for = workers
@@ -131,7 +134,7 @@ class Fetcher:
         count: int,
         fetch: Fetch,
     ) -> Any:
-        """Builds the batches 0, 1, ... before their turn in an epoch.
+        """Builds the batches 0, 1, ... before `epoch` delivers them.
 
         Args:
             workers: The workers.
@@ -179,13 +182,13 @@ class Fetcher:
         self._position.note_finish(epoch)
 
     def apply_settings(self) -> None:
-        """Replaces the workers by those that the settings ask for."""
+        """Applies the current settings, which replaces the workers."""
         self._in_effect.adopt()
         self._prefetcher.apply_settings()
         self._pool.invalidate()
 
     def _fill(self, workers: WorkerPool, epoch: Epoch) -> None:
-        """Issues requests, and if there is room, requests of the next epoch."""
+        """Requests batches of `epoch` and, if possible, of the next epoch."""
         cache = self.results.cache
         if (
             not self._prefetcher.fill(workers, epoch, cache)
@@ -206,7 +209,7 @@ class Fetcher:
     def _fetch(
         self, workers: WorkerPool, epoch: Epoch, index: int, fetch: Fetch
     ) -> Any:
-        """Returns the batch at the present position, or an `Outcome`."""
+        """Returns the batch at the current position, or an `Outcome`."""
         if fetch.inline is not None:
             return self._built_inline(workers, epoch, index, fetch)
         if index in epoch.peeked:
@@ -233,7 +236,7 @@ class Fetcher:
         return batch
 
     def _ask_ahead(self, workers: WorkerPool, ahead: Epoch, count: int) -> None:
-        """Requests the batches that a peek needs, as far as there is room."""
+        """Requests the batches that `peek` needs, until the queue is full."""
         assert ahead.schedule is not None
         for index in range(ahead.position, count):
             if not ahead.schedule.holds(index):
@@ -252,7 +255,7 @@ class Fetcher:
     def _is_quiesced(
         self, workers: WorkerPool, epoch: Epoch, index: int, fetch: Fetch
     ) -> bool:
-        """Returns whether the workers pause, and the batch at `index` is here.
+        """Returns whether batch `index` has arrived and the workers pause.
 
         They pause once the batch has come. For a measurement, the batches that
         they build are waited for as well, for a moment.
@@ -279,7 +282,7 @@ class Fetcher:
         return True
 
     def _open(self, epoch: Epoch, completed: Completed, index: int) -> Any:
-        """Returns the batch of a result, or an `Outcome`."""
+        """Opens a result, and returns its batch or an `Outcome`."""
         try:
             return self.results.open(epoch, completed, index)
         except Exception:
@@ -291,7 +294,7 @@ class Fetcher:
     def _build_inline(
         self, workers: WorkerPool, epoch: Epoch, index: int, fetch: Fetch
     ) -> Any:
-        """Makes the caller build a batch again, while no worker builds.
+        """Starts to build a batch again in the caller, while no worker builds.
 
         Whatever threads have built meanwhile is as doubtful, and given up.
         """
@@ -306,7 +309,7 @@ class Fetcher:
     def _built_inline(
         self, workers: WorkerPool, epoch: Epoch, index: int, fetch: Fetch
     ) -> Any:
-        """Returns the batch that the caller builds, or an `Outcome`."""
+        """Returns the batch built in the caller, or an `Outcome`."""
         assert fetch.inline is not None
         self._prefetcher.drain_results(workers)
         if workers.busy:

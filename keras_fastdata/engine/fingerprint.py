@@ -1,4 +1,4 @@
-"""Names the cache directory of a dataset by its content.
+"""Computes the fingerprint that names a dataset's cache directory.
 
 A fingerprint covers
 
@@ -51,7 +51,7 @@ def open_cache(
     built: Collection[str],
     before: dict[str, bytes],
 ) -> Cache:
-    """Opens the cache that the settings ask for.
+    """Opens the cache that the settings specify.
 
     Args:
         dataset: The dataset.
@@ -85,7 +85,7 @@ def fingerprint(
     built: Collection[str] = (),
     before: dict[str, bytes] | None = None,
 ) -> str:
-    """Returns 32 hexadecimal digits that depend on all that makes batches.
+    """Returns a hexadecimal hash of a dataset's data and code.
 
     Args:
         dataset: The dataset.
@@ -115,7 +115,7 @@ def fingerprint(
 
 
 def _digest_of(dataset: build.Dataset, value: Any) -> bytes:
-    """Returns a digest of an attribute or of the class."""
+    """Returns the digest of one attribute of a dataset, or of its class."""
     buffers: list[Any] = []
     found = _Found()
     try:
@@ -145,7 +145,10 @@ def _digest_of_code(code: Any, found: _Found) -> bytes:
 
 
 def _file_at(path: str | bytes) -> bytes:
-    """Returns path, size and time of a file; empty if there is none."""
+    """Returns path, size and modification time of a file as bytes.
+
+    The result is empty if there is no file.
+    """
     with contextlib.suppress(OSError, ValueError):
         if 0 < len(path) <= _LONGEST:
             found = os.stat(path)
@@ -156,7 +159,7 @@ def _file_at(path: str | bytes) -> bytes:
 
 
 class _Found:
-    """Collects the classes, functions and texts that pickles refer to."""
+    """Collects the classes, functions and strings that a pickle refers to."""
 
     def __init__(self) -> None:
         self.texts: dict[str | bytes, None] = {}  # any may be a path
@@ -168,7 +171,7 @@ class _Found:
 def _pickled(
     value: Any, found: _Found, keep: Callable[[Any], None] | None = None
 ) -> bytes:
-    """Pickles a value for hashing; `keep` receives the arrays' bytes."""
+    """Pickles a value for hashing; passes the arrays' buffers to `keep`."""
     stream = io.BytesIO()
     pickler = _FingerprintPickler(stream, protocol=5, buffer_callback=keep)
     pickler.found = found
@@ -186,7 +189,10 @@ class _FingerprintPickler(reducers.Pickler):
     found: _Found
 
     def persistent_id(self, obj: Any) -> Any:
-        """Returns what replaces an object in the pickle, or `None`."""
+        """Returns the replacement of an object in the pickle.
+
+        `None`: the object is pickled as usual.
+        """
         kind = type(obj)
         if kind is int or kind is float:
             return None
@@ -209,7 +215,7 @@ class _FingerprintPickler(reducers.Pickler):
 
 
 def _texts_in(obj: Any) -> Iterator[str | bytes]:
-    """Yields the texts in a path, an array or a table."""
+    """Yields the strings and bytes objects in a path, array or table."""
     package = type(obj).__module__.partition(".")[0]
     values: Any = ()
     if isinstance(obj, os.PathLike):
@@ -267,7 +273,10 @@ def _of_function(function: types.FunctionType) -> Iterator[Any]:
 
 
 def _of_code(code: types.CodeType) -> Iterator[Any]:
-    """Yields the instructions of code, without lines and file names."""
+    """Yields a code object's instructions, names and constants.
+
+    Line numbers and file names are left out.
+    """
     yield code.co_code
     yield code.co_names
     yield code.co_varnames
@@ -279,7 +288,10 @@ def _of_code(code: types.CodeType) -> Iterator[Any]:
 
 
 def _inside(value: Any) -> tuple[Any, ...]:
-    """Returns what an object wraps, or the object itself."""
+    """Returns the objects inside a wrapper such as a `property`.
+
+    For any other object, returns the object itself.
+    """
     if isinstance(value, (staticmethod, classmethod)):
         return (type(value), value.__func__)
     if isinstance(value, property):
@@ -294,7 +306,7 @@ def _inside(value: Any) -> tuple[Any, ...]:
 
 
 def _is_installed(module: str | None) -> bool:
-    """Returns whether a module is known to come with Python or a package."""
+    """Returns whether a module belongs to Python or an installed package."""
     if module is None:
         return False
     package = module.partition(".")[0]

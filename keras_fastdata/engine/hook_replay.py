@@ -1,4 +1,4 @@
-"""Runs the epoch hooks of a dataset, and repeats them when it is resumed."""
+"""Runs a dataset's epoch hooks, and repeats them after a state is loaded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Changes:
         self.are_new = True
 
     def mark_sent(self) -> None:
-        """Notes that the workers receive the dataset as it is now."""
+        """Notes that the workers receive all changes made so far."""
         self.are_new = False
 
     def note_assigned(self, name: str, by_build: bool) -> None:
@@ -43,7 +43,7 @@ class Changes:
 
 
 class HookReplay:
-    """Runs epoch hooks, each seeded by its number, and repeats them.
+    """Seeds and runs epoch hooks, so that they can be repeated.
 
     Attributes:
         within_epoch: Whether Keras is between the begin and the end of an
@@ -128,11 +128,11 @@ class HookReplay:
                 raise
 
     def note(self, name: str) -> None:
-        """Notes which hook was the latest, even if it was skipped."""
+        """Updates `within_epoch` after a hook, even if the hook was skipped."""
         self.within_epoch = name == "on_epoch_begin"
 
     def skips(self, name: str, *, starting: bool) -> bool:
-        """Returns whether a hook that Keras calls has run already.
+        """Returns whether to skip a hook because it has already run.
 
         `starting`: whether Keras is only about to begin its first epoch.
         """
@@ -146,7 +146,7 @@ class HookReplay:
     def restore(
         self, dataset: build.Dataset, state: state_dict.State
     ) -> state_dict.State:
-        """Repeats the hooks of a state that have not run here.
+        """Repeats the recorded hooks that have not run on this dataset.
 
         Returns:
             The state; if it was at the end of an epoch, the one after the end
@@ -170,7 +170,7 @@ class HookReplay:
         return state
 
     def digest(self, dataset: build.Dataset) -> str:
-        """Returns the digest of a dataset after its hooks; "" without any."""
+        """Returns a digest of the dataset, or "" if no hook has run."""
         count = len(self._ran)
         if count and self._digest[0] != count:
             self._digest = count, state_dict.digest(dataset, self._attributes)

@@ -1,4 +1,4 @@
-"""The loader of one dataset, which its iterators call.
+"""The loader of one dataset, which feeds the dataset's iterators.
 
     BatchIterator -> Loader -> Fetcher -> Prefetcher -> WorkerPool.submit
                                Fetcher <- Epoch.ready <- WorkerPool.collect
@@ -106,7 +106,7 @@ class Loader:
 
     @property
     def settings(self) -> Settings:
-        """The constructor arguments, as they are in effect."""
+        """The constructor arguments that are currently in effect."""
         return self._in_effect.now
 
     @property
@@ -115,12 +115,12 @@ class Loader:
         return self.settings.kind == "ray"
 
     def length(self, dataset: build.Dataset) -> int | None:
-        """Returns how many batches of an epoch this process has."""
+        """Returns the number of batches per epoch in this process's shard."""
         shard = self._planner.find_shard(dataset)
         return shard.length(build.length_of(dataset))
 
     def pool_stats(self) -> PoolStats | None:
-        """Returns the numbers of the workers; `None` if there are none."""
+        """Returns statistics of the workers, or `None` without workers."""
         workers, auto = self._pool.workers, self._in_effect.auto
         if workers is None:
             return None
@@ -158,21 +158,21 @@ class Loader:
         self._fetcher.apply_settings()
 
     def close(self) -> None:
-        """Ends the workers and returns when they are gone. Idempotent."""
+        """Ends the workers, and waits until they have ended. Idempotent."""
         self._pool.close()
 
     # -- what an iterator calls ----------------------------------------------
 
     def register(self, iterator: object, epoch: Epoch) -> None:
-        """Adds an epoch until its iterator is collected."""
+        """Registers an epoch until its iterator is garbage-collected."""
         self._epochs.register(iterator, epoch)
 
     def deliver(
         self, epoch: Epoch, dataset: build.Dataset, pause_after: bool = False
     ) -> Any:
-        """Returns the next batch, or `Outcome.END`.
+        """Returns the next batch, or `Outcome.END` after the last batch.
 
-        That is one of the next epoch, where a resumed one has none left.
+        If a resumed epoch has no batch left, the next epoch begins.
         """
         fetch = self._fetcher.begin(pause_after)
         counts = epoch.delivered > 0 and not pause_after
@@ -210,7 +210,7 @@ class Loader:
     def peek(
         self, epoch: Epoch, dataset: build.Dataset, count: int
     ) -> dict[int, Any]:
-        """Returns the batches 0, 1, ... before their turn.
+        """Returns the batches 0, 1, ... before the epoch delivers them.
 
         Returns:
             The batches by index; fewer than `count` if there are no more.
@@ -246,7 +246,7 @@ class Loader:
         return self._fetcher.peek(workers, epoch, ahead, count, fetch)
 
     def rewind(self, epoch: Epoch) -> None:
-        """Makes an epoch start again, in the same order."""
+        """Restarts an epoch in the same order."""
         self._pool.run(self._rewind, epoch)
 
     def _rewind(self, epoch: Epoch) -> None:
@@ -260,7 +260,7 @@ class Loader:
     def _prepare(
         self, epoch: Epoch, dataset: build.Dataset, fetch: Fetch
     ) -> WorkerPool:
-        """Makes workers, dataset and epoch ready for the next request."""
+        """Prepares the workers and the epoch for the next request."""
         if self._epochs.has_dropped:
             for abandoned in self._epochs.take_dropped():
                 self._fetcher.results.store_ready(abandoned)
@@ -283,7 +283,7 @@ class Loader:
         return workers
 
     def _create_pool(self) -> WorkerPool:
-        """Makes workers; if they cannot start, "auto" chooses others."""
+        """Creates workers; on failure `workers="auto"` tries another kind."""
         try:
             return self._factory.create()
         except (LoaderError, OSError) as error:
@@ -311,7 +311,7 @@ class Loader:
     def _begin(
         self, epoch: Epoch, dataset: build.Dataset, workers: WorkerPool
     ) -> None:
-        """Begins an epoch; drops what was prefetched if it is not valid."""
+        """Begins an epoch, and drops invalid prefetched batches."""
         foretold = epoch.schedule
         if foretold is None or foretold.total != build.length_of(dataset):
             self._forget_ahead(epoch)

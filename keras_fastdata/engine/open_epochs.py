@@ -1,4 +1,4 @@
-"""The epochs of one dataset whose iterators exist."""
+"""Tracks the epochs of a dataset whose iterators still exist."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _EpochRef(weakref.ref[Any]):
 
 
 class OpenEpochs:
-    """Holds each epoch until its iterator is collected."""
+    """Holds each epoch until its iterator is garbage-collected."""
 
     def __init__(self) -> None:
         self._references: set[_EpochRef] = set()
@@ -26,14 +26,14 @@ class OpenEpochs:
         self._peeking: list[Epoch] = []
 
     def register(self, iterator: object, epoch: Epoch) -> None:
-        """Adds an epoch until its iterator is collected."""
+        """Registers an epoch until its iterator is garbage-collected."""
         # The callback is C code, for the reason given in memory/arena.py.
         reference = _EpochRef(iterator, self._dropped.append)
         reference.epoch = epoch
         self._references.add(reference)
 
     def begin_peek(self, ahead: Epoch) -> None:
-        """Adds the epoch that `Loader.peek` uses."""
+        """Adds the temporary epoch of a `Loader.peek` call."""
         self._peeking.append(ahead)
 
     def end_peek(self, ahead: Epoch) -> None:
@@ -42,11 +42,11 @@ class OpenEpochs:
 
     @property
     def has_dropped(self) -> bool:
-        """Whether iterators of epochs were collected."""
+        """Whether any iterator was garbage-collected since `take_dropped`."""
         return bool(self._dropped)
 
     def take_dropped(self) -> Iterator[Epoch]:
-        """Removes and yields the epochs whose iterators were collected.
+        """Removes and yields epochs whose iterators were garbage-collected.
 
         If the epoch after one of them was prepared, yields that epoch too.
         """
@@ -59,7 +59,7 @@ class OpenEpochs:
                 yield reference.epoch.next_epoch
 
     def is_held(self, epoch: Epoch) -> bool:
-        """Returns whether the iterator of an epoch exists."""
+        """Returns whether the iterator of an epoch still exists."""
         return any(
             reference.epoch is epoch and reference() is not None
             for reference in list(self._references)

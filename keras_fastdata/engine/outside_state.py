@@ -1,4 +1,4 @@
-"""State outside of the dataset that its batches depend on.
+"""Tracks the state outside of a dataset that affects its batches.
 
 Inline, a build sees whatever the program has set anywhere. A worker process
 imports modules anew, and is told of three things:
@@ -56,7 +56,7 @@ _log = logging.getLogger("keras_fastdata")
 
 
 class OutsideState:
-    """Records the state outside of a dataset that its batches depend on.
+    """Records the state outside of a dataset that affects its batches.
 
     Attributes:
         told: The state that is sent to workers.
@@ -71,7 +71,7 @@ class OutsideState:
         self._lost: set[str] = set()
 
     def look(self, dataset: Any, *, is_shared: bool) -> None:
-        """Records the present state.
+        """Records the current state outside of the dataset.
 
         Args:
             dataset: The dataset; `None` if all workers are in this process.
@@ -98,7 +98,10 @@ class OutsideState:
         self.told = Told(self._settings(), values)
 
     def has_changed(self) -> bool:
-        """Returns whether the state has changed; takes some microseconds."""
+        """Returns whether the state has changed since `look`.
+
+        The check takes some microseconds.
+        """
         if not self._is_watched:
             return False
         changed = [seen.variable for seen in self._seen if seen.has_changed()]
@@ -108,7 +111,7 @@ class OutsideState:
         return bool(changed) or self.told.settings != self._settings()
 
     def _lose(self, variable: Variable) -> None:
-        """Logs, once for each variable, that workers do not see its value."""
+        """Logs, once per variable, that workers do not receive its value."""
         name = f"{variable.module}.{variable.path}"
         if self._is_shared or name in self._lost:
             return
@@ -130,7 +133,10 @@ class OutsideState:
 
 
 class _SeenVariable:
-    """The value of a variable when it was recorded, held weakly if possible."""
+    """The recorded value of a variable, for detecting later changes.
+
+    Values that are not plain are held by a weak reference if possible.
+    """
 
     __slots__ = ("_content", "_is_weak", "_value", "variable")
 
@@ -173,7 +179,7 @@ _READERS: dict[str, Callable[[Any], dict[str, Any]]] = {
 
 
 def _settings() -> _Settings:
-    """Returns the settings of the frameworks that are loaded."""
+    """Returns the global settings of the imported frameworks."""
     found: _Settings = {}
     for name, read in _READERS.items():
         if (module := sys.modules.get(name)) is not None:
@@ -184,7 +190,7 @@ def _settings() -> _Settings:
 
 
 def _is_plain(value: Any) -> bool:
-    """Returns whether a value is small and made of plain values only."""
+    """Returns whether a value is small and consists of basic types only."""
     waiting = [value]
     size = 0
     for item in waiting:
@@ -214,7 +220,10 @@ def _is_of_main(value: Any) -> bool:
 
 
 def _content(value: Any) -> Any:
-    """Returns a value that differs after an edit in place; `None` if slow."""
+    """Returns a summary of a value that shows later in-place changes.
+
+    `None`: in-place changes of the value are not detected.
+    """
     kind = type(value)
     if kind in (list, dict, set):
         return repr(value) if _is_plain(value) else len(value)
@@ -234,7 +243,7 @@ def _is_equal(one: Any, other: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Told:
-    """The state for a worker, which applies it by unpickling this object."""
+    """Carries state to a worker; unpickling this object applies the state."""
 
     settings: _Settings
     values: _Values
@@ -244,7 +253,7 @@ class Told:
 
 
 def _take_on(settings: _Settings, values: _Values) -> Told:
-    """Sets values in modules, now or when they are imported."""
+    """Sets values in modules, immediately or when a module is imported."""
     told = _AfterImport.told = Told(settings, values)
     for name in (*settings, *values):
         _tell(name)
@@ -254,7 +263,7 @@ def _take_on(settings: _Settings, values: _Values) -> Told:
 
 
 def _tell(name: str) -> None:
-    """Sets the values in a module, if it is loaded."""
+    """Sets the received values in a module, if the module is imported."""
     module: Any = sys.modules.get(name)
     if module is None:
         return

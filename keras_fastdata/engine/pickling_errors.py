@@ -1,4 +1,4 @@
-"""Explains which part of a dataset cannot be pickled, and what to do."""
+"""Explains which part of a dataset cannot be pickled, and suggests a fix."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAX_ITEMS = 100  # of a container that is searched
 
 @contextlib.contextmanager
 def explained(dataset: weakref.ref[Any]) -> Iterator[None]:
-    """Turns a failure to pickle `dataset` into an error that names the part.
+    """Replaces a pickling error by an error that names the unpicklable part.
 
     Raises:
         DatasetPicklingError: Something in the dataset cannot be pickled.

@@ -1,4 +1,4 @@
-"""Plans the epochs of one dataset: its seed, its shard and their order."""
+"""Plans the epochs of one dataset: seed, shard and order of batches."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class EpochPlanner:
 
     @property
     def seed(self) -> int:
-        """The base seed; drawn when first needed, not at construction.
+        """The base seed; if none is given, it is drawn at the first use.
 
         `keras.utils.set_random_seed` may be called in between.
         """
@@ -50,26 +50,29 @@ class EpochPlanner:
 
     @property
     def given_seed(self) -> int | None:
-        """The base seed that is a constructor argument."""
+        """The constructor argument `seed`, which may be `None`."""
         return self._settings.seed
 
     @property
     def known_seed(self) -> int | None:
-        """The base seed, or `None` if none was given, loaded or drawn yet."""
+        """The base seed, or `None` before it is given, loaded or drawn."""
         return self._seed
 
     def take_settings(self, settings: Settings) -> None:
-        """Replaces the settings."""
+        """Replaces the settings and, if they have a seed, the base seed."""
         self._settings = settings
         if settings.seed is not None:
             self._seed = settings.seed
 
     def take_seed(self, seed: int) -> None:
-        """Replaces the base seed by the seed of a state."""
+        """Replaces the base seed by the seed of a loaded state."""
         self._seed = seed
 
     def find_shard(self, dataset: build.Dataset) -> Shard:
-        """Returns the shard of this process, which may decide the seed."""
+        """Determines the shard of this process, and returns it.
+
+        The base seed becomes 0 if there are several shards and no given seed.
+        """
         shard = shard_of(self._settings.shard, dataset)
         if shard != self.shard:
             self.shard = shard
@@ -82,7 +85,7 @@ class EpochPlanner:
         return shard
 
     def position(self, state: State) -> int:
-        """Returns how many batches of an epoch this process had at a state.
+        """Converts the position in a state to a position in this shard.
 
         Raises:
             ValueError: The processes had different numbers of batches.
@@ -93,7 +96,7 @@ class EpochPlanner:
         return self.shard.position(state.position)
 
     def plan(self, epoch: Epoch, num_batches: int | None, shard: Shard) -> None:
-        """Plans the part of an epoch that belongs to a shard.
+        """Sets the schedule of an epoch for one shard.
 
         `num_batches` is the length of the epoch over all shards.
         """

@@ -1,4 +1,4 @@
-"""Makes, updates and ends the workers that a dataset's settings ask for."""
+"""Creates and updates the workers that a dataset's settings specify."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from keras_fastdata.workers.thread import ThreadPool
 
 
 class PoolFactory:
-    """Makes the workers of a dataset, and sends them a changed dataset."""
+    """Creates a dataset's workers, and sends them the dataset's changes."""
 
     def __init__(
         self,
@@ -37,11 +37,11 @@ class PoolFactory:
         self._outside = OutsideState()  # as the workers got it
 
     def has_outside_changed(self) -> bool:
-        """Returns whether state outside of the dataset differs."""
+        """Returns whether the state outside of the dataset has changed."""
         return self._outside.has_changed()
 
     def create(self) -> WorkerPool:
-        """Makes the workers that the settings ask for.
+        """Creates the workers that the settings specify.
 
         Raises:
             DatasetPicklingError: They need a copy of the dataset, which cannot
@@ -64,11 +64,11 @@ class PoolFactory:
         )
 
     def create_inline(self) -> InlinePool:
-        """Makes a worker of the caller."""
+        """Returns a pool that builds batches in the calling thread."""
         return InlinePool(self._builder(threads=0), self._name)
 
     def _create_remote_pool(self, settings: Settings) -> WorkerPool:
-        """Makes workers that have a copy of the dataset each."""
+        """Creates process or Ray workers, each with a copy of the dataset."""
         cached = settings.cache is not None
         maker = _BuilderMaker(
             self._dataset, self._planner.seed, cached, self._outside
@@ -106,13 +106,16 @@ class PoolFactory:
         )
 
     def change(self, workers: WorkerPool) -> None:
-        """Sends the dataset to workers again; may raise as `create` does."""
+        """Sends the changed dataset to the workers.
+
+        May raise the errors that `create` raises.
+        """
         self._look_outside()
         with pickling_errors.explained(self._dataset):
             workers.change()
 
     def _look_outside(self) -> None:
-        """Notes the state outside of the dataset that workers get."""
+        """Records the state outside of the dataset for the workers."""
         settings = self._in_effect.now
         has_copies = settings.kind in ("process", "ray")
         self._outside.look(
@@ -122,7 +125,7 @@ class PoolFactory:
 
 
 class _BuilderMaker:
-    """Makes a worker's builder; pickles contain the dataset."""
+    """Creates a worker's builder; its pickle contains the dataset."""
 
     def __init__(
         self,
@@ -147,12 +150,12 @@ class _BuilderMaker:
 def _maker_in_worker(
     _: Told, dataset: build.Dataset, seed: int, cached: bool
 ) -> Callable[[], build.Builder]:
-    """Returns the function that makes a worker's builder; in pickles."""
+    """Unpickles a `_BuilderMaker`: returns a function that makes a builder."""
     return functools.partial(build.builder_in_worker, dataset, seed, cached)
 
 
 def alive(reference: weakref.ref[build.Dataset]) -> build.Dataset:
-    """Returns a dataset that is known to exist."""
+    """Returns the dataset; raises `ReferenceError` if it was collected."""
     dataset = reference()
     if dataset is None:
         raise ReferenceError("the dataset has been collected")

@@ -1,4 +1,4 @@
-"""The workers of one dataset: who may use them, and when they end.
+"""Guards the workers of one dataset, and controls their lifetime.
 
     ABSENT --run--> IN_CALL --its end--> READY, or ABSENT if none were needed
     READY --run--> IN_CALL
@@ -37,7 +37,7 @@ _SHUTDOWN_S = 5.0  # for a daemon thread to leave the loader at exit
 
 
 class PoolState(enum.Enum):
-    """Whether there are workers, and whether they may be used."""
+    """Whether workers exist, and whether they may be used."""
 
     ABSENT = enum.auto()  # there are none; the first call makes them
     READY = enum.auto()  # they hold what the dataset and its epochs say
@@ -48,13 +48,13 @@ class PoolState(enum.Enum):
 
 @dataclasses.dataclass
 class ShutdownFlag:
-    """Whether the workers end because the interpreter, or the dataset, does."""
+    """A flag, set when Python exits or the dataset is garbage-collected."""
 
     is_asked: bool = False
 
 
 class ForkSafeLock:
-    """A reentrant lock that a forked child has anew.
+    """A reentrant lock that is created anew in a forked child process.
 
     The thread that holds the parent's lock does not exist in the child.
     """
@@ -74,7 +74,7 @@ class ForkSafeLock:
 
 
 class PoolHandle:
-    """Makes, guards and ends the workers of one dataset.
+    """Creates, guards and ends the workers of one dataset.
 
     Attributes:
         name: The class name of the dataset.
@@ -111,7 +111,7 @@ class PoolHandle:
     def run(
         self, step: Callable[..., Any], *args: Any, nests: bool = False
     ) -> Any:
-        """Calls `step` with the lock held; workers, if any, are valid.
+        """Calls `step` with the lock held, and drops invalid workers first.
 
         Args:
             step: The function to call; it must not wait.
@@ -144,19 +144,19 @@ class PoolHandle:
             self.end_invalid()
 
     def confirm(self) -> None:
-        """Marks the workers as valid, even if the present call fails later."""
+        """Marks the workers as valid, even if the current call fails later."""
         if self.state is PoolState.IN_CALL:
             absent = self.workers is None
             self._move_to(PoolState.ABSENT if absent else PoolState.READY)
 
     def invalidate(self) -> None:
-        """Marks the workers as invalid: they end when the present call ends."""
+        """Marks the workers as invalid; the current `run` call ends them."""
         self._move_to(PoolState.INVALID)
 
     def ensure(
         self, dataset: build.Dataset, create: Callable[[], WorkerPool]
     ) -> WorkerPool:
-        """Returns the workers; makes them if there are none."""
+        """Returns the workers, and creates them if there are none."""
         if self.workers is None:
             with DeferredSignals():
                 workers = create()
@@ -172,12 +172,12 @@ class PoolHandle:
         return self.workers
 
     def replace(self) -> None:
-        """Drops the workers amid a call, which goes on with new ones."""
+        """Drops the workers during a call, which then creates new workers."""
         self._drop()
         self._move_to(PoolState.IN_CALL)
 
     def end_invalid(self) -> None:
-        """Ends the workers if the call that is over has left them invalid."""
+        """Ends the workers if the last call marked them as invalid."""
         if self.state is not PoolState.INVALID and not self._dropped:
             return
         lock = self.lock
@@ -188,7 +188,7 @@ class PoolHandle:
             self._end_dropped()
 
     def close(self) -> None:
-        """Ends the workers and returns when they are gone. Idempotent.
+        """Ends the workers, and waits until they have ended. Idempotent.
 
         A later call makes new ones. Where a signal handler has interrupted a
         call of this thread, that call ends them when it goes on. A worker
@@ -210,7 +210,7 @@ class PoolHandle:
         self._end_dropped()
 
     def wait(self, workers: WorkerPool) -> None:
-        """Waits for a batch, or a while; in the caller, builds it.
+        """Waits a short time for a batch; an inline pool builds it instead.
 
         An interrupt during the wait, when it is likeliest, costs nothing.
         """
@@ -222,7 +222,7 @@ class PoolHandle:
         self.check_shutdown()
 
     def check_shutdown(self) -> None:
-        """Ends a daemon thread that is here when the interpreter ends.
+        """Ends the current daemon thread if the interpreter is exiting.
 
         Silently: Python reports no SystemExit that ends a thread. In an
         `atexit` handler it raises `LoaderError`.
@@ -238,16 +238,16 @@ class PoolHandle:
         )
 
     def _move_to(self, state: PoolState) -> None:
-        """Changes the state; nothing else does."""
+        """Changes `state`; no other method changes it."""
         self.state = state
 
     @property
     def _is_forked(self) -> bool:
-        """Whether another process has made the workers."""
+        """Whether this process was forked by the owner of the workers."""
         return self._pid != os.getpid()
 
     def _become_usable(self) -> None:
-        """Drops workers that are not valid, before a call."""
+        """Drops invalid workers before a call."""
         if self._is_forked:
             self._move_to(PoolState.FOREIGN)
             self._disown()
@@ -256,7 +256,7 @@ class PoolHandle:
             self._drop()
 
     def _drop(self) -> None:
-        """Takes the workers out of use; `_end_dropped` ends them."""
+        """Removes the workers from use; `_end_dropped` ends them later."""
         with DeferredSignals():
             workers, self.workers = self.workers, None
             finalizer, self._finalizer = self._finalizer, None
@@ -266,7 +266,7 @@ class PoolHandle:
                 self._dropped.append((workers, finalizer))
 
     def _end_dropped(self) -> None:
-        """Ends workers out of use, and returns when they are gone."""
+        """Ends the dropped workers, and waits until they have ended."""
         with self._ending.own():
             while self._dropped:
                 workers, finalizer = dropped = self._dropped[0]
@@ -278,7 +278,7 @@ class PoolHandle:
                         self._dropped.remove(dropped)
 
     def _disown(self) -> None:
-        """Leaves the workers to the process that forked this one.
+        """Leaves the workers to the parent process, which owns them.
 
         They are kept: if Python collected them, some would send messages.
         """
@@ -302,7 +302,7 @@ _disowned: list[Any] = []
 def _dismiss(
     workers: WorkerPool, pid: int, lock: threading.RLock, shutdown: ShutdownFlag
 ) -> None:
-    """Ends workers, because their dataset was collected, or Python ends.
+    """Ends the workers when their dataset is collected or Python exits.
 
     If Python ends, a daemon thread may use them. A thread that keeps the lock
     keeps the workers until the process is gone, and they end with it.

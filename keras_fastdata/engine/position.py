@@ -1,4 +1,4 @@
-"""Keeps the number of the next epoch, and the latest epoch."""
+"""Keeps track of the latest epoch and the number of the next epoch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Place(NamedTuple):
 
 
 class Position:
-    """Assigns numbers to the epochs of a dataset, and tracks the latest one.
+    """Assigns numbers to a dataset's epochs, and tracks the latest epoch.
 
     Attributes:
         next_epoch: The number of the epoch that begins next.
@@ -36,7 +36,7 @@ class Position:
         self._beginning: tuple[Epoch, int, State | None] | None = None
 
     def begin(self, epoch: Epoch) -> None:
-        """Begins an epoch, and numbers the next one."""
+        """Begins an epoch, and sets the number of the next epoch."""
         self._beginning = epoch, self.next_epoch, self.resumed
         later = None if self.resumed is None else self.resumed.next_epoch
         epoch.activate()
@@ -58,7 +58,7 @@ class Position:
         self._beginning = None
 
     def place(self, epoch: Epoch | None, lag: int) -> State | Place:
-        """Returns where an epoch stood before its latest `lag` batches.
+        """Returns an epoch's position before its latest `lag` batches.
 
         Args:
             epoch: The epoch. `None`: the one that delivered the latest batch.

@@ -1,4 +1,4 @@
-"""Requests batches ahead of need, and collects the results.
+"""Requests batches before they are needed, and collects the results.
 
 A request asks workers for a batch. Its id tells to which epoch the result
 belongs. Of a request that was taken back, the pool discards the result.
@@ -76,7 +76,7 @@ class Prefetcher:
         next_epoch: Epoch,
         cache: Cache | None,
     ) -> None:
-        """Requests batches of the next epoch, after all of this one."""
+        """Requests batches of `next_epoch`, after all batches of `epoch`."""
         schedule, allowed = next_epoch.schedule, self._lookahead
         assert schedule is not None
         end = _CACHED_AHEAD * allowed
@@ -97,13 +97,13 @@ class Prefetcher:
         return not 0 <= room < self._few or epoch.issued <= epoch.position
 
     def leaves_little(self, held: int) -> bool:
-        """Returns whether a number of batches is most of the lookahead."""
+        """Returns whether `held` batches exceed half of the lookahead."""
         return 1 < self._lookahead < 2 * held
 
     def issue(
         self, workers: WorkerPool, epoch: Epoch, index: int, *, key: int
     ) -> bool:
-        """Requests a batch; returns `False` if there is no room for it.
+        """Requests a batch; returns `False` if the workers do not accept it.
 
         A batch for the cache that another epoch has requested is taken over
         from that epoch. `key` is the key of the batch in `epoch.ready`.
@@ -132,7 +132,7 @@ class Prefetcher:
     def require(
         self, workers: WorkerPool, epoch: Epoch, key: int, index: int
     ) -> None:
-        """Requests the batch that a consumer waits for, unless it is requested.
+        """Requests the batch that the consumer waits for, if necessary.
 
         The rule for every wait for room: it can make room. Batches that are
         out come, and those that lie ready for any epoch are given up. The rest
@@ -148,10 +148,10 @@ class Prefetcher:
             self.drain_results(workers)
 
     def _make_room(self, epoch: Epoch) -> bool:
-        """Gives up the ready batch that is farthest from its turn, if any.
+        """Discards a ready batch to make room; `False` if none is ready.
 
-        The epoch with most ready batches, `epoch` or an open one, loses it,
-        and requests it again.
+        Of the epoch with the most ready batches, `epoch` or an open epoch, this
+        is the batch at the last position. That epoch requests it again.
         """
         epochs = {*self._open_epochs, epoch}
         epoch = max(epochs, key=lambda epoch: len(epoch.ready))
@@ -163,7 +163,7 @@ class Prefetcher:
         return True
 
     def drain_results(self, workers: WorkerPool) -> None:
-        """Collects results, and adds each to its epoch."""
+        """Collects the workers' results, and sorts the results by epoch."""
         for done in workers.collect():
             self._complete(workers, done)
 
@@ -179,7 +179,7 @@ class Prefetcher:
         epoch.discard_prefetched()
 
     def restart(self, workers: WorkerPool | None) -> None:
-        """Resets the epochs that have delivered nothing."""
+        """Resets all epochs that have not delivered a batch."""
         for epoch in self._open_epochs:
             if epoch.next_epoch is not None:
                 self.forget(workers, epoch.next_epoch)
@@ -194,14 +194,14 @@ class Prefetcher:
             self.forget(workers, epoch)
 
     def clear(self) -> None:
-        """Forgets all requests, because the workers are gone."""
+        """Drops all requests and results, because the workers have ended."""
         for epoch in self._open_epochs:
             epoch.discard_prefetched()
         self._pending.clear()
         self._asked.clear()
 
     def results(self) -> list[Any]:
-        """Returns the results that nobody has opened."""
+        """Returns all results that have not been opened."""
         return [
             result
             for epoch in self._open_epochs
@@ -211,7 +211,10 @@ class Prefetcher:
     def _issue_next(
         self, workers: WorkerPool, epoch: Epoch, index: int, cache: Cache | None
     ) -> bool:
-        """Requests the batch at `issued`; `False` if there is no room."""
+        """Requests the next batch of an epoch, if necessary.
+
+        Returns `False` if the workers do not accept the request.
+        """
         is_out = epoch.issued in epoch.waiting
         if not is_out and not epoch.knows(epoch.issued, index):
             # The batch that is wanted now is taken from the epoch that has
@@ -228,7 +231,7 @@ class Prefetcher:
         return True
 
     def _is_asked_for(self, index: int) -> bool:
-        """Returns whether an epoch has requested this batch for the cache."""
+        """Returns whether any epoch has requested the batch for the cache."""
         if index not in self._asked:
             return False
         epoch, key, request_id = self._asked[index]
@@ -241,7 +244,7 @@ class Prefetcher:
         return False
 
     def _take_over(self, epoch: Epoch, index: int, key: int) -> None:
-        """Moves a batch, or its request, to an epoch from another one."""
+        """Moves a batch, or its request, from another epoch to `epoch`."""
         other, place, request_id = self._asked[index]
         other.issue_again_from(place)
         if place in other.waiting:
@@ -254,7 +257,7 @@ class Prefetcher:
         self._asked[index] = epoch, key, request_id
 
     def _recall(self, workers: WorkerPool, epoch: Epoch, allowed: int) -> None:
-        """Cancels requests beyond a limit that a large batch has lowered.
+        """Cancels the requests that exceed a reduced lookahead.
 
         Batches that have come stay, except those of the next epoch.
         """
@@ -277,7 +280,7 @@ class Prefetcher:
             workers.expect(self._lookahead)
 
     def _look_ahead(self) -> None:
-        """Computes the lookahead, and how many requests go out together."""
+        """Computes the lookahead and the number of requests sent together."""
         settings, largest = self._in_effect.now, self._largest
         allowed, nbytes = settings.lookahead, settings.max_queue_bytes
         if settings.kind == "inline":

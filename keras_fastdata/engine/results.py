@@ -1,4 +1,4 @@
-"""Opens results: each becomes a batch, an error, or an `Outcome`.
+"""Converts each result into a batch, an error, or an `Outcome`.
 
 Batches come from the results of workers, or from the cache of the dataset.
 """
@@ -32,7 +32,7 @@ _log = logging.getLogger("keras_fastdata")
 
 
 class Outcome(enum.Enum):
-    """What a step of fetching returns in place of a batch."""
+    """The result of a fetch step that does not return a batch."""
 
     PENDING = enum.auto()  # the batch is still to come: wait, and fetch again
     SKIPPED = enum.auto()  # the batch is left out: fetch the next position
@@ -42,7 +42,7 @@ class Outcome(enum.Enum):
 
 
 class Results:
-    """Opens the results of workers, and the cache of the dataset.
+    """Opens the workers' results, and manages the dataset's cache.
 
     Attributes:
         cache: The cache; `None` before it is open, or without one.
@@ -62,7 +62,7 @@ class Results:
     def open_cache(
         self, dataset: build.Dataset, built: Collection[str]
     ) -> None:
-        """Opens the cache that the settings ask for, if it is not open.
+        """Opens the cache that the settings specify, unless it is open.
 
         Args:
             dataset: The dataset.
@@ -73,7 +73,7 @@ class Results:
             self.cache = open_cache(dataset, settings, built, self._before)
 
     def drop_cache(self) -> None:
-        """Forgets the cache, because the dataset has changed."""
+        """Drops the cache, because the dataset has changed."""
         self.cache = None
 
     def store_ready(self, epoch: Epoch) -> None:
@@ -92,12 +92,12 @@ class Results:
         return self.cache is not None and self.cache.holds(index)
 
     def check_cached(self, epoch: Epoch, index: int) -> None:
-        """Forgets that a batch comes from the cache, if it is not there."""
+        """Marks the current batch as not cached if the cache lacks it."""
         if epoch.position in epoch.cached and not self.is_cached(index):
             epoch.cached.discard(epoch.position)
 
     def take_cached(self, epoch: Epoch, index: int) -> Any:
-        """Returns a batch that an earlier epoch has built, or `CACHE_MISS`."""
+        """Returns a batch of the cache, or `CACHE_MISS` if reading fails."""
         assert self.cache is not None
         epoch.cached.discard(epoch.position)
         began_s = time.monotonic()
@@ -123,7 +123,7 @@ class Results:
     # -- results of workers --------------------------------------------------
 
     def open(self, epoch: Epoch, completed: Completed, index: int) -> Any:
-        """Returns the batch of a result, or an `Outcome`.
+        """Opens a result, and returns its batch or an `Outcome`.
 
         Raises:
             Exception: What building the batch has raised, unless it is
@@ -163,7 +163,7 @@ class Results:
         return batch
 
     def _count_stacks(self, stacks: tuple[str, ...]) -> None:
-        """Counts stacks; of too many different ones, the rarest are dropped."""
+        """Counts call stacks; drops the rarest if there are too many."""
         self.stacks.update(stacks)
         if len(self.stacks) > _MOST_STACKS:
             kept = dict(self.stacks.most_common(_MOST_STACKS // 2))
@@ -198,7 +198,10 @@ class Results:
 def _add_span(
     epoch: Epoch, index: int, completed: Completed, began_s: float, batch: Any
 ) -> None:
-    """Records the times of a batch whose opening began at `began_s`."""
+    """Records a span with the times of a batch.
+
+    The opening of the batch's result began at `began_s`.
+    """
     opened_s = time.monotonic() - began_s
     done, timing = completed.done, completed.done.timing
     assert timing is not None
@@ -225,7 +228,7 @@ def _add_span(
 
 
 def _size_of(batch: Any) -> int:
-    """Returns the bytes of the arrays of a batch."""
+    """Returns the total size in bytes of the arrays in a batch."""
     # Not `optree`, which takes ten times as long for the few there are.
     if isinstance(batch, tuple | list):
         return sum(map(_size_of, batch))

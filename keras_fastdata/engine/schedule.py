@@ -1,4 +1,4 @@
-"""The order of an epoch: a pure function of seed, epoch and length."""
+"""Computes the order of an epoch from seed, epoch number and length."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ALL = Shard()
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The order of one epoch in one shard."""
+    """The order of the batches of one epoch in one shard."""
 
     total: int | None  # batches, over all shards; `None` if it never ends
     order: Permutation | None  # of all batches; `None`: by index
@@ -22,11 +22,11 @@ class Schedule:
 
     @functools.cached_property
     def num_batches(self) -> int | None:
-        """The number of batches in this shard; `None` if there is no end."""
+        """The number of batches in this shard; `None` for endless data."""
         return self.shard.length(self.total)
 
     def index_at(self, position: int) -> int | None:
-        """Returns the index of a batch; `None` if the epoch ends before it."""
+        """Returns the batch index at `position`; `None` after the end."""
         if not self.holds(position):
             return None
         if self.shard.count > 1:
@@ -46,7 +46,7 @@ def plan_epoch(
     epoch: int,
     shard: Shard = _ALL,
 ) -> Schedule:
-    """Returns the order of an epoch in a shard.
+    """Returns the order of an epoch's batches in a shard.
 
     An epoch without an end, whose `num_batches` is `None`, is not shuffled.
     """

@@ -71,7 +71,7 @@ class Settings:
 
     @property
     def kind(self) -> PoolKind:
-        """The kind of workers; with "auto", the first kind."""
+        """The kind of workers; "inline" if `workers` is "auto"."""
         if not self.count:
             return "inline"
         if self.executor == "ray":
@@ -80,12 +80,12 @@ class Settings:
 
     @property
     def count(self) -> int:
-        """The number of workers; 0 while "auto" has not decided."""
+        """The number of workers; 0 if `workers` is "auto"."""
         return 0 if self.workers == "auto" else self.workers
 
     @property
     def lookahead(self) -> int:
-        """How many batches may be requested but not delivered."""
+        """The maximum number of batches requested but not yet delivered."""
         return self.max_queue_size or _LONGEST_QUEUE
 
     def _check_workers(self) -> None:
@@ -163,7 +163,7 @@ class Settings:
         optional: bool = False,
         **bounds: int,
     ) -> None:
-        """Replaces an argument by what `check` returns for its value."""
+        """Replaces an argument by the result of `check` for its value."""
         value = getattr(self, name)
         if value is not None or not optional:
             self._set(name, check(name, value, **bounds))

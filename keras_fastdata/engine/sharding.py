@@ -22,7 +22,7 @@ from keras_fastdata.errors import LoaderError
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """The part of the batches that one of several processes has."""
+    """The share of an epoch's batches that belongs to one process."""
 
     index: int = 0
     count: int = 1  # processes
@@ -63,7 +63,7 @@ class Shard:
 
 
 def shard_of(setting: Any, dataset: Any) -> Shard:
-    """Returns the shard that the argument `shard` asks for.
+    """Returns the shard that the argument `shard` specifies.
 
     Raises:
         LoaderError: The dataset cannot be sharded.
@@ -96,7 +96,7 @@ def has_random_access(dataset: Any) -> bool:
 
 
 def _of_keras() -> Shard | None:
-    """Returns the shard of `keras.distribution`, if that is in use."""
+    """Returns the shard of `keras.distribution`, or `None` if not in use."""
     keras = sys.modules.get("keras")
     library = getattr(keras, "distribution", None)
     if library is None:

@@ -1,4 +1,4 @@
-"""The result of `state_dict`, and its checks.
+"""Defines and checks the result of `state_dict`.
 
 A batch is a function of the dataset, seed, epoch and index, so that a place in
 the order is all there is to know. Only what epoch hooks have done to the
@@ -30,7 +30,7 @@ _MANY = 1000  # items that are looked at as an array, if they make one
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """A place in the batches of a dataset.
+    """The state of a dataset: the position of its next batch.
 
     Attributes:
         epoch: The epoch of the next batch.
@@ -57,7 +57,7 @@ class State:
     next_epoch: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the state as a dict that JSON can hold."""
+        """Returns the state as a dict that can be stored as JSON."""
         state = {"version": VERSION, **dataclasses.asdict(self)}
         state["hooks"] = [list(hook) for hook in self.hooks]
         if self.next_epoch is None:
@@ -68,7 +68,7 @@ class State:
     def from_dict(
         cls, state: Any, dataset: str, also: Collection[str] = ()
     ) -> State:
-        """Returns a state from the result of `as_dict`.
+        """Creates a state from the result of `as_dict`.
 
         Args:
             state: What the user passed; it may come from a damaged file.
@@ -118,7 +118,7 @@ class State:
         hooks: tuple[tuple[str, int], ...],
         is_drawn: bool,
     ) -> None:
-        """Raises `ValueError` if a dataset cannot go on at this state.
+        """Raises `ValueError` if a dataset cannot resume from this state.
 
         Args:
             dataset: The dataset's class name.
@@ -175,7 +175,7 @@ class State:
 
 
 def at_end(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns the state after the last batch of the epoch of a state.
+    """Returns the state at the end of the epoch that `state` belongs to.
 
     The end hook of that epoch is still to come.
     """
@@ -185,7 +185,7 @@ def at_end(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _checked(name: str, value: Any) -> Any:
-    """Returns a field of a state, or raises `ValueError`."""
+    """Converts one field of a state; raises `ValueError` if it is invalid."""
     allowed, read = _FIELDS[name]
     try:
         return read(value)
@@ -276,7 +276,7 @@ def hash_of(parts: Iterable[Any]) -> bytes:
 
 
 def _parts_of(value: Any, depth: int) -> Iterator[Any]:
-    """Yields the bytes of a value that a digest covers."""
+    """Yields the bytes of a value that go into its digest."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, _PLAIN):
@@ -310,7 +310,10 @@ def _parts_of(value: Any, depth: int) -> Iterator[Any]:
 
 
 def _as_array(value: Any) -> np.ndarray[Any, Any] | None:
-    """Converts a long list of scalars of one type to an array, or `None`."""
+    """Converts a long list of scalars of one type to an array.
+
+    Returns `None` for any other value.
+    """
     if len(value) >= _MANY and not isinstance(value, np.ndarray):
         kinds = set(map(type, value))
         if len(kinds) == 1 and kinds <= {int, float, str, bool}:

@@ -1,4 +1,4 @@
-"""`workers="auto"`: where batches are built, found out while training.
+"""Chooses the workers for `workers="auto"` by measuring the training.
 
 It starts small and looks at what a batch costs and how often training asks for
 one. From that follows how many workers could be of use, and of which kind;
@@ -47,7 +47,7 @@ _BLOCKS = 4  # of samples; what disturbs one of them does not count
 
 
 class WorkerConfigChoice(NamedTuple):
-    """Where batches are built.
+    """The number and kind of workers that build the batches.
 
     Attributes:
         workers: How many workers; 0 for the caller.
@@ -86,7 +86,7 @@ class Sample(NamedTuple):
 
 
 class Situation(NamedTuple):
-    """What was measured of a number of batches, in seconds.
+    """Typical times of several measured batches, in seconds.
 
     Attributes:
         period_s: From one batch to the next, all in all.
@@ -97,7 +97,7 @@ class Situation(NamedTuple):
     costs: Costs
 
     def is_unlike(self, other: Situation, times: float) -> bool:
-        """Returns whether build or step times differ by more than `times`."""
+        """Returns whether build or step times differ by the factor `times`."""
         ours, theirs = self.costs, other.costs
         pairs = (ours.build_s, theirs.build_s), (ours.step_s, theirs.step_s)
         least_s = _NOTICED * max(self.period_s, other.period_s)
@@ -112,7 +112,7 @@ class ExcludedError(Exception):
 
 
 class Tuner:
-    """Decides where the batches of one dataset are built.
+    """Chooses the number and kind of workers for one dataset.
 
     Args:
         cores: Cores that this process may use; 1.5 is possible.
@@ -155,7 +155,7 @@ class Tuner:
         return processes in self._excluded
 
     def exclude(self, *, processes: bool, reason: str) -> None:
-        """Excludes a kind of workers; `choice` becomes another one."""
+        """Excludes a kind of workers, and changes `choice` if necessary."""
         self._excluded[processes] = reason
         if self.choice.workers and self.choice.are_processes == processes:
             self._course.throw(ExcludedError())
@@ -184,7 +184,7 @@ class Tuner:
             self._move(self._first, why, settled=False)
 
     def _search(self) -> Generator[None, Sample, Situation]:
-        """Tries choices, keeps the best one, and returns what came of it."""
+        """Tries choices, applies the best, and returns its measurements."""
         found = yield from self._measure(2, _FEWEST)
         costs, best, at_best = found.costs, self.choice, found
         best_s = found.period_s
@@ -218,7 +218,7 @@ class Tuner:
         return at_best
 
     def _choices(self, found: Situation) -> Iterator[WorkerConfigChoice]:
-        """Yields the choices that are worth a trial, the likeliest first.
+        """Yields the choices to try, the most promising first.
 
         Threads suit builds that wait, and processes those that compute.
         """
@@ -242,7 +242,7 @@ class Tuner:
         self.decisions.append(decision)
 
     def _watch(self, count: int) -> Generator[None, Sample, Situation]:
-        """Measures a number of batches, however long they take."""
+        """Measures `count` batches, however long they take."""
         return self._measure(0, count, count, count)
 
     def _measure(
@@ -252,7 +252,7 @@ class Tuner:
         count: int = _TRIAL,
         most: int = _LONG_TRIAL,
     ) -> Generator[None, Sample, Situation]:
-        """Measures batches until their cost is known.
+        """Measures as many batches as a reliable result needs.
 
         Args:
             skip: Those that do not count, to begin with; and up to as many
@@ -295,7 +295,7 @@ def _situation_of(samples: list[Sample]) -> Situation:
 
 
 def _steady(values: list[float]) -> float:
-    """Returns the median of the means of parts of a series."""
+    """Splits a series into parts, and returns the median of their means."""
     if not values:
         return 0.0
     size = math.ceil(len(values) / _BLOCKS)
