@@ -1,4 +1,4 @@
-"""`python -m keras_fastdata profile MODULE_OR_FILE:FACTORY`.
+"""Runs `python -m keras_fastdata profile MODULE_OR_FILE:FACTORY`.
 
 Exit status: 0 for success, 1 if the dataset's own code raised an exception, 2
 if an argument is wrong, 130 after Ctrl-C.
@@ -18,7 +18,7 @@ _OK, _RAISED, _USAGE, _INTERRUPTED = 0, 1, 2, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command line, and returns the exit status."""
+    """Parses and runs a command line, and returns the exit status."""
     options = _parser().parse_args(arguments)
     try:
         return _profile(options)
@@ -127,13 +127,13 @@ def _stdout_for_the_result_alone() -> Iterator[None]:
 
 
 class _Progress:
-    """Shows progress in one line on a terminal, and clears it at the end."""
+    """Shows a one-line progress bar if standard error is a terminal."""
 
     def __init__(self) -> None:
         self._shown = sys.stderr.isatty()
 
     def tell(self, done: int, of: int, what: str) -> None:
-        """Shows how far the work has come."""
+        """Shows the number of batches done and their total."""
         if self._shown:
             width = 20
             bar = "=" * (width * done // of)
@@ -145,7 +145,7 @@ class _Progress:
             )
 
     def close(self) -> None:
-        """Clears the line."""
+        """Clears the progress bar."""
         if self._shown:
             print("\r" + " " * 60 + "\r", end="", file=sys.stderr, flush=True)
 

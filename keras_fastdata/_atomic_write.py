@@ -19,7 +19,7 @@ from typing import BinaryIO
 def replacing(
     path: str | os.PathLike[str], *, durable: bool = False
 ) -> Iterator[BinaryIO]:
-    """Opens a new file for writing that replaces `path` at the end.
+    """Opens a temporary file that replaces `path` at the end of the block.
 
     Args:
         path: The file to replace; missing folders are made.
@@ -45,7 +45,9 @@ def replacing(
 
 
 def name_beside(path: str | os.PathLike[str]) -> str:
-    """Returns a new name in the folder of `path`; makes a missing folder.
+    """Returns a temporary file name in the folder of `path`.
+
+    Creates the folder if it is missing.
 
     Open the file with `O_EXCL`.
     """

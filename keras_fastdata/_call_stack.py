@@ -18,12 +18,12 @@ Place = tuple[tuple[CodeType, int], ...]  # a thread's stack, innermost first
 
 
 def frame_id(depth: int) -> int:
-    """Returns the `id` of the frame `depth` calls above the caller's."""
+    """Returns the `id` of the stack frame `depth` calls above the caller."""
     return id(sys._getframe(depth + 1))
 
 
 def place_of(thread: int, outermost: int) -> Place:
-    """Returns the stack of a thread.
+    """Returns the call stack of a thread.
 
     Args:
         thread: The thread's `threading.get_ident`.
@@ -38,7 +38,7 @@ def place_of(thread: int, outermost: int) -> Place:
 
 
 def folded_stack(threads: Iterable[int], within: str) -> tuple[int, str] | None:
-    """Returns the stack of one thread as flame graphs need it.
+    """Returns one thread's call stack in the folded format of flame graphs.
 
     Args:
         threads: Of each thread its `threading.get_ident`. The stack is of the
@@ -84,7 +84,10 @@ def is_being_made(instance: Any) -> bool:
 
 
 def module_at(filename: str, lineno: int) -> str | None:
-    """Returns the name of the module that runs a line now, or `None`."""
+    """Returns the name of the module that is executing a given line.
+
+    Returns `None` if no frame of the call stack is at that line.
+    """
     for frame, line in traceback.walk_stack(sys._getframe(1)):
         if frame.f_code.co_filename == filename and line == lineno:
             return str(frame.f_globals.get("__name__"))

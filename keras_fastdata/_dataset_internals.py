@@ -1,4 +1,4 @@
-"""What a `FastPyDataset` keeps in its one private attribute, `_fastdata`.
+"""Defines the content of a dataset's one private attribute, `_fastdata`.
 
 Users' classes may use any name that is not public: `self._loader = ...` and
 `def _state_of(self)` are common. So `FastPyDataset` has public names and
@@ -53,7 +53,7 @@ class Internals:
         self.outside_rng: np.random.Generator | None = None
 
     def forget_outside_rng(self) -> None:
-        """Makes `self.rng` outside of builds start from the beginning."""
+        """Resets the `self.rng` that is used outside of builds."""
         self.outside_rng = None
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
@@ -64,14 +64,17 @@ class Internals:
 
 
 def give_internals(dataset: build.Dataset, settings: Settings) -> Internals:
-    """Gives a dataset new internals, with settings and without a loader."""
+    """Creates a dataset's internals with the given settings and no loader."""
     internals = Internals(settings, dataset)
     vars(dataset)[seeding.PRIVATE] = internals
     return internals
 
 
 def own_internals(dataset: build.Dataset) -> Internals | None:
-    """Returns a dataset's internals; `None` if it has only an original's."""
+    """Returns a dataset's own internals, or `None` if it has none yet.
+
+    A copied dataset at first has the internals of its original.
+    """
     found = vars(dataset).get(seeding.PRIVATE)
     if isinstance(found, Internals) and found.owner() is dataset:
         return found
@@ -79,7 +82,7 @@ def own_internals(dataset: build.Dataset) -> Internals | None:
 
 
 def internals_of(dataset: build.Dataset) -> Internals:
-    """Returns a dataset's internals; a copy gets its own now."""
+    """Returns a dataset's own internals, and creates them if necessary."""
     own = own_internals(dataset)
     if own is not None:
         return own
@@ -99,7 +102,7 @@ def internals_of(dataset: build.Dataset) -> Internals:
 
 
 def loader_of(dataset: build.Dataset) -> Loader:
-    """Returns a dataset's loader, which the first call makes."""
+    """Returns a dataset's loader, and creates it if necessary."""
     internals = internals_of(dataset)
     if internals.loader is None:
         internals.loader = Loader(dataset, internals.settings)
@@ -107,13 +110,13 @@ def loader_of(dataset: build.Dataset) -> Loader:
 
 
 def own_loader(dataset: build.Dataset) -> Loader | None:
-    """Returns a dataset's loader; `None` if there is no loader yet."""
+    """Returns a dataset's loader, or `None` if there is no loader yet."""
     own = own_internals(dataset)
     return None if own is None else own.loader
 
 
 def settings_in_effect(dataset: build.Dataset) -> Settings:
-    """Returns the present settings, with the workers that "auto" chose."""
+    """Returns the current settings, with the workers that "auto" chose."""
     internals = internals_of(dataset)
     return (internals.loader or internals).settings
 
@@ -127,7 +130,7 @@ def replace_settings(dataset: build.Dataset, **changes: Any) -> None:
 
 
 def note_assigned(dataset: build.Dataset, name: str) -> None:
-    """Tells the loader that an attribute was assigned or deleted.
+    """Notifies the loader that an attribute was assigned or deleted.
 
     During a build this is a change that the build made on `self`. At any
     other time it is a new state of the dataset, which workers must receive.
@@ -147,7 +150,7 @@ def state_dict_of(dataset: Any, state: State) -> dict[str, Any]:
 
 
 def answer(dataset: build.Dataset, name: str) -> Any:
-    """Returns the value of `self.rng`, `self.epoch` and the like.
+    """Returns the value of `self.rng`, `self.epoch` or a similar attribute.
 
     Works also if the user's class has another attribute of that name.
     """
@@ -160,14 +163,14 @@ def answer(dataset: build.Dataset, name: str) -> Any:
 
 
 def iterate_alone(dataset: build.Dataset) -> Iterator[Any]:
-    """Returns an iterator over an epoch, whatever the caller builds."""
+    """Returns an iterator over one epoch, even if the caller builds a batch."""
     if _process_role.is_worker():
         return plain_iterator(dataset)
     return iterate(loader_of(dataset), dataset, shuffle=False)
 
 
 def plain_iterator(dataset: build.Dataset) -> Iterator[Any]:
-    """Yields the batches of a dataset, built in the caller."""
+    """Yields the batches of one epoch, built in the calling thread."""
     count = build.length_of(dataset)
     if count is not None:
         order: Iterable[int] = range(count)
@@ -181,7 +184,7 @@ def plain_iterator(dataset: build.Dataset) -> Iterator[Any]:
 
 
 def _outside(dataset: build.Dataset, name: str) -> Any:
-    """Returns the value of `self.rng` and the like outside of builds.
+    """Returns the value of an attribute such as `self.rng` outside of builds.
 
     These values make `dataset[3]` work when a user calls it.
     """

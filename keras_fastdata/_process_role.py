@@ -1,4 +1,6 @@
-"""Whether this process is a worker; known before heavy modules are imported.
+"""Stores whether this process is a worker.
+
+This must be known before heavy modules are imported.
 
 A worker imports the user's module, which imports this package; and that must
 not import Keras. So the fork server and the workers call `become_worker` first.

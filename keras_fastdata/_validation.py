@@ -44,7 +44,7 @@ def integer(name: str, value: Any, *, least: int, or_else: str = "") -> int:
 
 
 def _as_integer(name: str, value: Any) -> str:
-    """Returns a hint for a value that can be converted to an integer."""
+    """Returns an error hint if a value can be converted to an integer."""
     try:
         number = int(value)
     except (TypeError, ValueError, OverflowError):
@@ -54,7 +54,7 @@ def _as_integer(name: str, value: Any) -> str:
 
 
 def arguments_of(kind: type) -> list[str]:
-    """Returns the argument names of a class's constructor and of its bases'."""
+    """Returns the constructor arguments of a class and of its base classes."""
     names: dict[str, None] = {}
     for base in kind.__mro__:
         initialize: Any = vars(base).get("__init__")
@@ -73,7 +73,7 @@ def arguments_of(kind: type) -> list[str]:
 def unknown_arguments(
     taker: str, unknown: Iterable[str], allowed: Sequence[str]
 ) -> TypeError:
-    """Returns the error for unknown arguments.
+    """Returns the `TypeError` to raise for unknown arguments.
 
     Args:
         taker: The class or function that received them.
@@ -102,7 +102,7 @@ def check_local(name: str, path: Any, way_out: str = "") -> None:
 
 
 def seconds(name: str, value: Any) -> float:
-    """Returns an argument as a finite number of seconds, more than 0."""
+    """Returns an argument as a positive, finite number of seconds."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(
             f"`{name}` must be a number of seconds. "

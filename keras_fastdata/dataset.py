@@ -1,4 +1,4 @@
-"""`FastPyDataset`: what users subclass in place of `keras.utils.PyDataset`."""
+"""`FastPyDataset`, the class to subclass instead of `keras.utils.PyDataset`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _T = TypeVar("_T")
 
 
 class _WhileBuilding(Generic[_T]):
-    """A property that an attribute of the user's own may hide.
+    """A property that a user's attribute of the same name may hide.
 
     `epoch` and `rng` are common names in datasets. Python only calls a
     descriptor without `__set__` if the instance has no such attribute.
@@ -76,13 +76,14 @@ class _WhileBuilding(Generic[_T]):
 
 
 class FastPyDataset(_Base):
-    """A dataset of batches, built by threads or processes in shared memory.
+    """A Keras dataset whose batches are built by threads or processes.
 
     Use it in place of `keras.utils.PyDataset` (`keras.utils.Sequence`): keep
     `__getitem__`, which returns batch `index`, and `__len__`, the number of
     batches, and pass the dataset to `fit`, `evaluate` or `predict`. Every
     batch arrives once and in order. Its bytes are the same for any number of
-    worker processes, and of threads if it draws from `self.rng` alone.
+    worker processes, and of threads if it draws from `self.rng` alone. Worker
+    processes return batches through shared memory.
 
     Args:
         workers: Where batches are built. 0: in the caller, on request.
@@ -286,7 +287,7 @@ class FastPyDataset(_Base):
 
     @property
     def num_batches(self) -> int | None:
-        """The number of batches in an epoch; `None` if it is unknown.
+        """The number of batches in an epoch, or `None` if it is unknown.
 
         With `None`, `fit` needs `steps_per_epoch`, unless `__getitem__`
         raises `EndOfData` at the end of the data; and batches are not
@@ -336,7 +337,7 @@ class FastPyDataset(_Base):
 
     @build.default_hook
     def on_worker_stop(self) -> None:
-        """Called once in each worker that ends in an orderly way.
+        """Called once in each worker that ends normally.
 
         For threads and for builds in the caller, `close` calls it. It is not
         called there if the dataset is garbage-collected instead.
@@ -403,7 +404,7 @@ class FastPyDataset(_Base):
         return iterate_alone(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position in the epoch, for `load_state_dict`.
+        """Returns the position in the epoch as a dict for `load_state_dict`.
 
         The position is the batch after the one delivered last; batches that
         are only built ahead do not count. In a callback of `fit`, the
@@ -417,7 +418,7 @@ class FastPyDataset(_Base):
         return state_dict_of(self, loader_of(self).checkpoint.save(self))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Makes the next epoch begin at a position from `state_dict`.
+        """Makes the next epoch start at the position that `state_dict` saved.
 
         Call it before the first epoch, on a dataset made with the same
         arguments. The rest of the saved epoch comes first, byte for byte.
@@ -447,7 +448,7 @@ class FastPyDataset(_Base):
         )
 
     def mark_changed(self) -> None:
-        """Tells the workers that the dataset was edited in place.
+        """Notifies the workers that the dataset was edited in place.
 
         Batches that were built ahead are dropped and built again from the
         present dataset. Assignments to attributes, and changes by the epoch
@@ -457,7 +458,7 @@ class FastPyDataset(_Base):
             loader.mark_changed()
 
     def close(self) -> None:
-        """Ends the workers and waits until they are gone.
+        """Stops the workers and waits until they have ended.
 
         Workers start again when they are needed. The end of a `with` block
         and garbage collection do the same. Any thread or signal handler may
@@ -478,7 +479,7 @@ class FastPyDataset(_Base):
 
     @property
     def workers(self) -> int:
-        """The present number of workers; see the class."""
+        """The current number of workers; see the argument `workers`."""
         return settings_in_effect(self).count
 
     @workers.setter
@@ -487,7 +488,7 @@ class FastPyDataset(_Base):
 
     @property
     def use_multiprocessing(self) -> bool:
-        """Whether workers are processes at present; see the class."""
+        """Whether the workers are currently processes; see the class."""
         return settings_in_effect(self).use_multiprocessing
 
     @use_multiprocessing.setter
@@ -496,7 +497,7 @@ class FastPyDataset(_Base):
 
     @property
     def max_queue_size(self) -> int:
-        """The number of batches requested ahead; see the class."""
+        """The maximum number of batches requested ahead; see the class."""
         return internals_of(self).settings.max_queue_size
 
     @max_queue_size.setter
@@ -524,7 +525,7 @@ _NOTICED_METHODS = (
 
 
 def _noticed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a method of a subclass so that the loader notices calls of it.
+    """Wraps a subclass's method so that the loader is notified of calls.
 
     A call of a hook in `__init__` belongs to making the dataset, and is not
     noticed.

@@ -40,11 +40,14 @@ class EndOfData(Exception):  # noqa: N818 - no error, as `StopIteration`
 
 
 class LoaderError(RuntimeError):
-    """The loader failed; the message says what to do."""
+    """Raised when the loader fails; the message says what to do."""
 
 
 class _DetailedError(LoaderError):
-    """An error with attributes; each class declares its own, with defaults."""
+    """Base class of errors that carry attributes.
+
+    A subclass declares each attribute with its default.
+    """
 
     def __init__(self, message: str, **details: Any) -> None:
         super().__init__(message)
@@ -54,7 +57,7 @@ class _DetailedError(LoaderError):
 
 
 class WorkerDiedError(_DetailedError):
-    """A worker process ended unexpectedly.
+    """Raised when a worker process has ended unexpectedly.
 
     Attributes:
         dataset: Class name of the dataset the worker was serving.
@@ -76,7 +79,7 @@ class WorkerDiedError(_DetailedError):
 
 
 class BatchTimeoutError(_DetailedError):
-    """A batch took longer to build than `batch_timeout` seconds.
+    """Raised when a batch takes longer to build than `batch_timeout` seconds.
 
     Attributes:
         dataset: Class name of the dataset.
@@ -98,7 +101,7 @@ class BatchTimeoutError(_DetailedError):
 
 
 class DatasetPicklingError(_DetailedError):
-    """The dataset, or something it holds, cannot be sent to a process.
+    """Raised when the dataset or an object in it cannot be sent to a process.
 
     Attributes:
         path: The object that cannot be pickled, such as

@@ -102,7 +102,7 @@ class ThreadSafeIterator(Iterator[_T], Generic[_T]):
                 self._running_in = 0
 
     def _leave_parent(self) -> bool:
-        """Takes a lock of its own in a forked child.
+        """Replaces the lock after a fork, in the child process.
 
         Returns:
             Whether the iterator has ended: another thread was inside, which

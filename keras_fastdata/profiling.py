@@ -1,4 +1,4 @@
-"""`profile`: measures where a dataset's batches are best built.
+"""Measures which kind and number of workers suit a dataset best.
 
 A few dozen batches are built in the caller, by one and two threads, and by one
 and two processes. Each trial has a loader of its own, so that the dataset's
@@ -42,7 +42,7 @@ _SEED = 0  # without a user's seed; drawing one would change `random`
 
 @dataclasses.dataclass(frozen=True)
 class Rate:
-    """Batches per second from one set of workers.
+    """Batches per second for one kind and number of workers.
 
     Attributes:
         kind: "inline", "thread" or "process".
@@ -59,7 +59,7 @@ class Rate:
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """The cost of building batches, and the workers to use.
+    """The measured cost of building batches, and the advised workers.
 
     `str(profile)` is a report of at most 80 columns.
 
@@ -105,7 +105,7 @@ class Profile:
 
     @property
     def call(self) -> str:
-        """The constructor call to use, as text."""
+        """The advised constructor call, as text."""
         return cost_model.call(
             self.dataset,
             self.workers,
@@ -132,7 +132,7 @@ class Profile:
 def profile(
     dataset: FastPyDataset, *, batches: int = 48, seconds: float = 5.0
 ) -> Profile:
-    """Measures where a dataset's batches are best built.
+    """Measures which kind and number of workers suit a dataset best.
 
     Builds batches in the caller, in one and two threads, and in one and two
     processes. Run nothing else meanwhile.
@@ -178,7 +178,7 @@ Tell = Callable[[int, int, str], None]
 
 
 def _silent(done: int, of: int, what: str) -> None:
-    """Shows no progress."""
+    """Ignores a report of progress."""
 
 
 def run(
@@ -225,7 +225,7 @@ def _check(dataset: Any, batches: Any, seconds: Any) -> None:
 
 @dataclasses.dataclass
 class _Trial:
-    """What was measured with one set of workers.
+    """The measurements for one kind and number of workers.
 
     Attributes:
         batch_stats: Sums over the batches, without those for warming up.
@@ -245,7 +245,7 @@ class _Trial:
 
     @property
     def cpu_s(self) -> float:
-        """CPU time per batch, including storing it."""
+        """CPU time per batch, including the time to store the batch."""
         return self.batch_stats.cpu_s / self.batch_stats.batches
 
     @property
@@ -364,7 +364,7 @@ def _settings(
 
 
 def _spans(loader: Loader, dataset: FastPyDataset) -> Iterator[Any]:
-    """Builds one epoch after another; yields the times of each batch."""
+    """Builds epoch after epoch, and yields the times of each batch."""
     for _ in itertools.count():
         epoch = iterate(loader, dataset, shuffle=False)
         epoch.time_batches(0.0)
@@ -455,7 +455,7 @@ def _costs(one: _Trial, two: _Trial, held: float) -> Costs:
 def _why(
     advised: Choice, kinds: dict[bool, Costs], cores: float, held: float
 ) -> str:
-    """Returns the reason for these workers, in a sentence or two."""
+    """Returns one or two sentences that explain the advised workers."""
     costs = kinds[advised.are_processes]
     turns = (
         "Builds run Python code, and threads take turns at that: its lock "

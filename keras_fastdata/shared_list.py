@@ -93,7 +93,7 @@ class SharedList(Sequence[T]):
 
 
 class _ListPickler(pickle.Pickler):
-    """Replaces classes and functions of `__main__` by numbers."""
+    """Pickles classes and functions of `__main__` as numbers."""
 
     def __init__(self, file: io.BytesIO, numbers: dict[Any, int]) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)

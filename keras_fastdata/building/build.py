@@ -1,4 +1,4 @@
-"""Builds one batch: seeds, context, and the user's `__getitem__`.
+"""Builds one batch: seeds generators, sets the context, calls `__getitem__`.
 
 The same `Builder` runs inline, in threads and in worker processes, so that a
 batch has the same bytes wherever it is built.
@@ -55,7 +55,7 @@ class Dataset(Protocol):
 
 
 class SampleContext:
-    """The sample that is being made for a batch, and its random generator."""
+    """Holds the random generator of one sample during `get_sample`."""
 
     def __init__(self, key: tuple[int, ...]) -> None:
         self._key = key
@@ -64,7 +64,7 @@ class SampleContext:
     def rng(
         self, rng_for: Callable[..., np.random.Generator]
     ) -> np.random.Generator:
-        """Returns the sample's generator, the same one in all threads."""
+        """Returns the sample's generator; all threads get the same object."""
         with _making:
             if self._rng is None:
                 self._rng = rng_for(*self._key)
@@ -72,7 +72,7 @@ class SampleContext:
 
 
 def length_of(dataset: Dataset) -> int | None:
-    """Returns the number of batches in an epoch; `None` if it is unknown."""
+    """Returns the number of batches in an epoch, or `None` if unknown."""
     try:
         found = dataset.num_batches
     except NotImplementedError:  # means endless in Keras's `__iter__` too
@@ -83,7 +83,7 @@ def length_of(dataset: Dataset) -> int | None:
 
 
 def checked_length(name: str, length: Any) -> int:
-    """Returns a number of batches after checking it."""
+    """Returns `length` if valid as a number of batches; raises otherwise."""
     if isinstance(length, float):
         raise TypeError(
             f"`{name}` must be an integer. Received: {length!r} (of type "
@@ -95,7 +95,7 @@ def checked_length(name: str, length: Any) -> int:
 
 @dataclasses.dataclass
 class Context:
-    """The values of `self.rng`, `self.epoch` ... while a batch is built.
+    """Holds `self.rng`, `self.epoch` and similar values while a batch is built.
 
     Attributes:
         seed: The base seed.
@@ -130,11 +130,11 @@ class Context:
     _holds: tuple[int, bool] | None = None
 
     def note_asked(self, name: str) -> None:
-        """Notes that a value was read that depends on the epoch."""
+        """Records that the batch read a value that depends on the epoch."""
         self.asked = name
 
     def holds(self, dataset: Any) -> bool:
-        """Whether the dataset of this batch refers to another dataset."""
+        """Whether this batch's dataset refers to `dataset`."""
         if self._holds is None or self._holds[0] != id(dataset):
             found = held_generators.reaches(self.dataset, dataset)
             self._holds = id(dataset), found
@@ -142,7 +142,7 @@ class Context:
 
     @property
     def rng(self) -> np.random.Generator:
-        """The batch's generator."""
+        """The random generator of this batch."""
         if self._rng is None:
             with _making:
                 self._rng = self._rng or seeding.generator(
@@ -151,7 +151,7 @@ class Context:
         return self._rng
 
     def restart_rng(self) -> None:
-        """Puts `rng` at the start of its stream."""
+        """Resets `rng` to the start of its random stream."""
         self._rng = None
 
     def rng_for(self, *key: int) -> np.random.Generator:
@@ -162,13 +162,13 @@ class Context:
 
 
 def rng_for(seed: int, epoch: int, *key: int) -> np.random.Generator:
-    """Returns the result of `self.rng_for` in an epoch."""
+    """Returns the value of `self.rng_for(*key)` for a seed and epoch."""
     return seeding.generator(seed, seeding.PART, epoch, *key)
 
 
 @functools.lru_cache(maxsize=4)
 def epoch_order(seed: int, epoch: int, length: int) -> Permutation:
-    """Returns the result of `self.epoch_order` in an epoch."""
+    """Returns the value of `self.epoch_order(length)` for a seed and epoch."""
     return Permutation(length, seeding.sequence(seed, seeding.PARTS, epoch))
 
 
@@ -176,24 +176,24 @@ _DEFAULT_HOOKS: set[Callable[..., Any]] = set()
 
 
 def default_hook(method: _Method) -> _Method:
-    """Marks a method of a base class that does nothing."""
+    """Marks a base-class method as an empty default that users may override."""
     _DEFAULT_HOOKS.add(method)
     return method
 
 
 def is_default_hook(method: Callable[..., Any]) -> bool:
-    """Whether a method was marked by `default_hook`."""
+    """Whether the decorator `default_hook` marked a method."""
     return method in _DEFAULT_HOOKS
 
 
 def overrides(dataset: Dataset, name: str) -> bool:
-    """Whether a dataset overrides a method that does nothing by default."""
+    """Whether a dataset overrides a method whose default does nothing."""
     method = getattr(type(dataset), name)
     return name in vars(dataset) or not is_default_hook(method)
 
 
 class _Current(threading.local):
-    """The batches that a thread builds and consumes."""
+    """Stores each thread's current build context and consumed datasets."""
 
     context: Context | None = None  # the innermost batch that it is building
 
@@ -210,12 +210,12 @@ _making = threading.RLock()  # held while a generator is made
 
 
 def current_context() -> Context | None:
-    """Returns the batch that the calling thread builds, or `None`."""
+    """Returns the calling thread's build context, or `None` if it has none."""
     return _current.context
 
 
 def _and_outer(context: Context | None) -> Iterator[Context]:
-    """Yields a batch, and those in whose builds it is built."""
+    """Yields a context and then its outer contexts, innermost first."""
     while context is not None:
         yield context
         context = context.outer
@@ -228,14 +228,14 @@ def is_building() -> bool:
 
 
 def is_built_for(dataset: Dataset) -> bool:
-    """Whether the caller works on a batch of a dataset."""
+    """Whether the calling thread takes part in a build of `dataset`."""
     if _current.context is None:
         return bool(_helped(dataset))
     return any(c.dataset is dataset for c in _and_outer(_current.context))
 
 
 def is_in_worker(dataset: Dataset) -> bool:
-    """Whether the caller is a worker of a dataset, and builds a batch."""
+    """Whether the calling thread is a worker that builds for `dataset`."""
     return any(
         context.dataset is dataset and context.worker_index is not None
         for context in _and_outer(_current.context)
@@ -243,7 +243,7 @@ def is_in_worker(dataset: Dataset) -> bool:
 
 
 def context_for(dataset: Dataset, name: str) -> Context | None:
-    """Returns the batch that the caller works on, or `None`.
+    """Returns the context of the caller's build, or `None` outside of builds.
 
     A thread that `__getitem__` started works on the batch of the dataset whose
     attribute it reads, if only one batch is possible.
@@ -270,7 +270,7 @@ def context_for(dataset: Dataset, name: str) -> Context | None:
 
 
 def _helped(dataset: Dataset) -> list[Context]:
-    """Returns the batches that a thread without a build may be working on.
+    """Returns the builds that may have started the calling thread.
 
     These are batches of the dataset, or of a dataset that refers to it. A
     thread that consumes a dataset's batches does not work on them. A worker
@@ -292,7 +292,7 @@ def _helped(dataset: Dataset) -> list[Context]:
 
 
 def consume(dataset: Dataset) -> None:
-    """Notes that the calling thread consumes batches of a dataset."""
+    """Records that the calling thread consumes batches of a dataset."""
     _current.consumed[id(dataset)] = dataset
 
 
@@ -304,7 +304,7 @@ def _consumes(dataset: Dataset | None) -> bool:
 
 
 def forget_context(dataset: Dataset | None) -> None:
-    """Forgets builds of a dataset that a KeyboardInterrupt has interrupted.
+    """Removes the contexts of builds that a KeyboardInterrupt interrupted.
 
     It may come between any two lines, also between those that clean up.
     """
@@ -319,7 +319,7 @@ def forget_context(dataset: Dataset | None) -> None:
 
 
 def _enter(context: Context | None) -> None:
-    """Sets the batch that the calling thread builds."""
+    """Sets or clears the calling thread's build context."""
     _current.context = context
     if context is None:
         _building_in.pop(threading.get_ident(), None)
@@ -328,7 +328,7 @@ def _enter(context: Context | None) -> None:
 
 
 def _after_fork() -> None:
-    """Forgets other threads, which do not exist in the child."""
+    """Drops the contexts of the parent's other threads after a fork."""
     _building_in.clear()
     _enter(_current.context)
 
@@ -337,7 +337,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class _Building:
-    """Makes a context the current one of the calling thread.
+    """Sets the calling thread's build context during a `with` block.
 
     It is a class because `contextlib.contextmanager` sets attributes on an
     exception that passes through, and some exceptions forbid that.
@@ -355,18 +355,18 @@ class _Building:
 
 
 class Observer(Protocol):
-    """Learns which random generators batches draw from."""
+    """Receives reports on which random generators batches draw from."""
 
     @property
     def observes(self) -> bool:
-        """Whether to report the next batch."""
+        """Whether the builder should report on the next batch."""
 
     def on_global_rng(self, what: str) -> None:
-        """Called if a batch that was built inline drew from `what`."""
+        """Called if an inline build may draw random numbers from `what`."""
 
 
 class GlobalRngUsedError(LoaderError):
-    """Raised when a thread may have drawn from shared generators.
+    """Raised when a build in a thread may have drawn from shared generators.
 
     Building the batch again, while no other thread builds, shows whether it
     does.
@@ -418,7 +418,7 @@ class Builder:
 
     @property
     def dataset(self) -> Dataset:
-        """The dataset."""
+        """The dataset whose batches are built."""
         return self._dataset()
 
     def start(self, worker_index: int) -> None:
@@ -456,7 +456,7 @@ class Builder:
         worker_index: int,
         empty: Empty = aligned_empty,
     ) -> Any:
-        """Builds the batch at `index`, as `__getitem__` returns it.
+        """Builds the batch at `index`, and returns the result of `__getitem__`.
 
         Raises:
             LoaderError: The batch depends on the epoch, and would be cached.
@@ -481,7 +481,7 @@ class Builder:
                 return self._observed(context)
 
     def _observed(self, context: Context) -> Any:
-        """Builds a batch, and reports to the observer what it drew from."""
+        """Builds a batch, and reports which generators the batch drew from."""
         observer = self._observer
         if observer is None or not observer.observes:
             return self._seeded(context)
@@ -554,7 +554,7 @@ class Builder:
         )
 
     def _states(self) -> dict[str, Any]:
-        """Returns states of random generators, unless threads share them."""
+        """Returns the states of generators, or {} if threads share them."""
         if self._shared:
             return {}
         return {
@@ -565,7 +565,7 @@ class Builder:
         }
 
     def adopt(self, newer: Builder) -> None:
-        """Replaces the worker's dataset by a newer state of it.
+        """Replaces the worker's dataset with a newer version.
 
         Attributes that `on_worker_start` set are kept. Attributes that builds
         set are dropped, because they may come from the former state.
@@ -586,12 +586,12 @@ class Builder:
             self._worker_state.begin(self._given_attributes())
 
     def _given_attributes(self) -> dict[str, Any]:
-        """Returns the attributes that the training process has set."""
+        """Returns the attributes that came from the training process."""
         attributes = vars(self.dataset).items()
         return {k: v for k, v in attributes if k not in self._own}
 
     def _look_for_lost_state(self, state: LostStateMonitor) -> None:
-        """Warns once if builds set state that the training process loses."""
+        """Warns once if builds change attributes only in this process."""
         paths = state.look(vars(self.dataset))
         if not paths:
             return
@@ -609,7 +609,7 @@ class Builder:
         )
 
     def change(self) -> None:
-        """Searches the dataset for generators again before the next build."""
+        """Makes the next build search the dataset for generators again."""
         self._search, self._is_sure = None, False
 
     def _reseed(self, epoch: int, index: int) -> None:
@@ -649,12 +649,12 @@ class Builder:
 
 
 def builder_in_worker(dataset: Dataset, seed: int, cached: bool) -> Builder:
-    """Returns the builder of a worker process, with its own dataset."""
+    """Returns a worker process's builder, which keeps `dataset` alive."""
     return Builder(lambda: dataset, seed, private=True, cached=cached)
 
 
 def _item(dataset: Dataset, index: int) -> Any:
-    """Returns `dataset[index]`; raises if that is a generator or coroutine."""
+    """Returns `dataset[index]`; rejects a generator or a coroutine."""
     batch = dataset[index]
     if not isinstance(batch, (types.GeneratorType, types.CoroutineType)):
         return batch
@@ -683,7 +683,9 @@ def run_hook(
     number: int,
     epoch: int,
 ) -> _Result:
-    """Runs `on_epoch_begin` or `on_epoch_end`, seeded by its number.
+    """Runs `on_epoch_begin` or `on_epoch_end` with seeded random generators.
+
+    `number` counts the calls of hooks, and selects the random streams.
 
     Shuffling an index in `on_epoch_end` is the most common way to shuffle. The
     seeds make it repeatable, with `self.rng` or the global generators. The
@@ -701,7 +703,7 @@ def run_hook(
 
 
 class _Preserved:
-    """Restores random generators outside of the dataset after a block."""
+    """Restores random generators outside the dataset after a `with` block."""
 
     def __init__(self, found: list[held_generators.Held]) -> None:
         self._found = [held.generator for held in found if held.is_outside]
@@ -715,7 +717,7 @@ class _Preserved:
 
 
 class GlobalRngMonitor:
-    """Detects draws of threads from generators that all threads share.
+    """Detects worker threads that draw from shared random generators.
 
     Args:
         warns: Whether to check only the first builds, and warn once. If not,
@@ -735,7 +737,7 @@ class GlobalRngMonitor:
         self._local = threading.local()
 
     def begin(self) -> None:
-        """Called before a build, in the thread that builds."""
+        """Starts the check of a build, in the thread that builds."""
         self._local.before = None
         early = self._moved < self._TELLING
         early = early and self._watched < self._BUILDS_WATCHED
@@ -745,7 +747,7 @@ class GlobalRngMonitor:
             self._local.before = _positions(), crossings
 
     def end(self, dataset: str) -> None:
-        """Called after a build, in the thread that builds."""
+        """Ends the check of a build; reports draws from shared generators."""
         before = self._local.before
         if before is None:
             return

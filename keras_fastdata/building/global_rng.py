@@ -1,4 +1,4 @@
-"""Lets one build at a time use the global random generators, and restores them.
+"""Locks and restores the global random generators for builds in the caller.
 
 Builds in the caller and epoch hooks seed `np.random`, `random` and torch's
 generator, which all threads of a process share. A thread holds the generators
@@ -31,7 +31,7 @@ _log = logging.getLogger("keras_fastdata")
 
 
 class preserved_globals:  # noqa: N801 - called like a function
-    """Saves the states of the global generators, and restores them at exit.
+    """Restores the global generators' states at the end of a `with` block.
 
     Attributes:
         depth: The number of blocks that are entered now, in all threads.
@@ -69,7 +69,7 @@ class preserved_globals:  # noqa: N801 - called like a function
 
 
 class _Turn:
-    """The right of one thread to use the global generators.
+    """A lock for the global generators, with information about its holder.
 
     Attributes:
         lock: Held by that thread, once for each nested build.
@@ -82,18 +82,18 @@ class _Turn:
         self._frame_id = 0  # of the outermost build
 
     def begin(self, frame_id: int) -> None:
-        """Notes that the calling thread has just taken the lock."""
+        """Records the calling thread as the holder of the lock."""
         if not self._depth:
             self._thread, self._frame_id = threading.get_ident(), frame_id
         self._depth += 1
 
     def release(self) -> None:
-        """Releases the lock once."""
+        """Releases one level of the reentrant lock."""
         self._depth -= 1
         self.lock.release()
 
     def give_up(self) -> None:
-        """Releases the lock completely, if the calling thread holds it."""
+        """Releases all levels of the lock if the calling thread holds it."""
         while self.lock._is_owned():
             self._depth = 0
             self.lock.release()
@@ -127,7 +127,7 @@ def _take_turn(frame_id: int) -> _Turn:
 
 
 def _wait_for(turn: _Turn) -> bool:
-    """Takes the lock; returns `False` if its holder seems to be stuck."""
+    """Acquires the lock; returns `False` if the lock's holder seems stuck."""
     before: _call_stack.Place | None = None
     since_s = 0.0
     while not turn.lock.acquire(timeout=_LOOK_S):
@@ -151,13 +151,13 @@ def _wait_for(turn: _Turn) -> bool:
 
 
 def give_up() -> None:
-    """Releases what an interrupted build of this thread still holds."""
+    """Releases the locks that an interrupted build of this thread holds."""
     for turn in _turns:
         turn.give_up()
 
 
 def _after_fork() -> None:
-    """Drops turns of other threads, which do not exist in the child."""
+    """Drops the locks of the parent's other threads after a fork."""
     _turns[:] = [turn for turn in _turns if turn.lock._is_owned()] or [_Turn()]
 
 

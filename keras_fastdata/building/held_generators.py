@@ -57,28 +57,28 @@ class Held(NamedTuple):
     generator: _Generator
 
     def reseed(self, seed: int, *key: int) -> None:
-        """Puts the generator at the start of its stream for a key."""
+        """Resets the generator to the start of its random stream for `key`."""
         self.generator.reseed(seeding.sequence(seed, *key, *self.key))
 
 
 class _Generator:
-    """A generator of a kind that can be seeded in place."""
+    """Base class of wrappers that seed a random generator in place."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def reseed(self, stream: np.random.SeedSequence) -> None:
-        """Puts the generator at the start of a stream."""
+        """Seeds the generator from the seed sequence `stream`."""
 
     def state(self) -> Any:
-        """Returns the state; equal states give the same draws."""
+        """Returns the generator's state; equal states give equal draws."""
 
     def restore(self, state: Any) -> None:
-        """Puts the generator back to a state."""
+        """Resets the generator to a state that `state` returned."""
 
 
 class _NumpyGenerator(_Generator):
-    """A `np.random.Generator`, or a bit generator alone."""
+    """Wraps a `np.random.Generator` or a NumPy bit generator."""
 
     @property
     def _bits(self) -> Any:
@@ -102,7 +102,7 @@ class _NumpyGenerator(_Generator):
 
 
 class _SeedSequence(_Generator):
-    """A `np.random.SeedSequence`; its state is the number of spawns."""
+    """Wraps a `np.random.SeedSequence`, whose state is its spawn count."""
 
     def reseed(self, stream: np.random.SeedSequence) -> None:
         self.restore(int(stream.generate_state(1)[0] >> 1))  # of 32 bits
@@ -154,7 +154,7 @@ class _TorchGenerator(_Generator):
 
 
 class _HasSeedMethod(_Generator):
-    """An object with a method that seeds it.
+    """Wraps an object with its own seeding method, such as `seed`.
 
     The reference is weak, because the object may refer to the dataset, and a
     builder must not keep the dataset alive.
@@ -188,7 +188,7 @@ class _HasSeedMethod(_Generator):
 
 
 class Search:
-    """Searches a dataset for random generators, once.
+    """Finds the random generators that a dataset refers to.
 
     Attributes:
         held: The generators that were found.
@@ -221,7 +221,7 @@ class Search:
                 self._add(step, _HasSeedMethod(step.value, name))
 
     def is_of(self, dataset: Any) -> bool:
-        """Whether the dataset still seems to hold exactly these generators."""
+        """Whether this search result still seems valid for the dataset."""
         attributes = _attributes_of(dataset)
         if len(attributes) != self._count:
             return False
@@ -231,7 +231,7 @@ class Search:
         return True
 
     def lacks(self, later: Search) -> bool:
-        """Whether a later search found a generator at a new path."""
+        """Whether `later` found a generator at a path that `self` lacks."""
         paths = {held.path for held in self.held}
         return any(held.path not in paths for held in later.held)
 
@@ -249,7 +249,7 @@ class Search:
 
 @functools.singledispatch
 def seeds_its_own(dataset: Any) -> bool:
-    """Whether a dataset seeds the generators that it refers to.
+    """Whether a dataset seeds its random generators itself.
 
     A class that does so registers its own function.
     """
@@ -257,7 +257,7 @@ def seeds_its_own(dataset: Any) -> bool:
 
 
 def reaches(dataset: Any, part: Any) -> bool:
-    """Whether a dataset refers to an object, directly or through others."""
+    """Whether a dataset refers to `part` directly or through other objects."""
     return any(step.value is part for step in _reachable(dataset))
 
 
@@ -265,7 +265,7 @@ def reaches(dataset: Any, part: Any) -> bool:
 
 
 class _ReachStep(NamedTuple):
-    """An object that the search reached.
+    """An object that the search found, with its path from the dataset.
 
     Attributes:
         name: Its part of the path.
@@ -280,7 +280,7 @@ class _ReachStep(NamedTuple):
     is_outside: bool
 
     def way(self) -> list[_ReachStep]:
-        """Returns this step and all before it, latest first."""
+        """Returns this step and all previous steps, latest first."""
         found = [self]
         while found[-1].before is not None:
             found.append(found[-1].before)
@@ -288,7 +288,7 @@ class _ReachStep(NamedTuple):
 
 
 def _reachable(dataset: Any) -> Iterator[_ReachStep]:
-    """Yields objects that a dataset refers to: nearest first, globals last."""
+    """Yields the objects a dataset refers to, breadth first, globals last."""
     inside: collections.deque[_ReachStep] = collections.deque()
     outside: collections.deque[_ReachStep] = collections.deque()
     seen = {id(dataset)}
@@ -323,7 +323,7 @@ def _reachable(dataset: Any) -> Iterator[_ReachStep]:
 
 
 def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the parts of an object, each with its name."""
+    """Yields (name, object) for each object that `value` contains."""
     items: Any = ()
     if isinstance(value, dict):
         for key in itertools.islice(list(value), _MOST_ITEMS):
@@ -368,7 +368,7 @@ def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _attributes_of(value: Any) -> dict[str, Any]:
-    """Returns an object's attributes without calling its `__getattr__`."""
+    """Returns an object's `__dict__` without calling its `__getattr__`."""
     if not type(value).__dictoffset__:
         return {}
     try:
@@ -425,7 +425,7 @@ def _globals_of(
 
 
 def _is_leaf(kind: type) -> bool:
-    """Whether objects of a class are not searched."""
+    """Whether the search skips the instances of a class."""
     if kind.__name__ in ("Tensor", "Parameter"):
         return kind.__module__.startswith("torch")
     return kind.__module__.partition(".")[0] in _OPAQUE
@@ -454,7 +454,7 @@ _LEAVES = (
 
 
 def _kind_of(value: Any) -> Callable[[Any], _Generator] | None:
-    """Returns the class that handles a generator, or `None`."""
+    """Returns the wrapper class for a generator, or `None` if no class fits."""
     if isinstance(value, (np.random.Generator, np.random.BitGenerator)):
         return _NumpyGenerator
     if isinstance(value, np.random.RandomState):
@@ -471,7 +471,7 @@ def _kind_of(value: Any) -> Callable[[Any], _Generator] | None:
 
 
 def _is_global(value: Any) -> bool:
-    """Returns whether a random generator is a global one.
+    """Whether `value` is one of the global random generators.
 
     `seeding.reseed_globals` seeds those.
     """
@@ -486,7 +486,7 @@ def _is_global(value: Any) -> bool:
 
 
 def _method_of(value: Any) -> str:
-    """Returns the name of the method that seeds an object, or "".
+    """Returns the name of an object's seeding method, or "" if no method fits.
 
     An object with items or steps is a dataset, an array or an environment;
     there `seed` may mean something else.

@@ -1,4 +1,7 @@
-"""Tells the user's own modules from installed ones; reads names in code."""
+"""Distinguishes the user's modules from installed modules.
+
+Also reads the names that a code object uses.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +74,7 @@ def _has_installed(folder: str) -> bool:
 
 
 def nested_code(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Yields code, and the code of functions and classes inside it."""
+    """Yields a code object and all code objects nested inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -80,5 +83,8 @@ def nested_code(code: types.CodeType) -> Iterator[types.CodeType]:
 
 @functools.lru_cache(maxsize=4096)
 def names_in(code: types.CodeType) -> frozenset[str]:
-    """Returns the globals and attributes that code, or code in it, names."""
+    """Returns the names of globals and attributes that a code object uses.
+
+    Code objects nested inside it are included.
+    """
     return frozenset(n for part in nested_code(code) for n in part.co_names)

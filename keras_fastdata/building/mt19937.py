@@ -22,7 +22,7 @@ _random: Any = np.random  # its type stubs lack the functions used here
 
 
 class Snapshot:
-    """The state of `np.random` at one moment."""
+    """Saves the state of `np.random` for a later `restore`."""
 
     def __init__(self) -> None:
         self._memory = _present()
@@ -36,7 +36,7 @@ class Snapshot:
                 self._state = state
 
     def restore(self) -> None:
-        """Puts `np.random` back to the state."""
+        """Restores the saved state of `np.random`."""
         # This forgets a normal number that was drawn in advance.
         _random.set_bit_generator(self._memory.bits)
         if self._state is not None:
@@ -46,7 +46,7 @@ class Snapshot:
 
 
 def seed(random_bytes: bytes) -> None:
-    """Uses `SEED_NBYTES` random bytes as the state of `np.random`."""
+    """Seeds `np.random` from `SEED_NBYTES` random bytes."""
     memory = _present()
     if memory.is_known:
         # This forgets a normal number that was drawn in advance.
@@ -61,12 +61,12 @@ def seed(random_bytes: bytes) -> None:
 
 
 def state() -> bytes:
-    """Returns the state of `np.random`; empty if memory cannot be read."""
+    """Returns the state of `np.random`, or `b""` if its format is unknown."""
     return _present().read()
 
 
 class _Memory:
-    """The memory of a bit generator.
+    """Accesses the memory that holds the state of a bit generator.
 
     Attributes:
         bits: The bit generator.
@@ -89,7 +89,7 @@ class _Memory:
         self.is_known = self._view is not None
 
     def read(self) -> bytes:
-        """Returns the state; empty if the format is not known."""
+        """Returns the state's bytes, or `b""` if the format is unknown."""
         if not self.is_known:
             return b""
         with self.bits.lock:  # another thread may be drawing

@@ -1,4 +1,4 @@
-"""A random order of any length, computed part by part.
+"""Random permutations of any length that need little memory.
 
 Up to a million items, it is NumPy's permutation, drawn as a whole. Beyond, a
 Feistel network shuffles the positions. It is a bijection on `bits` bits for
@@ -26,7 +26,7 @@ _Words = npt.NDArray[np.uint64]
 
 
 class Permutation:
-    """An order of `range(length)`, drawn from a seed.
+    """A random permutation of `range(length)`, determined by a seed.
 
     Args:
         length: The number of items, below 2**63.
@@ -51,7 +51,7 @@ class Permutation:
         return self._length
 
     def __getitem__(self, position: int) -> int:
-        """Returns the item at a position; successive positions are quick."""
+        """Returns the item at a position; sequential access is fastest."""
         if not 0 <= position < self._length:
             raise IndexError(
                 f"Position {position} of an order of {self._length} items."
@@ -69,7 +69,7 @@ class Permutation:
         return int(block[place])
 
     def at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Returns the items at positions, which must be below the length."""
+        """Returns the items at `positions`; each must be below the length."""
         if self._stored is not None:
             return self._stored[positions]
         items = self._shuffled(positions.astype(np.uint64))
@@ -88,7 +88,7 @@ class Permutation:
 
 
 def _mixed(words: _Words, key: np.uint64) -> _Words:
-    """Mixes each word with a key into 64 bits (SplitMix64's finalizer)."""
+    """Hashes each 64-bit word with a key (SplitMix64's finalizer)."""
     words = words ^ key
     words ^= words >> np.uint64(30)
     words *= np.uint64(0xBF58476D1CE4E5B9)

@@ -35,7 +35,7 @@ ABSENT = object()  # the value of a name that has none
 
 @dataclasses.dataclass(frozen=True)
 class Variable:
-    """A variable that code refers to.
+    """A variable that the code of a dataset refers to.
 
     Attributes:
         home: The variables of the module, class or object that has it.
@@ -54,12 +54,12 @@ class Variable:
 
     @property
     def value(self) -> Any:
-        """The present value, or `ABSENT`."""
+        """The variable's current value, or `ABSENT` if it does not exist."""
         return self.home.get(self.name, ABSENT)
 
 
 class _Cell(Mapping[str, Any]):
-    """A mapping in which every key gives one variable of an outer function."""
+    """A mapping that returns a closure cell's value for every key."""
 
     def __init__(self, cell: types.CellType) -> None:
         self._cell = cell
@@ -88,7 +88,7 @@ def variables_of(dataset: Any) -> list[Variable]:
 
 
 class _VariableSearch:
-    """Collects variables by following names.
+    """Collects the variables that code refers to directly or indirectly.
 
     Attributes:
         found: The variables.
@@ -102,7 +102,10 @@ class _VariableSearch:
         self._places: set[tuple[str, str]] = set()
 
     def value(self, value: Any, module: str = "", path: str = "") -> None:
-        """Searches a value; `path` is its variable in `module`, if any."""
+        """Collects the variables that a value refers to.
+
+        `path` is the value's variable in `module`, or "" if it has none.
+        """
         if isinstance(value, (*_LEAVES, types.ModuleType)):
             return
         if isinstance(value, types.FunctionType):
@@ -179,7 +182,7 @@ class _VariableSearch:
             self._module(sys.modules.get(name), every)
 
     def _module(self, module: Any, names: frozenset[str]) -> None:
-        """Searches a module for the names that the code uses."""
+        """Collects a module's variables whose names are in `names`."""
         if not isinstance(module, types.ModuleType):
             return
         if not is_users(module.__name__) or not self._is_new(module, names):
@@ -205,7 +208,7 @@ class _VariableSearch:
 
 
 def _is_users_object(value: Any) -> bool:
-    """Whether an object is of a class of the user's, or of this package."""
+    """Whether an object's class belongs to the user or to this package."""
     module = type(value).__module__
     if module == "builtins" or isinstance(value, weakref.ref):
         return False
@@ -231,7 +234,7 @@ def _parts_of(value: Any) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Names:
-    """The names that a function uses, also in functions inside it.
+    """The names that a function and its nested functions use.
 
     Attributes:
         variables: Variables that it reads.

@@ -1,4 +1,4 @@
-"""Random state as a function of (seed, epoch, batch index).
+"""Derives random state from keys such as (seed, epoch, batch index).
 
 Every stream has a key: the base seed, the purpose of the stream, and numbers
 such as epoch and index. Two batches, two epochs, or two purposes never share a
@@ -34,17 +34,17 @@ PRIVATE = "_fastdata"  # this package's attribute of a dataset
 
 
 def sequence(seed: int, *key: int) -> np.random.SeedSequence:
-    """Returns the seed sequence of a stream."""
+    """Returns the NumPy seed sequence for a seed and a stream key."""
     return np.random.SeedSequence(seed, spawn_key=key)
 
 
 def generator(seed: int, *key: int) -> np.random.Generator:
-    """Returns a new NumPy generator at the start of a stream."""
+    """Returns a new NumPy generator for a seed and a stream key."""
     return np.random.Generator(np.random.PCG64(sequence(seed, *key)))
 
 
 def reseed_globals(seed: int, *key: int) -> None:
-    """Seeds `np.random`, `random` and, where loaded, torch's generator."""
+    """Seeds `np.random`, `random` and, if imported, torch's generator."""
     stream = hashlib.shake_128(repr((seed, key)).encode())
     drawn = stream.digest(mt19937.SEED_NBYTES + 16 + 8)
     own, rest = drawn[: mt19937.SEED_NBYTES], drawn[mt19937.SEED_NBYTES :]
@@ -56,7 +56,7 @@ def reseed_globals(seed: int, *key: int) -> None:
 
 
 def global_states() -> dict[str, Any]:
-    """Returns the states of the global generators, by name."""
+    """Returns a dict from each global generator's name to its state."""
     torch = loaded_torch()
     return {
         "np.random": mt19937.state(),
@@ -66,6 +66,6 @@ def global_states() -> dict[str, Any]:
 
 
 def loaded_torch() -> Any:
-    """Returns torch if it is completely imported, else `None`."""
+    """Returns the module `torch`, or `None` if it is not fully imported."""
     torch = sys.modules.get("torch")
     return torch if hasattr(torch, "default_generator") else None

@@ -1,4 +1,4 @@
-"""Detects state that builds set on a worker's copy of the dataset.
+"""Detects changes that builds make to a worker's copy of the dataset.
 
 In a worker process `__getitem__` has a copy of the dataset, and no other
 process sees its changes. Opening a file there is right, but a count is lost.
@@ -32,7 +32,7 @@ _Seen = dict[str, tuple[Any, Any]]
 
 
 class LostStateMonitor:
-    """Detects lost state in one worker."""
+    """Detects attribute changes that stay in one worker and are lost."""
 
     def __init__(self, attributes: dict[str, Any]) -> None:
         self._builds = 0
@@ -40,18 +40,18 @@ class LostStateMonitor:
         self.begin(attributes)
 
     def begin(self, attributes: dict[str, Any]) -> None:
-        """Starts again with the attributes of a new state of the dataset."""
+        """Restarts the detection with the attributes of an updated dataset."""
         self._given = dict(_places(attributes))
         self._seen: _Seen | None = None
         self._next = self._builds + 1
 
     def is_due(self) -> bool:
-        """Counts a build; returns whether to call `look` now."""
+        """Counts one build, and returns whether a call of `look` is due."""
         self._builds += 1
         return self._builds >= self._next
 
     def look(self, attributes: dict[str, Any]) -> list[str]:
-        """Returns paths of attributes that changed since the last look."""
+        """Returns the paths of attributes changed since the previous call."""
         before, self._seen = self._seen, {}
         for path, value in _places(attributes):
             if self._given.get(path) is not None:
@@ -69,7 +69,7 @@ class LostStateMonitor:
 
 
 def _places(attributes: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields attributes, and the attributes of the user's objects in them."""
+    """Yields the path and the value of attributes and nested attributes."""
     waiting = [("", attributes)]
     for number in range(_MOST_OBJECTS):
         if number == len(waiting):
@@ -87,7 +87,10 @@ def _places(attributes: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _content(value: Any) -> Any:
-    """Returns a copy of a short container, or the length of a long one."""
+    """Returns a copy of a short container, or the length of a long container.
+
+    Returns `None` for other values.
+    """
     if isinstance(value, (*_SEQUENCES, dict, set)):
         if len(value) > _MOST_ITEMS:
             return len(value)
@@ -96,7 +99,7 @@ def _content(value: Any) -> Any:
 
 
 def _differs(before: tuple[Any, Any], value: Any, content: Any) -> bool:
-    """Whether an attribute, or an item in it, has changed."""
+    """Whether an attribute or one of its items has changed."""
     former, contained = before
     if not _is_same(former, value):
         return True

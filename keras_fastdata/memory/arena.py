@@ -1,4 +1,4 @@
-"""One anonymous segment of memory per loader, divided into slots for batches.
+"""Manages a loader's anonymous shared memory, divided into slots for batches.
 
 The segment is a sparse `memfd`: it has no name, does not count against
 `/dev/shm`, and the kernel frees it with the last process that maps it. Slot k
@@ -58,14 +58,14 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class _SlotRef(weakref.ref[Any]):
-    """A weak reference to a batch's root array that knows its slot."""
+    """A weak reference to a batch's root array, with the slot's number."""
 
     __slots__ = ("slot",)
     slot: int
 
 
 class Segment:
-    """A mapping of the shared memory of one loader, in one process.
+    """Maps the shared memory of one loader into one process.
 
     Args:
         fd: A `memfd`, which this object owns from now on.
@@ -90,7 +90,7 @@ class Segment:
         return np.frombuffer(self._mmap, np.uint8, nbytes, offset)
 
     def set_heartbeat(self, worker: int, task_id: int) -> None:
-        """Writes the task that `worker` builds; 0 for none."""
+        """Stores the id of the task that `worker` builds, or 0 if none."""
         line = worker * HEARTBEAT_BYTES
         self._mmap[line : line + 8] = task_id.to_bytes(8, "little")
 
@@ -100,7 +100,7 @@ class Segment:
         return int.from_bytes(self._mmap[line : line + 8], "little")
 
     def set_started(self, worker: int, began_s: float) -> None:
-        """Stores the time at which `worker` began to build; 0 means done.
+        """Stores the start time of `worker`'s build, or 0 after the build.
 
         Call `set_heartbeat` first: readers read the task before the time.
         """
@@ -108,20 +108,23 @@ class Segment:
         self._mmap[start : start + 8] = _CLOCK.pack(began_s)
 
     def started_s(self, worker: int) -> float:
-        """Reads when `worker` began to build, by `time.monotonic`."""
+        """Returns the `time.monotonic` at which `worker`'s build began.
+
+        Returns 0 if no build is in progress.
+        """
         return float(
             _CLOCK.unpack_from(self._mmap, worker * HEARTBEAT_BYTES + 8)[0]
         )
 
     def drop_pages(self, slot: int) -> None:
-        """Returns a slot's pages to the kernel, and so loses its content."""
+        """Returns a slot's pages to the kernel, which erases the content."""
         start = self._slot_offset(slot)
         self._mmap.madvise(mmap.MADV_REMOVE, start, self.stride)
 
     def make_private(
         self, slot: int, nbytes: int, *, copy: bool = True
     ) -> None:
-        """Turns a slot's first bytes into a private copy of this process.
+        """Replaces a slot's first bytes with a private copy in this process.
 
         Their address does not change. Threads may read and write meanwhile.
 
@@ -135,18 +138,18 @@ class Segment:
         self._map(self._slot_offset(slot), nbytes, flags)
 
     def make_shared(self, slot: int) -> None:
-        """Maps a private slot to the segment again; drops its copy."""
+        """Maps a private slot to shared memory again; drops the copy."""
         start = self._slot_offset(slot)
         self._map(start, self.stride, mmap.MAP_SHARED)
         self._mmap.madvise(mmap.MADV_DONTDUMP, start, self.stride)
 
     def make_all_shared(self) -> None:
-        """Maps all slots and the heartbeats to the segment again."""
+        """Maps all slots and heartbeats to shared memory again."""
         self._map(0, len(self._mmap), mmap.MAP_SHARED)
         self._mmap.madvise(mmap.MADV_DONTDUMP)
 
     def _map(self, offset: int, nbytes: int, flags: int) -> None:
-        """Maps a part of the segment again, at the same address."""
+        """Remaps a part of the segment without changing its address."""
         start: Bytes = np.frombuffer(self._mmap, np.uint8, 1, offset)
         address = address_of(start)
         libc = ctypes.CDLL(None, use_errno=True)
@@ -192,17 +195,17 @@ class Arena:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the slots take at present."""
+        """The number of bytes of memory that the slots use now."""
         return os.fstat(self.segment.fd).st_blocks * 512
 
     @property
     def crowded(self) -> bool:
-        """Whether the consumer holds as many slots as it is allowed."""
+        """Whether the consumer holds the maximum number of slots or more."""
         self._reclaim()
         return len(self._leased) >= self._hold_limit
 
     def take(self, leave: int = 0) -> int | None:
-        """Takes a free slot; `None` if at most `leave` slots are free."""
+        """Takes a free slot, or returns `None` if at most `leave` are free."""
         if self._returned:
             self._reclaim()
         if leave and len(self._warm) + len(self._cold) <= leave:
@@ -218,7 +221,7 @@ class Arena:
             self.keep_warm(self._warm_slots)
 
     def keep_warm(self, slots: int) -> None:
-        """Sets how many free slots keep their pages."""
+        """Sets the number of free slots that keep their memory pages."""
         self._warm_slots = slots
         while len(self._warm) > slots:
             coldest = self._warm.popleft()
@@ -226,7 +229,7 @@ class Arena:
             self._cold.append(coldest)
 
     def lease(self, slot: int, nbytes: int) -> Bytes:
-        """Leases a slot to an array over its first bytes, and returns that."""
+        """Leases a slot, and returns an array over the slot's first bytes."""
         root = self.segment.root(slot, 0, nbytes)
         lease = _SlotRef(root, self._returned.append)
         lease.slot = slot
@@ -250,7 +253,7 @@ class Arena:
                 self._seen_by_forks.add(slot)
 
     def close(self) -> None:
-        """Closes the descriptor; the mapping lives as long as its arrays."""
+        """Closes the file descriptor; existing arrays stay valid."""
         # No worker is left that could write to them, but forks may follow.
         self.make_private(copy=False)
         fd, self.segment.fd = self.segment.fd, -1
@@ -266,7 +269,7 @@ class Arena:
             self.free(slot)
 
     def _make_shared(self, slot: int) -> bool:
-        """Maps a private slot again; returns whether that was possible."""
+        """Makes a private slot shared again; returns whether this succeeded."""
         if slot in self._seen_by_forks:
             return False
         try:
@@ -281,7 +284,7 @@ _arenas: list[weakref.ref[Arena]] = []
 
 
 def _make_private_before_forks(arena: Arena) -> None:
-    """Makes the arena's leased slots private before every fork."""
+    """Registers an arena to make its leased slots private before each fork."""
     if not _arenas:
         # Again in the child: another thread may have leased one in between.
         os.register_at_fork(
@@ -313,7 +316,7 @@ def aligned_empty(
     shape: SupportsIndex | Sequence[SupportsIndex],
     dtype: npt.DTypeLike = "float32",
 ) -> npt.NDArray[Any]:
-    """Returns an uninitialized private array on a 64-byte boundary."""
+    """Returns an uninitialized, 64-byte-aligned array in private memory."""
     kind = np.dtype(dtype)
     nbytes = count_of(shape) * kind.itemsize
     if kind.hasobject or not nbytes:
@@ -322,7 +325,7 @@ def aligned_empty(
 
 
 def aligned_copy(source: Bytes) -> Bytes:
-    """Returns a private copy of bytes, on a 64-byte boundary."""
+    """Copies bytes into private, 64-byte-aligned memory."""
     copy = _aligned_bytes(source.nbytes)
     copy[:] = source
     return copy
@@ -340,7 +343,7 @@ def round_up(offset: int, step: int = ALIGNMENT) -> int:
 
 
 def count_of(shape: SupportsIndex | Sequence[SupportsIndex]) -> int:
-    """Returns the number of elements of an array of a shape."""
+    """Returns the number of elements of an array with this shape."""
     try:
         sides: Any = [operator.index(shape)]  # type: ignore[arg-type]
     except TypeError:
@@ -352,7 +355,7 @@ def count_of(shape: SupportsIndex | Sequence[SupportsIndex]) -> int:
 
 
 def memfd(name: str) -> int:
-    """Makes an anonymous file, and returns its descriptor."""
+    """Creates an anonymous file, and returns the file's descriptor."""
     if not hasattr(os, "memfd_create"):
         raise LoaderError(
             "Worker processes need Linux: their batches travel through "
@@ -367,7 +370,7 @@ def memfd(name: str) -> int:
 
 
 def _reserve_segment(slots: int) -> Segment:
-    """Creates a segment, and shrinks its slots until the limits allow it."""
+    """Creates a segment, with smaller slots if system limits require it."""
     stride = _ADDRESS_SPACE // slots
     collected = False
     while True:

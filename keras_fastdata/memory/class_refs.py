@@ -1,4 +1,4 @@
-"""Pickles classes on their way back from a worker by reference.
+"""Pickles classes by reference when a worker sends them back.
 
 cloudpickle sends a class of `__main__`, or one made inside a function, by
 value. That is right on the way to a worker, but not on the way back: loading
@@ -18,7 +18,10 @@ import cloudpickle
 
 
 def reduce_class(cls: type) -> Any:
-    """Reduces a class for pickle; `NotImplemented` if it can be imported."""
+    """Returns the pickle reduction of a class that cannot be imported.
+
+    Returns `NotImplemented` for a class that can be imported.
+    """
     if is_importable(cls):
         return NotImplemented
     return resolve_class, (
@@ -37,7 +40,7 @@ def is_importable(cls: Any) -> bool:
 def resolve_class(
     module: str, qualname: str, mark: str | None, by_value: bytes
 ) -> Any:
-    """Returns this process's own class; if there is none, loads the copy."""
+    """Returns this process's own class, or else unpickles the sent class."""
     found = _getattr_path(sys.modules.get(module), qualname)
     if isinstance(found, type):
         return found
@@ -48,7 +51,10 @@ def resolve_class(
 
 
 def _mark(cls: type) -> str | None:
-    """Returns cloudpickle's id of a class that it rebuilt here, or `None`."""
+    """Returns cloudpickle's id of a class, or `None` if it has no id.
+
+    cloudpickle gives an id to each class that it rebuilds in this process.
+    """
     marks = getattr(
         cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_CLASS", {}
     )

@@ -51,7 +51,7 @@ _EXTENT = struct.Struct("<QQ")  # start in the slot, number of bytes
 
 
 class Encoded(NamedTuple):
-    """Describes a batch in a slot, so that it can be read back.
+    """Describes a batch in a slot, so that `decode` can read the batch.
 
     Attributes:
         structure: The nested structure, without the arrays' bytes: a packed
@@ -70,25 +70,25 @@ class Encoded(NamedTuple):
 
 
 class Writer(Protocol):
-    """An object that takes the arrays of a batch: a slot or a substitute."""
+    """Interface of an object that collects the arrays of a batch."""
 
     def write(self, source: Bytes) -> tuple[int, int]:
-        """Takes bytes; returns their start and their number."""
+        """Adds bytes, and returns their start and their number."""
 
     def write_all(
         self, arrays: list[npt.NDArray[Any]]
     ) -> list[tuple[int, int]]:
-        """Takes arrays; returns start and number of bytes for each."""
+        """Adds arrays, and returns the start and byte count of each."""
 
     def allocate_copy(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Returns a contiguous copy of `array` that `write` will not copy."""
+        """Returns a contiguous copy of `array` for `write` to use directly."""
 
     def copy_retained(self, extents: list[tuple[int, int]]) -> bool:
-        """Whether the dataset kept arrays that it may still write to."""
+        """Copies arrays that the dataset kept; returns whether it kept any."""
 
     @property
     def used(self) -> int:
-        """The number of bytes taken so far."""
+        """The number of bytes added so far."""
 
 
 class SlotWriter:
@@ -127,7 +127,7 @@ class SlotWriter:
         return root.view(kind).reshape(shape)
 
     def write(self, source: Bytes) -> tuple[int, int]:
-        """Copies bytes into the slot, unless they lie there already."""
+        """Copies bytes into the slot unless they are already in the slot."""
         nbytes = source.nbytes
         if self._address:
             start = address_of(source) - self._address
@@ -140,7 +140,7 @@ class SlotWriter:
     def write_all(
         self, arrays: list[npt.NDArray[Any]]
     ) -> list[tuple[int, int]]:
-        """Copies arrays into the slot; several tiny arrays in one copy."""
+        """Copies arrays into the slot, tiny arrays in a single operation."""
         several = len(arrays) > 1
         if not several or sum([a.nbytes for a in arrays]) > TINY_BYTES:
             return [self.write(octets(array, self)) for array in arrays]
@@ -165,7 +165,7 @@ class SlotWriter:
         return copy
 
     def copy_retained(self, extents: list[tuple[int, int]]) -> bool:
-        """Copies arrays that the dataset kept, and may still write to.
+        """Copies arrays that the dataset kept and may overwrite later.
 
         Call it after the batch has died. An array of `empty` that is still
         alive is kept by the dataset. Its bytes are copied to another part of
@@ -189,12 +189,12 @@ class SlotWriter:
         return retained
 
     def append(self, body: bytes) -> None:
-        """Writes a message's body after the arrays; see `read_appended`."""
+        """Writes a message's body into the slot, after the arrays."""
         target, _ = self._allocate(len(body))
         target[:] = np.frombuffer(body, np.uint8)
 
     def make_private(self) -> None:
-        """Gives this process a private copy of the slot, if memory allows."""
+        """Makes the slot private to this process, if memory allows."""
         if self._used:
             with contextlib.suppress(OSError):
                 self._segment.make_private(self._slot, self._used)
@@ -226,7 +226,7 @@ class SlotWriter:
 
 
 def encode(batch: list[Any], writer: Writer) -> Encoded:
-    """Writes a batch into its slot.
+    """Writes a batch into a slot, and returns a description for `decode`.
 
     Args:
         batch: A list with the batch as its only item. It is emptied, so that
@@ -244,7 +244,7 @@ def encode(batch: list[Any], writer: Writer) -> Encoded:
 
 
 def decode(encoded: Encoded, arena: Arena, slot: int) -> Any:
-    """Reads a batch back; its large arrays are views of the slot.
+    """Returns the batch in a slot; large arrays are views of the slot.
 
     The slot is leased until the last of these views has died. If no array is
     large, or the consumer already holds too many slots, all arrays are copied
@@ -286,12 +286,12 @@ def decode(encoded: Encoded, arena: Arena, slot: int) -> Any:
 
 
 def extents(encoded: Encoded) -> list[tuple[int, int]]:
-    """Returns the start and the number of bytes of each array."""
+    """Returns each array's start in the slot and its number of bytes."""
     return [*_EXTENT.iter_unpack(encoded.extents)]
 
 
 def assemble(structure: bytes, buffers: list[Bytes]) -> Any:
-    """Rebuilds a batch from `buffers`, one for each array."""
+    """Rebuilds a batch from its structure and one buffer per array."""
     plain = layout.unpack(structure)
     if plain is not None:
         return plain.assemble(buffers)
@@ -299,14 +299,17 @@ def assemble(structure: bytes, buffers: list[Bytes]) -> Any:
 
 
 def read_appended(segment: Segment, slot: int, used: int, nbytes: int) -> bytes:
-    """Returns what `SlotWriter.append` wrote after the first `used` bytes."""
+    """Returns the message body that `SlotWriter.append` wrote into a slot.
+
+    The arrays before the body take the slot's first `used` bytes.
+    """
     return segment.root(slot, round_up(used), nbytes).tobytes()
 
 
 def rebuild_array(
     buffer: Any, dtype: Any, shape: tuple[int, ...], order: Literal["C", "F"]
 ) -> npt.NDArray[Any]:
-    """Returns an array over `buffer`; pickles name this function."""
+    """Returns an array over `buffer`; pickled batches call this function."""
     if 0 in shape:
         return np.empty(shape, dtype)
     kind = layout.data_type(dtype)
@@ -314,7 +317,7 @@ def rebuild_array(
 
 
 def rebuild_ragged(parts: Sequence[Any]) -> Any:
-    """Returns a `tf.RaggedTensor` of flat values and nested row splits."""
+    """Builds a `tf.RaggedTensor` from flat values and nested row splits."""
     import tensorflow as tf
 
     return tf.RaggedTensor.from_nested_row_splits(
@@ -323,14 +326,14 @@ def rebuild_ragged(parts: Sequence[Any]) -> Any:
 
 
 def rebuild_tf_sparse(indices: Any, values: Any, shape: Any) -> Any:
-    """Returns a `tf.SparseTensor`."""
+    """Builds a `tf.SparseTensor` from its indices, values and shape."""
     import tensorflow as tf
 
     return tf.SparseTensor(indices, values, shape)
 
 
 def rebuild_jax_sparse(data: Any, indices: Any, shape: Any) -> Any:
-    """Returns a `jax.experimental.sparse.BCOO`."""
+    """Builds a `jax.experimental.sparse.BCOO` from its parts."""
     from jax.experimental import sparse
 
     return sparse.BCOO((data, indices), shape=shape)
@@ -339,7 +342,7 @@ def rebuild_jax_sparse(data: Any, indices: Any, shape: Any) -> Any:
 def _write_plain(
     batch: Any, writer: Writer, extents: list[tuple[int, int]]
 ) -> bytes | None:
-    """Writes a plain batch, and returns its packed layout; else `None`."""
+    """Writes a plain batch and returns its layout, or `None` if not plain."""
     arrays: list[npt.NDArray[Any]] = []
     description = layout.describe(batch, arrays)
     if description is None:
@@ -371,7 +374,7 @@ def _write_pickled(
 
 
 def octets(array: npt.NDArray[Any], writer: Writer) -> Bytes:
-    """Returns the bytes of an array, in its C or Fortran order.
+    """Returns an array's bytes as a flat array, in C or Fortran order.
 
     They are a view as uint8, because the buffer protocol knows no datetime or
     bfloat16. An array that has neither order is copied into the slot.
@@ -386,7 +389,7 @@ def octets(array: npt.NDArray[Any], writer: Writer) -> Bytes:
 
 
 class _ArraysInTheSlot:
-    """The common base of the `pickle` and `cloudpickle` picklers of batches."""
+    """Base class of the two picklers that write arrays into the slot."""
 
     def __init__(
         self,
@@ -440,7 +443,7 @@ class _BatchCloudPickler(_ArraysInTheSlot, cloudpickle.Pickler):  # type: ignore
 
 
 def _converter(kind: type) -> Callable[[Any], Any] | None:
-    """Returns the function that reduces tensors of a type, or `None`."""
+    """Returns the reducer for a tensor type, or `None` for other types."""
     package = kind.__module__.partition(".")[0]
     if package == "tensorflow":
         return _TENSORFLOW.get(kind.__name__)

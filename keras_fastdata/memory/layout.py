@@ -1,4 +1,4 @@
-"""Describes plain batches: arrays in tuples, lists and dicts, nothing else.
+"""Describes plain batches: only arrays in tuples, lists and dicts.
 
 Most batches are plain, and a dataset's batches mostly have the same structure.
 The description of a structure can be compared and hashed. It is pickled once
@@ -44,7 +44,7 @@ class Leaf(NamedTuple):
 
 
 class Layout:
-    """Assembles batches of one description.
+    """Rebuilds batches of one structure from the buffers of their arrays.
 
     Attributes:
         leaves: The arrays, in the order of the structure.
@@ -70,7 +70,7 @@ class Layout:
     def assemble(
         self, buffers: Sequence[Any], starts: Sequence[int] | None = None
     ) -> Any:
-        """Assembles a batch.
+        """Assembles a batch from the buffers of its arrays.
 
         Args:
             buffers: One buffer for each array.
@@ -92,7 +92,7 @@ class Layout:
 
 
 def describe(batch: Any, arrays: list[npt.NDArray[Any]]) -> Any:
-    """Returns the description of a batch, or `None` if it is not plain.
+    """Returns a batch's description, or `None` if the batch is not plain.
 
     Args:
         batch: The batch.
@@ -107,7 +107,7 @@ def describe(batch: Any, arrays: list[npt.NDArray[Any]]) -> Any:
 
 
 def pack(description: Any) -> bytes:
-    """Returns a description as bytes, mostly equal for equal descriptions."""
+    """Serializes a description; equal descriptions mostly give equal bytes."""
     found = _packed.get(description)
     if found is None:
         found = _MARK + pickle.dumps(description, protocol=5)
@@ -117,7 +117,7 @@ def pack(description: Any) -> bytes:
 
 
 def unpack(packed: bytes) -> Layout | None:
-    """Returns the layout that `pack` packed; `None` for a pickled batch."""
+    """Returns the layout from `pack`'s bytes, or `None` for a pickled batch."""
     found = _layouts.get(packed)
     if found is None and packed.startswith(_MARK):
         found = Layout(pickle.loads(packed[len(_MARK) :]))
@@ -127,7 +127,7 @@ def unpack(packed: bytes) -> Layout | None:
 
 
 def read_only(description: Any) -> Any:
-    """Returns the description with all arrays read-only."""
+    """Returns a copy of a description that marks all arrays as read-only."""
     if isinstance(description, Leaf):
         return description._replace(writeable=False)
     kind, *keys, parts = description
@@ -135,7 +135,7 @@ def read_only(description: Any) -> Any:
 
 
 def data_type(dtype: Any) -> np.dtype[Any]:
-    """Returns a dtype for an array over bytes; refuses dtypes of objects."""
+    """Returns a `np.dtype`; raises `ValueError` for a dtype of objects."""
     found: np.dtype[Any] = np.dtype(dtype)
     if found.hasobject:
         raise ValueError(f"an array of type {found}")
@@ -143,7 +143,7 @@ def data_type(dtype: Any) -> np.dtype[Any]:
 
 
 def as_json(description: Any) -> Any:
-    """Returns a description as values that JSON can hold."""
+    """Converts a description to values that JSON can represent."""
     if isinstance(description, Leaf):
         dtype = np.dtype(description.dtype)
         by_name = dtype.isbuiltin == _EXTENSION
@@ -157,7 +157,9 @@ def as_json(description: Any) -> Any:
 
 
 def from_json(found: Any) -> Any:
-    """Rebuilds a description from `as_json`; marks all arrays as read-only.
+    """Rebuilds a description from the result of `as_json`.
+
+    All arrays are marked as read-only.
 
     The values may come from an untrusted file: only dtypes that `as_json`
     writes are accepted, and no negative lengths.
@@ -196,7 +198,7 @@ def _type_from_json(found: Any) -> Any:
 
 
 class _NotPlainError(Exception):
-    """Raised for a batch with other objects than arrays in containers."""
+    """Raised for a batch that `describe` cannot describe."""
 
 
 _names: dict[np.dtype[Any], Any] = {}
@@ -250,7 +252,7 @@ def _leaf(array: npt.NDArray[Any]) -> Leaf:
 
 
 def _name(dtype: np.dtype[Any]) -> Any:
-    """Returns the name from which NumPy makes a dtype, or the dtype."""
+    """Returns a dtype's name for `np.dtype`, or an extension dtype itself."""
     # Structured dtypes may compare equal although they differ.
     if dtype.hasobject or dtype.kind == "T" or dtype.names:
         raise _NotPlainError
@@ -258,14 +260,14 @@ def _name(dtype: np.dtype[Any]) -> Any:
 
 
 def is_extension(dtype: np.dtype[Any]) -> bool:
-    """Whether a dtype's letter and size do not identify it."""
+    """Whether a dtype's letter and size do not identify the dtype."""
     return dtype.kind == "V" or dtype.isbuiltin == _EXTENSION
 
 
 def _assembler(
     description: Any, leaves: list[Leaf]
 ) -> Callable[[Iterator[Any]], Any]:
-    """Returns a function that takes arrays in order, and nests them."""
+    """Returns a function that builds the nested batch from its arrays."""
     if isinstance(description, Leaf):
         leaves.append(description)
         return next

@@ -1,4 +1,4 @@
-"""Turns EMFILE, ENOMEM, EPERM, ... into errors that name the remedy."""
+"""Converts system errors such as EMFILE into errors that name the remedy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REMEDIES = {
 
 @contextlib.contextmanager
 def named(doing: str) -> Iterator[None]:
-    """Turns an `OSError` that means a limit into an error that names it."""
+    """Converts an `OSError` about a limit to an error that names the limit."""
     try:
         yield
     except OSError as error:
@@ -36,7 +36,7 @@ def named(doing: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def allowed(call: str) -> Iterator[None]:
-    """Turns the refusal of a system call into an error that names the call."""
+    """Converts a refused system call into an error that names the call."""
     try:
         yield
     except OSError as error:
@@ -51,7 +51,7 @@ def allowed(call: str) -> Iterator[None]:
 
 
 def keep_standard_files() -> None:
-    """Opens standard input, output and error if they are closed.
+    """Opens the null device in place of each closed standard stream.
 
     Otherwise the next file to be opened would get such a number, and receive
     printed text.
@@ -63,7 +63,7 @@ def keep_standard_files() -> None:
 
 
 def open_files() -> int:
-    """Returns how many files this process may have open."""
+    """Returns the maximum number of open files for this process."""
     try:
         import resource
     except ImportError:  # not POSIX

@@ -1,4 +1,4 @@
-"""Gives each batch arrays of its own.
+"""Copies arrays of a batch that other objects still refer to.
 
 A `__getitem__` may keep a buffer, fill it again for every batch, and return
 it. But batches wait in queues, and tensors may use an array's memory. So an
@@ -22,7 +22,7 @@ _OF_ITS_CONTAINER_ALONE = 2
 
 
 def take(batches: list[Any]) -> Any:
-    """Pops and returns the batch of a list; copies arrays that are shared.
+    """Removes and returns the batch of a list, with shared arrays copied.
 
     An array is copied if anything but the batch refers to it, or to the
     memory that it is a view of. Arrays whose memory cannot be written to are
@@ -44,7 +44,7 @@ def take(batches: list[Any]) -> Any:
 
 
 def copied(item: Any) -> Any:
-    """Returns an item with copies of all its arrays.
+    """Returns the same structure with a copy of each array.
 
     Containers that `collate` or `keras.tree` know are copied too.
     """
@@ -65,11 +65,14 @@ class _KeptArrays:
 
     @property
     def kept(self) -> set[int]:
-        """The ids of the arrays that were found."""
+        """The ids of the arrays that other objects refer to."""
         return self._kept.union(k for k, n in self._others.items() if n)
 
     def look_into(self, parts: Any, is_kept: bool) -> None:
-        """Searches a sequence or mapping; `is_kept`: others refer to it."""
+        """Searches a sequence or mapping for arrays.
+
+        `is_kept`: whether other objects refer to the sequence or mapping.
+        """
         keys = parts if isinstance(parts, Mapping) else range(len(parts))
         for key in keys:
             others = sys.getrefcount(parts[key]) - _OF_ITS_CONTAINER_ALONE
@@ -104,7 +107,7 @@ class _KeptArrays:
 
 
 def _is_view(array: Any) -> bool:
-    """Whether an array views memory that something else refers to."""
+    """Whether an array is a view of memory that other objects refer to."""
     while isinstance(array.base, np.ndarray):
         if sys.getrefcount(array.base) > _OF_ITS_CONTAINER_ALONE:
             return True
@@ -113,7 +116,7 @@ def _is_view(array: Any) -> bool:
 
 
 def _is_constant(array: Any) -> bool:
-    """Whether nothing can write to an array's memory."""
+    """Whether no code can write to an array's memory."""
     while isinstance(array.base, np.ndarray) and not array.flags.writeable:
         array = array.base
     if array.flags.writeable:
@@ -130,7 +133,7 @@ def _is_tensor(part: Any) -> bool:
 
 
 def _is_on_host_of_jax(part: Any) -> bool:
-    """Whether an object is an array of JAX's in the memory of this process."""
+    """Whether an object is a JAX array in CPU memory."""
     jax = sys.modules.get("jax")
     if jax is None or not isinstance(part, jax.Array):
         return False
@@ -165,7 +168,7 @@ def _copy(leaf: Any) -> Any:
 
 
 def map_leaves(function: Callable[[Any], Any], item: Any) -> Any:
-    """Returns the same structure with `function(leaf)` for each leaf.
+    """Applies `function` to each leaf, and returns the same structure.
 
     Tuples, lists, deques, mappings and classes registered with Keras are
     structures; everything else, `None` included, is a leaf.
@@ -196,18 +199,18 @@ def map_leaves(function: Callable[[Any], Any], item: Any) -> Any:
 
 
 def _is_mapping(item: Any) -> bool:
-    """Whether an object is a mapping that is not a sparse matrix."""
+    """Whether an object is a mapping, but not a sparse matrix."""
     return isinstance(item, Mapping) and not hasattr(item, "shape")
 
 
 def _leaves(item: Any) -> list[Any]:
-    """Returns the arrays in an object of a class registered with Keras."""
+    """Returns an object's leaves, or [] if `keras.tree` cannot split it."""
     optree = _optree_of(item)
     return optree.tree_leaves(item, namespace="keras") if optree else []
 
 
 def _optree_of(item: Any) -> Any:
-    """Returns the module `optree`, or `None` if the item is a leaf to it.
+    """Returns the module `optree`, or `None` if it cannot split the item.
 
     A class can only be registered with `keras.tree` after optree is imported.
     """

@@ -1,4 +1,4 @@
-"""Pickles objects of a dataset that pickle refuses, or would copy needlessly.
+"""Pickles objects that pickle refuses or would copy needlessly.
 
     locks, conditions, `threading.local`    made again, in their first state
     files open for reading                  opened again, at the same position
@@ -47,7 +47,10 @@ LIVE = (
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Extends cloudpickle's pickler by the objects listed above."""
+    """Extends cloudpickle's pickler to locks, files, memory maps and more.
+
+    The module's docstring lists the objects.
+    """
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj).__name__ in _GENERATORS and (name := _global_name(obj)):
@@ -68,7 +71,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _global_name(generator: Any) -> tuple[str, str] | None:
-    """Returns the module and name of a global generator, else `None`.
+    """Returns a global generator's module and name, or `None` if not global.
 
     An attribute such as `self.draw = np.random.rand` refers to the worker's
     own generator in a worker, which is seeded for each batch.
@@ -149,7 +152,10 @@ def _open_again(path: Any, how: tuple[Any, ...], position: int) -> Any:
 
 
 def _reduce_array(array: npt.NDArray[Any]) -> Reduced:
-    """Reduces an array; a view of a memory map as a part of the file."""
+    """Reduces an array for pickle.
+
+    A view of a memory map is reduced to a part of the file.
+    """
     root: Any = array
     while isinstance(root.base, np.ndarray):
         root = root.base
@@ -206,7 +212,7 @@ def _map_again(
 
 
 def _is_mapped_at(root: Any) -> bool:
-    """Whether a memory map's file is still the file at its path."""
+    """Whether a memory map's path still leads to the mapped file."""
     if root.filename is None:
         return False
     address = root.__array_interface__["data"][0]

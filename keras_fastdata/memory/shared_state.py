@@ -1,4 +1,4 @@
-"""Stores an object in an anonymous file that any number of workers map.
+"""Stores an object in an anonymous file that all workers map into memory.
 
 The training process writes the file. Each worker maps it privately
 (copy-on-write): N workers share one copy of the arrays, and a worker's writes
@@ -36,7 +36,7 @@ class _Extent(NamedTuple):
 
 
 class SharedState:
-    """An object in an anonymous file, with its later states.
+    """Stores an object and its later states in an anonymous file.
 
     Attributes:
         fd: Descriptor of the file.
@@ -52,7 +52,7 @@ class SharedState:
         self._write(*pickle_in_parts(obj))
 
     def renew(self, obj: Any) -> bool:
-        """Adds the present state of the object; returns whether it is new."""
+        """Stores the object's state if changed; returns whether it changed."""
         pickled, buffers = pickle_in_parts(obj)
         found = [self._find(buffer) for buffer in buffers]
         if found == self._extents and self._holds(self._pickle, pickled):
@@ -72,7 +72,7 @@ class SharedState:
             os.close(fd)
 
     def _find(self, buffer: memoryview) -> _Extent | None:
-        """Returns the position of an unchanged array in the latest state."""
+        """Returns a buffer's position in the file, or `None` if not stored."""
         extent = self._places.get(place_of(buffer))
         if extent is not None and self._holds(extent, buffer):
             return extent
@@ -141,7 +141,7 @@ class SharedState:
 
 
 def write_shared_state(obj: Any) -> int:
-    """Pickles `obj` into an anonymous file; returns its descriptor."""
+    """Pickles `obj` into an anonymous file; returns the file's descriptor."""
     return SharedState(obj).fd
 
 
@@ -156,7 +156,7 @@ def can_be_written(obj: Any) -> bool:
 
 
 def read_shared_state(fd: int, start: int = 0) -> Any:
-    """Rebuilds the object; its arrays lie in a private mapping of the file."""
+    """Rebuilds the object, with its arrays in a private mapping of the file."""
     view = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY))
     pickled, count = _HEADER.unpack_from(view, start)
     extents_at = start + _HEADER.size
