@@ -1,4 +1,4 @@
-"""The base class of this package's callbacks.
+"""Defines the base class of this package's callbacks.
 
 It is Keras's class, except in workers: a worker imports the user's module, and
 must not import Keras for a callback in it.
@@ -14,7 +14,7 @@ if TYPE_CHECKING or _process_role.is_worker():
     Callback = object
 
     def registered(cls: type) -> type:
-        """Returns the class: a worker saves no callback."""
+        """Returns `cls` unchanged, since a worker saves no callbacks."""
         return cls
 else:
     import keras

@@ -1,4 +1,4 @@
-"""`DatasetCheckpoint`: a training that was killed goes on with its data."""
+"""Defines `DatasetCheckpoint`, which saves the position in the data."""
 
 from __future__ import annotations
 
@@ -107,13 +107,13 @@ class DatasetCheckpoint(Callback):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> DatasetCheckpoint:
-        """Returns the callback that `get_config` describes."""
+        """Makes a callback from the result of `get_config`."""
         return cls(**config)
 
     # -- called by Keras ----------------------------------------------------
 
     def set_params(self, params: Any) -> None:
-        """Keras calls this when `fit`, `evaluate` or `predict` begins."""
+        """Called by Keras at the start of `fit`, `evaluate` and `predict`."""
         super().set_params(params)  # type: ignore[misc]
         self._beside = keras_bridge.callbacks_beside()
 
@@ -211,7 +211,7 @@ class DatasetCheckpoint(Callback):
     # -- beside BackupAndRestore ----------------------------------------------
 
     def _save_before(self, backup: keras_bridge.KerasBackup) -> None:
-        """Saves a state each time just before the weights are saved.
+        """Makes Keras save the state of the data before it saves the weights.
 
         After a kill in between, the weights are the older ones; and their
         state is still in the file.
@@ -245,7 +245,7 @@ class DatasetCheckpoint(Callback):
             )
 
     def _begin_with(self, epoch: int) -> None:
-        """Makes the data begin with an epoch of which nothing was saved."""
+        """Makes the data start at an epoch that has no saved state."""
         dataset = self._adapter.py_dataset
         if self._adapter.next_epoch == epoch:
             return  # it was trained on until here
@@ -259,7 +259,10 @@ class DatasetCheckpoint(Callback):
         dataset.set_epoch(epoch)
 
     def _save(self, steps: int | None) -> None:
-        """Saves the state after `steps` of an epoch; `None`: at its end."""
+        """Saves the state of the data after `steps` steps of an epoch.
+
+        `None` stands for the end of the epoch.
+        """
         if self._adapter is None or self._states is None:
             return
         self._since_saved = 0
@@ -278,7 +281,7 @@ class DatasetCheckpoint(Callback):
         )
 
     def _saved_for(self, states: SavedStates, epoch: int) -> Saved | None:
-        """Returns the state to go on from in a `fit` that begins at `epoch`."""
+        """Returns the saved state to restore, if `fit` begins at `epoch`."""
         latest = states.latest
         if self._backup is not None:
             restored = self._backup.restored()
@@ -327,7 +330,7 @@ def _backup_before(
 
 
 def _moment(model: Any, epoch: int, batch: int) -> list[int]:
-    """Returns a list that identifies the present weights of a model."""
+    """Returns epoch, batch and optimizer step, which identify the weights."""
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None:
         return [epoch, batch, 0]

@@ -1,4 +1,4 @@
-"""`LoaderHealth`: why is training waiting, and what to change?"""
+"""Defines `LoaderHealth`, which reports why training waits for data."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _log = logging.getLogger("keras_fastdata")
 
 @registered
 class LoaderHealth(Callback):
-    """Says why training waits for its data, and what to change.
+    """Reports why training waits for its data, and what to change.
 
     Adds `data_wait` to the logs of every epoch: the share of its wall time,
     from 0 to 1, that free data would have saved. The wall time here is that of
@@ -145,7 +145,7 @@ class LoaderHealth(Callback):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> LoaderHealth:
-        """Returns the callback that `get_config` describes."""
+        """Makes a callback from the result of `get_config`."""
         return cls(**config)
 
     def summary(self) -> HealthSummary:
@@ -162,7 +162,7 @@ class LoaderHealth(Callback):
         )
 
     def plot(self) -> Figure:
-        """Draws what the latest `fit`, `evaluate` or `predict` did.
+        """Plots the measurements of the latest `fit`, `evaluate` or `predict`.
 
         Returns:
             A `matplotlib.figure.Figure`: what training and each worker did,
@@ -184,18 +184,18 @@ class LoaderHealth(Callback):
         return figure.plot(record)
 
     def _repr_html_(self) -> str:
-        """Returns the summary as HTML, which a notebook shows."""
+        """Returns the summary as HTML, for display in a notebook."""
         return summary_html(self.summary())
 
     @property
     def skipped(self) -> list[recorder.Skipped]:
-        """The batches that the latest `fit` left out; at most 1,000."""
+        """The skipped batches of the latest `fit`, at most 1,000."""
         return list(self._skipped)
 
     # -- called by Keras ----------------------------------------------------
 
     def set_params(self, params: Any) -> None:
-        """Keras calls this when `fit`, `evaluate` or `predict` begins."""
+        """Called by Keras at the start of `fit`, `evaluate` and `predict`."""
         super().set_params(params)  # type: ignore[misc]
         from keras_fastdata import keras_bridge
 
@@ -322,7 +322,7 @@ class LoaderHealth(Callback):
     # -- measuring ----------------------------------------------------------
 
     def _move_to(self, measured: Measured) -> None:
-        """Changes the state; no other method does."""
+        """Changes the state. This is the only method that changes the state."""
         self._measured = measured
 
     def _start(self) -> None:
@@ -410,13 +410,13 @@ class LoaderHealth(Callback):
             self._step = self._train_step = self._monitor.step
 
     def _end_nested(self) -> None:
-        """Resumes measuring the `fit` after a nested evaluation or predict."""
+        """Resumes the measurement of a `fit` after a nested evaluation."""
         self._move_to(Measured.FIT)
         if self._monitor is not None:
             self._step = self._train_step = self._monitor.step
 
     def _resume_fit(self, batch: int) -> None:
-        """Measures the `fit` again, after an evaluation that has raised."""
+        """Resumes the measurement of a `fit` after a nested call has raised."""
         self._end_nested()
         self._train_step(batch)
 
@@ -433,7 +433,7 @@ class LoaderHealth(Callback):
         return health
 
     def _end_training(self) -> None:
-        """Ends the training of an epoch, unless its validation has done so."""
+        """Ends the measurement of an epoch's training, unless it has ended."""
         if self._monitor is not None and self._monitor.phase == "train":
             self._trained = self._end()
             if self._timer is not None:
@@ -444,7 +444,7 @@ class LoaderHealth(Callback):
                 )
 
     def _conclude(self, health: EpochHealth | None) -> None:
-        """Ends an evaluation or prediction.
+        """Ends the measurement of an evaluation or prediction.
 
         Prints nothing: the progress bar's last line is yet to come.
         """
@@ -455,7 +455,7 @@ class LoaderHealth(Callback):
         self._write_report()
 
     def _skipped_in(self, epoch: int) -> int:
-        """Returns how many batches an epoch and its validation left out."""
+        """Returns how many batches an epoch and its validation skipped."""
         phases = [*self._epochs, *self._validations]
         return sum(h.skipped for h in phases if h.epoch == epoch)
 
@@ -467,7 +467,7 @@ class LoaderHealth(Callback):
 
 
 def _describe(health: EpochHealth, skipped: int) -> str:
-    """Returns the summary line of an epoch, and counts skipped batches."""
+    """Returns one line on an epoch: its lost time and skipped batches."""
     whole_s = health.wall_s
     if health.account is not None:
         whole_s = health.account.total_s

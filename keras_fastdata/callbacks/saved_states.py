@@ -1,4 +1,4 @@
-"""The file of `DatasetCheckpoint`: where a dataset stood, at which moments."""
+"""Reads and writes the file in which `DatasetCheckpoint` saves states."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KEPT = 2
 
 
 class SavedStates:
-    """The states at the latest moments, in a file.
+    """The latest saved states of a dataset, kept in a file.
 
     Args:
         path: The file; it may be missing.
@@ -46,18 +46,21 @@ class SavedStates:
 
     @property
     def latest(self) -> Saved | None:
-        """The state that was saved last, if any was."""
+        """The state that was saved last, or `None` if none was saved."""
         return self._states[-1] if self._states else None
 
     def find(self, key: str, value: Any) -> Saved | None:
-        """Returns the latest state whose field `key` has a value, or `None`."""
+        """Returns the latest state whose field `key` equals `value`.
+
+        Returns `None` if there is no such state.
+        """
         for saved in reversed(self._states):
             if saved[key] == value:
                 return saved
         return None
 
     def add(self, saved: Saved) -> None:
-        """Saves a state; it replaces one of the same moment."""
+        """Saves a state, and replaces an older state of the same moment."""
         moment = saved["saved_at"]
         others = [
             other
@@ -70,7 +73,7 @@ class SavedStates:
 
 
 def _checked(saved: Any) -> Saved:
-    """Checks a state in the file, except the content of `dataset`.
+    """Checks a state from the file, but not the contents of `dataset`.
 
     Raises:
         ValueError: The state is damaged; or a `KeyError` or `TypeError`.
@@ -87,7 +90,7 @@ def _checked(saved: Any) -> Saved:
 
 
 def after_empty_rest(dataset: Any, saved: Saved, length: int | None) -> Saved:
-    """Moves on to the next epoch if the rest of the saved one has no batch.
+    """Moves to the next epoch if the saved epoch has no batches left.
 
     When a state is saved, nobody may know yet that all batches behind its
     position are skipped, or that there are none.

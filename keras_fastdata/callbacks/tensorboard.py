@@ -24,7 +24,7 @@ class EventFiles:
         self._writers: list[Any] = []  # made at the first `write`
 
     def write(self, health: EpochHealth) -> None:
-        """Adds the scalars of an epoch."""
+        """Writes the scalars of an epoch to the event files."""
         if not self._log_dirs:
             return
         import tensorflow as tf
@@ -54,7 +54,7 @@ class EventFiles:
             writer.flush()
 
     def close(self) -> None:
-        """Closes the files. Idempotent."""
+        """Closes the event files. Idempotent."""
         writers, self._writers = self._writers, []
         for writer in writers:
             writer.close()

@@ -1,4 +1,4 @@
-"""`TimeAccount`: where the time of a `fit` went.
+"""Divides the time of a `fit` into parts, such as steps and waits for data.
 
 Each second from the call of `fit` belongs to one part. The host's clock counts:
 a wait is a wait even while a device computes.
@@ -16,7 +16,9 @@ from keras_fastdata.metrics import formatting
 
 @dataclasses.dataclass(frozen=True)
 class TimeAccount:
-    """The parts of a time, in seconds. They add up to it.
+    """The seconds that each activity of a `fit`, or of one epoch, took.
+
+    The fields add up to the whole duration.
 
     Attributes:
         first_batch_s: Starting workers, and waiting for the first batch.
@@ -46,13 +48,13 @@ class TimeAccount:
 
     @property
     def parts(self) -> list[tuple[str, float]]:
-        """Names and seconds of the parts that took time, the longest first."""
+        """The name and the seconds of each part above 0, the longest first."""
         found = dataclasses.asdict(self)
         parts = [(_NAMES[name], seconds) for name, seconds in found.items()]
         return sorted((p for p in parts if p[1] > 0), key=lambda p: -p[1])
 
     def plus(self, other: TimeAccount, times: float = 1.0) -> TimeAccount:
-        """Returns the account of this time, and so many times another."""
+        """Returns the sum of this account and `times` times `other`."""
         ours, theirs = dataclasses.astuple(self), dataclasses.astuple(other)
         pairs = zip(ours, theirs, strict=True)
         return TimeAccount(*(one + times * two for one, two in pairs))
@@ -78,7 +80,7 @@ _NAMES = {
 
 
 class EpochTimes(NamedTuple):
-    """What is known of a stretch of steps, in seconds.
+    """The times that were measured during one epoch or validation, in seconds.
 
     Attributes:
         first_wait_s: The wait for its first batch.
@@ -97,12 +99,12 @@ class EpochTimes(NamedTuple):
 
     @property
     def total_s(self) -> float:
-        """The sum of the parts; the first wait is one of all waits."""
+        """The sum of all times; `wait_s` already contains `first_wait_s`."""
         return self.wait_s + self.hook_s + self.compiling_s + self.excluded_s
 
 
 class FitTimer:
-    """Divides the time of one `fit` among the parts of its account.
+    """Divides the duration of one `fit` among the parts of a `TimeAccount`.
 
     Args:
         began_s: When `fit` was called, by `time.monotonic`.
@@ -117,7 +119,10 @@ class FitTimer:
         self._has_first_batch = False
 
     def _rest_s(self, now_s: float, known_s: float) -> float:
-        """Returns the time since the latest moment, without a known part."""
+        """Returns the seconds since the previous call, minus `known_s`.
+
+        The first call counts from the beginning of `fit`.
+        """
         rest_s = now_s - self._until_s - known_s
         self._until_s = now_s
         return rest_s
@@ -126,16 +131,16 @@ class FitTimer:
         self.account = self.account.plus(TimeAccount(**parts_s))
 
     def end_start(self, now_s: float, first_batch_s: float) -> None:
-        """Keras has built the model, for which it may have taken a batch."""
+        """Adds the time that building the model and its first batch took."""
         rest_s = self._rest_s(now_s, first_batch_s)
         self._add(first_batch_s=first_batch_s, compiling_s=rest_s)
 
     def end_callbacks(self, now_s: float) -> None:
-        """Callbacks have run."""
+        """Notes that callbacks have run, and adds the time that they took."""
         self._add(callbacks_s=self._rest_s(now_s, 0.0))
 
     def end_epoch(self, now_s: float) -> TimeAccount:
-        """Ends an epoch, and returns the account since the one before."""
+        """Ends an epoch, and returns the account of this epoch alone."""
         self.end_callbacks(now_s)
         before, self._before = self._before, self.account
         return self.account.plus(before, -1.0)
@@ -143,7 +148,7 @@ class FitTimer:
     def end_steps(
         self, now_s: float, times: EpochTimes, *, validates: bool
     ) -> None:
-        """The training steps of an epoch have ended."""
+        """Adds the time of an epoch's training steps and their waits."""
         first_s = 0.0 if self._has_first_batch else times.first_wait_s
         self._has_first_batch = True
         self._add(
@@ -157,7 +162,7 @@ class FitTimer:
         )
 
     def end_validation(self, now_s: float, times: EpochTimes) -> None:
-        """A validation has ended."""
+        """Adds the time of a validation that has ended."""
         rest_s = self._rest_s(now_s, times.total_s) + times.excluded_s
         self._add(
             validation_s=rest_s,
@@ -168,7 +173,7 @@ class FitTimer:
 
 
 def wrapped(text: str, width: int = 80) -> str:
-    """Wraps a text, but not within a constructor call in backquotes."""
+    """Wraps a text into lines, but never breaks code in backquotes."""
     pieces = text.split("`")
     pieces[1::2] = [code.replace(" ", "\0") for code in pieces[1::2]]
     lines = textwrap.wrap(

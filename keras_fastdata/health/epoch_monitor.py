@@ -1,4 +1,4 @@
-"""Measures one thread's training: epochs in, `EpochHealth` out.
+"""Measures the training in one thread, and makes an `EpochHealth` per epoch.
 
 A recorder hears of batches, a step clock of training steps; at the end of an
 epoch (or a validation, an evaluation, a prediction) both are read, together
@@ -33,7 +33,7 @@ STEPS_KEPT = 8192
 
 @dataclasses.dataclass(frozen=True)
 class MonitoredDataset:
-    """A dataset that was measured.
+    """The name, settings and workers of a dataset that was measured.
 
     Attributes:
         name: Its class name.
@@ -48,7 +48,7 @@ class MonitoredDataset:
 
 
 class Sink(Protocol):
-    """What wants every single batch and step, such as a trace.
+    """Receives every batch and every step, for example to write a trace.
 
     Called by the thread that trains. Between `begin` and `end`, the batches
     come in the order of their delivery and the steps in theirs; either may
@@ -56,24 +56,30 @@ class Sink(Protocol):
     """
 
     def begin(self, phase: str, epoch: int) -> None:
-        """An epoch of a phase begins."""
+        """Notes that an epoch begins, in a phase such as "train"."""
         ...
 
     def batches(self, spans: npt.NDArray[np.float64]) -> None:
-        """Batches were delivered: `(n, len(Span._fields))`."""
+        """Receives delivered batches; each row of `spans` is one batch.
+
+        The shape of `spans` is `(n, len(Span._fields))`.
+        """
         ...
 
     def step(self, step: Step) -> None:
-        """A step has ended."""
+        """Receives a step that has ended."""
         ...
 
     def end(self) -> None:
-        """The epoch has ended; all its batches and steps were told."""
+        """Notes that the epoch has ended.
+
+        All its batches and steps were received before.
+        """
         ...
 
 
 class EpochMonitor:
-    """Measures the thread that calls it, until `close`.
+    """Measures epochs in the calling thread, until `close` is called.
 
     Args:
         synchronize: Waits until the device has done all it was asked for;
@@ -123,11 +129,11 @@ class EpochMonitor:
 
     @property
     def phase(self) -> str:
-        """What is being measured; empty if nothing is."""
+        """The phase that is measured now, such as "train"; empty if none."""
         return self._phase
 
     def begin(self, phase: str, epoch: int, start_s: float = 0.0) -> None:
-        """Begins to measure an epoch of a phase.
+        """Starts the measurement of one epoch.
 
         Args:
             phase: "train", "validation", "evaluate" or "predict".
@@ -159,7 +165,7 @@ class EpochMonitor:
         self._clock.begin(epoch)
 
     def end(self) -> EpochHealth | None:
-        """Ends what was begun.
+        """Ends the measurement of an epoch, and returns its figures.
 
         Returns:
             Its figures; `None` if no batch of ours was delivered in it.
@@ -199,7 +205,7 @@ class EpochMonitor:
     def _facts(
         self, stretch: EpochTiming, pool_stats: PoolStats | None
     ) -> Facts:
-        """What the verdict is found from."""
+        """Returns the measurements that the verdict is based on."""
         settings, batch_stats = self._settings, self.recorder.batch_stats
         losses = () if pool_stats is None else pool_stats.losses
         restarts = sum(loss.at_s >= self._began_s for loss in losses)
@@ -276,7 +282,7 @@ class EpochMonitor:
         )
 
     def close(self) -> None:
-        """Ends what measuring has going. Idempotent."""
+        """Stops the thread that probes Python's lock. Idempotent."""
         self._probe.close()
 
     def _note_step(self, step: Step) -> None:
@@ -291,7 +297,7 @@ class EpochMonitor:
         self._watch_lock()
 
     def _add_stacks(self, phase: str, pool_stats: PoolStats) -> PoolStats:
-        """Returns a pool's state with the stacks of all epochs of a phase."""
+        """Returns `pool_stats` with the stacks of all epochs of the phase."""
         stacks = self._stacks.setdefault(phase, collections.Counter())
         stacks.update(pool_stats.stacks)
         stacks.subtract(self._stacks_before)
@@ -299,13 +305,13 @@ class EpochMonitor:
         return dataclasses.replace(pool_stats, stacks=dict(+stacks))
 
     def _watch_lock(self) -> None:
-        """Threads alone hold each other up, if there are several."""
+        """Starts to probe Python's lock if several threads build batches."""
         settings = self._settings
         if settings and settings.kind == "thread" and settings.workers > 1:
             self._probe.watch()
 
     def _weigh(self, pool_stats: PoolStats | None) -> int | None:
-        """The memory of the workers, looked at now and then."""
+        """Returns the workers' memory in bytes, measured at most every 3 s."""
         if pool_stats is None or not pool_stats.pids:
             return None
         now_s = time.monotonic()
@@ -316,7 +322,9 @@ class EpochMonitor:
 
 
 def _free_s(stretch: EpochTiming, batch_stats: BatchStats) -> float:
-    """What a stretch would take with free data, and no more than it took.
+    """Returns how long an epoch would take if its data cost no time.
+
+    The result is at most the measured time.
 
     Free data saves no more than the waits, and what may have slowed the steps
     down: building. All else that took time is of others' doing.
@@ -332,4 +340,4 @@ def _free_s(stretch: EpochTiming, batch_stats: BatchStats) -> float:
 
 
 def no_step(number: int) -> None:
-    """Nobody measures."""
+    """Does nothing: the step is not measured."""

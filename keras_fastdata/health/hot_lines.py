@@ -1,4 +1,4 @@
-"""Finds the lines of the user's code that building batches takes longest in.
+"""Finds the lines of the user's code where building batches takes longest.
 
 Works on folded stacks: "function (file:line);function (file:line)", the
 outermost call first, each with the number of times it was met.
@@ -25,7 +25,7 @@ _MOST_SHOWN = 72  # characters of a source line
 
 @dataclasses.dataclass(frozen=True)
 class HotLine:
-    """A line of source code, and its share of the time of building.
+    """A line of source code, and its share of the time of building batches.
 
     Attributes:
         file: The path of the file, as Python knows it.
@@ -42,7 +42,7 @@ class HotLine:
 
     @property
     def source(self) -> str:
-        """The text of the line; empty where the file cannot be read."""
+        """The text of the line, or "" if the file cannot be read."""
         text = linecache.getline(self.file, self.line).strip()
         if len(text) > _MOST_SHOWN:
             text = text[: _MOST_SHOWN - 3] + "..."
@@ -50,7 +50,7 @@ class HotLine:
 
     @property
     def place(self) -> str:
-        """The name of the file and the line, such as "data.py line 19"."""
+        """The file name and the line number, such as "data.py line 19"."""
         return f"{os.path.basename(self.file)} line {self.line}"
 
     def __str__(self) -> str:
@@ -62,7 +62,7 @@ Line = tuple[str, str, int]  # function, file, number
 
 
 def hot_lines(stacks: Mapping[str, int], most: int = 3) -> tuple[HotLine, ...]:
-    """Returns the lines of the user's code that builds take longest in.
+    """Returns the lines of the user's code that take the most build time.
 
     From `__getitem__` the heaviest calls are followed, as long as one line has
     two thirds of its caller's share. Then the same is done with the stacks
@@ -96,7 +96,7 @@ _Paths = list[tuple[list[Line], int]]
 
 
 def _heaviest(paths: _Paths, told: list[list[Line]]) -> tuple[list[Line], int]:
-    """Returns the way to the line to tell of, and how often it was met.
+    """Returns the path of calls to the next hot line, and its sample count.
 
     Args:
         paths: Users' lines, outermost first, and how often each was met.
@@ -120,7 +120,7 @@ def _heaviest(paths: _Paths, told: list[list[Line]]) -> tuple[list[Line], int]:
 
 
 def _lines_of(stack: str) -> list[Line]:
-    """Returns the user's lines of a folded stack, outermost first.
+    """Returns a folded stack's lines of user code, the outermost first.
 
     A stack without a line of the user's has one line, the outermost of all.
     """
@@ -129,7 +129,10 @@ def _lines_of(stack: str) -> list[Line]:
 
 
 def calls_of(stack: str) -> list[Line]:
-    """Returns function, file and line of each call, outermost first."""
+    """Returns the function, file and line of each call in a folded stack.
+
+    The outermost call comes first.
+    """
     calls = (_CALL.fullmatch(call) for call in stack.split(";"))
     return [(c[1], c[2], int(c[3])) for c in calls if c is not None]
 
@@ -137,7 +140,7 @@ def calls_of(stack: str) -> list[Line]:
 def write_folded(
     stacks: Mapping[str, int], path: str | os.PathLike[str]
 ) -> None:
-    """Writes stacks as speedscope and `flamegraph.pl` read them.
+    """Writes stacks in the format of speedscope and `flamegraph.pl`.
 
     Args:
         stacks: How often each folded stack was met.

@@ -1,4 +1,4 @@
-"""The states of a `LoaderHealth`, which follow Keras's callback events.
+"""Defines the states of `LoaderHealth`; Keras's callback events change them.
 
 IDLE --on_train_begin--> FIT --on_train_end--> IDLE
 IDLE --on_test_begin--> EVALUATE --on_test_end--> IDLE
@@ -14,7 +14,7 @@ import enum
 
 
 class Measured(enum.Enum):
-    """The call of Keras that is measured now."""
+    """Which call of Keras is measured: `fit`, `evaluate`, `predict` or none."""
 
     IDLE = enum.auto()  # nothing
     FIT = enum.auto()  # a `fit`, and its validations

@@ -1,4 +1,4 @@
-"""`Record`: the measurements of one `fit`, for reports and plots."""
+"""Defines `Record`, the measurements of one `fit`, `evaluate` or `predict`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Record:
     stacks: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def column(self, name: str) -> npt.NDArray[np.float64]:
-        """Returns one field of all spans: an array of shape `(n,)`."""
+        """Returns one field of all spans, as an array of shape `(n,)`."""
         column: npt.NDArray[np.float64] = self.spans[:, _COLUMNS[name]]
         return column
 

@@ -1,4 +1,4 @@
-"""What training steps need by themselves, apart from what they wait for.
+"""Measures how long training steps take without waiting for data.
 
     on_train_batch_begin i ------------------ on_train_batch_begin i + 1
             [ wait for a batch | compute, callbacks, progress bar ]
@@ -48,7 +48,7 @@ _LONG_STEPS = 1024  # remembered one by one, to tell which compiled
 
 
 class Step(NamedTuple):
-    """One call of the training function, or a few short ones in a row.
+    """One call of the train function, or several short calls in a row.
 
     Moments are those of `time.monotonic`.
 
@@ -81,7 +81,7 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class EpochTiming:
-    """What a stretch of steps took.
+    """The durations of the steps of one epoch or validation.
 
     Attributes:
         steps: How many there were.
@@ -99,19 +99,19 @@ class EpochTiming:
 
     @property
     def data_wait(self) -> float:
-        """The share of wall time saved if every batch were ready: 0 to 1."""
+        """The share of the wall time that is lost to data, from 0 to 1."""
         return share_saved(self.wall_s, self.free_s)
 
 
 def share_saved(wall_s: float, free_s: float) -> float:
-    """The share of a time that free data would save: 0 to 1."""
+    """Returns the share of `wall_s` that `free_s` would save, from 0 to 1."""
     if wall_s <= 0:
         return 0.0
     return min(1.0, max(0.0, 1.0 - free_s / wall_s))
 
 
 class StepClock:
-    """Follows the steps of one thread's training.
+    """Measures the steps of one phase, such as "train", in one thread.
 
     Args:
         phase: What kind of steps they are.
@@ -151,11 +151,11 @@ class StepClock:
         self.state = SamplingState.OFF
 
     def _move_to(self, state: SamplingState) -> None:
-        """The one place where the state changes."""
+        """Changes the state. This is the only method that changes the state."""
         self.state = state
 
     def begin(self, epoch: int) -> None:
-        """Starts a stretch: an epoch, or a validation."""
+        """Starts the measurement of an epoch or a validation."""
         self._synchronize()
         self._mark = self._read(time.monotonic())
         self._sums = _Sums(epoch, self._mark)
@@ -191,7 +191,7 @@ class StepClock:
             self._look_s = self._mark.at_s + self._recorder.interval_s
 
     def end(self) -> EpochTiming:
-        """Ends the stretch, and says what it took."""
+        """Ends the measurement, and returns the durations of the steps."""
         self._end_step(SamplingState.OFF, last=True)
         self._running = False
         self._look_s = 0.0
@@ -217,7 +217,7 @@ class StepClock:
         return EpochTiming(sums.count, wall_s, own_s, need_s, compiling_s)
 
     def _undisturbed_s(self, compiled: list[_LongStep]) -> float:
-        """What it would have taken, had no step been sampled or compiled."""
+        """Returns the wall time as if no step had been sampled or compiled."""
         sums, mark = self._sums, self._mark
         wall_s = mark.at_s - sums.began.at_s
         wall_s -= mark.excluded_s - sums.began.excluded_s
@@ -235,16 +235,16 @@ class StepClock:
         return wall_s + would_be_s - sums.disturbed_s
 
     def before_wait(self) -> None:
-        """The thread is about to wait for a batch, maybe in mid-step."""
+        """Synchronizes the device before a wait, while a step is sampled."""
         if self.state is SamplingState.ISOLATED:
             self._synchronize()
 
     def interrupt(self) -> None:
-        """Measures the step under way by itself no longer."""
+        """Cancels the separate measurement of the current step."""
         self._move_to(SamplingState.OFF)
 
     def _is_due(self) -> bool:
-        """Whether it is time for another sample."""
+        """Whether the next step should be sampled."""
         if self._number is None:
             return False  # the first compiles, or its batch is late
         is_isolated = self.state is SamplingState.ISOLATED
@@ -313,7 +313,7 @@ class StepClock:
         self._move_to(next_state)
 
     def _need_s(self) -> float:
-        """What one step needs by itself: the mean of the middle samples."""
+        """Returns the trimmed mean of the sampled step times; NaN for none."""
         if not self._samples:
             return math.nan
         samples, fresh = list(self._samples), self._sums.fresh
@@ -339,7 +339,7 @@ class StepClock:
 
 
 class _ClockReading(NamedTuple):
-    """A moment, and what a recorder had heard of until then."""
+    """The time, and the waiting times that a recorder has summed up so far."""
 
     at_s: float
     waited_s: float
@@ -348,13 +348,13 @@ class _ClockReading(NamedTuple):
 
     @property
     def no_step_s(self) -> float:
-        """Time that went into no step."""
+        """The time that does not count as part of any step."""
         return self.waited_s + self.excluded_s + self.quiesced_s
 
 
 @dataclasses.dataclass
 class _Sums:
-    """Over the steps of a stretch.
+    """Counts and sums over the steps of one epoch or validation.
 
     Attributes:
         epoch: As Keras counts, from 0.
@@ -386,7 +386,10 @@ class _Sums:
 
 
 class _LongStep(NamedTuple):
-    """Steps of which one may have compiled: without the wait, and with."""
+    """The durations of long steps, one of which may have compiled.
+
+    `host_s` is without waits for data, `whole_s` is with these waits.
+    """
 
     host_s: float
     whole_s: float

@@ -1,4 +1,4 @@
-"""`HealthSummary`: the result of `LoaderHealth.summary()`."""
+"""Defines `HealthSummary`, the result of `LoaderHealth.summary()`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _COLUMNS = (
 
 @dataclasses.dataclass(frozen=True)
 class EpochHealth:
-    """The figures of an epoch of training, an evaluation or a prediction.
+    """The figures of one epoch, validation, evaluation or prediction.
 
     Attributes:
         phase: "train", "validation", "evaluate" or "predict".
@@ -88,7 +88,7 @@ class EpochHealth:
 
     @property
     def lost_s(self) -> float:
-        """Seconds that free data would have saved, and the first batch took."""
+        """The seconds lost to data, including the time of the first batch."""
         start_s = 0.0 if self.facts is None else self.facts.start_s
         return self.wall_s * self.data_wait + start_s
 
@@ -99,7 +99,7 @@ class EpochHealth:
 
     @property
     def name(self) -> str:
-        """A name such as "epoch 3", counted from 1 as Keras displays it."""
+        """A name such as "epoch 3"; epochs count from 1, as in Keras's logs."""
         if self.phase in ("train", "validation"):
             what = "epoch" if self.phase == "train" else "validation"
             return f"{what} {self.epoch + 1}"
@@ -141,7 +141,7 @@ class HealthSummary:
 
     @property
     def saves_s(self) -> float:
-        """Seconds that all epochs would save with the verdict's advice."""
+        """The seconds that the verdict's advice would save in all epochs."""
         if self.verdict is None or self.verdict.kind is Kind.COMPUTE_BOUND:
             return 0.0
         lost_s = sum(epoch.lost_s for epoch in self.epochs)
@@ -149,13 +149,16 @@ class HealthSummary:
 
     @property
     def is_worth_a_change(self) -> bool:
-        """Whether the advice would save a second, and 5% of the time."""
+        """Whether the advice would save at least 1 s and 5% of the time."""
         whole_s = self.wall_s if self.account is None else self.account.total_s
         return not self.saves_s < max(_WORTH_S, WORTH * whole_s)
 
     @property
     def conclusion(self) -> tuple[str, str]:
-        """The evidence and the advice, as texts; no advice of little worth."""
+        """The evidence and the advice, as texts.
+
+        "Nothing to change" replaces advice that would save little.
+        """
         verdict = self.verdict
         if verdict is None:
             return "", ""
@@ -167,12 +170,12 @@ class HealthSummary:
 
     @property
     def free_s(self) -> float:
-        """The duration of all epochs to expect with free data, in seconds."""
+        """The expected seconds of all epochs if their data cost no time."""
         return self.wall_s * (1.0 - self.data_wait)
 
     @property
     def phases(self) -> list[EpochHealth]:
-        """Epochs, each followed by its validation."""
+        """All epochs, each followed by its validation."""
         phases = [*self.epochs, *self.validations]
         return sorted(phases, key=lambda phase: phase.epoch)
 
@@ -200,7 +203,7 @@ def summarize(
     pool_stats: PoolStats | None = None,
     account: TimeAccount | None = None,
 ) -> HealthSummary:
-    """Returns the summary of some epochs."""
+    """Combines the figures of epochs and validations into a summary."""
     wall_s = sum(e.wall_s for e in epochs)
     free_s = sum(e.wall_s * (1 - e.data_wait) for e in epochs)
     return HealthSummary(
@@ -217,7 +220,9 @@ def summarize(
 
 
 def _verdict_on(epochs: list[EpochHealth]) -> Verdict | None:
-    """Judges the later half of the epochs: the next ones will be like these.
+    """Returns a verdict on the later half of the epochs.
+
+    The next epochs will most likely resemble this half.
 
     The first epoch decides where its first batch cost more than all the rest.
     """
@@ -237,7 +242,7 @@ def _verdict_on(epochs: list[EpochHealth]) -> Verdict | None:
 def abridged(
     phases: Sequence[EpochHealth],
 ) -> list[EpochHealth | None]:
-    """Returns the first and the last epochs, with `None` in between."""
+    """Shortens a long list of epochs: `None` replaces the middle epochs."""
     if len(phases) <= _MOST_ROWS:
         return list(phases)
     half = _MOST_ROWS // 2
@@ -245,7 +250,7 @@ def abridged(
 
 
 def _table(epochs: Sequence[EpochHealth]) -> str:
-    """Returns a plain table, at most 80 columns wide."""
+    """Returns a plain-text table of the epochs, at most 80 columns wide."""
     rest = ("",) * (len(_COLUMNS) - 1)
     rows = [_COLUMNS] + [
         ("...", *rest) if epoch is None else _row(epoch)

@@ -1,4 +1,6 @@
-"""Decides why training waits for data, and what to change: pure functions.
+"""Decides why training waits for data, and what the user should change.
+
+This module has only pure functions.
 
 `judge` looks at the sums of one epoch. One reason can hide another, so the
 order of the checks matters: first come reasons that concern a few batches,
@@ -86,7 +88,7 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """The measurements of one epoch, or of a few. Durations are in seconds.
+    """The measurements of one or several epochs; durations are in seconds.
 
     Attributes:
         workers_are: "inline", "thread", "process" or "ray".
@@ -155,7 +157,7 @@ class Facts:
 
     @property
     def lost_s(self) -> float:
-        """The time an epoch would save if its data were ready at no cost.
+        """The seconds that would be saved if data cost no time.
 
         It exceeds the waits if builds slow down the steps beside them.
         """
@@ -163,7 +165,7 @@ class Facts:
 
     @property
     def data_wait(self) -> float:
-        """The share of the wall time that free data would save: 0 to 1."""
+        """The share of the wall time that is lost to data, from 0 to 1."""
         return share_saved(self.wall_s, self.free_s)
 
     @property
@@ -173,18 +175,18 @@ class Facts:
 
     @property
     def computing(self) -> float:
-        """The share of build time on a core, of the time that had a core."""
+        """The share of build time spent computing, without waits for a core."""
         had_s = self.build_s + self.store_s - self.delay_s
         return min(1.0, self.cpu_s / had_s) if had_s > 0 else 1.0
 
     @property
     def free_cores(self) -> float:
-        """Cores that were idle, on average; all cores if unknown."""
+        """The average number of idle cores; all cores if this is unknown."""
         return max(0.0, self.cores - (self.busy_cores or 0.0))
 
     @property
     def our_cores(self) -> float:
-        """Cores for builds and steps: those they use, and those free.
+        """The number of cores that builds and steps could use.
 
         Builds that seldom compute get a fair part of those that others use.
         """
@@ -195,7 +197,7 @@ class Facts:
 
     @property
     def step_cpu_s(self) -> float:
-        """CPU time of the training process, without builds."""
+        """The CPU time of the training process, without builds."""
         if math.isnan(self.trainer_cpu_s):
             return 0.0
         shared = self.workers_are in ("inline", "thread")
@@ -210,7 +212,7 @@ class Facts:
 
     @property
     def stragglers(self) -> list[Slow]:
-        """The batches that took far longer than usual, longest first."""
+        """Batches that took far longer to build than usual, longest first."""
         if not self.build_s_p50:
             return []
         limit_s = _STRAGGLER * self.build_s_p50
@@ -218,7 +220,11 @@ class Facts:
 
 
 def merge(epochs: Sequence[Facts]) -> Facts:
-    """Returns the measurements of some epochs as one: sums, and the latest."""
+    """Combines the measurements of several epochs into one `Facts`.
+
+    Totals are summed, `busy_cores` is averaged, and `slowest` is merged. All
+    other values are those of the last epoch.
+    """
     changes = {
         name: sum(getattr(facts, name) for facts in epochs) for name in _SUMS
     }
@@ -238,7 +244,7 @@ _SUMS = (
 
 
 def judge(facts: Facts) -> Verdict:
-    """Returns the main reason why an epoch took longer than its steps."""
+    """Returns a verdict: the main reason why training waited, and advice."""
     kind = _kind_of(facts)
     evidence, advice = _REASONS[kind](facts)
     free_s, wall_s = facts.free_s / facts.epochs, facts.wall_s / facts.epochs
@@ -315,7 +321,7 @@ def _is_transfer_bound(facts: Facts) -> bool:
 
 
 def _are_at_hand(facts: Facts) -> bool:
-    """Whether almost nothing is built: batches come from a cache."""
+    """Whether building takes almost no time, as with batches from a cache."""
     return facts.build_s + facts.store_s < _LITTLE * facts.lost_s
 
 
@@ -527,7 +533,7 @@ _REASONS = {
 
 
 def other_workers(facts: Facts) -> tuple[str, float]:
-    """Returns the constructor call that brings most, and an epoch's forecast.
+    """Chooses better workers, and forecasts the duration of an epoch.
 
     The forecast is what the cost model says, made longer as far as the model
     underestimates the present workers. It is no shorter than the steps allow.
@@ -567,7 +573,10 @@ def other_workers(facts: Facts) -> tuple[str, float]:
 
 
 def _costs(facts: Facts) -> dict[bool, Costs]:
-    """Returns the costs of a batch with processes, and with threads."""
+    """Returns the cost of a batch for each kind of worker.
+
+    `True` stands for processes, `False` for threads.
+    """
     stored = facts.workers_are in ("process", "ray")
     cpu_s = facts.cpu_s / facts.batches
     busy_s = facts.cpu_s + facts.delay_s
@@ -601,14 +610,14 @@ def _costs(facts: Facts) -> dict[bool, Costs]:
 
 
 def _no_more(facts: Facts) -> str:
-    """Says why no other workers are advised."""
+    """Returns a text that explains why other workers are not advised."""
     if facts.auto:
         return '`workers="auto"` has tried other workers. ' + _CHEAPER
     return f"Other workers would win less than {WORTH:.0%}. {_CHEAPER}"
 
 
 def _built(facts: Facts) -> str:
-    """Says what a build takes, and what for."""
+    """Describes how long a build takes, and how it spends that time."""
     had_s = max(facts.build_s + facts.store_s, 1e-9)
     delay = min(1.0, facts.delay_s / had_s)
     computing = min(1.0 - delay, facts.cpu_s / had_s)

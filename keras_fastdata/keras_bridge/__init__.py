@@ -1,4 +1,4 @@
-"""How `fit`, `evaluate` and `predict` consume a `FastPyDataset`.
+"""Connects `FastPyDataset` to `fit`, `evaluate` and `predict` of Keras.
 
 Keras wraps a PyDataset in a `PyDatasetAdapter`, and asks the adapter for
 iterators. `register` gives `PyDatasetAdapter` a `__new__` that makes our
@@ -54,7 +54,10 @@ PyDataset = keras.utils.PyDataset
 
 
 def training() -> FitCall:
-    """Returns the running `fit`; its `adapter` is ours or `None`."""
+    """Returns the running `fit`, with our adapter of its training data.
+
+    `adapter` is `None` if no `fit` runs, or if its data is no `FastPyDataset`.
+    """
     call = fit_around()
     if isinstance(call.adapter, FastPyDatasetAdapter):
         return call

@@ -101,7 +101,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
 
     @property
     def num_batches(self) -> int | None:
-        """The number of batches in an epoch that this process trains on.
+        """The number of batches that this process trains on in each epoch.
 
         Raises:
             NotImplementedError: The dataset does not say. Without a number, a
@@ -163,7 +163,9 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         self._run_hook("on_epoch_end", starting=starting)
 
     def _tell_length(self, iterator: KerasIterator) -> None:
-        """Tells Keras how long a resumed epoch is, until that epoch ends.
+        """Sets Keras's number of batches to the rest of a resumed epoch.
+
+        `on_epoch_end` restores the number.
 
         If the length is unknown, Keras takes it from the end of the epoch, and
         must forget it again.
@@ -191,7 +193,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
             loader.hooks.note(name)
 
     def _warn_of_steps(self) -> None:
-        """Warns that the data ended before the steps that were asked for.
+        """Warns that the data ended before the requested number of steps.
 
         Begins as Keras's own warning, which then advises a method of `tf.data`.
         """
@@ -210,7 +212,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
     # -- called by our iterators ---------------------------------------------
 
     def take_iterator(self, batches: IteratorBatches) -> BatchIterator:
-        """Returns the loader's iterator over the epoch that `batches` begins.
+        """Returns the loader's iterator over the next epoch, for `batches`.
 
         Called when Keras asks `batches` for the first batch.
         """
@@ -237,11 +239,11 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         return found
 
     def add_probe(self, seconds: float) -> None:
-        """Adds a wait for batches to build the model with."""
+        """Adds to the time that Keras waited for batches to build the model."""
         self.probed_s += seconds
 
     def listener(self) -> recorder.Recorder | None:
-        """Returns the recorder that measures this `fit`, if there is one."""
+        """Returns the recorder of this `fit`, or `None` if nothing measures."""
         return recorder.current_for(self.fit_thread)
 
     def standardize(self, batch: Any) -> Any:
@@ -260,19 +262,19 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
     def name_batches(
         self, error: BaseException, batches: str, epoch: int
     ) -> None:
-        """Adds a note to an error that names its batches."""
+        """Adds a note to an error about the batches that caused the error."""
         name = type(self.py_dataset).__name__
         exceptions.note(error, f"In {batches} of epoch {epoch} of {name}.")
 
     def nothing_good(self) -> LoaderError:
-        """Returns the error for an epoch that delivered no batch."""
+        """Returns the error to raise if an epoch delivers no batch."""
         name = type(self.py_dataset).__name__
         if self._iterator is not None and not self._iterator.is_shortened:
             return LoaderError(f"{name} has no batch: it ended at once.")
         return LoaderError(f"{name} has no batch that does not raise.")
 
     def no_batches(self) -> ValueError:
-        """Returns the error for a dataset of length 0."""
+        """Returns the error to raise for a dataset of length 0."""
         return ValueError(
             f"{type(self.py_dataset).__name__} has length 0: there is no batch "
             "to fetch. Look at what it was made from: it has no samples, or, "
@@ -280,7 +282,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         )
 
     def _undo_probe(self) -> None:
-        """Rewinds the epoch, so that it has the batches of the probe again."""
+        """Rewinds the epoch, so that it delivers the probe's batches again."""
         latest = None if self._latest is None else self._latest()
         if latest is not None:
             latest.give_up()
@@ -289,7 +291,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
             self._prepared.rewind()
 
     def _sign(self, signature_of: Callable[[list[Any]], Any]) -> Any:
-        """Returns TensorFlow's signature of batches, from batches 0 and 1.
+        """Derives TensorFlow's signature of a batch from batches 0 and 1.
 
         The workers build these two. They are delivered in their turn.
         """
@@ -323,14 +325,14 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
 
     @property
     def next_epoch(self) -> int:
-        """The dataset's own number of the epoch that comes next."""
+        """The number of the next epoch, as the dataset counts epochs."""
         if self._prepared is not None:
             return self._prepared.epoch
         number: int = loader_of(self.py_dataset).epoch
         return number
 
     def state(self, steps: int | None) -> dict[str, Any]:
-        """Returns `state_dict()` of the dataset at a step of `fit`.
+        """Returns the dataset's `state_dict()` after some steps of an epoch.
 
         Args:
             steps: Steps that were trained in Keras's present epoch; `None`

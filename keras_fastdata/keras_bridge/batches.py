@@ -1,4 +1,4 @@
-"""`IteratorBatches`: the iterator over one epoch that Keras gets."""
+"""Defines `IteratorBatches`, through which Keras gets the batches."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class IteratorBatches(Iterator[Any]):
             raise
 
     def _check_end(self, iterator: BatchIterator) -> None:
-        """Raises an error at the end of an epoch without batches.
+        """Raises an error if an epoch has ended without any batch.
 
         Suppresses Keras's warning that data ran out, if batches were skipped
         or the dataset has said where it ends: the user knows.
@@ -101,13 +101,13 @@ class IteratorBatches(Iterator[Any]):
             adapter.early_end.stop_early()
 
     def name_batch(self, error: BaseException) -> None:
-        """Adds a note to an error that names the latest batch."""
+        """Adds a note about the latest batch to an error."""
         if self._iterator is not None:
             index, epoch = self._iterator.index, self._iterator.epoch
             self._adapter.name_batches(error, f"batch {index}", epoch)
 
     def give_up(self) -> None:
-        """Ends this iterator."""
+        """Ends the iteration: no more batches are delivered."""
         self._over, self._iterator = True, None
 
     # -- recording -----------------------------------------------------------
@@ -115,7 +115,7 @@ class IteratorBatches(Iterator[Any]):
     def _should_record(
         self, listener: recorder.Recorder | None
     ) -> TypeGuard[recorder.Recorder]:
-        """Whether to record batches; those of a probe are not recorded."""
+        """Whether to record batches. A probe's batches are not recorded."""
         adapter = self._adapter
         return (
             listener is not None
@@ -130,7 +130,7 @@ class IteratorBatches(Iterator[Any]):
         waited_s: float,
         delivered_s: float,
     ) -> None:
-        """Records one batch, and the wait for it, which has just ended."""
+        """Records a delivered batch, and how long training waited for it."""
         adapter = self._adapter
         if listener.source_id is not adapter.source_id and not (
             self._should_record(listener)
@@ -163,7 +163,7 @@ def _writable(leaf: Any) -> Any:
 
 
 def spell_out_cause(error: Exception) -> None:
-    """Adds the cause of an error to its notes.
+    """Adds the cause of an error to the notes of the error.
 
     Keras's traceback filter drops the cause (`raise ... from None`), which
     stays reachable as `__context__`. A `DatasetPicklingError` names its cause.

@@ -1,4 +1,4 @@
-"""Data that ends before Keras expects it."""
+"""Handles data that ends before Keras expects its end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _log = logging.getLogger("keras_fastdata")
 
 
 class EarlyEnd:
-    """What the adapter does where data ends before Keras expects it.
+    """Handles data that ends before Keras expects its end.
 
     Either batches were skipped, or an exception is kept until Keras reports
     the end of the epoch, because it must not pass through TensorFlow. In both
@@ -24,12 +24,12 @@ class EarlyEnd:
         self._iterator = KerasIterator()
 
     def expect(self, iterator: KerasIterator, warn: Callable[[], None]) -> None:
-        """Makes `warn` take the place of the iterator's warning."""
+        """Replaces Keras's warning that data ran out with `warn`."""
         self._iterator = iterator
         iterator.warn_by(warn)
 
     def stop_early(self) -> None:
-        """Suppresses the warning about the end of data that comes next."""
+        """Suppresses Keras's next warning that data ran out."""
         self._iterator.warn_by(_no_warning)
 
     def put_aside(self, error: BaseException) -> bool:
@@ -60,7 +60,7 @@ class EarlyEnd:
 
 
 class _DeferredError:
-    """An exception that is logged if nobody takes it.
+    """Holds an exception, which is logged unless `take` is called.
 
     `EarlyEnd` itself has no `__del__`: a KeyboardInterrupt in it would be lost.
     """
@@ -83,4 +83,4 @@ class _DeferredError:
 
 
 def _no_warning() -> None:
-    """Stands for Keras's warning that data ran out."""
+    """Does nothing; replaces Keras's warning that data ran out."""

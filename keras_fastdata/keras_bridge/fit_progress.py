@@ -1,4 +1,4 @@
-"""How far Keras has come in the data of one adapter.
+"""Tracks how far Keras has read the data of one adapter.
 
     NOT_STARTED --reset--> BETWEEN --begin--> IN_EPOCH --end--> BETWEEN
     NOT_STARTED --begin--> PROBE --reset--> BETWEEN
@@ -18,7 +18,7 @@ import enum
 
 
 class FitPhase(enum.Enum):
-    """What Keras does with the data."""
+    """The phase of Keras's work with the data, such as a probe or an epoch."""
 
     NOT_STARTED = enum.auto()  # no epoch is under way; a probe may follow
     PROBE = enum.auto()  # it fetches a batch to build the model, or predicts
@@ -49,12 +49,12 @@ class EpochProgress:
 
     @property
     def has_started(self) -> bool:
-        """Whether Keras has reset the data: what it fetches is for no probe."""
+        """Whether Keras has reset the data, and so has finished any probe."""
         return self.phase in (FitPhase.BETWEEN, FitPhase.IN_EPOCH)
 
     @property
     def is_within_epoch(self) -> bool:
-        """Whether Keras is between the begin and the end of an epoch."""
+        """Whether an epoch of Keras has begun and has not ended."""
         return self.phase in (FitPhase.PROBE, FitPhase.IN_EPOCH)
 
     @property
@@ -63,7 +63,7 @@ class EpochProgress:
         return self.delivered - self.trained
 
     def _move_to(self, phase: FitPhase) -> None:
-        """Changes the phase; no other method does."""
+        """Changes the phase. This is the only method that changes the phase."""
         self.phase = phase
 
     def begin_epoch(

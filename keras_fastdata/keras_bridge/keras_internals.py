@@ -1,4 +1,4 @@
-"""Everything private to Keras that the package uses.
+"""Contains all code that uses private parts of Keras.
 
 These are names of `keras.src`, private attributes of Keras's objects, and
 local variables of Keras's calls, read from their frames. No other module uses
@@ -44,7 +44,10 @@ _GET_RANDOM_SEED = "keras.src.utils.rng_utils:get_random_seed"
 
 
 class Feature(enum.Enum):
-    """What needs Keras's internals; the value says what its absence means."""
+    """The features that need private parts of Keras.
+
+    The value of a member describes what happens without the feature.
+    """
 
     LOADER = (
         "Keras builds the batches itself, inline: no workers, no prefetching, "
@@ -80,7 +83,7 @@ class Feature(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """One private part of Keras, and what the package expects of it.
+    """A private part of Keras, and what the package expects of that part.
 
     Attributes:
         thing: Where it is: "module:name.attribute".
@@ -99,7 +102,10 @@ class Use:
     seen_in: tuple[str, str] = ("3.12", "3.16")
 
     def fault(self) -> str:
-        """Says how Keras differs from what is expected; empty if not."""
+        """Describes any difference between Keras and this `Use`.
+
+        The text is empty without a difference.
+        """
         if self.backend not in ("", keras.backend.backend()):
             return ""
         name = self.thing.replace(":", ".")
@@ -247,12 +253,12 @@ _off = {
 
 
 def has(feature: Feature) -> bool:
-    """Whether Keras has what a feature needs."""
+    """Whether this version of Keras supports a feature."""
     return feature not in _off and Feature.LOADER not in _off
 
 
 def warn_of_what_is_off() -> None:
-    """Logs once which features this version of Keras switches off, and why."""
+    """Logs a warning that lists the features that are off, and why."""
     off = _off
     if Feature.LOADER in off:
         off = {Feature.LOADER: off[Feature.LOADER]}
@@ -266,7 +272,7 @@ def warn_of_what_is_off() -> None:
 
 
 def _class_at(thing: str) -> Any:
-    """Returns Keras's class; an unused one if Keras has none there."""
+    """Returns a class of Keras, or a placeholder if Keras has no such class."""
     try:
         return _find(thing)
     except (ImportError, AttributeError):
@@ -281,7 +287,7 @@ _EpochIterator = _class_at(_ITERATOR)
 
 
 def is_asked_whether_to_shuffle() -> bool:
-    """Whether `get_data_adapter` of Keras calls the caller.
+    """Whether Keras's `get_data_adapter` called the calling function.
 
     It reads `num_batches` only to warn that `shuffle=True`, Keras's default,
     is ignored for a dataset of unknown length.
@@ -321,7 +327,7 @@ class KerasIterator:
 
     @property
     def continues(self) -> bool:
-        """Whether the next epoch goes on where the one before has ended."""
+        """Whether the next epoch continues the previous epoch's iterator."""
         iterator = self._get(Feature.RESUME)
         return bool(
             iterator is not None
@@ -341,12 +347,12 @@ class KerasIterator:
 
     @property
     def num_batches(self) -> int | None:
-        """The number of batches in an epoch; `None` if Keras does not know."""
+        """The number of batches in an epoch, or `None` if it is unknown."""
         iterator = self._get(Feature.RESUME)
         return None if iterator is None else iterator._num_batches
 
     def set_num_batches(self, count: int | None) -> None:
-        """Tells Keras the number of batches; with `None`, Keras counts them."""
+        """Sets Keras's number of batches; with `None`, Keras counts them."""
         iterator = self._get(Feature.RESUME)
         if iterator is not None:
             iterator._num_batches = count
@@ -357,7 +363,10 @@ class KerasIterator:
         return self._get(Feature.QUIET_END) is not None
 
     def warn_by(self, warn: Callable[[], None] | None) -> None:
-        """Replaces Keras's warning that data ran out; `None` restores it."""
+        """Makes Keras call `warn` in place of its warning that data ran out.
+
+        With `None`, Keras warns again by itself.
+        """
         iterator = self._get(Feature.QUIET_END)
         if iterator is not None and warn is not None:
             iterator._interrupted_warning = warn
@@ -366,11 +375,14 @@ class KerasIterator:
 
 
 def _no_iterator() -> None:
-    """Stands for a reference to an iterator that does not exist."""
+    """Returns `None`, in place of a reference to an iterator."""
 
 
 def calling_iterator() -> KerasIterator:
-    """Returns the iterator of Keras that calls the caller, or an empty one."""
+    """Returns the `EpochIterator` of Keras that called our adapter.
+
+    For any other caller, the result is an empty `KerasIterator`.
+    """
     known = sys._getframe(2).f_locals
     caller = known.get("self")
     if not isinstance(caller, _EpochIterator):
@@ -380,12 +392,12 @@ def calling_iterator() -> KerasIterator:
 
 
 def get_tensor_spec(batches: list[Any]) -> Any:
-    """Returns TensorFlow's signature for batches like these."""
+    """Returns the nested `tf.TypeSpec`s that describe the batches."""
     return _find(_GET_TENSOR_SPEC)(batches)
 
 
 def get_random_seed() -> int | None:
-    """Returns the seed set by `keras.utils.set_random_seed`, or `None`."""
+    """Returns the seed of `keras.utils.set_random_seed`; `None` if not set."""
     if not has(Feature.SEED):
         return None
     seed: int | None = _find(_GET_RANDOM_SEED)()
@@ -410,7 +422,7 @@ def hide_frames(folder: str) -> None:
 
 
 class FitCall(NamedTuple):
-    """The innermost running `fit`.
+    """Describes the innermost running `fit`.
 
     Attributes:
         adapter: The adapter of its training data.
@@ -428,7 +440,7 @@ class FitCall(NamedTuple):
 
 
 def fit_around() -> FitCall:
-    """Returns the innermost running `fit`, or an empty `FitCall`."""
+    """Returns the innermost running `fit`; an empty `FitCall` if none runs."""
     for name, known in _calls_of_keras() if has(Feature.FIT) else ():
         if name == "fit":
             iterator = known.get("epoch_iterator")
@@ -481,7 +493,11 @@ def steps_argument() -> str:
 
 
 def trainer_at_work() -> tuple[str, Any]:
-    """Returns the running method of Keras and its model; or "" and `None`."""
+    """Returns the method of Keras that is running, and its model.
+
+    The method is "fit", "evaluate" or "predict". If none runs, the result is ""
+    and `None`.
+    """
     for name, known in _calls_of_keras():
         return name, known["self"]
     return "", None
@@ -503,7 +519,7 @@ def _calls_of_keras() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def callbacks_beside() -> list[Any]:
-    """Returns the callbacks in one list with the caller.
+    """Returns all callbacks of the list that contains the calling callback.
 
     Call it in `set_params` of a callback.
     """
@@ -550,16 +566,19 @@ class KerasBackup:
 
     @property
     def folder(self) -> str:
-        """The folder of the weights."""
+        """The folder in which Keras saves the weights."""
         return str(self._callback.backup_dir)
 
     @property
     def position(self) -> tuple[int, int]:
-        """The present epoch, and the latest batch in it."""
+        """The number of the current epoch, and of the latest batch in it."""
         return self._callback._current_epoch, self._callback._last_batch_seen
 
     def restored(self) -> tuple[int, int] | None:
-        """Returns the `position` of the restored weights, or `None`."""
+        """Returns the `position` of the restored weights.
+
+        Returns `None` if there are no saved weights.
+        """
         path = os.path.join(self.folder, "training_metadata.json")
         try:
             with open(path) as file:
@@ -581,7 +600,7 @@ class KerasBackup:
 
 
 def set_initial_epoch(model: Any, epoch: int) -> None:
-    """Sets the first epoch of the `fit` that begins, or of the next one."""
+    """Sets the epoch at which the current or next `fit` begins."""
     model._initial_epoch = epoch
 
 
@@ -589,7 +608,7 @@ def set_initial_epoch(model: Any, epoch: int) -> None:
 
 
 class _StepLoss(keras.Operation):  # type: ignore[misc]
-    """A model's outputs and loss, which Keras can compute by shapes alone."""
+    """An operation for a model's loss that Keras can evaluate on shapes."""
 
     def __init__(self, trainer: Any) -> None:
         super().__init__()
@@ -654,7 +673,7 @@ def _symbolic(leaf: Any) -> Any:
 
 
 def is_keras_step(function: Any) -> bool:
-    """Whether Keras, and not the user, wrote a train or test function."""
+    """Whether a train or test function is Keras's own, not the user's."""
     code = getattr(function, "__code__", None)
     maker = inspect.unwrap(keras.Model._make_function)
     name = f"{maker.__qualname__}.<locals>.function"

@@ -1,4 +1,4 @@
-"""Batches whose parts have different numbers of rows.
+"""Checks batches whose parts have different numbers of rows.
 
 Some models take them, such as one whose targets are broadcast, or whose
 outputs have rows of their own. Other models fail in the middle of a step, with
@@ -42,7 +42,7 @@ def may_differ(batch: Any) -> bool:
 
 
 class Rows:
-    """Refuses batches that fail because their parts differ in rows.
+    """Rejects batches that fail because the numbers of rows differ.
 
     Remembers the shapes that were checked.
     """
@@ -51,7 +51,7 @@ class Rows:
         self._taken: set[str] = set()
 
     def check(self, batch: tuple[Any, ...]) -> None:
-        """Raises an error for a batch that the model does not take.
+        """Raises an error for a batch whose numbers of rows the model rejects.
 
         Raises:
             ValueError: The model would take this batch if its parts had equal
@@ -92,7 +92,7 @@ def _runs(name: str, trainer: Any, batch: tuple[Any, ...]) -> bool:
 
 
 def _alike(batch: tuple[Any, ...]) -> Any:
-    """Returns the batch with as many rows in all arrays as in the first."""
+    """Returns the batch with equal numbers of rows in all arrays."""
     count = next(n for part in batch for n in _counts(part) if n is not None)
 
     def change(leaf: Any) -> Any:
@@ -105,7 +105,7 @@ def _alike(batch: tuple[Any, ...]) -> Any:
 
 
 def _as_array(part: Any) -> Any:
-    """Converts a list of numbers to an array; `None` for anything else."""
+    """Converts a list of numbers to an array; returns `None` otherwise."""
     if isinstance(part, list) and all(
         map(_is_number, keras.tree.flatten(part))
     ):
@@ -123,7 +123,7 @@ def _described(batch: tuple[Any, ...]) -> str:
 
 
 def _counts(part: Any) -> list[int | None]:
-    """Returns the different numbers of rows of a part's arrays."""
+    """Returns the distinct numbers of rows among the arrays of a part."""
     leaves = [leaf for leaf in keras.tree.flatten(part) if leaf is not None]
     return list(dict.fromkeys(map(_rows_of, leaves)))
 

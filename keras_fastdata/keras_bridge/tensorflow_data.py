@@ -1,4 +1,4 @@
-"""The dataset that Keras gets on TensorFlow: our own, or one of `tf.data`.
+"""Makes the dataset that Keras gets on the TensorFlow backend.
 
 Imported only where TensorFlow is the Keras backend.
 """
@@ -36,14 +36,14 @@ _FUNCTIONS = {"fit": "train_function", "evaluate": "test_function"}
 
 
 def signature_of(batches: list[Any]) -> Any:
-    """Returns the nested `tf.TypeSpec`s of batches like these."""
+    """Returns the nested `tf.TypeSpec`s that describe the batches."""
     return get_tensor_spec(
         keras.tree.map_structure(strings_as_tensors, batches)
     )
 
 
 def _converted(leaf: Any) -> Any:
-    """Converts a leaf of a batch into one that `from_generator` takes."""
+    """Converts a leaf of a batch to a type that `from_generator` accepts."""
     if leaf is None:
         return tf.experimental.Optional.empty(None)
     if type(leaf).__module__.startswith("scipy.sparse"):
@@ -108,7 +108,7 @@ class DirectDataset:
         return DirectIterator(source, adapter.early_end.put_aside)
 
     def plain(self) -> tf.data.Dataset:
-        """Makes a `tf.data.Dataset`."""
+        """Makes a `tf.data.Dataset` of the same batches."""
         reference = self._adapter
         dataset = tf.data.Dataset.from_generator(
             lambda: _ForTensorFlow(_alive(reference)),
@@ -122,7 +122,7 @@ class DirectDataset:
 
 
 def _is_eager(reference: weakref.ref[Any]) -> bool:
-    """Whether a model's steps run as plain Python at present."""
+    """Whether a model currently runs its steps eagerly, without a graph."""
     model = reference()
     return (
         model is None or model.run_eagerly or tf.config.functions_run_eagerly()

@@ -50,7 +50,7 @@ _living: weakref.WeakValueDictionary[int, DirectIterator] = (
 
 
 class TensorSource:
-    """Turns batches into tensors.
+    """Converts batches to tensors.
 
     Attributes:
         element_spec: The nested `tf.TensorSpec`s of a batch.
@@ -102,12 +102,12 @@ class TensorSource:
             ) from None
 
     def end(self) -> None:
-        """Drops the batches that are left."""
+        """Discards all remaining batches."""
         self._batches = iter(())
 
 
 class TensorBatch:
-    """A batch as an argument of a `tf.function`, which gets nested tensors."""
+    """A batch that can be passed to a `tf.function` as one argument."""
 
     __slots__ = ("_type", "tensors")
 
@@ -120,7 +120,7 @@ class TensorBatch:
 
 
 class TensorBatches(Iterator[Any]):
-    """The iterator from which Keras requests batches itself.
+    """An iterator from which Keras itself requests each batch.
 
     Args:
         source: Where the tensors come from.
@@ -205,7 +205,7 @@ class DirectIterator(tf.data.Iterator):  # type: ignore[misc]
 
 
 class _Type(tf.types.experimental.TraceType):  # type: ignore[misc]
-    """The type of an argument that stands for the tensors of a batch.
+    """The trace type of an argument that represents a batch's tensors.
 
     Attributes:
         element_spec: The nested `tf.TensorSpec`s of a batch.
@@ -277,7 +277,7 @@ class _Type(tf.types.experimental.TraceType):  # type: ignore[misc]
 
 
 class _BatchType(_Type):
-    """The type of a `TensorBatch`."""
+    """The trace type of a `TensorBatch`."""
 
     def to_tensors(self, value: Any) -> list[tf.Tensor]:
         if isinstance(value, TensorBatch):
@@ -291,7 +291,7 @@ class _BatchType(_Type):
 
 
 class _IteratorType(_Type):
-    """The type of a `DirectIterator`, which stands for its next batch."""
+    """The trace type of a `DirectIterator`, which represents its next batch."""
 
     _heads = (tf.TensorSpec((), tf.int64),)  # of the iterator's number
 
@@ -303,7 +303,7 @@ class _IteratorType(_Type):
 
 
 class _Traced:
-    """What a `tf.function` sees of a `DirectIterator` while it is traced."""
+    """The form of a `DirectIterator` inside a traced `tf.function`."""
 
     def __init__(
         self, kind: _IteratorType, tensors: Sequence[tf.Tensor]
@@ -315,7 +315,7 @@ class _Traced:
         self._first: list[tf.Tensor] | None = first
 
     def tensors(self) -> list[tf.Tensor]:
-        """Returns the tensors that the argument stands for."""
+        """Returns the tensors that this argument represents."""
         return list(self._tensors)
 
     def __tf_tracing_type__(self, _: Any) -> _IteratorType:
@@ -359,14 +359,14 @@ class _Traced:
 
 
 class _Copy(weakref.ref[Any]):
-    """A weak reference to a copy, with the memory that the copy lies in."""
+    """A weak reference to a copied array, and the memory of that array."""
 
     __slots__ = ("root",)
     root: Bytes
 
 
 class _Copies:
-    """Makes aligned copies of arrays, in memory that is used again."""
+    """Makes aligned copies of arrays, and reuses their memory."""
 
     def __init__(self) -> None:
         self._free: collections.deque[Bytes] = collections.deque(maxlen=_KEPT)
@@ -399,7 +399,11 @@ class _Copies:
 
 
 def strings_as_tensors(leaf: Any) -> Any:
-    """Converts an array of strings, whose type Keras does not know."""
+    """Converts an array of strings to a TensorFlow tensor.
+
+    Returns any other leaf unchanged. Keras does not know the type of such an
+    array.
+    """
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OSTU":
         return tf.constant(leaf.tolist(), shape=leaf.shape, dtype=tf.string)
     return leaf

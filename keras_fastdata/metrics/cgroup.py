@@ -7,7 +7,7 @@ import os
 
 
 def folders(controller: str) -> list[str]:
-    """Returns folders that may hold this process's limits, innermost first.
+    """Returns the cgroup folders of this process, the innermost first.
 
     Args:
         controller: "memory" or "cpu".
@@ -28,14 +28,14 @@ def folders(controller: str) -> list[str]:
 
 
 def number(path: str) -> int | None:
-    """Reads a file that holds one number; else returns `None`."""
+    """Returns the number that a file holds, or `None` if it cannot be read."""
     with contextlib.suppress(OSError, ValueError), open(path) as file:
         return int(file.read())
     return None
 
 
 def fields(path: str) -> dict[str, int]:
-    """Reads a file of lines `name number` or `name: number unit`."""
+    """Reads a file whose lines are `name number` or `name: number unit`."""
     found = {}
     with contextlib.suppress(OSError), open(path) as file:
         for line in file:

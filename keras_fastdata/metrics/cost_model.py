@@ -1,4 +1,4 @@
-"""Predicts what a batch takes with other workers: pure functions.
+"""Predicts the time per batch for other numbers and kinds of workers.
 
 `LoaderHealth`, `profile` and `workers="auto"` advise by this model. A build is
 made of three kinds of time, which are measured apart:
@@ -63,16 +63,19 @@ class Costs:
 
     @property
     def build_s(self) -> float:
-        """Time of a build by one worker that always has a core."""
+        """The time of a build that never waits for a core."""
         return self.cpu_s + self.blocked_s
 
     @property
     def computing(self) -> float:
-        """The share of a build that needs a core: 0 to 1."""
+        """The share of a build that needs a core, from 0 to 1."""
         return self.cpu_s / self.build_s if self.build_s > 0 else 1.0
 
     def limits(self, workers: int, cores: float) -> dict[str, float]:
-        """Returns each limit, in seconds per batch, for at least 1 worker."""
+        """Returns the minimum seconds per batch that each resource allows.
+
+        `workers` must be at least 1.
+        """
         cpu_s = self.cpu_s + self.step_cpu_s + self.take_s
         return {
             "workers": self.build_s / workers,
@@ -83,7 +86,7 @@ class Costs:
         }
 
     def period_s(self, workers: int, cores: float) -> float:
-        """Returns the shortest time from one batch to the next.
+        """Returns the shortest possible time between two batches.
 
         Args:
             workers: The number of workers; 0 for inline.
@@ -94,7 +97,7 @@ class Costs:
         return max(self.limits(workers, cores).values())
 
     def useful(self, cores: float, most: int) -> int:
-        """Returns the fewest workers that reach the other limits.
+        """Returns the fewest workers that reach full speed, at most `most`.
 
         As many as are building at any time (Little's law); and some more if
         builds wait, since at times more of them do.
@@ -112,7 +115,7 @@ class Costs:
         return max(1, min(most, math.ceil(workers - _SPARE)))
 
     def why_no_more(self, workers: int, cores: float) -> str:
-        """Says what limits twice as many workers."""
+        """Returns a text that names the limit for twice as many workers."""
         limits = self.limits(2 * workers, cores)
         return _NO_MORE[max(limits, key=lambda limit: limits[limit])]
 
@@ -130,7 +133,7 @@ _NO_MORE = {
 
 
 def shared_s(alone_s: float, beside_s: float) -> float:
-    """Returns how long a build uses what one worker at a time can use.
+    """Returns how long a build uses an exclusive resource, such as a disk.
 
     Two workers that each need the resource for s seconds of a build of b
     seconds take turns: a build then takes 2 s instead of b. If 2 s is not more
@@ -147,7 +150,7 @@ def shared_s(alone_s: float, beside_s: float) -> float:
 
 
 def lock_s(held: float, period_s: float, cpu_s: float) -> float:
-    """Returns how long a build holds Python's lock.
+    """Returns how long a build holds Python's lock (the GIL).
 
     Args:
         held: Share of the time the lock was held while threads built; NaN if
@@ -159,7 +162,7 @@ def lock_s(held: float, period_s: float, cpu_s: float) -> float:
 
 
 class Choice(NamedTuple):
-    """Where to build batches.
+    """The chosen number and kind of workers, with the expected speed.
 
     Attributes:
         workers: The number of workers.
@@ -175,7 +178,7 @@ class Choice(NamedTuple):
 def choose(
     kinds: dict[bool, Costs], cores: float, most: int, present: bool
 ) -> Choice:
-    """Chooses the kind of workers, and the fewest that bring all they can.
+    """Chooses the kind of workers, and how many of them to use.
 
     The kind in use is kept unless the other one is a tenth quicker.
 
@@ -197,7 +200,7 @@ def choose(
 
 
 def queue_for(workers: int, lookahead: int) -> int | None:
-    """Returns the longer queue that some workers need; `None` without one."""
+    """Returns the queue size to advise, or `None` if `lookahead` suffices."""
     return 2 * workers if workers > lookahead else None
 
 
@@ -207,7 +210,7 @@ def call(
     use_multiprocessing: bool,
     max_queue_size: int | None = None,
 ) -> str:
-    """Returns the constructor call to use, as text."""
+    """Formats the constructor call that is advised, as Python code."""
     arguments = f"workers={workers}"
     if use_multiprocessing:
         arguments += ", use_multiprocessing=True"

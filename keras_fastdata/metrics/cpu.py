@@ -17,7 +17,7 @@ from keras_fastdata.metrics import cgroup
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """The cores that this process may use, and the seconds they were busy.
+    """How many cores this process may use, and how long they were busy.
 
     `busy_cores` compares two readings.
 
@@ -37,7 +37,10 @@ class Reading:
 
 
 def read() -> Reading:
-    """Takes a reading, in some 0.1 ms."""
+    """Reads how many cores are allowed, and how long they were busy.
+
+    This takes about 0.1 ms.
+    """
     cores = _affinity()
     quota, directory = _cgroup_quota()
     now_s = time.monotonic()
@@ -63,7 +66,7 @@ def _affinity() -> set[int]:
 
 
 def _cgroup_quota() -> tuple[float | None, str]:
-    """Returns the lowest quota of this process's cgroup and its parents."""
+    """Returns the lowest CPU quota that applies, and its cgroup folder."""
     least: float | None = None
     where = ""
     for folder in cgroup.folders("cpu"):
@@ -94,7 +97,7 @@ def _cgroup_busy_s(folder: str) -> float | None:
 
 
 def _cores_busy_s(cores: set[int]) -> float | None:
-    """Returns the time for which some cores were not idle, in total."""
+    """Returns the summed busy time of `cores` since the machine started."""
     try:
         ticks_per_s = os.sysconf("SC_CLK_TCK")
         with open("/proc/stat") as file:

@@ -50,7 +50,7 @@ def cores(number: float) -> str:
 
 
 def listed(numbers: list[int], most: int = 5) -> str:
-    """Formats numbers: "3, 17, 20"; ", ..." stands for those beyond `most`."""
+    """Formats at most `most` numbers: "3, 17, 20" or "3, 17, 20, ..."."""
     shown = ", ".join(str(number) for number in numbers[:most])
     return shown + (", ..." if len(numbers) > most else "")
 

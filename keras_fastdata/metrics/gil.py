@@ -20,7 +20,7 @@ _IDLE_S = 5.0  # without a batch, after which the probe ends
 
 
 class GilProbe:
-    """Watches the lock from a thread of its own, while batches arrive.
+    """Probes Python's lock from a separate thread, while batches arrive.
 
     Args:
         recorder: Counts the batches; held weakly.
@@ -33,7 +33,7 @@ class GilProbe:
         self._thread: threading.Thread | None = None
 
     def watch(self) -> None:
-        """Starts the probe, unless it runs already."""
+        """Starts the probe's thread, unless it is already running."""
         if self._thread is None or not self._thread.is_alive():
             self._over.clear()
             self._thread = threading.Thread(
@@ -42,7 +42,9 @@ class GilProbe:
             self._thread.start()
 
     def take(self) -> float:
-        """Returns the share of probes since the last call that had to wait.
+        """Returns the share of probes that had to wait for Python's lock.
+
+        Counts the probes since the previous call.
 
         NaN if there was no probe.
         """
@@ -51,7 +53,7 @@ class GilProbe:
         return late / looks if looks else math.nan
 
     def close(self) -> None:
-        """Ends the thread. Idempotent."""
+        """Stops the probe's thread. Idempotent."""
         self._over.set()
         if self._thread is not None:
             self._thread.join()

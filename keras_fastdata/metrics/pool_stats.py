@@ -22,7 +22,7 @@ class WorkerLoss:
 
 @dataclasses.dataclass(frozen=True)
 class TuningDecision:
-    """A decision of `workers="auto"`.
+    """A decision of `workers="auto"` about the workers to use.
 
     Attributes:
         batches: How many batches had been delivered.
@@ -45,7 +45,7 @@ class TuningDecision:
 
 @dataclasses.dataclass(frozen=True)
 class PoolStats:
-    """The state of a pool at one moment.
+    """The state of a pool of workers at one moment.
 
     Attributes:
         kind: "inline", "thread", "process" or "ray".

@@ -15,7 +15,7 @@ _BUCKETS = math.ceil(math.log(_MOST_S / _LEAST_S) / _LOG_GROWTH) + 1
 
 
 class Distribution:
-    """Counts durations in buckets of equal ratio.
+    """Counts durations in logarithmic buckets.
 
     Quantiles are within 1% of a duration that was added, from one microsecond
     to a day. One microsecond and less counts as 0. (As in DDSketch, Masson et
@@ -35,7 +35,7 @@ class Distribution:
         seconds: npt.NDArray[np.float64],
         times: npt.NDArray[np.int64] | int = 1,
     ) -> None:
-        """Adds durations.
+        """Adds durations to the distribution.
 
         Args:
             seconds: An array of shape `(n,)`.
@@ -46,7 +46,7 @@ class Distribution:
         np.add.at(self._counts, np.minimum(bucket, _BUCKETS - 1), times)
 
     def quantile(self, share: float) -> float:
-        """Returns the duration that `share` of all do not exceed; 0 if none."""
+        """Returns the `share` quantile of the durations, or 0 without any."""
         count = self.count
         if not count:
             return 0.0
@@ -57,7 +57,10 @@ class Distribution:
         return _LEAST_S * math.exp((bucket - 0.5) * _LOG_GROWTH)
 
     def histogram(self) -> list[tuple[float, float, int]]:
-        """Returns buckets that are not empty: from, to (seconds), count."""
+        """Returns `(from, to, count)` of each bucket that is not empty.
+
+        The bounds are in seconds.
+        """
         return [
             (
                 _LEAST_S * math.exp((i - 1) * _LOG_GROWTH) if i else 0.0,

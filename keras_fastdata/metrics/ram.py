@@ -1,4 +1,4 @@
-"""Measures the memory that processes take, and the memory that is left."""
+"""Measures the memory that processes use, and the memory that is free."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _UNLIMITED = 1 << 62  # cgroup v1 writes a number near 2**63 for no limit
 
 
 def pss(pids: Iterable[int]) -> int | None:
-    """Returns the proportional set size of some processes, in bytes.
+    """Returns the total proportional set size (PSS) of processes, in bytes.
 
     Memory that several processes share is divided among them. `None` if the
     kernel does not report it, or there is no process.
@@ -33,7 +33,7 @@ def _pss_of(pid: int) -> int | None:
 
 
 def free() -> int | None:
-    """Returns the bytes that this process may still take, or `None`."""
+    """Returns how many bytes this process can allocate; `None` if unknown."""
     found = []
     machine = cgroup.fields("/proc/meminfo")
     if "MemAvailable" in machine:
@@ -67,7 +67,7 @@ def left_now() -> str:
 
 
 def _cgroup() -> tuple[int | None, int | None, int]:
-    """Returns limit and use in bytes, and OOM kills, of the cgroup.
+    """Returns the cgroup's memory limit, used bytes and number of OOM kills.
 
     The page cache that the kernel can drop is not counted as used.
     """
@@ -87,6 +87,6 @@ def _cgroup() -> tuple[int | None, int | None, int]:
 
 
 def _reclaimable(folder: str) -> int:
-    """Returns bytes of page cache that the kernel would drop first."""
+    """Returns the size of the page cache that the kernel would drop first."""
     found = cgroup.fields(f"{folder}/memory.stat")
     return found.get("total_inactive_file", found.get("inactive_file", 0))

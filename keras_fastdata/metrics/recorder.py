@@ -1,4 +1,4 @@
-"""What becomes of every batch, from its request to the model.
+"""Records the times of every batch, from its request to its delivery.
 
 A `fit` runs in one thread, and so do its callbacks. A recorder listens to the
 batches that are delivered for that thread, whichever thread fetches them (with
@@ -35,7 +35,9 @@ SPANS_KEPT = 8192
 
 
 class Span(NamedTuple):
-    """One batch. Moments are those of `time.monotonic`, in seconds.
+    """The times and sizes of one batch.
+
+    Moments are those of `time.monotonic`, in seconds.
 
     Attributes:
         epoch: The dataset's own count, from 0.
@@ -82,7 +84,7 @@ _RETRIES = Span._fields.index("retries")
 
 @dataclasses.dataclass(frozen=True)
 class Skipped:
-    """A batch that was left out, because building it raised.
+    """A batch that was skipped because building it raised an exception.
 
     Attributes:
         dataset: Class name of the dataset.
@@ -104,7 +106,7 @@ class Slow(NamedTuple):
 
 
 class BatchSource(Protocol):
-    """The loader that batches come from, as far as a recorder knows it."""
+    """The part of a loader's interface that a recorder uses."""
 
     @property
     def name(self) -> str:
@@ -113,16 +115,16 @@ class BatchSource(Protocol):
 
     @property
     def settings(self) -> Any:
-        """Its `engine.settings.Settings`."""
+        """The dataset's settings, an `engine.settings.Settings`."""
         ...
 
     def pool_stats(self) -> PoolStats | None:
-        """Who its workers are; `None` before it has any."""
+        """Returns the state of the workers; `None` before workers exist."""
         ...
 
 
 class _PendingBatch(NamedTuple):
-    """A batch that was looked at, and what its span cannot know.
+    """A measured batch that is not yet part of the statistics.
 
     Attributes:
         span: The times of the batch.
@@ -138,7 +140,7 @@ class _PendingBatch(NamedTuple):
 
 
 class BatchStats:
-    """Statistics of the batches in one part of training.
+    """Statistics of the batches of one epoch or validation.
 
     Waits are those of all batches; all else is known of those that were
     looked at, each of which counts for those that it stands for.
@@ -175,17 +177,17 @@ class BatchStats:
 
     @property
     def cpu_s(self) -> float:
-        """Estimated CPU time of all builds, from those that were measured."""
+        """The CPU time of all builds, estimated from the measured builds."""
         return self.asked_cpu_s * self._asked_of
 
     @property
     def delay_s(self) -> float:
-        """Waits of all builds for a core, likewise."""
+        """The estimated time for which all builds waited for a core."""
         return self.asked_delay_s * self._asked_of
 
     @property
     def blocked_s(self) -> float:
-        """Time of all builds that was neither computing nor such a wait."""
+        """The time for which all builds waited, but not for a core."""
         busy_s = self.cpu_s + self.delay_s
         return max(0.0, self.build_s + self.store_s - busy_s)
 
@@ -199,7 +201,7 @@ class BatchStats:
         spans: npt.NDArray[np.float64],
         times: npt.NDArray[np.int64],
     ) -> None:
-        """Adds spans of batches; each counts as often as `times` says.
+        """Adds measured batches, each multiplied by its entry in `times`.
 
         Args:
             spans: Of shape `(n, len(Span._fields))`.
@@ -241,7 +243,7 @@ class BatchStats:
 
 
 class Recorder:
-    """Listens to the batches of one thread.
+    """Records the batches that are delivered for one thread.
 
     Args:
         interval_s: Of batches and steps that take less than this, one is
@@ -298,7 +300,7 @@ class Recorder:
         predicts: bool = False,
         sampler: Sampler | None = None,
     ) -> None:
-        """Starts a new stretch, with sums of its own.
+        """Starts new statistics, for the next epoch or validation.
 
         Args:
             predicts: Whether it is of a `predict`, which has no probe.
@@ -313,7 +315,9 @@ class Recorder:
         self.source_id = None
 
     def is_of(self, source_id: object) -> bool:
-        """Whether batches come from what the first ones of the stretch did.
+        """Whether `source_id` is the source of this epoch's batches.
+
+        If the source is not known yet, `source_id` becomes the source.
 
         Others are of an evaluation, say, within a callback.
 
@@ -325,24 +329,24 @@ class Recorder:
         return self.source_id is source_id
 
     def expect(self, source_id: object) -> None:
-        """Says where the batches of this stretch come from."""
+        """Sets the source of this epoch's batches; see `is_of`."""
         self.source_id = source_id
 
     def exclude(self, seconds: float) -> None:
-        """Takes note of time that belongs to no training step."""
+        """Adds time that does not count as part of any training step."""
         self.excluded_s += seconds
 
     def add_quiesce(self, seconds: float) -> None:
-        """Takes note of time until workers rested, for a measurement."""
+        """Adds time spent until all workers were idle, for a measurement."""
         self.quiesced_s += seconds
 
     @property
     def source(self) -> BatchSource | None:
-        """The loader that the latest batches came from, if it still lives."""
+        """The loader of the latest batches, or `None` if there is none."""
         return None if self._source is None else self._source()
 
     def attach_source(self, source: BatchSource) -> None:
-        """Says which loader the next batches come from."""
+        """Sets the loader that the next batches come from."""
         reference = weakref.ref(source)  # the same one every time
         if reference is not self._source:
             self._source = reference
@@ -355,7 +359,7 @@ class Recorder:
         waited_s: float,
         delivered_s: float | None = None,
     ) -> None:
-        """Takes note of a batch that has been delivered.
+        """Records a batch that has been delivered.
 
         Args:
             span: Its story; `None` if it was not looked at.
@@ -377,18 +381,18 @@ class Recorder:
                 self._add_spans(_BLOCK)
 
     def add_hook(self, seconds: float) -> None:
-        """Takes note of time in `on_epoch_begin` or `on_epoch_end`."""
+        """Adds the time of a call of `on_epoch_begin` or `on_epoch_end`."""
         self.waited_s += seconds
         self.batch_stats.hook_s += seconds
 
     def skip(self, batch: Skipped) -> None:
-        """Takes note of a batch that was left out."""
+        """Records a batch that was skipped."""
         self.skips += 1
         self.skipped.append(batch)
         del self.skipped[:-_MOST_SKIPPED]
 
     def flush(self) -> None:
-        """Takes in what has come since."""
+        """Adds the pending batches to the statistics."""
         waited_s = self.waited_s - self._waited_before_s
         self.batch_stats.wait_s = max(0.0, waited_s - self.batch_stats.hook_s)
         if self._pending:
@@ -426,7 +430,7 @@ class Recorder:
         self._on_spans(spans)
 
     def spans(self) -> npt.NDArray[np.float64]:
-        """The latest spans, oldest first: `(n, len(Span._fields))`."""
+        """Returns the latest spans, oldest first: `(n, len(Span._fields))`."""
         self.flush()
         if self._rung <= SPANS_KEPT:
             return self._ring[: self._rung].copy()
@@ -436,7 +440,7 @@ class Recorder:
 def _depths(
     spans: npt.NDArray[np.float64], places: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    """Returns for each span how many batches were ready at its request.
+    """Returns how many batches were ready when each batch was requested.
 
     Args:
         spans: Of batches in the order of their delivery.
@@ -456,7 +460,7 @@ def _times(
     before: int,
     until: int,
 ) -> npt.NDArray[np.int64]:
-    """Returns how many batches each batch with a span stands for.
+    """Returns how many batches each measured batch represents.
 
     One that took long stands for itself. Others stand for those before them
     that were not looked at, and the last of them for those after it.
@@ -480,7 +484,7 @@ def _times(
 
 
 def _nobody(spans: npt.NDArray[np.float64]) -> None:
-    """Nobody wants to know."""
+    """Ignores the spans."""
 
 
 _MOST_SKIPPED = 1000  # remembered in full; all are counted
@@ -491,13 +495,13 @@ _attached: dict[int, list[weakref.ref[Recorder]]] = {}
 
 
 def attach(recorder: Recorder) -> None:
-    """Makes a recorder the one that receives the calling thread's batches."""
+    """Makes `recorder` receive the batches of the calling thread."""
     present = _attached.setdefault(threading.get_ident(), [])
     present.append(weakref.ref(recorder))
 
 
 def detach(recorder: Recorder) -> None:
-    """Has a recorder hear of nothing any more. Idempotent."""
+    """Undoes `attach`: the recorder receives no more batches. Idempotent."""
     thread = threading.get_ident()
     present = _attached.get(thread, [])
     present[:] = [r for r in present if r() not in (recorder, None)]
@@ -506,7 +510,10 @@ def detach(recorder: Recorder) -> None:
 
 
 def current_for(thread: int) -> Recorder | None:
-    """The recorder that listens to a thread, by `threading.get_ident`."""
+    """Returns the recorder that receives the batches of a thread.
+
+    `thread` is a `threading.get_ident`. Returns `None` without a recorder.
+    """
     present = _attached.get(thread)
     if not present:
         return None

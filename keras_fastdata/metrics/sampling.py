@@ -1,4 +1,4 @@
-"""The states of measuring a training step alone.
+"""Defines the states in the measurement of a single training step.
 
     OFF --pause--> PAUSING --isolate--> ISOLATED
     OFF --isolate--> ISOLATED
@@ -14,7 +14,7 @@ from typing import Protocol
 
 
 class SamplingState(enum.Enum):
-    """How a measurement affects fetching a batch."""
+    """Whether the workers pause so that a training step can be measured."""
 
     OFF = enum.auto()  # no effect: workers build ahead
     PAUSING = enum.auto()  # pause the workers: the next step may be measured
@@ -22,24 +22,24 @@ class SamplingState(enum.Enum):
 
 
 class Sampler(Protocol):
-    """Decides which steps are measured alone."""
+    """Decides which steps are measured while no worker builds."""
 
     @property
     def state(self) -> SamplingState:
-        """The present state."""
+        """The current `SamplingState`."""
         ...
 
     def before_wait(self) -> None:
-        """Called by the thread that trains, before it waits for a batch."""
+        """Called in the training thread before a wait for a batch."""
         ...
 
     def interrupt(self) -> None:
-        """Called when another training begins within a step."""
+        """Called when an epoch begins, to cancel an unfinished measurement."""
         ...
 
 
 class NoSampler:
-    """Measures no step."""
+    """A sampler that never measures a step."""
 
     state = SamplingState.OFF
 

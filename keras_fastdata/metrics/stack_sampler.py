@@ -1,4 +1,4 @@
-"""Samples which lines slow builds spend their time on.
+"""Samples the call stacks of slow builds.
 
     no thread --`watch`--> one thread looks at the watched ones
     it ends at `end`, before a fork, or when no watched thread has built of late
@@ -38,18 +38,18 @@ _BUILDS_IN = os.path.join(
 
 
 class Watched(Protocol):
-    """Receives the samples of one thread."""
+    """Receives the sampled stacks of one thread."""
 
     thread: int
     owns_process: bool
 
     def add_stack(self, stack: str) -> None:
-        """Called by the sampler's thread, with a folded stack."""
+        """Receives a folded stack; called in the thread of the sampler."""
         ...
 
 
 class _StackSampler:
-    """Samples the stacks of threads."""
+    """Samples the call stacks of threads."""
 
     def __init__(self) -> None:
         # A signal handler may call this amid a call by the same thread.
@@ -59,7 +59,7 @@ class _StackSampler:
         self._thread: threading.Thread | None = None
 
     def watch(self, watched: Watched) -> None:
-        """Samples a thread from now on. Idempotent."""
+        """Starts to sample a thread. Idempotent."""
         with self._lock:
             self._watched[watched.thread] = watched
             if self._thread is None or not self._thread.is_alive():
@@ -75,7 +75,7 @@ class _StackSampler:
                     self._thread.start()
 
     def ignore(self, watched: Watched) -> None:
-        """Samples a thread no longer. Idempotent."""
+        """Stops the sampling of a thread. Idempotent."""
         if self._watched.get(watched.thread) is watched:
             with self._lock:
                 self._watched.pop(watched.thread, None)
@@ -83,7 +83,7 @@ class _StackSampler:
                     self.end()
 
     def end(self) -> None:
-        """Ends the thread. The next `watch` starts another."""
+        """Stops the sampling thread. The next `watch` starts a new thread."""
         with self._lock:
             self._watched.clear()
             self._ending.set()

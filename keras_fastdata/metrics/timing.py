@@ -1,4 +1,4 @@
-"""Measures when a batch was built, and what the time was spent on.
+"""Measures when a batch is built, and how the build spends its time.
 
 A slow build may be computing, waiting (for a disk, a network, the GIL), or
 ready to run without a core. The kernel accounts for all three, for each thread.
@@ -58,12 +58,12 @@ class Timing(NamedTuple):
 
 
 def pause_s(asked: int) -> float:
-    """Returns the pause before the next reading, after `asked` readings."""
+    """Returns how long to pause after `asked` readings, in seconds."""
     return INTERVAL_S * min(max(1.0, asked / _ENOUGH), _RARELY)
 
 
 class RunDelay:
-    """Reads how long the calling thread was ready to run and had no core.
+    """Reads how long the calling thread was runnable but had no core.
 
     Only one thread may use an object.
     """
@@ -72,7 +72,7 @@ class RunDelay:
         self._fd: int | None = None  # -1: the kernel does not report it
 
     def read(self) -> float:
-        """Returns the delay in seconds so far; 0 if it is not reported."""
+        """Returns the total delay so far in seconds, or 0 if it is unknown."""
         if self._fd is None:
             try:
                 self._fd = os.open(_SCHEDSTAT, os.O_RDONLY)
@@ -83,14 +83,14 @@ class RunDelay:
         return int(os.pread(self._fd, _SCHEDSTAT_BYTES, 0).split()[1]) / 1e9
 
     def close(self) -> None:
-        """Closes the kernel's file. Idempotent."""
+        """Closes the file of the kernel's scheduler statistics. Idempotent."""
         fd, self._fd = self._fd, None
         if fd is not None and fd >= 0:
             os.close(fd)
 
 
 class Stopwatch:
-    """Times builds in the thread that builds.
+    """Measures builds, in the thread that builds the batches.
 
     Args:
         owns_process: Whether the process does nothing but build, so that the
@@ -112,7 +112,7 @@ class Stopwatch:
         self._stacks: list[str] = []
 
     def start(self, interval_s: float | None, epoch: int) -> None:
-        """Called before a build.
+        """Starts the measurement, just before a build.
 
         Args:
             interval_s: Builds that take at least this long are always
@@ -135,12 +135,12 @@ class Stopwatch:
                 self._ask_first()
 
     def built(self) -> None:
-        """Called when `__getitem__` has returned."""
+        """Notes the time at which `__getitem__` returned."""
         if self._interval_s is not None:
             self._built = time.monotonic()
 
     def stop(self) -> Timing | None:
-        """Called when the batch is stored, or its build has failed.
+        """Ends the measurement, after the batch was stored or its build failed.
 
         Returns:
             The times of the build; `None` if it is not measured.
@@ -161,12 +161,12 @@ class Stopwatch:
         return Timing(began, built, ended, cpu, delay, 0, tuple(stacks))
 
     def add_stack(self, stack: str) -> None:
-        """Notes where the sampler has met a build of this thread."""
+        """Keeps a sampled stack of a build in this thread."""
         if len(self._stacks) < _MOST_STACKS:
             self._stacks.append(stack)
 
     def _find_out_if_slow(self, took_s: float) -> None:
-        """Has slow builds sampled."""
+        """Starts stack sampling if builds are slow, and stops it otherwise."""
         self._mean_s += (took_s - self._mean_s) * _WEIGHT
         if self._mean_s >= stack_sampler.SLOW_S:
             self.thread = threading.get_ident()
@@ -175,7 +175,7 @@ class Stopwatch:
             stack_sampler.ignore(self)
 
     def _ask_first(self) -> None:
-        """Reads the kernel's figures, just before the build."""
+        """Reads the CPU time and the run delay, just before the build."""
         self._asked += 1
         self._ask_s = self._began + pause_s(self._asked)
         self._delay = self._run_delay.read()
@@ -183,6 +183,6 @@ class Stopwatch:
         self._began = time.monotonic()
 
     def close(self) -> None:
-        """Closes the kernel's file. Idempotent."""
+        """Stops sampling, and closes the kernel's file. Idempotent."""
         stack_sampler.ignore(self)
         self._run_delay.close()

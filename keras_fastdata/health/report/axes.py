@@ -16,7 +16,7 @@ _PAUSE = 2  # empty bins: a curve is interrupted there
 
 
 class Mark(NamedTuple):
-    """A mark on an axis.
+    """A mark on an axis, with its position and label.
 
     Attributes:
         place: The position, from 0 (left, or bottom) to 1.
@@ -29,7 +29,7 @@ class Mark(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Histogram:
-    """Numbers of durations, in bins.
+    """The number of durations in each bin of a histogram.
 
     Attributes:
         edges: Bounds of the bins in seconds: shape `(bins + 1,)`.
@@ -47,7 +47,7 @@ class Histogram:
 
     @property
     def lines(self) -> list[tuple[str, float]]:
-        """Names and values of the quantiles that lie within the bins."""
+        """The name and value of each quantile that lies within the bins."""
         named = zip(("median", "p95"), self.quantiles, strict=True)
         return [(name, at) for name, at in named if at >= self.edges[0]]
 
@@ -63,7 +63,7 @@ class Histogram:
 def histogram(
     seconds: npt.NDArray[np.float64], bins: int = 40
 ) -> Histogram | None:
-    """Counts durations; `None` if there are none."""
+    """Counts durations in bins. Returns `None` for an empty array."""
     if not len(seconds):
         return None
     seen = seconds[seconds >= LEAST_S]
@@ -89,7 +89,7 @@ def histogram(
 
 
 def duration_marks(figure: Histogram, most: int = 5) -> list[Mark]:
-    """Returns marks at round durations for a histogram."""
+    """Returns axis marks at round durations for a histogram."""
     low, high = float(figure.edges[0]), float(figure.edges[-1])
     values = _round_ratios(low, high, most) if figure.is_log else []
     if len(values) < 2:
@@ -104,7 +104,7 @@ def duration_marks(figure: Histogram, most: int = 5) -> list[Mark]:
 def time_marks(
     begin_s: float, end_s: float, origin_s: float, most: int = 8
 ) -> list[Mark]:
-    """Returns marks at round moments, in seconds since an origin."""
+    """Returns axis marks at round numbers of seconds since an origin."""
     values = round_values(begin_s - origin_s, end_s - origin_s, most)
     step = values[1] - values[0] if len(values) > 1 else 1.0
     return [
@@ -117,7 +117,7 @@ def time_marks(
 
 
 def count_marks(most_value: float, most: int = 4) -> list[Mark]:
-    """Returns marks at round whole numbers from 0."""
+    """Returns axis marks at round whole numbers from 0."""
     values = round_values(0.0, most_value, most)
     return [
         Mark(value / most_value, f"{value:,.0f}")
@@ -152,14 +152,16 @@ def _round_ratios(low: float, high: float, most: int) -> list[float]:
 
 
 def _exact(seconds: float, step: float, unit: float | None = None) -> str:
-    """Formats a duration with as many digits as `step` needs."""
+    """Formats a duration with enough digits to show steps of `step` seconds."""
     factor, name = (1.0, "s") if (unit or seconds) >= 1 else (1e3, "ms")
     digits = max(0, -math.floor(math.log10(step * factor) + 1e-9))
     return f"{seconds * factor:,.{digits}f} {name}"
 
 
 class Series(NamedTuple):
-    """Values over time, in bins: arrays of shape `(n,)`.
+    """The mean, lowest and highest value in each bin of time.
+
+    All fields are arrays of shape `(n,)`.
 
     Attributes:
         begin_s: The beginning of each bin.
@@ -176,7 +178,7 @@ class Series(NamedTuple):
     most: npt.NDArray[np.float64]
 
     def parts(self) -> list[Series]:
-        """Splits the series where there were no values for some bins."""
+        """Splits the series at gaps of several empty bins."""
         pause = _PAUSE * (self.end_s - self.begin_s)[:-1]
         cuts = np.flatnonzero(np.diff(self.begin_s) > pause) + 1
         columns = [np.split(column, cuts) for column in self]
@@ -188,7 +190,7 @@ def series(
     values: npt.NDArray[np.float64],
     most_bins: int = 240,
 ) -> Series | None:
-    """Sorts values into bins of equal time; leaves out empty bins.
+    """Groups values into time bins of equal length; leaves out empty bins.
 
     Returns:
         The series, or `None` if there are no values.

@@ -1,4 +1,4 @@
-"""Turns a record into shapes, which the report's template writes as SVG.
+"""Converts a record into shapes, which the report's template writes as SVG.
 
 Coordinates begin at the top left. The plane is `WIDTH` wide and as high as the
 figure; the page stretches it to its own width.
@@ -29,7 +29,7 @@ _LEAST_OPACITY = 0.35
 
 
 class Box(NamedTuple):
-    """A rectangle.
+    """A rectangle in a figure.
 
     Attributes:
         what: The class in the style sheet.
@@ -80,12 +80,12 @@ class Chart:
 
 
 def timelines(record: Record) -> list[Chart]:
-    """Returns timelines of training and the workers, for parts of the run."""
+    """Returns a timeline of training and the workers for each window."""
     return [_timeline(record, stretch) for stretch in windows.windows(record)]
 
 
 def histogram(name: str, seconds: npt.NDArray[np.float64]) -> Chart | None:
-    """Returns a histogram of durations; `None` without any."""
+    """Draws a histogram of durations. Returns `None` for an empty array."""
     figure = axes.histogram(seconds)
     if figure is None:
         return None
@@ -134,7 +134,7 @@ def histogram(name: str, seconds: npt.NDArray[np.float64]) -> Chart | None:
 
 
 def over_time(record: Record) -> list[Chart]:
-    """Returns charts of the epochs, waiting and queue over the whole run."""
+    """Returns charts of epochs, waits and queue depth over the whole run."""
     moments = [m for step in record.steps for m in (step.began_s, step.ended_s)]
     asked = windows.asked_s(record)
     if len(asked):
@@ -151,7 +151,7 @@ def over_time(record: Record) -> list[Chart]:
 
 
 class _View(NamedTuple):
-    """The part of time that a chart shows."""
+    """The interval of time that a chart shows."""
 
     origin_s: float
     begin_s: float
@@ -213,7 +213,7 @@ def _timeline(record: Record, stretch: windows.Window) -> Chart:
 
 
 def _heights(rows: int) -> list[int]:
-    """Returns heights of rows: of training, and of the workers."""
+    """Returns the height of the training row and of each worker's row."""
     height = 22 if rows <= 9 else 15 if rows <= 18 else 11
     return [22, *[height] * (rows - 1)]
 
@@ -252,7 +252,7 @@ def _epochs(record: Record, view: _View) -> Chart:
 
 
 def _waiting(record: Record, view: _View) -> Chart:
-    """Returns a chart of waiting and computing, in bins of equal time."""
+    """Returns a chart of the shares of waiting and computing over time."""
     bins = min(_BINS, max(_LEAST_BINS, len(record.steps)))
     edges = np.linspace(view.begin_s, view.end_s, bins + 1)
     began = np.array([step.began_s for step in record.steps])
@@ -301,7 +301,7 @@ def _covered(
     begin: npt.NDArray[np.float64],
     end: npt.NDArray[np.float64],
 ) -> npt.NDArray[np.float64]:
-    """Returns the seconds of each bin that some intervals cover.
+    """Returns for each bin how many of its seconds the intervals cover.
 
     The intervals are in order and do not overlap.
     """

@@ -37,7 +37,7 @@ _PIXELS = 900  # of the timeline's width
 
 
 def plot(record: Record) -> Figure:
-    """Draws a record.
+    """Draws a record as a Matplotlib figure with four panels.
 
     Args:
         record: The record.
@@ -135,7 +135,7 @@ def _draw_timeline(panel: Axes, record: Record) -> None:
 
 
 def _drawn_s(bar: windows.Bar, pixel_s: float) -> float:
-    """Returns the length of a bar, with a gap to the next batch."""
+    """Returns the drawn length of a bar, which leaves a gap between builds."""
     length_s = bar.end_s - bar.begin_s
     if bar.what == "build":
         return length_s - min(pixel_s, length_s / 4)

@@ -1,4 +1,4 @@
-"""Lays out a flame graph: which functions builds were in, and their callers."""
+"""Lays out a flame graph of the functions that builds spend their time in."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_DEPTH = 24
 
 
 class Frame(NamedTuple):
-    """A function on the stack, as wide as its share of the building time.
+    """A rectangle of a flame graph: a function and its share of build time.
 
     Attributes:
         name: The function.
@@ -57,7 +57,7 @@ _Path = tuple[list[tuple[str, str]], int]
 def _laid_out(
     paths: list[_Path], total: int, before: int, depth: int
 ) -> Iterator[Frame]:
-    """Yields the frames at a depth, each followed by those inside it.
+    """Yields each frame at `depth`, followed by the frames of its callees.
 
     Args:
         paths: Functions with their files, outermost first, and how often each

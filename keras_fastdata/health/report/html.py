@@ -54,7 +54,7 @@ def write_report(record: Record, path: str | os.PathLike[str]) -> None:
 
 
 def require() -> None:
-    """Raises `ImportError` unless Jinja2, which reports need, is installed."""
+    """Raises `ImportError` if Jinja2, which reports need, is missing."""
     try:
         import jinja2  # noqa: F401
     except ImportError as error:
@@ -87,7 +87,7 @@ def _render(record: Record) -> str:
 
 
 def _view(record: Record) -> dict[str, Any]:
-    """Returns all values that the template uses."""
+    """Returns the values of all variables of the page's template."""
     summary = record.summary
     phases = summary.phases
     builds = record.column("built_s") - record.column("began_s")
@@ -125,7 +125,7 @@ def _view(record: Record) -> dict[str, Any]:
 
 
 def _headline(record: Record) -> str:
-    """Returns the result in a sentence."""
+    """Returns the headline of the report."""
     summary = record.summary
     if not summary.epochs:
         if len(record.spans):
@@ -137,7 +137,7 @@ def _headline(record: Record) -> str:
 
 
 def _speedup(summary: HealthSummary) -> str:
-    """Returns how much faster free data would be, such as "2.6 times"."""
+    """Returns the speedup if data cost no time, such as "2.6 times"."""
     times = summary.wall_s / max(summary.free_s, 1e-9)
     if times >= 100:
         return "over 100 times"
@@ -145,7 +145,7 @@ def _speedup(summary: HealthSummary) -> str:
 
 
 def _prose(text: str) -> list[tuple[bool, str]]:
-    """Splits a text at backquotes into pairs: whether it is code, piece."""
+    """Splits a text at backquotes into pairs `(is_code, piece)`."""
     kept = re.sub(rf"(\d) (?=({_UNITS})\b)", "\\1\N{NO-BREAK SPACE}", text)
     pieces = kept.split("`")
     if len(pieces) % 2 == 0:

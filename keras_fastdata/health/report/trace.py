@@ -50,7 +50,7 @@ _log = logging.getLogger("keras_fastdata")
 
 
 class _BuildSlice(NamedTuple):
-    """A batch that waits for its step; times in microseconds."""
+    """A batch whose training step is not known yet; times in microseconds."""
 
     thread: int
     built_us: float
@@ -58,7 +58,7 @@ class _BuildSlice(NamedTuple):
 
 
 class _Took(NamedTuple):
-    """A step that waits for its batches; times in microseconds."""
+    """A step whose batches are not all known yet; times in microseconds."""
 
     number: int
     began_us: float
@@ -66,7 +66,7 @@ class _Took(NamedTuple):
 
 
 class TraceWriter:
-    """Writes the events of an `EpochMonitor`; implements its `Sink`.
+    """Writes a trace of the batches and steps of an `EpochMonitor`.
 
     The k-th batch delivered between `begin` and `end` belongs to the step with
     the greatest `number` that is at most k. A batch has no arrow if there is
@@ -100,12 +100,12 @@ class TraceWriter:
             self._file.write(event)
 
     def begin(self, phase: str, epoch: int) -> None:
-        """Notes that an epoch of a phase begins."""
+        """Notes that an epoch begins, in a phase such as "train"."""
         self._forget()
         self._phase = phase
 
     def batches(self, spans: npt.NDArray[np.float64]) -> None:
-        """Writes delivered batches, of shape `(n, len(Span._fields))`.
+        """Writes delivered batches; each row of `spans` is one batch.
 
         Batches that come outside of `begin` and `end` belong to no step.
         """
@@ -128,7 +128,7 @@ class TraceWriter:
             self._settle_origin()
 
     def end(self) -> None:
-        """Notes that the epoch has ended, with all its batches and steps."""
+        """Notes that an epoch has ended, and draws its remaining arrows."""
         self._settle_origin()
         self._match(ended=True)
         self._forget()
@@ -141,7 +141,7 @@ class TraceWriter:
         dataset: str,
         losses: Iterable[WorkerLoss] = (),
     ) -> None:
-        """Completes the trace and renames it to its path. Idempotent.
+        """Completes the trace file and gives it its final name. Idempotent.
 
         Args:
             pids: Process ids of workers by index; empty for threads and
@@ -164,7 +164,7 @@ class TraceWriter:
     # -- times ---------------------------------------------------------------
 
     def _settle_origin(self, began_s: float = float("inf")) -> None:
-        """Sets the time 0 of the trace, and writes the steps that waited.
+        """Sets time 0 of the trace, and writes all steps held back so far.
 
         It is the earliest build or step. The model is built from batches that
         were made before its first step.
@@ -278,7 +278,7 @@ class TraceWriter:
         self._first = 0  # number of `_built[0]` among the delivered batches
 
     def _match(self, ended: bool = False) -> None:
-        """Draws the arrows of all batches whose step is known.
+        """Draws an arrow from each batch to its step, if the step is known.
 
         A batch's step is known once the next step, or the end, has come.
         """
@@ -357,7 +357,7 @@ class _TraceFile:
             self._give_up(error)
 
     def finish(self, events: list[str]) -> None:
-        """Writes the last events and renames the file."""
+        """Writes the last events, and renames the file to its final path."""
         if self._pid != os.getpid():
             return  # a forked child; the parent writes the trace
         for event in events:

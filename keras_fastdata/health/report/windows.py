@@ -1,4 +1,4 @@
-"""Turns a record's spans and steps into timelines: rows of bars.
+"""Converts the batches and steps of a record into rows of timeline bars.
 
 There is a row for the steps of training, and one for each worker. A fit has
 far more batches than a page has pixels. A timeline therefore shows a window of
@@ -28,7 +28,7 @@ _MOST_STEPS = 160
 
 
 class Bar(NamedTuple):
-    """An activity from one moment to another.
+    """An activity with its beginning and end, drawn as a bar.
 
     Attributes:
         what: "build", "copy" or "lost" for a worker; "compute" or "wait" for
@@ -48,7 +48,7 @@ class Bar(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The activities of one worker, or of training.
+    """A row of a timeline: the activities of one worker, or of training.
 
     Attributes:
         name: A name such as "worker 3".
@@ -62,7 +62,9 @@ class Row:
 
 
 class Window(NamedTuple):
-    """A part of a fit. Moments are those of `time.monotonic`.
+    """A part of a record that one timeline shows.
+
+    The times are those of `time.monotonic`.
 
     Attributes:
         name: A name such as "the beginning".
@@ -76,7 +78,7 @@ class Window(NamedTuple):
 
 
 def windows(record: Record) -> tuple[Window, ...]:
-    """Returns the windows of a record to show; none if it is empty.
+    """Returns the parts of a record to show; an empty record has none.
 
     A short record is shown as a whole. Of a longer one, the windows are the
     beginning, the longest wait after it, and the middle of the last epoch,
@@ -110,7 +112,7 @@ def windows(record: Record) -> tuple[Window, ...]:
 
 
 def rows(record: Record, stretch: Window, pixel_s: float) -> list[Row]:
-    """Returns the rows of training and the workers in a window.
+    """Returns the rows of bars in a window: training, then each worker.
 
     Args:
         record: The record.
@@ -147,7 +149,7 @@ def rows(record: Record, stretch: Window, pixel_s: float) -> list[Row]:
 
 
 def worker_names(record: Record) -> list[str]:
-    """Returns the names of all workers, by index."""
+    """Returns the names of all workers, in the order of their indices."""
     workers = int(record.settings.get("workers") or 0)
     seen = int(record.column("worker").max()) + 1 if len(record.spans) else 0
     if not workers and seen <= 1:
@@ -161,7 +163,7 @@ def has_queue(record: Record) -> bool:
 
 
 def epochs(record: Record) -> list[tuple[str, float, float]]:
-    """Returns name, beginning and end of all epochs with known steps."""
+    """Returns the name, beginning and end of each epoch with known steps."""
     found: list[tuple[str, float, float]] = []
     before: Step | None = None
     for step in record.steps:
@@ -178,7 +180,7 @@ def epochs(record: Record) -> list[tuple[str, float, float]]:
 
 
 def asked_s(record: Record) -> npt.NDArray[np.float64]:
-    """Returns when each batch was requested by training."""
+    """Returns the times at which training requested each batch."""
     asked: npt.NDArray[np.float64] = record.column(
         "delivered_s"
     ) - record.column("waited_s")
@@ -199,14 +201,14 @@ def _steps_in_view(record: Record, steps: list[Step]) -> int:
 
 
 def _earliest(steps: list[Step]) -> str:
-    """Returns the title of the window over the first recorded steps."""
+    """Returns the title of the window that shows the first recorded steps."""
     return "the earliest kept" if steps[0].number else "the beginning"
 
 
 def _cut(
     name: str, steps: list[Step], first: int, anchor: int, count: int
 ) -> Window:
-    """Returns a window of steps without a long break, such as a validation."""
+    """Returns a window around `anchor`, cut at long breaks between steps."""
     shown = steps[first : first + count]
     anchor -= first
     lengths = [step.ended_s - step.began_s for step in shown]
@@ -222,7 +224,7 @@ def _cut(
 
 
 def _first_s(record: Record, steps: list[Step]) -> float:
-    """Returns when the first step, or the first build for it, began."""
+    """Returns the time of the first step or, if known, of the first build."""
     begin_s = steps[0].began_s
     if len(record.spans) and len(record.spans) == _batches(record):
         return min(begin_s, float(record.column("began_s").min()))
@@ -230,7 +232,7 @@ def _first_s(record: Record, steps: list[Step]) -> float:
 
 
 def _batches(record: Record) -> int:
-    """Returns how many batches were delivered in all epochs."""
+    """Returns the number of delivered batches of all epochs and validations."""
     summary = record.summary
     return sum(e.batches for e in (*summary.epochs, *summary.validations))
 
@@ -315,7 +317,7 @@ def _of_workers(record: Record, stretch: Window) -> Iterator[tuple[int, Bar]]:
 
 
 def _back_s(record: Record, worker: int, lost_s: float) -> float:
-    """Returns when the replacement of a lost worker began to build."""
+    """Returns when the replacement of a lost worker began its first build."""
     began = record.column("began_s")
     later = began[(record.column("worker") == worker) & (began > lost_s)]
     return float(later.min()) if len(later) else record.ended_s
