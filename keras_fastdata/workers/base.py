@@ -1,4 +1,4 @@
-"""What the engine asks of workers, wherever they are.
+"""Defines the interface between the engine and the worker pools.
 
 The engine submits requests and collects their results. It does not know how a
 worker is reached, and a worker does not know the order of an epoch.
@@ -19,7 +19,7 @@ ONCE = "once_per_dataset"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """An order to build one batch.
+    """A request to a worker pool to build one batch.
 
     Attributes:
         request_id: Unique among the requests of one set of workers, from 1.
@@ -57,7 +57,7 @@ class PoolPlan:
 
 
 class BatchResult(Protocol):
-    """The outcome of one request: a batch, or an error.
+    """The result of one request: either a batch or an error.
 
     Attributes:
         request_id: The request's.
@@ -78,14 +78,14 @@ class BatchResult(Protocol):
     def is_lost(self) -> bool: ...
 
     def open(self) -> Any:
-        """Returns the batch, or raises what building it raised. Once only."""
+        """Returns the batch, or raises the build's error. Call it only once."""
 
     def discard(self) -> None:
         """Drops the batch, and frees its memory."""
 
 
 class Builds(Protocol):
-    """Builds batches in a worker, as `building.build.Builder` does."""
+    """The interface of `building.build.Builder`, which builds batches."""
 
     def start(self, worker_index: int) -> None: ...
 
@@ -100,14 +100,14 @@ class Builds(Protocol):
     ) -> Any: ...
 
     def adopt(self, newer: Any) -> None:
-        """Takes over the dataset's state from a builder made of a newer one."""
+        """Replaces the dataset's state by the state in the builder `newer`."""
 
     def change(self) -> None:
-        """Notes that the dataset has changed."""
+        """Informs the builder that the dataset has changed."""
 
 
 class WorkerPool(Protocol):
-    """A set of workers that serves one dataset.
+    """A set of workers that builds the batches of one dataset.
 
     All methods but `wait` and `close` are called by one thread at a time, in
     the process that made the workers; none of those waits for a batch. Several
@@ -117,47 +117,47 @@ class WorkerPool(Protocol):
     """
 
     def submit(self, request: BatchRequest) -> bool:
-        """Takes a request; returns False if there is no room for it."""
+        """Accepts a request, or returns False if the pool has no room."""
 
     def collect(self) -> Iterable[BatchResult]:
-        """Returns the results that have come, without waiting."""
+        """Returns the results that are available, without waiting."""
 
     def wait(self, timeout_s: float) -> None:
-        """Waits until `collect` has something to do, or for `timeout_s`.
+        """Waits until `collect` has work to do, at most `timeout_s` seconds.
 
         Workers that are the caller build here. It may be interrupted at any
         point, and nothing is lost; and it ends soon once they are closed.
         """
 
     def cancel(self, request_ids: Iterable[int]) -> None:
-        """Cancels requests; no results of them are returned any more."""
+        """Cancels requests, so that `collect` never returns their results."""
 
     def pause(self) -> None:
-        """Lets workers finish their batches, and start no others."""
+        """Stops giving requests to workers; running builds still finish."""
         return
 
     def resume(self) -> None:
-        """Lets workers go on after `pause`. Idempotent."""
+        """Gives requests to workers again after `pause`. Idempotent."""
         return
 
     @property
     def busy(self) -> bool:
-        """Whether a worker has a request whose result was not collected."""
+        """Whether workers have requests whose results are not collected."""
 
     def change(self) -> None:
-        """Builds all later requests from the present state of the dataset."""
+        """Makes later builds use the current state of the dataset."""
         return
 
     def expect(self, ahead: int) -> None:
-        """Sets how many batches are requested ahead, at most."""
+        """Sets the largest number of batches that are requested ahead."""
         return
 
     def renew_restarts(self) -> None:
-        """Allows all restarts of workers again, for a new epoch."""
+        """Resets the count of worker restarts for a new epoch."""
         return
 
     def pool_stats(self) -> PoolStats:
-        """Returns kind, number and process ids of the workers."""
+        """Returns statistics of the workers, such as their process ids."""
 
     def close(self) -> None:
         """Ends the workers, and waits until they have ended. Idempotent."""
@@ -165,7 +165,7 @@ class WorkerPool(Protocol):
 
 @dataclasses.dataclass
 class LocalResult:
-    """A batch, or an error, in the memory of this process.
+    """The result of one request, as an object in this process's memory.
 
     Attributes:
         request_id: The request's.
@@ -195,7 +195,7 @@ class LocalResult:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the error is not one of the dataset's own."""
+        """Whether `open` raises an error other than a dataset's `Exception`."""
         return self.error is not None and not self.by_dataset
 
     def open(self) -> Any:
@@ -212,7 +212,7 @@ class LocalResult:
 def describe_batch(
     dataset: str, request: BatchRequest, worker: str, doing: str = "building"
 ) -> str:
-    """Returns the sentence that names a batch in an error."""
+    """Returns the text of an error note that identifies the batch."""
     return (
         f"While {doing} batch {request.index} of epoch {request.epoch} of "
         f"{dataset}, in {worker}."

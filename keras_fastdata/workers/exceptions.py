@@ -1,4 +1,4 @@
-"""Carries exceptions from a worker to the caller of `fit`.
+"""Transfers exceptions from a worker to the training process.
 
 An exception is pickled as a description, and rebuilt without running its
 class's `__init__`: exceptions whose `__init__` takes two arguments, or none,
@@ -51,7 +51,7 @@ class _Part(NamedTuple):
 
 
 class _Description(NamedTuple):
-    """One exception, without those that led to it.
+    """The data to rebuild one exception, without its cause and context.
 
     Attributes:
         text: The formatted traceback, used if nothing else can be.
@@ -71,7 +71,7 @@ class _Description(NamedTuple):
 
 
 class Unpicklable:
-    """Stands for an argument that could not travel, and has its `repr`."""
+    """Placeholder with the `repr` of a value that pickle cannot transfer."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -93,7 +93,7 @@ def dump_exception(error: BaseException) -> bytes:
 
 
 def load_exception(described: bytes) -> BaseException:
-    """Rebuilds the exception, or returns a `LoaderError` with its text."""
+    """Unpickles an exception; on failure, returns a `LoaderError` instead."""
     text, pickled = pickle.loads(described)
     if pickled is not None:
         # Loading runs the user's code, which may raise anything.
@@ -110,7 +110,7 @@ def note(error: BaseException, text: str) -> None:
 
 
 def note_causes(error: BaseException) -> None:
-    """Adds a first note with one line for each cause of an exception."""
+    """Inserts a first note that lists the causes of an exception."""
     lines: list[str] = []
     cause = error.__cause__
     while cause is not None and len(lines) < _MAX_CHAIN:
@@ -123,7 +123,7 @@ def note_causes(error: BaseException) -> None:
 
 
 def shorten(error: BaseException) -> None:
-    """Drops this package's frames from a traceback, as Keras drops its own.
+    """Filters this package's frames out of the traceback of an exception.
 
     A bare `raise` afterwards does not add the caller's frame again.
     `keras.config.disable_traceback_filtering()` keeps all frames.
@@ -141,7 +141,7 @@ def shorten(error: BaseException) -> None:
 
 
 def text_of(error: BaseException) -> str:
-    """Returns the formatted traceback from the user's first frame on."""
+    """Formats the traceback of an exception from the user's first frame on."""
     own = error.__traceback__
     try:
         return _text_of(error.with_traceback(_outside_the_package(own)))
@@ -155,7 +155,7 @@ def look_of(value: Any) -> str:
 
 
 def no_debugger() -> LoaderError:
-    """Returns the error for a debugger started in a worker process."""
+    """Returns the error to raise if a debugger starts in a worker process."""
     return LoaderError(
         "A debugger was started in a worker process, which has no terminal. "
         "Make the dataset with `workers=0` to debug `__getitem__` in the "
@@ -164,7 +164,7 @@ def no_debugger() -> LoaderError:
 
 
 def no_breakpoint(*_: Any, **__: Any) -> None:
-    """Takes the place of `breakpoint()` in a worker process."""
+    """Replaces `breakpoint()` in a worker process, to raise an error."""
     if os.environ.get("PYTHONBREAKPOINT") != "0":
         raise no_debugger()
 
@@ -217,7 +217,7 @@ _Recipe = tuple[bytes | None, tuple[_Part, ...], dict[str, _Part]]
 
 
 def _recipe_of(error: BaseException) -> _Recipe:
-    """Returns a description's `make`, `args` and `state`."""
+    """Computes `make`, `args` and `state` of an exception's `_Description`."""
     cls = type(error)
     if _says_how_to_pickle(cls):
         own = _dumps(error, whole=error)
@@ -283,7 +283,7 @@ def _part(value: Any) -> _Part:
 def _outside_the_package(
     tb: types.TracebackType | None,
 ) -> types.TracebackType | None:
-    """Drops this package's frames above the user's first."""
+    """Removes this package's frames that precede the user's first frame."""
     first = tb
     while tb and tb.tb_frame.f_code.co_filename.startswith(PACKAGE):
         tb = tb.tb_next
@@ -307,7 +307,7 @@ def _is_ours(link: types.TracebackType) -> bool:
 def _without_the_package(
     tb: types.TracebackType | None,
 ) -> types.TracebackType | None:
-    """Drops this package's frames, except for the one that raised."""
+    """Removes this package's frames, except for the frame that raised."""
     links = _links_of(tb)
     kept = links.pop() if links else None
     for link in reversed(links):
@@ -319,7 +319,7 @@ def _without_the_package(
 
 
 def _place_of(error: BaseException) -> str:
-    """Says where an exception was raised, outside of this package."""
+    """Returns text that names the innermost frame outside this package."""
     links = [x for x in _links_of(error.__traceback__) if not _is_ours(x)]
     if not links:
         return ""
@@ -330,7 +330,7 @@ def _place_of(error: BaseException) -> str:
 
 
 def _frames_of(tb: types.TracebackType | None) -> Iterator[dict[str, Any]]:
-    """Yields tblib's description of each frame.
+    """Yields tblib's dictionary for each frame of a traceback.
 
     One by one, because tblib nests a traceback as deep as it is long.
     """
@@ -352,7 +352,7 @@ def _text_alone(text: str) -> LoaderError:
 
 
 def _rebuild(description: _Description) -> BaseException:
-    """Rebuilds an exception; those that led to it are set by `_link`."""
+    """Rebuilds an exception; `_link` then sets its cause and context."""
     error, left_out = _rebuild_bare(description)
     if error is None:
         return _text_alone(description.text)
@@ -383,7 +383,7 @@ def _link(
 def _rebuild_bare(
     description: _Description,
 ) -> tuple[BaseException | None, list[str]]:
-    """Returns the exception, or `None`, and the attributes that it lacks."""
+    """Returns the exception (`None` on failure) and its lost attributes."""
     if description.make is None:
         return None, []
     left_out = []
@@ -415,7 +415,7 @@ def _load(part: _Part) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Bare:
-    """Makes an exception on which only the built-in `__init__` has run."""
+    """Creates an exception without running its class's own `__init__`."""
 
     cls: type[BaseException]
 
@@ -438,7 +438,7 @@ class _Bare:
 def _traceback_of(
     frames: tuple[dict[str, Any], ...],
 ) -> types.TracebackType | None:
-    """Makes a traceback of the frames of another process.
+    """Builds a traceback from the frames of another process.
 
     It has no column positions: these would point into the code of tblib.
     """
@@ -453,7 +453,7 @@ def _traceback_of(
 
 
 class _UnderWay(threading.local):
-    """Exceptions whose attributes are being pickled, outermost first."""
+    """Stack of the exceptions whose attributes this thread is pickling."""
 
     def __init__(self) -> None:
         self.errors: list[BaseException] = []
@@ -473,7 +473,7 @@ def _dumps(value: Any, whole: Any = None) -> bytes | None:
 
 
 class _ExceptionPickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles exceptions as descriptions, and classes as references.
+    """Pickler that turns exceptions into `_Description` objects.
 
     pickle's own memo keeps exceptions that refer to each other from being
     described twice.

@@ -1,4 +1,4 @@
-"""What to tell the user about a worker that died, or had to be killed."""
+"""Errors and log messages about workers that died or were killed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class WorkerExit:
     restarts_used_up: int | None = None
 
     def news(self, restarts: int, most: int) -> str:
-        """Returns the log message about a death that fails no batch."""
+        """Returns the log message for a worker death that fails no batch."""
         fate = f"is not replaced: `max_worker_restarts={most}` is used up"
         if self.restarts_used_up is None:
             again = " and its batch is built again" if self.request else ""
@@ -60,7 +60,7 @@ class WorkerExit:
         return f"{self._what()}. It {fate}."
 
     def error(self) -> LoaderError:
-        """Returns the error that the batch or the epoch ends in."""
+        """Returns the error that the failed batch or batches raise."""
         request = self.request
         where = {
             "dataset": self.dataset,

@@ -1,4 +1,4 @@
-"""The in-flight book of a pool: where each request is, and in which slot.
+"""The in-flight book of a pool: it records each request's state and slot.
 
 A request travels as a task. It becomes a new task, with a new task id, each
 time it is sent.
@@ -29,7 +29,10 @@ _NO_SLOT = -1  # of a queued task that is sent once a slot is free
 
 
 class TaskState(enum.IntEnum):
-    """The state of a task. The values index `InFlight._tasks`."""
+    """The state of a task, from `QUEUED` to `DONE`.
+
+    The values below `DONE` are indices of `InFlight._tasks`.
+    """
 
     QUEUED = 0  # waits to be sent
     SENT = 1  # on the way to a worker, or at a worker
@@ -40,7 +43,7 @@ class TaskState(enum.IntEnum):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Task:
-    """One sending of a request to a worker.
+    """One attempt to let a worker build a requested batch.
 
     Attributes:
         request: The engine's order.
@@ -58,18 +61,18 @@ class Task:
 
 
 class Slots(Protocol):
-    """Takes and frees slots, as `memory.arena.Arena` does."""
+    """The interface of `memory.arena.Arena` to take and free slots."""
 
     def take(self, leave: int = 0) -> int | None:
-        """Takes a free slot; `None` if only `leave` or fewer are free."""
+        """Takes a free slot, or returns `None` if at most `leave` are free."""
 
     def free(self, slot: int) -> None:
-        """Makes a slot free again."""
+        """Marks a slot as free."""
 
 
 @dataclasses.dataclass
 class _Quarantine:
-    """Slots that stay unused until each worker in `awaited` has moved on.
+    """Slots that stay unused while a worker may still write to them.
 
     A worker builds one batch at a time: when it answers a task that was sent
     after `since`, it is done with whatever it had before. Or a late result
@@ -82,7 +85,7 @@ class _Quarantine:
 
 
 class Losses(NamedTuple):
-    """The tasks that were lost with a worker.
+    """The tasks that were lost when a worker died.
 
     Attributes:
         suspect: The task that the dead worker was building, or `None`.
@@ -101,7 +104,7 @@ def losses_of(
     last_heartbeat: int,
     heartbeats: Mapping[int, int],
 ) -> Losses:
-    """Returns the tasks that were lost with a dead worker.
+    """Finds the tasks that were lost when a worker died.
 
     A worker takes a task off the task socket, then writes it in its heartbeat.
     A worker that is killed in between leaves a task that is in neither. So the
@@ -145,7 +148,7 @@ class InFlight:
         self._quarantines: list[_Quarantine] = []
 
     def _move(self, task: Task, state: TaskState) -> None:
-        """Changes the state of a task. No other method does."""
+        """Changes a task's state; no other method sets `Task.state`."""
         self._tasks[task.state].pop(task.task_id, None)
         task.state = state
         if state is not TaskState.DONE:
@@ -154,7 +157,7 @@ class InFlight:
     # -- on the way out -----------------------------------------------------
 
     def enter(self, request: BatchRequest) -> bool:
-        """Queues a request, or returns False: there is no free slot."""
+        """Queues a request, or returns False if too few slots are free."""
         slot = self._slots.take(self._spare)
         if slot is None:
             return False
@@ -164,7 +167,7 @@ class InFlight:
         return True
 
     def send(self, take: Callable[[Task], bool]) -> None:
-        """Sends the queued tasks, as far as there are slots for them.
+        """Sends queued tasks until a task gets no slot or `take` refuses it.
 
         Args:
             take: Given a task, returns whether it could be sent. If not, the
@@ -183,7 +186,7 @@ class InFlight:
             self._move(task, TaskState.SENT)
 
     def requeue(self, task_ids: Iterable[int]) -> None:
-        """Queues tasks again that no worker has read, in the order of sending.
+        """Puts tasks that no worker has read back into the queue, in order.
 
         Cancelled tasks among them are done.
         """
@@ -205,21 +208,24 @@ class InFlight:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether any task was sent and is not done, cancelled or not."""
+        """Whether any sent task is unfinished, cancelled tasks included."""
         return bool(self._sent or self._cancelled)
 
     def __len__(self) -> int:
-        """How many tasks are queued, sent or cancelled."""
+        """Returns the number of queued, sent and cancelled tasks."""
         return len(self._queued) + len(self._sent) + len(self._cancelled)
 
     def is_out(self, request_ids: Collection[int]) -> bool:
-        """Whether any of these requests is queued or sent."""
+        """Whether any of the given requests is queued or sent."""
         return any(
             task.request.request_id in request_ids for task in self._wanted()
         )
 
     def cancel(self, request_ids: Collection[int]) -> None:
-        """Cancels requests. Call `requeue` with the unread tasks first."""
+        """Cancels the requests with the given ids.
+
+        Call `requeue` with the unread tasks first.
+        """
         for task in self._wanted():
             if task.request.request_id in request_ids:
                 self.cancel_task(task)
@@ -234,12 +240,12 @@ class InFlight:
     # -- on the way back ----------------------------------------------------
 
     def request_of(self, task_id: int) -> BatchRequest | None:
-        """Returns the request of a task that was sent, cancelled or not."""
+        """Returns a task's request, or `None` if no answer to it is awaited."""
         task = self._sent.get(task_id) or self._cancelled.get(task_id)
         return task.request if task else None
 
     def oldest_unclaimed(self, heartbeats: Collection[int]) -> int | None:
-        """Returns the lowest id of a sent task that is in no heartbeat."""
+        """Returns the lowest id of the sent tasks that are in no heartbeat."""
         unclaimed = (i for i in self._sent if i not in heartbeats)
         return min(unclaimed, default=None)
 
@@ -266,7 +272,7 @@ class InFlight:
         return None, gone.slot
 
     def send_anew(self, task: Task) -> None:
-        """Queues the request of a task once more, with another slot."""
+        """Queues a task's request again, to be built in another slot."""
         self._queue_again(task, _NO_SLOT)
 
     # -- when a worker has died ---------------------------------------------
@@ -279,7 +285,7 @@ class InFlight:
         *,
         ended: bool,
     ) -> Task | None:
-        """Queues the tasks of a lost worker again, except the returned one.
+        """Queues the tasks of a lost worker again, except the returned task.
 
         Call `requeue` first, with the tasks that are unread after the death.
 
@@ -326,11 +332,11 @@ class InFlight:
         return None
 
     def send_first(self, task: Task) -> None:
-        """Queues the request of a done task first, with the task's slot."""
+        """Queues a done task's request at the front, with the same slot."""
         self._put_first(self._queue_again(task, task.slot))
 
     def free(self, task: Task) -> None:
-        """Frees the slot of a done task that is not sent again."""
+        """Frees the slot of a done task, if the task has a slot."""
         if task.slot != _NO_SLOT:
             self._slots.free(task.slot)
 
@@ -342,7 +348,7 @@ class InFlight:
         return [task.request for task in wanted]
 
     def clear(self) -> None:
-        """Removes every task, when all workers have ended or are abandoned.
+        """Removes all tasks, after all workers have ended or are abandoned.
 
         Slots that an abandoned worker may write to are not used again.
         """
@@ -358,14 +364,14 @@ class InFlight:
     # -- the parts of the above ---------------------------------------------
 
     def _wanted(self) -> list[Task]:
-        """Returns the tasks that are not cancelled, lost or done."""
+        """Returns all sent and queued tasks."""
         return [*self._sent.values(), *self._queued.values()]
 
     def _out(self, task_id: int) -> Task:
         return self._sent.get(task_id) or self._cancelled[task_id]
 
     def _close(self, task: Task) -> None:
-        """Removes a task that no worker has, and frees its slot."""
+        """Removes a task that no worker builds, and frees its slot."""
         self._move(task, TaskState.DONE)
         self.free(task)
 
@@ -376,11 +382,11 @@ class InFlight:
         return again
 
     def _put_first(self, task: Task) -> None:
-        """Moves a queued task to the front: its request is the oldest."""
+        """Moves a queued task to the front, because its request is oldest."""
         self._queued.move_to_end(task.task_id, last=False)
 
     def _find_slot(self, task: Task) -> bool:
-        """Gives a slot to a queued task, if one is free."""
+        """Assigns a free slot to a task; returns False if no slot is free."""
         slot = self._slots.take()
         if slot is not None:
             task.slot = slot
@@ -392,7 +398,7 @@ class InFlight:
         return slot is not None
 
     def _await_for_ever(self, worker: int, latest: _Quarantine) -> None:
-        """Keeps slots that an abandoned worker may use in quarantine.
+        """Quarantines for ever the slots that an abandoned worker may use.
 
         The replacement of the worker has the same index, but its answers say
         nothing about the abandoned worker.
@@ -404,7 +410,7 @@ class InFlight:
                 quarantine.awaited.add(_ABANDONED)
 
     def _free_quarantined(self, worker: int, task_id: int) -> None:
-        """Frees quarantined slots that `worker` was the last one to leave."""
+        """Frees the slots of each quarantine that waited only for `worker`."""
         for quarantine in self._quarantines[:]:
             if task_id >= quarantine.since:
                 quarantine.awaited.discard(worker)

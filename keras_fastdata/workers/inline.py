@@ -1,4 +1,4 @@
-"""`workers=0`: builds batches in the caller, on request.
+"""Builds batches in the calling thread, on request (`workers=0`).
 
 `wait` builds them, because the engine holds no lock while it waits.
 """
@@ -44,7 +44,7 @@ class InlinePool(WorkerPool):
         return True
 
     def wait(self, timeout_s: float) -> None:
-        """Builds the next batch. An interrupted build begins again."""
+        """Builds the next batch. A later call repeats an interrupted build."""
         with self._lock:
             if self._built is not None:
                 return
@@ -64,7 +64,7 @@ class InlinePool(WorkerPool):
                     self._stop()
 
     def _next(self) -> BatchRequest | None:
-        """Returns the request to build next; interrupted ones come last.
+        """Returns the request to build next; interrupted requests come last.
 
         The caller who was waiting for an interrupted one may never return.
         """
@@ -115,7 +115,7 @@ class InlinePool(WorkerPool):
         return PoolStats("inline", 0)
 
     def close(self) -> None:
-        """Ends the pool; waits for a build in another thread, up to a limit.
+        """Ends the pool; waits a few seconds for a build in another thread.
 
         If this thread is building, a signal handler called `close`; `wait`
         then ends the pool after the build.
@@ -148,7 +148,7 @@ def build_here(
     stopwatch: Stopwatch,
     caught: type[BaseException],
 ) -> LocalResult:
-    """Builds a batch in this thread; returns the batch, or what it raised."""
+    """Builds a batch in this thread; returns the batch or the error."""
     stopwatch.start(request.interval_s, request.epoch)
     try:
         batch = ownership.take(

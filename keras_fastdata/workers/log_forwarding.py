@@ -1,4 +1,4 @@
-"""Log records and warnings of a worker, handed to the training process.
+"""Forwards a worker's log records and warnings to the training process.
 
 In the worker every record goes to one handler of the root logger and every
 warning that passes the filters to one hook; both send. In the training process
@@ -31,7 +31,7 @@ _MAX_BYTES = 64 * 1024  # of the text of one record
 
 @dataclasses.dataclass(frozen=True)
 class LoggingConfig:
-    """The logging and warning settings that workers take over.
+    """The logging and warning settings that workers copy from the trainer.
 
     Attributes:
         levels: Level of each logger that has one of its own; "" is the root.
@@ -61,7 +61,7 @@ class LoggingConfig:
         return LoggingConfig(levels, logging.root.manager.disable, filters)
 
     def apply(self) -> None:
-        """Sets levels and filters, as far as their modules are imported."""
+        """Sets log levels, and the filters of imported warning categories."""
         for name, level in self.levels.items():
             logging.getLogger(name or None).setLevel(level)
         logging.disable(self.disabled)
@@ -83,7 +83,7 @@ Send = Callable[[MessageKind, bytes], None]
 
 
 def install(send: Send) -> None:
-    """Sends this process's records and warnings through `send`."""
+    """Sends the log records and warnings of this process through `send`."""
     sender = _Sender(send)
     logging.root.handlers[:] = [sender]
 
@@ -117,7 +117,7 @@ def install(send: Send) -> None:
 
 
 def take_over() -> None:
-    """Removes the handlers that the user's modules made when imported.
+    """Removes the log handlers that the user's modules added on import.
 
     The training process has imported them too, and its handlers will do.
     """
@@ -131,7 +131,7 @@ def take_over() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _ForwardedWarning:
-    """A warning of a worker, as it is sent.
+    """A warning in the form in which a worker sends it.
 
     Attributes:
         described: The instance, as an exception that is taken apart.
@@ -165,7 +165,7 @@ class Receiver:
         self._registries: dict[str, dict[Any, Any]] = {}
 
     def put(self, kind: MessageKind, body: bytes) -> None:
-        """Queues a message of a worker; runs none of the user's code."""
+        """Queues a message from a worker, without running the user's code."""
         self.waiting.append((kind, body))
 
     def hand_on(self) -> None:
@@ -241,7 +241,7 @@ _RECORD = frozenset(vars(logging.makeLogRecord({}))) | {"message"}
 
 
 def _dumps(value: Any) -> bytes:
-    """Pickles a value, or else its `repr`."""
+    """Pickles a value, or its `repr` if the value cannot be pickled."""
     with contextlib.suppress(Exception):
         # Pickling runs other people's code.
         return pickle.dumps(value)
@@ -249,7 +249,7 @@ def _dumps(value: Any) -> bytes:
 
 
 def _shortened(text: str) -> str:
-    """Returns the beginning of a text, short enough for a message."""
+    """Truncates a text so that it fits into one message."""
     if len(text) <= _MAX_BYTES // 4:
         return text
     return text.encode("utf-8", "replace")[:_MAX_BYTES].decode(errors="ignore")

@@ -1,4 +1,4 @@
-"""The restart policy of a pool: who is replaced, and which batch is to blame.
+"""Decides which dead workers are replaced, and which batches fail.
 
 How a pool learns that a worker has died, and how it starts another, is for the
 pool's own file.
@@ -25,14 +25,14 @@ _log = logging.getLogger("keras_fastdata")
 
 
 class Attempted(Protocol):
-    """A request that a worker had, and the deaths over it so far."""
+    """A request and the number of workers that died while building it."""
 
     request: BatchRequest
     crashes: int
 
 
 class RestartPolicy:
-    """Decides which workers are replaced after they died.
+    """Decides which dead workers are replaced.
 
     Attributes:
         is_over: Whether every worker has died and none is replaced.
@@ -50,7 +50,7 @@ class RestartPolicy:
         self.is_over = False
 
     def renew_restarts(self) -> None:
-        """Allows all restarts again, for a new epoch."""
+        """Resets the count of restarts for a new epoch."""
         self._restarts = 0
         self._unreplaced.clear()
         self.is_over = False
@@ -61,7 +61,7 @@ class RestartPolicy:
         return tuple(self._losses)
 
     def replaces(self, worker: int) -> bool:
-        """Whether a missing worker is to be started again."""
+        """Whether a dead worker is to be replaced."""
         return worker not in self._unreplaced
 
     def record(self, worker: int, pid: int, *, counts: bool = True) -> None:
@@ -82,7 +82,7 @@ class RestartPolicy:
     def judge(
         self, worker_exit: WorkerExit, held: Attempted | None
     ) -> LoaderError | None:
-        """Decides whether a batch that a worker died over has failed.
+        """Decides whether the batch of a dead worker fails or is built again.
 
         Returns:
             The error that the batch ends in. `None`: the worker had no batch,
@@ -104,13 +104,13 @@ class RestartPolicy:
         return None
 
     def end(self) -> WorkerExit:
-        """Returns the latest exit; unbuilt batches fail with its error."""
+        """Returns the latest worker exit, which explains why requests fail."""
         assert self._last is not None
         return self._last
 
 
 def record_crash(held: Attempted) -> None:
-    """Counts one death of a worker against the request that it had."""
+    """Adds one worker death to the crash count of a request."""
     held.crashes += 1
     if held.request.interval_s is not None:
         # This one is told of.

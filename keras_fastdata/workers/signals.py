@@ -15,7 +15,7 @@ from typing import Any
 
 
 class DeferredSignals:
-    """Delays signals: their Python handlers run when the `with` block ends.
+    """Delays Python signal handlers until the `with` block ends.
 
     Only the main thread runs handlers; in another thread it does nothing.
     """

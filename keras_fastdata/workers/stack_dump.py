@@ -1,4 +1,4 @@
-"""Where a worker is stuck, asked from outside.
+"""Reads the Python stacks of a stuck worker from outside.
 
 A worker process gives `faulthandler` an anonymous file and a signal to write
 its Python stacks on. That handler is C code that needs neither the GIL nor the
@@ -34,14 +34,14 @@ _THREAD_BEGINS = re.compile(
 
 
 def enable(fd: int) -> None:
-    """Lets this process write its stacks into `fd` when asked."""
+    """Makes this process write its Python stacks to `fd` on a signal."""
     faulthandler.register(_SIGNAL, file=fd, all_threads=True)
     # System calls of C libraries that do not expect signals go on.
     signal.siginterrupt(_SIGNAL, False)
 
 
 def request(pid: int, pidfd: int, fd: int) -> str:
-    """Returns the Python stacks of a process, or why there are none."""
+    """Returns the Python stacks of a process, or the reason for none."""
     state = status_of(pid)
     match state.get("State", "")[:1]:
         case "T" | "t":
@@ -77,7 +77,7 @@ def request(pid: int, pidfd: int, fd: int) -> str:
 
 
 def _users_part(dump: str) -> str:
-    """Returns the lines of a dump that are about the user's code."""
+    """Returns the lines of a stack dump that show the user's code."""
     threads: list[list[str]] = []
     for line in dump.splitlines():
         if not line.startswith(" "):
@@ -109,7 +109,7 @@ def of_thread(ident: int) -> str:
 
 
 def status_of(pid: int | str) -> dict[str, str]:
-    """Returns the fields of /proc/<pid>/status; "self" is this process."""
+    """Returns the fields of /proc/<pid>/status; `pid` may be "self"."""
     with (
         contextlib.suppress(OSError),
         open(f"/proc/{pid}/status", errors="replace") as file,

@@ -1,4 +1,4 @@
-"""Keeps the workers of one pool: starts, watches, replaces and gives up.
+"""Starts, watches and replaces the workers of one pool.
 
 Processes and Ray share this module. The transport of the pool starts and kills
 the workers: `process.channel.Channel` or `ray.actors.Actors`.
@@ -55,7 +55,7 @@ _NEXT = {
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Worker:
-    """A worker, as the training process knows it.
+    """The training process's record of one worker.
 
     Attributes:
         index: From 0, below the number of workers.
@@ -73,7 +73,7 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """Process id; 0 if unknown."""
+        """The process id, or 0 if it is unknown."""
         raise NotImplementedError
 
     @property
@@ -82,7 +82,7 @@ class Worker:
         return self.state is WorkerState.READY
 
     def move(self, state: WorkerState) -> None:
-        """Changes the state, or raises RuntimeError. No other method does."""
+        """Changes the state; raises RuntimeError for a forbidden transition."""
         if state not in _NEXT.get(self.state, ()):
             raise RuntimeError(
                 f"Worker {self.index} is {self.state.name}, and cannot be "
@@ -91,7 +91,7 @@ class Worker:
         self.state = state
 
     def starts_anew(self, now_s: float) -> None:
-        """Sets when the present step of the start has begun."""
+        """Sets the time at which the current step of the start began."""
         self.started_s = now_s
 
     def loaded(self) -> None:
@@ -109,7 +109,7 @@ W = TypeVar("W", bound=Worker)
 
 
 class WorkerEnd(NamedTuple):
-    """The facts that a transport knows about the end of a worker.
+    """Describes how a worker ended, as reported by its transport.
 
     Attributes:
         exit_code: As in `Popen.returncode`; `None` if unknown.
@@ -126,7 +126,7 @@ class WorkerEnd(NamedTuple):
 
 
 class Transport(Protocol[W]):
-    """Starts, kills and reaches the workers of a pool.
+    """The interface to start, watch and kill the workers of a pool.
 
     Attributes:
         workers: The living workers, by index. The supervisor adds and removes
@@ -138,22 +138,22 @@ class Transport(Protocol[W]):
     in_flight: InFlight
 
     def start(self, index: int) -> W:
-        """Starts a worker."""
+        """Starts the worker with the given index, and returns it."""
 
     def activities(self, now_s: float) -> Iterable[Activity]:
-        """Returns what each worker does, except workers that were killed."""
+        """Returns the activities of all busy workers that were not killed."""
 
     def has_moved_on(self, worker: W) -> bool:
-        """Whether the worker's activity has changed since `activities`."""
+        """Whether the worker's activity changed after the last `activities`."""
 
     def kill(self, worker: W) -> None:
-        """Kills a worker, if that is possible."""
+        """Tries to kill a worker."""
 
     def abandon(self, worker: W) -> WorkerEnd:
-        """Gives up a worker that was killed and does not end."""
+        """Stops tracking a worker that was killed but does not end."""
 
     def recover(self, worker: W) -> list[Task]:
-        """Queues the tasks of a lost worker again, except the returned ones.
+        """Queues the tasks of a lost worker again, except the returned tasks.
 
         Returns:
             Tasks that may have killed the worker, the likeliest first. Their
@@ -191,7 +191,7 @@ class Supervisor(Generic[W]):
                     workers[index] = self._transport.start(index)
 
     def look(self) -> list[BatchResult]:
-        """Kills workers that take too long; abandons those that survive."""
+        """Kills overdue workers; abandons killed workers that do not end."""
         now_s = time.monotonic()
         activities = list(self._transport.activities(now_s))
         for expired in self.watchdog.look(activities):
@@ -216,7 +216,7 @@ class Supervisor(Generic[W]):
         end: WorkerEnd,
         state: WorkerState = WorkerState.EXITED,
     ) -> list[BatchResult]:
-        """Accounts for a worker that ended without being asked to.
+        """Handles the unexpected end of a worker.
 
         Another worker builds the lost batches again. The batch that the worker
         died over ends in an error if the restart policy says so.
@@ -262,7 +262,7 @@ class Supervisor(Generic[W]):
         del self._workers[worker.index]
 
     def fail_all(self) -> list[BatchResult]:
-        """Fails all requests, because no worker is left or may start."""
+        """Fails all requests, because all workers died and none is replaced."""
         worker_exit = self.policy.end()
         return [
             LocalResult(
@@ -275,7 +275,7 @@ class Supervisor(Generic[W]):
 
 
 class SupervisedPool(WorkerPool, Generic[W]):
-    """The common part of pools that replace workers."""
+    """The base class of pools that replace dead workers."""
 
     def __init__(
         self,
@@ -328,13 +328,13 @@ class SupervisedPool(WorkerPool, Generic[W]):
             self._receiver.hand_on()
 
     def _receive(self, is_due: bool) -> list[BatchResult]:
-        """Returns new results; if `is_due`, also looks for ended workers."""
+        """Returns new results; if `is_due`, also checks the workers."""
         raise NotImplementedError
 
     def _flush(self) -> None:
-        """Sends queued tasks, as many as the workers take."""
+        """Sends as many queued tasks as the workers can accept."""
         raise NotImplementedError
 
     def _end(self) -> None:
-        """Ends the workers, and frees all that the pool holds."""
+        """Ends the workers, and frees all resources of the pool."""
         raise NotImplementedError

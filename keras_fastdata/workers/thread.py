@@ -1,4 +1,4 @@
-"""Worker threads: they share the dataset itself, and the GIL.
+"""Builds batches in worker threads, which share the dataset and the GIL.
 
     submit -> requests (queue) -> thread: build -> results (deque) -> collect
 
@@ -150,7 +150,7 @@ class ThreadPool(WorkerPool):
         return thread
 
     def _look_at_threads(self) -> list[LocalResult]:
-        """Replaces threads that take too long; returns their failed results."""
+        """Replaces overdue threads, and returns their errors as results."""
         activities = [
             w for t in self._threads if (w := t.activity()) is not None
         ]
@@ -205,7 +205,7 @@ class ThreadPool(WorkerPool):
 
 
 class _Results:
-    """The results of the threads, until `collect` takes them.
+    """Holds the results of the threads until `collect` removes them.
 
     A signal handler that ends the threads may interrupt any line here; so
     there is no lock that it could find taken, as that of an Event.
@@ -222,16 +222,16 @@ class _Results:
         self._arrivals.put(None)
 
     def wait(self, timeout_s: float) -> None:
-        """Waits until a result has come, or `wake` was called."""
+        """Waits until a result arrives, `wake` is called or time runs out."""
         with contextlib.suppress(queue.Empty):
             self._arrivals.get(timeout=timeout_s)
 
     def wake(self) -> None:
-        """Ends the present `wait`, if there is one."""
+        """Makes a running `wait` return at once."""
         self._arrivals.put(None)
 
     def take(self) -> list[tuple[LocalResult, float]]:
-        """Removes and returns all results, each with its seconds."""
+        """Removes and returns all results, each with its build time."""
         with contextlib.suppress(queue.Empty):
             while not self._arrivals.empty():
                 self._arrivals.get_nowait()
@@ -278,7 +278,7 @@ class _Thread(threading.Thread):
         self._stopwatch = Stopwatch()
 
     def activity(self) -> Activity | None:
-        """Returns what the thread builds or loads; `None` if nothing."""
+        """Returns the thread's current activity, or `None` if it is idle."""
         with self._lock:
             assigned, starting = self._assigned, self._starting
         if assigned is None:
@@ -327,7 +327,7 @@ class _Thread(threading.Thread):
             self._stopwatch.close()
 
     def _serve(self, request: BatchRequest) -> bool:
-        """Builds one batch; returns whether the thread goes on."""
+        """Builds one batch; returns False if the thread must end."""
         self._set_assigned(request, starting=self._starting)
         if self._starting:
             _start(self._builder, self._worker)
@@ -340,7 +340,7 @@ class _Thread(threading.Thread):
             self._starting = starting
 
     def _deliver(self, built: LocalResult) -> bool:
-        """Hands over a result, unless the thread has been given up."""
+        """Stores a result for `collect`, unless the thread is abandoned."""
         with self._lock:
             assigned, self._assigned = self._assigned, None
             if self._given_up:
@@ -365,7 +365,7 @@ class _Thread(threading.Thread):
 
 
 class _StartFailed(Exception):
-    """Carries a ReferenceError that the user's `on_worker_start` raised."""
+    """Wraps a ReferenceError that the user's `on_worker_start` raised."""
 
 
 def _start(builder: Builds, worker: int) -> None:

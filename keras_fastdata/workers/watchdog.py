@@ -1,4 +1,4 @@
-"""Noticing work that takes too long, and telling where it is stuck.
+"""Detects work that takes too long, and reports where it is stuck.
 
 With a timeout, work that has had its time is to be replaced. Without one, a
 user who waits deserves to know for what: work that takes far longer than any
@@ -26,7 +26,7 @@ _log = logging.getLogger("keras_fastdata")
 
 @dataclasses.dataclass(frozen=True)
 class Activity:
-    """What one worker does: it builds a batch, or loads the dataset.
+    """The current work of one worker, such as building a batch.
 
     Attributes:
         worker: Index of the worker.
@@ -46,7 +46,7 @@ class Activity:
 
 
 def building(dataset: str, request: BatchRequest, worker: str) -> str:
-    """Returns the words for a worker that builds a batch."""
+    """Returns the message text for a batch that is being built."""
     return (
         f"Batch {request.index} of epoch {request.epoch} of {dataset}, in "
         f"{worker},"
@@ -54,13 +54,13 @@ def building(dataset: str, request: BatchRequest, worker: str) -> str:
 
 
 def loading(dataset: str, worker: str) -> str:
-    """Returns the words for a worker that loads the dataset."""
+    """Returns the message text for a dataset that is being loaded."""
     return f"Loading {dataset}, or its `on_worker_start`, in {worker},"
 
 
 @dataclasses.dataclass(frozen=True)
 class Expired:
-    """An activity that has taken longer than it may.
+    """An activity that has exceeded its time limit.
 
     Attributes:
         activity: What it is.
@@ -95,17 +95,17 @@ class Watchdog:
 
     @property
     def interval_s(self) -> float:
-        """Seconds to wait at most between two looks."""
+        """The longest time in seconds between two calls of `look`."""
         if self._timeout_s is None:
             return _INTERVAL_S
         return min(_INTERVAL_S, self._timeout_s / 4)
 
     def learn(self, seconds: float) -> None:
-        """Notes how long a batch took."""
+        """Updates the longest time that any batch took."""
         self.slowest_s = max(self.slowest_s, seconds)
 
     def is_due(self) -> bool:
-        """Whether it is time for `look`."""
+        """Whether it is time to call `look`; if so, starts a new interval."""
         now = time.monotonic()
         if now < self._next_look:
             return False
@@ -113,7 +113,11 @@ class Watchdog:
         return True
 
     def look(self, activities: Iterable[Activity]) -> list[Expired]:
-        """Returns activities that take too long; warns of slow ones."""
+        """Finds the activities that take too long.
+
+        With a timeout, returns the activities that exceed it. Without a
+        timeout, logs a warning about the slow activities instead.
+        """
         expired = []
         for activity in activities:
             if self._timeout_s is None:

@@ -1,4 +1,4 @@
-"""The sockets and the processes of one pool: how its workers are reached.
+"""Starts the worker processes of a pool, and connects them by sockets.
 
     trainer --task--> task socket --> whichever worker is free
     trainer <--message-- result socket <-- every worker
@@ -39,7 +39,7 @@ _log = logging.getLogger("keras_fastdata")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProcessPlan(PoolPlan):
-    """The settings of a pool of processes.
+    """The settings of a pool of worker processes.
 
     Attributes:
         start_method: "forkserver", "spawn" or "fork".
@@ -50,7 +50,7 @@ class ProcessPlan(PoolPlan):
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class ProcessWorker(Worker):
-    """A worker process.
+    """The training process's record of one worker process.
 
     Attributes:
         process: As it was launched.
@@ -81,11 +81,11 @@ class ProcessWorker(Worker):
         return self.process.pid
 
     def look(self, segment: Segment) -> None:
-        """Reads the worker's heartbeat."""
+        """Reads and stores the worker's latest heartbeat."""
         self.seen = _heartbeat_of(self, segment)
 
     def idle_s(self, unclaimed: int | None, now_s: float) -> float:
-        """Returns how long it has built nothing and left work undone.
+        """Returns for how many seconds the worker has left work undone.
 
         The work is to deliver the task in its heartbeat, or to take a task that
         is in no heartbeat. Either may be undone for a moment. Only work that is
@@ -106,7 +106,7 @@ class ProcessWorker(Worker):
 
 
 class Channel:
-    """The transport of one pool of processes: sockets, and processes.
+    """The `Transport` of a process pool: its sockets and its workers.
 
     Args:
         plan: How many, started how.
@@ -173,28 +173,28 @@ class Channel:
         self.poll.register(self._results, select.EPOLLIN)
 
     def hang_up(self) -> None:
-        """Asks every worker to end."""
+        """Shuts the sockets down, which asks every worker to end."""
         ends = [self._tasks, self._tasks_taken]
         for end in (*ends, *(w.control for w in self.workers.values())):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
 
     def close_sockets(self) -> None:
-        """Closes what `open` opened; no worker is left."""
+        """Closes the sockets that `open` opened, once no worker is left."""
         ends = [self._tasks, self._tasks_taken, self._results]
         for end in (*ends, self._results_told):
             end.close()
         self.poll.close()
 
     def close(self) -> None:
-        """Releases memory and fork server, after the last worker has ended."""
+        """Releases the memory and the fork server, once no worker is left."""
         self._launcher.close()
         if self._shared_state is not None:
             self._shared_state.close()
         self.arena.close()
 
     def send(self, task: Task) -> bool:
-        """Sends a task, unless the socket is full."""
+        """Sends a task, or returns False if the task socket is full."""
         request, interval_s = task.request, task.request.interval_s
         message = messages.TASK.pack(
             task.task_id,
@@ -211,7 +211,7 @@ class Channel:
         return True
 
     def unread(self) -> Iterator[int]:
-        """Empties the task socket; yields the task ids that were in it."""
+        """Empties the task socket, and yields the ids of the removed tasks."""
         with contextlib.suppress(BlockingIOError):
             while True:
                 datagram = self._tasks_taken.recv(
@@ -231,7 +231,7 @@ class Channel:
             yield ResultMessage.unpack(bytes(self._buffer[:nbytes]))
 
     def failure_of(self, result: ResultMessage) -> bytes | None:
-        """Joins the parts of a failed start; `None` until the last has come."""
+        """Joins the parts of a start's error; returns `None` until complete."""
         failure = self._failures.pop(result.worker, b"") + result.body
         if not result.task_id:
             return failure
@@ -241,7 +241,7 @@ class Channel:
     # -- the dataset's state ------------------------------------------------
 
     def change(self) -> bool:
-        """Pickles the dataset again, as it is now.
+        """Makes the current state of the dataset the latest version.
 
         Returns:
             Whether it can be sent. If not, the forks must be replaced.
@@ -254,7 +254,7 @@ class Channel:
         return self._shared_state is not None
 
     def tell_version(self) -> None:
-        """Sends the latest version to workers that were not sent it."""
+        """Sends the dataset's latest version to the workers that lack it."""
         state = self._shared_state
         for worker in self.workers.values():
             if state is None or worker.version == self._version:
@@ -379,12 +379,12 @@ class Channel:
     # -- the end of workers -------------------------------------------------
 
     def ended(self, timeout_s: float) -> list[ProcessWorker]:
-        """Waits for the end of a worker or a message; returns ended workers."""
+        """Waits for an ended worker or a message; returns the ended workers."""
         ready = {fd for fd, _ in self.poll.poll(timeout_s)}
         return [w for w in self.workers.values() if w.process.pidfd in ready]
 
     def reap(self, worker: ProcessWorker) -> WorkerEnd:
-        """Returns how a worker ended; releases its files and slots."""
+        """Releases an ended worker's files and slots; returns how it ended."""
         exit_code = worker.process.exit_code(_EXIT_CODE_TIMEOUT_S)
         self._forget(worker)
         for slot in worker.retained_slots:
@@ -407,12 +407,12 @@ class Channel:
 
 
 def _heartbeat_of(worker: Worker, segment: Segment) -> tuple[int, float]:
-    """Returns a worker's present task, and when its build began."""
+    """Returns a worker's current task id and the start time of its build."""
     return segment.heartbeat(worker.index), segment.started_s(worker.index)
 
 
 def _why_abandoned(process: launchers.Child) -> str:
-    """Returns why a worker that was killed has not ended."""
+    """Returns the reason why a killed worker has not ended."""
     if launchers.kill(process, 0):
         return (
             "does not end, although it was killed (SIGKILL). It is left "

@@ -1,4 +1,4 @@
-"""The fork server: a clean process that forks workers, and dies with them.
+"""The fork server: a process with few imports that forks the workers.
 
 A process that has run TensorFlow or JAX is full of threads and must not be
 forked. The fork server has imported NumPy and little else, has one thread, and
@@ -37,7 +37,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(trainer_pidfd: int, fds: list[int]) -> None:
-    """Forks workers on request until the trainer closes or ends."""
+    """Serves fork requests until the training process disconnects or ends."""
     (requests_fd,) = fds
     for fd in (requests_fd, trainer_pidfd):
         os.set_inheritable(fd, False)
@@ -87,7 +87,7 @@ class _Server:
         self._requests.close()
 
     def _answer(self) -> bool:
-        """Serves one request; returns False once the trainer has closed."""
+        """Serves one request; returns False if the trainer has disconnected."""
         try:
             datagram, fds, flags, _ = socket.recv_fds(
                 self._requests, 16, 8, socket.MSG_CMSG_CLOEXEC
@@ -158,7 +158,7 @@ class _Server:
 
 
 def _threads() -> int:
-    """Returns the number of threads of this process; 1 without /proc."""
+    """Counts the threads of this process; returns 1 if /proc is missing."""
     try:
         return len(os.listdir("/proc/self/task"))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Starting worker processes, three ways, and learning how they ended.
+"""Starts worker processes in three ways, and reads their exit codes.
 
     forkserver   one fork server per trainer process forks them
     spawn        each is a fresh interpreter, started by the trainer
@@ -85,24 +85,24 @@ class Child(Protocol):
     forkserver: int | None = None
 
     def exit_code(self, timeout_s: float) -> int | None:
-        """Returns the exit code, as `Popen.returncode`; `None` if unknown.
+        """Returns the exit code like `Popen.returncode`, or `None` if unknown.
 
         To be called once `pidfd` is readable. Kills what it left running.
         """
 
     def abandon(self) -> None:
-        """Forgets the process: nobody will ask for its exit code."""
+        """Declares that the exit code of the process is no longer needed."""
         return
 
 
 class Launcher(Protocol):
-    """A way to start worker processes."""
+    """The interface to start worker processes by one start method."""
 
     def start(self, files: worker_main.Files) -> Child:
-        """Starts a worker with these descriptors; the caller keeps them."""
+        """Starts a worker with copies of the given descriptors."""
 
     def close(self) -> None:
-        """Leaves the fork server, if the launcher uses one. Idempotent."""
+        """Releases the fork server, if there is one. Idempotent."""
         return
 
 
@@ -114,7 +114,7 @@ def environment(worker_env: Mapping[str, str] | None) -> dict[str, str]:
 
 @functools.cache
 def hash_seed() -> dict[str, str]:
-    """Returns PYTHONHASHSEED for workers, so that sets have one order.
+    """Returns the PYTHONHASHSEED of workers, which fixes the order of sets.
 
     It is the trainer's where that was given one. One that Python has drawn
     cannot be given to another process.
@@ -125,7 +125,7 @@ def hash_seed() -> dict[str, str]:
 
 
 def kill(worker: Child, number: int = signal.SIGKILL) -> bool:
-    """Sends a signal to a worker; returns whether that is permitted."""
+    """Sends a signal to a worker; returns False if not permitted."""
     try:
         signal.pidfd_send_signal(worker.pidfd, number)
     except PermissionError:
@@ -160,7 +160,7 @@ def make_launcher(
 
 
 class ForkserverLauncher(Launcher):
-    """Starts workers through a fork server, and restarts that if it dies.
+    """Starts workers through a fork server, and replaces a dead fork server.
 
     The fork server is shared by all loaders of the process with the same
     `worker_env`, and ends with the last of them. Workers have its user and
@@ -195,11 +195,11 @@ class ForkserverLauncher(Launcher):
 
 
 class _ForkserverGoneError(LoaderError):
-    """The fork server ended, or does not answer."""
+    """Raised when the fork server has ended or does not answer."""
 
 
 class _Forkserver:
-    """The training process's end of one fork server."""
+    """The training process's connection to one fork server."""
 
     def __init__(self, worker_env: dict[str, str], rights: _Rights) -> None:
         self.rights = rights
@@ -265,7 +265,7 @@ class _Forkserver:
                 self._abandoned.add(pid)
 
     def close(self) -> None:
-        """Ends the fork server, and with it every worker it still has."""
+        """Ends the fork server, which kills its remaining workers."""
         self.gone = True
         # Not just closed: a process that the user forked holds it open too.
         with contextlib.suppress(OSError):
@@ -283,7 +283,7 @@ class _Forkserver:
         os.close(self._pidfd)
 
     def _read_notices(self, deadline: float) -> None:
-        """Waits for a notice of the fork server, and stores it.
+        """Waits briefly for a fork server's notice, and stores the notice.
 
         It need not be for the caller. A dataset may be collected at any line
         here, in this thread, and its workers' end be waited for: that takes
@@ -355,7 +355,7 @@ _OF_RIGHTS = ("Cap", "NoNewPrivs", "Seccomp")  # in /proc/*/status
 
 
 def _rights() -> _Rights:
-    """Returns user, groups and capabilities: children inherit them."""
+    """Returns the user, groups and capabilities that children inherit."""
     status = stack_dump.status_of("thread-self")
     rest = [(k, v) for k, v in status.items() if k.startswith(_OF_RIGHTS)]
     groups = tuple(sorted(os.getgroups()))
@@ -401,7 +401,7 @@ def _leave(held: _Forkserver) -> None:
 
 
 class SpawnLauncher(Launcher):
-    """Starts each worker as a fresh interpreter."""
+    """Starts each worker as a new Python interpreter."""
 
     def __init__(self, worker_env: Mapping[str, str] | None) -> None:
         self._worker_env = worker_env
@@ -416,7 +416,7 @@ class SpawnLauncher(Launcher):
 
 
 class ForkLauncher(Launcher):
-    """Forks the training process itself, for what cannot be pickled."""
+    """Forks the training process, so that the dataset need not be pickled."""
 
     def __init__(
         self, make_builder: Callable[[], Builds], segment: Segment
@@ -454,7 +454,7 @@ class ForkLauncher(Launcher):
 
 
 class _DirectChild(Child):
-    """A worker that is a child of the training process, which reaps it."""
+    """A worker that is a direct child process of the training process."""
 
     def __init__(
         self, pid: int, process: subprocess.Popen[bytes] | None
@@ -484,7 +484,7 @@ class _DirectChild(Child):
 def _python(
     function: str, env: dict[str, str], fds: list[int]
 ) -> subprocess.Popen[bytes]:
-    """Starts a clean interpreter that runs one of our functions.
+    """Starts a new interpreter that runs a function of this package.
 
     The function gets a pidfd of this process, and descriptors like `fds`.
     """
@@ -515,19 +515,19 @@ def _python(
 
 
 def _paths() -> list[str]:
-    """Returns the folders in `sys.path`; like Python, only strings."""
+    """Returns the entries of `sys.path` that are strings."""
     return [path for path in sys.path if isinstance(path, str)]
 
 
 def _pidfd_of(pid: int) -> int:
-    """Opens a descriptor that is readable when a process has ended."""
+    """Opens a descriptor that becomes readable when a process ends."""
     with os_limits.allowed("pidfd_open"):
         return os.pidfd_open(pid)
 
 
 @contextlib.contextmanager
 def _own_pidfd() -> Iterator[int]:
-    """Yields a descriptor that is readable when this process has ended."""
+    """Yields a descriptor that becomes readable when this process ends."""
     pidfd = _pidfd_of(os.getpid())
     try:
         yield pidfd
@@ -537,7 +537,7 @@ def _own_pidfd() -> Iterator[int]:
 
 @contextlib.contextmanager
 def _above_stdio(fds: list[int]) -> Iterator[list[int]]:
-    """Yields copies of descriptors, with numbers above 2.
+    """Duplicates descriptors to numbers above 2, and yields the copies.
 
     A trainer without standard input gives out descriptor 0 like any other.
     """

@@ -1,4 +1,4 @@
-"""What crosses the sockets between the training process and its workers.
+"""Formats of the messages between the training process and its workers.
 
 Two socket pairs of type SOCK_SEQPACKET are shared by all workers of a loader.
 A datagram is received whole, by exactly one reader. The task socket is
@@ -29,7 +29,7 @@ NOBODY = 0xFFFF  # in place of a worker's index, before it knows its own
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Returns two connected sockets that block, whatever the default is."""
+    """Returns two connected sockets in blocking mode."""
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for end in ends:
         end.setblocking(True)
@@ -37,14 +37,14 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def socket_of(fd: int) -> socket.socket:
-    """Returns the blocking socket of a descriptor from another process."""
+    """Wraps a descriptor from another process in a blocking socket."""
     end = socket.socket(fileno=fd)
     end.setblocking(True)
     return end
 
 
 def wait_readable(fd: int, timeout_s: float | None = None) -> bool:
-    """Waits for input at a descriptor; returns whether there is some."""
+    """Waits until a descriptor is readable; returns False on a timeout."""
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
@@ -82,7 +82,7 @@ _MOST_STACK_BYTES = 16 * 1024  # of the text in one message
 
 @dataclasses.dataclass(slots=True)
 class TaskMessage:
-    """One batch to build, as a worker receives it.
+    """The message that asks a worker to build one batch.
 
     Attributes:
         task_id: The number of this sending; see `in_flight.Task`.
@@ -110,7 +110,7 @@ class TaskMessage:
 
 
 class ResultMessage(NamedTuple):
-    """A message of a worker about one task, or about itself.
+    """A message from a worker about one task or about the worker.
 
     Attributes:
         kind: What it tells.
@@ -184,7 +184,7 @@ class ResultMessage(NamedTuple):
 
 
 def _pack_timing(timing: Timing) -> bytes:
-    """Packs the times, and as many of the stacks as there is room for."""
+    """Packs a `Timing`; leaves out stacks that exceed the size limit."""
     text = b""
     for stack in timing.stacks:
         line = stack.encode(errors="replace").replace(b"\n", b" ") + b"\n"

@@ -1,4 +1,4 @@
-"""A pool of worker processes: requests out, batches in their slots back.
+"""A pool of worker processes that build batches in shared memory slots.
 
     submit -> in flight -> task socket   -> whichever worker is free
     collect <------------- result socket <- every worker
@@ -47,7 +47,7 @@ _ANSWERS = {MessageKind.BATCH, MessageKind.FAILURE, MessageKind.STALE}
 
 @dataclasses.dataclass(slots=True, eq=False)
 class SlotResult:
-    """A batch in its slot, waiting to be opened."""
+    """A batch that is still encoded in its slot of shared memory."""
 
     request_id: int
     worker: int
@@ -147,7 +147,7 @@ class ProcessPool(supervisor.SupervisedPool[ProcessWorker]):
         self._in_flight.send(self._channel.send)
 
     def _unqueue(self) -> None:
-        """Takes unread tasks back, to send them again later."""
+        """Takes unread tasks out of the task socket, to send them later."""
         self._in_flight.requeue(self._channel.unread())
 
     # -- receiving ----------------------------------------------------------
@@ -164,7 +164,7 @@ class ProcessPool(supervisor.SupervisedPool[ProcessWorker]):
         return done
 
     def _read(self) -> list[BatchResult]:
-        """Handles every message that waits; returns the results."""
+        """Handles all received messages; returns the results among them."""
         done: list[BatchResult] = []
         for result in self._channel.receive():
             kind = result.kind
@@ -233,7 +233,7 @@ class ProcessPool(supervisor.SupervisedPool[ProcessWorker]):
         return spilled[:split], spilled[split:]
 
     def _free(self, slot: int, result: ResultMessage) -> None:
-        """Frees a slot, unless the dataset in the worker still uses it."""
+        """Frees a slot, unless the worker's dataset still uses the slot."""
         worker = self._workers.get(result.worker)
         if result.flags & RETAINED and worker is not None:
             worker.retained_slots.append(slot)
@@ -243,7 +243,7 @@ class ProcessPool(supervisor.SupervisedPool[ProcessWorker]):
     # -- the end of workers -------------------------------------------------
 
     def _end_workers(self) -> None:
-        """Asks the workers to end, and kills those that do not."""
+        """Asks all workers to end, and kills the workers that do not end."""
         channel, remove = self._channel, self._supervisor.remove
         if self._workers:
             self._unqueue()
@@ -273,7 +273,7 @@ class ProcessPool(supervisor.SupervisedPool[ProcessWorker]):
         channel.close_sockets()
 
     def _drop_results(self) -> None:
-        """Reads messages of ending workers; keeps log and warnings alone."""
+        """Discards waiting results, but keeps log records and warnings."""
         for result in self._channel.receive():
             if result.kind in log_forwarding.KINDS:
                 self._receiver.put(result.kind, result.body)

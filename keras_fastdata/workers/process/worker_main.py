@@ -1,4 +1,4 @@
-"""The worker's side: take a request, build the batch, say where it lies.
+"""The main loop of a worker process, which builds requested batches.
 
 Runs in a worker process, on its main thread. The dataset's state is the
 training process's; a request names the version it is for, and a worker that is
@@ -50,7 +50,7 @@ _OOM_SCORE = 500  # of 1000: the kernel picks a worker before the trainer
 
 @dataclasses.dataclass(frozen=True)
 class WorkerStart:
-    """What a worker is told before it loads the dataset.
+    """The settings that a worker receives before it loads the dataset.
 
     By default, a worker takes the place of the process that makes this.
 
@@ -87,7 +87,7 @@ class WorkerStart:
 
 @dataclasses.dataclass(frozen=True)
 class Files:
-    """The descriptors that a worker begins with.
+    """The file descriptors that a worker receives at its start.
 
     Attributes:
         start: An anonymous file with the `WorkerStart`.
@@ -117,7 +117,7 @@ def main(
     segment: Segment | None = None,
     trainer_pidfd: int | None = None,
 ) -> int:
-    """Runs a worker until the training process has no more for it.
+    """Runs a worker until the training process shuts the task socket down.
 
     Args:
         files: Descriptors; this function takes them over.
@@ -153,7 +153,7 @@ def main(
 
 
 def spawned(trainer_pidfd: int, fds: list[int]) -> NoReturn:
-    """Runs a worker that was started as an interpreter of its own."""
+    """Runs a worker in a process that `SpawnLauncher` has started."""
     for fd in (trainer_pidfd, *fds):
         os.set_inheritable(fd, False)
     run_and_leave(
@@ -167,7 +167,7 @@ def forked(
     make_builder: Callable[[], Builds],
     segment: Segment,
 ) -> int:
-    """Runs a worker that is a fork of the trainer."""
+    """Runs a worker in a process forked from the training process."""
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
     # The trainer's objects hold these descriptors too. Its limit must not
@@ -181,7 +181,7 @@ def forked(
 
 
 def _end_alone(status: int) -> int:
-    """Kills the processes that a worker leaves behind, and itself.
+    """Kills this worker and its child processes if `status` is 0.
 
     A trainer that ends closes its sockets before its pidfd tells, so that
     the worker may be gone before its watch has heard.
@@ -193,7 +193,7 @@ def _end_alone(status: int) -> int:
 
 
 def leave(status: int) -> NoReturn:
-    """Ends the process, without the exit handlers it was forked with."""
+    """Ends the process without running exit handlers."""
     _flush()
     os._exit(status)
 
@@ -205,7 +205,7 @@ def _flush() -> None:
 
 
 def run_and_leave(run: Callable[[], int]) -> NoReturn:
-    """Runs `run` and ends the process with its status, whatever happens."""
+    """Calls `run`, and then ends the process, even if `run` raises."""
     status = 1
     try:
         status = run()
@@ -218,7 +218,7 @@ def run_and_leave(run: Callable[[], int]) -> NoReturn:
 
 
 def _die_with(trainer_pidfd: int) -> None:
-    """Kills this process's group when the trainer has ended.
+    """Starts a thread that kills this process group if the trainer ends.
 
     For workers that no fork server watches over. The signal of
     PR_SET_PDEATHSIG would come when the trainer's *thread* ends.
@@ -236,7 +236,7 @@ def _die_with(trainer_pidfd: int) -> None:
 
 
 def _map(fd: int, stride: int, inherited: Segment | None) -> Segment:
-    """Returns the mapping of the arena that a worker uses.
+    """Maps the arena into this worker, or reuses an inherited mapping.
 
     That of the trainer, which a fork inherits, has private copies of what is
     lent, and the dataset may refer to these. It is used only where a limit on
@@ -274,12 +274,12 @@ class _WorkerLoop:
         self._name = f"worker {start.worker} (pid {os.getpid()})"
 
     def _leave_slots(self) -> None:
-        """Makes slots private in a process that the dataset forks."""
+        """Makes slot memory private in a child that the dataset has forked."""
         for writer in self._writers:
             writer.make_private()
 
     def tell(self, kind: MessageKind, body: bytes) -> None:
-        """Sends a message that is about no request."""
+        """Sends a message that belongs to no request, such as a log record."""
         message = ResultMessage(kind, self._start.worker, body=body).pack()
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             try:
@@ -290,7 +290,7 @@ class _WorkerLoop:
 
     @contextlib.contextmanager
     def _without_heartbeat(self) -> Iterator[None]:
-        """Stops the clock of a batch during a wait for the trainer."""
+        """Excludes a wait for the trainer from the batch's elapsed time."""
         worker, segment = self._start.worker, self._segment
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -302,7 +302,7 @@ class _WorkerLoop:
             segment.set_started(worker, began + time.monotonic() - stopped)
 
     def load(self, make_builder: Callable[[], Builds] | None) -> bool:
-        """Loads the dataset; reports the error if that fails."""
+        """Loads the dataset; on failure, reports the error to the trainer."""
         try:
             if make_builder is None:
                 make_builder = shared_state.read_shared_state(
@@ -331,7 +331,7 @@ class _WorkerLoop:
         _give_up(self._results, self._start.worker, error)
 
     def serve(self) -> None:
-        """Builds the requested batches until the task socket is shut."""
+        """Builds requested batches until the task socket is shut down."""
         receive, note = self._tasks.recv, self._segment.set_heartbeat
         clock = self._segment.set_started
         worker = self._start.worker
@@ -357,7 +357,7 @@ class _WorkerLoop:
             note(worker, 0)
 
     def stop(self) -> None:
-        """Runs `on_worker_stop`, which the builder keeps from raising."""
+        """Runs `on_worker_stop`; the builder logs the hook's exceptions."""
         self._builder.stop(self._start.worker)
 
     def _build(self, task: TaskMessage) -> ResultMessage:
@@ -420,7 +420,7 @@ class _WorkerLoop:
                 leave(1)
 
     def _update(self) -> None:
-        """Reads the next version of the dataset's state and takes it over."""
+        """Reads and applies the next version of the dataset's state."""
         datagram, fds, flags, _ = socket.recv_fds(
             self._control, 64, 1, socket.MSG_CMSG_CLOEXEC
         )
@@ -440,7 +440,7 @@ class _WorkerLoop:
 
 
 def _fitted(result: ResultMessage, writer: codec.SlotWriter) -> ResultMessage:
-    """Moves what is too large for a message into the slot."""
+    """Moves result data that exceeds the message size into the slot."""
     extents, body = result.extents, result.body
     if len(extents) + len(body) <= messages.MAX_INLINE_BYTES:
         return result
@@ -455,7 +455,7 @@ def _fitted(result: ResultMessage, writer: codec.SlotWriter) -> ResultMessage:
 
 
 def _give_up(results: socket.socket, worker: int, error: BaseException) -> None:
-    """Reports why a worker ends, in as many messages as needed."""
+    """Reports the error that ends a worker, in one or more messages."""
     body = exceptions.dump_exception(error)
     size = messages.MAX_DATAGRAM_BYTES
     parts = [body[i : i + size] for i in range(0, len(body), size)]
@@ -468,7 +468,7 @@ def _give_up(results: socket.socket, worker: int, error: BaseException) -> None:
 
 
 def _set_up(start: WorkerStart) -> None:
-    """Sets environment, folders, signals and streams of a worker."""
+    """Sets up a worker's environment, paths, signals and streams."""
     os.environ.clear()
     os.environ.update(start.environ)
     if start.cwd is not None:
@@ -516,7 +516,7 @@ def working_dir() -> str | None:
 
 
 def _umask() -> int:
-    """Returns the file mode creation mask."""
+    """Returns the file mode creation mask of this process."""
     told = stack_dump.status_of("self").get("Umask")
     if told is not None:
         return int(told, 8)

@@ -1,4 +1,4 @@
-"""A worker that is a Ray actor: its own side.
+"""The code of a worker that runs as a Ray actor.
 
 Everything that it is asked is answered, also by what went wrong: nothing here
 raises but what ends the process. The arrays of a batch go into Ray's object
@@ -36,7 +36,7 @@ SHARED_BYTES = 1 << 20
 
 
 class DatasetState(NamedTuple):
-    """A state of the dataset, as references into Ray's object store.
+    """One state of the dataset, stored in Ray's object store.
 
     Attributes:
         version: From 1; a later state has a higher one.
@@ -52,7 +52,7 @@ class DatasetState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ActorStart:
-    """What an actor is told before it loads the dataset.
+    """The settings that an actor receives before it loads the dataset.
 
     Attributes:
         worker: Its index.
@@ -116,7 +116,7 @@ class Answer(NamedTuple):
 
 
 class _GatheredArrays:
-    """Collects the arrays of a batch without a copy; Ray copies them.
+    """Collects the arrays of a batch without copying them.
 
     Where an array begins in a slot, it has a number here.
     """
@@ -144,7 +144,7 @@ class _GatheredArrays:
         return False
 
     def arrays(self, extents: list[tuple[int, int]]) -> list[Bytes]:
-        """Returns the arrays of the batch that are not empty."""
+        """Returns the non-empty arrays of the batch."""
         return [self._arrays[number] for number, size in extents if size]
 
 
@@ -194,7 +194,7 @@ class Actor:
     def build(
         self, request: BatchRequest, state: DatasetState | None
     ) -> tuple[Answer, list[Bytes]]:
-        """Builds one batch, from a new state of the dataset if there is one."""
+        """Applies `state` if it is newer, and then builds one batch."""
         if self._builder is None:
             raise RuntimeError("no dataset was loaded")
         self._thread = threading.get_ident()
@@ -207,7 +207,7 @@ class Actor:
         return self._build(self._builder, request)
 
     def stop(self) -> Answer:
-        """Runs `on_worker_stop`; the builder catches its exceptions."""
+        """Runs `on_worker_stop`; the builder logs the hook's exceptions."""
         builder, self._builder = self._builder, None
         if builder is not None:
             builder.stop(self._start.worker)
@@ -215,7 +215,7 @@ class Actor:
         return Answer(forwarded=self._take_forwarded())
 
     def stack(self) -> str:
-        """Returns the stack of the present `build` or `load`."""
+        """Returns the call stack of the thread that runs `build` or `load`."""
         return stack_dump.of_thread(self._thread)
 
     def _build(
@@ -257,7 +257,7 @@ class Actor:
         return answer, gathered.arrays(extents)
 
     def _fetch(self, state: DatasetState) -> Callable[[], Builds]:
-        """Loads the builder's maker; large arrays stay in the object store."""
+        """Loads the function that makes the builder from the object store."""
         import ray
 
         references = [state.pickled, *state.buffers]
@@ -293,7 +293,7 @@ class Actor:
 
 
 def _set_up(start: ActorStart) -> None:
-    """Sets folder, paths, arguments and logging of the actor."""
+    """Sets the actor's working directory, paths, arguments and logging."""
     if start.cwd is not None:
         with contextlib.suppress(OSError):
             os.chdir(start.cwd)

@@ -1,4 +1,4 @@
-"""The Ray actors of one pool: how its workers are reached.
+"""Creates the Ray actors of one pool, and calls them.
 
 Ray starts the processes, on any node, and moves the batches. A batch lies in
 the object store of the node that built it. Ray copies it to this node's store
@@ -52,7 +52,7 @@ class RayPlan(PoolPlan):
 
 
 class Assignment(NamedTuple):
-    """A task that a worker was given, and the reference to its answer."""
+    """A task that was sent to an actor, and the reference to its answer."""
 
     task: Task
     reference: Any
@@ -60,7 +60,7 @@ class Assignment(NamedTuple):
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class RayWorker(Worker):
-    """A Ray actor, as the training process knows it.
+    """The training process's record of one Ray actor.
 
     Attributes:
         handle: Ray's.
@@ -100,13 +100,13 @@ class RayWorker(Worker):
 
     @property
     def capacity(self) -> int:
-        """How many tasks the actor may have at once."""
+        """The number of tasks that the actor may have at once."""
         alone = any(task.crashes for task, _ in self.assigned)
         return 2 if self.build_s < _QUICK_S and not alone else 1
 
     @property
     def awaited(self) -> Iterator[Any]:
-        """Yields the references of its calls, in the order of completion."""
+        """Yields references to the actor's outstanding answers, in order."""
         if self.start is not None:
             yield self.start
         for assignment in self.assigned:
@@ -117,7 +117,7 @@ class RayWorker(Worker):
         self.start = None
 
     def assign(self, task: Task, state: actor.DatasetState) -> None:
-        """Sends the actor a task, and the dataset's state if it is new."""
+        """Sends a task, and the dataset's state if the actor lacks it."""
         news = state if self.version < state.version else None
         reference = self.handle.build.remote(task.request, news)
         self.version = state.version
@@ -126,7 +126,7 @@ class RayWorker(Worker):
         self.assigned.append(Assignment(task, reference))
 
     def take_answered(self, build_s: float | None = None) -> Task:
-        """Removes the oldest task: its answer has come, or is lost."""
+        """Removes the oldest task, after its answer arrived or was lost."""
         task, _ = self.assigned.popleft()
         self.began_s = time.monotonic()
         if build_s is not None:
@@ -134,7 +134,7 @@ class RayWorker(Worker):
         return task
 
     def timing_here(self, answer: actor.Answer, crashes: int) -> Timing | None:
-        """Returns the timing of a batch by this machine's clock."""
+        """Converts the timing of a batch to this machine's clock."""
         timing = answer.timing
         if timing is None:
             return None
@@ -158,39 +158,39 @@ class RayWorker(Worker):
         self.close_pidfd()
 
     def close_pidfd(self) -> None:
-        """Closes the descriptor of its process."""
+        """Closes the descriptor of the actor's process."""
         if self.pidfd >= 0:
             os.close(self.pidfd)
             self.pidfd = -1
 
 
 class _NoSlots:
-    """Replaces `Arena`: on Ray, batches have no slots."""
+    """Replaces `Arena` on Ray, where batches have no slots."""
 
     def take(self, leave: int = 0) -> int:
         return 0
 
     def free(self, slot: int) -> None:
-        """Does nothing."""
+        """Does nothing, because batches on Ray have no slots."""
 
 
 class _NodeLoss(NamedTuple):
-    """When a node was lost, and which workers were lost with it."""
+    """The time when a node was lost, and the workers lost with the node."""
 
     at_s: float
     lost: set[int]
 
 
 class NotYetError(Exception):
-    """Raised for an answer that has not come yet after all."""
+    """Raised when an answer that seemed ready cannot be fetched yet."""
 
 
 class AnswerLostError(Exception):
-    """Raised for an answer that Ray has lost."""
+    """Raised when Ray has lost the answer of an actor."""
 
 
 class WorkerGoneError(Exception):
-    """Raised for an actor that has died, or cannot be reached.
+    """Raised when an actor has died or cannot be reached.
 
     Attributes:
         is_at_start: Whether it could not even be made.
@@ -204,7 +204,7 @@ class WorkerGoneError(Exception):
 
 
 class Actors:
-    """The transport of one pool of Ray actors.
+    """The `Transport` of one pool of Ray actors.
 
     Attributes:
         workers: Those that live, by index; the supervisor adds and removes.
@@ -232,7 +232,7 @@ class Actors:
         )
 
     def load(self, worker: RayWorker, location: actor.WorkerLocation) -> None:
-        """Lets an actor load the dataset, once its location is known."""
+        """Stores an actor's location, and makes the actor load the dataset."""
         worker.location = location
         worker.pidfd = _pidfd(location)
         start = self._start_of(worker.index)
@@ -270,7 +270,7 @@ class Actors:
         ) from gone
 
     def check_places(self, now_s: float) -> None:
-        """Raises if no actor has found a place in the cluster in time."""
+        """Raises if the cluster has started no actor within the time limit."""
         limit_s = self._plan.options.timeout_s
         if not self.workers or any(
             worker.location is not None or now_s - worker.started_s <= limit_s
@@ -293,7 +293,7 @@ class Actors:
     # -- giving out tasks ---------------------------------------------------
 
     def assign(self, task: Task) -> bool:
-        """Gives a task to the free actor with the fewest tasks."""
+        """Sends a task to the least busy actor, if any actor is free."""
         # A batch that has cost a worker is built alone, so that it is known
         # whether it was that one.
         alone = task.crashes > 0
@@ -338,7 +338,7 @@ class Actors:
     # -- answers ------------------------------------------------------------
 
     def get(self, reference: Any) -> Any:
-        """Fetches the answer of an actor.
+        """Fetches the answer that a Ray reference points to.
 
         Raises:
             NotYetError: It is not here after all.
@@ -398,7 +398,7 @@ class Actors:
                 )
 
     def _answered(self) -> set[int]:
-        """Returns the actors whose oldest answer is ready on some node."""
+        """Returns the indices of the actors whose oldest answer is ready."""
         first = {
             reference: index
             for index, worker in self.workers.items()
@@ -432,7 +432,7 @@ class Actors:
     def reap(
         self, worker: RayWorker, how: str, *, is_missing: bool = False
     ) -> WorkerEnd:
-        """Ends an actor, and learns how it ended."""
+        """Kills an actor, and returns how it ended."""
         worker.close()
         location = worker.location
         # A batch is not to blame for the end of a node.
@@ -445,7 +445,7 @@ class Actors:
         return WorkerEnd(how=how, counts=own, blames=not is_node_lost)
 
     def _is_of_a_lost_node(self, worker: RayWorker, is_node_lost: bool) -> bool:
-        """Whether the end of the node was counted with another actor.
+        """Whether the loss of this actor's node is already counted.
 
         The end of a node is one death, however many workers it had; but each
         of them is lost to it only once.
@@ -464,7 +464,7 @@ class Actors:
         return True
 
     def stop(self, workers: Iterable[RayWorker]) -> Iterator[actor.Answer]:
-        """Runs `on_worker_stop` where it can be; yields the answers."""
+        """Runs `on_worker_stop` in the running actors; yields their answers."""
         stopping = [
             worker.handle.stop.remote()
             for worker in workers
@@ -481,7 +481,7 @@ class Actors:
 
 
 def await_ends(workers: Iterable[RayWorker]) -> None:
-    """Waits up to `GRACE_S` for processes on this machine to end."""
+    """Waits up to `GRACE_S` for the actors on this machine to end."""
     deadline = time.monotonic() + supervisor.GRACE_S
     for worker in workers:
         if worker.pidfd >= 0:
@@ -490,7 +490,7 @@ def await_ends(workers: Iterable[RayWorker]) -> None:
 
 
 def _text_of(error: Exception) -> str:
-    """Returns Ray's words about a death, without those we add."""
+    """Returns the text of a Ray error, without the lines of actor details."""
     ours = ("class_name:", "actor_id:", "pid:", "namespace:", "ip:")
     lines = (line.strip() for line in str(error).splitlines())
     return " ".join(
@@ -551,7 +551,7 @@ def wait(
 
 
 def _stack_of(handle: Any) -> str:
-    """Returns the stack of an actor; takes up to `_STACK_S`."""
+    """Asks an actor for its call stack, and waits up to `_STACK_S`."""
     import ray
     from ray import exceptions
 
@@ -571,7 +571,7 @@ def _kill(handle: Any) -> None:
 
 
 def _pidfd(location: actor.WorkerLocation) -> int:
-    """Opens the process of an actor on this machine; else returns -1."""
+    """Opens an actor's pidfd; returns -1 if the actor is elsewhere or ended."""
     if location.machine != cluster.machine():
         return -1
     try:

@@ -1,4 +1,4 @@
-"""Joining a Ray cluster, and leaving it.
+"""Joins a Ray cluster, and leaves it.
 
 The cluster is shared by all loaders of the process, and by the user: one that
 the user has joined (`ray.init`) is used and never left. Otherwise the first
@@ -25,7 +25,7 @@ from keras_fastdata.workers.ray.options import Options
 
 
 class _Membership:
-    """This process's use of Ray, by all loaders.
+    """Records how the loaders of this process share one Ray session.
 
     Attributes:
         users: How many loaders do.
@@ -49,7 +49,7 @@ _is_inherited = False
 
 
 def _after_fork() -> None:
-    """Forgets the parent's Ray in a forked child, where it does not work."""
+    """Resets the state in a forked child, which cannot use the parent's Ray."""
     global _membership, _is_inherited
     _membership = _Membership()
     ray: Any = sys.modules.get("ray")
@@ -60,7 +60,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class Session:
-    """The use of Ray by one loader, until `leave`.
+    """One loader's use of Ray, from `join` until `leave`.
 
     Attributes:
         identity: Tells it from one that the user joined later.
@@ -72,16 +72,16 @@ class Session:
 
     @property
     def is_on(self) -> bool:
-        """Whether this process is still in the same session of Ray."""
+        """Whether this process is still connected to the same Ray session."""
         return self.identity == _identity()
 
     @property
     def is_shared(self) -> bool:
-        """Whether others may use its memory when this process has left."""
+        """Whether Ray may keep running after this process has left it."""
         return self._member is None or not self._member.is_own
 
     def leave(self, *, stay: bool = False) -> None:
-        """Leaves Ray with the last loader. Idempotent.
+        """Ends this use of Ray; the last loader disconnects. Idempotent.
 
         Args:
             stay: To leave that to a later loader, or to the program's end.
@@ -102,7 +102,7 @@ class Session:
 
 
 def join(options: Options) -> Session:
-    """Joins Ray, unless this process has joined it.
+    """Connects this process to Ray, unless it is already connected.
 
     Raises:
         LoaderError: Ray is not installed, or the cluster not to be reached.
@@ -132,7 +132,7 @@ def join(options: Options) -> Session:
 
 
 def _has_started_it() -> bool:
-    """Whether Ray's head node is a child of this process."""
+    """Whether this process has started the Ray head node."""
     import ray
 
     try:
@@ -143,7 +143,7 @@ def _has_started_it() -> bool:
 
 
 def _identity() -> tuple[Any, ...] | None:
-    """Returns the node and job of this process; `None` outside of Ray."""
+    """Returns the Ray node and job ids, or `None` if not connected to Ray."""
     import ray
 
     if not ray.is_initialized():
@@ -153,7 +153,7 @@ def _identity() -> tuple[Any, ...] | None:
 
 
 def _init(options: Options) -> None:
-    """Calls `ray.init`; raises an error instead of an endless wait."""
+    """Calls `ray.init`, and raises a `LoaderError` if that fails."""
     import ray
 
     address = options.init.get("address") or os.environ.get("RAY_ADDRESS")
@@ -187,7 +187,7 @@ def _init(options: Options) -> None:
 
 
 def _probe(address: str, timeout_s: float) -> None:
-    """Checks that a cluster answers, in a process that can be killed.
+    """Checks, within a time limit, that a Ray cluster answers at `address`.
 
     Where nobody listens, or somebody else does, Ray tries for minutes.
     """
@@ -225,7 +225,7 @@ def _probe(address: str, timeout_s: float) -> None:
 
 @contextlib.contextmanager
 def _no_statistics() -> Iterator[None]:
-    """Keeps a Ray that is started here from reporting usage."""
+    """Disables usage reports of a Ray that starts in the `with` block."""
     name = "RAY_USAGE_STATS_ENABLED"
     if name in os.environ:
         yield
@@ -239,7 +239,7 @@ def _no_statistics() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _on_loopback() -> Iterator[None]:
-    """Makes a Ray that is started here listen on loopback alone.
+    """Makes a Ray that starts in the `with` block listen on loopback only.
 
     This is what Ray does on macOS and Windows. `_node_ip_address="127.0.0.1"`
     does not do it: `ray.init` replaces that by the address of the network.
@@ -257,7 +257,7 @@ def _on_loopback() -> Iterator[None]:
 
 
 def _is_unwritable_token(error: OSError) -> bool:
-    """Whether Ray could not keep a new token in the home folder."""
+    """Whether the error is that Ray could not write its token file."""
     path = os.path.expanduser("~/.ray/auth_token")
     return path.startswith(str(error.filename))
 
@@ -289,7 +289,7 @@ def cores() -> float:
 
 @functools.cache
 def machine() -> str:
-    """Returns a name for this machine and its namespace of process ids."""
+    """Returns an identifier of this machine and its process id namespace."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"

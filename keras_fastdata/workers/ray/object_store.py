@@ -1,4 +1,4 @@
-"""What this process keeps in Ray's object store: batches, and datasets.
+"""Manages this process's batches and datasets in Ray's object store.
 
 Batches lie there until the consumer has dropped their last array. A dataset
 lies there once for all workers, each of its large arrays by itself, so that a
@@ -23,7 +23,7 @@ from keras_fastdata.workers.ray import actor
 
 
 class _StoreRef(weakref.ref[Any]):
-    """A weak reference to an array in the store, with its answer."""
+    """A weak reference to an array in the store, with its batch's counters."""
 
     __slots__ = ("answer",)
     answer: list[int]  # how many arrays of it are held, and its bytes
@@ -44,7 +44,7 @@ class StoreUsage:
         self._died: collections.deque[_StoreRef] = collections.deque()
 
     def lease(self, arrays: list[Bytes], nbytes: int) -> list[Bytes]:
-        """Returns views of arrays, and counts them until they die."""
+        """Returns views of arrays, counted as leased until they are freed."""
         answer = [len(arrays), nbytes]
         roots: list[Bytes] = [np.frombuffer(a.data, np.uint8) for a in arrays]
         with self._lock:
@@ -56,7 +56,7 @@ class StoreUsage:
         return roots
 
     def wait(self, nbytes: int) -> None:
-        """Counts a batch that waits to be delivered; `-nbytes` ends that."""
+        """Adds `nbytes`, which may be negative, to the undelivered bytes."""
         with self._lock:
             self._undelivered += nbytes
 
@@ -74,7 +74,7 @@ class StoreUsage:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all batches, delivered or not."""
+        """Bytes of all batches in the store, delivered or not."""
         return self.leased + self._undelivered
 
 
@@ -83,7 +83,7 @@ store_usage = StoreUsage()
 
 @dataclasses.dataclass(eq=False)
 class StoreResult:
-    """A batch in the object store, waiting to be opened.
+    """A result whose batch is still in Ray's object store.
 
     Attributes:
         request_id: The request's.
@@ -146,7 +146,7 @@ class StoreResult:
 
 
 class RemoteDataset:
-    """A dataset in Ray's object store, and its later states.
+    """Stores a dataset and its later states in Ray's object store.
 
     Arrays that have not changed are not put there again.
 

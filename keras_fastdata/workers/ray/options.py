@@ -1,4 +1,4 @@
-"""`ray_options`, checked in the constructor; nothing here needs Ray."""
+"""Checks the user's `ray_options`, without importing Ray."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TIMEOUT_S = 60.0
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The content of `ray_options`, after it was checked.
+    """The checked content of `ray_options`.
 
     Attributes:
         init: Arguments of `ray.init`.
@@ -53,7 +53,7 @@ class Options:
 
     @staticmethod
     def of(given: Any) -> Options:
-        """Checks `ray_options` as the user gave it."""
+        """Checks the user's `ray_options`, and returns them as `Options`."""
         if given is None:
             return Options()
         if not isinstance(given, Mapping) or not all(

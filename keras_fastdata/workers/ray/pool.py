@@ -1,4 +1,4 @@
-"""A pool of Ray actors: requests out, references to answers back.
+"""A pool of Ray actors that put batches into Ray's object store.
 
     submit -> in flight -> whichever actor has least to do
     collect <-- ray.wait <-- references to what the actors return
@@ -147,7 +147,7 @@ class RayPool(SupervisedPool[RayWorker]):
             self._end_workers()
 
     def _check_session(self) -> None:
-        """Raises if the user has left Ray, which would join anew."""
+        """Raises a `LoaderError` if the user has shut Ray down."""
         if not self._session.is_on:
             raise LoaderError(
                 f"Ray was shut down (`ray.shutdown`) while "
@@ -196,7 +196,7 @@ class RayPool(SupervisedPool[RayWorker]):
         return done
 
     def _ready(self) -> set[Any]:
-        """Returns the references whose answers are here."""
+        """Returns the references whose answers are ready to be fetched."""
         arrived, self._arrived = self._arrived, []
         if arrived:
             return set(arrived)
@@ -204,7 +204,7 @@ class RayPool(SupervisedPool[RayWorker]):
         return set(actors.wait(awaited, len(awaited), 0)) if awaited else set()
 
     def _welcome(self, worker: RayWorker) -> list[BatchResult]:
-        """Handles an answer of an actor that is still starting."""
+        """Handles an answer from an actor that is still starting."""
         try:
             answer = self._actors.get(worker.start)
         except WorkerGoneError as gone:
@@ -222,7 +222,7 @@ class RayPool(SupervisedPool[RayWorker]):
         return []
 
     def _receive_from(self, worker: RayWorker) -> list[BatchResult] | None:
-        """Handles the answer to an actor's oldest task; `None`: not yet."""
+        """Handles an actor's oldest answer, or returns `None` if not ready."""
         try:
             answer, arrays = self._actors.get(worker.assigned[0].reference)
         except NotYetError:
@@ -259,7 +259,7 @@ class RayPool(SupervisedPool[RayWorker]):
         ]
 
     def _build_again(self, task: Task, worker: RayWorker) -> list[BatchResult]:
-        """Builds a batch again that was lost on its way."""
+        """Requeues a batch that Ray has lost; fails it after some attempts."""
         wanted, _ = self._in_flight.complete(task.task_id, worker.index)
         if wanted is None:
             return []
@@ -277,7 +277,7 @@ class RayPool(SupervisedPool[RayWorker]):
         return [LocalResult(task.request.request_id, worker.index, error=error)]
 
     def _listen(self, answer: actor.Answer) -> None:
-        """Forwards what an actor logged; raises if its start failed."""
+        """Forwards an actor's log messages; raises if its start failed."""
         for kind, body in answer.forwarded:
             self._receiver.put(kind, body)
         if answer.by_start and answer.failure is not None:
@@ -292,7 +292,7 @@ class RayPool(SupervisedPool[RayWorker]):
         return self._supervisor.on_exit(worker, end)
 
     def _end_workers(self) -> None:
-        """Asks the workers to end, and kills those that do not."""
+        """Runs `on_worker_stop` in the workers, and then kills the workers."""
         workers = list(self._workers.values())
         self._workers.clear()
         self._arrived = []
