@@ -342,7 +342,7 @@ class _Turns:
         self._turn = 0  # position in `_live`
 
     def next(self) -> Any:
-        """Returns the next batch; raises `EndOfData` after the last one."""
+        """Returns the next batch; raises `EndOfData` after the last batch."""
         while self._live:
             self._turn %= len(self._live)
             shard = self._live[self._turn]
@@ -508,7 +508,7 @@ class _Shard:
             getattr(self._generator, "close", lambda: None)()
 
     def next(self, dropped: bool) -> Any:
-        """Returns the next batch, or a marker that the shard has ended."""
+        """Returns the next batch, or an end marker after the last batch."""
         items = self._take()
         if not items and self._spec.repeats and self._position:
             self._round += 1
@@ -628,7 +628,7 @@ class _Source(NamedTuple):
         return _Source(factory, False, shards, rng, start)
 
     def check(self, num_shards: int, processes: bool) -> None:
-        """Raises `ValueError` if the source does not suit the workers."""
+        """Raises `ValueError` if the workers cannot use the source."""
         if num_shards > 1 and not self.takes_shards:
             what = "iterator" if self.is_iterator else "factory"
             raise ValueError(
@@ -724,7 +724,7 @@ def _optional(name: str, value: Any) -> int | None:
 
 
 def _is_free(parameters: dict[str, Any], name: str, factory: Any) -> bool:
-    """Removes parameter `name`; returns whether this package passes it."""
+    """Removes parameter `name`; returns whether this package sets its value."""
     found = parameters.get(name)
     if found is None or name in getattr(factory, "keywords", {}):
         return False

@@ -122,7 +122,7 @@ class AutoTuner:
 
     @property
     def observes(self) -> bool:
-        """Whether to check inline builds for global random generators."""
+        """Whether to check if inline builds use global random generators."""
         tuner = self._tuner
         if tuner.is_excluded(processes=False):
             return False

@@ -19,7 +19,7 @@ from keras_fastdata.workers import exceptions
 def iterate(
     loader: Loader, dataset: build.Dataset, shuffle: bool
 ) -> BatchIterator:
-    """Returns an iterator over an epoch that begins at the first `next`."""
+    """Returns an iterator; its first `next` call begins the epoch."""
     if loader.settings.shuffle is not None:
         shuffle = loader.settings.shuffle
     return BatchIterator(loader, dataset, Epoch(shuffle))

@@ -55,7 +55,7 @@ class _Opened(NamedTuple):
 
 
 class _BoundedCache:
-    """Base class of the caches, which limits the bytes that they store.
+    """Base class of the caches; limits the number of stored bytes.
 
     Args:
         name: Class name of the dataset.

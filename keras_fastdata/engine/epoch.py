@@ -132,9 +132,10 @@ class Epoch:
             self._move_to(EpochState.FINISHED, why)
 
     def note_change(self) -> None:
-        """Clears remembered batches and order after a change of the dataset.
+        """Clears the remembered batches when the dataset has changed.
 
-        The order stays if the epoch has passed its first position.
+        The order is cleared as well, unless the epoch has passed its first
+        position.
         """
         self.remembered.clear()
         if self.position == self.start:
@@ -179,7 +180,7 @@ class Epoch:
             self.depth += len(self.next_epoch.ready)
 
     def note_quiesce(self, seconds: float) -> None:
-        """Adds the seconds that the workers took to pause."""
+        """Adds the seconds that the workers needed to pause."""
         self.quiesce_s += seconds
 
     def note_cached(self) -> None:
@@ -252,7 +253,7 @@ class Epoch:
         self.next_epoch = None
 
     def peeking(self) -> Epoch:
-        """Returns a new, unshuffled epoch that shares the skipped batches."""
+        """Returns a new, unshuffled epoch for fetching batches early."""
         ahead = Epoch(shuffle=False)
         ahead.skipped, ahead.spans = self.skipped, self.spans
         return ahead

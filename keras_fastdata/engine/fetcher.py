@@ -55,7 +55,7 @@ class Fetch:
 
     @property
     def may_fill(self) -> bool:
-        """Whether workers may prefetch, which an inline build forbids.
+        """Whether workers may prefetch; `False` during an inline build.
 
         They would draw from the generators that this build has seeded.
         """
@@ -182,7 +182,7 @@ class Fetcher:
         self._position.note_finish(epoch)
 
     def apply_settings(self) -> None:
-        """Applies the current settings, which replaces the workers."""
+        """Applies the current settings, and marks the workers as invalid."""
         self._in_effect.adopt()
         self._prefetcher.apply_settings()
         self._pool.invalidate()
@@ -255,7 +255,7 @@ class Fetcher:
     def _is_quiesced(
         self, workers: WorkerPool, epoch: Epoch, index: int, fetch: Fetch
     ) -> bool:
-        """Returns whether batch `index` has arrived and the workers pause.
+        """Returns whether batch `index` is ready and the workers are paused.
 
         They pause once the batch has come. For a measurement, the batches that
         they build are waited for as well, for a moment.
@@ -294,7 +294,7 @@ class Fetcher:
     def _build_inline(
         self, workers: WorkerPool, epoch: Epoch, index: int, fetch: Fetch
     ) -> Any:
-        """Starts to build a batch again in the caller, while no worker builds.
+        """Starts to rebuild a batch in the caller, once no worker is building.
 
         Whatever threads have built meanwhile is as doubtful, and given up.
         """

@@ -1,4 +1,4 @@
-"""Tracks the state outside of a dataset that affects its batches.
+"""Tracks the global state that affects the batches of a dataset.
 
 Inline, a build sees whatever the program has set anywhere. A worker process
 imports modules anew, and is told of three things:
@@ -56,7 +56,7 @@ _log = logging.getLogger("keras_fastdata")
 
 
 class OutsideState:
-    """Records the state outside of a dataset that affects its batches.
+    """Records the global state that affects the batches of a dataset.
 
     Attributes:
         told: The state that is sent to workers.
@@ -71,7 +71,7 @@ class OutsideState:
         self._lost: set[str] = set()
 
     def look(self, dataset: Any, *, is_shared: bool) -> None:
-        """Records the current state outside of the dataset.
+        """Records the current global state.
 
         Args:
             dataset: The dataset; `None` if all workers are in this process.
@@ -98,7 +98,7 @@ class OutsideState:
         self.told = Told(self._settings(), values)
 
     def has_changed(self) -> bool:
-        """Returns whether the state has changed since `look`.
+        """Returns whether the global state has changed since `look`.
 
         The check takes some microseconds.
         """
@@ -243,7 +243,7 @@ def _is_equal(one: Any, other: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Told:
-    """Carries state to a worker; unpickling this object applies the state."""
+    """Carries global state to a worker, where unpickling applies the state."""
 
     settings: _Settings
     values: _Values

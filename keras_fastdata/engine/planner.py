@@ -37,9 +37,9 @@ class EpochPlanner:
 
     @property
     def seed(self) -> int:
-        """The base seed; if none is given, it is drawn at the first use.
+        """The base seed; if none is given, a random seed is drawn at first use.
 
-        `keras.utils.set_random_seed` may be called in between.
+        `keras.utils.set_random_seed` may be called before that.
         """
         dataset = self._dataset()
         if self._seed is None and dataset is not None:

@@ -37,7 +37,7 @@ class PoolFactory:
         self._outside = OutsideState()  # as the workers got it
 
     def has_outside_changed(self) -> bool:
-        """Returns whether the state outside of the dataset has changed."""
+        """Returns whether the global state outside the dataset has changed."""
         return self._outside.has_changed()
 
     def create(self) -> WorkerPool:
@@ -115,7 +115,7 @@ class PoolFactory:
             workers.change()
 
     def _look_outside(self) -> None:
-        """Records the state outside of the dataset for the workers."""
+        """Records the global state that the workers receive."""
         settings = self._in_effect.now
         has_copies = settings.kind in ("process", "ray")
         self._outside.look(
@@ -155,7 +155,7 @@ def _maker_in_worker(
 
 
 def alive(reference: weakref.ref[build.Dataset]) -> build.Dataset:
-    """Returns the dataset; raises `ReferenceError` if it was collected."""
+    """Returns the dataset; raises `ReferenceError` if it no longer exists."""
     dataset = reference()
     if dataset is None:
         raise ReferenceError("the dataset has been collected")

@@ -177,7 +177,7 @@ class PoolHandle:
         self._move_to(PoolState.IN_CALL)
 
     def end_invalid(self) -> None:
-        """Ends the workers if the last call marked them as invalid."""
+        """Ends the workers if they were marked as invalid."""
         if self.state is not PoolState.INVALID and not self._dropped:
             return
         lock = self.lock
@@ -302,7 +302,7 @@ _disowned: list[Any] = []
 def _dismiss(
     workers: WorkerPool, pid: int, lock: threading.RLock, shutdown: ShutdownFlag
 ) -> None:
-    """Ends the workers when their dataset is collected or Python exits.
+    """Ends workers when the dataset is garbage-collected or Python exits.
 
     If Python ends, a daemon thread may use them. A thread that keeps the lock
     keeps the workers until the process is gone, and they end with it.

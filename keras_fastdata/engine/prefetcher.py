@@ -132,7 +132,7 @@ class Prefetcher:
     def require(
         self, workers: WorkerPool, epoch: Epoch, key: int, index: int
     ) -> None:
-        """Requests the batch that the consumer waits for, if necessary.
+        """Requests the batch that the consumer awaits, if not yet requested.
 
         The rule for every wait for room: it can make room. Batches that are
         out come, and those that lie ready for any epoch are given up. The rest
@@ -148,7 +148,7 @@ class Prefetcher:
             self.drain_results(workers)
 
     def _make_room(self, epoch: Epoch) -> bool:
-        """Discards a ready batch to make room; `False` if none is ready.
+        """Discards a ready batch to free space; returns whether it succeeded.
 
         Of the epoch with the most ready batches, `epoch` or an open epoch, this
         is the batch at the last position. That epoch requests it again.

@@ -62,7 +62,7 @@ class Results:
     def open_cache(
         self, dataset: build.Dataset, built: Collection[str]
     ) -> None:
-        """Opens the cache that the settings specify, unless it is open.
+        """Opens the cache that the settings specify, unless already open.
 
         Args:
             dataset: The dataset.
