@@ -40,7 +40,7 @@ class LostStateMonitor:
         self.begin(attributes)
 
     def begin(self, attributes: dict[str, Any]) -> None:
-        """Restarts the detection with the attributes of an updated dataset."""
+        """Starts to check `attributes`, and forgets all earlier checks."""
         self._given = dict(_places(attributes))
         self._seen: _Seen | None = None
         self._next = self._builds + 1

@@ -143,7 +143,7 @@ class SampledDataset(FastPyDataset):
 
 @dataclasses.dataclass(eq=False)
 class _Order:
-    """Stores how to draw the samples of an epoch and call `transform`.
+    """Stores a dataset's sampling settings, and how to call `transform`.
 
     Pickles and copies leave out `drawn` and `transform`.
     """

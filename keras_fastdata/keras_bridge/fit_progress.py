@@ -49,7 +49,7 @@ class EpochProgress:
 
     @property
     def has_started(self) -> bool:
-        """Whether Keras has reset the data, and so has finished any probe."""
+        """Whether Keras has reset the data at least once."""
         return self.phase in (FitPhase.BETWEEN, FitPhase.IN_EPOCH)
 
     @property

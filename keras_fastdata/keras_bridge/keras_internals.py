@@ -102,7 +102,7 @@ class Use:
     seen_in: tuple[str, str] = ("3.12", "3.16")
 
     def fault(self) -> str:
-        """Describes any difference between Keras and this `Use`.
+        """Describes how this part of Keras differs from what is expected.
 
         The text is empty without a difference.
         """
@@ -575,7 +575,7 @@ class KerasBackup:
         return self._callback._current_epoch, self._callback._last_batch_seen
 
     def restored(self) -> tuple[int, int] | None:
-        """Returns the `position` of the restored weights.
+        """Returns the epoch and batch at which Keras saved the weights.
 
         Returns `None` if there are no saved weights.
         """

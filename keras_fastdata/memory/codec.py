@@ -73,12 +73,12 @@ class Writer(Protocol):
     """Interface of an object that collects the arrays of a batch."""
 
     def write(self, source: Bytes) -> tuple[int, int]:
-        """Adds bytes, and returns their start and their number."""
+        """Adds `source`, and returns its location and its byte count."""
 
     def write_all(
         self, arrays: list[npt.NDArray[Any]]
     ) -> list[tuple[int, int]]:
-        """Adds arrays, and returns the start and byte count of each."""
+        """Adds arrays, and returns the location and byte count of each."""
 
     def allocate_copy(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Returns a contiguous copy of `array` for `write` to use directly."""

@@ -252,7 +252,7 @@ def _leaf(array: npt.NDArray[Any]) -> Leaf:
 
 
 def _name(dtype: np.dtype[Any]) -> Any:
-    """Returns a dtype's name for `np.dtype`, or an extension dtype itself."""
+    """Returns `dtype.str`, or `dtype` itself if it is an extension dtype."""
     # Structured dtypes may compare equal although they differ.
     if dtype.hasobject or dtype.kind == "T" or dtype.names:
         raise _NotPlainError
