@@ -10,10 +10,11 @@ import collections
 import sys
 import traceback
 from collections.abc import Iterable
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 _MOST_CALLS = 100  # of one stack
+_MOST_KNOWN = 4096
 Place = tuple[tuple[CodeType, int], ...]  # a thread's stack, innermost first
 
 
@@ -56,18 +57,38 @@ def folded_stack(threads: Iterable[int], within: str) -> tuple[int, str] | None:
         frame = frames.get(thread)
         calls: collections.deque[str] = collections.deque(maxlen=_MOST_CALLS)
         while frame is not None and frame.f_code.co_filename != within:
-            code = frame.f_code
-            call = f"{code.co_name} ({code.co_filename}:{frame.f_lineno or 0})"
-            call = call.replace(";", ",")
+            text, begins = _described(frame)
             # A thread gives up the GIL as it enters a function: that is its
             # caller's time.
-            is_entering = not calls and frame.f_lineno == code.co_firstlineno
-            if not is_entering and (not calls or calls[0] != call):
-                calls.appendleft(call)
+            is_entering = begins and not calls
+            if not is_entering and (not calls or calls[0] != text):
+                calls.appendleft(text)
             frame = frame.f_back
         if frame is not None and calls:
             return thread, ";".join(calls)
     return None
+
+
+# By code and place in it, since Python searches for the number of a line.
+_calls: dict[tuple[int, int], tuple[CodeType, str, bool]] = {}
+
+
+def _described(frame: FrameType) -> tuple[str, bool]:
+    """Describes where a frame is.
+
+    Returns:
+        "function (file:line)", and whether this is the function's first line.
+    """
+    code = frame.f_code
+    key = id(code), frame.f_lasti
+    known = _calls.get(key)
+    if known is None or known[0] is not code:
+        line = frame.f_lineno or 0
+        text = f"{code.co_name} ({code.co_filename}:{line})".replace(";", ",")
+        if len(_calls) >= _MOST_KNOWN:
+            _calls.clear()
+        known = _calls[key] = code, text, line == code.co_firstlineno
+    return known[1], known[2]
 
 
 def is_being_made(instance: Any) -> bool:

@@ -17,7 +17,9 @@ parts, global objects, and installed packages: hence `cache_version`.
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
+import importlib.util
 import io
 import os
 import pathlib
@@ -29,7 +31,12 @@ from typing import Any
 import numpy as np
 
 from keras_fastdata.building import build
-from keras_fastdata.building.modules import is_users, names_in
+from keras_fastdata.building.modules import (
+    is_users,
+    is_users_file,
+    names_in,
+    nested_code,
+)
 from keras_fastdata.building.seeding import PRIVATE
 from keras_fastdata.engine.cache import Cache, DiskCache, MemoryCache
 from keras_fastdata.engine.settings import Settings
@@ -257,19 +264,46 @@ def _of_function(function: types.FunctionType) -> Iterator[Any]:
             yield from _inside(cell.cell_contents)
     names = sorted(names_in(code))
     for name in names:
-        value = around.get(name)
-        found = {name: value}
-        if isinstance(value, types.ModuleType):
-            if _is_installed(value.__name__):
-                continue
-            held = vars(value)
-            found = {f"{name}.{n}": held[n] for n in names if n in held}
-        for known, value in found.items():
+        for known, value in _named(name, around.get(name), names, set()):
             if isinstance(value, (*_PLAIN, type, types.FunctionType)) or (
                 hasattr(value, "__wrapped__")
             ):
                 yield known
                 yield from _inside(value)
+    yield from _imported_by(code)
+
+
+def _named(
+    known: str, value: Any, names: list[str], seen: set[int]
+) -> Iterator[tuple[str, Any]]:
+    """Yields an object with its name; of a user's module, the named parts."""
+    if not isinstance(value, types.ModuleType):
+        yield known, value
+    elif id(value) not in seen and not _is_installed(value.__name__):
+        seen.add(id(value))
+        held = vars(value)
+        for name in names:
+            if name in held:
+                yield from _named(f"{known}.{name}", held[name], names, seen)
+
+
+def _imported_by(code: types.CodeType) -> Iterator[Any]:
+    """Yields the user's modules that a function imports, and their sources.
+
+    A module may not be imported yet, so its file counts as a whole.
+    """
+    for part in nested_code(code):
+        for step in dis.get_instructions(part):
+            if step.opname != "IMPORT_NAME":
+                continue
+            with contextlib.suppress(Exception):  # the user's code may raise
+                spec = importlib.util.find_spec(step.argval)
+                if spec is None or not spec.origin or not spec.has_location:
+                    continue
+                if is_users_file(spec.origin):
+                    yield step.argval
+                    with open(spec.origin, "rb") as file:
+                        yield file.read()
 
 
 def _of_code(code: types.CodeType) -> Iterator[Any]:

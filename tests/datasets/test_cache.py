@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import importlib.util
 import json
 import logging
 import os
@@ -517,6 +518,11 @@ _SOURCES = {
     "a helper of a source": "self.factor = helper()",
     "a global": "self.factor = FACTOR",
     "a global of another module": "self.factor = settings.FACTOR",
+    "a global of a module's module": "self.factor = settings.deep.OTHER",
+    "a module that a method imports": "import deep; self.factor = deep.OTHER",
+    "a name that a method imports": (
+        "from deep import OTHER; self.factor = OTHER"
+    ),
     "a default of a helper's helper": "self.factor = helper(None)",
 }
 
@@ -563,13 +569,15 @@ def test_code_that_was_edited_makes_another_cache(
 
     def run(value):
         for name, text in (
-            ("settings", f"FACTOR = {value}"),
+            ("deep", f"OTHER = {value}"),
+            ("settings", f"import deep\nFACTOR = {value}"),
             ("edited", source.replace("VALUE", str(value))),
         ):
             path = tmp_path / f"{name}.py"
             path.write_text(text)
             module = types.ModuleType(name)
             module.__file__ = str(path)
+            module.__spec__ = importlib.util.spec_from_file_location(name, path)
             monkeypatch.setitem(sys.modules, name, module)
             exec(compile(text, path, "exec"), vars(module))
         kwargs = {"cache": tmp_path / "c", "cache_version": 1, "workers": 0}
