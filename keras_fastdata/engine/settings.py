@@ -151,8 +151,8 @@ class Settings:
             raise ValueError(
                 f"`cache={self.cache!r}` is a directory, whose batches outlive "
                 "the program. Pass `cache_version` with it, and another one "
-                "whenever code that makes batches changes: functions that "
-                "`__getitem__` calls are not looked at."
+                "whenever batches change for a reason that cannot be seen: a "
+                "file in a folder, or an installed package."
             )
 
     def _check(
