@@ -163,7 +163,7 @@ class DatasetCheckpoint(Callback):
         self._epoch = epoch
         if self._adapter is None or self._states is None:
             return
-        latest = self._states.latest
+        latest = self._states.added
         if (
             latest is None
             or latest["epoch"] != epoch

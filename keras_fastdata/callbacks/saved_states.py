@@ -25,6 +25,9 @@ class SavedStates:
     Args:
         path: The file; it may be missing.
 
+    Attributes:
+        added: The state that this object saved last, if any.
+
     Raises:
         ValueError: The file is damaged, or is none of `DatasetCheckpoint`.
     """
@@ -32,6 +35,7 @@ class SavedStates:
     def __init__(self, path: str) -> None:
         self._path = path
         self._states: list[Saved] = []
+        self.added: Saved | None = None
         try:
             with open(path) as file:
                 self._states += map(_checked, json.load(file)["states"])
@@ -68,6 +72,7 @@ class SavedStates:
             if moment is None or other["saved_at"] != moment
         ]
         self._states = [*others, saved][-_KEPT:]
+        self.added = saved
         with _atomic_write.replacing(self._path, durable=True) as file:
             file.write(json.dumps({"states": self._states}).encode())
 

@@ -88,7 +88,10 @@ class _StackSampler:
             self._watched.clear()
             self._ending.set()
             thread, self._thread = self._thread, None
-        if thread is not None and thread.is_alive():
+        # Its own thread may be the one that collects what it watches.
+        if thread is None or thread is threading.current_thread():
+            return
+        if thread.is_alive():
             thread.join()  # it waits for nothing but `_ending`
 
     def _run(self, ending: threading.Event, owns_process: bool) -> None:

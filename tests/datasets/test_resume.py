@@ -447,12 +447,13 @@ def kill_and_resume(run, tmp_path, undisturbed, kind, deaths, freq, places):
         long("Drawn", [9], "epoch", ["2 processes", "inline"]),
         # Saved behind the last batch of an epoch, and in one that is resumed.
         long("Reshuffled", [14, 3], 7, ["inline", "2 processes", "2 threads"]),
+        long("Reshuffled", [15, 3], 7, ["inline", "2 processes", "2 threads"]),
         pytest.param(
             *("Begun", [9, 3], 2, ["2 processes", "3 spawned", "inline"]),
             marks=LONG_BUT_ON_JAX,
         ),
     ],
-    ids=["steps", "epochs", "an epoch's end", "twice"],
+    ids=["steps", "epochs", "an epoch's end", "behind an end", "twice"],
 )
 def test_a_training_that_was_killed_goes_on_with_what_it_had_not_seen(
     run, tmp_path, undisturbed, kind, deaths, freq, places
