@@ -317,7 +317,7 @@ class LoaderHealth(Callback):
         summary = self.summary()
         if self.verbose and summary.verdict is not None:
             print(summary, flush=True)
-        self._write_report()
+        self._write_files()
 
     # -- measuring ----------------------------------------------------------
 
@@ -387,14 +387,16 @@ class LoaderHealth(Callback):
             if writer is not None:
                 writer.close(record.pids, record.dataset, losses=record.lost)
 
-    def _write_report(self) -> None:
+    def _write_files(self) -> None:
         record = self._record
-        if record is not None and self.stacks is not None and record.stacks:
+        if record is None:
+            return
+        if self.stacks is not None and record.stacks:
             try:
                 hot_lines.write_folded(record.stacks, self.stacks)
             except OSError as error:
                 _log.error("The stacks could not be written: %s", error)
-        if self.report is None or record is None:
+        if self.report is None:
             return
         if self._has_reported and not record.dataset:
             return  # of other data; there is a page of ours already
@@ -452,7 +454,7 @@ class LoaderHealth(Callback):
             self._epochs.append(health)
         self._stop()
         self._move_to(Measured.IDLE)
-        self._write_report()
+        self._write_files()
 
     def _skipped_in(self, epoch: int) -> int:
         """Returns how many batches an epoch and its validation skipped."""

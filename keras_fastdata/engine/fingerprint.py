@@ -294,16 +294,21 @@ def _imported_by(code: types.CodeType) -> Iterator[Any]:
     """
     for part in nested_code(code):
         for step in dis.get_instructions(part):
-            if step.opname != "IMPORT_NAME":
-                continue
-            with contextlib.suppress(Exception):  # the user's code may raise
-                spec = importlib.util.find_spec(step.argval)
-                if spec is None or not spec.origin or not spec.has_location:
-                    continue
-                if is_users_file(spec.origin):
+            if step.opname == "IMPORT_NAME":
+                source = _source_of(step.argval)
+                if source is not None:
                     yield step.argval
-                    with open(spec.origin, "rb") as file:
-                        yield file.read()
+                    yield source
+
+
+def _source_of(module: str) -> bytes | None:
+    """Returns the source of a module, or `None` if it is not the user's."""
+    with contextlib.suppress(Exception):  # its package may raise, or be missing
+        spec = importlib.util.find_spec(module)
+        file = spec.origin if spec is not None and spec.has_location else None
+        if file and is_users_file(file):
+            return pathlib.Path(file).read_bytes()
+    return None
 
 
 def _of_code(code: types.CodeType) -> Iterator[Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import textwrap
 from typing import NamedTuple
 
 from keras_fastdata.metrics import formatting
@@ -170,16 +169,3 @@ class FitTimer:
             hooks_s=times.hook_s,
             compiling_s=times.compiling_s,
         )
-
-
-def wrapped(text: str, width: int = 80) -> str:
-    """Wraps a text into lines, but never breaks code in backquotes."""
-    pieces = text.split("`")
-    pieces[1::2] = [code.replace(" ", "\0") for code in pieces[1::2]]
-    lines = textwrap.wrap(
-        "`".join(pieces),
-        width,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return "\n".join(lines).replace("\0", " ")

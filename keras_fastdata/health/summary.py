@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from keras_fastdata.health.account import TimeAccount, wrapped
+from keras_fastdata.health.account import TimeAccount
 from keras_fastdata.health.hot_lines import HotLine, hot_lines
 from keras_fastdata.health.verdict import Facts, Kind, Verdict, judge, merge
 from keras_fastdata.metrics import formatting
@@ -183,17 +183,22 @@ class HealthSummary:
         if self.verdict is None:
             return "LoaderHealth: no batch of a FastPyDataset was seen."
         evidence, advice = self.conclusion
-        parts = [wrapped(f"{self.verdict.kind}: {evidence}"), wrapped(advice)]
+        parts = [
+            formatting.wrapped(f"{self.verdict.kind}: {evidence}"),
+            formatting.wrapped(advice),
+        ]
         if self.hot_lines and self.verdict.kind is not Kind.COMPUTE_BOUND:
-            parts.append(wrapped(f"Hottest line: {self.hot_lines[0]}."))
+            parts.append(
+                formatting.wrapped(f"Hottest line: {self.hot_lines[0]}.")
+            )
         if self.account is not None:
-            parts.insert(0, wrapped(str(self.account)))
+            parts.insert(0, formatting.wrapped(str(self.account)))
         if len(self.epochs) > 1:
             parts.insert(0, _table(self.epochs))
         if self.shard:
             parts.append(f"This process has {self.shard}.")
         if self.decisions:
-            parts.append(wrapped(str(self.decisions[-1])))
+            parts.append(formatting.wrapped(str(self.decisions[-1])))
         return "\n".join(parts)
 
 

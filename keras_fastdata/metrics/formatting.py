@@ -1,8 +1,9 @@
-"""Formats figures with their units."""
+"""Formats figures with their units, and wraps texts into lines."""
 
 from __future__ import annotations
 
 import math
+import textwrap
 
 
 def duration(seconds: float) -> str:
@@ -53,6 +54,19 @@ def listed(numbers: list[int], most: int = 5) -> str:
     """Formats at most `most` numbers: "3, 17, 20" or "3, 17, 20, ..."."""
     shown = ", ".join(str(number) for number in numbers[:most])
     return shown + (", ..." if len(numbers) > most else "")
+
+
+def wrapped(text: str, width: int = 80) -> str:
+    """Wraps a text into lines, but never breaks code in backquotes."""
+    pieces = text.split("`")
+    pieces[1::2] = [code.replace(" ", "\0") for code in pieces[1::2]]
+    lines = textwrap.wrap(
+        "`".join(pieces),
+        width,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "\n".join(lines).replace("\0", " ")
 
 
 def _three_digits(number: float) -> str:

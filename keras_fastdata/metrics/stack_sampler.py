@@ -95,28 +95,35 @@ class _StackSampler:
             thread.join()  # it waits for nothing but `_ending`
 
     def _run(self, ending: threading.Event, owns_process: bool) -> None:
-        rng = random.Random()  # the global one is the user's
-        idle = 0
         switch_s = sys.getswitchinterval()
         if owns_process:
             sys.setswitchinterval(min(switch_s, _SWITCH_S))
+        try:
+            self._sample(ending)
+        finally:
+            if owns_process:
+                sys.setswitchinterval(switch_s)
+
+    def _sample(self, ending: threading.Event) -> None:
+        rng = random.Random()  # the global one is the user's
+        idle = 0
         while idle < _MOST_IDLE:
             pause_s = rng.uniform(*_PAUSE_S)
             due_s = time.monotonic() + pause_s
             if ending.wait(pause_s):
-                break
+                return
             late_s = time.monotonic() - due_s
             watched = dict(self._watched)
             threads = list(watched)
             rng.shuffle(threads)
             met = _call_stack.folded_stack(threads, _BUILDS_IN)
-            idle = 0 if met is not None else idle + 1
-            if _PROMPT_S < late_s < sys.getswitchinterval():
+            if met is None:
+                idle += 1
                 continue
-            if met is not None:
-                watched[met[0]].add_stack(met[1])
-        if owns_process:
-            sys.setswitchinterval(switch_s)
+            idle = 0
+            if not _PROMPT_S < late_s < sys.getswitchinterval():
+                thread, stack = met
+                watched[thread].add_stack(stack)
 
 
 _sampler = _StackSampler()

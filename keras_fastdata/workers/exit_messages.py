@@ -46,18 +46,18 @@ class WorkerExit:
 
     def news(self, restarts: int, most: int) -> str:
         """Returns the log message for a worker death that fails no batch."""
-        fate = f"is not replaced: `max_worker_restarts={most}` is used up"
-        if self.restarts_used_up is None:
-            again = " and its batch is built again" if self.request else ""
-            fate = f"is replaced{again}"
-        if self.expired is not None:
-            return (
-                f"{self.expired.text} The worker {fate}. It was "
-                f"here:\n{self.expired.stack}"
-            )
-        if self.restarts_used_up is None:
-            fate += f" (restart {restarts} of at most {most} in this epoch)"
-        return f"{self._what()}. It {fate}."
+        again = " and its batch is built again" if self.request else ""
+        fate = f"is replaced{again}"
+        number = f" (restart {restarts} of at most {most} in this epoch)"
+        if self.restarts_used_up is not None:
+            fate = f"is not replaced: `max_worker_restarts={most}` is used up"
+            number = ""
+        if self.expired is None:
+            return f"{self._what()}. It {fate}{number}."
+        return (
+            f"{self.expired.text} The worker {fate}. It was "
+            f"here:\n{self.expired.stack}"
+        )
 
     def error(self) -> LoaderError:
         """Returns the error that the failed batch or batches raise."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from keras_fastdata.health.account import EpochTimes, FitTimer, wrapped
+from keras_fastdata.health.account import EpochTimes, FitTimer
+from keras_fastdata.metrics.formatting import wrapped
 
 
 def test_the_parts_of_a_fit_add_up_to_its_time():
