@@ -287,7 +287,7 @@ class DatasetCheckpoint(Callback):
             restored = self._backup.restored()
             if restored is None:
                 return None  # there are no weights to go on with
-            found = states.find("saved_at", _moment(self.model, *restored))
+            found = states.find_moment(_moment(self.model, *restored))
             if found is not None:
                 return found
             if latest is None and not restored[1]:
@@ -334,6 +334,9 @@ def _moment(model: Any, epoch: int, batch: int) -> list[int]:
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None:
         return [epoch, batch, 0]
+    # `optimizer.iterations` counts several steps as one where gradients are
+    # accumulated; and a `LossScaleOptimizer` has a counter that does not move.
+    counters = [v for v in optimizer.variables if v.name == "iteration"]
     # Not `int`, which a variable that several devices mirror has not.
-    steps = keras.ops.convert_to_numpy(optimizer.iterations)
-    return [epoch, batch, int(steps)]
+    steps = map(keras.ops.convert_to_numpy, counters or [optimizer.iterations])
+    return [epoch, batch, int(max(steps))]

@@ -63,6 +63,19 @@ class SavedStates:
                 return saved
         return None
 
+    def find_moment(self, moment: list[int]) -> Saved | None:
+        """Returns the state that was saved with the weights of `moment`.
+
+        Keras may be killed after it saved the weights and before it saved
+        their epoch and batch. Then the step of the optimizer tells the moment.
+        """
+        found = self.find("saved_at", moment)
+        step = moment[2]
+        for saved in reversed(self._states if found is None and step else ()):
+            if saved["saved_at"] is not None and saved["saved_at"][2] == step:
+                return saved
+        return found
+
     def add(self, saved: Saved) -> None:
         """Saves a state, and replaces an older state of the same moment."""
         moment = saved["saved_at"]

@@ -185,7 +185,7 @@ USES: dict[Feature, tuple[Use, ...]] = {
         Use(
             _BACKUP,
             mentions="_current_epoch _last_batch_seen _initial_epoch "
-            "backup_dir training_metadata.json",
+            "backup_dir training_metadata.json latest.weights.h5",
         ),
         Use(f"{_BACKUP}._save_model", "self"),
         Use("keras:Model.fit", mentions="_initial_epoch"),
@@ -575,9 +575,10 @@ class KerasBackup:
         return self._callback._current_epoch, self._callback._last_batch_seen
 
     def restored(self) -> tuple[int, int] | None:
-        """Returns the epoch and batch at which Keras saved the weights.
+        """Returns the epoch and batch at which Keras goes on.
 
-        Returns `None` if there are no saved weights.
+        They are older than the weights if Keras was killed after it saved the
+        weights. Returns `None` if there are no saved weights.
         """
         path = os.path.join(self.folder, "training_metadata.json")
         try:
@@ -585,7 +586,8 @@ class KerasBackup:
                 found = json.load(file)
             return int(found["epoch"]), int(found["batch"])
         except FileNotFoundError:
-            return None
+            weights = os.path.join(self.folder, "latest.weights.h5")
+            return (0, 0) if os.path.exists(weights) else None
 
     def save_first(self, save: Callable[[], None]) -> None:
         """Makes Keras call `save` each time before it saves the weights."""

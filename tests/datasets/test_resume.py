@@ -679,6 +679,58 @@ def test_an_epoch_that_is_resumed_after_another_began_keeps_their_numbers(
     assert parts == whole
 
 
+@pytest.mark.backend
+@pytest.mark.parametrize("accumulated", quickly([None, 3], 3))
+@pytest.mark.parametrize(
+    ("saves", "save_freq"),
+    [([1], 2), ([4, 1], 2), long([2], 7), long([2], "epoch")],
+)
+def test_a_kill_between_the_weights_and_their_metadata_loses_no_batch(
+    tmp_path, saves, save_freq, accumulated
+):
+    def trained(directory, saves):
+        directory.mkdir()
+        for last in [*saves, None]:
+            model = model_of()
+            optimizer = keras.optimizers.SGD(
+                1e-3, gradient_accumulation_steps=accumulated
+            )
+            model.compile(optimizer, "mse", metrics=[_Latest()])
+            save, count = model.save_weights, itertools.count(1)
+
+            def save_weights(*args, save=save, count=count, last=last, **more):
+                save(*args, **more)
+                if next(count) == last:
+                    raise InterruptedError  # no metadata is written
+
+            model.save_weights = save_weights
+            notes = _Dies(directory)
+            with (
+                Drawn(seed=3, workers=0) as dataset,
+                contextlib.suppress(InterruptedError),
+            ):
+                model.fit(
+                    dataset,
+                    verbose=0,
+                    epochs=3,
+                    shuffle=False,
+                    callbacks=[
+                        notes,
+                        keras.callbacks.BackupAndRestore(
+                            str(directory / "backup"), save_freq=save_freq
+                        ),
+                        DatasetCheckpoint(directory / "data.json"),
+                    ],
+                )
+        return notes.trained(), model.get_weights()
+
+    batches, weights = trained(tmp_path / "whole", [])
+    assert len(batches) == 3 * _LENGTH
+    found, found_weights = trained(tmp_path / "parts", saves)
+    assert found == batches
+    assert_same(found_weights, weights)
+
+
 @pytest.mark.long
 @pytest.mark.backend
 @pytest.mark.parametrize("seed", range(20))
