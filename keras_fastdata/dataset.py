@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import reprlib
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import (
@@ -468,6 +470,34 @@ class FastPyDataset(_Base):
         """
         if (loader := own_loader(self)) is not None:
             loader.close()
+
+    # -- how it is displayed -------------------------------------------------
+
+    @reprlib.recursive_repr()
+    def __repr__(self) -> str:
+        from keras_fastdata.display import description
+
+        inherited = super().__repr__
+        try:
+            if not description.is_default(inherited):
+                return inherited()
+            return description.dataset_text(self)
+        except Exception:
+            return object.__repr__(self)
+
+    def _repr_html_(self) -> str | None:
+        """Returns a table of the dataset's properties, for a notebook.
+
+        Returns `None` if the class has a `__repr__` of its own, which the
+        notebook then shows.
+        """
+        from keras_fastdata.display import description
+
+        is_ours = type(self).__repr__ is FastPyDataset.__repr__
+        with contextlib.suppress(Exception):
+            if is_ours and description.is_default(super().__repr__):
+                return description.dataset_html(self)
+        return None
 
     def __enter__(self) -> FastPyDataset:
         return self

@@ -9,6 +9,7 @@ predicts the rates of more workers.
 from __future__ import annotations
 
 import dataclasses
+import html
 import itertools
 import json
 import math
@@ -57,7 +58,7 @@ class Rate:
     expected: float
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Profile:
     """The measured cost of building batches, and the advised workers.
 
@@ -118,11 +119,25 @@ class Profile:
         found = {**dataclasses.asdict(self), "call": self.call}
         return json.dumps(_finite(found), indent=2)
 
+    def __repr__(self) -> str:
+        build = formatting.duration(self.build_s_p50)
+        return f"<Profile of {self.dataset}: {build} a batch; use {self.call}>"
+
+    def _repr_html_(self) -> str:
+        """Returns the report as HTML, for display in a notebook."""
+        facts = formatting.html_table(_facts(self), align="left")
+        rates = formatting.html_table(_rows(self), _COLUMNS)
+        advice = [f"Use `{self.call}`.", self.reason, *_notes(self)]
+        texts = "<br>".join(map(html.escape, advice))
+        name = html.escape(f"{self.dataset}: {_length(self.num_batches)}")
+        return f"<div><b>{name}</b>{facts}{rates}<p>{texts}</p></div>"
+
     def __str__(self) -> str:
+        facts = itertools.starmap(_labelled, _facts(self))
         return "\n\n".join(
             [
                 f"{self.dataset}: {_length(self.num_batches)}",
-                _facts(self),
+                "\n".join(facts),
                 _table(self),
                 _conclusion(self),
             ]
@@ -505,7 +520,8 @@ def _length(num_batches: int | None) -> str:
     return formatting.count(num_batches, "batch")
 
 
-def _facts(found: Profile) -> str:
+def _facts(found: Profile) -> list[tuple[str, str]]:
+    """Returns the name and the text of each fact."""
     computing = formatting.share(found.computing)
     lines = [
         (
@@ -529,51 +545,62 @@ def _facts(found: Profile) -> str:
             )
         lines.append(("Processes", text))
     lines.append(("Machine", formatting.cores(found.cores)))
-    return "\n".join(itertools.starmap(_labelled, lines))
+    return lines
+
+
+_COLUMNS = ("Batches/s", "workers", "measured", "expected", "")
+_PLURAL = {"inline": "inline", "thread": "threads", "process": "processes"}
 
 
 def _table(found: Profile) -> str:
-    rows = [f"{'Batches/s':{_LABEL}}workers  measured  expected"]
+    return "\n".join(
+        f"{kind:{_LABEL}}{workers:>7}  {measured:>8}  {expected:>8}"
+        f"  {mark}".rstrip()
+        for kind, workers, measured, expected, mark in (
+            _COLUMNS,
+            *_rows(found),
+        )
+    )
+
+
+def _rows(found: Profile) -> Iterator[tuple[str, ...]]:
+    """Yields the cells of each row of the table of rates."""
     shown = ""
     for rate in found.rates:
-        kind = _PLURAL[rate.kind] if rate.kind != shown else ""
-        shown = rate.kind
-        workers = str(rate.workers) if rate.workers else "0"
-        row = (
-            f"{kind:{_LABEL}}{workers:>7}  {_figure(rate.measured):>8}  "
-            f"{_figure(rate.expected):>8}"
-        )
         advised = rate.workers == found.workers and (
             not rate.workers
             or (rate.kind == "process") == found.use_multiprocessing
         )
-        rows.append((row + ("  <--" if advised else "")).rstrip())
-    return "\n".join(rows)
-
-
-_PLURAL = {"inline": "inline", "thread": "threads", "process": "processes"}
+        yield (
+            _PLURAL[rate.kind] if rate.kind != shown else "",
+            str(rate.workers),
+            _figure(rate.measured),
+            _figure(rate.expected),
+            "<--" if advised else "",
+        )
+        shown = rate.kind
 
 
 def _conclusion(found: Profile) -> str:
     parts = [_labelled("Use", found.call), _labelled("", found.reason)]
-    if _was_busy(found):
-        parts.append(
-            _labelled(
-                "Note",
-                "Less was measured than expected. Was something else running? "
-                "Then try again when the cores are free.",
-            )
-        )
+    parts += [_labelled("Note", text) for text in _notes(found)]
     return "\n".join(parts)
 
 
-def _was_busy(found: Profile) -> bool:
-    return any(
+def _notes(found: Profile) -> list[str]:
+    """Returns what may make the figures doubtful."""
+    was_busy = any(
         rate.measured is not None and rate.measured < _BUSY * rate.expected
         for rate in found.rates
         if rate.workers
         and (rate.kind == "process") == found.use_multiprocessing
     )
+    if not was_busy:
+        return []
+    return [
+        "Less was measured than expected. Was something else running? "
+        "Then try again when the cores are free."
+    ]
 
 
 def _labelled(label: str, text: str) -> str:

@@ -21,7 +21,6 @@ from keras_fastdata.health.measured import Measured
 from keras_fastdata.health.record import Record
 from keras_fastdata.health.report import figure
 from keras_fastdata.health.report import html as pages
-from keras_fastdata.health.report.notebook import summary_html
 from keras_fastdata.health.report.trace import TraceWriter
 from keras_fastdata.health.summary import (
     EpochHealth,
@@ -185,7 +184,7 @@ class LoaderHealth(Callback):
 
     def _repr_html_(self) -> str:
         """Returns the summary as HTML, for display in a notebook."""
-        return summary_html(self.summary())
+        return self.summary()._repr_html_()
 
     @property
     def skipped(self) -> list[recorder.Skipped]:

@@ -118,6 +118,8 @@ class Fetcher:
             if batch is Outcome.SKIPPED:
                 continue
             epoch.note_delivery(index, batch)
+            if not self.results.structure:
+                self.results.note_structure(batch)
             self._position.note_delivery(epoch)
             if fetch.is_thorough or prefetcher.should_fill(epoch):
                 self._fill(workers, epoch)

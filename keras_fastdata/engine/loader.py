@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 from keras_fastdata.building import build
 from keras_fastdata.engine.autotune import SettingsInEffect
@@ -36,10 +36,32 @@ from keras_fastdata.engine.pool_handle import PoolHandle
 from keras_fastdata.engine.position import Position
 from keras_fastdata.engine.prefetcher import Prefetcher
 from keras_fastdata.engine.results import Outcome, Results
+from keras_fastdata.engine.schedule import Schedule
 from keras_fastdata.engine.settings import Settings
+from keras_fastdata.engine.sharding import Shard
 from keras_fastdata.errors import DatasetPicklingError, LoaderError
 from keras_fastdata.metrics.pool_stats import PoolStats
 from keras_fastdata.workers.base import WorkerPool
+
+
+class Description(NamedTuple):
+    """Describes the batches of a dataset and its workers.
+
+    Attributes:
+        settings: The constructor arguments that are currently in effect.
+        schedule: The order of the latest epoch; `None` if it is unknown, or
+            if the dataset has changed since.
+        structure: The dtypes and shapes of a batch; empty before one was
+            delivered.
+        shard: The shard of this process.
+        seed: The base seed; `None` before it is given, loaded or drawn.
+    """
+
+    settings: Settings
+    schedule: Schedule | None = None
+    structure: str = ""
+    shard: Shard = Shard()
+    seed: int | None = None
 
 
 class Loader:
@@ -124,12 +146,21 @@ class Loader:
         workers, auto = self._pool.workers, self._in_effect.auto
         if workers is None:
             return None
-        shard = self._planner.shard
         return dataclasses.replace(
             workers.pool_stats(),
             decisions=auto.decisions if auto is not None else (),
-            shard=str(shard) if shard.count > 1 else "",
+            shard=str(self._planner.shard),
             stacks=dict(self._fetcher.results.stacks),
+        )
+
+    def description(self) -> Description:
+        """Returns what is known of the dataset, without waiting for a lock."""
+        return Description(
+            self.settings,
+            None if self._changes.are_new else self._position.latest_schedule,
+            self._fetcher.results.structure,
+            self._planner.shard,
+            self._planner.known_seed,
         )
 
     # -- changes -------------------------------------------------------------
@@ -298,7 +329,7 @@ class Loader:
             self._forget_ahead(epoch)
             epoch.note_change()
         self._changes.mark_sent()
-        self._fetcher.results.drop_cache()
+        self._fetcher.results.note_change()
         if self._pool.workers is not None:
             try:
                 self._factory.change(self._pool.workers)

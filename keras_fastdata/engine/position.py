@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from keras_fastdata.engine.epoch import Epoch
 from keras_fastdata.engine.open_epochs import OpenEpochs
+from keras_fastdata.engine.schedule import Schedule
 from keras_fastdata.engine.state_dict import State
 
 
@@ -46,6 +47,11 @@ class Position:
     def note_delivery(self, epoch: Epoch) -> None:
         """Notes that an epoch has delivered a batch."""
         self._latest, self._beginning = epoch, None
+
+    @property
+    def latest_schedule(self) -> Schedule | None:
+        """The order of the epoch that delivered the latest batch, if known."""
+        return None if self._latest is None else self._latest.schedule
 
     def note_finish(self, epoch: Epoch) -> None:
         """Notes that an epoch is finished."""

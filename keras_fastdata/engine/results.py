@@ -47,11 +47,14 @@ class Results:
     Attributes:
         cache: The cache; `None` before it is open, or without one.
         stacks: How often each stack was met in slow builds.
+        structure: The dtypes and shapes of the dataset's first batch, as text;
+            empty before a batch was delivered.
     """
 
     def __init__(self, name: str, in_effect: SettingsInEffect) -> None:
         self.cache: Cache | None = None
         self.stacks: collections.Counter[str] = collections.Counter()
+        self.structure = ""
         self._name = name
         self._in_effect = in_effect
         # The digests of the dataset's attributes before any build.
@@ -72,9 +75,17 @@ class Results:
         if self.cache is None and settings.cache is not None:
             self.cache = open_cache(dataset, settings, built, self._before)
 
-    def drop_cache(self) -> None:
-        """Drops the cache, because the dataset has changed."""
+    def note_change(self) -> None:
+        """Drops the cache and `structure`, because the dataset has changed."""
         self.cache = None
+        self.structure = ""
+
+    def note_structure(self, batch: Any) -> None:
+        """Sets `structure` to the dtypes and shapes of a batch."""
+        try:
+            self.structure = formatting.structure(batch)
+        except Exception:  # of an object that only looks like an array
+            self.structure = type(batch).__name__
 
     def store_ready(self, epoch: Epoch) -> None:
         """Caches the ready batches of an abandoned epoch."""

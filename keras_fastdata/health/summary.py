@@ -106,7 +106,7 @@ class EpochHealth:
         return self.phase
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class HealthSummary:
     """The figures of one `fit`, `evaluate` or `predict`.
 
@@ -178,6 +178,20 @@ class HealthSummary:
         """All epochs, each followed by its validation."""
         phases = [*self.epochs, *self.validations]
         return sorted(phases, key=lambda phase: phase.epoch)
+
+    def __repr__(self) -> str:
+        kind = "no verdict" if self.verdict is None else self.verdict.kind
+        return (
+            f"<HealthSummary: {kind}, data_wait {self.data_wait:.2f} of "
+            f"{formatting.duration(self.wall_s)}, "
+            f"{formatting.count(len(self.epochs), 'epoch')}>"
+        )
+
+    def _repr_html_(self) -> str:
+        """Returns the summary as HTML, for display in a notebook."""
+        from keras_fastdata.health.report.notebook import summary_html
+
+        return summary_html(self)
 
     def __str__(self) -> str:
         if self.verdict is None:

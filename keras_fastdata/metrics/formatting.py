@@ -1,9 +1,15 @@
-"""Formats figures with their units, and wraps texts into lines."""
+"""Formats figures, texts, batches and tables for people to read."""
 
 from __future__ import annotations
 
+import html
 import math
 import textwrap
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+_CELL = "padding:.15em .8em;text-align:"
+_FIRST_CELL = "padding:.15em .8em .15em 0;text-align:left"
 
 
 def duration(seconds: float) -> str:
@@ -36,13 +42,11 @@ def share(fraction: float) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """Formats a count: "1 batch", "3 batches", "2 workers"."""
+    """Formats a count: "1 batch", "3 batches", "2 epochs", "2 workers"."""
     if number == 1:
         return f"1 {noun}"
-    plural = (
-        f"{noun}es" if noun.endswith(("ch", "sh", "x", "s")) else f"{noun}s"
-    )
-    return f"{number:,} {plural}"
+    hisses = noun.endswith(("tch", "sh", "x", "s"))
+    return f"{number:,} {noun}{'es' if hisses else 's'}"
 
 
 def cores(number: float) -> str:
@@ -67,6 +71,54 @@ def wrapped(text: str, width: int = 80) -> str:
         break_on_hyphens=False,
     )
     return "\n".join(lines).replace("\0", " ")
+
+
+def structure(batch: Any) -> str:
+    """Returns the dtypes and shapes of the arrays in a batch, as text.
+
+    Such as "(float32 (32, 64), int64 (32,))". What is no array is named by
+    its class.
+    """
+    if isinstance(batch, dict):
+        return (
+            f"{{{', '.join(f'{k!r}: {structure(batch[k])}' for k in batch)}}}"
+        )
+    if isinstance(batch, (tuple, list)):
+        parts = ", ".join(map(structure, batch))
+        if isinstance(batch, list):
+            return f"[{parts}]"
+        return f"({parts},)" if len(batch) == 1 else f"({parts})"
+    shape, dtype = getattr(batch, "shape", None), getattr(batch, "dtype", None)
+    if shape is None or dtype is None:
+        return type(batch).__name__
+    return f"{getattr(dtype, 'name', dtype)} {tuple(shape)}"
+
+
+def html_table(
+    rows: Iterable[Sequence[str]], header: Sequence[str] = (), align: str = ""
+) -> str:
+    """Returns rows of texts as an HTML table, for display in a notebook.
+
+    Args:
+        rows: The texts of each row, which are escaped.
+        header: The names of the columns.
+        align: "left" or "right": where the texts of all columns but the first
+            stand. Defaults to "right".
+    """
+    written = [_html_row(header, "th", align)] if header else []
+    written += [_html_row(cells, "td", align) for cells in rows]
+    body = "".join(written)
+    return f'<div style="overflow-x:auto"><table>{body}</table></div>'
+
+
+def _html_row(cells: Sequence[str], tag: str, align: str) -> str:
+    rest = f"{_CELL}{align or 'right'}"
+    written = "".join(
+        f'<{tag} style="{rest if place else _FIRST_CELL}">'
+        f"{html.escape(cell)}</{tag}>"
+        for place, cell in enumerate(cells)
+    )
+    return f"<tr>{written}</tr>"
 
 
 def _three_digits(number: float) -> str:

@@ -18,6 +18,7 @@ import time
 import numpy as np
 import profile_samples as samples
 import pytest
+from samples import Numbered
 
 from keras_fastdata import FastPyDataset, profile
 from keras_fastdata.__main__ import main
@@ -457,3 +458,20 @@ def test_a_terminal_shows_progress(tmp_path):
     assert out.startswith("Quick: ")
     assert b"/22 batches  2 processes" in shown
     assert shown.endswith(b"\r")
+
+
+def test_a_profile_is_one_line_in_a_shell_and_escaped_html_in_a_notebook():
+    found = dataclasses.replace(
+        profile(Numbered(), batches=1, seconds=1),
+        reason="<script>",
+        num_batches=None,
+    )
+    assert re.fullmatch(
+        r"<Profile of Numbered: \S+ m?s a batch; use .*>", repr(found)
+    )
+    page = found._repr_html_()
+    assert "Numbered: no end" in page
+    assert "<th" in page
+    assert "&lt;--" in page
+    assert "&lt;script&gt;" in page
+    assert "<script" not in page

@@ -771,3 +771,14 @@ def test_the_page_follows_the_colours_of_the_system(shown):
 
 def _brightness(color):
     return sum(map(int, re.findall(r"\d+", color)[:3])) / 3
+
+
+def test_a_summary_is_shown_in_a_notebook_and_its_repr_is_one_line():
+    summary = simulated_record().summary
+    assert summary._repr_html_() == summary_html(summary)
+    assert re.fullmatch(
+        r"<HealthSummary: io_bound, data_wait 0\.\d\d of \S+ s, 2 epochs>",
+        repr(summary),
+    )
+    nothing = summarize([], [])
+    assert repr(nothing).startswith("<HealthSummary: no verdict")

@@ -40,6 +40,7 @@ _ROOMS = [
     "health",
     "iterators",
     "shared_list",
+    "display",
     "keras_bridge",
     "_dataset_internals",
     "engine",

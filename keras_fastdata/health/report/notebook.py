@@ -21,8 +21,6 @@ _COLUMNS = (
     "build, 95%",
     "workers busy",
 )
-_CELL = 'style="text-align:right;padding:.15em .8em"'
-_FIRST_CELL = 'style="text-align:left;padding:.15em .8em .15em 0"'
 
 
 def summary_html(summary: HealthSummary) -> str:
@@ -63,15 +61,11 @@ def _decided(summary: HealthSummary) -> str:
 
 def _table(summary: HealthSummary) -> str:
     rest = ("",) * (len(_COLUMNS) - 1)
-    rows = [_row(_COLUMNS, "th")] + [
-        _row(("...", *rest) if phase is None else _cells(phase), "td")
+    rows = (
+        ("...", *rest) if phase is None else _cells(phase)
         for phase in abridged(summary.phases)
-    ]
-    return (
-        '<div style="overflow-x:auto"><table>'
-        + "".join(rows)
-        + "</table></div>"
     )
+    return formatting.html_table(rows, _COLUMNS)
 
 
 def _cells(phase: EpochHealth) -> tuple[str, ...]:
@@ -85,11 +79,3 @@ def _cells(phase: EpochHealth) -> tuple[str, ...]:
         formatting.duration(phase.build_s_p95),
         formatting.share(phase.worker_utilization),
     )
-
-
-def _row(cells: tuple[str, ...], tag: str) -> str:
-    written = "".join(
-        f"<{tag} {_CELL if place else _FIRST_CELL}>{html.escape(cell)}</{tag}>"
-        for place, cell in enumerate(cells)
-    )
-    return f"<tr>{written}</tr>"

@@ -1,0 +1,107 @@
+"""Describes a dataset in a line of text, and in a table for notebooks.
+
+Nothing here builds a batch, starts a worker, raises, or waits for a lock of the
+package. A debugger or a logger may ask for a description at any time: of a
+dataset that is being made, in a worker, or while another thread trains.
+"""
+
+from __future__ import annotations
+
+import html
+from typing import Any
+
+from keras_fastdata._dataset_internals import own_loader
+from keras_fastdata.building import build
+from keras_fastdata.building.seeding import PRIVATE
+from keras_fastdata.engine.loader import Description
+from keras_fastdata.engine.settings import Settings
+from keras_fastdata.engine.sharding import Shard
+from keras_fastdata.metrics import formatting
+
+_KINDS = {"thread": "thread", "process": "process", "ray": "Ray actor"}
+
+
+def is_default(method: Any) -> bool:
+    """Whether a bound `__repr__` is the one that `object` defines."""
+    return getattr(method, "__objclass__", None) is object
+
+
+def dataset_text(dataset: Any) -> str:
+    """Returns a dataset's class, length, batch, workers, cache and shard."""
+    facts = _facts(dataset)
+    length, batch = facts.pop("length", ""), facts.pop("batch", "")
+    parts = [f"{length or 'batches'} of {batch}" if batch else length]
+    parts += [
+        text if name == "workers" else f"{name} {text}"
+        for name, text in facts.items()
+    ]
+    text = "; ".join(filter(None, parts))
+    return f"<{_name(dataset)}: {text}>" if text else f"<{_name(dataset)}>"
+
+
+def dataset_html(dataset: Any) -> str:
+    """Returns what `dataset_text` does, as HTML."""
+    table = formatting.html_table(_facts(dataset).items(), align="left")
+    return f"<div><b>{html.escape(_name(dataset))}</b>{table}</div>"
+
+
+def _name(dataset: Any) -> str:
+    wrapped = vars(dataset).get("_fastdata_wrapped")
+    if wrapped is not None:
+        return f"accelerate({type(wrapped).__name__})"
+    return type(dataset).__name__
+
+
+def _facts(dataset: Any) -> dict[str, str]:
+    """Returns the facts that are known of a dataset, by name."""
+    found = vars(dataset).get(PRIVATE)
+    if found is None:  # its constructor has not come so far
+        return _length(dataset, None)
+    loader = own_loader(dataset)
+    if loader is not None:
+        known = loader.description()
+    else:
+        # A copy has the internals of its original, or their settings alone.
+        known = Description(getattr(found, "settings", found))
+    facts = _length(dataset, known)
+    if known.structure:
+        facts["batch"] = known.structure
+    facts["workers"] = _workers(dataset, known.settings, found)
+    if known.settings.cache is not None:
+        facts["cache"] = repr(known.settings.cache)
+    shard = known.shard
+    if shard.count == 1 and isinstance(known.settings.shard, tuple):
+        shard = Shard(*known.settings.shard)
+    if shard.count > 1:
+        facts["shard"] = f"{shard.index + 1} of {shard.count}"
+    return facts
+
+
+def _length(dataset: Any, known: Description | None) -> dict[str, str]:
+    """Returns the number of batches in an epoch, unless that cannot be told.
+
+    The user's code is not asked in the midst of an epoch: it may assign
+    attributes, and that would look like a change of the dataset.
+    """
+    if known is not None and known.schedule is not None:
+        total = known.schedule.total
+    else:
+        try:
+            total = build.length_of(dataset)
+        except Exception:  # of the user's `__len__`
+            return {}
+    unknown = "unknown number of batches"
+    text = unknown if total is None else formatting.count(total, "batch")
+    return {"length": text}
+
+
+def _workers(dataset: Any, settings: Settings, found: Any) -> str:
+    """Returns the kind and the number of the workers, such as "2 threads"."""
+    plan = vars(dataset).get("_fastdata_plan")  # of a `GeneratorDataset`
+    count = getattr(plan, "workers", settings.count)
+    kind = "process" if settings.use_multiprocessing else "thread"
+    if settings.executor == "ray":
+        kind = "ray"
+    text = formatting.count(count, _KINDS[kind]) if count else "built inline"
+    given = getattr(found, "settings", found)
+    return f'{text} (workers="auto")' if given.workers == "auto" else text
