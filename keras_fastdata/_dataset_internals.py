@@ -141,6 +141,28 @@ def note_assigned(dataset: build.Dataset, name: str) -> None:
 
 
 @functools.singledispatch
+def twin_of(dataset: Any) -> Any:
+    """Returns a dataset with the same attributes, and a loader of its own.
+
+    What is set on the twin does not reach the dataset. A class that keeps its
+    progress elsewhere registers its own function.
+    """
+    return make_twin(dataset)
+
+
+def make_twin(dataset: Any, **changes: Any) -> Any:
+    """Returns a shallow copy of a dataset with some settings changed.
+
+    Not `copy.copy`: a user's `__getstate__` may leave out open files.
+    """
+    settings = internals_of(dataset).settings
+    twin = object.__new__(type(dataset))
+    vars(twin).update(vars(dataset))
+    give_internals(twin, dataclasses.replace(settings, **changes))
+    return twin
+
+
+@functools.singledispatch
 def state_dict_of(dataset: Any, state: State) -> dict[str, Any]:
     """Returns the result of `dataset.state_dict()`.
 

@@ -40,6 +40,9 @@ from keras_fastdata.building.permutation import Permutation
 from keras_fastdata.engine.settings import Settings
 from keras_fastdata.engine.state_dict import State
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 if TYPE_CHECKING or _process_role.is_worker():
     # A worker needs no Keras: it calls the user's methods and ours only.
     _Base = object
@@ -472,6 +475,38 @@ class FastPyDataset(_Base):
             loader.close()
 
     # -- how it is displayed -------------------------------------------------
+
+    def show(self, n: int = 9, *, index: int = 0) -> Figure:
+        """Draws the first samples of a batch, with their labels.
+
+        Images become a grid, in colours from black to white whatever their
+        range; the title has their dtype, shape and range. Other data become a
+        table. Targets of zeros and ones are shown as the classes that they
+        mark, by name if the dataset has a list `class_names`.
+
+        The batch is built in the caller, from a copy of the dataset, as the
+        epoch that begins next would have it. Workers, order, draws and the
+        epoch's number do not change. Only what `__getitem__` edits in place
+        does.
+
+        Args:
+            n: How many samples to draw, at least 1. Defaults to 9.
+            index: The batch, at least 0. Defaults to 0.
+
+        Returns:
+            A `matplotlib.figure.Figure`. A notebook displays it, and
+            `figure.savefig(path)` writes it.
+
+        Raises:
+            ImportError: Matplotlib is not installed (the extra `report`).
+            LoaderError: The dataset takes its items from an iterator, which
+                would lose them.
+        """
+        from keras_fastdata.display import samples
+
+        return samples.draw(
+            self, integer("index", index, least=0), integer("n", n, least=1)
+        )
 
     @reprlib.recursive_repr()
     def __repr__(self) -> str:

@@ -34,7 +34,9 @@ from keras_fastdata._dataset_internals import (
     answer,
     internals_of,
     iterate_alone,
+    make_twin,
     state_dict_of,
+    twin_of,
 )
 from keras_fastdata._validation import (
     arguments_of,
@@ -304,6 +306,31 @@ def _(dataset: GeneratorDataset) -> bool:
 @seeds_its_own.register
 def _(dataset: GeneratorDataset) -> bool:
     return True
+
+
+@twin_of.register
+def _(dataset: GeneratorDataset) -> Any:
+    plan = dataset._fastdata_plan
+    if any(shards.spec.source.is_iterator for shards in plan.shards):
+        raise LoaderError(
+            f"{type(dataset).__name__} was made with an iterator, whose items "
+            "come once: what is shown would be missing in training. Pass a "
+            "function that makes the iterator."
+        )
+    inline = {
+        "workers": 0,
+        "use_multiprocessing": False,
+        "executor": "local",
+        "ray_options": None,
+    }
+    twin = make_twin(dataset, **inline)
+    shards = [make_twin(each, **inline) for each in plan.shards]
+    for each in shards:
+        vars(each).pop("_running", None)  # the generators of the original
+    twin._fastdata_plan = dataclasses.replace(
+        plan, shards=shards, workers=0, turns=None
+    )
+    return twin
 
 
 @state_dict_of.register

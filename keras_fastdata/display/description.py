@@ -36,16 +36,17 @@ def dataset_text(dataset: Any) -> str:
         for name, text in facts.items()
     ]
     text = "; ".join(filter(None, parts))
-    return f"<{_name(dataset)}: {text}>" if text else f"<{_name(dataset)}>"
+    return f"<{name_of(dataset)}: {text}>" if text else f"<{name_of(dataset)}>"
 
 
 def dataset_html(dataset: Any) -> str:
     """Returns what `dataset_text` does, as HTML."""
     table = formatting.html_table(_facts(dataset).items(), align="left")
-    return f"<div><b>{html.escape(_name(dataset))}</b>{table}</div>"
+    return f"<div><b>{html.escape(name_of(dataset))}</b>{table}</div>"
 
 
-def _name(dataset: Any) -> str:
+def name_of(dataset: Any) -> str:
+    """Returns the class name of a dataset, or of what `accelerate` wraps."""
     wrapped = vars(dataset).get("_fastdata_wrapped")
     if wrapped is not None:
         return f"accelerate({type(wrapped).__name__})"

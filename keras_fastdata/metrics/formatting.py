@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 _CELL = "padding:.15em .8em;text-align:"
+_TEXTS = {"U": "str", "S": "bytes"}  # by the kind of NumPy's dtype
 _FIRST_CELL = "padding:.15em .8em .15em 0;text-align:left"
 
 
@@ -91,7 +92,8 @@ def structure(batch: Any) -> str:
     shape, dtype = getattr(batch, "shape", None), getattr(batch, "dtype", None)
     if shape is None or dtype is None:
         return type(batch).__name__
-    return f"{getattr(dtype, 'name', dtype)} {tuple(shape)}"
+    kind = _TEXTS.get(getattr(dtype, "kind", ""))
+    return f"{kind or getattr(dtype, 'name', dtype)} {tuple(shape)}"
 
 
 def html_table(
@@ -109,6 +111,12 @@ def html_table(
     written += [_html_row(cells, "td", align) for cells in rows]
     body = "".join(written)
     return f'<div style="overflow-x:auto"><table>{body}</table></div>'
+
+
+def shortened(text: str, most: int) -> str:
+    """Returns a text in one line of at most `most` characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else f"{line[: most - 3]}..."
 
 
 def _html_row(cells: Sequence[str], tag: str, align: str) -> str:

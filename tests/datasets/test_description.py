@@ -64,7 +64,7 @@ def test_shapes_and_dtypes_are_said_once_a_batch_was_delivered():
         next(iterator)
         assert repr(dataset) == (
             "<Labelled: 3 batches of ({'image': uint8 (2, 8, 8, 3), "
-            "'text': str32 (1,)}, float32 (2,)); 1 thread>"
+            "'text': str (1,)}, float32 (2,)); 1 thread>"
         )
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from keras_fastdata.display.figure import new_figure, plain
 from keras_fastdata.health.record import Record
 from keras_fastdata.health.report import axes, windows
 from keras_fastdata.health.summary import HealthSummary
@@ -31,7 +32,6 @@ _LABELS = {
     "copy": "copies",
     "lost": "lost",
 }
-_DPI = 100
 _WIDTH_IN = 11.0
 _PIXELS = 900  # of the timeline's width
 
@@ -52,17 +52,9 @@ def plot(record: Record) -> Figure:
     Raises:
         ImportError: Matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "Plots need Matplotlib: pip install 'keras-fastdata[report]'"
-        ) from error
     rows = min(len(windows.worker_names(record)), windows.MOST_ROWS) + 1
     above_in = max(1.6, 0.9 + rows * (0.3 if rows <= 9 else 0.16))
-    figure = Figure(
-        figsize=(_WIDTH_IN, above_in + 5.0), dpi=_DPI, layout="constrained"
-    )
+    figure = new_figure("Plots", _WIDTH_IN, above_in + 5.0)
     panels = figure.subplot_mosaic(
         [["timeline", "timeline"], ["build", "wait"], ["queue", "queue"]],
         height_ratios=[above_in, 2.4, 1.8],
@@ -81,10 +73,10 @@ def _title(record: Record) -> str:
     summary: HealthSummary = record.summary
     if summary.verdict is None:
         return "No batch of a FastPyDataset was seen"
-    return (
+    return plain(
         f"{record.dataset}: {summary.verdict.kind}, "
         f"{formatting.share(summary.data_wait)} of the time waiting for data"
-    ).replace("$", r"\$")  # in Matplotlib, "$" begins a formula
+    )
 
 
 def _draw_timeline(panel: Axes, record: Record) -> None:
