@@ -3,8 +3,8 @@
 python -m benchmarks [--only NAME ...] [--where LABEL=VALUE|VALUE ...]
     [--rounds N] [--seconds S] [--quick] [--json FILE] [--plot FILE] [--list]
 
-`auto`, `planning`, `soak`, `chaos` and `health_overhead` have command lines of
-their own.
+`advice`, `auto`, `planning`, `soak`, `chaos` and `health_overhead` have command
+lines of their own.
 """
 
 from __future__ import annotations

@@ -140,6 +140,11 @@ class HealthSummary:
     account: TimeAccount | None = None
 
     @property
+    def validation_verdict(self) -> Verdict | None:
+        """Why the later half of the validations waited; `None` for none."""
+        return _verdict_on(list(self.validations))
+
+    @property
     def saves_s(self) -> float:
         """The seconds that the verdict's advice would save in all epochs."""
         if self.verdict is None or self.verdict.kind is Kind.COMPUTE_BOUND:

@@ -73,6 +73,8 @@ class Verdict:
         call: The constructor call to use, as text; empty if none is advised.
         saves_s: The seconds of an epoch that the advice would save: with a
             call, as forecast; without one, at most. NaN if unknown.
+        forecast_s: The forecast duration of an epoch with `call`, in seconds;
+            NaN without one.
     """
 
     kind: Kind
@@ -81,6 +83,7 @@ class Verdict:
     ceiling_speedup: float
     call: str = ""
     saves_s: float = math.nan
+    forecast_s: float = math.nan
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.evidence} {self.advice}"
@@ -249,6 +252,7 @@ def judge(facts: Facts) -> Verdict:
     evidence, advice = _REASONS[kind](facts)
     free_s, wall_s = facts.free_s / facts.epochs, facts.wall_s / facts.epochs
     call, saves_s = "", facts.lost_s / facts.epochs
+    forecast_s = math.nan
     if kind is Kind.LATE_START:
         saves_s += facts.start_s / facts.epochs
     elif kind is not Kind.COMPUTE_BOUND:
@@ -257,8 +261,9 @@ def judge(facts: Facts) -> Verdict:
             f" instead of {formatting.duration(wall_s)}."
         )
     if kind in (Kind.IO_BOUND, Kind.GIL_BOUND, Kind.BUILD_CPU_BOUND):
-        call, forecast_s = other_workers(facts)
+        call, promised_s = other_workers(facts)
         if call:
+            forecast_s = promised_s
             saves_s = wall_s - forecast_s
             advice = (
                 f"Use `{call}`: an epoch would take about "
@@ -266,7 +271,7 @@ def judge(facts: Facts) -> Verdict:
                 f"{formatting.duration(wall_s)}."
             )
     speedup = max(1.0, facts.ceiling_speedup)
-    return Verdict(kind, evidence, advice, speedup, call, saves_s)
+    return Verdict(kind, evidence, advice, speedup, call, saves_s, forecast_s)
 
 
 def _kind_of(facts: Facts) -> Kind:
