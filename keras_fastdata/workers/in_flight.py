@@ -188,15 +188,16 @@ class InFlight:
     def requeue(self, task_ids: Iterable[int]) -> None:
         """Puts tasks that no worker has read back into the queue, in order.
 
-        Cancelled tasks among them are done.
+        Cancelled tasks among them are done. A task that was sent while a signal
+        handler raised an exception in `send` is not in the book as sent; it
+        stays as it is, and the pool is closed.
         """
         found = []
         for task_id in task_ids:
-            task = self._out(task_id)
-            if task.state is TaskState.SENT:
-                found.append(task)
-            else:
-                self._close(task)
+            if task_id in self._sent:
+                found.append(self._sent[task_id])
+            elif task_id in self._cancelled:
+                self._close(self._cancelled[task_id])
         for task in reversed(found):
             self._move(task, TaskState.QUEUED)
             self._put_first(task)

@@ -172,13 +172,18 @@ _OURS |= {in_flight.__file__, supervisor.__file__}
 _OURS |= {thread.__file__, inline.__file__}
 
 
-def _epoch_interrupted_at(moment, dataset):
-    """Walks through an epoch; at that line of ours a signal arrives.
+def _epoch_interrupted_at(moment, dataset, errors=()):
+    """Iterates over an epoch; at that line of ours a signal arrives.
+
+    Args:
+        moment: The number of the line, from 1; 0 for no signal.
+        dataset: Three batches.
+        errors: What the handler of the signal raises.
 
     Returns:
         How many lines there were.
     """
-    lines = 0
+    lines, found = 0, None
 
     def trace(frame, event, argument):
         nonlocal lines
@@ -193,10 +198,12 @@ def _epoch_interrupted_at(moment, dataset):
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        found = numbers(dataset)
+        with contextlib.suppress(*errors):
+            found = numbers(dataset)
     finally:
         sys.settrace(before)
-    assert found == list(range(3)), moment
+    is_raised = errors and 0 < moment <= lines
+    assert found == (None if is_raised else list(range(3))), moment
     return lines
 
 
@@ -232,6 +239,38 @@ def test_a_handler_may_close_at_any_moment(where, moments):
                 assert states, moment
         loader = dataset._fastdata.loader
         assert not loader._pool._dropped
+
+
+class Interrupt(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("where", "moments"),
+    [
+        (KINDS["inline"], 40),
+        (KINDS["thread"], 40),
+        ({**KINDS["process"], "workers": 1}, 12),
+        pytest.param(KINDS["thread"], 500, marks=pytest.mark.long),
+        pytest.param(KINDS["process"], 300, marks=pytest.mark.long),
+    ],
+)
+def test_a_handler_may_raise_at_any_moment(where, moments):
+    def interrupt():
+        raise Interrupt
+
+    with (
+        Numbered(**where) as another,
+        Numbered(length=3, **where) as dataset,
+        handling(interrupt),
+    ):
+        next(iter(another))
+        lines = _epoch_interrupted_at(0, dataset)
+        for moment in range(1, lines, max(1, lines // moments)):
+            _epoch_interrupted_at(moment, dataset, (Interrupt,))
+            if moment % 2:
+                dataset.close()
+            assert numbers(dataset) == [0, 1, 2], moment
 
 
 def test_workers_that_a_handler_closed_amid_a_call_are_gone_after_it():

@@ -114,6 +114,22 @@ def test_what_is_found_unread_is_sent_first_and_what_was_cancelled_is_not():
     assert [t.request.request_id for t in _sent_by(book)] == [1, 3, 4]
 
 
+def test_a_task_whose_sending_was_interrupted_keeps_no_slot_at_the_end():
+    book, slots, _ = _book(1)
+    book.enter(_request(2))
+    sent = []
+
+    def interrupted(task):
+        sent.append(task.task_id)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        book.send(interrupted)
+    book.requeue(sent)
+    book.clear()
+    assert len(slots.left) == _SLOTS
+
+
 def test_a_lost_task_is_sent_again_under_another_id_before_all_others():
     book, slots, (first, second) = _book(2)
     book.enter(_request(3))
