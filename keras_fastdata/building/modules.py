@@ -1,11 +1,14 @@
 """Distinguishes the user's modules from installed modules.
 
-Also reads the names that a code object uses.
+Also reads the names that a code object uses, and the modules it imports.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dis
 import functools
+import importlib.util
 import os
 import sys
 import sysconfig
@@ -88,3 +91,28 @@ def names_in(code: types.CodeType) -> frozenset[str]:
     Code objects nested inside it are included.
     """
     return frozenset(n for part in nested_code(code) for n in part.co_names)
+
+
+def imports_in(
+    code: types.CodeType, package: str | None
+) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yields the modules that a code object imports.
+
+    With each come the names that are imported from it. Code objects nested
+    inside it are included.
+
+    Args:
+        code: The code object.
+        package: The package that relative imports begin at, if any.
+    """
+    for part in nested_code(code):
+        loaded: list[Any] = []
+        for step in dis.get_instructions(part):
+            if step.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
+                loaded.append(step.argval)
+            elif step.opname == "IMPORT_NAME":
+                level, names = loaded[-2:]
+                with contextlib.suppress(ImportError):  # beyond the package
+                    module = "." * level + step.argval
+                    name = importlib.util.resolve_name(module, package)
+                    yield name, names or ()

@@ -21,7 +21,12 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from keras_fastdata.building.modules import is_users, names_in, nested_code
+from keras_fastdata.building.modules import (
+    imports_in,
+    is_users,
+    names_in,
+    nested_code,
+)
 from keras_fastdata.building.seeding import PRIVATE
 
 _MOST_VISITS = 2000  # classes, functions and objects that are searched
@@ -172,7 +177,8 @@ class _VariableSearch:
                 self.found.append(Variable(_Cell(cell), "", home, "", True))
         if not is_users(home):
             return
-        names, every = _names_in(function.__code__), names_in(function.__code__)
+        code, package = function.__code__, variables.get("__package__")
+        names, every = _names_in(code, package), names_in(code)
         self.assigned |= names.assigned
         for name in names.variables:
             if name in variables:
@@ -249,14 +255,12 @@ class _Names:
 
 
 @functools.lru_cache(maxsize=4096)
-def _names_in(code: types.CodeType) -> _Names:
-    variables, imported, assigned = set(), set(), set()
+def _names_in(code: types.CodeType, package: str | None) -> _Names:
+    variables, assigned = set(), set()
     loaded: Any = None
     for step in itertools.chain(*map(dis.get_instructions, nested_code(code))):
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             variables.add(step.argval)
-        elif step.opname == "IMPORT_NAME":
-            imported.add(step.argval)
         elif step.opname == "STORE_GLOBAL" or (
             step.opname == "STORE_ATTR" and loaded != "self"
         ):
@@ -264,4 +268,5 @@ def _names_in(code: types.CodeType) -> _Names:
         # In Python 3.13 one instruction may load two names.
         loaded = step.argval[-1:] if type(step.argval) is tuple else step.argval
         loaded = loaded[0] if type(loaded) is tuple and loaded else loaded
+    imported = {name for name, _ in imports_in(code, package)}
     return _Names(*map(frozenset, (variables, imported, assigned)))

@@ -6,23 +6,29 @@ A fingerprint covers
 - the code of the dataset's class, and of each class and function among what
   it holds, unless they are of installed packages: methods, class attributes,
   defaults, variables around a function; and, of the global names in that code,
-  also of those in modules, the plain values, functions and classes;
+  also of those in modules, the plain values, functions and classes, and the
+  functions behind objects that can be called, such as `functools.partial`;
 - size and time of every file whose whole path is a `str`, `bytes` or path
   object anywhere in these.
 
 It does not cover what is in folders, files whose path is put together from
-parts, global objects, and installed packages: hence `cache_version`.
+parts, other global objects, and installed packages: hence `cache_version`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dis
+import enum
 import functools
+import importlib.machinery
 import importlib.util
+import inspect
 import io
+import numbers
+import operator
 import os
 import pathlib
+import re
 import stat
 import types
 from collections.abc import Callable, Collection, Iterator
@@ -32,10 +38,10 @@ import numpy as np
 
 from keras_fastdata.building import build
 from keras_fastdata.building.modules import (
+    imports_in,
     is_users,
     is_users_file,
     names_in,
-    nested_code,
 )
 from keras_fastdata.building.seeding import PRIVATE
 from keras_fastdata.engine.cache import Cache, DiskCache, MemoryCache
@@ -47,8 +53,10 @@ from keras_fastdata.memory import class_refs, reducers
 _OURS = ("keras", "keras_fastdata")  # packages whose code is left out
 _LONGEST = 4096  # characters of a path
 _PLAIN = (
-    *(int, float, complex, str, bytes, type(None), np.ndarray, np.generic),
-    *(tuple, list, dict, set, frozenset, os.PathLike),
+    *(numbers.Number, str, bytes, type(None), np.ndarray, np.generic, np.dtype),
+    *(tuple, list, dict, set, frozenset, range, slice, enum.Enum, os.PathLike),
+    *(operator.attrgetter, operator.itemgetter, operator.methodcaller),
+    *(re.Pattern, type, types.FunctionType),
 )
 
 
@@ -265,12 +273,35 @@ def _of_function(function: types.FunctionType) -> Iterator[Any]:
     names = sorted(names_in(code))
     for name in names:
         for known, value in _named(name, around.get(name), names, set()):
-            if isinstance(value, (*_PLAIN, type, types.FunctionType)) or (
-                hasattr(value, "__wrapped__")
-            ):
+            parts = _of_global(value)
+            if parts:
                 yield known
-                yield from _inside(value)
-    yield from _imported_by(code)
+                yield from parts
+    yield from _imported_by(code, around.get("__package__"))
+
+
+def _of_global(value: Any) -> tuple[Any, ...]:
+    """Returns the parts of a global variable that a fingerprint covers.
+
+    Of an object that can be called these are its class and, among its
+    attributes, the user's functions and each `functools.partial`: what else it
+    holds may differ from run to run.
+    """
+    if isinstance(value, (*_PLAIN, functools.partial)):
+        return _inside(value)
+    if not callable(value):
+        return ()
+    held = [*getattr(value, "__dict__", {}).values()]
+    if isinstance(value, types.MethodType):
+        held.append(value.__func__)
+    return type(value), *filter(_is_users_function, held)
+
+
+def _is_users_function(value: Any) -> bool:
+    """Whether an object is a function of the user's, or a `partial`."""
+    if isinstance(value, types.FunctionType):
+        return not _is_installed(value.__module__)
+    return isinstance(value, functools.partial)
 
 
 def _named(
@@ -287,28 +318,22 @@ def _named(
                 yield from _named(f"{known}.{name}", held[name], names, seen)
 
 
-def _imported_by(code: types.CodeType) -> Iterator[Any]:
+def _imported_by(code: types.CodeType, package: str | None) -> Iterator[Any]:
     """Yields the user's modules that a function imports, and their sources.
 
     A module may not be imported yet, so its file counts as a whole.
     """
-    for part in nested_code(code):
-        for step in dis.get_instructions(part):
-            if step.opname == "IMPORT_NAME":
-                source = _source_of(step.argval)
-                if source is not None:
-                    yield step.argval
-                    yield source
-
-
-def _source_of(module: str) -> bytes | None:
-    """Returns the source of a module, or `None` if it is not the user's."""
-    with contextlib.suppress(Exception):  # its package may raise, or be missing
-        spec = importlib.util.find_spec(module)
-        file = spec.origin if spec is not None and spec.has_location else None
-        if file and is_users_file(file):
-            return pathlib.Path(file).read_bytes()
-    return None
+    for module, names in imports_in(code, package):
+        with contextlib.suppress(Exception):  # its package may raise, or lack
+            found = [importlib.util.find_spec(module)]
+            folders = found[0] and found[0].submodule_search_locations
+            if folders:
+                find = importlib.machinery.PathFinder.find_spec
+                found += [find(f"{module}.{name}", folders) for name in names]
+            for spec in filter(None, found):
+                if spec.has_location and is_users_file(str(spec.origin)):
+                    yield spec.name
+                    yield pathlib.Path(str(spec.origin)).read_bytes()
 
 
 def _of_code(code: types.CodeType) -> Iterator[Any]:
@@ -319,6 +344,10 @@ def _of_code(code: types.CodeType) -> Iterator[Any]:
     yield code.co_code
     yield code.co_names
     yield code.co_varnames
+    takes = code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
+    more = code.co_exceptiontable, takes, code.co_kwonlyargcount
+    if any(more):
+        yield more
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _of_code(constant)
@@ -339,8 +368,8 @@ def _inside(value: Any) -> tuple[Any, ...]:
         return (value.func,)
     if isinstance(value, (functools.partial, functools.partialmethod)):
         return value.func, value.args, value.keywords
-    if callable(value) and hasattr(value, "__wrapped__"):
-        return value.__wrapped__, getattr(value, "__closure__", None)
+    if isinstance(value, functools._lru_cache_wrapper):
+        return (value.__wrapped__,)
     return (value,)
 
 

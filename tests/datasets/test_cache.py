@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import importlib
 import importlib.util
 import json
 import logging
@@ -53,6 +54,7 @@ from keras_fastdata._dataset_internals import loader_of
 from keras_fastdata.engine import cache as cache_files
 from keras_fastdata.engine.batch_iterator import iterate
 from keras_fastdata.engine.cache import DiskCache
+from keras_fastdata.engine.fingerprint import fingerprint
 
 pytestmark = pytest.mark.usefixtures("kept_forkserver")
 
@@ -589,6 +591,107 @@ def test_code_that_was_edited_makes_another_cache(
 
     assert [run(value) for value in (2, 3, 2)] == [[0, 2], [0, 3], [0, 2]]
     assert len(list((tmp_path / "c").iterdir())) == 2
+
+
+# What a module has at its top; then what its method does. "VALUE" is a number.
+_CALLED = {
+    "a partial's argument": "f = functools.partial(max, VALUE); return f(i)",
+    "a partial's function": "f = functools.partial(edited, 1); return f(i)",
+    "a vectorized function": "f = np.vectorize(edited); return f(i)",
+    "a vectorized partial": (
+        "f = np.vectorize(functools.partial(max, VALUE)); return f(i)"
+    ),
+    "a cached function": "f = functools.lru_cache(edited); return f(i)",
+    "a decorator": "f = decorated(max); return f(i)",
+    "a dispatched function": "f.register(int, edited); return f(i)",
+    "a bound method": "f = Called().run; return f(i)",
+    "an object that is called": "f = Called(); return f(i)",
+    "an item getter": "f = operator.itemgetter(VALUE); return f('abcd')",
+    "a pattern": "f = re.compile('a' * VALUE); return f.match('aaaa')",
+    "an enumeration": "f = enum.Enum('Size', {'A': VALUE}).A; return f.value",
+    "a range": "f = range(VALUE); return len(f)",
+    "a statement moved from try to else": "f = max; return moved(i)",
+    "a parameter that takes all arguments": "f = max; return starred(i)",
+    "a relative import": "f = max; from .tools import f; return f(i)",
+    "a relative import of a module": "f = max; from . import tools; return i",
+    "a module of a package": "f = max; from pack import tools; return i",
+}
+_PACKAGE = """
+import enum, functools, operator, re
+import numpy as np
+from keras_fastdata import FastPyDataset
+
+def edited(number, other=0):
+    return number * VALUE
+
+def decorated(function):
+    @functools.wraps(function)
+    def wrapper(*args):
+        return function(*args) * VALUE
+    return wrapper
+
+@functools.singledispatch
+def f(number):
+    return number
+
+class Called:
+    def run(self, number):
+        return number * VALUE
+    __call__ = run
+
+def starred(STARother):
+    return other
+
+def moved(number):
+    try:
+        found = max(number)
+        MOVED_UP
+    except ValueError:
+        found = 7
+    MOVED_DOWN
+    return found
+
+TOP
+
+class Read(FastPyDataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, i):
+        BODY
+"""
+
+
+@pytest.mark.parametrize("what", _CALLED)
+def test_whatever_code_calls_makes_another_cache_when_edited(
+    what, tmp_path, monkeypatch
+):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    package = tmp_path / "pack"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    top, _, body = _CALLED[what].partition("; ")
+
+    def run(value):
+        (package / "tools.py").write_text(f"def f(i): return i * {value}")
+        text = _PACKAGE.replace("TOP", top).replace("BODY", body)
+        for name, new in (
+            ("VALUE", str(value)),
+            ("STAR", "*" if value == 2 else ""),
+            ("MOVED_UP", "found = max(found)" if value == 2 else ""),
+            ("MOVED_DOWN", "" if value == 2 else "else: found = max(found)"),
+        ):
+            text = text.replace(name, new)
+        (package / "read.py").write_text(text)
+        for name in ("pack", "pack.tools", "pack.read"):
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        importlib.invalidate_caches()
+        dataset = importlib.import_module("pack.read").Read(workers=0)
+        return fingerprint(dataset, version=1)
+
+    first, second, third = map(run, (2, 3, 2))
+    assert first == third != second
 
 
 def test_a_folder_that_the_cache_is_in_may_change(cached, built, tmp_path):

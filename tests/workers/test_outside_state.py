@@ -15,6 +15,7 @@ from outside_samples import Frameworks, Referring
 from PIL import Image, ImageFile
 
 from keras_fastdata.building.modules import is_users
+from keras_fastdata.building.referred_names import variables_of
 from keras_fastdata.engine.fingerprint import _is_installed
 from keras_fastdata.engine.outside_state import OutsideState
 
@@ -118,6 +119,31 @@ def test_plain_variables_of_modules_are_carried_when_an_epoch_begins(
         wanted = "[6, 4, [5, 6], {'rate': 0.25}, 7, 8, True]"
         assert _walk(dataset) == wanted
         assert _walk(inline) == wanted
+
+
+def test_variables_of_a_module_that_a_method_imports_are_found(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "around").mkdir()
+    for name, text in (
+        ("__init__", ""),
+        ("scales", "SCALE = 2"),
+        (
+            "read",
+            "class Read:\n"
+            "    def __getitem__(self, index):\n"
+            "        from .scales import SCALE\n"
+            "        return SCALE",
+        ),
+    ):
+        (tmp_path / "around" / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    dataset = importlib.import_module("around.read").Read()
+    assert dataset[0] == 2
+    found = [(v.module, v.path) for v in variables_of(dataset)]
+    assert ("around.scales", "SCALE") in found
+    for name in ("around", "around.read", "around.scales"):
+        monkeypatch.delitem(sys.modules, name)
 
 
 def test_what_builds_assign_is_each_workers_own(patch):
