@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -243,6 +244,9 @@ class EpochMonitor:
             trainer_cpu_s=time.process_time() - self._trainer_cpu_s,
             start_s=self._start_s,
             auto=pool_stats is not None and bool(pool_stats.decisions),
+            take_s=batch_stats.ready_wait_s / batch_stats.ready
+            if batch_stats.ready
+            else math.nan,
         )
 
     def _health(

@@ -8,7 +8,14 @@ from collections.abc import Sequence
 
 from keras_fastdata.health.account import TimeAccount
 from keras_fastdata.health.hot_lines import HotLine, hot_lines
-from keras_fastdata.health.verdict import Facts, Kind, Verdict, judge, merge
+from keras_fastdata.health.verdict import (
+    Facts,
+    Kind,
+    Verdict,
+    judge,
+    merge,
+    with_call_of,
+)
 from keras_fastdata.metrics import formatting
 from keras_fastdata.metrics.cost_model import WORTH
 from keras_fastdata.metrics.pool_stats import PoolStats, TuningDecision
@@ -253,14 +260,15 @@ def _verdict_on(epochs: list[EpochHealth]) -> Verdict | None:
     if not epochs:
         return None
     first, recent = epochs[0], epochs[len(epochs) // 2 :]
-    if first.facts is not None:
-        late_s = first.facts.start_s + first.facts.first_wait_s
-        if late_s > sum(epoch.lost_s for epoch in epochs) / 2:
-            return first.verdict
     facts = [epoch.facts for epoch in recent if epoch.facts is not None]
     if len(facts) < len(recent):
         return max(recent, key=lambda epoch: epoch.lost_s).verdict
-    return judge(merge(facts))
+    verdict = judge(merge(facts))
+    if first.facts is not None:
+        late_s = first.facts.start_s + first.facts.first_wait_s
+        if late_s > sum(epoch.lost_s for epoch in epochs) / 2:
+            return with_call_of(first.verdict, verdict)
+    return verdict
 
 
 def abridged(

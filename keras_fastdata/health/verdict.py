@@ -71,8 +71,9 @@ class Verdict:
         ceiling_speedup: How many times faster training would be with free
             data, at least 1.
         call: The constructor call to use, as text; empty if none is advised.
-        saves_s: The seconds of an epoch that the advice would save: with a
-            call, as forecast; without one, at most. NaN if unknown.
+        saves_s: The seconds of an epoch that the advice would save: as
+            forecast, or at most, without a call and for a late start. NaN if
+            unknown.
         forecast_s: The forecast duration of an epoch with `call`, in seconds;
             NaN without one.
     """
@@ -126,6 +127,8 @@ class Facts:
             first step of a `fit`. It is no part of `wall_s`.
         epochs: The number of epochs.
         auto: Whether `workers="auto"` has chosen the workers.
+        take_s: The mean wait for a batch that lay ready, which handing it over
+            takes; NaN if unknown.
     """
 
     workers_are: str
@@ -157,6 +160,7 @@ class Facts:
     start_s: float = 0.0
     epochs: int = 1
     auto: bool = False
+    take_s: float = math.nan
 
     @property
     def lost_s(self) -> float:
@@ -260,18 +264,36 @@ def judge(facts: Facts) -> Verdict:
             f" With free data it would take {formatting.duration(free_s)}"
             f" instead of {formatting.duration(wall_s)}."
         )
-    if kind in (Kind.IO_BOUND, Kind.GIL_BOUND, Kind.BUILD_CPU_BOUND):
+    if kind in _ANSWERED:
         call, promised_s = other_workers(facts)
         if call:
             forecast_s = promised_s
             saves_s = wall_s - forecast_s
-            advice = (
+            use = (
                 f"Use `{call}`: an epoch would take about "
                 f"{formatting.duration(forecast_s)} instead of "
                 f"{formatting.duration(wall_s)}."
             )
+            advice = f"{advice} {use}" if kind in _EXPLAINED else use
     speedup = max(1.0, facts.ceiling_speedup)
     return Verdict(kind, evidence, advice, speedup, call, saves_s, forecast_s)
+
+
+# Kinds that other workers may answer; and those whose advice says more.
+_EXPLAINED = (Kind.STRAGGLERS, Kind.TRANSFER_BOUND)
+_ANSWERED = (Kind.IO_BOUND, Kind.GIL_BOUND, Kind.BUILD_CPU_BOUND, *_EXPLAINED)
+
+
+def with_call_of(verdict: Verdict, other: Verdict) -> Verdict:
+    """Returns `verdict` with the call of `other` added to its advice."""
+    if not other.call or verdict.call:
+        return verdict
+    return dataclasses.replace(
+        verdict,
+        advice=f"{verdict.advice} For the epochs after that: {other.advice}",
+        call=other.call,
+        forecast_s=other.forecast_s,
+    )
 
 
 def _kind_of(facts: Facts) -> Kind:
@@ -409,20 +431,20 @@ def _transfer_bound(facts: Facts) -> tuple[str, str]:
             f"{less} Or build where the training is: `executor='local'`.",
         )
     if _are_at_hand(facts):
+        waited = _per_batch(facts, facts.wait_s)
+        if facts.build_s_p50:
+            return f"{built}, handing it to training {waited}.", less
         return (
             "Batches are at hand, from a cache, say; but it takes "
-            f"{_per_batch(facts, facts.wait_s)} to read or copy the {size} of "
-            "one.",
+            f"{waited} to read or copy the {size} of one.",
             "That happens where training does, so workers would not help. "
             + less,
         )
     moving = _per_batch(facts, facts.store_s + facts.open_s)
-    call = cost_model.call(facts.dataset, facts.workers, False)
     return (
         f"{built}, moving its {size} to the training process {moving}.",
         f"{less} Or build the batch where it will lie, in an array from "
-        "`self.empty(shape, dtype)`, which is not copied. For builds this "
-        f"quick, try threads: `{call}`.",
+        "`self.empty(shape, dtype)`, which is not copied.",
     )
 
 
@@ -436,33 +458,18 @@ def _stragglers(facts: Facts) -> tuple[str, str]:
         "for these."
     )
     advice = "Look at what is special about them, with `dataset[index]`."
-    if facts.workers_are == "inline":
-        call = cost_model.call(facts.dataset, 1, False)
-        return evidence, f"{advice} `{call}` builds ahead of them."
     if slow[0].waited_s >= facts.first_wait_s > 0:
         advice += (
             " One of them came first: what `__getitem__` imports or opens the "
             "first time belongs into `on_worker_start`."
         )
-    wanted = max(
-        2 * facts.max_queue_size,
-        math.ceil(
-            slow[0].build_s / max(facts.free_s / max(facts.batches, 1), 1e-9)
-        ),
+    if facts.workers_are == "inline":
+        return evidence, f"{advice} Workers build ahead of them."
+    nbytes = formatting.size(facts.nbytes / max(facts.batches, 1))
+    return evidence, (
+        f"{advice} A longer queue bridges them, where the other workers are "
+        f"quick enough to fill it; each batch in it takes {nbytes} of memory."
     )
-    wanted = max(1, min(wanted, facts.batches, _LONGEST_QUEUE))
-    call = cost_model.call(
-        facts.dataset,
-        max(2, facts.workers),
-        facts.workers_are == "process",
-        wanted,
-    )
-    advice += (
-        " A longer queue bridges them, where the other workers are quick "
-        f"enough to fill it: `{call}`"
-    )
-    queued = formatting.size(wanted * facts.nbytes / max(facts.batches, 1))
-    return evidence, f"{advice}; the queue may take {queued} of memory then."
 
 
 def _late_start(facts: Facts) -> tuple[str, str]:
@@ -540,39 +547,52 @@ _REASONS = {
 def other_workers(facts: Facts) -> tuple[str, float]:
     """Chooses better workers, and forecasts the duration of an epoch.
 
-    The forecast is what the cost model says, made longer as far as the model
-    underestimates the present workers. It is no shorter than the steps allow.
+    The forecast is what the cost model says, with builds that take longer as
+    far as the model underestimates the present workers. It is no shorter than
+    the steps allow.
 
     Returns:
         The call, or "" if it would win too little; the seconds of an epoch.
     """
     if facts.auto:
         return "", math.inf  # which has tried the others
+    if _are_at_hand(facts) and not facts.build_s_p50:
+        return "", math.inf  # the training process itself reads a cache
     batches = facts.batches / facts.epochs
     kinds = _costs(facts)
     present = facts.workers_are in ("process", "ray")
     cores = facts.our_cores
     most = int(max(cost_model.MOST, facts.cores, 2 * facts.workers))
-    choice = cost_model.choose(
+    workers, are_processes, period_s = cost_model.choose(
         kinds, cores, max(1, min(most, math.ceil(batches) - 1)), present
     )
-    late_s = (facts.first_wait_s + facts.hook_s) / facts.epochs
+    queue = cost_model.queue_for(workers, facts.max_queue_size)
+    bridging = kinds[are_processes].bridging(period_s)
+    if bridging > (queue or facts.max_queue_size):
+        queue = max(1, min(bridging, math.ceil(batches), _LONGEST_QUEUE))
     wall_s = facts.wall_s / facts.epochs
-    modelled_s = batches * kinds[present].period_s(facts.workers, cores)
-    longer = max(1.0, (wall_s - late_s) / max(modelled_s, 1e-9))
-    forecast_s = max(
-        facts.free_s / facts.epochs,
-        late_s + longer * batches * choice.period_s,
-        facts.build_s_p50,
+    late_s = facts.first_wait_s + facts.hook_s
+    if facts.workers_are == "inline":
+        # The first batch of an epoch is waited for as any other one.
+        late_s -= min(facts.first_wait_s, facts.epochs * facts.build_s_p50)
+    late_s /= facts.epochs
+    modelled_s = batches * kinds[present].period_s(
+        facts.workers, cores, facts.max_queue_size
     )
+    forecast_s = late_s + batches * kinds[are_processes].period_s(
+        workers,
+        cores,
+        queue or facts.max_queue_size,
+        longer=max(1.0, (wall_s - late_s) / max(modelled_s, 1e-9)),
+    )
+    forecast_s = max(facts.free_s / facts.epochs, forecast_s, facts.build_s_p50)
     if forecast_s > (1 - WORTH) * wall_s:
         return "", wall_s
-    workers, are_processes, _ = choice
     call = cost_model.call(
         facts.dataset,
         workers,
         are_processes and facts.workers_are != "ray",
-        cost_model.queue_for(workers, facts.max_queue_size),
+        queue,
     )
     return call, forecast_s
 
@@ -598,16 +618,24 @@ def _costs(facts: Facts) -> dict[bool, Costs]:
     if not stored:
         moving_s = facts.nbytes / facts.batches / _STORE_BYTES_PER_S
     thread_s = max(0.0, cpu_s - stored * moving_s)
+    slow = facts.stragglers
+    take_s = max(TAKE_S, facts.open_s / facts.batches)
+    if not math.isnan(facts.take_s):
+        take_s = max(take_s, facts.take_s)
     threads = Costs(
         cpu_s=thread_s,
         blocked_s=blocked_s,
         lock_s=min(lock_s, thread_s),
         step_s=facts.free_s / facts.batches,
-        step_cpu_s=facts.step_cpu_s / facts.batches,
-        take_s=max(TAKE_S, facts.open_s / facts.batches),
+        # This contains what receiving takes.
+        step_cpu_s=max(0.0, facts.step_cpu_s / facts.batches - take_s),
+        # Threads hand over nothing but a reference.
+        take_s=TAKE_S if stored else take_s,
+        straggler_s=statistics.median(s.build_s for s in slow) if slow else 0.0,
+        every=facts.batches / max(1, len(slow)),
     )
     processes = dataclasses.replace(
-        threads, cpu_s=thread_s + moving_s, lock_s=0.0
+        threads, cpu_s=thread_s + moving_s, lock_s=0.0, take_s=take_s
     )
     if facts.workers_are == "ray":
         return {True: processes}

@@ -18,6 +18,9 @@ longest one counts.
     lock        the time that a build holds Python's lock
     shared      the time that a build uses what one worker at a time can use
     step        a training step + receiving
+
+Batches are delivered in order, so all wait for a straggler, a batch that takes
+far longer than the others, unless the queue holds enough batches to go on with.
 """
 
 from __future__ import annotations
@@ -51,6 +54,8 @@ class Costs:
         step_s: What a training step takes with free data.
         step_cpu_s: CPU time of that.
         take_s: CPU time in the training process to receive the batch.
+        straggler_s: The time to build a straggler; 0 if there are none.
+        every: The number of batches from one straggler to the next.
     """
 
     cpu_s: float
@@ -60,6 +65,8 @@ class Costs:
     step_s: float = 0.0
     step_cpu_s: float = 0.0
     take_s: float = TAKE_S
+    straggler_s: float = 0.0
+    every: float = 1.0
 
     @property
     def build_s(self) -> float:
@@ -85,16 +92,37 @@ class Costs:
             "step": self.step_s + self.take_s,
         }
 
-    def period_s(self, workers: int, cores: float) -> float:
+    def period_s(
+        self,
+        workers: int,
+        cores: float,
+        lookahead: float = math.inf,
+        longer: float = 1.0,
+    ) -> float:
         """Returns the shortest possible time between two batches.
 
         Args:
             workers: The number of workers; 0 for inline.
             cores: The cores for builds and steps.
+            lookahead: How many batches may be requested but not delivered.
+            longer: How many times longer builds take than the costs tell. The
+                step is not made longer.
         """
         if not workers:
-            return self.step_s + self.build_s
-        return max(self.limits(workers, cores).values())
+            return self.step_s + longer * self.build_s
+        limits = self.limits(workers, cores)
+        step_s = limits.pop("step")
+        period_s = max(step_s, longer * max(limits.values()))
+        if lookahead == math.inf or not self.straggler_s:
+            return period_s
+        # From the request of a straggler, so many batches pass before all wait.
+        stretch = max(self.every, lookahead)
+        behind_s = (stretch - lookahead) * period_s
+        return max(period_s, (self.straggler_s + behind_s) / stretch)
+
+    def bridging(self, period_s: float) -> int:
+        """Returns the queue size with which no straggler is waited for."""
+        return math.ceil(self.straggler_s / max(period_s, 1e-9))
 
     def useful(self, cores: float, most: int) -> int:
         """Returns the fewest workers that reach full speed, at most `most`.

@@ -159,6 +159,8 @@ class BatchStats:
         hook_s: Time in `on_epoch_begin` and `on_epoch_end`.
         retried_wait_s: The waits for batches that had to be built again.
         retried: How many batches that were.
+        ready: How many batches had been built when they were waited for.
+        ready_wait_s: The waits for these, which handing over took.
         slowest: The batches that took longest to build.
     """
 
@@ -173,6 +175,7 @@ class BatchStats:
         self.first_wait_s = self.hook_s = 0.0
         self.retried_wait_s = 0.0
         self.retried = 0
+        self.ready, self.ready_wait_s = 0, 0.0
         self.slowest: list[Slow] = []
 
     @property
@@ -227,6 +230,10 @@ class BatchStats:
         again = column["retries"] > 0
         self.retried += int(again.sum())
         self.retried_wait_s += float(column["waited_s"][again].sum())
+        asked_s = column["delivered_s"] - column["waited_s"]
+        ready = column["stored_s"] <= asked_s
+        self.ready += int(times[ready].sum())
+        self.ready_wait_s += float(column["waited_s"][ready] @ times[ready])
         longest = np.argsort(build)[-_SLOWEST:]
         self.slowest = heapq.nlargest(
             _SLOWEST,

@@ -70,6 +70,29 @@ def test_what_one_worker_at_a_time_can_use_limits_all():
     assert _rate(costs, 16, cores=2) == pytest.approx(10)
 
 
+STRAGGLES = Costs(0.0, 0.02, step_s=0.01, take_s=0.0, straggler_s=1.0, every=20)
+
+
+def test_all_batches_wait_for_a_straggler_beyond_the_queue():
+    # Ten of 20 batches are ready meanwhile; the other ten take a step each.
+    assert STRAGGLES.period_s(8, 2, 10) == pytest.approx((1.0 + 0.1) / 20)
+    assert STRAGGLES.period_s(8, 2, 50) == pytest.approx(1.0 / 50)
+    assert STRAGGLES.period_s(8, 2, 100) == pytest.approx(0.01)
+    assert STRAGGLES.period_s(8, 2) == pytest.approx(0.01)
+
+
+def test_a_queue_that_bridges_a_straggler_holds_the_steps_of_its_time():
+    assert STRAGGLES.bridging(0.01) == 100
+    assert SLEEPS.bridging(0.01) == 0
+
+
+def test_builds_that_take_longer_do_not_make_the_steps_longer():
+    costs = dataclasses.replace(SLEEPS, step_s=0.05, take_s=0.0)
+    assert costs.period_s(4, 64, longer=1.5) == pytest.approx(0.05)
+    assert costs.period_s(1, 64, longer=1.5) == pytest.approx(0.15015)
+    assert costs.period_s(0, 64, longer=2.0) == pytest.approx(0.2502)
+
+
 def test_a_little_longer_beside_another_is_no_limit():
     assert cost_model.shared_s(0.1, 0.11) == 0
     assert cost_model.shared_s(0.1, math.nan) == 0

@@ -270,6 +270,17 @@ def test_a_recorder_that_is_gone_hears_of_nothing():
     recorder.detach(Recorder())
 
 
+def test_waits_for_ready_batches_tell_what_handing_over_takes():
+    heard = Recorder()
+    heard.add(span(0)._replace(stored_s=998.0), 5.0, 1000.0)
+    heard.add(span(1)._replace(stored_s=999.0), 0.2, 1000.0)
+    heard.add(span(2)._replace(stored_s=999.5), 0.4, 1000.0)
+    heard.flush()
+    batch_stats = heard.batch_stats
+    assert batch_stats.ready == 2
+    assert batch_stats.ready_wait_s == pytest.approx(0.6)
+
+
 def test_the_depth_counts_batches_that_lay_ready_when_one_was_asked_for():
     heard = Recorder()
     now_s = recorder.time.monotonic()

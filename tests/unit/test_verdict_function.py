@@ -119,7 +119,7 @@ def test_the_ceiling_is_told_in_seconds_and_as_a_factor():
 def test_free_cores_are_what_workers_are_advised_for():
     advice = judge(facts()).advice
     assert "`MyDataset(..., workers=5, use_multiprocessing=True)`" in advice
-    assert "about 2.2 s instead of 10.0 s" in advice
+    assert "about 2.1 s instead of 10.0 s" in advice
     crowded = judge(facts(busy_cores=6.0)).advice
     assert "`MyDataset(..., workers=3, use_multiprocessing=True)`" in crowded
 
@@ -147,11 +147,43 @@ def test_a_queue_that_is_too_short_for_the_workers_is_told_with_them(queue):
     assert ("max_queue_size=10)`" in advice) == (queue == 4)
 
 
-def test_a_longer_queue_is_no_longer_than_the_epoch_and_has_a_price():
-    slow = (Slow(40.0, 17, 3.0), Slow(3.0, 9, 2.5))
-    advice = judge(facts(slowest=slow)).advice
-    assert "workers=2, use_multiprocessing=True, max_queue_size=100)" in advice
-    assert "100 MB of memory" in advice
+# Of 65 batches, each 13th takes 0.3 s to build, and the others 2 ms.
+STRAGGLERS = facts(
+    workers_are="thread",
+    workers=2,
+    batches=65,
+    nbytes=65_000_000,
+    wall_s=1.52,
+    free_s=0.13,
+    build_s=1.62,
+    cpu_s=0.01,
+    delay_s=0.0,
+    store_s=0.0,
+    wait_s=1.4,
+    build_s_p50=0.002,
+    first_wait_s=0.002,
+    slowest=tuple(Slow(0.3, 13 * n, 0.28) for n in range(5)),
+)
+
+
+def test_stragglers_get_a_queue_that_bridges_them_and_a_forecast():
+    verdict = judge(STRAGGLERS)
+    assert verdict.kind == "stragglers"
+    assert verdict.call == "MyDataset(..., workers=16, max_queue_size=65)"
+    # In an epoch, one straggler is waited for, while all others are built.
+    assert verdict.forecast_s == pytest.approx(0.302, abs=1e-3)
+    assert "1.0 MB of memory" in verdict.advice
+    long = judge(changed(STRAGGLERS, **tenfold(STRAGGLERS)))
+    assert "max_queue_size=148" in long.call
+
+
+def tenfold(measured):
+    """An epoch that is ten times as long, with as many stragglers known."""
+    names = ("batches", "nbytes", "wall_s", "free_s", "build_s", "cpu_s")
+    return {name: 10 * getattr(measured, name) for name in names} | {
+        "wait_s": 14.0,
+        "slowest": tuple(Slow(0.3, 13 * n, 0.28) for n in range(32)),
+    }
 
 
 def test_slow_batches_are_named():
@@ -432,6 +464,59 @@ def test_little_time_is_not_worth_advice():
     assert "Use `Sleepers(" in str(summarize(epochs, []))
     assert "Use `" not in str(summarize(epochs[:1], []))
     assert "Nothing to change" in str(summarize(epochs[:1], []))
+
+
+def test_builds_that_take_longer_than_modelled_leave_the_step_as_it_is():
+    _, as_modelled_s = other_workers(changed(SLEEPERS, free_s=0.5))
+    _, slower_s = other_workers(changed(SLEEPERS, free_s=0.5, wall_s=1.4))
+    assert as_modelled_s == pytest.approx(0.5 + 100 * 4e-5 + 0.02)
+    assert slower_s == pytest.approx(as_modelled_s)
+
+
+# 2,000 batches that are at hand, in steps of 0.4 ms.
+TINY = facts(
+    workers=2,
+    batches=2000,
+    nbytes=2_000_000,
+    wall_s=1.4,
+    free_s=0.8,
+    build_s=0.004,
+    cpu_s=0.02,
+    delay_s=0.0,
+    store_s=0.02,
+    wait_s=0.6,
+    build_s_p50=2e-6,
+    first_wait_s=0.001,
+    slowest=(),
+    take_s=0.0003,
+)
+
+
+def test_processes_that_only_hand_over_are_answered_by_threads():
+    verdict = judge(TINY)
+    assert verdict.kind == "transfer_bound"
+    assert verdict.call == "MyDataset(..., workers=1)"
+    assert verdict.forecast_s == pytest.approx(0.881)
+    assert "handing it to training 0.3 ms" in verdict.evidence
+    assert "cache" not in verdict.evidence
+
+
+def test_threads_that_hand_over_slowly_are_not_answered_by_processes():
+    threads = changed(TINY, workers_are="thread", gil_held=0.0)
+    assert judge(threads).call == ""
+
+
+def test_a_late_start_does_not_hide_what_later_epochs_need():
+    late = changed(SLEEPERS, start_s=8.0)
+    summary = summarize([health(0, late), *map(later, (1, 2))], [])
+    assert summary.verdict.kind == "late_start"
+    assert summary.verdict.call == judge(SLEEPERS).call
+    assert summary.verdict.forecast_s == judge(SLEEPERS).forecast_s
+    assert summary.verdict.call in summary.verdict.advice
+
+
+def later(number):
+    return health(number, SLEEPERS)
 
 
 def test_a_late_first_batch_decides_where_it_cost_most():
