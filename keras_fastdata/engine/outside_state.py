@@ -67,7 +67,7 @@ class OutsideState:
         self._is_shared = False
         self._is_watched = False
         self._seen: list[_SeenVariable] = []
-        self._error_state: dict[str, Any] = {}
+        self._error_state: dict[str, Any] = dict(np.geterr())
         self._lost: set[str] = set()
 
     def look(self, dataset: Any, *, is_shared: bool) -> None:

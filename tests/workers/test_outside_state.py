@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+import threading
 
 import keras
 import numpy as np
@@ -164,6 +165,16 @@ def test_what_cannot_be_carried_is_said_once(patch, caplog):
         assert not state.has_changed()
     (said,) = caplog.messages
     assert "`outside_samples._scaled`" in said
+
+
+def test_a_look_from_another_thread_is_no_change():
+    dataset, state = Referring(), OutsideState()
+    looks = threading.Thread(
+        target=state.look, args=[dataset], kwargs={"is_shared": True}
+    )
+    looks.start()
+    looks.join()
+    assert not state.has_changed()
 
 
 def test_workers_that_share_a_fork_lose_nothing(patch, caplog):
