@@ -1,9 +1,13 @@
-"""Waits until an accelerator, or JAX, has finished the dispatched steps."""
+"""Waits for the device that trains, and describes the machine."""
 
 from __future__ import annotations
 
+import contextlib
+import platform
 import sys
 from typing import Any
+
+from keras_fastdata.metrics import cpu, formatting
 
 
 def is_asynchronous() -> bool:
@@ -50,3 +54,22 @@ def synchronize(model: Any) -> None:
             import tensorflow as tf
 
             tf.test.experimental.sync_devices()
+
+
+def machine() -> dict[str, str]:
+    """Returns the CPU, its cores, the devices and the versions in use."""
+    import keras
+
+    backend = keras.backend.backend()
+    found = {
+        "CPU": cpu.model(),
+        "cores": formatting.cores(cpu.read().allowed),
+        "devices": "",
+        "keras": keras.__version__,
+        backend: getattr(sys.modules.get(backend), "__version__", ""),
+        "keras-fastdata": sys.modules["keras_fastdata"].__version__,
+        "Python": platform.python_version(),
+    }
+    with contextlib.suppress(Exception):  # not on each backend and version
+        found["devices"] = ", ".join(keras.distribution.list_devices())
+    return {name: text for name, text in found.items() if text}

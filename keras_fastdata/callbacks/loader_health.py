@@ -372,6 +372,7 @@ class LoaderHealth(Callback):
             skipped=tuple(self._skipped),
             slowest=tuple(monitor.recorder.batch_stats.slowest),
             stacks=pool_stats.stacks if pool_stats else {},
+            machine=device.machine(),
         )
 
     def _stop(self) -> None:

@@ -175,6 +175,7 @@ class EpochMonitor:
         if clock is None:
             return None
         stretch = clock.end()
+        self._mark_compiled(stretch.compiled)
         self.recorder.flush()
         ended_s = time.monotonic()
         batch_stats = self.recorder.batch_stats
@@ -293,6 +294,15 @@ class EpochMonitor:
         self.steps.append(step)
         if self._sink is not None:
             self._sink.step(step)
+
+    def _mark_compiled(self, numbers: frozenset[int]) -> None:
+        """Marks the steps of the present epoch that have compiled."""
+        for place in range(len(self.steps) - 1, -1, -1):
+            step = self.steps[place]
+            if (step.phase, step.epoch) != (self._phase, self._epoch):
+                break
+            if step.number in numbers:
+                self.steps[place] = step._replace(compiled=True)
 
     def _meet(self, source: BatchSource) -> None:
         self._name, self._settings = source.name, source.settings

@@ -35,6 +35,7 @@ class Record:
         skipped: The batches that were left out.
         stacks: How often each folded stack was met in slow builds.
         slowest: The batches of the last epoch that took longest to build.
+        machine: The CPU and the versions of what was used, by name.
     """
 
     dataset: str
@@ -51,6 +52,7 @@ class Record:
     skipped: tuple[Skipped, ...]
     slowest: tuple[Slow, ...]
     stacks: dict[str, int] = dataclasses.field(default_factory=dict)
+    machine: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def column(self, name: str) -> npt.NDArray[np.float64]:
         """Returns one field of all spans, as an array of shape `(n,)`."""

@@ -62,6 +62,7 @@ class Step(NamedTuple):
         waited_s: How long it waited for data meanwhile.
         sampled: Whether the device had done all before and after it.
         calls: How many these were.
+        compiled: Whether one of them compiled, as the end of the epoch showed.
     """
 
     phase: str
@@ -72,6 +73,7 @@ class Step(NamedTuple):
     waited_s: float
     sampled: bool
     calls: int = 1
+    compiled: bool = False
 
     @property
     def own_s(self) -> float:
@@ -89,6 +91,7 @@ class EpochTiming:
         free_s: What it would have been, had every batch been there at once.
         step_s: What one step needs by itself; NaN where it is not known.
         compiling_s: Time of steps that compiled.
+        compiled: The numbers of these steps.
     """
 
     steps: int
@@ -96,6 +99,7 @@ class EpochTiming:
     free_s: float
     step_s: float
     compiling_s: float
+    compiled: frozenset[int] = frozenset()
 
     @property
     def data_wait(self) -> float:
@@ -214,7 +218,10 @@ class StepClock:
             # at whose end the host met the device.
             whole_s = self._mark.at_s - sums.began.at_s
             wall_s = max(wall_s, min(whole_s, own_s))
-        return EpochTiming(sums.count, wall_s, own_s, need_s, compiling_s)
+        numbers = frozenset(step.number for step in compiled)
+        return EpochTiming(
+            sums.count, wall_s, own_s, need_s, compiling_s, numbers
+        )
 
     def _undisturbed_s(self, compiled: list[_LongStep]) -> float:
         """Returns the wall time as if no step had been sampled or compiled."""
@@ -331,7 +338,8 @@ class StepClock:
         if host_s <= _COMPILING_S:
             return
         long = self._sums.long
-        long.append(_LongStep(host_s, whole_s, self._calls))
+        assert self._number is not None
+        long.append(_LongStep(host_s, whole_s, self._calls, self._number))
         if len(long) > _LONG_STEPS:
             limit_s = _compiling_limit_s(self._need_s())
             long[:] = [step for step in long if step.host_s > limit_s]
@@ -388,12 +396,14 @@ class _Sums:
 class _LongStep(NamedTuple):
     """The durations of long steps, one of which may have compiled.
 
-    `host_s` is without waits for data, `whole_s` is with these waits.
+    `host_s` is without waits for data, `whole_s` is with these waits. `number`
+    is that of the first of them.
     """
 
     host_s: float
     whole_s: float
     calls: int
+    number: int
 
 
 def _compiling_limit_s(need_s: float) -> float:

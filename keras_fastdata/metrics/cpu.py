@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import platform
 import time
 
 from keras_fastdata.metrics import cgroup
@@ -56,6 +57,16 @@ def busy_cores(before: Reading, after: Reading) -> float | None:
         return None
     busy = (after.busy_s - before.busy_s) / elapsed_s
     return min(after.allowed, max(0.0, busy))
+
+
+def model() -> str:
+    """Returns the name of the CPU's model; empty if it is unknown."""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
+        for line in file:
+            name, _, value = line.partition(":")
+            if name.strip() in ("model name", "Model", "cpu model"):
+                return value.strip()
+    return platform.processor()
 
 
 def _affinity() -> set[int]:

@@ -35,7 +35,7 @@ from keras_fastdata.health.summary import summarize
 from keras_fastdata.health.verdict import Kind, Verdict
 from keras_fastdata.metrics import formatting
 from keras_fastdata.metrics.pool_stats import WorkerLoss
-from keras_fastdata.metrics.recorder import SPANS_KEPT, Skipped
+from keras_fastdata.metrics.recorder import SPANS_KEPT, Skipped, Span
 
 _EVIL = "<script>alert(1)</script>"
 _DURATION = re.compile(r"-?[\d,.]+ (?:s|ms)")
@@ -125,7 +125,8 @@ def test_the_page_accounts_for_all_time_from_the_call_of_fit(written):
     account = record.summary.account
     text = _parse(written(record)).text
     assert f"Where the time went: {account.total_s:.1f} s" in text
-    shares = re.findall(r"^.+ m?s \((\d+)%\)$", text, re.MULTILINE)
+    account_text = text[text.index("Where the time went") :]
+    shares = re.findall(r"^(\d+)%$", account_text, re.MULTILINE)[:3]
     assert len(shares) == len(account.parts) == 3
     assert abs(sum(map(int, shares)) - 100) <= 2
     assert formatting.duration(account.total_s) in summary_html(record.summary)
@@ -782,3 +783,60 @@ def test_a_summary_is_shown_in_a_notebook_and_its_repr_is_one_line():
     )
     nothing = summarize([], [])
     assert repr(nothing).startswith("<HealthSummary: no verdict")
+
+
+# -- what is shown only where there is something -----------------------------
+
+
+def test_batches_to_look_at_are_listed_only_if_some_took_far_longer(written):
+    record = simulated_record(skipped=(), lost=(), workers=1)
+    usual = [
+        dataclasses.replace(epoch, retried=0, skipped=0, restarts=0)
+        for epoch in record.summary.epochs
+    ]
+    summary = dataclasses.replace(record.summary, epochs=tuple(usual))
+    spans = record.spans.copy()
+    spans[:, Span._fields.index("retries")] = 0
+    even = [slow._replace(build_s=0.06) for slow in record.slowest]
+    calm = dataclasses.replace(
+        record, summary=summary, spans=spans, slowest=tuple(even)
+    )
+    assert "to look at" not in _parse(written(calm)).text
+    late = dataclasses.replace(calm, slowest=(even[0]._replace(build_s=0.2),))
+    assert "to look at" in _parse(written(late)).text
+
+
+def test_steps_that_compiled_are_drawn_as_compiling():
+    record = simulated_record(epochs=1, batches=30)
+    first, *rest = record.steps
+    late = first._replace(compiled=True)
+    record = dataclasses.replace(record, steps=(late, *rest))
+    (stretch,) = windows.windows(record)
+    training = windows.rows(record, stretch, pixel_s=1e-6)[0]
+    compiling = [bar for bar in training.bars if bar.what == "compile"]
+    assert [bar.end_s for bar in compiling] == [first.ended_s]
+    assert "compiles 10.0 ms" in compiling[0].title
+    charts = {chart.name: chart for chart in drawing.over_time(record)}
+    boxes = {box.what for box in charts["Training"].boxes}
+    assert boxes == {"wait", "compile", "compute"}
+    assert ("compile", "compiles") in charts["Training"].keys
+
+
+def test_the_machine_and_the_versions_are_on_the_page(written):
+    machine = {"CPU": "Fast <8>", "keras": "3.15.1"}
+    page = written(simulated_record(machine=machine))
+    assert "Fast &lt;8&gt;" in page
+    text = _parse(page).text
+    assert "Machine and versions\nCPU\nFast <8>\nkeras\n3.15.1" in text
+    assert "Machine" not in _parse(written(simulated_record())).text
+
+
+@_in_browser
+def test_the_columns_that_few_need_are_behind_a_toggle(shown):
+    browser = shown(simulated_record())
+    table = browser.find_element("css selector", "#epochs table")
+    box = browser.find_element("css selector", "#epochs .scroll")
+    assert "memory" not in table.text
+    assert table.size["width"] <= box.size["width"]
+    browser.find_element("css selector", "#epochs label").click()
+    assert "memory" in table.text

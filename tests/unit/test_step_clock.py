@@ -237,6 +237,7 @@ def test_a_step_that_compiles_is_left_out(world, asynchronous):
     real = world(0, 0.01, asynchronous)
     first = real.epoch(50)
     assert first.compiling_s == pytest.approx(COMPILING_S, rel=0.1)
+    assert first.compiled == {0}
     assert first.wall_s == pytest.approx(50 * 0.01, rel=0.2)
     real.compiles = True  # a batch of another shape
     second = real.epoch(50, 1)

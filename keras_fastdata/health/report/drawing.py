@@ -220,6 +220,8 @@ def _heights(rows: int) -> list[int]:
 
 def _keys(record: Record) -> Iterator[tuple[str, str]]:
     yield "compute", "training computes"
+    if any(step.compiled for step in record.steps):
+        yield "compile", "training compiles"
     yield "wait", "training waits for data"
     yield "build", "a batch is built"
     if record.settings.get("use_multiprocessing"):
@@ -260,16 +262,19 @@ def _waiting(record: Record, view: _View) -> Chart:
     waited = np.array([step.waited_s for step in record.steps])
     turned = np.minimum(began + waited, ended)
     bin_s = edges[1] - edges[0]
+    is_compiling = np.array([step.compiled for step in record.steps])
+    computed = np.where(is_compiling, turned, ended)
     shares = {
         "wait": _covered(edges, began, turned) / bin_s,
-        "compute": _covered(edges, turned, ended) / bin_s,
+        "compile": _covered(edges, computed, ended) / bin_s,
+        "compute": _covered(edges, turned, computed) / bin_s,
     }
     boxes = []
     for place in range(bins):
         top = float(HEIGHT)
         when = view.between(edges[place], edges[place + 1])
-        for what, verb in (("wait", "waits"), ("compute", "computes")):
-            share = float(shares[what][place])
+        for what, found in shares.items():
+            share = float(found[place])
             if share < 0.005:
                 continue
             height = min(top, _rounded(HEIGHT * share))
@@ -282,17 +287,21 @@ def _waiting(record: Record, view: _View) -> Chart:
                     _rounded(WIDTH / bins),
                     height,
                     1.0,
-                    f"{verb} {formatting.share(share)} of the time ({when})",
+                    f"{what}s {formatting.share(share)} of the time ({when})",
                 )
             )
     return Chart(
         "Training",
-        "share of the time that it waits for data, and computes",
+        "share of the time that it waits for data, compiles, and computes",
         HEIGHT,
         tuple(boxes),
         view.marks(),
         tuple(axes.Mark(s, formatting.share(s)) for s in (0.0, 0.5, 1.0)),
-        keys=(("wait", "waits for data"), ("compute", "computes")),
+        keys=(
+            ("wait", "waits for data"),
+            *([("compile", "compiles")] if is_compiling.any() else []),
+            ("compute", "computes"),
+        ),
     )
 
 

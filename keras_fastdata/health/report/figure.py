@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 # The palette of Okabe and Ito, which colour-blind people can distinguish.
 _COLORS = {
     "compute": "#009e73",
+    "compile": "#cc79a7",
     "wait": "#e69f00",
     "build": "#0072b2",
     "copy": "#56b4e9",
@@ -27,6 +28,7 @@ _COLORS = {
 }
 _LABELS = {
     "compute": "training computes",
+    "compile": "compiles",
     "wait": "waits for data",
     "build": "worker builds",
     "copy": "copies",
@@ -112,11 +114,14 @@ def _draw_timeline(panel: Axes, record: Record) -> None:
     panel.set_facecolor("#eef0f3")
     which = "" if len(parts) == 1 else f", {part.name}"
     panel.set_title(f"timeline{which}", loc="left", fontsize="medium")
+    hidden = {"lost"} if not record.lost else set()
+    if not any(step.compiled for step in record.steps):
+        hidden.add("compile")
     panel.legend(
         handles=[
             Patch(color=_COLORS[what], label=_LABELS[what])
             for what in _COLORS
-            if what != "lost" or record.lost
+            if what not in hidden
         ],
         loc="lower right",
         bbox_to_anchor=(1.0, 1.0),

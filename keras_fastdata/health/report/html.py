@@ -13,19 +13,25 @@ import os
 import re
 from typing import Any
 
-import numpy as np
-
 from keras_fastdata import _atomic_write
 from keras_fastdata.health.record import Record
 from keras_fastdata.health.report import drawing, flame
 from keras_fastdata.health.summary import HealthSummary
 from keras_fastdata.metrics import formatting
-from keras_fastdata.metrics.recorder import Span
+from keras_fastdata.metrics.recorder import Slow, Span
 
 _MOST_SLOW = 12
+_SLOWER_S = 0.005  # than usual builds: what is shorter is not worth a look
 _MOST_TRACEBACKS = 50
 _MOST_RETRIED = 50
 _UNITS = "ms|s|min|h|B|KB|MB|GB|TB"  # not separated from their number
+_ACCOUNT_COLOURS = {  # classes of bars, by the name of a part
+    "steps": "compute",
+    "compiling": "compile",
+    "start and first batch": "wait",
+    "waiting for data": "wait",
+    "validation waiting for data": "wait",
+}
 _PHASES = {
     "train": "Training",
     "evaluate": "The evaluation",
@@ -105,6 +111,7 @@ def _view(record: Record) -> dict[str, Any]:
         "free_s": summary.free_s,
         "speedup": _speedup(summary),
         "account": summary.account,
+        "account_colours": _ACCOUNT_COLOURS,
         "took_s": record.ended_s - record.began_s,
         "timelines": drawing.timelines(record),
         "over_time": drawing.over_time(record),
@@ -114,14 +121,23 @@ def _view(record: Record) -> dict[str, Any]:
         "settings": _settings(record),
         "hot_lines": summary.hot_lines,
         "flame": flame.frames(record.stacks),
-        "slowest": record.slowest[:_MOST_SLOW],
-        "usual_s": float(np.median(builds)) if len(builds) else math.nan,
+        "slowest": _stragglers(record),
+        "usual_s": phases[-1].build_s_p50 if phases else math.nan,
         "skips": sum(phase.skipped for phase in phases),
         "tracebacks": record.skipped[:_MOST_TRACEBACKS],
         "retries": sum(phase.retried for phase in phases),
         "retried": _retried(record),
         "width": drawing.WIDTH,
     }
+
+
+def _stragglers(record: Record) -> list[Slow]:
+    """Returns the builds of the last epoch that took far longer than most."""
+    phases = record.summary.phases
+    usual_s = phases[-1].build_s_p50 if phases else 0.0
+    least_s = max(2 * usual_s, usual_s + _SLOWER_S)
+    slow = [build for build in record.slowest if build.build_s >= least_s]
+    return slow[:_MOST_SLOW]
 
 
 def _headline(record: Record) -> str:

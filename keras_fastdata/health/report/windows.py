@@ -20,6 +20,7 @@ from keras_fastdata.health.step_clock import Step
 from keras_fastdata.metrics import formatting
 from keras_fastdata.metrics.recorder import Span
 
+_KINDS = ("lost", "build", "copy", "compute", "compile", "wait")
 MOST_ROWS = 64  # of workers; more could not be distinguished
 _FEW_STEPS = 60  # a record with no more is shown as a whole
 _STEPS = 40  # in a window, or as many as
@@ -31,8 +32,8 @@ class Bar(NamedTuple):
     """An activity with its beginning and end, drawn as a bar.
 
     Attributes:
-        what: "build", "copy" or "lost" for a worker; "compute" or "wait" for
-            training.
+        what: "build", "copy" or "lost" for a worker; "compute", "compile" or
+            "wait" for training.
         begin_s: The beginning, by `time.monotonic`.
         end_s: The end, by `time.monotonic`.
         share: The share of that time that it fills; below 1 if merged.
@@ -138,7 +139,7 @@ def rows(record: Record, stretch: Window, pixel_s: float) -> list[Row]:
             titles[name],
             tuple(
                 bar
-                for what in ("lost", "build", "copy", "compute", "wait")
+                for what in _KINDS
                 for bar in _merge(
                     [b for b in ours if b.what == what], pixel_s, name
                 )
@@ -254,6 +255,11 @@ _BEGAN = Span._fields.index("began_s")
 _DELIVERED = Span._fields.index("delivered_s")
 
 
+def activity(step: Step) -> str:
+    """Returns what a step does once it has its batch."""
+    return "compile" if step.compiled else "compute"
+
+
 def _of_steps(record: Record, stretch: Window) -> list[Bar]:
     bars = []
     for step in record.steps:
@@ -272,11 +278,11 @@ def _of_steps(record: Record, stretch: Window) -> list[Bar]:
                 f"{title}waits {formatting.duration(step.waited_s)} for data",
             ),
             Bar(
-                "compute",
+                activity(step),
                 turn_s,
                 step.ended_s,
                 1.0,
-                f"{title}computes {formatting.duration(step.own_s)}",
+                f"{title}{activity(step)}s {formatting.duration(step.own_s)}",
             ),
         ]
     return _clip(bars, stretch)
