@@ -29,9 +29,9 @@ from keras_fastdata.engine.settings import Settings
 from keras_fastdata.engine.state_dict import State
 from keras_fastdata.errors import EndOfData
 
-# Names whose values differ between epochs.
-_SEEDED = frozenset(["rng", "rng_for", "epoch_order"])
-_VARYING = _SEEDED | {"epoch"}
+# Names whose values differ between epochs, and those that depend on the seed.
+_VARYING = frozenset(["rng", "rng_for", "epoch_order", "epoch"])
+_SEEDED = _VARYING - {"epoch"} | {"seed"}
 
 
 class Internals:
@@ -138,6 +138,16 @@ def note_assigned(dataset: build.Dataset, name: str) -> None:
     loader = own_loader(dataset)
     if loader is not None:
         loader.note_assigned(name, by_build=build.is_built_for(dataset))
+
+
+def version_of(dataset: build.Dataset) -> object | None:
+    """Returns an object that each change of the dataset replaces.
+
+    Returns `None` where nothing changes the dataset: in a worker process,
+    which receives a new dataset instead.
+    """
+    loader = own_loader(dataset)
+    return None if loader is None else loader.version
 
 
 @functools.singledispatch

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar, overload
 import numpy as np
 import numpy.typing as npt
 
-from keras_fastdata._dataset_internals import answer
+from keras_fastdata._dataset_internals import answer, version_of
 from keras_fastdata._validation import boolean, integer
 from keras_fastdata.building.permutation import Permutation
 from keras_fastdata.dataset import FastPyDataset
@@ -130,10 +130,6 @@ class SampledDataset(FastPyDataset):
             return whole.at(positions)
         return positions
 
-    def mark_changed(self) -> None:
-        self._fastdata_order.drawn = {}
-        super().mark_changed()
-
     def __getstate__(self) -> dict[str, Any]:
         return {
             **vars(self),
@@ -151,13 +147,14 @@ class _Order:
     shuffles: bool
     sampler: Sampler | None = None
     shares: npt.NDArray[np.float64] | None = None  # cumulated weights
-    drawn: dict[int, Indices] = dataclasses.field(default_factory=dict)  # epoch
+    # What `sampler` drew for a version and seed of the dataset, by epoch.
+    drawn: tuple[Any, dict[int, Indices]] = (None, {})  # noqa: RUF009
     # The latest function, and whether it takes `rng`. For a method, its
     # function, which does not refer to the dataset.
     transform: tuple[Any, bool] = (None, False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "drawn": {}, "transform": (None, False)}
+        return {**vars(self), "drawn": (None, {}), "transform": (None, False)}
 
     @property
     def draws_again(self) -> bool:
@@ -213,8 +210,13 @@ def _drawn_by_weight(
 
 def _sampled(dataset: SampledDataset, sampler: Sampler) -> Indices:
     epoch, order = answer(dataset, "epoch"), dataset._fastdata_order
-    if (known := order.drawn.get(epoch)) is not None:
-        return known
+    # A thread may still build for the seed before that of a loaded state.
+    version = version_of(dataset), answer(dataset, "seed")
+    drawn_for, drawn = order.drawn
+    if drawn_for != version:
+        drawn = {}
+    if epoch in drawn:
+        return drawn[epoch]
     count = dataset.num_samples
     found = np.asarray(sampler(answer(dataset, "rng_for")(_SAMPLER), count))
     if found.shape != (count,) or found.dtype.kind not in "iu":
@@ -227,10 +229,11 @@ def _sampled(dataset: SampledDataset, sampler: Sampler) -> Indices:
             f"`sampler` returned indices from {found.min()} to {found.max()}; "
             f"there are {count} samples, from 0 on."
         )
-    kept = {**order.drawn, epoch: found.astype(np.int64)}
+    drawn = {**drawn, epoch: found.astype(np.int64)}
+    kept = sorted(drawn)[-_EPOCHS_KEPT:]
     # One assignment, because threads share the dataset.
-    order.drawn = {e: kept[e] for e in sorted(kept)[-_EPOCHS_KEPT:]}
-    return kept[epoch]
+    order.drawn = version, {e: drawn[e] for e in kept}
+    return drawn[epoch]
 
 
 def for_iterables(name: str, source: Any, batching: str) -> str:

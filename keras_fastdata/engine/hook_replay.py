@@ -19,14 +19,17 @@ class Changes:
     Attributes:
         are_new: Whether the workers have the dataset as it was before.
         built: The attributes that builds have set.
+        version: An object that each change replaces.
     """
 
     def __init__(self) -> None:
         self.are_new = False
         self.built: set[str] = set()
+        self.version = object()
 
     def mark(self) -> None:
         """Notes that the dataset has changed."""
+        self.version = object()
         self.are_new = True
 
     def mark_sent(self) -> None:

@@ -165,6 +165,11 @@ class Loader:
 
     # -- changes -------------------------------------------------------------
 
+    @property
+    def version(self) -> object:
+        """An object that each change of the dataset replaces."""
+        return self._changes.version
+
     def mark_changed(self) -> None:
         """Marks the dataset as changed.
 

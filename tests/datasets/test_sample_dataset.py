@@ -10,7 +10,14 @@ import keras
 import numpy as np
 import pytest
 from places import PLACES, everywhere, quickly, somewhere
-from sample_samples import Doubling, Drawing, Failing, Squares, halves
+from sample_samples import (
+    Doubling,
+    Drawing,
+    Failing,
+    Rotated,
+    Squares,
+    halves,
+)
 
 from keras_fastdata import GeneratorDataset, SampleDataset
 
@@ -165,6 +172,31 @@ def test_a_function_may_choose_the_samples(place):
         assert sorted(order) == sorted([*range(5)] * 2)
     assert found[0] != found[1]
     assert found == epochs(2, 10, sampler=halves, seed=5, workers=0)
+
+
+@everywhere
+def test_a_function_chooses_anew_when_the_dataset_is_changed(place):
+    with Rotated(6, batch_size=3, **PLACES[place]) as dataset:
+        assert [*dataset.sample_indices(0)] == [0, 1, 2]
+        dataset.first = 2
+        assert np.concatenate([*dataset]).tolist() == [2, 3, 4, 5, 0, 1]
+        assert [*dataset.sample_indices(0)] == [2, 3, 4]
+        dataset.first = 4
+        assert np.concatenate([*dataset]).tolist() == [4, 5, 0, 1, 2, 3]
+
+
+@everywhere
+def test_a_function_chooses_anew_for_a_loaded_seed(place):
+    make = functools.partial(
+        SampleDataset, range(24), 4, sampler=halves, **PLACES[place]
+    )
+    with make(seed=1) as first, make() as second:
+        batches = iter(first)
+        next(batches)
+        state = first.state_dict()
+        next(iter(second))
+        second.load_state_dict(state)
+        same(list(second), list(batches))
 
 
 # -- generators --------------------------------------------------------------

@@ -48,3 +48,15 @@ class Failing(Counted):
 def halves(rng, count):
     """The first half of the samples, twice."""
     return rng.permutation([*range(count // 2)] * 2)
+
+
+class Rotated(SampleDataset):
+    """The numbers up to `count`, from `first` on, then those before."""
+
+    def __init__(self, count, **kwargs):
+        self.first = 0
+        kwargs["sampler"] = self.rotate
+        super().__init__(range(count), **kwargs)
+
+    def rotate(self, rng, count):
+        return (np.arange(count) + self.first) % count
