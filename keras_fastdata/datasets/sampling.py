@@ -148,7 +148,7 @@ class _Order:
     sampler: Sampler | None = None
     shares: npt.NDArray[np.float64] | None = None  # cumulated weights
     # What `sampler` drew for a version and seed of the dataset, by epoch.
-    drawn: tuple[Any, dict[int, Indices]] = (None, {})  # noqa: RUF009
+    drawn: tuple[Any, dict[int, Indices]] = (None, {})
     # The latest function, and whether it takes `rng`. For a method, its
     # function, which does not refer to the dataset.
     transform: tuple[Any, bool] = (None, False)

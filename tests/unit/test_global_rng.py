@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import threading
+import warnings
 
 import numpy as np
 import pytest
 
-from keras_fastdata.building import mt19937, seeding
+from keras_fastdata.building import build, mt19937, seeding
 from keras_fastdata.building.global_rng import preserved_globals
 
 
@@ -144,3 +146,29 @@ def test_streams_with_other_keys_differ():
     assert len(found) == 16
     assert len({drawn for drawn, _ in found}) == 16
     assert len({drawn for _, drawn in found}) == 16
+
+
+def test_one_draw_amid_the_builds_of_several_threads_warns_of_nothing():
+    monitor = build.GlobalRngMonitor(warns=True)
+    begun, drawn = threading.Event(), threading.Event()
+
+    def build_meanwhile():
+        monitor.begin()
+        begun.set()
+        assert drawn.wait(60)
+        monitor.end("Data")
+
+    other = threading.Thread(target=build_meanwhile, daemon=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other.start()
+        assert begun.wait(60)
+        monitor.begin()
+        random.random()
+        drawn.set()
+        other.join(60)
+        monitor.end("Data")
+    monitor.begin()
+    random.random()
+    with pytest.warns(UserWarning, match=r"Data\.__getitem__ draws from"):
+        monitor.end("Data")
