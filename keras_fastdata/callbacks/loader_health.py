@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from keras_fastdata.callbacks import device
 from keras_fastdata.callbacks.base import Callback, registered
+from keras_fastdata.callbacks.saving_time import SavingTimer, savers_among
 from keras_fastdata.callbacks.tensorboard import EventFiles, log_dirs_among
 from keras_fastdata.health import hot_lines
 from keras_fastdata.health.account import FitTimer
@@ -44,13 +45,14 @@ class LoaderHealth(Callback):
     Adds `data_wait` to the logs of every epoch: the share of its wall time,
     from 0 to 1, that free data would have saved. The wall time here is that of
     the steps and their waits (`wall_s` in `summary()`), without validation,
-    steps that compile, and what comes before the first epoch. The progress bar,
-    `History` and every callback that is listed after this one have it; so list
-    it first. A line after each epoch names the reason. After the last epoch,
-    a table follows, an account of the time since `fit` was called, whose parts
-    add up, and what to change; advice that would save less than a second, or
-    5%, is left out. In a `fit` without a `FastPyDataset` nothing is added and
-    nothing printed. After `evaluate` or `predict` ask for `summary()`.
+    saving, steps that compile, and what comes before the first epoch. The
+    progress bar, `History` and every callback that is listed after this one
+    have it; so list it first. A line after each epoch names the reason. After
+    the last epoch, a table follows, an account of the time since `fit` was
+    called, whose parts add up (also in `summary()`, for each epoch too), and
+    what to change; advice that would save less than a second, or 5%, is left
+    out. In a `fit` without a `FastPyDataset` nothing is added and nothing
+    printed. After `evaluate` or `predict` ask for `summary()`.
 
     With `on_error="skip"`, `skipped` in the logs is the number of batches
     that the epoch and its validation left out, once there was one; and the
@@ -132,6 +134,8 @@ class LoaderHealth(Callback):
         self._record: Record | None = None
         self._writer: TraceWriter | None = None
         self._event_files = EventFiles([])
+        self._savers: list[Any] = []  # the callbacks beside it that save
+        self._saving: SavingTimer | None = None
 
     def get_config(self) -> dict[str, Any]:
         """Returns the constructor's arguments, for `keras.saving`."""
@@ -211,12 +215,14 @@ class LoaderHealth(Callback):
                 "can have `report` and `trace` both."
             )
         self._companions = log_dirs_among(beside)
+        self._savers = savers_among(beside)
         self._move_to(Measured.IDLE)  # what was broken off did not end
         self._stop()
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._start()
         self._move_to(Measured.FIT)
+        self._saving = SavingTimer(self._savers, self._note_saving)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         from keras_fastdata import keras_bridge
@@ -375,7 +381,17 @@ class LoaderHealth(Callback):
             machine=device.machine(),
         )
 
+    def _note_saving(self, seconds: float) -> None:
+        """Adds the time of a callback that saves."""
+        if self._monitor is not None:
+            self._monitor.add_saving(seconds)
+        if self._timer is not None:
+            self._timer.add_saving(seconds)
+
     def _stop(self) -> None:
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.close()
         monitor, self._monitor = self._monitor, None
         self._step = self._train_step = no_step
         if monitor is not None:

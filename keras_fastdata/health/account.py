@@ -27,8 +27,9 @@ class TimeAccount:
         validation_s: Validation, without its waits.
         validation_wait_s: Waiting for validation data.
         hooks_s: `on_epoch_begin` and `on_epoch_end` of datasets.
-        callbacks_s: Other callbacks, between epochs: those that save models
-            among them.
+        saving_s: Keras's callbacks that save, such as `ModelCheckpoint`, and
+            `DatasetCheckpoint`.
+        callbacks_s: Other callbacks, between epochs.
     """
 
     first_batch_s: float = 0.0
@@ -38,6 +39,7 @@ class TimeAccount:
     validation_s: float = 0.0
     validation_wait_s: float = 0.0
     hooks_s: float = 0.0
+    saving_s: float = 0.0
     callbacks_s: float = 0.0
 
     @property
@@ -74,7 +76,8 @@ _NAMES = {
     "validation_s": "validation",
     "validation_wait_s": "validation waiting for data",
     "hooks_s": "epoch hooks",
-    "callbacks_s": "other callbacks and saving",
+    "saving_s": "saving",
+    "callbacks_s": "other callbacks",
 }
 
 
@@ -86,8 +89,9 @@ class EpochTimes(NamedTuple):
         wait_s: All waits for batches.
         hook_s: Epoch hooks of the dataset.
         compiling_s: Steps that compiled.
-        excluded_s: What belongs to no step: setting up a validation, or
-            waits for the data of an evaluation within a callback.
+        excluded_s: What belongs to no step, besides saving: setting up a
+            validation, or waits for the data of an evaluation within a
+            callback.
     """
 
     first_wait_s: float = 0.0
@@ -133,6 +137,11 @@ class FitTimer:
         """Adds the time that building the model and its first batch took."""
         rest_s = self._rest_s(now_s, first_batch_s)
         self._add(first_batch_s=first_batch_s, compiling_s=rest_s)
+
+    def add_saving(self, seconds: float) -> None:
+        """Adds the time of a callback that saves, which has just returned."""
+        self._until_s += seconds  # all other parts begin later by that
+        self._add(saving_s=seconds)
 
     def end_callbacks(self, now_s: float) -> None:
         """Notes that callbacks have run, and adds the time that they took."""

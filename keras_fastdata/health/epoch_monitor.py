@@ -123,6 +123,7 @@ class EpochMonitor:
         self._phase = ""
         self._probe = GilProbe(self.recorder)
         self._settings: Any = None
+        self._saving_s = 0.0  # within what is measured
         self._stacks: dict[str, collections.Counter[str]] = {}  # by phase
         self._stacks_before: dict[str, int] = {}  # of the same dataset
         self._memory_s = time.monotonic()  # when it was looked at
@@ -161,6 +162,7 @@ class EpochMonitor:
         self._trainer_cpu_s = time.process_time()
         self._start_s, self._excluded_s = start_s, self.recorder.excluded_s
         self._quiesced_s = self.recorder.quiesced_s
+        self._saving_s = 0.0
         if self._sink is not None:
             self._sink.begin(phase, epoch)
         self._clock.begin(epoch)
@@ -185,7 +187,7 @@ class EpochMonitor:
             batch_stats.wait_s + self.recorder.quiesced_s - self._quiesced_s,
             batch_stats.hook_s,
             stretch.compiling_s,
-            self.recorder.excluded_s - self._excluded_s,
+            self.recorder.excluded_s - self._excluded_s - self._saving_s,
         )
         phase, self._phase = self._phase, ""
         if self._sink is not None:
@@ -201,11 +203,11 @@ class EpochMonitor:
         self.datasets[phase] = MonitoredDataset(
             self._name, self._settings, pool_stats
         )
-        facts = self._facts(stretch, pool_stats)
+        facts = self._facts(phase, stretch, pool_stats)
         return self._health(phase, facts, stretch, pool_stats, ended_s)
 
     def _facts(
-        self, stretch: EpochTiming, pool_stats: PoolStats | None
+        self, phase: str, stretch: EpochTiming, pool_stats: PoolStats | None
     ) -> Facts:
         """Returns the measurements that the verdict is based on."""
         settings, batch_stats = self._settings, self.recorder.batch_stats
@@ -248,6 +250,7 @@ class EpochMonitor:
             take_s=batch_stats.ready_wait_s / batch_stats.ready
             if batch_stats.ready
             else math.nan,
+            is_cold=phase != "train",
         )
 
     def _health(
@@ -285,6 +288,11 @@ class EpochMonitor:
             shared_nbytes=0 if pool_stats is None else pool_stats.shared_nbytes,
             facts=facts,
         )
+
+    def add_saving(self, seconds: float) -> None:
+        """Adds time in which a callback saved, which belongs to no step."""
+        self.recorder.exclude(seconds)
+        self._saving_s += seconds
 
     def close(self) -> None:
         """Stops the thread that probes Python's lock. Idempotent."""

@@ -129,6 +129,8 @@ class Facts:
         auto: Whether `workers="auto"` has chosen the workers.
         take_s: The mean wait for a batch that lay ready, which handing it over
             takes; NaN if unknown.
+        is_cold: Whether no batch is built before the epoch begins, as in a
+            validation.
     """
 
     workers_are: str
@@ -161,6 +163,7 @@ class Facts:
     epochs: int = 1
     auto: bool = False
     take_s: float = math.nan
+    is_cold: bool = False
 
     @property
     def lost_s(self) -> float:
@@ -306,11 +309,7 @@ def _kind_of(facts: Facts) -> Kind:
         return Kind.UNSTABLE_WORKERS
     if 1 < facts.workers >= facts.batches / facts.epochs:
         return Kind.TOO_FEW_BATCHES
-    slow = facts.stragglers
-    if (
-        len(slow) <= _FEW * facts.batches
-        and sum(s.waited_s for s in slow) > _MOST_OF * facts.lost_s
-    ):
+    if _waits_for_stragglers(facts):
         return Kind.STRAGGLERS
     late_s = facts.first_wait_s + facts.hook_s
     if late_s > _MOST_OF * facts.lost_s and facts.batches >= 4 * max(
@@ -336,6 +335,13 @@ def _is_unstable(facts: Facts) -> bool:
         share > _UNSTABLE_WAIT
         or facts.restarts > _UNSTABLE_RATE * facts.batches
     )
+
+
+def _waits_for_stragglers(facts: Facts) -> bool:
+    slow = facts.stragglers
+    waited_s = sum(batch.waited_s for batch in slow)
+    few = len(slow) <= _FEW * facts.batches
+    return few and waited_s > _MOST_OF * facts.lost_s
 
 
 def _is_transfer_bound(facts: Facts) -> bool:
@@ -571,19 +577,24 @@ def other_workers(facts: Facts) -> tuple[str, float]:
     if bridging > (queue or facts.max_queue_size):
         queue = max(1, min(bridging, math.ceil(batches), _LONGEST_QUEUE))
     wall_s = facts.wall_s / facts.epochs
-    late_s = facts.first_wait_s + facts.hook_s
-    if facts.workers_are == "inline":
-        # The first batch of an epoch is waited for as any other one.
-        late_s -= min(facts.first_wait_s, facts.epochs * facts.build_s_p50)
-    late_s /= facts.epochs
+    # An epoch that nothing is built ahead for begins with a whole build.
+    first_s = facts.build_s_p50 if facts.hook_s or facts.is_cold else 0.0
+    late_s = max(0.0, facts.first_wait_s / facts.epochs - facts.build_s_p50)
+    late_s += facts.hook_s / facts.epochs
+    steady_s = wall_s - late_s - (first_s if facts.workers else 0.0)
     modelled_s = batches * kinds[present].period_s(
         facts.workers, cores, facts.max_queue_size
     )
-    forecast_s = late_s + batches * kinds[are_processes].period_s(
-        workers,
-        cores,
-        queue or facts.max_queue_size,
-        longer=max(1.0, (wall_s - late_s) / max(modelled_s, 1e-9)),
+    forecast_s = (
+        late_s
+        + first_s
+        + batches
+        * kinds[are_processes].period_s(
+            workers,
+            cores,
+            queue or facts.max_queue_size,
+            longer=max(1.0, steady_s / max(modelled_s, 1e-9)),
+        )
     )
     forecast_s = max(facts.free_s / facts.epochs, forecast_s, facts.build_s_p50)
     if forecast_s > (1 - WORTH) * wall_s:
@@ -618,7 +629,7 @@ def _costs(facts: Facts) -> dict[bool, Costs]:
     if not stored:
         moving_s = facts.nbytes / facts.batches / _STORE_BYTES_PER_S
     thread_s = max(0.0, cpu_s - stored * moving_s)
-    slow = facts.stragglers
+    slow = facts.stragglers if _waits_for_stragglers(facts) else []
     take_s = max(TAKE_S, facts.open_s / facts.batches)
     if not math.isnan(facts.take_s):
         take_s = max(take_s, facts.take_s)

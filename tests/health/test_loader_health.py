@@ -27,7 +27,7 @@ from keras_facts import with_steps_per_execution
 from samples import Numbered
 
 from keras_fastdata import ArrayDataset, LoaderHealth, keras_bridge
-from keras_fastdata.callbacks import device, loader_health
+from keras_fastdata.callbacks import device, loader_health, saving_time
 from keras_fastdata.engine.loader import Loader
 from keras_fastdata.health import epoch_monitor, step_clock
 from keras_fastdata.health.account import TimeAccount
@@ -82,7 +82,7 @@ def simulated_time(monkeypatch):
     """Has this module, and all that measures a `fit`, a simulated clock."""
     simulated = SimulatedTime()
     measuring = batches, epoch_monitor, recorder, step_clock, timing
-    for module in (*measuring, adapter, loader_health):
+    for module in (*measuring, adapter, loader_health, saving_time):
         monkeypatch.setattr(module, "time", simulated)
     monkeypatch.setattr(timing.RunDelay, "read", lambda self: 0.0)
     monkeypatch.setitem(globals(), "time", simulated)
@@ -627,11 +627,26 @@ class SlowHooks(SlowData):
         time.sleep(1.0)
 
 
-class SavesSlowly(keras.callbacks.Callback):
-    """Stands for a callback that saves the model."""
+class SlowCallback(keras.callbacks.Callback):
+    """Takes its time after each epoch."""
 
     def on_epoch_end(self, epoch, logs=None):
         time.sleep(3.0)
+
+
+class SavesSlowly(keras.callbacks.ModelCheckpoint):
+    """Takes its time to save, every five batches or after each epoch."""
+
+    def __init__(self, **kwargs):
+        super().__init__("unused.keras", **kwargs)
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.save_freq != "epoch" and batch % self.save_freq == 4:
+            time.sleep(2.0)
+
+    def on_epoch_end(self, epoch, logs=None):
+        if self.save_freq == "epoch":
+            time.sleep(2.0)
 
 
 @on_each_backend
@@ -658,6 +673,7 @@ def test_each_second_of_a_fit_belongs_to_the_part_that_took_it(simulated_time):
             health,
             SlowSteps(),
             SlowTests(),
+            SlowCallback(),
             SavesSlowly(),
             epochs=2,
             validation_data=validation,
@@ -671,9 +687,44 @@ def test_each_second_of_a_fit_belongs_to_the_part_that_took_it(simulated_time):
     assert account.steps_s == pytest.approx(16 * _SLOW_S, abs=0.05)
     assert account.hooks_s == pytest.approx(2.0, abs=1.1)
     assert account.callbacks_s == pytest.approx(6.0, abs=0.1)
+    assert account.saving_s == pytest.approx(4.0, abs=0.1)
     assert account.validation_s + account.validation_wait_s == pytest.approx(
         16 * (0.1 + 2.5 * _SLOW_S), abs=0.3
     )
+
+
+@on_each_backend
+@pytest.mark.parametrize("first", [True, False])
+def test_saving_within_an_epoch_is_no_step_and_no_wait(first, simulated_time):
+    health, saves = LoaderHealth(0), SavesSlowly(save_freq=5)
+    both = [health, saves] if first else [saves, health]
+    began_s = time.monotonic()
+    logs = _fit(SlowData(), *both, SlowSteps(), epochs=2)
+    account = health.summary().account
+    assert account.total_s == pytest.approx(
+        time.monotonic() - began_s, rel=0.02
+    )
+    assert account.saving_s == pytest.approx(4.0, abs=0.1)
+    assert account.steps_s == pytest.approx(16 * _SLOW_S, abs=0.05)
+    assert logs["data_wait"] == pytest.approx([2 / 3] * 2, abs=0.1)
+    assert "on_train_batch_end" not in vars(saves)
+
+
+def test_a_callback_that_saves_is_left_as_it_was_after_an_interruption(
+    simulated_time,
+):
+    class Interrupts(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            raise KeyboardInterrupt
+
+    saves = SavesSlowly()
+    for health in (LoaderHealth(0), LoaderHealth(0)):
+        with pytest.raises(KeyboardInterrupt):
+            _fit(FreeData(), health, saves, Interrupts())
+        assert health.summary().account is not None
+    _fit(FreeData(), health, saves)
+    assert health.summary().account.saving_s == pytest.approx(2.0, abs=0.1)
+    assert "on_epoch_end" not in vars(saves)
 
 
 class Around(keras.callbacks.Callback):
@@ -687,8 +738,11 @@ class Around(keras.callbacks.Callback):
 
 
 @on_each_backend
-def test_the_parts_of_a_real_fit_add_up_to_the_whole():
+def test_the_parts_of_a_real_fit_add_up_to_the_whole(tmp_path):
     health, around = LoaderHealth(0), Around()
+    saves = keras.callbacks.ModelCheckpoint(
+        str(tmp_path / "model.weights.h5"), save_weights_only=True
+    )
     began_s = time.monotonic()
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
@@ -697,13 +751,14 @@ def test_the_parts_of_a_real_fit_add_up_to_the_whole():
             data,
             validation_data=validation,
             epochs=2,
-            callbacks=[around, health],
+            callbacks=[around, health, saves],
             verbose=0,
         )
     whole_s = time.monotonic() - began_s
     account = health.summary().account
     assert around.ended_s - around.began_s <= account.total_s <= whole_s
     assert min(dataclasses.astuple(account)) >= -1e-6
+    assert account.saving_s > 0
     assert sum(seconds for _, seconds in account.parts) == pytest.approx(
         account.total_s
     )

@@ -11,15 +11,17 @@ from keras_fastdata.metrics.formatting import wrapped
 def test_the_parts_of_a_fit_add_up_to_its_time():
     timer = FitTimer(100.0)
     timer.end_start(110.0, first_batch_s=8.0)
-    timer.end_callbacks(111.0)
+    timer.add_saving(0.25)
+    timer.end_callbacks(111.25)
     times = EpochTimes(0.5, wait_s=3.0, hook_s=1.0, compiling_s=2.0)
-    timer.end_steps(120.0, times, validates=True)
-    timer.end_validation(126.0, EpochTimes(1.0, wait_s=2.0, compiling_s=1.0))
-    timer.end_callbacks(127.0)
+    timer.add_saving(0.5)
+    timer.end_steps(120.75, times, validates=True)
+    timer.end_validation(126.75, EpochTimes(1.0, wait_s=2.0, compiling_s=1.0))
+    timer.end_callbacks(127.75)
     aside = EpochTimes(0.5, wait_s=2.0, excluded_s=1.0)
-    timer.end_steps(131.0, aside, validates=False)
+    timer.end_steps(131.75, aside, validates=False)
     account = timer.account
-    assert account.total_s == pytest.approx(31.0)
+    assert account.total_s == pytest.approx(31.75)
     assert account.first_batch_s == pytest.approx(8.5)  # and one wait
     assert account.compiling_s == pytest.approx(2.0 + 2.0 + 1.0)
     assert account.steps_s == pytest.approx(3.0 + 1.0)
@@ -27,6 +29,7 @@ def test_the_parts_of_a_fit_add_up_to_its_time():
     assert account.validation_s == pytest.approx(3.0)
     assert account.validation_wait_s == pytest.approx(2.0)
     assert account.hooks_s == pytest.approx(1.0)
+    assert account.saving_s == pytest.approx(0.25 + 0.5)
     assert account.callbacks_s == pytest.approx(1.0 + 1.0 + 1.0)
 
 

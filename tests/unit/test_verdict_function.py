@@ -119,7 +119,7 @@ def test_the_ceiling_is_told_in_seconds_and_as_a_factor():
 def test_free_cores_are_what_workers_are_advised_for():
     advice = judge(facts()).advice
     assert "`MyDataset(..., workers=5, use_multiprocessing=True)`" in advice
-    assert "about 2.1 s instead of 10.0 s" in advice
+    assert "about 2.0 s instead of 10.0 s" in advice
     crowded = judge(facts(busy_cores=6.0)).advice
     assert "`MyDataset(..., workers=3, use_multiprocessing=True)`" in crowded
 
@@ -171,7 +171,7 @@ def test_stragglers_get_a_queue_that_bridges_them_and_a_forecast():
     assert verdict.kind == "stragglers"
     assert verdict.call == "MyDataset(..., workers=16, max_queue_size=65)"
     # In an epoch, one straggler is waited for, while all others are built.
-    assert verdict.forecast_s == pytest.approx(0.302, abs=1e-3)
+    assert verdict.forecast_s == pytest.approx(0.3)
     assert "1.0 MB of memory" in verdict.advice
     long = judge(changed(STRAGGLERS, **tenfold(STRAGGLERS)))
     assert "max_queue_size=148" in long.call
@@ -320,7 +320,7 @@ def test_no_more_workers_are_advised_than_have_something_to_do(workers_are):
     advice = judge(few).advice
     (workers,) = re.findall(r"workers=(\d+)", advice)
     assert int(workers) == 5
-    assert "about 2.1 s instead of 10.0 s" in advice
+    assert "about 2.0 s instead of 10.0 s" in advice
 
 
 def test_no_gain_is_promised_that_the_cores_do_not_have():
@@ -466,10 +466,19 @@ def test_little_time_is_not_worth_advice():
     assert "Nothing to change" in str(summarize(epochs[:1], []))
 
 
+def test_the_first_batch_of_an_epoch_is_late_where_nothing_is_built_ahead():
+    _, without_s = other_workers(SLEEPERS)
+    for cold in ({"hook_s": 1e-6}, {"is_cold": True}):
+        _, cold_s = other_workers(changed(SLEEPERS, **cold))
+        assert cold_s == pytest.approx(without_s + 0.0215, abs=0.003)
+    late = changed(SLEEPERS, first_wait_s=0.2215, wall_s=1.3)
+    assert other_workers(late)[1] == pytest.approx(without_s + 0.2)
+
+
 def test_builds_that_take_longer_than_modelled_leave_the_step_as_it_is():
     _, as_modelled_s = other_workers(changed(SLEEPERS, free_s=0.5))
     _, slower_s = other_workers(changed(SLEEPERS, free_s=0.5, wall_s=1.4))
-    assert as_modelled_s == pytest.approx(0.5 + 100 * 4e-5 + 0.02)
+    assert as_modelled_s == pytest.approx(0.5 + 100 * 4e-5)
     assert slower_s == pytest.approx(as_modelled_s)
 
 
@@ -496,7 +505,7 @@ def test_processes_that_only_hand_over_are_answered_by_threads():
     verdict = judge(TINY)
     assert verdict.kind == "transfer_bound"
     assert verdict.call == "MyDataset(..., workers=1)"
-    assert verdict.forecast_s == pytest.approx(0.881)
+    assert verdict.forecast_s == pytest.approx(0.881, rel=1e-3)
     assert "handing it to training 0.3 ms" in verdict.evidence
     assert "cache" not in verdict.evidence
 
