@@ -29,7 +29,7 @@ from places import FULL
 
 from keras_fastdata.workers.process import launchers
 
-_SETTLE_S = 5.0  # for what was asked to end to be gone
+_SETTLE_S = 60.0  # for what was asked to end to be gone
 _MOST_HOLDERS = 60  # that are told of
 _LARGE = 1 << 32  # bytes; only our arenas map as many
 
@@ -128,22 +128,34 @@ def zygote():
         yield started
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def _held_forkservers():
     held = []
     yield held
-    for launcher in held:
-        launcher.close()
+    while held:
+        held.pop().close()
 
 
 @pytest.fixture
 def kept_forkserver(_held_forkservers):
-    """Has the tests of a module share a fork server, until one kills it."""
+    """Has tests in a row share a fork server, until one of them kills it.
+
+    It has imported pytest. So a worker that imports a module of tests, where
+    the class of its dataset is, takes a third of the time.
+    """
     held = _held_forkservers
     if held and held[-1]._forkserver._process.poll() is not None:
         held.pop().close()
     if not held:
-        held.append(launchers.ForkserverLauncher(None))
+        with pytest.MonkeyPatch.context() as patch:
+            text = launchers._BOOTSTRAP
+            assert "; {function}(" in text
+            patch.setattr(
+                launchers,
+                "_BOOTSTRAP",
+                text.replace("; {function}(", "; import pytest; {function}("),
+            )
+            held.append(launchers.ForkserverLauncher(None))
 
 
 def _children() -> set[int]:
@@ -237,10 +249,13 @@ def _new_since(before: dict[str, dict[object, object]]) -> dict[str, object]:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left_behind(request):
+def _nothing_is_left_behind(request, _held_forkservers):
     """Fails the test that leaves a child, thread, descriptor or segment."""
     if "kept_forkserver" in request.fixturenames:
         request.getfixturevalue("kept_forkserver")
+    else:
+        while _held_forkservers:
+            _held_forkservers.pop().close()
     before = _present()
     yield
     deadline = time.monotonic() + _SETTLE_S

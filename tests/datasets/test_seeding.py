@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 from samples import (
     Foreign,
+    Inner,
     Lazy,
     Nested,
+    Outer,
     OwnRng,
     Random,
     Shuffles,
@@ -281,28 +283,6 @@ def test_what_threads_ask_of_a_dataset_is_not_of_another_that_is_built():
         builds.join(60)
     assert equal(asked[0], alone)
     assert equal(asked[1], list(Waits(seed=2, workers=0)))
-
-
-class Inner(FastPyDataset):
-    def __len__(self):
-        return 6
-
-    def __getitem__(self, index):
-        return np.array([index, self.rng.integers(1000)])
-
-
-class Outer(FastPyDataset):
-    """Goes through another dataset for each of its batches."""
-
-    def __init__(self, inner, **settings):
-        super().__init__(**settings)
-        self.inner = inner
-
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        return np.stack(list(self.inner))
 
 
 @pytest.mark.parametrize("shuffle", [False, True])

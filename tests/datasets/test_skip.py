@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import pytest
 from keras_facts import with_steps_per_execution
+from lateness import only_the_stuck_are_late
 from places import KINDS, quickly
 from samples import Deadly, equal
 from slow_samples import (
@@ -19,6 +20,7 @@ from slow_samples import (
     Missing,
     Reversing,
     Stuck,
+    is_stuck,
 )
 
 from keras_fastdata import (
@@ -221,7 +223,8 @@ def test_a_death_is_raised(tmp_path, caplog):
     assert not _skips(caplog)
 
 
-def test_a_timeout_is_raised(tmp_path, caplog):
+def test_a_timeout_is_raised(tmp_path, caplog, monkeypatch):
+    only_the_stuck_are_late(monkeypatch, lambda who: is_stuck(tmp_path, who))
     dataset = Stuck(
         tmp_path,
         {3: "sleeps"},

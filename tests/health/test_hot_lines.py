@@ -13,6 +13,7 @@ from hot_samples import WAYS, Slow
 from keras_fastdata import LoaderHealth
 from keras_fastdata.dataset import loader_of
 from keras_fastdata.health.hot_lines import hot_lines
+from keras_fastdata.metrics import stack_sampler
 
 KINDS = {
     "inline": {},
@@ -44,7 +45,7 @@ def path(tmp_path_factory):
             for kind in KINDS
         ),
         ("python_loop", "inline"),
-        ("pil_call", "threads"),
+        ("sleep", "threads"),
         ("sleep", "processes"),
     ],
 )
@@ -64,22 +65,35 @@ def test_the_line_that_takes_longest_is_found(way, kind, model, path):
     assert hottest.share > 0.4
 
 
-def test_quick_builds_are_not_sampled(model):
-    class Quick(Slow):
-        def __getitem__(self, index):
-            return hot_samples.X, hot_samples.X[:, :1]
-
-    with Quick("none") as dataset:
-        model.fit(dataset, verbose=0, callbacks=[LoaderHealth(report=None)])
-        assert loader_of(dataset).pool_stats().stacks == {}
+def _line_of(function, end):
+    """The number of the line of a function that ends so."""
+    lines, first = inspect.getsourcelines(function)
+    (found,) = (n for n, line in enumerate(lines) if line.endswith(f"{end}\n"))
+    return first + found
 
 
-def test_the_lines_are_those_of_the_latest_fit(model, tmp_path):
+def test_the_lines_are_those_of_the_latest_fit(model, tmp_path, monkeypatch):
     page = tmp_path / "page.html"
     stacks = tmp_path / "stacks.txt"
     health = LoaderHealth(report=page, stacks=stacks, verbose=1)
+
+    def watch(watched):
+        """Meets each build at one line, and now and then at another."""
+        within = _line_of(Slow.__getitem__, "WAYS[self.way](self)")
+        hot = _line_of(WAYS[dataset.way], "# HOT")
+        function = {"generator": "numbers"}.get(dataset.way, dataset.way)
+        calls = (
+            f"__getitem__ ({hot_samples.__file__}:{within});"
+            f"{function} ({hot_samples.__file__}:{hot})",
+            f"__getitem__ ({hot_samples.__file__}:{within + 1})",
+        )
+        for call in calls[0], calls[0], calls[0], calls[1]:
+            watched.add_stack(call)
+
+    monkeypatch.setattr(stack_sampler, "watch", watch)
     with Slow("sleep") as dataset:
         model.fit(dataset, verbose=0, callbacks=[health])
+        assert "sleep (" in stacks.read_text()
         dataset.way = "generator"
         model.fit(dataset, epochs=2, verbose=0, callbacks=[health])
     assert "sleep (" not in stacks.read_text()

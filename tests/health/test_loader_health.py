@@ -1048,7 +1048,7 @@ def test_two_fits_in_two_threads_are_measured_apart():
 
     def fit(name):
         try:
-            together.wait(30)
+            together.wait(120)
             with datasets[name] as dataset:
                 models[name].fit(
                     dataset, epochs=2, callbacks=[healths[name]], verbose=0

@@ -147,6 +147,8 @@ def test_a_queue_that_is_long_enough_is_left_alone():
     assert "max_queue_size" not in found.call
 
 
+@pytest.mark.long
+@pytest.mark.alone  # else the cores are full, and processes bring nothing
 @pytest.mark.skipif(
     len(os.sched_getaffinity(0)) < 2, reason="one core is for one worker"
 )

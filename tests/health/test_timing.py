@@ -11,6 +11,7 @@ import pytest
 from samples import Deadly, Numbered
 from situations import Burning, Sleeping
 
+from keras_fastdata.metrics import stack_sampler
 from keras_fastdata.metrics.timing import Stopwatch
 
 pytestmark = pytest.mark.usefixtures("kept_forkserver")
@@ -139,6 +140,20 @@ def test_of_a_build_after_a_long_one_the_kernel_is_asked(clock):
         latest = stopwatch.stop()
     stopwatch.close()
     assert not math.isnan(latest.cpu_s)
+
+
+def test_threads_are_sampled_while_their_builds_take_5_ms(clock, monkeypatch):
+    sampled = set()
+    monkeypatch.setattr(stack_sampler, "watch", sampled.add)
+    monkeypatch.setattr(stack_sampler, "ignore", sampled.discard)
+    stopwatch = Stopwatch()
+    for seconds, is_sampled in ((0.004, False), (0.006, True), (0.004, False)):
+        for _ in range(100):
+            stopwatch.start(0.0, epoch=0)
+            clock.now_s += seconds
+            stopwatch.stop()
+        assert (stopwatch in sampled) == is_sampled
+    stopwatch.close()
 
 
 def asked_at(clock, stopwatch, interval_s, epoch, milliseconds):

@@ -54,28 +54,22 @@ X = np.arange(12, dtype="float32").reshape(4, 3) / 12
 Y = np.ones((4, 1), "float32")
 
 
+ARRAYS = {
+    "tuple": (X, Y),
+    "list": [X, Y],
+    "weights": (X, Y, np.ones(4, "float32")),
+    "doubles": (X.astype("float64"), Y.astype("int64")),
+    "small integers": (X.astype("uint8"), Y.astype("bool")),
+    "layouts": (X.tolist() and np.asfortranarray(X), Y[::-1]),
+    "None for weights": (X, Y, None),
+}
+
+
 @pytest.mark.parametrize(
-    "batch",
-    [
-        (X, Y),
-        [X, Y],
-        (X, Y, np.ones(4, "float32")),
-        (X.astype("float64"), Y.astype("int64")),
-        (X.astype("uint8"), Y.astype("bool")),
-        (X.tolist() and np.asfortranarray(X), Y[::-1]),
-        (X, Y, None),
-    ],
-    ids=[
-        "tuple",
-        "list",
-        "weights",
-        "doubles",
-        "small integers",
-        "layouts",
-        "None for weights",
-    ],
+    "name", quickly(ARRAYS, "list", "weights", "small integers", "layouts")
 )
-def test_arrays_train(batch, place):
+def test_arrays_train(name, place):
+    batch = ARRAYS[name]
     model = keras.Sequential([keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     with _dataset(lambda i: batch, place) as dataset:
@@ -164,17 +158,48 @@ def test_a_batch_that_is_none_is_a_clear_error(place):
 if BACKEND == "tensorflow":
     import tensorflow as tf
 
-    def test_tensors_arrive_as_arrays_from_processes():
+    def ragged_and_sparse():
+        """Makes a function that travels by value, and not with this module."""
+
+        def make(_):
+            import tensorflow as tf
+
+            ragged = tf.ragged.constant([[1.0], [2.0, 3.0]])
+            return {"sparse": tf.sparse.eye(3), "ragged": ragged}
+
+        return make
+
+    def check_ragged_and_sparse(found):
+        assert isinstance(found["sparse"], tf.SparseTensor)
+        dense = tf.sparse.to_dense(found["sparse"])
+        assert (dense == tf.eye(3)).numpy().all()
+        assert isinstance(found["ragged"], tf.RaggedTensor)
+        assert found["ragged"].to_list() == [[1.0], [2.0, 3.0]]
+
+    def test_tf_sparse_and_ragged_arrive_inline():
+        with _dataset(ragged_and_sparse(), KINDS["inline"]) as dataset:
+            for found in dataset:
+                check_ragged_and_sparse(found)
+
+    def test_tensors_travel_and_arrive_as_arrays_from_processes():
+        """In one test, for a worker that imports TensorFlow takes seconds."""
+        tensor, others = tf.range(6.0), ragged_and_sparse()
+
         def make(index):
             import tensorflow as tf
 
-            return tf.fill((2, 2), float(index)), tf.constant([index])
+            if index > 1:
+                return others(index)
+            return tf.fill((2, 2), tensor[index]), tf.constant([index])
 
         with _dataset(make, ONE_PROCESS) as dataset:
-            for number, (x, y) in enumerate(dataset):
-                assert isinstance(x, np.ndarray)
-                assert (x == number).all()
-                assert y.tolist() == [number]
+            batches = list(dataset)
+        for number, (x, y) in enumerate(batches[:2]):
+            assert isinstance(x, np.ndarray)
+            assert (x == number).all()
+            assert y.tolist() == [number]
+        for found in batches[2:]:
+            check_ragged_and_sparse(found)
 
     def test_strings_train(place):
         model = keras.Sequential(
@@ -191,25 +216,6 @@ if BACKEND == "tensorflow":
         with _dataset(lambda i: (words, Y), place) as dataset:
             loss = model.fit(dataset, verbose=0).history["loss"]
         assert np.isfinite(loss[0])
-
-    @pytest.mark.parametrize("place", [KINDS["inline"], ONE_PROCESS])
-    def test_tf_sparse_and_ragged_arrive(place):
-        def make(index):
-            import tensorflow as tf
-
-            ragged = tf.ragged.constant([[1.0], [2.0, 3.0]])
-            return {"sparse": tf.sparse.eye(3), "ragged": ragged}
-
-        with _dataset(make, place) as dataset:
-            for found in dataset:
-                assert isinstance(found["sparse"], tf.SparseTensor)
-                assert (
-                    (tf.sparse.to_dense(found["sparse"]) == tf.eye(3))
-                    .numpy()
-                    .all()
-                )
-                assert isinstance(found["ragged"], tf.RaggedTensor)
-                assert found["ragged"].to_list() == [[1.0], [2.0, 3.0]]
 
     @pytest.mark.long
     def test_tf_sparse_inputs_train(place):

@@ -61,18 +61,26 @@ INSIDE = {
     "answering": DiesAnswering,
     "changed": DiesChanged,
 }
-# What differs between start methods is told apart in the full run.
-LONG = {"forkserver": (), "spawn": pytest.mark.long, "fork": pytest.mark.long}
+
+
+def _cell(*values, quick):
+    """A case of a test; those that are not quick are for the full run."""
+    return pytest.param(
+        *values, id="-".join(values), marks=() if quick else pytest.mark.long
+    )
+
+
+# The quick run has each cause at one moment, each moment with one cause, and
+# each start method with one of both.
 # A fork unpickles nothing, neither when it starts nor after a change.
 CELLS_INSIDE = [
-    pytest.param(
+    _cell(
         moment,
         how,
         start_method,
-        id=f"{moment}-{how}-{start_method}",
-        marks=()
-        if (moment, how) == ("building", "sigkill")
-        else LONG[start_method],
+        quick=(moment, how) == ("building", "sigkill")
+        or (start_method == "forkserver" and moment == "building")
+        or (start_method == "forkserver" and how == "sigkill"),
     )
     for moment in INSIDE
     for how in CAUSES
@@ -80,22 +88,20 @@ CELLS_INSIDE = [
     if start_method != "fork" or moment not in ("unpickled", "changed")
 ] + [
     # The fork server is what "forkserver" has.
-    pytest.param(
+    _cell(
         moment,
         "forkserver",
         "forkserver",
-        id=f"{moment}-forkserver",
-        marks=() if moment in ("starting", "building") else pytest.mark.long,
+        quick=moment in ("starting", "building"),
     )
     for moment in INSIDE
 ]
 # sys.exit would end the thread that has waited for the word, not the process.
 CELLS_OUTSIDE = [
-    pytest.param(
+    _cell(
         how,
         start_method,
-        id=f"{how}-{start_method}",
-        marks=LONG[start_method],
+        quick=start_method == "forkserver" and how in ("sigkill", "exit0"),
     )
     for how in CAUSES
     if how != "sysexit"
@@ -364,7 +370,7 @@ def test_the_death_of_a_forkserver_is_one_death(undisturbed, tmp_path):
 # -- the end -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", CAUSES)
+@pytest.mark.parametrize("how", quickly(CAUSES, "sigkill", "exit0", "sysexit"))
 def test_a_worker_that_dies_in_close_does_not_disturb_it(
     how, undisturbed, tmp_path
 ):
@@ -378,7 +384,7 @@ def test_a_worker_that_dies_in_close_does_not_disturb_it(
         _assert_same(seen, undisturbed[0])
 
 
-@pytest.mark.parametrize("start_method", START_METHODS)
+@pytest.mark.parametrize("start_method", quickly(START_METHODS, "forkserver"))
 def test_workers_that_are_killed_during_close_do_not_disturb_it(
     start_method, undisturbed, tmp_path
 ):

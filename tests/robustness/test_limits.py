@@ -31,6 +31,7 @@ from limit_runs import (
     run_python,
     script_for,
 )
+from places import quickly
 from samples import Numbered
 from trainers import START_METHODS
 
@@ -49,10 +50,8 @@ every_method = pytest.mark.parametrize("method", START_METHODS)
 
 
 @pytest.fixture(scope="module")
-def trainers(tmp_path_factory):
-    made = Trainers(tmp_path_factory.mktemp("runs"))
-    yield made
-    made.close()
+def trainers(tmp_path_factory, zygote):
+    return Trainers(zygote, tmp_path_factory.mktemp("runs"))
 
 
 def _processes(method, **kwargs):
@@ -354,7 +353,9 @@ def with_too_large_batches(more, where):
     return first, second, third
 
 
-@pytest.mark.parametrize("where", ["private", "place", "pickled"])
+@pytest.mark.parametrize(
+    "where", quickly(["private", "place", "pickled"], "private")
+)
 def test_a_batch_too_large_for_a_slot_is_named_and_harms_no_other(
     trainers, where
 ):
@@ -368,36 +369,39 @@ def test_a_batch_too_large_for_a_slot_is_named_and_harms_no_other(
     assert third == [1000] * 3
 
 
-def with_hungry_workers(keywords):
-    dataset = limit_samples.Hungry(**keywords)
-    outcomes = [attempt(dataset), attempt(dataset)]
-    dataset.at = -1
-    outcomes.append(attempt(dataset))
-    dataset.close()
-    return outcomes
+def with_hungry_workers(*kinds):
+    """Two epochs that need too much memory and one that does not, by kind."""
+    found = []
+    for keywords in kinds:
+        dataset = limit_samples.Hungry(**keywords)
+        outcomes = [attempt(dataset), attempt(dataset)]
+        dataset.at = -1
+        outcomes.append(attempt(dataset))
+        dataset.close()
+        found.append(outcomes)
+    return found
 
 
 @pytest.mark.parametrize(
-    "keywords",
+    "kinds",
     [
-        {"workers": 0},
-        {"workers": 2},
-        _processes("forkserver"),
-        *_for_the_full_run(*map(_processes, ["spawn", "fork"])),
+        [{"workers": 0}, {"workers": 2}, _processes("forkserver")],
+        *_for_the_full_run(list(map(_processes, ["spawn", "fork"]))),
     ],
-    ids=["inline", "thread", *METHODS],
+    ids=["quick", "long"],
 )
-def test_a_memory_error_of_the_users_is_the_users(trainers, keywords):
-    run = trainers.run(with_hungry_workers, keywords)
-    first, second, after = run.check()
-    for outcome in (first, second):
-        assert outcome["error"] == "_ArrayMemoryError" or (
-            outcome["error"] == "MemoryError"
-        )
-        assert "Unable to allocate 32.0 TiB" in outcome["text"]
-        assert any("batch 2" in note for note in outcome["notes"])
-        assert "__getitem__" in outcome["frames"]
-    assert after == WORKED
+def test_a_memory_error_of_the_users_is_the_users(trainers, kinds):
+    for first, second, after in trainers.run(
+        with_hungry_workers, *kinds
+    ).check():
+        for outcome in (first, second):
+            assert outcome["error"] == "_ArrayMemoryError" or (
+                outcome["error"] == "MemoryError"
+            )
+            assert "Unable to allocate 32.0 TiB" in outcome["text"]
+            assert any("batch 2" in note for note in outcome["notes"])
+            assert "__getitem__" in outcome["frames"]
+        assert after == WORKED
 
 
 def in_a_cgroup(group, huge):

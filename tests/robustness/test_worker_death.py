@@ -157,7 +157,7 @@ def test_what_a_worker_started_ends_with_it():
             if not _sleeps(worker):
                 worker.kill()
         list(dataset)
-        _, alive = psutil.wait_procs(sleeps, timeout=5)
+        _, alive = psutil.wait_procs(sleeps, timeout=120)
         assert not alive
 
 

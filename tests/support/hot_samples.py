@@ -28,9 +28,7 @@ class Slow(FastPyDataset):
         return 40
 
     def __getitem__(self, index):
-        np.linalg.norm(X)
         WAYS[self.way](self)
-        time.sleep(0.002)
         return X, X[:, :1]
 
 

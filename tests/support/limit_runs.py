@@ -1,28 +1,28 @@
 """Runs a function as a training process of its own, and misses nothing.
 
-`Trainers` imports Keras once and forks for each run, so that a run costs what
-it does and not three seconds more. `run_python` starts an interpreter, for what
-only its start can tell. Both give the run a session of its own, and report what
-is left in it.
+`Trainers` forks for each run from a process that has imported Keras, so that a
+run costs what it does and not three seconds more. `run_python` starts an
+interpreter, for what only its start can tell. Both give the run a session of
+its own, and report what is left in it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import importlib
 import json
 import os
 import resource
+import select
 import signal
 import subprocess
 import sys
 import time
 import traceback
-import warnings
 
-SETTLE_S = 5.0  # for what was asked to end to be gone
+PATIENCE_S = 280.0  # for a run to end
+SETTLE_S = 60.0  # for what was asked to end to be gone
 
 
 @dataclasses.dataclass
@@ -54,20 +54,14 @@ class Run:
 
 
 class Trainers:
-    """A process that has imported Keras, and forks training processes."""
+    """Runs functions in training processes that are forked from the zygote."""
 
-    def __init__(self, folder):
+    def __init__(self, zygote, folder):
+        self.zygote = zygote
         self.folder = folder
         self.count = 0
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", "import limit_runs; limit_runs.serve()"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment(),
-            text=True,
-        )
 
-    def run(self, function, *args, timeout=280, environ=None):
+    def run(self, function, *args, environ=None):
         """Runs `function(*args)` in a fork; its module is imported there."""
         self.count += 1
         place = self.folder / f"run{self.count}"
@@ -76,16 +70,22 @@ class Trainers:
             "module": function.__module__,
             "function": function.__name__,
             "args": args,
-            "place": str(place),
-            "environ": environ or {},
+            "result": str(place / "result"),
         }
-        self.process.stdin.write(json.dumps(task) + "\n")
-        self.process.stdin.flush()
-        pid = int(self.process.stdout.readline())
-        hung = not _gone(pid, timeout)
+        with (
+            open(place / "stdout", "wb") as out,
+            open(place / "stderr", "wb") as err,
+        ):
+            pid = self.zygote.start(
+                f"import limit_runs\nlimit_runs.be_a_trainer({task!r})\n",
+                [str(place / "train.py")],
+                [out.fileno(), err.fileno()],
+                **(environ or {}),
+            )
+        hung = not _ends(pid)
         if hung:
             _kill_session(pid)
-        status = int(self.process.stdout.readline())
+        status = self.zygote.ask({"reap": pid})
         left = _left_of(pid)
         result = None
         with contextlib.suppress(FileNotFoundError):
@@ -93,13 +93,8 @@ class Trainers:
         out, err = ((place / n).read_text() for n in ("stdout", "stderr"))
         return Run(result, status, out, err, left, hung)
 
-    def close(self):
-        self.process.stdin.close()
-        self.process.wait(20)
-        self.process.stdout.close()
 
-
-def run_python(command, *, timeout=280, **kwargs):
+def run_python(command, **kwargs):
     """Runs a command; its last line, if JSON, is the result."""
     kwargs.setdefault("env", environment())
     process = subprocess.Popen(
@@ -114,7 +109,7 @@ def run_python(command, *, timeout=280, **kwargs):
     hung = False
     with process:
         try:
-            out, err = process.communicate(timeout=timeout)
+            out, err = process.communicate(timeout=PATIENCE_S)
         except subprocess.TimeoutExpired:
             hung = True
             _kill_session(process.pid)
@@ -140,14 +135,13 @@ def _path():
     return [os.path.abspath(p) for p in sys.path if p]
 
 
-def _gone(pid, timeout):
-    """Waits until a process, which is not ours, has ended or is a zombie."""
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        if _state(pid) in (None, "Z"):
-            return True
-        time.sleep(0.01)
-    return False
+def _ends(pid):
+    """Waits for the end of a process, which is not ours; not for ever."""
+    pidfd = os.pidfd_open(pid)
+    try:
+        return bool(select.select([pidfd], [], [], PATIENCE_S)[0])
+    finally:
+        os.close(pidfd)
 
 
 def _stat(pid):
@@ -156,11 +150,6 @@ def _stat(pid):
             return file.read().rpartition(")")[2].split()
     except OSError:
         return None
-
-
-def _state(pid):
-    stat = _stat(pid)
-    return stat and stat[0]
 
 
 def _session(leader):
@@ -193,43 +182,14 @@ def _kill_session(leader):
             os.kill(pid, signal.SIGKILL)
 
 
-# -- in the process that forks -------------------------------------------------
+# -- in the fork ---------------------------------------------------------------
 
 
-def serve():
-    """Forks for every line on standard input, until that ends."""
-    import keras_fastdata  # noqa: F401 - the point of it all
-
-    for line in sys.stdin:
-        task = json.loads(line)
-        importlib.import_module(task["module"])
-        # Else the collections of the fork would copy all of Keras.
-        gc.freeze()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            pid = os.fork()
-        if not pid:
-            _be_a_trainer(task)
-            return
-        print(pid, flush=True)
-        _, status = os.waitpid(pid, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
-
-
-def _be_a_trainer(task):
-    os.setsid()
-    os.environ.update(task["environ"])
-    place = task["place"]
-    for name, fd, flags in (
-        (os.devnull, 0, os.O_RDONLY),
-        (os.path.join(place, "stdout"), 1, os.O_WRONLY | os.O_CREAT),
-        (os.path.join(place, "stderr"), 2, os.O_WRONLY | os.O_CREAT),
-    ):
-        opened = os.open(name, flags, 0o644)
-        os.dup2(opened, fd)
-        os.close(opened)
-    sys.stdin = open(os.devnull)  # noqa: SIM115
-    function = getattr(sys.modules[task["module"]], task["function"])
+def be_a_trainer(task):
+    """Runs a function, lifts all limits, and writes what it has returned."""
+    function = getattr(
+        importlib.import_module(task["module"]), task["function"]
+    )
     try:
         result = json.dumps(function(*task["args"]))
     except BaseException:
@@ -238,7 +198,7 @@ def _be_a_trainer(task):
         raise SystemExit(99) from None
     lift_limits()
     os.umask(0o022)
-    with open(os.path.join(place, "result"), "w") as file:
+    with open(task["result"], "w") as file:
         file.write(result)
 
 

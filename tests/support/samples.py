@@ -187,6 +187,30 @@ class Shuffles(FastPyDataset):
         (self.g or np.random).shuffle(self.order)
 
 
+class Inner(FastPyDataset):
+    """Has an order and draws of its own."""
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return np.array([index, self.rng.integers(1000)])
+
+
+class Outer(FastPyDataset):
+    """Goes through another dataset for each of its batches."""
+
+    def __init__(self, inner, **settings):
+        super().__init__(**settings)
+        self.inner = inner
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return np.stack(list(self.inner))
+
+
 def numbers(batches):
     """The index that each batch of `Numbered` was built for."""
     return [int(y.flat[0]) for _, y in batches]

@@ -73,11 +73,24 @@ def line_of(function):
 
 
 def strike(path, times=1):
-    """Whether this is one of the first calls with `path`, in any process."""
+    """Whether this is one of the first calls with `path`, in any process.
+
+    If so, `is_stuck` says so of this process.
+    """
     with open(path, "a+") as file:
         file.write("x")
         file.flush()
-        return file.tell() <= times
+        struck = file.tell() <= times
+    if struck:
+        folder = os.path.dirname(path)
+        with open(os.path.join(folder, f"stuck-{os.getpid()}"), "w"):
+            pass
+    return struck
+
+
+def is_stuck(folder, pid):
+    """Whether `strike` was true in a process, with a file of this folder."""
+    return os.path.exists(os.path.join(folder, f"stuck-{pid}"))
 
 
 # -- datasets ----------------------------------------------------------------

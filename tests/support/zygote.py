@@ -1,9 +1,9 @@
 """Runs scripts as training processes that have imported Keras already.
 
 A request has a script and brings the descriptors of its standard output and
-standard error; it is run by a fork of this process, which has imported Keras
-but not used it, and nothing of this package. The fork is a session of its own,
-so that every process it starts can be told by its session.
+standard error; it is run by a fork of this process, which has imported pytest,
+and Keras but not used it, and nothing of this package. The fork is a session of
+its own, so that every process it starts can be told by its session.
 
 This process is no child of the tests', which look at all their children. It
 ends when the tests close their end of the socket.
@@ -23,6 +23,7 @@ if os.fork():
     os._exit(0)
 
 import keras  # noqa: F401
+import pytest  # noqa: F401 - scripts may import modules of tests
 
 
 def next_script(requests: socket.socket) -> tuple[str, str]:

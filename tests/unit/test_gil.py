@@ -70,7 +70,7 @@ def test_it_ends_when_no_batch_comes_any_more(probe, monkeypatch):
     monkeypatch.setattr("keras_fastdata.metrics.gil._IDLE_S", 0.1)
     probe.watch()
     thread = probe._thread
-    thread.join(10)
+    thread.join(120)
     assert not thread.is_alive()
     probe.watch()
     assert probe._thread.is_alive()
@@ -82,7 +82,7 @@ def test_it_ends_with_its_recorder():
     probe.watch()
     thread = probe._thread
     del recorder
-    thread.join(10)
+    thread.join(120)
     assert not thread.is_alive()
     probe.close()
     probe.close()

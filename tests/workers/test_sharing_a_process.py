@@ -14,6 +14,7 @@ import random
 import signal
 import stat
 import threading
+import time
 
 import cloudpickle
 import keras
@@ -27,6 +28,8 @@ from trainers import START_METHODS, Trainer, endless
 from keras_fastdata import FastPyDataset
 from keras_fastdata.memory import arena
 from keras_fastdata.workers.process import launchers
+
+pytestmark = pytest.mark.usefixtures("kept_forkserver")
 
 # The long way round, in the full run.
 DATASETS = 1000 if FULL else 50
@@ -336,9 +339,16 @@ class _Blocked(FastPyDataset):
         return np.zeros(3)
 
 
-def _forkservers():
-    children = psutil.Process().children()
-    return [c for c in children if "forkserver" in " ".join(c.cmdline())]
+def _workers():
+    """The workers of the fork server, which is one for all datasets."""
+    (forkserver,) = psutil.Process().children()
+    return forkserver.children()
+
+
+def _wait_until(condition):
+    """Waits for what another process does in its own time."""
+    while not condition():
+        time.sleep(0.001)
 
 
 @pytest.mark.long
@@ -355,8 +365,7 @@ def test_datasets_come_and_go_by_the_hundred(cyclic):
                 assert numbers(dataset) == [0, 1, 2]
         del dataset
         gc.collect()
-        (forkserver,) = _forkservers()
-        assert len(forkserver.children()) == 2
+        _wait_until(lambda: len(_workers()) == 2)
         assert numbers(keeps_the_forkserver) == list(range(10))
 
 
@@ -371,11 +380,11 @@ def test_a_dataset_is_collected_by_another_thread_while_workers_build(tmp_path):
     gc.disable()
     try:
         del dataset
-        assert _forkservers()
+        assert _workers()
         _in_threads(gc.collect)
     finally:
         gc.enable()
-    assert not _forkservers()
+    _wait_until(lambda: not _workers())
 
 
 def test_a_dataset_is_collected_while_a_worker_of_another_is_forked(
@@ -398,8 +407,7 @@ def test_a_dataset_is_collected_while_a_worker_of_another_is_forked(
         with Numbered(**PROCESSES) as dataset:
             monkeypatch.setattr(launchers.socket, "send_fds", send_and_collect)
             assert numbers(dataset) == list(range(10))
-            (forkserver,) = _forkservers()
-            assert len(forkserver.children()) == 2
+            _wait_until(lambda: len(_workers()) == 2)
     finally:
         gc.enable()
 
@@ -638,12 +646,11 @@ def test_libraries_with_threads_work_in_trainer_and_workers(start_method):
 @pytest.fixture
 def family():
     """This process and the workers of a dataset in the midst of an epoch."""
-    others = psutil.Process().children(recursive=True)
     with Numbered(length=50, **PROCESSES) as dataset:
         batches = iter(dataset)
         held = [next(batches) for _ in range(5)]
-        children = psutil.Process().children(recursive=True)
-        family = [psutil.Process(), *(c for c in children if c not in others)]
+        trainer = psutil.Process()
+        family = [trainer, *trainer.children(recursive=True)]
         assert len(family) == 4
         yield family
         assert numbers([*held, *batches]) == list(range(50))

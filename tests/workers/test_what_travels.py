@@ -328,6 +328,10 @@ def test_a_main_script_with_locks_caches_and_files_of_its_own(tmp_path, zygote):
 
 
 @pytest.mark.backend
+@pytest.mark.skipif(
+    keras.backend.backend() == "tensorflow",
+    reason="test_batch_kinds.py does it, with one import of TensorFlow",
+)
 def test_a_tensor_of_the_backend_travels():
     tensor = keras.ops.convert_to_tensor(np.arange(6.0).reshape(3, 2))
     assert_travels(tensor, lambda t, i: np.asarray(t[i]))

@@ -1,0 +1,37 @@
+"""Who is late, to the watchdog, where a test says who is stuck."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from keras_fastdata.workers import watchdog
+
+_LATE_S = 1000.0
+_SETTLED_S = 0.3  # from where it says that it is stuck, to where it is stuck
+
+
+def only_the_stuck_are_late(monkeypatch, is_stuck):
+    """Has the watchdog find late who is stuck, and nobody else.
+
+    So it does not matter how busy the machine is. A start that is not stuck
+    has taken as long as it has.
+
+    Args:
+        monkeypatch: Of the test.
+        is_stuck: A function of a process id, or of the identity of a thread.
+    """
+    look = watchdog.Watchdog.look
+
+    def seen(activity):
+        if activity.elapsed_s > _SETTLED_S and is_stuck(activity.stack.args[0]):
+            return dataclasses.replace(activity, elapsed_s=_LATE_S)
+        if activity.starting:
+            return activity
+        return dataclasses.replace(activity, elapsed_s=0.0)
+
+    def look_at_the_stuck(guard, activities):
+        if guard._timeout_s is not None:
+            activities = map(seen, activities)
+        return look(guard, activities)
+
+    monkeypatch.setattr(watchdog.Watchdog, "look", look_at_the_stuck)
