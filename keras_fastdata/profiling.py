@@ -282,7 +282,8 @@ def _run(
     total = sum(batches + max(1, workers) for workers, _ in _TRIED)
     before = 0
     for workers, processes in _TRIED:
-        what = _named(workers, processes)
+        kind = "process" if processes else "thread"
+        what = formatting.workers(kind, workers)
         warm = max(1, workers)
         try:
             trials[workers, processes] = _try(
@@ -506,12 +507,6 @@ def _measured(trial: _Trial | None) -> float | None:
 
 
 # -- the report ---------------------------------------------------------------
-
-
-def _named(workers: int, processes: bool) -> str:
-    if not workers:
-        return "inline"
-    return formatting.count(workers, "process" if processes else "thread")
 
 
 def _length(num_batches: int | None) -> str:

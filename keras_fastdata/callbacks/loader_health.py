@@ -15,8 +15,9 @@ from keras_fastdata.callbacks import device
 from keras_fastdata.callbacks.base import Callback, registered
 from keras_fastdata.callbacks.saving_time import SavingTimer, savers_among
 from keras_fastdata.callbacks.tensorboard import EventFiles, log_dirs_among
-from keras_fastdata.health import hot_lines
+from keras_fastdata.health import comparison, hot_lines
 from keras_fastdata.health.account import FitTimer
+from keras_fastdata.health.comparison import Figures
 from keras_fastdata.health.epoch_monitor import EpochMonitor, no_step
 from keras_fastdata.health.measured import Measured
 from keras_fastdata.health.record import Record
@@ -81,17 +82,22 @@ class LoaderHealth(Callback):
         stacks: A path; they leave the stacks there that builds were met in,
             for https://www.speedscope.app or `flamegraph.pl`. The page has
             their flame graph. Builds of less than 5 ms are not looked at.
+        compare: A page that `report` wrote before, by its path, or an earlier
+            `summary()`. Console, page and `summary()` then show before and
+            now. The path may be that of `report`: each run is then compared
+            with the run before, if there was one.
 
     Raises:
-        ValueError: `verbose` is neither 0 nor 1. In `fit`: there are two of
-            these callbacks.
+        ValueError: `verbose` is neither 0 nor 1, or `compare` is no page of
+            `LoaderHealth`. In `fit`: there are two of these callbacks.
+        OSError: The page to compare with cannot be read.
         ImportError: `report` is given, and Jinja2 is not installed.
 
     Example:
 
     >>> from keras_fastdata import LoaderHealth
-    >>> LoaderHealth(verbose=0).get_config()
-    {'verbose': 0, 'report': None, 'trace': None, 'stacks': None}
+    >>> LoaderHealth(report="health.html").get_config()["report"]
+    'health.html'
     """
 
     model: Any
@@ -104,6 +110,7 @@ class LoaderHealth(Callback):
         report: str | os.PathLike[str] | None = None,
         trace: str | os.PathLike[str] | None = None,
         stacks: str | os.PathLike[str] | None = None,
+        compare: str | os.PathLike[str] | HealthSummary | None = None,
     ) -> None:
         super().__init__()
         if verbose not in (0, 1):
@@ -114,6 +121,8 @@ class LoaderHealth(Callback):
         self.stacks = None if stacks is None else os.fspath(stacks)
         if self.report is not None:
             pages.require()
+        self.compare = compare
+        self._compared = self._figures_before()
         self._monitor: EpochMonitor | None = None
         self._measured = Measured.IDLE
         # Told of each step; of one of training, after an evaluation amid it.
@@ -144,6 +153,9 @@ class LoaderHealth(Callback):
             "report": self.report,
             "trace": self.trace,
             "stacks": self.stacks,
+            "compare": None
+            if isinstance(self.compare, HealthSummary)
+            else self.compare,
         }
 
     @classmethod
@@ -162,6 +174,8 @@ class LoaderHealth(Callback):
             self._validations,
             self._pool_stats,
             None if timer is None else timer.account,
+            f"{self._began:%Y-%m-%d %H:%M:%S}" if self._epochs else "",
+            self._compared,
         )
 
     def plot(self) -> Figure:
@@ -325,6 +339,17 @@ class LoaderHealth(Callback):
         self._write_files()
 
     # -- measuring ----------------------------------------------------------
+
+    def _figures_before(self) -> Figures | None:
+        """Returns the figures of the run to compare with."""
+        if self.compare is None:
+            return None
+        if isinstance(self.compare, HealthSummary):
+            return self.compare.figures
+        self.compare = os.fspath(self.compare)
+        if self.compare == self.report and not os.path.exists(self.compare):
+            return None  # this is the first run
+        return comparison.read(self.compare)
 
     def _move_to(self, measured: Measured) -> None:
         """Changes the state. This is the only method that changes the state."""

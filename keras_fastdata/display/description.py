@@ -18,8 +18,6 @@ from keras_fastdata.engine.settings import Settings
 from keras_fastdata.engine.sharding import Shard
 from keras_fastdata.metrics import formatting
 
-_KINDS = {"thread": "thread", "process": "process", "ray": "Ray actor"}
-
 
 def is_default(method: Any) -> bool:
     """Whether a bound `__repr__` is the one that `object` defines."""
@@ -103,6 +101,6 @@ def _workers(dataset: Any, settings: Settings, found: Any) -> str:
     kind = "process" if settings.use_multiprocessing else "thread"
     if settings.executor == "ray":
         kind = "ray"
-    text = formatting.count(count, _KINDS[kind]) if count else "built inline"
+    text = formatting.workers(kind, count)
     given = getattr(found, "settings", found)
     return f'{text} (workers="auto")' if given.workers == "auto" else text

@@ -6,7 +6,9 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from keras_fastdata.health import comparison
 from keras_fastdata.health.account import TimeAccount
+from keras_fastdata.health.comparison import Figures
 from keras_fastdata.health.hot_lines import HotLine, hot_lines
 from keras_fastdata.health.verdict import (
     Facts,
@@ -134,6 +136,8 @@ class HealthSummary:
             where builds take less than 5 ms.
         account: Where the time of the `fit` went, from its call to the end of
             the latest epoch; `None` for other calls.
+        began: The date and time of the beginning, as text.
+        compared: The figures of an earlier run; `None` without one.
     """
 
     verdict: Verdict | None
@@ -145,6 +149,34 @@ class HealthSummary:
     shard: str = ""
     hot_lines: tuple[HotLine, ...] = ()
     account: TimeAccount | None = None
+    began: str = ""
+    compared: Figures | None = None
+
+    @property
+    def figures(self) -> Figures:
+        """The main figures, with which a later run can be compared."""
+        recent = self.epochs[len(self.epochs) // 2 :]
+        if not recent:
+            return Figures(began=self.began)
+        facts = recent[-1].facts
+        walls = sorted(epoch.wall_s for epoch in recent)
+        wall_s = sum(walls)
+        free_s = sum(e.wall_s * (1 - e.data_wait) for e in recent)
+        account = self.account or TimeAccount(math.nan, math.nan)
+        return Figures(
+            dataset=facts.dataset if facts else "",
+            began=self.began,
+            workers=formatting.workers(facts.workers_are, facts.workers)
+            if facts
+            else "",
+            verdict=str(self.verdict.kind) if self.verdict else "",
+            epoch_s=walls[len(walls) // 2],
+            data_wait=1 - free_s / max(wall_s, 1e-9),
+            batches_per_s=sum(e.batches for e in recent) / max(wall_s, 1e-9),
+            build_s=recent[-1].build_s_p50,
+            first_batch_s=account.first_batch_s,
+            total_s=account.total_s,
+        )
 
     @property
     def validation_verdict(self) -> Verdict | None:
@@ -225,6 +257,8 @@ class HealthSummary:
             parts.append(f"This process has {self.shard}.")
         if self.decisions:
             parts.append(formatting.wrapped(str(self.decisions[-1])))
+        if self.compared is not None:
+            parts.append(comparison.text(self.compared, self.figures))
         return "\n".join(parts)
 
 
@@ -233,6 +267,8 @@ def summarize(
     validations: list[EpochHealth],
     pool_stats: PoolStats | None = None,
     account: TimeAccount | None = None,
+    began: str = "",
+    compared: Figures | None = None,
 ) -> HealthSummary:
     """Combines the figures of epochs and validations into a summary."""
     wall_s = sum(e.wall_s for e in epochs)
@@ -247,6 +283,8 @@ def summarize(
         shard="" if pool_stats is None else pool_stats.shard,
         hot_lines=() if pool_stats is None else hot_lines(pool_stats.stacks),
         account=account,
+        began=began,
+        compared=compared,
     )
 
 

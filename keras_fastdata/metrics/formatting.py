@@ -50,6 +50,18 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'es' if hisses else 's'}"
 
 
+def workers(kind: str, number: int) -> str:
+    """Formats the kind and number of workers: "2 threads", "inline".
+
+    Args:
+        kind: "inline", "thread", "process" or "ray".
+        number: How many there are; 0 for inline.
+    """
+    if not number or kind == "inline":
+        return "inline"
+    return count(number, "Ray actor" if kind == "ray" else kind)
+
+
 def cores(number: float) -> str:
     """Formats a number of cores: "1 core", "1.5 cores"."""
     return f"{number:g} core{'' if number == 1 else 's'}"

@@ -41,13 +41,13 @@ class Printed(FastPyDataset):
     ("arguments", "text"),
     [
         ({}, "<Numbered: 10 batches; 1 thread>"),
-        ({"workers": 0}, "<Numbered: 10 batches; built inline>"),
+        ({"workers": 0}, "<Numbered: 10 batches; inline>"),
         (
             {"workers": 2, "use_multiprocessing": True, "cache": "memory"},
             "<Numbered: 10 batches; 2 processes; cache 'memory'>",
         ),
         ({"workers": 2, "shard": (1, 4)}, "2 threads; shard 2 of 4>"),
-        ({"workers": "auto"}, 'built inline (workers="auto")>'),
+        ({"workers": "auto"}, 'inline (workers="auto")>'),
         ({"workers": 3, "executor": "ray"}, "3 Ray actors>"),
     ],
 )

@@ -1021,6 +1021,7 @@ def test_its_config_makes_it_again():
         "report": "a.html",
         "trace": "b.json",
         "stacks": None,
+        "compare": None,
     }
     assert json.loads(json.dumps(config)) == config
     assert LoaderHealth.from_config(config).get_config() == config
@@ -1029,6 +1030,7 @@ def test_its_config_makes_it_again():
         "report": None,
         "trace": None,
         "stacks": None,
+        "compare": None,
     }
 
 

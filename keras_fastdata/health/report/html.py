@@ -14,6 +14,7 @@ import re
 from typing import Any
 
 from keras_fastdata import _atomic_write
+from keras_fastdata.health import comparison
 from keras_fastdata.health.record import Record
 from keras_fastdata.health.report import drawing, flame
 from keras_fastdata.health.summary import HealthSummary
@@ -111,6 +112,8 @@ def _view(record: Record) -> dict[str, Any]:
         "free_s": summary.free_s,
         "speedup": _speedup(summary),
         "account": summary.account,
+        "figures": summary.figures.to_json(),
+        "compared": _compared(summary),
         "account_colours": _ACCOUNT_COLOURS,
         "took_s": record.ended_s - record.began_s,
         "timelines": drawing.timelines(record),
@@ -150,6 +153,12 @@ def _headline(record: Record) -> str:
     phase = _PHASES.get(summary.epochs[0].phase, "Training")
     wait = formatting.share(summary.data_wait)
     return f"{phase} lost {wait} of its time to data"
+
+
+def _compared(summary: HealthSummary) -> list[tuple[str, str, str, str]]:
+    if summary.compared is None:
+        return []
+    return comparison.rows(summary.compared, summary.figures)
 
 
 def _speedup(summary: HealthSummary) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 
+from keras_fastdata.health import comparison
 from keras_fastdata.health.summary import (
     EpochHealth,
     HealthSummary,
@@ -49,7 +50,7 @@ def summary_html(summary: HealthSummary) -> str:
         f"{html.escape(advice)}</p>"
         f"<p>{html.escape(account)}</p>"
         f"{_decided(summary)}"
-        f"{_table(summary)}</div>"
+        f"{_table(summary)}{_compared(summary)}</div>"
     )
 
 
@@ -57,6 +58,15 @@ def _decided(summary: HealthSummary) -> str:
     if not summary.decisions:
         return ""
     return f"<p>{html.escape(str(summary.decisions[-1]))}</p>"
+
+
+def _compared(summary: HealthSummary) -> str:
+    if summary.compared is None:
+        return ""
+    rows = comparison.rows(summary.compared, summary.figures)
+    name = html.escape(summary.compared.name)
+    table = formatting.html_table(rows, ("", "before", "now", ""))
+    return f"<p>Compared with {name}:</p>{table}"
 
 
 def _table(summary: HealthSummary) -> str:
