@@ -7,6 +7,8 @@ is nearly as quick as the quickest is kept:
 
     first place: what a build and a step need          some 30 batches
     each choice: warm up, then time per batch          some 40 batches
+    where a trial took longer than forecast, the model is corrected by it; if
+    more workers of that kind then promise more, they are tried, once
     the best one is kept; another look only when builds or steps change
 
 Time per batch is what counts, not time spent waiting: where a device works
@@ -21,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from typing import NamedTuple
 
 from keras_fastdata.metrics import formatting
@@ -191,8 +193,14 @@ class Tuner:
         if not best.workers:  # looking at what it draws from takes time
             best_s = min(best_s, costs.period_s(0, self._cores))
         reasons = [_describe(costs)]
-        for choice in self._choices(found):
-            ideal_s = costs.period_s(choice.workers, self._cores)
+        kinds = dict.fromkeys((False, True), costs)
+        choices = self._choices(found)
+        while choices:
+            choice = choices.pop(0)
+            if choice.are_processes in self._excluded:
+                continue
+            known = kinds[choice.are_processes]
+            ideal_s = known.period_s(choice.workers, self._cores)
             if ideal_s > _WORTH * best_s or choice == best:
                 continue
             self._move(
@@ -212,27 +220,37 @@ class Tuner:
                 best, at_best, best_s = choice, found, found.period_s
             if best_s <= _NEAR * ideal_s:
                 break
+            kinds[choice.are_processes] = learned = known.corrected(
+                found.costs, found.period_s, choice.workers, self._cores
+            )
+            more = choice._replace(workers=self._useful(learned))
+            if known is costs and more.workers > choice.workers:
+                choices.insert(0, more)
         if len(reasons) == 1:
             reasons.append("Workers would bring nothing.")
         self._move(best, " ".join(reasons), settled=True)
         return at_best
 
-    def _choices(self, found: Situation) -> Iterator[WorkerConfigChoice]:
-        """Yields the choices to try, the most promising first.
+    def _choices(self, found: Situation) -> list[WorkerConfigChoice]:
+        """Returns the choices to try, the most promising first.
 
         Threads suit builds that wait, and processes those that compute.
         """
         costs = found.costs
         if costs.build_s < _CHEAP * found.period_s:
-            return
+            return []
+        workers = self._useful(costs)
+        processes_first = costs.computing >= WAITS
+        return [
+            WorkerConfigChoice(workers, are_processes)
+            for are_processes in (processes_first, not processes_first)
+        ]
+
+    def _useful(self, costs: Costs) -> int:
         # What receiving takes is a guess, and one too many does no harm.
-        workers = dataclasses.replace(costs, take_s=0.0).useful(
+        return dataclasses.replace(costs, take_s=0.0).useful(
             self._cores, self._most
         )
-        processes_first = costs.computing >= WAITS
-        for are_processes in (processes_first, not processes_first):
-            if are_processes not in self._excluded:
-                yield WorkerConfigChoice(workers, are_processes)
 
     def _move(
         self, choice: WorkerConfigChoice, reason: str, *, settled: bool

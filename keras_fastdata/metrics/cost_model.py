@@ -120,6 +120,32 @@ class Costs:
         behind_s = (stretch - lookahead) * period_s
         return max(period_s, (self.straggler_s + behind_s) / stretch)
 
+    def corrected(
+        self, seen: Costs, came_s: float, workers: int, cores: float
+    ) -> Costs:
+        """Returns these costs, corrected by a trial that took longer.
+
+        If builds wait, they may wait longer with several workers, and more
+        workers make up for that. Other time that the forecast lacked counts as
+        time with something that one worker at a time can use.
+
+        Args:
+            seen: The costs that were measured in the trial.
+            came_s: The time per batch of the trial.
+            workers: The number of workers of the trial, at least 1.
+            cores: The cores for builds and steps.
+        """
+        costs = self
+        if self.computing < WAITS:
+            costs = dataclasses.replace(
+                self,
+                cpu_s=max(self.cpu_s, seen.cpu_s),
+                blocked_s=max(self.blocked_s, seen.blocked_s),
+            )
+        if costs.period_s(workers, cores) >= _NEARLY * came_s:
+            return costs
+        return dataclasses.replace(costs, shared_s=came_s)
+
     def bridging(self, period_s: float) -> int:
         """Returns the queue size with which no straggler is waited for."""
         return math.ceil(self.straggler_s / max(period_s, 1e-9))

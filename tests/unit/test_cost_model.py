@@ -106,6 +106,31 @@ def test_the_lock_is_held_for_no_longer_than_a_build_computes():
     assert cost_model.lock_s(0.0, 0.1, cpu_s=0.02) == 0
 
 
+# -- the model, corrected by a trial -------------------------------------------
+
+
+def test_a_trial_that_took_as_long_as_forecast_corrects_nothing():
+    came_s = SLEEPS.period_s(4, 2)
+    assert SLEEPS.corrected(SLEEPS, came_s, 4, 2) == SLEEPS
+
+
+def test_builds_that_wait_longer_in_a_trial_get_more_workers():
+    seen = dataclasses.replace(SLEEPS, blocked_s=0.2)
+    wanted = dataclasses.replace(SLEEPS, step_s=0.05)
+    learned = wanted.corrected(seen, seen.period_s(2, 2), 2, 2)
+    assert learned == dataclasses.replace(wanted, blocked_s=0.2)
+    assert (wanted.useful(2, 16), learned.useful(2, 16)) == (4, 6)
+
+
+def test_builds_that_compute_and_came_late_take_turns():
+    # Four threads, of which one at a time runs Python code.
+    seen = Costs(cpu_s=0.010, blocked_s=0.030)
+    learned = COMPUTES.corrected(seen, came_s=0.010, workers=4, cores=8)
+    assert learned == dataclasses.replace(COMPUTES, shared_s=0.010)
+    assert learned.period_s(8, 8) == pytest.approx(0.010)
+    assert learned.useful(8, 16) == 1
+
+
 # -- the choice ----------------------------------------------------------------
 
 

@@ -27,6 +27,7 @@ class Load:
         python_s: Of a build, holding Python's lock.
         native_s: Of a build, computing without it.
         store_s: More of it in a process, to copy the batch.
+        crowd_s: More waiting in any worker, as at a disk that several use.
         step_s: With it, on a device.
         step_cpu_s: The same on a core.
     """
@@ -39,7 +40,9 @@ class Load:
         store_s=0,
         step_s=1e-3,
         step_cpu_s=0,
+        crowd_s=0,
     ):
+        self.crowd_s = crowd_s
         self.waits_s, self.python_s, self.native_s = waits_s, python_s, native_s
         self.store_s, self.step_s, self.step_cpu_s = store_s, step_s, step_cpu_s
 
@@ -47,8 +50,12 @@ class Load:
         stored_s = self.store_s if choice.are_processes else 0
         return self.python_s + self.native_s + stored_s
 
+    def build_s(self, choice):
+        crowd_s = self.crowd_s if choice.workers else 0
+        return self.waits_s + crowd_s + self.cpu_s(choice)
+
     def period_s(self, choice, cores):
-        build_s = self.waits_s + self.cpu_s(choice)
+        build_s = self.build_s(choice)
         step_s = self.step_s + self.step_cpu_s
         if choice == INLINE:
             return build_s + step_s
@@ -64,7 +71,7 @@ class Load:
         if draw.random() < 0.02:
             period_s *= 5  # somebody else had the core
         gap_s = self.step_s + self.step_cpu_s
-        build_s = self.waits_s + self.cpu_s(choice)
+        build_s = self.build_s(choice)
         timing = Timing(0, build_s, build_s, self.cpu_s(choice), 0)
         wait_s = max(0, period_s - gap_s)
         return Sample(gap_s, self.step_cpu_s, wait_s, timing)
@@ -80,6 +87,7 @@ LOADS = {
     "a slow step": Load(python_s=0.005, step_s=0.02),
     "a step on the cores": Load(python_s=0.005, step_s=0, step_cpu_s=0.01),
     "slow builds": Load(waits_s=0.3, native_s=0.2, step_s=0.1),
+    "crowded disk": Load(waits_s=0.005, step_s=0.002, crowd_s=0.005),
     "no step": Load(native_s=200e-6, step_s=0),
 }
 
@@ -172,6 +180,30 @@ def test_a_kind_that_is_ruled_out_later_is_left_at_once():
     run(tuner, load, 2, 200)
     assert tuner.choice == WorkerConfigChoice(10, True)
     assert tuner.has_converged
+
+
+def test_a_forecast_that_a_trial_belies_is_corrected_and_tried_again():
+    tuner = Tuner(2, QUEUE)
+    run(tuner, LOADS["crowded disk"], 2, 300)
+    tried = [d.place for d in tuner.decisions]
+    # 5 ms of waiting in steps of 2 ms were for 4 threads, 10 ms are for 8.
+    assert tried == ["4 threads", "8 threads", "8 threads"]
+    assert tuner.has_converged
+    assert "8 threads: 2" in tuner.decisions[-1].reason
+
+
+def test_a_forecast_is_corrected_once_for_each_kind_of_workers():
+    tuner = Tuner(2, QUEUE)
+    draw = random.Random(0)
+    # The longer a queue of builds, the longer each of them takes.
+    for _ in range(400):
+        crowd_s = 0.005 * tuner.choice.workers
+        load = Load(waits_s=0.005, step_s=0.002, crowd_s=crowd_s)
+        tuner.add(load.sample(tuner.choice, 2, draw))
+    assert tuner.has_converged
+    kinds = [d.place.split()[-1] for d in tuner.decisions if not d.settled]
+    assert kinds.count("threads") <= 2
+    assert kinds.count("processes") <= 2
 
 
 def test_what_changes_while_training_is_followed_and_the_reason_given():
