@@ -6,6 +6,7 @@ ready to run without a core. The kernel accounts for all three, for each thread.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import threading
@@ -65,27 +66,29 @@ def pause_s(asked: int) -> float:
 class RunDelay:
     """Reads how long the calling thread was runnable but had no core.
 
-    Only one thread may use an object.
+    Only one thread at a time may use an object.
     """
 
     def __init__(self) -> None:
-        self._fd: int | None = None  # -1: the kernel does not report it
+        self._fd = -1  # the kernel's file, if it has one
+        self._thread = 0  # the thread that opened it
 
     def read(self) -> float:
         """Returns the total delay so far in seconds, or 0 if it is unknown."""
-        if self._fd is None:
-            try:
+        thread = threading.get_native_id()
+        if thread != self._thread:
+            self.close()
+            with contextlib.suppress(OSError):
                 self._fd = os.open(_SCHEDSTAT, os.O_RDONLY)
-            except OSError:
-                self._fd = -1
+            self._thread = thread
         if self._fd < 0:
             return 0.0
         return int(os.pread(self._fd, _SCHEDSTAT_BYTES, 0).split()[1]) / 1e9
 
     def close(self) -> None:
         """Closes the file of the kernel's scheduler statistics. Idempotent."""
-        fd, self._fd = self._fd, None
-        if fd is not None and fd >= 0:
+        fd, self._fd, self._thread = self._fd, -1, 0
+        if fd >= 0:
             os.close(fd)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import time
 import types
 
@@ -12,7 +13,7 @@ from samples import Deadly, Numbered
 from situations import Burning, Sleeping
 
 from keras_fastdata.metrics import stack_sampler
-from keras_fastdata.metrics.timing import Stopwatch
+from keras_fastdata.metrics.timing import RunDelay, Stopwatch
 
 pytestmark = pytest.mark.usefixtures("kept_forkserver")
 
@@ -48,6 +49,15 @@ def test_moments_come_in_their_order(place):
         assert moments == sorted(moments)
         assert span.nbytes > 0
         assert span.retries == 0
+
+
+def test_a_run_delay_is_that_of_the_thread_that_reads_it():
+    delay = RunDelay()
+    thread = threading.Thread(target=delay.read)
+    thread.start()
+    thread.join()  # the kernel forgets a thread that has ended
+    assert delay.read() >= 0.0
+    delay.close()
 
 
 @everywhere
