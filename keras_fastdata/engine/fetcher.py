@@ -11,7 +11,9 @@ is still to come, the step ends with `Outcome.PENDING`; the consumer waits for
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
+import weakref
 from typing import Any
 
 from keras_fastdata.engine.autotune import SettingsInEffect
@@ -29,7 +31,7 @@ _LOOK_S = 0.005  # between two looks at workers whose batches are here
 _QUIESCE_S = 1.0  # for workers to finish what they are at
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, weakref_slot=True, eq=False)
 class Fetch:
     """The progress of one request of an iterator, kept during waits.
 
@@ -43,6 +45,7 @@ class Fetch:
         awaited: The position that is waited for, or -1.
         here_s: When the batch came, while only the workers' pause is awaited.
         inline: The caller as a worker, while it builds the batch.
+        thread: The caller's thread, if it builds the batch.
     """
 
     pause_after: bool
@@ -52,14 +55,7 @@ class Fetch:
     awaited: int = -1
     here_s: float | None = None
     inline: InlinePool | None = None
-
-    @property
-    def may_fill(self) -> bool:
-        """Whether workers may prefetch; `False` during an inline build.
-
-        They would draw from the generators that this build has seeded.
-        """
-        return self.inline is None
+    thread: int = 0
 
 
 @dataclasses.dataclass(eq=False)
@@ -74,6 +70,10 @@ class Fetcher:
     _pool: PoolHandle
     _factory: PoolFactory
     _look_s: float = 0.0  # when the next fetch is thorough in any case
+    # The fetches whose callers build, beside those that were given up.
+    _inline: weakref.WeakSet[Fetch] = dataclasses.field(
+        default_factory=weakref.WeakSet
+    )
 
     def begin(self, pause_after: bool, is_thorough: bool = False) -> Fetch:
         """Returns a new `Fetch` for a request.
@@ -93,6 +93,8 @@ class Fetcher:
         prefetcher, schedule = self._prefetcher, epoch.schedule
         assert schedule is not None
         fetch.waits_for = workers
+        if self._inline and self._must_wait(fetch):
+            return Outcome.PENDING
         if not fetch.pause_after:
             workers.resume()
         while (index := schedule.index_at(epoch.position)) is not None:
@@ -102,11 +104,11 @@ class Fetcher:
                 workers, epoch, index, fetch
             ):
                 return Outcome.PENDING
-            if fetch.may_fill and epoch.issued <= epoch.position:
+            if fetch.inline is None and epoch.issued <= epoch.position:
                 self._fill(workers, epoch)
             batch = self._fetch(workers, epoch, index, fetch)
             if batch is Outcome.PENDING:
-                if fetch.may_fill and prefetcher.should_fill(epoch):
+                if fetch.inline is None and prefetcher.should_fill(epoch):
                     self._fill(workers, epoch)
                 return batch
             if batch is Outcome.CACHE_MISS:
@@ -149,13 +151,15 @@ class Fetcher:
             The batches by index, or `PENDING`.
         """
         fetch.waits_for = workers
+        if self._must_wait(fetch):
+            return Outcome.PENDING
         workers.resume()
         schedule = epoch.schedule
         assert schedule is not None
         peeked = fetch.peeked
         while len(peeked) < count and schedule.holds(ahead.position):
             index = ahead.position
-            if fetch.may_fill:
+            if fetch.inline is None:
                 self._ask_ahead(workers, ahead, count)
             batch = self._fetch(workers, ahead, index, fetch)
             if batch is Outcome.PENDING:
@@ -176,6 +180,16 @@ class Fetcher:
                 del epoch.peeked[index]
                 epoch.spans.pop(index, None)
         return peeked
+
+    def _must_wait(self, fetch: Fetch) -> bool:
+        """Whether the caller of another fetch builds a batch, in its thread.
+
+        Workers would draw from the generators that this build has seeded.
+        """
+        return fetch.inline is None and any(
+            other.inline is not None and other.thread != threading.get_ident()
+            for other in self._inline
+        )
 
     def finish(self, epoch: Epoch, why: Finish) -> None:
         """Finishes an epoch, and drops its requests and results."""
@@ -305,6 +319,8 @@ class Fetcher:
         self._prefetcher.forget(workers, epoch)
         workers.resume()  # cancelled requests are answered at once
         fetch.inline = self._factory.create_inline()
+        fetch.thread = threading.get_ident()
+        self._inline.add(fetch)
         fetch.inline.submit(BatchRequest(0, epoch.number, index))
         return self._built_inline(workers, epoch, index, fetch)
 

@@ -216,12 +216,17 @@ class Loader:
             self._in_effect.auto.ask()
         epoch.begin_request()
         self._pool.check_shutdown()
-        while True:
-            batch = self._pool.run(self._deliver, epoch, dataset, fetch, counts)
-            if batch is not Outcome.PENDING:
-                return batch
-            assert fetch.waits_for is not None
-            self._pool.wait(fetch.waits_for)
+        try:
+            while True:
+                batch = self._pool.run(
+                    self._deliver, epoch, dataset, fetch, counts
+                )
+                if batch is not Outcome.PENDING:
+                    return batch
+                assert fetch.waits_for is not None
+                self._pool.wait(fetch.waits_for)
+        finally:
+            fetch.inline = None
 
     def _deliver(
         self, epoch: Epoch, dataset: build.Dataset, fetch: Fetch, counts: bool
@@ -252,9 +257,9 @@ class Loader:
             The batches by index; fewer than `count` if there are no more.
         """
         ahead = epoch.peeking()
+        fetch = self._fetcher.begin(pause_after=False, is_thorough=True)
         self._epochs.begin_peek(ahead)
         try:
-            fetch = self._fetcher.begin(pause_after=False, is_thorough=True)
             while True:
                 peeked = self._pool.run(
                     self._peek, epoch, dataset, ahead, count, fetch
@@ -265,6 +270,7 @@ class Loader:
                 assert fetch.waits_for is not None
                 self._pool.wait(fetch.waits_for)
         finally:
+            fetch.inline = None
             self._epochs.end_peek(ahead)
 
     def _peek(

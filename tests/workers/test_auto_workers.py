@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+import threading
 import time
 
 import keras
@@ -142,6 +143,40 @@ def test_no_thread_builds_while_the_caller_builds_a_batch_that_drew(goes):
             time.sleep(0.001)  # busy threads are waited for in any case
         next(batches)
     assert BUILDS[-2:] == [(True, True), (True, False)]
+
+
+class _Meets(Draws):
+    """While a caller builds a batch again, another thread asks for one."""
+
+    asks = None
+
+    def draw(self, index):
+        is_begun = self.asks is not None and self.asks.ident is not None
+        if threading.current_thread() is threading.main_thread():
+            if index == self.since and not is_begun:
+                self.asks.start()
+                self.meets = self.builds.wait(timeout=0.5)
+        elif is_begun:
+            self.builds.set()
+        return super().draw(index)
+
+
+def test_no_thread_asks_workers_for_batches_while_another_builds_one(goes):
+    with Draws(20, workers=0, seed=4, length=40, **AT_ONCE) as dataset:
+        expected = list(dataset)
+    goes((3, False), (0, False), after=1000)
+    with _Meets(20, workers="auto", seed=4, length=40, **SOON) as dataset:
+        batches, theirs = iter(dataset), iter(dataset)
+        found = list(itertools.islice(batches, 15))
+        others = [next(theirs)]
+        assert dataset.workers == 3
+        dataset.builds = threading.Event()
+        dataset.asks = threading.Thread(target=others.extend, args=[theirs])
+        found += batches
+        dataset.asks.join()
+        assert not dataset.meets
+    assert_same(found, expected)
+    assert len(others) == len(expected)
 
 
 def test_draws_are_noticed_while_somebody_builds_inline(goes):
