@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import os
 import sys
-import textwrap
 import traceback
 from collections.abc import Iterator, Sequence
 
@@ -84,6 +83,7 @@ def _seconds(text: str) -> float:
 def _profile(options: argparse.Namespace) -> int:
     # These import Keras; `--help` must not wait for that.
     from keras_fastdata import cli_target, profiling
+    from keras_fastdata.metrics import formatting
 
     progress = _Progress()
     with _stdout_for_the_result_alone():
@@ -97,19 +97,13 @@ def _profile(options: argparse.Namespace) -> int:
                 )
         except cli_target.UsageError as error:
             text = f"python -m keras_fastdata: {error}"
-            print(_wrapped(text), file=sys.stderr)
+            print(formatting.wrapped(text), file=sys.stderr)
             return _USAGE
         except Exception:
             traceback.print_exc()
             return _RAISED
     print(found.to_json() if options.json else found)
     return _OK
-
-
-def _wrapped(text: str) -> str:
-    return textwrap.fill(
-        text, 80, break_long_words=False, break_on_hyphens=False
-    )
 
 
 @contextlib.contextmanager

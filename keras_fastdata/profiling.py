@@ -13,7 +13,6 @@ import html
 import itertools
 import json
 import math
-import textwrap
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -599,14 +598,8 @@ def _notes(found: Profile) -> list[str]:
 
 
 def _labelled(label: str, text: str) -> str:
-    return textwrap.fill(
-        text,
-        _WIDTH,
-        initial_indent=label.ljust(_LABEL),
-        subsequent_indent=" " * _LABEL,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    lines = formatting.wrapped(text, _WIDTH - _LABEL)
+    return label.ljust(_LABEL) + lines.replace("\n", "\n" + " " * _LABEL)
 
 
 def _figure(rate: float | None) -> str:
