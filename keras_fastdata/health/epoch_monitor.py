@@ -327,9 +327,12 @@ class EpochMonitor:
         return dataclasses.replace(pool_stats, stacks=dict(+stacks))
 
     def _watch_lock(self) -> None:
-        """Starts to probe Python's lock if several threads build batches."""
+        """Starts to probe Python's lock if batches are built in this process.
+
+        What builds hold of it tells what threads would bring.
+        """
         settings = self._settings
-        if settings and settings.kind == "thread" and settings.workers > 1:
+        if settings and settings.kind in ("inline", "thread"):
             self._probe.watch()
 
     def _weigh(self, pool_stats: PoolStats | None) -> int | None:

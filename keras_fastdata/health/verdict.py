@@ -569,6 +569,8 @@ def other_workers(facts: Facts) -> tuple[str, float]:
     present = facts.workers_are in ("process", "ray")
     cores = facts.our_cores
     most = int(max(cost_model.MOST, facts.cores, 2 * facts.workers))
+    if _hides_waits(facts):
+        most = min(most, math.ceil(2 * cores))
     workers, are_processes, period_s = cost_model.choose(
         kinds, cores, max(1, min(most, math.ceil(batches) - 1)), present
     )
@@ -619,12 +621,12 @@ def _costs(facts: Facts) -> dict[bool, Costs]:
     blocked_s = facts.build_s + facts.store_s - busy_s
     blocked_s = max(0.0, blocked_s) / facts.batches
     lock_s = cpu_s
-    if facts.workers_are == "thread" and facts.workers > 1:
-        period_s = facts.wall_s / facts.batches
-        lock_s = cost_model.lock_s(facts.gil_held, period_s, cpu_s)
-        if facts.gil_held > _LOCKED:
-            # A thread that waits for the lock seems to be blocked.
-            blocked_s = max(0.0, blocked_s - (facts.workers - 1) * lock_s)
+    if not math.isnan(facts.gil_held) and not stored:
+        # Steps hold it too, if they run in Python.
+        lock_s = facts.gil_held * facts.wall_s / facts.batches
+        if _hides_waits(facts):
+            turns_s = (facts.workers - 1) * min(cpu_s, lock_s)
+            blocked_s = max(blocked_s - turns_s, min(blocked_s, cpu_s))
     moving_s = facts.store_s / facts.batches
     if not stored:
         moving_s = facts.nbytes / facts.batches / _STORE_BYTES_PER_S
@@ -636,7 +638,7 @@ def _costs(facts: Facts) -> dict[bool, Costs]:
     threads = Costs(
         cpu_s=thread_s,
         blocked_s=blocked_s,
-        lock_s=min(lock_s, thread_s),
+        lock_s=lock_s,
         step_s=facts.free_s / facts.batches,
         # This contains what receiving takes.
         step_cpu_s=max(0.0, facts.step_cpu_s / facts.batches - take_s),
@@ -651,6 +653,18 @@ def _costs(facts: Facts) -> dict[bool, Costs]:
     if facts.workers_are == "ray":
         return {True: processes}
     return {False: threads, True: processes}
+
+
+def _hides_waits(facts: Facts) -> bool:
+    """Whether threads that wait for Python's lock look as if they were blocked.
+
+    Up to the time that they compute, this may be waiting for something else.
+    """
+    return (
+        facts.workers_are == "thread"
+        and facts.workers > 1
+        and facts.gil_held > _LOCKED
+    )
 
 
 def _no_more(facts: Facts) -> str:

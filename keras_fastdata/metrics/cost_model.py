@@ -15,7 +15,7 @@ longest one counts.
 
     workers     (computing + blocked) / workers
     cores       (computing + computing of a step + receiving) / cores
-    lock        the time that a build holds Python's lock
+    lock        the time that a build and a step hold Python's lock
     shared      the time that a build uses what one worker at a time can use
     step        a training step + receiving
 
@@ -47,8 +47,8 @@ class Costs:
     Attributes:
         cpu_s: CPU time of building it, and of storing it in shared memory.
         blocked_s: Time in which the build waits, but not for a core.
-        lock_s: How long a build holds Python's lock, which all threads share;
-            0 for processes.
+        lock_s: How long a build, and a step if that is known, hold Python's
+            lock, which all threads share; 0 for processes.
         shared_s: How long a build uses what one worker at a time can use, such
             as a disk or the memory bus.
         step_s: What a training step takes with free data.
