@@ -92,7 +92,7 @@ def _check_indexable(dataset: Any) -> None:
 
 
 class _Wrapped(FastPyDataset):
-    """Wraps a dataset, and delivers its batches."""
+    """A `FastPyDataset` that builds the batches of another dataset."""
 
     def __init__(self, dataset: Any, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -167,7 +167,10 @@ class _WrappedWithHooks(_Wrapped):
 
 
 def _has_hook(dataset: Any, name: str) -> bool:
-    """Returns whether a dataset defines the epoch hook `name` itself."""
+    """Returns whether a dataset has an epoch hook `name` of its own.
+
+    The empty hooks of Keras's `PyDataset` do not count.
+    """
     method = getattr(dataset, name, None)
     if method is None:
         return False

@@ -132,7 +132,7 @@ class ArrayDataset(SampledDataset):
 
 
 def _rows(array: Any, indices: Indices, empty: build.Empty) -> npt.NDArray[Any]:
-    """Returns a copy of some rows of an array."""
+    """Returns a copy of the rows of an array at `indices`."""
     count = array.shape[0]
     if not 0 <= indices.min() <= indices.max() < count:
         raise IndexError(
@@ -161,7 +161,10 @@ def _rows(array: Any, indices: Indices, empty: build.Empty) -> npt.NDArray[Any]:
 
 
 def _read(array: Any, indices: Indices, empty: build.Empty) -> npt.NDArray[Any]:
-    """Reads rows in ascending order from an object such as an h5py dataset."""
+    """Reads the rows at `indices` from an object such as an h5py dataset.
+
+    Reads them in ascending order, and returns them in the order of `indices`.
+    """
     if (run := _run_of(indices)) is not None:
         return np.asarray(array[run])
     ascending, places = np.unique(indices, return_inverse=True)

@@ -28,7 +28,7 @@ class Padded:
         self.value = value
 
     def of(self, keys: list[Any]) -> list[Padded]:
-        """Returns one `Padded` object for each key in `keys`."""
+        """Returns the padding of each part of a sample, ordered as `keys`."""
         if isinstance(self.to, dict):
             if unknown := [key for key in self.to if key not in keys]:
                 raise ValueError(
@@ -154,7 +154,10 @@ class _Nothing:
 
 
 class _Column:
-    """Copies each array or number into the batch when it is added."""
+    """Stacks numbers or arrays whose shape in the batch is known in advance.
+
+    `put` copies each of them into the batch.
+    """
 
     def __init__(
         self, first: Any, count: int, empty: Empty, padded: Padded, where: str
@@ -202,7 +205,7 @@ class _Column:
 
 
 class _Gathered:
-    """Collects strings or ragged arrays, and stacks them at the end."""
+    """Collects strings or arrays of different shapes, then stacks them."""
 
     def __init__(
         self, count: int, empty: Empty, padded: Padded, where: str

@@ -265,7 +265,10 @@ class GeneratorDataset(FastPyDataset):
         return {**vars(self), "_fastdata_plan": copy.copy(self._fastdata_plan)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores a position; the generators repeat all items before it."""
+        """Restores a position; new generators run again up to this position.
+
+        The batches before the position are dropped.
+        """
         name = type(self).__name__
         State.from_dict(state_dict, name, also=["num_shards"])
         rest = dict(state_dict)
@@ -428,7 +431,10 @@ class GeneratorShards(FastPyDataset):
         """`None`, because the number of batches is unknown."""
 
     def __getitem__(self, index: int) -> Any:
-        """Returns the batch, or the end marker, of turn number `index`."""
+        """Returns a batch, or an end marker, of the shard whose turn it is.
+
+        `index` counts the turns of all shards of this worker.
+        """
         running: _Running | None = vars(self).get("_running")
         if running is None or not running.leads_to(self.key, index):
             running = self._running = _Running(self, self.key)
@@ -456,14 +462,20 @@ class _Running:
         self._failed = False
 
     def leads_to(self, key: int, turn: int) -> bool:
-        """Returns whether these generators can serve turn number `turn`."""
-        # Turns are requested ahead, before it is known that the data ended.
+        """Returns whether the next result is the one of turn number `turn`.
+
+        A turn is one batch, or the end marker, of one shard. Turns after the
+        end also count: they are requested before the end is known.
+        """
         over = turn > self._turns and (self._failed or not self._live)
         next_one = turn == self._turns and not self._failed
         return key == self._key and (over or next_one)
 
     def skip(self, turns: int) -> None:
-        """Advances by a number of turns, and drops their batches."""
+        """Skips the first `turns` turns, and drops their batches.
+
+        A turn is one batch, or the end marker, of one shard.
+        """
         if len(self._live) == 1 and self._live[0].skip(turns):
             self._turns = turns
             return
@@ -482,7 +494,7 @@ class _Running:
             shard.close()
 
     def next(self, *, dropped: bool = False) -> Any:
-        """Returns the next shard's batch, or its end marker."""
+        """Returns a batch, or the end marker, of the shard that is next."""
         if self._failed or not self._live:
             raise EndOfData("The generators have ended.")
         self._place %= len(self._live)
@@ -521,7 +533,11 @@ class _Shard:
         self._held: list[Held] = []  # random generators of the factory
 
     def skip(self, batches: int) -> bool:
-        """Makes the generator skip batches; returns whether it can do so."""
+        """Lets the generator start after `batches` batches, if it can do so.
+
+        Returns:
+            Whether the generator starts there.
+        """
         can_skip = self._spec.source.takes_start and not self._spec.repeats
         if not can_skip or not batches:
             return False
@@ -589,7 +605,11 @@ class _Shard:
         return [] if short and spec.drop_remainder else items
 
     def _seed(self) -> None:
-        """Seeds the global and the factory's random generators for a batch."""
+        """Seeds the random generators that the user's code may draw from.
+
+        These are the global ones of NumPy and Python, and those that `factory`
+        holds. Worker threads share the global ones: no seeding there.
+        """
         if self._owner.workers and not self._owner.use_multiprocessing:
             return  # the threads of a process share the global generators
         key = *self._stream, self._round, self._position
@@ -628,8 +648,8 @@ class _Source(NamedTuple):
             parameters = dict(inspect.signature(factory).parameters)
         except ValueError:
             return _Source(factory)  # a function in C may have no signature
-        rng = _is_free(parameters, "rng", factory)
-        start = _is_free(parameters, "start", factory)
+        rng = _pop_parameter(parameters, "rng", factory)
+        start = _pop_parameter(parameters, "start", factory)
         kinds = inspect.Parameter
         positional = (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
         variable = (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)
@@ -750,8 +770,8 @@ def _optional(name: str, value: Any) -> int | None:
     return None if value is None else integer(name, value, least=1)
 
 
-def _is_free(parameters: dict[str, Any], name: str, factory: Any) -> bool:
-    """Removes parameter `name`; returns whether this package sets its value."""
+def _pop_parameter(parameters: dict[str, Any], name: str, factory: Any) -> bool:
+    """Removes `name` from `parameters`; returns whether to pass a value."""
     found = parameters.get(name)
     if found is None or name in getattr(factory, "keywords", {}):
         return False
@@ -760,7 +780,7 @@ def _is_free(parameters: dict[str, Any], name: str, factory: Any) -> bool:
 
 
 def _checksum(part: Any, before: int) -> int:
-    """Extends the checksum `before` by the content of `part`."""
+    """Returns the checksum `before`, extended by the content of `part`."""
     if isinstance(part, Mapping):
         return _checksum(list(part.items()), before)
     if isinstance(part, (tuple, list)):

@@ -433,7 +433,7 @@ def _parts(
     shuffle: bool,
     seed: int | None,
 ) -> dict[str, npt.NDArray[np.int64]]:
-    """Returns the file numbers of each subset, by the subset's name.
+    """Returns the indices of each subset's files, as a dict by subset name.
 
     Without a split, the only name is empty.
     """

@@ -237,7 +237,7 @@ def _sampled(dataset: SampledDataset, sampler: Sampler) -> Indices:
 
 
 def for_iterables(name: str, source: Any, batching: str) -> str:
-    """Returns a hint for an iterable source, or "" for other sources.
+    """Returns a hint for an error message if `source` is iterable, or "".
 
     Args:
         name: The argument that `source` was passed as.
