@@ -64,7 +64,7 @@ class SampleContext:
     def rng(
         self, rng_for: Callable[..., np.random.Generator]
     ) -> np.random.Generator:
-        """Returns the sample's generator; all threads get the same object."""
+        """Returns the sample's random generator, which the first call makes."""
         with _making:
             if self._rng is None:
                 self._rng = rng_for(*self._key)
@@ -83,7 +83,12 @@ def length_of(dataset: Dataset) -> int | None:
 
 
 def checked_length(name: str, length: Any) -> int:
-    """Returns `length` if valid as a number of batches; raises otherwise."""
+    """Checks a number of batches, and returns the number as an `int`.
+
+    Raises:
+        TypeError: The number is not an integer.
+        ValueError: The number is negative.
+    """
     if isinstance(length, float):
         raise TypeError(
             f"`{name}` must be an integer. Received: {length!r} (of type "
@@ -130,11 +135,11 @@ class Context:
     _holds: tuple[int, bool] | None = None
 
     def note_asked(self, name: str) -> None:
-        """Records that the batch read a value that depends on the epoch."""
+        """Records that the build has read a value that depends on the epoch."""
         self.asked = name
 
     def holds(self, dataset: Any) -> bool:
-        """Whether this batch's dataset refers to `dataset`."""
+        """Returns whether the dataset of this batch refers to `dataset`."""
         if self._holds is None or self._holds[0] != id(dataset):
             found = held_generators.reaches(self.dataset, dataset)
             self._holds = id(dataset), found
@@ -162,13 +167,13 @@ class Context:
 
 
 def rng_for(seed: int, epoch: int, *key: int) -> np.random.Generator:
-    """Returns the value of `self.rng_for(*key)` for a seed and epoch."""
+    """Returns the random generator that `dataset.rng_for(*key)` returns."""
     return seeding.generator(seed, seeding.PART, epoch, *key)
 
 
 @functools.lru_cache(maxsize=4)
 def epoch_order(seed: int, epoch: int, length: int) -> Permutation:
-    """Returns the value of `self.epoch_order(length)` for a seed and epoch."""
+    """Returns the random order that `dataset.epoch_order(length)` returns."""
     return Permutation(length, seeding.sequence(seed, seeding.PARTS, epoch))
 
 
@@ -182,18 +187,18 @@ def default_hook(method: _Method) -> _Method:
 
 
 def is_default_hook(method: Callable[..., Any]) -> bool:
-    """Whether the decorator `default_hook` marked a method."""
+    """Returns whether the decorator `default_hook` marked a method."""
     return method in _DEFAULT_HOOKS
 
 
 def overrides(dataset: Dataset, name: str) -> bool:
-    """Whether a dataset overrides a method whose default does nothing."""
+    """Returns whether a dataset overrides a method whose default is empty."""
     method = getattr(type(dataset), name)
     return name in vars(dataset) or not is_default_hook(method)
 
 
 class _Current(threading.local):
-    """Stores each thread's current build context and consumed datasets."""
+    """Stores a build context and the consumed datasets for each thread."""
 
     context: Context | None = None  # the innermost batch that it is building
 
@@ -222,20 +227,20 @@ def _and_outer(context: Context | None) -> Iterator[Context]:
 
 
 def is_building() -> bool:
-    """Whether the calling thread builds a batch or runs a worker hook."""
+    """Returns whether this thread builds a batch or runs a worker hook."""
     context = _current.context
     return context is not None and context.worker_index is not None
 
 
 def is_built_for(dataset: Dataset) -> bool:
-    """Whether the calling thread takes part in a build of `dataset`."""
+    """Returns whether this thread helps to build a batch of `dataset`."""
     if _current.context is None:
         return bool(_helped(dataset))
     return any(c.dataset is dataset for c in _and_outer(_current.context))
 
 
 def is_in_worker(dataset: Dataset) -> bool:
-    """Whether the calling thread is a worker that builds for `dataset`."""
+    """Returns whether this thread is a worker that builds for `dataset`."""
     return any(
         context.dataset is dataset and context.worker_index is not None
         for context in _and_outer(_current.context)
@@ -362,11 +367,14 @@ class Observer(Protocol):
         """Whether the builder should report on the next batch."""
 
     def on_global_rng(self, what: str) -> None:
-        """Called if an inline build may draw random numbers from `what`."""
+        """Receives the report that an inline build may draw from `what`.
+
+        `what` describes random generators.
+        """
 
 
 class GlobalRngUsedError(LoaderError):
-    """Raised when a build in a thread may have drawn from shared generators.
+    """Raised when a thread's build may have used shared random generators.
 
     Building the batch again, while no other thread builds, shows whether it
     does.
@@ -422,7 +430,7 @@ class Builder:
         return self._dataset()
 
     def start(self, worker_index: int) -> None:
-        """Runs `on_worker_start`, once for each worker."""
+        """Runs the dataset's `on_worker_start` for a worker that starts."""
         dataset = self.dataset
         given = dict(vars(dataset))
         with _Building(self._context(worker_index)):
@@ -436,7 +444,7 @@ class Builder:
             self._worker_state = LostStateMonitor(self._given_attributes())
 
     def stop(self, worker_index: int) -> None:
-        """Runs `on_worker_stop`, once for each worker."""
+        """Runs the dataset's `on_worker_stop` for a worker that ends."""
         dataset = self.dataset
         with _Building(self._context(worker_index)):
             try:
@@ -554,7 +562,7 @@ class Builder:
         )
 
     def _states(self) -> dict[str, Any]:
-        """Returns the states of generators, or {} if threads share them."""
+        """Returns the states of the random generators; {} in worker threads."""
         if self._shared:
             return {}
         return {
@@ -591,7 +599,7 @@ class Builder:
         return {k: v for k, v in attributes if k not in self._own}
 
     def _look_for_lost_state(self, state: LostStateMonitor) -> None:
-        """Warns once if builds change attributes only in this process."""
+        """Warns once if builds change this worker's copy of the dataset."""
         paths = state.look(vars(self.dataset))
         if not paths:
             return
@@ -609,7 +617,7 @@ class Builder:
         )
 
     def change(self) -> None:
-        """Makes the next build search the dataset for generators again."""
+        """Makes the next build search again for random generators."""
         self._search, self._is_sure = None, False
 
     def _reseed(self, epoch: int, index: int) -> None:
@@ -649,12 +657,12 @@ class Builder:
 
 
 def builder_in_worker(dataset: Dataset, seed: int, cached: bool) -> Builder:
-    """Returns a worker process's builder, which keeps `dataset` alive."""
+    """Returns the builder for a worker process; it keeps `dataset` alive."""
     return Builder(lambda: dataset, seed, private=True, cached=cached)
 
 
 def _item(dataset: Dataset, index: int) -> Any:
-    """Returns `dataset[index]`; rejects a generator or a coroutine."""
+    """Returns batch `index`; rejects generators and coroutines."""
     batch = dataset[index]
     if not isinstance(batch, (types.GeneratorType, types.CoroutineType)):
         return batch
@@ -703,7 +711,10 @@ def run_hook(
 
 
 class _Preserved:
-    """Restores random generators outside the dataset after a `with` block."""
+    """Restores random generators of global variables after a `with` block.
+
+    Generators that a class holds are restored as well.
+    """
 
     def __init__(self, found: list[held_generators.Held]) -> None:
         self._found = [held.generator for held in found if held.is_outside]
@@ -778,7 +789,7 @@ class GlobalRngMonitor:
 
 
 def _positions() -> tuple[Any, ...]:
-    """Returns a short digest of the global generators' states."""
+    """Returns values that change when a global random generator is used."""
     numpy: Any = np.random.get_state(legacy=False)
     state = numpy["state"]
     torch = seeding.loaded_torch()

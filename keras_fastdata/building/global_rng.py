@@ -1,4 +1,4 @@
-"""Locks and restores the global random generators for builds in the caller.
+"""Locks and restores the global random generators during inline builds.
 
 Builds in the caller and epoch hooks seed `np.random`, `random` and torch's
 generator, which all threads of a process share. A thread holds the generators
@@ -99,7 +99,7 @@ class _Turn:
             self.lock.release()
 
     def place(self) -> _call_stack.Place:
-        """Returns the call stack of the thread that holds the lock."""
+        """Returns the call stack of the thread that holds this lock."""
         return _call_stack.place_of(self._thread, self._frame_id)
 
 

@@ -221,7 +221,7 @@ class Search:
                 self._add(step, _HasSeedMethod(step.value, name))
 
     def is_of(self, dataset: Any) -> bool:
-        """Whether this search result still seems valid for the dataset."""
+        """Returns whether this search result still seems to fit `dataset`."""
         attributes = _attributes_of(dataset)
         if len(attributes) != self._count:
             return False
@@ -231,7 +231,7 @@ class Search:
         return True
 
     def lacks(self, later: Search) -> bool:
-        """Whether `later` found a generator at a path that `self` lacks."""
+        """Returns whether `later` found a generator that this search lacks."""
         paths = {held.path for held in self.held}
         return any(held.path not in paths for held in later.held)
 
@@ -249,7 +249,7 @@ class Search:
 
 @functools.singledispatch
 def seeds_its_own(dataset: Any) -> bool:
-    """Whether a dataset seeds its random generators itself.
+    """Returns whether a dataset seeds its random generators itself.
 
     A class that does so registers its own function.
     """
@@ -257,7 +257,7 @@ def seeds_its_own(dataset: Any) -> bool:
 
 
 def reaches(dataset: Any, part: Any) -> bool:
-    """Whether a dataset refers to `part` directly or through other objects."""
+    """Returns whether a dataset refers to `part`, directly or indirectly."""
     return any(step.value is part for step in _reachable(dataset))
 
 
@@ -425,7 +425,7 @@ def _globals_of(
 
 
 def _is_leaf(kind: type) -> bool:
-    """Whether the search skips the instances of a class."""
+    """Returns whether the search skips the instances of a class."""
     if kind.__name__ in ("Tensor", "Parameter"):
         return kind.__module__.startswith("torch")
     return kind.__module__.partition(".")[0] in _OPAQUE
@@ -471,7 +471,7 @@ def _kind_of(value: Any) -> Callable[[Any], _Generator] | None:
 
 
 def _is_global(value: Any) -> bool:
-    """Whether `value` is one of the global random generators.
+    """Returns whether `value` is one of the global random generators.
 
     `seeding.reseed_globals` seeds those.
     """

@@ -21,7 +21,7 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 
 def is_users(name: Any, *, if_unknown: bool = False) -> bool:
-    """Whether a module is part of the user's program.
+    """Returns whether a module is part of the user's program.
 
     The user's modules are `__main__`, and files outside of the standard
     library and of the folders of installed packages.
@@ -50,7 +50,7 @@ def is_users(name: Any, *, if_unknown: bool = False) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def is_users_file(file: str) -> bool:
-    """Whether a file of Python code is part of the user's program.
+    """Returns whether a file of Python code is part of the user's program.
 
     Args:
         file: Its path, or a name such as "<stdin>" for code without a file.
@@ -65,7 +65,7 @@ def is_users_file(file: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _has_installed(folder: str) -> bool:
-    """Whether a folder holds installed packages."""
+    """Returns whether a folder holds installed packages."""
     folder = os.path.abspath(folder)
     if any(part in _INSTALLED for part in folder.split(os.sep)):
         return True

@@ -214,7 +214,7 @@ class _VariableSearch:
 
 
 def _is_users_object(value: Any) -> bool:
-    """Whether an object's class belongs to the user or to this package."""
+    """Returns whether the user or this package defines an object's class."""
     module = type(value).__module__
     if module == "builtins" or isinstance(value, weakref.ref):
         return False

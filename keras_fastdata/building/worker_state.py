@@ -40,18 +40,18 @@ class LostStateMonitor:
         self.begin(attributes)
 
     def begin(self, attributes: dict[str, Any]) -> None:
-        """Starts to check `attributes`, and forgets all earlier checks."""
+        """Starts to watch `attributes`, and forgets all earlier values."""
         self._given = dict(_places(attributes))
         self._seen: _Seen | None = None
         self._next = self._builds + 1
 
     def is_due(self) -> bool:
-        """Counts one build, and returns whether a call of `look` is due."""
+        """Counts a build; returns whether to call `look` after this build."""
         self._builds += 1
         return self._builds >= self._next
 
     def look(self, attributes: dict[str, Any]) -> list[str]:
-        """Returns the paths of attributes changed since the previous call."""
+        """Returns paths of the attributes that changed since the last call."""
         before, self._seen = self._seen, {}
         for path, value in _places(attributes):
             if self._given.get(path) is not None:
@@ -99,7 +99,7 @@ def _content(value: Any) -> Any:
 
 
 def _differs(before: tuple[Any, Any], value: Any, content: Any) -> bool:
-    """Whether an attribute or one of its items has changed."""
+    """Returns whether an attribute or one of its items has changed."""
     former, contained = before
     if not _is_same(former, value):
         return True
