@@ -71,7 +71,7 @@ class AutoTuner:
         return tuple(self._tuner.decisions)
 
     def interval_s(self, wanted_s: float | None) -> float:
-        """Returns the seconds between timed batches, at most `wanted_s`."""
+        """Returns the seconds between two timed batches, at most `wanted_s`."""
         needed_s = INTERVAL_S if self._tuner.has_converged else 0.0
         return needed_s if wanted_s is None else min(needed_s, wanted_s)
 
@@ -82,7 +82,7 @@ class AutoTuner:
         self._asked_s = time.perf_counter()
 
     def opened(self, timing: Timing | None, worker: int) -> None:
-        """Records which worker built the batch, and the build times."""
+        """Records which worker built a batch, and the times of the build."""
         self._timing, self._worker = timing, worker
 
     def deliver(self, *, counts: bool) -> bool:
@@ -169,10 +169,12 @@ class SettingsInEffect:
         return self.auto is not None and self.auto.settings != self.now
 
     def adopt_without(self, error: Exception) -> bool:
-        """Changes the workers after an error, if `workers="auto"` is set.
+        """Excludes the kind of workers that failed, and adopts another choice.
+
+        Does nothing without `workers="auto"`, or if builds are inline.
 
         Returns:
-            Whether there are others.
+            Whether another choice was adopted.
         """
         if self.auto is None or not self.auto.cannot_be_had(error):
             return False

@@ -19,7 +19,7 @@ from keras_fastdata.workers import exceptions
 def iterate(
     loader: Loader, dataset: build.Dataset, shuffle: bool
 ) -> BatchIterator:
-    """Returns an iterator; its first `next` call begins the epoch."""
+    """Returns an iterator over one epoch; its first `next` begins the epoch."""
     if loader.settings.shuffle is not None:
         shuffle = loader.settings.shuffle
     return BatchIterator(loader, dataset, Epoch(shuffle))
@@ -135,7 +135,7 @@ class BatchIterator(Iterator[Any]):
         return bool(self._epoch.skipped) or self._epoch.start > 0
 
     def state(self, lag: int) -> state_dict.State:
-        """Returns the state as it was before the latest `lag` batches."""
+        """Returns the dataset's state from before the latest `lag` batches."""
         return self._loader.checkpoint.save(self._dataset, self._epoch, lag)
 
     @property
@@ -178,7 +178,9 @@ class BatchIterator(Iterator[Any]):
         return new
 
     def peek(self, count: int) -> dict[int, Any]:
-        """Returns the batches 0, 1, ... before the epoch delivers them.
+        """Returns the first `count` batches before the epoch delivers them.
+
+        The first by index, also if the epoch is shuffled.
 
         When their turn comes, they are delivered without being built again.
 

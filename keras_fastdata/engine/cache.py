@@ -74,9 +74,12 @@ class _BoundedCache:
         self._is_full = False
 
     def _admit(self, batch: Any) -> tuple[Any, list[Any]] | None:
-        """Returns structure and arrays of a batch, or `None` if it is refused.
+        """Decides whether to store a batch.
 
-        From then on, the cache counts the bytes of the arrays as used.
+        If so, the cache counts the bytes of the batch's arrays as used.
+
+        Returns:
+            The structure and the arrays of the batch; `None` if it is refused.
         """
         arrays: list[npt.NDArray[Any]] = []
         description = layout.describe(batch, arrays)
@@ -153,7 +156,7 @@ class MemoryCache(_BoundedCache):
         self._batches[index] = _Opened(described, buffers)
 
     def lose(self, index: int) -> None:
-        """Drops batch `index`, because it could not be read."""
+        """Drops batch `index`, because reading the batch has failed."""
         del self._batches[index]
 
 

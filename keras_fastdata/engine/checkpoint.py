@@ -45,7 +45,7 @@ class Checkpoint:
     def save(
         self, dataset: build.Dataset, epoch: Epoch | None = None, lag: int = 0
     ) -> State:
-        """Returns the state as it was before the latest `lag` batches."""
+        """Returns the dataset's state from before the latest `lag` batches."""
         with self._hooks.lock:  # no state shows a part of what a hook does
             try:
                 with self._pool.lock:
@@ -67,7 +67,7 @@ class Checkpoint:
             )
 
     def restore(self, dataset: build.Dataset, state: State) -> None:
-        """Makes the next epoch begin at a state, and repeats its epoch hooks.
+        """Makes the next epoch begin at a state, and repeats the state's hooks.
 
         Raises:
             ValueError: The state belongs to another dataset.

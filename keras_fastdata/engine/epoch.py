@@ -180,7 +180,7 @@ class Epoch:
             self.depth += len(self.next_epoch.ready)
 
     def note_quiesce(self, seconds: float) -> None:
-        """Adds the seconds that the workers needed to pause."""
+        """Adds to `quiesce_s` the time that the workers needed to pause."""
         self.quiesce_s += seconds
 
     def note_cached(self) -> None:
@@ -226,7 +226,7 @@ class Epoch:
         self.issued = min(self.issued, position)
 
     def note_built_here(self) -> None:
-        """Marks the current position as requested."""
+        """Marks the current position as requested, after an inline build."""
         self.issued = max(self.issued, self.position + 1)
 
     def time_batches(self, interval_s: float | None) -> None:
@@ -259,7 +259,11 @@ class Epoch:
         return ahead
 
     def wants_span(self, timing: Timing) -> bool:
-        """Returns whether to record the times of a batch."""
+        """Decides whether to record the times of a batch.
+
+        If `interval_s` has passed since the last record, the interval starts
+        again.
+        """
         interval_s = self.interval_s
         if interval_s is None:
             return False
@@ -318,7 +322,7 @@ class Epoch:
 
     @property
     def ahead(self) -> int:
-        """How many batches are requested, ready, peeked or remembered.
+        """The number of batches requested, ready, peeked or remembered.
 
         The batches of the next epoch count as well.
         """

@@ -33,7 +33,7 @@ _QUIESCE_S = 1.0  # for workers to finish what they are at
 
 @dataclasses.dataclass(slots=True, weakref_slot=True, eq=False)
 class Fetch:
-    """The progress of one request of an iterator, kept during waits.
+    """The progress of one request for a batch, kept while the caller waits.
 
     Attributes:
         pause_after: Whether the workers pause until the next one is asked for.
@@ -100,7 +100,7 @@ class Fetcher:
         while (index := schedule.index_at(epoch.position)) is not None:
             if epoch.cached:
                 self.results.check_cached(epoch, index)
-            if fetch.pause_after and not self._is_quiesced(
+            if fetch.pause_after and not self._quiesce(
                 workers, epoch, index, fetch
             ):
                 return Outcome.PENDING
@@ -138,7 +138,7 @@ class Fetcher:
         count: int,
         fetch: Fetch,
     ) -> Any:
-        """Builds the batches 0, 1, ... before `epoch` delivers them.
+        """Builds the first `count` batches before `epoch` delivers them.
 
         Args:
             workers: The workers.
@@ -268,13 +268,16 @@ class Fetcher:
             ):
                 return
 
-    def _is_quiesced(
+    def _quiesce(
         self, workers: WorkerPool, epoch: Epoch, index: int, fetch: Fetch
     ) -> bool:
-        """Returns whether batch `index` is ready and the workers are paused.
+        """Pauses the workers as soon as batch `index` is ready.
 
-        They pause once the batch has come. For a measurement, the batches that
-        they build are waited for as well, for a moment.
+        The batches that they are building are awaited too, for `_QUIESCE_S` at
+        most.
+
+        Returns:
+            `False` if the batch, or the pause of the workers, is awaited.
         """
         position = epoch.position
         if not epoch.knows(position, index):
@@ -310,7 +313,7 @@ class Fetcher:
     def _build_inline(
         self, workers: WorkerPool, epoch: Epoch, index: int, fetch: Fetch
     ) -> Any:
-        """Starts to rebuild a batch in the caller, once no worker is building.
+        """Rebuilds a batch in the calling thread, once no worker is building.
 
         Whatever threads have built meanwhile is as doubtful, and given up.
         """

@@ -130,7 +130,7 @@ def fingerprint(
 
 
 def _digest_of(dataset: build.Dataset, value: Any) -> bytes:
-    """Returns the digest of one attribute of a dataset, or of its class."""
+    """Returns a digest of `value`, an attribute or the class of a dataset."""
     buffers: list[Any] = []
     found = _Found()
     try:
@@ -204,7 +204,7 @@ class _FingerprintPickler(reducers.Pickler):
     found: _Found
 
     def persistent_id(self, obj: Any) -> Any:
-        """Returns the replacement of an object in the pickle.
+        """Collects code and texts; returns the replacement of an object.
 
         `None`: the object is pickled as usual.
         """
@@ -298,7 +298,7 @@ def _of_global(value: Any) -> tuple[Any, ...]:
 
 
 def _is_users_function(value: Any) -> bool:
-    """Whether an object is a function of the user's, or a `partial`."""
+    """Returns whether an object is the user's own function or a `partial`."""
     if isinstance(value, types.FunctionType):
         return not _is_installed(value.__module__)
     return isinstance(value, functools.partial)
@@ -307,7 +307,10 @@ def _is_users_function(value: Any) -> bool:
 def _named(
     known: str, value: Any, names: list[str], seen: set[int]
 ) -> Iterator[tuple[str, Any]]:
-    """Yields an object with its name; of a user's module, the named parts."""
+    """Yields a global object, or the objects with given names in a module.
+
+    Each comes with its name. An installed module yields nothing.
+    """
     if not isinstance(value, types.ModuleType):
         yield known, value
     elif id(value) not in seen and not _is_installed(value.__name__):

@@ -77,7 +77,7 @@ class HookReplay:
 
     @property
     def ran(self) -> tuple[tuple[str, int], ...]:
-        """Name and epoch of each hook that has run."""
+        """The name and the epoch of each hook that has run."""
         return tuple(self._ran)
 
     def run(
@@ -135,7 +135,9 @@ class HookReplay:
         self.within_epoch = name == "on_epoch_begin"
 
     def skips(self, name: str, *, starting: bool) -> bool:
-        """Returns whether to skip a hook because it has already run.
+        """Returns whether to skip a hook that ran before a state was saved.
+
+        Unless `starting`, later hooks are no longer skipped.
 
         `starting`: whether Keras is only about to begin its first epoch.
         """
@@ -149,7 +151,7 @@ class HookReplay:
     def restore(
         self, dataset: build.Dataset, state: state_dict.State
     ) -> state_dict.State:
-        """Repeats the recorded hooks that have not run on this dataset.
+        """Repeats the hooks of a state that have not run on this dataset.
 
         Returns:
             The state; if it was at the end of an epoch, the one after the end

@@ -167,7 +167,7 @@ class Loader:
 
     @property
     def version(self) -> object:
-        """An object that each change of the dataset replaces."""
+        """An object that is replaced whenever the dataset changes."""
         return self._changes.version
 
     def mark_changed(self) -> None:
@@ -251,7 +251,7 @@ class Loader:
     def peek(
         self, epoch: Epoch, dataset: build.Dataset, count: int
     ) -> dict[int, Any]:
-        """Returns the batches 0, 1, ... before the epoch delivers them.
+        """Returns the first `count` batches before the epoch delivers them.
 
         Returns:
             The batches by index; fewer than `count` if there are no more.

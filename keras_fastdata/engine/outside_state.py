@@ -213,7 +213,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_of_main(value: Any) -> bool:
-    """Returns whether `__main__` defines a value or its class."""
+    """Returns whether `__main__` defines a value or the value's class."""
     is_named = isinstance(value, (type, types.FunctionType))
     kind = value if is_named else type(value)
     return bool(kind.__module__ == "__main__")

@@ -125,7 +125,7 @@ class PoolFactory:
 
 
 class _BuilderMaker:
-    """Creates a worker's builder; its pickle contains the dataset."""
+    """Creates a worker's `Builder`; a pickled maker contains the dataset."""
 
     def __init__(
         self,

@@ -111,7 +111,7 @@ class PoolHandle:
     def run(
         self, step: Callable[..., Any], *args: Any, nests: bool = False
     ) -> Any:
-        """Calls `step` with the lock held, and drops invalid workers first.
+        """Drops invalid workers, then calls `step` with the lock held.
 
         Args:
             step: The function to call; it must not wait.
@@ -247,7 +247,7 @@ class PoolHandle:
         return self._pid != os.getpid()
 
     def _become_usable(self) -> None:
-        """Drops invalid workers before a call."""
+        """Drops workers that are invalid or belong to the parent process."""
         if self._is_forked:
             self._move_to(PoolState.FOREIGN)
             self._disown()

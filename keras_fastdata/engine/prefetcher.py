@@ -231,7 +231,7 @@ class Prefetcher:
         return True
 
     def _is_asked_for(self, index: int) -> bool:
-        """Returns whether any epoch has requested the batch for the cache."""
+        """Returns whether an epoch requested batch `index` for the cache."""
         if index not in self._asked:
             return False
         epoch, key, request_id = self._asked[index]

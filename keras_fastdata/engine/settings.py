@@ -163,7 +163,7 @@ class Settings:
         optional: bool = False,
         **bounds: int,
     ) -> None:
-        """Replaces an argument by the result of `check` for its value."""
+        """Validates an argument with `check`, and stores the result."""
         value = getattr(self, name)
         if value is not None or not optional:
             self._set(name, check(name, value, **bounds))

@@ -88,7 +88,7 @@ def shard_of(setting: Any, dataset: Any) -> Shard:
 
 @functools.singledispatch
 def has_random_access(dataset: Any) -> bool:
-    """Whether a batch can be built without the batches before it.
+    """Returns whether a batch can be built without the batches before it.
 
     A class that cannot do this registers a function of its own.
     """
@@ -96,7 +96,7 @@ def has_random_access(dataset: Any) -> bool:
 
 
 def _of_keras() -> Shard | None:
-    """Returns the shard of `keras.distribution`, or `None` if not in use."""
+    """Returns this process's shard under `keras.distribution`, if in use."""
     keras = sys.modules.get("keras")
     library = getattr(keras, "distribution", None)
     if library is None:
@@ -111,7 +111,7 @@ def _of_keras() -> Shard | None:
 
 
 def _of_tensorflow() -> Shard | None:
-    """Returns the shard of the `tf.distribute` strategy in scope.
+    """Returns this process's shard under the `tf.distribute` strategy in scope.
 
     A strategy of one process splits each batch itself.
     """

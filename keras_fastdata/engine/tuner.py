@@ -88,7 +88,7 @@ class Sample(NamedTuple):
 
 
 class Situation(NamedTuple):
-    """Typical times of several measured batches, in seconds.
+    """The typical times of several measured batches, in seconds.
 
     Attributes:
         period_s: From one batch to the next, all in all.
@@ -99,7 +99,10 @@ class Situation(NamedTuple):
     costs: Costs
 
     def is_unlike(self, other: Situation, times: float) -> bool:
-        """Returns whether build or step times differ by the factor `times`."""
+        """Returns whether build or step times differ from those of `other`.
+
+        They differ if one is more than `times` times the other.
+        """
         ours, theirs = self.costs, other.costs
         pairs = (ours.build_s, theirs.build_s), (ours.step_s, theirs.step_s)
         least_s = _NOTICED * max(self.period_s, other.period_s)
@@ -186,7 +189,11 @@ class Tuner:
             self._move(self._first, why, settled=False)
 
     def _search(self) -> Generator[None, Sample, Situation]:
-        """Tries choices, applies the best, and returns its measurements."""
+        """Tries several kinds and numbers of workers, and applies the best.
+
+        Returns:
+            The times that were measured with the best.
+        """
         found = yield from self._measure(2, _FEWEST)
         costs, best, at_best = found.costs, self.choice, found
         best_s = found.period_s
@@ -232,7 +239,7 @@ class Tuner:
         return at_best
 
     def _choices(self, found: Situation) -> list[WorkerConfigChoice]:
-        """Returns the choices to try, the most promising first.
+        """Returns which workers to try, the most promising first.
 
         Threads suit builds that wait, and processes those that compute.
         """
