@@ -43,7 +43,7 @@ def pytest_configure():
     hypothesis.settings.register_profile(
         "busy",
         deadline=None,
-        max_examples=100 if FULL else 40,
+        max_examples=100 if FULL else 25,
         derandomize=not FULL,  # the full run finds what is new
         suppress_health_check=[hypothesis.HealthCheck.too_slow],
     )

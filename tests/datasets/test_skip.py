@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 from keras_facts import with_steps_per_execution
-from lateness import only_the_stuck_are_late
+from lateness import only_the_stuck_are_late, worker_of
 from places import KINDS, quickly
 from samples import Deadly, equal
 from slow_samples import (
@@ -224,7 +224,10 @@ def test_a_death_is_raised(tmp_path, caplog):
 
 
 def test_a_timeout_is_raised(tmp_path, caplog, monkeypatch):
-    only_the_stuck_are_late(monkeypatch, lambda who: is_stuck(tmp_path, who))
+    only_the_stuck_are_late(
+        monkeypatch,
+        lambda activity: is_stuck(tmp_path, worker_of(activity)),
+    )
     dataset = Stuck(
         tmp_path,
         {3: "sleeps"},

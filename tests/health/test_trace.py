@@ -521,14 +521,15 @@ def test_memory_is_bounded_however_many_batches_there_are(
     writer.begin("train", 0)
     tracemalloc.start()
     try:
-        _tell_many(writer, 10_240, with_steps)
+        _tell_many(writer, 4_096, with_steps)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     writer.end()
     writer.close({}, "Images")
-    assert path.stat().st_size > 4e6
-    assert peak < 3e6
+    # The peak is that of the arrows, and does not grow with the batches.
+    assert path.stat().st_size > 1.5e6
+    assert peak < 1.5e6
 
 
 @pytest.mark.long

@@ -22,6 +22,8 @@ from keras_fastdata.engine import loader as loader_module
 from keras_fastdata.workers import in_flight, inline, supervisor, thread
 from keras_fastdata.workers.process import channel, pool
 
+pytestmark = pytest.mark.usefixtures("kept_forkserver")
+
 _PATIENCE_S = 120.0
 _WHERE = pytest.mark.parametrize("where", KINDS.values(), ids=list(KINDS))
 

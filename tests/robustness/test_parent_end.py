@@ -9,14 +9,13 @@ import signal
 import time
 
 import pytest
-from places import FULL
+from places import quickly
 from samples import Numbered
 from trainers import START_METHODS, Trainer, endless
 
 from keras_fastdata import LoaderError
 
-# The long way round, in the full run.
-RANDOM_ENDS = 50 if FULL else 2
+RANDOM_ENDS = 50
 ENDLESS = f"data = {endless()}\n"
 
 
@@ -26,7 +25,9 @@ _FIT = "fit({data}, Tell())\n"
 
 
 @pytest.mark.parametrize("start_method", START_METHODS)
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "signum", quickly([signal.SIGKILL, signal.SIGTERM], signal.SIGKILL)
+)
 def test_a_trainer_that_a_signal_ends_leaves_nothing(
     signum, start_method, zygote
 ):
@@ -57,6 +58,8 @@ def test_ctrl_c_in_a_terminal_which_all_its_group_gets(zygote):
         trainer.leaves_nothing("KeyboardInterrupt")
 
 
+# In the quick run, test_after_ctrl_c_the_same_process_fits_again does so.
+@pytest.mark.long
 def test_a_script_catches_ctrl_c_itself(zygote):
     script = (
         "try:\n"
@@ -233,7 +236,6 @@ ENDS = {
 
 # Each takes seconds; the others are for the full run.
 _QUICK = (
-    "calls sys.exit in a callback",
     "is half through an epoch",
     "has a daemon thread that waits for a batch",
     "has a daemon thread that fits",
@@ -310,6 +312,7 @@ LONG = {
 }
 
 
+@pytest.mark.long
 def test_a_trainer_that_ends_at_any_moment_leaves_nothing(zygote):
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         for _ in pool.map(

@@ -19,7 +19,7 @@ import keras
 import numpy as np
 import psutil
 import pytest
-from lateness import only_the_stuck_are_late
+from lateness import only_the_stuck_are_late, worker_of
 from samples import equal
 from slow_samples import (
     WAYS,
@@ -73,7 +73,10 @@ def _only_the_stuck_are_late(request, monkeypatch, tmp_path):
     if "real_time" not in request.fixturenames:
         only_the_stuck_are_late(
             monkeypatch,
-            lambda who: is_stuck(tmp_path, who) or who in StuckThread.stuck,
+            lambda activity: (
+                is_stuck(tmp_path, worker_of(activity))
+                or worker_of(activity) in StuckThread.stuck
+            ),
         )
 
 

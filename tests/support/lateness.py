@@ -18,12 +18,12 @@ def only_the_stuck_are_late(monkeypatch, is_stuck):
 
     Args:
         monkeypatch: Of the test.
-        is_stuck: A function of a process id, or of the identity of a thread.
+        is_stuck: A function of what the watchdog looks at, an `Activity`.
     """
     look = watchdog.Watchdog.look
 
     def seen(activity):
-        if activity.elapsed_s > _SETTLED_S and is_stuck(activity.stack.args[0]):
+        if activity.elapsed_s > _SETTLED_S and is_stuck(activity):
             return dataclasses.replace(activity, elapsed_s=_LATE_S)
         if activity.starting:
             return activity
@@ -35,3 +35,8 @@ def only_the_stuck_are_late(monkeypatch, is_stuck):
         return look(guard, activities)
 
     monkeypatch.setattr(watchdog.Watchdog, "look", look_at_the_stuck)
+
+
+def worker_of(activity):
+    """The process id of a worker, the identity of a thread, or an actor."""
+    return activity.stack.args[0]

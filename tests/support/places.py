@@ -49,6 +49,12 @@ def quickly(values, *quick):
     ]
 
 
+# For what a trainer takes from workers. JAX's and PyTorch's iterate over the
+# batches, wherever those were built; TensorFlow has a graph between.
+in_each_trainer = quickly(
+    KINDS, *(KINDS if _BACKEND == "tensorflow" else ["process"])
+)
+
 # What these find, the others find as a rule.
 everywhere = pytest.mark.parametrize(
     "place", quickly(PLACES, "inline", "1 thread", "2 processes")

@@ -7,6 +7,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from places import FULL
 
 from keras_fastdata.building.permutation import STORED, Permutation
 from keras_fastdata.engine.schedule import plan_epoch
@@ -76,7 +77,7 @@ def test_a_billion_batches_take_no_memory():
 # -- is it as random as NumPy's own? ------------------------------------------
 
 LENGTH = STORED + 12_345
-SEEDS = range(6)
+SEEDS = range(6 if FULL else 3)
 
 
 @functools.cache
@@ -163,4 +164,4 @@ def test_no_pattern_shows(measure, draw):
 @pytest.mark.parametrize("draw", [by_numpy, ours])
 def test_as_many_items_stay_in_their_place_as_chance_has_it(draw):
     stay = sum(int((draw(s) == np.arange(LENGTH)).sum()) for s in SEEDS)
-    assert 0 < stay < 18  # a Poisson number around 6
+    assert 0 < stay < 3 * len(SEEDS)  # a Poisson number around `len(SEEDS)`

@@ -22,7 +22,7 @@ import warnings
 
 import numpy as np
 import pytest
-from places import KINDS
+from places import KINDS, in_each_trainer
 
 from keras_fastdata import FastPyDataset, LoaderError, WorkerDiedError
 from keras_fastdata.workers import exceptions
@@ -453,7 +453,7 @@ class Endless(Broken):
     num_batches = None
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=in_each_trainer)
 def kind(request):
     return request.param
 

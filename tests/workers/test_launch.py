@@ -21,6 +21,8 @@ from keras_fastdata.workers import stack_dump, supervisor
 from keras_fastdata.workers.process import launchers, worker_main
 
 PROCESSES = {"workers": 2, "use_multiprocessing": True}
+# Of the tests that are not about a fork server.
+kept = pytest.mark.usefixtures("kept_forkserver")
 
 SCRIPT = """
 import keras
@@ -207,6 +209,7 @@ class Policy(FastPyDataset):
         return os.sched_getscheduler(0)
 
 
+@kept
 def test_a_worker_that_wakes_leaves_the_training_thread_on_its_core():
     with Policy(**PROCESSES) as dataset:
         assert list(dataset) == [os.SCHED_BATCH]
@@ -242,6 +245,7 @@ def test_two_loaders_share_a_forkserver_and_the_last_ends_it():
     assert not psutil.Process().children()
 
 
+@kept
 def test_a_forked_copy_of_the_trainer_disturbs_nobody():
     with Numbered(**PROCESSES) as dataset:
         batches = iter(dataset)
@@ -309,6 +313,7 @@ def test_close_does_not_wait_for_a_process_that_the_user_forked(monkeypatch):
     os.waitpid(pid, 0)
 
 
+@kept
 def test_a_process_forked_while_a_batch_is_awaited_can_load_too():
     with Numbered(**PROCESSES) as dataset:
         batches = iter(dataset)
@@ -325,6 +330,7 @@ def test_a_process_forked_while_a_batch_is_awaited_can_load_too():
         assert os.waitpid(pid, 0)[1] == 0
 
 
+@kept
 @pytest.mark.parametrize("place", [{"workers": 0}, PROCESSES], ids=str)
 @pytest.mark.parametrize(
     "shape", quickly([-1, (3, -1), "3", 1.5], -1, "3"), ids=str

@@ -23,6 +23,7 @@ import psutil
 import pytest
 import ray_samples
 from generator_kinds import Everywhere
+from lateness import only_the_stuck_are_late, worker_of
 from ray_samples import Drawn
 from samples import equal
 
@@ -596,7 +597,18 @@ def test_an_interrupt_while_waiting_is_an_interrupt(tmp_path):
     _equal(found, _inline(dataset, epoch))
 
 
-def test_a_batch_that_takes_too_long_is_built_by_another(tmp_path, caplog):
+def test_a_batch_that_takes_too_long_is_built_by_another(
+    tmp_path, caplog, monkeypatch
+):
+    stuck = []  # the actor that came to batch 5 first
+
+    def is_stuck(activity):
+        begun = activity.request is not None and activity.request.index == 5
+        if not stuck and begun and (tmp_path / "call-0").exists():
+            stuck.append(worker_of(activity))
+        return stuck and worker_of(activity) is stuck[0]
+
+    only_the_stuck_are_late(monkeypatch, is_stuck)
     with _on_ray(ray_samples.Stuck, tmp_path, batch_timeout=1) as dataset:
         found = list(dataset)
     _equal(found, _here())

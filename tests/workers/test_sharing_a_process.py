@@ -21,7 +21,7 @@ import keras
 import numpy as np
 import psutil
 import pytest
-from places import FULL, KINDS
+from places import FULL, KINDS, quickly
 from samples import Numbered, Random, equal, numbers
 from trainers import START_METHODS, Trainer, endless
 
@@ -583,7 +583,9 @@ def test_a_worker_of_a_job_in_the_background_stays_there(zygote):
         trainer.leaves_nothing()
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize(
+    "signum", quickly([signal.SIGKILL, signal.SIGINT], signal.SIGKILL)
+)
 @pytest.mark.parametrize("start_method", START_METHODS)
 def test_a_forked_process_that_lives_on_does_not_keep_workers(
     signum, start_method, zygote
