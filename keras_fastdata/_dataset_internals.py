@@ -53,7 +53,7 @@ class Internals:
         self.outside_rng: np.random.Generator | None = None
 
     def forget_outside_rng(self) -> None:
-        """Resets the `self.rng` that is used outside of builds."""
+        """Resets the generator that `dataset.rng` returns outside of builds."""
         self.outside_rng = None
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
@@ -141,7 +141,7 @@ def note_assigned(dataset: build.Dataset, name: str) -> None:
 
 
 def version_of(dataset: build.Dataset) -> object | None:
-    """Returns an object that each change of the dataset replaces.
+    """Returns a token that is replaced whenever the dataset changes.
 
     Returns `None` where nothing changes the dataset: in a worker process,
     which receives a new dataset instead.
@@ -182,7 +182,7 @@ def state_dict_of(dataset: Any, state: State) -> dict[str, Any]:
 
 
 def answer(dataset: build.Dataset, name: str) -> Any:
-    """Returns the value of `self.rng`, `self.epoch` or a similar attribute.
+    """Returns a dataset's current `rng`, `epoch` or similar attribute.
 
     Works also if the user's class has another attribute of that name.
     """
@@ -195,7 +195,7 @@ def answer(dataset: build.Dataset, name: str) -> Any:
 
 
 def iterate_alone(dataset: build.Dataset) -> Iterator[Any]:
-    """Returns an iterator over one epoch, even if the caller builds a batch."""
+    """Returns an iterator over one epoch; can be called during a build."""
     if _process_role.is_worker():
         return plain_iterator(dataset)
     return iterate(loader_of(dataset), dataset, shuffle=False)
@@ -216,7 +216,7 @@ def plain_iterator(dataset: build.Dataset) -> Iterator[Any]:
 
 
 def _outside(dataset: build.Dataset, name: str) -> Any:
-    """Returns the value of an attribute such as `self.rng` outside of builds.
+    """Returns a dataset's `rng`, `epoch`, ... for calls outside of builds.
 
     These values make `dataset[3]` work when a user calls it.
     """

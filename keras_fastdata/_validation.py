@@ -44,7 +44,7 @@ def integer(name: str, value: Any, *, least: int, or_else: str = "") -> int:
 
 
 def _as_integer(name: str, value: Any) -> str:
-    """Returns an error hint if a value can be converted to an integer."""
+    """Returns the hint to pass an integer, if `value` can become one."""
     try:
         number = int(value)
     except (TypeError, ValueError, OverflowError):

@@ -55,7 +55,7 @@ _T = TypeVar("_T")
 
 
 class _WhileBuilding(Generic[_T]):
-    """A property that a user's attribute of the same name may hide.
+    """A property such as `rng`, which an instance attribute can override.
 
     `epoch` and `rng` are common names in datasets. Python only calls a
     descriptor without `__set__` if the instance has no such attribute.
@@ -313,7 +313,7 @@ class FastPyDataset(_Base):
 
     @build.default_hook
     def on_epoch_begin(self) -> None:
-        """Called before each epoch, in the training process.
+        """Override this to run code before each epoch, in the training process.
 
         Changes to the dataset reach every worker before the next batch is
         built. `self.rng`, `np.random` and `random` are seeded for the call.
@@ -321,7 +321,7 @@ class FastPyDataset(_Base):
 
     @build.default_hook
     def on_epoch_end(self) -> None:
-        """Called after each epoch, in the training process.
+        """Override this to run code after each epoch, in the training process.
 
         Keras also calls it once before the first epoch, and your own loop
         may call it. Changes to the dataset reach every worker before the
@@ -331,7 +331,7 @@ class FastPyDataset(_Base):
 
     @build.default_hook
     def on_worker_start(self) -> None:
-        """Called once in each worker, before its first batch.
+        """Override this to run code in each worker, before its first batch.
 
         Open files and connections here. In processes, attributes that it
         sets on `self` belong to that worker and are never overwritten. If
@@ -342,7 +342,7 @@ class FastPyDataset(_Base):
 
     @build.default_hook
     def on_worker_stop(self) -> None:
-        """Called once in each worker that ends normally.
+        """Override this to run code at the normal end of each worker.
 
         For threads and for builds in the caller, `close` calls it. It is not
         called there if the dataset is garbage-collected instead.

@@ -515,7 +515,7 @@ def _length(num_batches: int | None) -> str:
 
 
 def _facts(found: Profile) -> list[tuple[str, str]]:
-    """Returns the name and the text of each fact."""
+    """Returns the profile's measurements as pairs of a label and a text."""
     computing = formatting.share(found.computing)
     lines = [
         (
@@ -582,7 +582,7 @@ def _conclusion(found: Profile) -> str:
 
 
 def _notes(found: Profile) -> list[str]:
-    """Returns what may make the figures doubtful."""
+    """Returns warnings that the measurements may be inaccurate."""
     was_busy = any(
         rate.measured is not None and rate.measured < _BUSY * rate.expected
         for rate in found.rates

@@ -93,7 +93,10 @@ class SharedList(Sequence[T]):
 
 
 class _ListPickler(pickle.Pickler):
-    """Pickles classes and functions of `__main__` as numbers."""
+    """Pickles an item; replaces classes and functions of `__main__`.
+
+    A number replaces each of them: its index in `SharedList._named`.
+    """
 
     def __init__(self, file: io.BytesIO, numbers: dict[Any, int]) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)

@@ -14,7 +14,7 @@ if TYPE_CHECKING or _process_role.is_worker():
     Callback = object
 
     def registered(cls: type) -> type:
-        """Returns `cls` unchanged, since a worker saves no callbacks."""
+        """Replaces Keras's decorator in workers; returns `cls` unchanged."""
         return cls
 else:
     import keras

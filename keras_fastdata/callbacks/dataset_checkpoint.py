@@ -113,7 +113,10 @@ class DatasetCheckpoint(Callback):
     # -- called by Keras ----------------------------------------------------
 
     def set_params(self, params: Any) -> None:
-        """Called by Keras at the start of `fit`, `evaluate` and `predict`."""
+        """Finds the other callbacks of the `fit` or `evaluate` that now begins.
+
+        Keras calls this method first.
+        """
         super().set_params(params)  # type: ignore[misc]
         self._beside = keras_bridge.callbacks_beside()
 
@@ -245,7 +248,7 @@ class DatasetCheckpoint(Callback):
             )
 
     def _begin_with(self, epoch: int) -> None:
-        """Makes the data start at an epoch that has no saved state."""
+        """Sets the data to the start of an epoch that has no saved state."""
         dataset = self._adapter.py_dataset
         if self._adapter.next_epoch == epoch:
             return  # it was trained on until here

@@ -212,7 +212,13 @@ class LoaderHealth(Callback):
     # -- called by Keras ----------------------------------------------------
 
     def set_params(self, params: Any) -> None:
-        """Called by Keras at the start of `fit`, `evaluate` and `predict`."""
+        """Prepares for the `fit`, `evaluate` or `predict` that now begins.
+
+        Keras calls this method first. It ends an interrupted measurement.
+
+        Raises:
+            ValueError: There are two `LoaderHealth` in `callbacks`.
+        """
         super().set_params(params)  # type: ignore[misc]
         from keras_fastdata import keras_bridge
 
@@ -407,7 +413,7 @@ class LoaderHealth(Callback):
         )
 
     def _note_saving(self, seconds: float) -> None:
-        """Adds the time of a callback that saves."""
+        """Records how many seconds another callback took to save."""
         if self._monitor is not None:
             self._monitor.add_saving(seconds)
         if self._timer is not None:

@@ -64,10 +64,13 @@ class SavedStates:
         return None
 
     def find_moment(self, moment: list[int]) -> Saved | None:
-        """Returns the state that was saved with the weights of `moment`.
+        """Returns the state that was saved together with certain weights.
 
         Keras may be killed after it saved the weights and before it saved
-        their epoch and batch. Then the step of the optimizer tells the moment.
+        their epoch and batch. Then only the optimizer step is compared.
+
+        Args:
+            moment: Epoch, batch and optimizer step that identify the weights.
         """
         found = self.find("saved_at", moment)
         step = moment[2]
@@ -77,7 +80,11 @@ class SavedStates:
         return found
 
     def add(self, saved: Saved) -> None:
-        """Saves a state, and replaces an older state of the same moment."""
+        """Saves a state; replaces the state of the same model weights, if any.
+
+        `saved["saved_at"]` identifies the weights. A state in which it is
+        `None` replaces no other state.
+        """
         moment = saved["saved_at"]
         others = [
             other
@@ -91,7 +98,7 @@ class SavedStates:
 
 
 def _checked(saved: Any) -> Saved:
-    """Checks a state from the file, but not the contents of `dataset`.
+    """Checks a state from the file, except what its key "dataset" holds.
 
     Raises:
         ValueError: The state is damaged; or a `KeyError` or `TypeError`.
@@ -108,7 +115,7 @@ def _checked(saved: Any) -> Saved:
 
 
 def after_empty_rest(dataset: Any, saved: Saved, length: int | None) -> Saved:
-    """Moves to the next epoch if the saved epoch has no batches left.
+    """Sets the next epoch if the saved epoch has no batches left.
 
     When a state is saved, nobody may know yet that all batches behind its
     position are skipped, or that there are none.

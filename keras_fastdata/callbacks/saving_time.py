@@ -1,4 +1,4 @@
-"""Measures how long callbacks that save models take, beside `LoaderHealth`.
+"""Measures the time that callbacks such as `ModelCheckpoint` need to save.
 
 The hooks of these callbacks become attributes of the objects, which measure the
 hooks of the class. `SavingTimer.close` removes these attributes.
@@ -25,7 +25,7 @@ def savers_among(callbacks: list[Any]) -> list[Any]:
 
 
 class _TimedHook:
-    """Calls a hook, and tells how many seconds the call took."""
+    """Calls a callback's hook, and reports how many seconds the call took."""
 
     def __init__(
         self, hook: Callable[..., None], tell: Callable[[float], None]
@@ -67,7 +67,7 @@ class SavingTimer:
                 self._timed.append((callback, name))
 
     def close(self) -> None:
-        """Removes the attributes from the callbacks. Idempotent."""
+        """Restores the hooks of the callbacks. Idempotent."""
         while self._timed:
             callback, name = self._timed.pop()
             vars(callback).pop(name, None)

@@ -44,7 +44,7 @@ def dataset_html(dataset: Any) -> str:
 
 
 def name_of(dataset: Any) -> str:
-    """Returns the class name of a dataset, or of what `accelerate` wraps."""
+    """Returns a dataset's class name, such as "accelerate(Images)"."""
     wrapped = vars(dataset).get("_fastdata_wrapped")
     if wrapped is not None:
         return f"accelerate({type(wrapped).__name__})"
@@ -52,7 +52,7 @@ def name_of(dataset: Any) -> str:
 
 
 def _facts(dataset: Any) -> dict[str, str]:
-    """Returns the facts that are known of a dataset, by name."""
+    """Returns a dataset's known properties as a dict of names and texts."""
     found = vars(dataset).get(PRIVATE)
     if found is None:  # its constructor has not come so far
         return _length(dataset, None)
@@ -77,7 +77,7 @@ def _facts(dataset: Any) -> dict[str, str]:
 
 
 def _length(dataset: Any, known: Description | None) -> dict[str, str]:
-    """Returns the number of batches in an epoch, unless that cannot be told.
+    """Returns a dict with the number of batches; {} if `__len__` raises.
 
     The user's code is not asked in the midst of an epoch: it may assign
     attributes, and that would look like a change of the dataset.

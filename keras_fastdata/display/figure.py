@@ -44,5 +44,5 @@ def new_figure(what: str, width_in: float, height_in: float) -> Figure:
 
 
 def plain(text: Any) -> str:
-    """Returns a text in which Matplotlib finds no formula."""
+    """Escapes a text, so that Matplotlib reads no formula in it."""
     return str(text).replace("$", r"\$")

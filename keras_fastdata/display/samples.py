@@ -59,7 +59,7 @@ class Part(NamedTuple):
 
 
 def build_batch(dataset: Any, index: int) -> Any:
-    """Builds a batch without any effect on the dataset's epochs or draws.
+    """Builds a batch without changing the dataset's epoch or random state.
 
     The batch has the bytes that it has in the epoch that begins next, if the
     seed is known by now.
@@ -176,7 +176,7 @@ def pixels(rows: _Array) -> _Array:
 
 
 def _is_of_bytes(found: _Array, high: float) -> bool:
-    """Whether numbers of at least 0 seem to range from 0 to 255.
+    """Whether pixel values of at least 0 seem to range from 0 to 255.
 
     Images in which 1 is white may exceed 1 a little, where they were resized.
     A mask that has only few classes is no image of bytes.
@@ -186,7 +186,7 @@ def _is_of_bytes(found: _Array, high: float) -> bool:
 
 
 def _range_of(rows: _Array) -> str:
-    """Returns the lowest and the highest number, as text."""
+    """Returns an array's lowest and highest number as one text."""
     return f"{_number(rows.min())} to {_number(rows.max())}"
 
 
@@ -247,7 +247,7 @@ def _label(dataset: Any, part: Part, sample: int) -> str:
 
 
 def _value(dataset: Any, part: Part, sample: int) -> str:
-    """Returns one sample's value of an array, as a short text."""
+    """Describes one sample's values in an array by a short text."""
     if part.rows is None or sample >= len(part.rows):
         return ""
     row = np.asarray(part.rows[sample])
@@ -285,7 +285,7 @@ def _scalar(dataset: Any, part: Part, value: Any) -> str:
 
 
 def _class_name(dataset: Any, label: Any) -> str:
-    """Returns the name of a class, of a dataset that has `class_names`."""
+    """Returns a class's name from `dataset.class_names`, or "" if unknown."""
     names = getattr(dataset, "class_names", None)
     if not isinstance(names, (list, tuple)) or label != int(label):
         return ""
@@ -354,7 +354,10 @@ def _draw_table(
 def _columns(
     dataset: Any, part: Part, shown: int, most: int
 ) -> dict[str, list[str]]:
-    """Returns the columns of one array: of inputs, one for each number."""
+    """Returns the table columns that show one array, by heading.
+
+    An input has a column for each number of a sample.
+    """
     if part.rows is None:
         return {part.name: [part.structure] * shown}
     if not _is_wide(part):
@@ -372,7 +375,7 @@ def _columns(
 
 
 def _is_wide(part: Part) -> bool:
-    """Whether an array has several numbers for each sample, as columns."""
+    """Whether an array takes several table columns, one for each number."""
     rows = part.rows
     return (
         rows is not None
