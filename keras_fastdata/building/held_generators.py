@@ -288,7 +288,7 @@ class _ReachStep(NamedTuple):
 
 
 def _reachable(dataset: Any) -> Iterator[_ReachStep]:
-    """Yields the objects a dataset refers to, breadth first, globals last."""
+    """Yields the objects that a dataset refers to; global objects come last."""
     inside: collections.deque[_ReachStep] = collections.deque()
     outside: collections.deque[_ReachStep] = collections.deque()
     seen = {id(dataset)}

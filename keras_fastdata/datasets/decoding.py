@@ -229,7 +229,7 @@ def _resize(
 def _fitted(
     size: tuple[int, int], form: ImageSpec
 ) -> tuple[_Box, tuple[int, int]]:
-    """Returns the box to crop from an image, and its size after resizing.
+    """Returns the box to crop from an image, and the size to resize it to.
 
     Sizes are width and height; `form.size` is height and width.
     """

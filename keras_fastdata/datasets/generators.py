@@ -472,9 +472,9 @@ class _Running:
         return key == self._key and (over or next_one)
 
     def skip(self, turns: int) -> None:
-        """Skips the first `turns` turns, and drops their batches.
+        """Drops the first `turns` results of the generators.
 
-        A turn is one batch, or the end marker, of one shard.
+        A result is one batch, or the end marker, of one shard.
         """
         if len(self._live) == 1 and self._live[0].skip(turns):
             self._turns = turns

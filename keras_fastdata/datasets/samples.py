@@ -46,7 +46,7 @@ class _SampleRng:
 
 
 class _ByHand(threading.local):
-    """The sample that the current thread builds outside of a worker."""
+    """Stores the sample that each thread builds outside of a worker."""
 
     part: build.SampleContext | None = None
 

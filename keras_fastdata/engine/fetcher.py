@@ -182,7 +182,7 @@ class Fetcher:
         return peeked
 
     def _must_wait(self, fetch: Fetch) -> bool:
-        """Whether the caller of another fetch builds a batch, in its thread.
+        """Returns whether another thread is rebuilding a batch inline.
 
         Workers would draw from the generators that this build has seeded.
         """

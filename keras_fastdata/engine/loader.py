@@ -1,4 +1,4 @@
-"""The loader of one dataset, which feeds the dataset's iterators.
+"""The loader feeds the iterators of one dataset with batches.
 
     BatchIterator -> Loader -> Fetcher -> Prefetcher -> WorkerPool.submit
                                Fetcher <- Epoch.ready <- WorkerPool.collect

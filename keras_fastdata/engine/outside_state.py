@@ -111,7 +111,7 @@ class OutsideState:
         return bool(changed) or self.told.settings != self._settings()
 
     def _lose(self, variable: Variable) -> None:
-        """Logs, once per variable, that workers do not receive its value."""
+        """Logs once that workers do not receive the value of a variable."""
         name = f"{variable.module}.{variable.path}"
         if self._is_shared or name in self._lost:
             return

@@ -172,7 +172,7 @@ class PoolHandle:
         return self.workers
 
     def replace(self) -> None:
-        """Drops the workers during a call, which then creates new workers."""
+        """Drops the workers; the current call then creates new workers."""
         self._drop()
         self._move_to(PoolState.IN_CALL)
 
