@@ -29,6 +29,7 @@ from keras_fastdata.metrics import cost_model, formatting, ram
 from keras_fastdata.metrics import cpu as machine
 from keras_fastdata.metrics.cost_model import MOST, WAITS, Choice, Costs
 from keras_fastdata.metrics.gil import GilProbe
+from keras_fastdata.metrics.notice import Notice
 from keras_fastdata.metrics.recorder import BatchStats, Recorder
 
 _WIDTH = 80
@@ -185,14 +186,21 @@ def profile(
     >>> found.nbytes
     256
     """
-    return run(dataset, batches, seconds, _silent)
+    notice = Notice()
+    try:
+        return run(
+            dataset,
+            batches,
+            seconds,
+            lambda done, of, what: notice.look(
+                lambda: f"profile: {done} of {of} batches, now {what}"
+            ),
+        )
+    finally:
+        notice.end()
 
 
 Tell = Callable[[int, int, str], None]
-
-
-def _silent(done: int, of: int, what: str) -> None:
-    """Ignores a report of progress."""
 
 
 def run(

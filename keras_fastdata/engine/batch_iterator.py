@@ -129,6 +129,10 @@ class BatchIterator(Iterator[Any]):
         """
         self._epoch.time_batches(interval_s)
 
+    def silence(self, is_quiet: bool) -> None:
+        """Sets whether long waits for a batch are not shown to the user."""
+        self._epoch.silence(is_quiet)
+
     @property
     def is_shortened(self) -> bool:
         """Whether this iterator delivers fewer batches than the epoch has."""

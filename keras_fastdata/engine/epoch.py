@@ -84,6 +84,7 @@ class Epoch:
         self.is_from_cache = False  # the latest batch
         self.interval_s: float | None = None  # see `time_batches`
         self.next_span_s = 0.0  # when the next batch gets a span
+        self.is_quiet = False  # whether long waits are not shown
         self.depth = 0  # batches that were ready at the latest request
         self.quiesce_s = 0.0  # how long the workers took to pause for it
         self.spans: dict[int, Span] = {}  # of opened batches, by index
@@ -130,6 +131,10 @@ class Epoch:
         self.remembered = {}
         if not self.is_finished:
             self._move_to(EpochState.FINISHED, why)
+
+    def silence(self, is_quiet: bool) -> None:
+        """Sets whether long waits for a batch are not shown to the user."""
+        self.is_quiet = is_quiet
 
     def note_change(self) -> None:
         """Clears the remembered batches when the dataset has changed.
@@ -256,6 +261,7 @@ class Epoch:
         """Returns a new, unshuffled epoch for fetching batches early."""
         ahead = Epoch(shuffle=False)
         ahead.skipped, ahead.spans = self.skipped, self.spans
+        ahead.is_quiet = self.is_quiet
         return ahead
 
     def wants_span(self, timing: Timing) -> bool:

@@ -24,6 +24,7 @@ from keras_fastdata.engine.pool_handle import PoolHandle
 from keras_fastdata.engine.position import Position
 from keras_fastdata.engine.prefetcher import Prefetcher
 from keras_fastdata.engine.results import Outcome, Results
+from keras_fastdata.engine.waiting import BatchWait
 from keras_fastdata.workers.base import BatchRequest, WorkerPool
 from keras_fastdata.workers.inline import InlinePool
 
@@ -46,6 +47,7 @@ class Fetch:
         here_s: When the batch came, while only the workers' pause is awaited.
         inline: The caller as a worker, while it builds the batch.
         thread: The caller's thread, if it builds the batch.
+        wait: Shows the user what is waited for; `None` before the first wait.
     """
 
     pause_after: bool
@@ -56,6 +58,15 @@ class Fetch:
     here_s: float | None = None
     inline: InlinePool | None = None
     thread: int = 0
+    wait: BatchWait | None = None
+
+    def __enter__(self) -> Fetch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.inline = None
+        if self.wait is not None:
+            self.wait.end()
 
 
 @dataclasses.dataclass(eq=False)
@@ -85,6 +96,14 @@ class Fetcher:
             self._look_s = now_s + _LOOK_S
             is_thorough = True
         return Fetch(pause_after, is_thorough)
+
+    def wait(self, fetch: Fetch, epoch: Epoch) -> None:
+        """Waits a moment for the batch; a long wait is shown to the user."""
+        assert fetch.waits_for is not None
+        if fetch.wait is None:
+            fetch.wait = BatchWait(self._pool.name, epoch)
+        self._pool.wait(fetch.waits_for)
+        fetch.wait.look(fetch.waits_for, self.results.cache is not None)
 
     # -- the next batch ------------------------------------------------------
 

@@ -210,23 +210,18 @@ class Loader:
 
         If a resumed epoch has no batch left, the next epoch begins.
         """
-        fetch = self._fetcher.begin(pause_after)
         counts = epoch.delivered > 0 and not pause_after
         if self._in_effect.auto is not None:
             self._in_effect.auto.ask()
         epoch.begin_request()
         self._pool.check_shutdown()
-        try:
+        step = self._deliver
+        with self._fetcher.begin(pause_after) as fetch:
             while True:
-                batch = self._pool.run(
-                    self._deliver, epoch, dataset, fetch, counts
-                )
+                batch = self._pool.run(step, epoch, dataset, fetch, counts)
                 if batch is not Outcome.PENDING:
                     return batch
-                assert fetch.waits_for is not None
-                self._pool.wait(fetch.waits_for)
-        finally:
-            fetch.inline = None
+                self._fetcher.wait(fetch, epoch)
 
     def _deliver(
         self, epoch: Epoch, dataset: build.Dataset, fetch: Fetch, counts: bool
@@ -257,9 +252,10 @@ class Loader:
             The batches by index; fewer than `count` if there are no more.
         """
         ahead = epoch.peeking()
-        fetch = self._fetcher.begin(pause_after=False, is_thorough=True)
-        self._epochs.begin_peek(ahead)
-        try:
+        with (
+            self._epochs.peeking(ahead),
+            self._fetcher.begin(False, is_thorough=True) as fetch,
+        ):
             while True:
                 peeked = self._pool.run(
                     self._peek, epoch, dataset, ahead, count, fetch
@@ -267,11 +263,7 @@ class Loader:
                 if peeked is not Outcome.PENDING:
                     assert isinstance(peeked, dict)
                     return peeked
-                assert fetch.waits_for is not None
-                self._pool.wait(fetch.waits_for)
-        finally:
-            fetch.inline = None
-            self._epochs.end_peek(ahead)
+                self._fetcher.wait(fetch, ahead)
 
     def _peek(
         self,
@@ -293,7 +285,7 @@ class Loader:
 
     def _rewind(self, epoch: Epoch) -> None:
         if epoch.is_finished or epoch.delivered > len(epoch.remembered):
-            self._forget_ahead(epoch)
+            self._prefetcher.forget(self._pool.workers, epoch)
             epoch.issue_again_from(epoch.start)
         epoch.rewind()
 
@@ -337,7 +329,7 @@ class Loader:
     def _change(self) -> None:
         """Sends the changed dataset to the workers."""
         for epoch in self._epochs:
-            self._forget_ahead(epoch)
+            self._prefetcher.forget(self._pool.workers, epoch)
             epoch.note_change()
         self._changes.mark_sent()
         self._fetcher.results.note_change()
@@ -356,11 +348,11 @@ class Loader:
         """Begins an epoch, and drops invalid prefetched batches."""
         foretold = epoch.schedule
         if foretold is None or foretold.total != build.length_of(dataset):
-            self._forget_ahead(epoch)
+            self._prefetcher.forget(self._pool.workers, epoch)
             epoch.plan(self.epoch)
         elif any(a.done.is_lost for a in epoch.ready.values()):
             # The epoch before had no worker restarts left. This one has.
-            self._forget_ahead(epoch)
+            self._prefetcher.forget(self._pool.workers, epoch)
         state = self._position.resumed
         if state is not None:
             state.check_order(self.name, epoch.shuffle)
@@ -369,9 +361,6 @@ class Loader:
         workers.renew_restarts()
         for other in self._epochs:
             if not other.has_begun and other.schedule is not None:
-                self._forget_ahead(other)
+                self._prefetcher.forget(self._pool.workers, other)
                 other.forget_order()
                 other.forbid_prefetching()
-
-    def _forget_ahead(self, epoch: Epoch) -> None:
-        self._prefetcher.forget(self._pool.workers, epoch)

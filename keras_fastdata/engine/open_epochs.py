@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -32,13 +33,14 @@ class OpenEpochs:
         reference.epoch = epoch
         self._references.add(reference)
 
-    def begin_peek(self, ahead: Epoch) -> None:
-        """Adds the temporary epoch of a `Loader.peek` call."""
+    @contextlib.contextmanager
+    def peeking(self, ahead: Epoch) -> Iterator[None]:
+        """Adds the temporary epoch of a `Loader.peek` call for that long."""
         self._peeking.append(ahead)
-
-    def end_peek(self, ahead: Epoch) -> None:
-        """Removes an epoch that `begin_peek` has added."""
-        self._peeking.remove(ahead)
+        try:
+            yield
+        finally:
+            self._peeking.remove(ahead)
 
     @property
     def has_dropped(self) -> bool:

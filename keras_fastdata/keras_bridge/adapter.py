@@ -38,6 +38,7 @@ from keras_fastdata.keras_bridge.keras_internals import (
     PyDatasetAdapter,
     another_epoch_follows,
     calling_iterator,
+    is_quiet,
     steps_argument,
     users_stacklevel,
 )
@@ -85,6 +86,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
             for name in ("on_epoch_begin", "on_epoch_end")
         )
         self.source_id = object()
+        self._is_quiet = is_quiet()
         self.began_s = time.monotonic()
         self.probed_s = 0.0
         self._signature: Any = None
@@ -226,6 +228,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         self._iterator = found
         self.progress.begin_iterator()
         found.prefetch_next(self._prefetches_next)
+        found.silence(self._is_quiet)
         started = self.progress.has_started
         if not started:
             found.remember_first(_PROBED)

@@ -503,6 +503,17 @@ def trainer_at_work() -> tuple[str, Any]:
     return "", None
 
 
+def is_quiet() -> bool:
+    """Whether the running method of Keras was called with `verbose=0`.
+
+    If several run, one within the other, the innermost counts.
+    """
+    for _, known in _calls_of_keras():
+        verbose = known.get("verbose")
+        return isinstance(verbose, int) and not verbose
+    return False
+
+
 def _calls_of_keras() -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the running calls of Keras's models, innermost first.
 

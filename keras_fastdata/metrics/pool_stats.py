@@ -58,6 +58,7 @@ class PoolStats:
         cores: Cores of the Ray cluster; `None` for workers of this machine.
         stacks: How often each folded stack was met in slow builds, since the
             dataset has been in use; see `metrics.stack_sampler`.
+        starting: How many workers have not loaded the dataset yet.
     """
 
     kind: str
@@ -69,3 +70,4 @@ class PoolStats:
     shard: str = ""
     cores: float | None = None
     stacks: dict[str, int] = dataclasses.field(default_factory=dict)
+    starting: int = 0

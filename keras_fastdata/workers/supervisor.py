@@ -305,6 +305,12 @@ class SupervisedPool(WorkerPool, Generic[W]):
         self._receiver.hand_on()
         return done
 
+    @property
+    def starting(self) -> int:
+        """How many workers have not loaded the dataset yet."""
+        workers = list(self._workers.values())
+        return sum(w.state is WorkerState.STARTING for w in workers)
+
     def pause(self) -> None:
         self._is_paused = True
 

@@ -131,6 +131,7 @@ class ProcessPool(supervisor.SupervisedPool[ProcessWorker]):
             {i: w.pid for i, w in list(self._workers.items())},
             self._policy.losses,
             self._arena.nbytes,
+            starting=self.starting,
         )
 
     def _end(self) -> None:

@@ -135,6 +135,7 @@ class RayPool(SupervisedPool[RayWorker]):
             self._policy.losses,
             store_usage.nbytes,
             cores=self._cores,
+            starting=self.starting,
         )
 
     def _end(self) -> None:

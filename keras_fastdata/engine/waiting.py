@@ -1,0 +1,52 @@
+"""Says what a consumer waits for, in words."""
+
+from __future__ import annotations
+
+from keras_fastdata.engine.epoch import Epoch
+from keras_fastdata.metrics import formatting
+from keras_fastdata.metrics.notice import LoadedPackages, Notice
+from keras_fastdata.workers.base import WorkerPool
+from keras_fastdata.workers.inline import InlinePool
+
+
+class BatchWait:
+    """The waits for one batch, which a `Notice` shows.
+
+    Args:
+        dataset: The class name of the dataset.
+        epoch: The epoch that delivers the batch.
+    """
+
+    def __init__(self, dataset: str, epoch: Epoch) -> None:
+        self._dataset = dataset
+        self._epoch = epoch
+        self._notice = Notice(shows=not epoch.is_quiet)
+        self._packages = LoadedPackages()
+
+    def look(self, workers: WorkerPool, keeps: bool) -> None:
+        """Shows what is waited for, once the wait is long.
+
+        Args:
+            workers: Those that build the batch.
+            keeps: Whether a cache keeps the batches for later epochs.
+        """
+        # A build in the caller lets nobody look before it has ended.
+        if not isinstance(workers, InlinePool):
+            self._notice.look(lambda: self._text(workers, keeps))
+
+    def end(self) -> None:
+        """Removes the notice."""
+        self._notice.end()
+
+    def _text(self, workers: WorkerPool, keeps: bool) -> str:
+        stats, epoch = workers.pool_stats(), self._epoch
+        if stats.starting and stats.starting >= len(stats.pids):
+            package = self._packages.latest(stats.pids.values())
+            importing = f", importing {package}" if package else ""
+            named = formatting.workers(stats.kind, stats.count)
+            return f"{self._dataset}: starting {named}{importing}"
+        what = "the first batch"
+        if epoch.delivered and epoch.schedule is not None:
+            what = f"batch {epoch.schedule.index_at(epoch.position)}"
+        kept = ", which the cache keeps for later epochs" if keeps else ""
+        return f"{self._dataset}: waiting for {what}{kept}"
