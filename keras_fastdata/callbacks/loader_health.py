@@ -338,6 +338,8 @@ class LoaderHealth(Callback):
         if self._timer is not None:
             self._timer.end_callbacks(time.monotonic())
         self._stop()
+        if self._timer is not None:
+            self._timer.end_callbacks(time.monotonic())
         self._move_to(Measured.IDLE)
         summary = self.summary()
         if self.verbose and summary.verdict is not None:
