@@ -55,7 +55,7 @@ class TimeAccount:
         return sorted((p for p in parts if p[1] > 0), key=lambda p: -p[1])
 
     def plus(self, other: TimeAccount, times: float = 1.0) -> TimeAccount:
-        """Returns the sum of this account and `times` times `other`."""
+        """Returns this account plus `other` multiplied by `times`."""
         ours, theirs = dataclasses.astuple(self), dataclasses.astuple(other)
         pairs = zip(ours, theirs, strict=True)
         return TimeAccount(*(one + times * two for one, two in pairs))
@@ -134,17 +134,17 @@ class FitTimer:
         self.account = self.account.plus(TimeAccount(**parts_s))
 
     def end_start(self, now_s: float, first_batch_s: float) -> None:
-        """Adds the time that building the model and its first batch took."""
+        """Adds the time for the first batch and for building the model."""
         rest_s = self._rest_s(now_s, first_batch_s)
         self._add(first_batch_s=first_batch_s, compiling_s=rest_s)
 
     def add_saving(self, seconds: float) -> None:
-        """Adds the time of a callback that saves, which has just returned."""
+        """Adds to the account the time in which a callback has just saved."""
         self._until_s += seconds  # all other parts begin later by that
         self._add(saving_s=seconds)
 
     def end_callbacks(self, now_s: float) -> None:
-        """Notes that callbacks have run, and adds the time that they took."""
+        """Adds to the account the time that callbacks took until now."""
         self._add(callbacks_s=self._rest_s(now_s, 0.0))
 
     def end_epoch(self, now_s: float) -> TimeAccount:
@@ -156,7 +156,7 @@ class FitTimer:
     def end_steps(
         self, now_s: float, times: EpochTimes, *, validates: bool
     ) -> None:
-        """Adds the time of an epoch's training steps and their waits."""
+        """Adds to the account an epoch's training steps and their waits."""
         first_s = 0.0 if self._has_first_batch else times.first_wait_s
         self._has_first_batch = True
         self._add(
@@ -170,7 +170,7 @@ class FitTimer:
         )
 
     def end_validation(self, now_s: float, times: EpochTimes) -> None:
-        """Adds the time of a validation that has ended."""
+        """Adds to the account the time of a validation that has ended."""
         rest_s = self._rest_s(now_s, times.total_s) + times.excluded_s
         self._add(
             validation_s=rest_s,

@@ -80,7 +80,7 @@ class Figures:
 
     @property
     def name(self) -> str:
-        """The dataset, and when the run began."""
+        """The dataset's class name and the date of the run, as one text."""
         return f"{self.dataset}, {self.began}".strip(", ")
 
 

@@ -290,7 +290,7 @@ class EpochMonitor:
         )
 
     def add_saving(self, seconds: float) -> None:
-        """Adds time in which a callback saved, which belongs to no step."""
+        """Records the time of a callback's save, which is part of no step."""
         self.recorder.exclude(seconds)
         self._saving_s += seconds
 

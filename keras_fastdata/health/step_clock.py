@@ -108,7 +108,7 @@ class EpochTiming:
 
 
 def share_saved(wall_s: float, free_s: float) -> float:
-    """Returns the share of `wall_s` that `free_s` would save, from 0 to 1."""
+    """Returns the share saved if `wall_s` shrank to `free_s`, from 0 to 1."""
     if wall_s <= 0:
         return 0.0
     return min(1.0, max(0.0, 1.0 - free_s / wall_s))

@@ -288,7 +288,7 @@ _ANSWERED = (Kind.IO_BOUND, Kind.GIL_BOUND, Kind.BUILD_CPU_BOUND, *_EXPLAINED)
 
 
 def with_call_of(verdict: Verdict, other: Verdict) -> Verdict:
-    """Returns `verdict` with the call of `other` added to its advice."""
+    """Returns `verdict`; adds the call of `other` if `verdict` has none."""
     if not other.call or verdict.call:
         return verdict
     return dataclasses.replace(
@@ -354,7 +354,7 @@ def _is_transfer_bound(facts: Facts) -> bool:
 
 
 def _are_at_hand(facts: Facts) -> bool:
-    """Whether building takes almost no time, as with batches from a cache."""
+    """Whether builds take almost no time, for example with a cache."""
     return facts.build_s + facts.store_s < _LITTLE * facts.lost_s
 
 

@@ -54,7 +54,7 @@ PyDataset = keras.utils.PyDataset
 
 
 def training() -> FitCall:
-    """Returns the running `fit`, with our adapter of its training data.
+    """Describes the running `fit`, including our adapter of the training data.
 
     `adapter` is `None` if no `fit` runs, or if its data is no `FastPyDataset`.
     """

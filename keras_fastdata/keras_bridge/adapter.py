@@ -214,7 +214,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
     # -- called by our iterators ---------------------------------------------
 
     def take_iterator(self, batches: IteratorBatches) -> BatchIterator:
-        """Returns the loader's iterator over the next epoch, for `batches`.
+        """Returns the loader's iterator over the next epoch.
 
         Called when Keras asks `batches` for the first batch.
         """
@@ -242,7 +242,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         return found
 
     def add_probe(self, seconds: float) -> None:
-        """Adds to the time that Keras waited for batches to build the model."""
+        """Records a wait for a batch from which Keras builds the model."""
         self.probed_s += seconds
 
     def listener(self) -> recorder.Recorder | None:
@@ -265,7 +265,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
     def name_batches(
         self, error: BaseException, batches: str, epoch: int
     ) -> None:
-        """Adds a note to an error about the batches that caused the error."""
+        """Adds a note to an error, which names the faulty batches."""
         name = type(self.py_dataset).__name__
         exceptions.note(error, f"In {batches} of epoch {epoch} of {name}.")
 

@@ -49,7 +49,10 @@ class EpochProgress:
 
     @property
     def has_started(self) -> bool:
-        """Whether Keras has reset the data at least once."""
+        """Whether training or evaluation has begun.
+
+        Keras resets the data then.
+        """
         return self.phase in (FitPhase.BETWEEN, FitPhase.IN_EPOCH)
 
     @property

@@ -222,7 +222,7 @@ def _find(thing: str) -> Any:
 
 
 def _names_in(found: Any) -> set[str]:
-    """Returns the names, locals and strings in the code of `found`.
+    """Returns the names, locals and strings that occur in an object's code.
 
     Args:
         found: A function, property, class or code object.
@@ -287,10 +287,10 @@ _EpochIterator = _class_at(_ITERATOR)
 
 
 def is_asked_whether_to_shuffle() -> bool:
-    """Whether Keras's `get_data_adapter` called the calling function.
+    """Whether Keras reads `num_batches` only to warn about `shuffle=True`.
 
-    It reads `num_batches` only to warn that `shuffle=True`, Keras's default,
-    is ignored for a dataset of unknown length.
+    `get_data_adapter` does so for a dataset of unknown length: it warns that
+    `shuffle=True`, Keras's default, has no effect.
     """
     return sys._getframe(2).f_code.co_name == "get_data_adapter"
 
@@ -359,7 +359,7 @@ class KerasIterator:
 
     @property
     def can_warn(self) -> bool:
-        """Whether `warn_by` has an effect."""
+        """Whether `warn_by` can replace Keras's warning."""
         return self._get(Feature.QUIET_END) is not None
 
     def warn_by(self, warn: Callable[[], None] | None) -> None:
@@ -586,7 +586,7 @@ class KerasBackup:
         return self._callback._current_epoch, self._callback._last_batch_seen
 
     def restored(self) -> tuple[int, int] | None:
-        """Returns the epoch and batch at which Keras goes on.
+        """Returns the epoch and batch at which Keras resumes training.
 
         They are older than the weights if Keras was killed after it saved the
         weights. Returns `None` if there are no saved weights.
@@ -621,7 +621,10 @@ def set_initial_epoch(model: Any, epoch: int) -> None:
 
 
 class _StepLoss(keras.Operation):  # type: ignore[misc]
-    """An operation for a model's loss that Keras can evaluate on shapes."""
+    """A Keras operation that computes a model's loss for a batch.
+
+    Keras can run an operation on shapes alone.
+    """
 
     def __init__(self, trainer: Any) -> None:
         super().__init__()
@@ -694,7 +697,7 @@ def is_keras_step(function: Any) -> bool:
 
 
 def values_in_training(model: Any) -> list[Any]:
-    """Returns the arrays that the latest step of a model on JAX computes.
+    """Returns the arrays that the latest step of a JAX model computes.
 
     Args:
         model: The model; may be `None`.

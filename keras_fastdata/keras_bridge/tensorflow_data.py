@@ -108,7 +108,7 @@ class DirectDataset:
         return DirectIterator(source, adapter.early_end.put_aside)
 
     def plain(self) -> tf.data.Dataset:
-        """Makes a `tf.data.Dataset` of the same batches."""
+        """Makes a `tf.data.Dataset` with the same batches as this dataset."""
         reference = self._adapter
         dataset = tf.data.Dataset.from_generator(
             lambda: _ForTensorFlow(_alive(reference)),

@@ -205,7 +205,7 @@ class Arena:
         return len(self._leased) >= self._hold_limit
 
     def take(self, leave: int = 0) -> int | None:
-        """Takes a free slot, or returns `None` if at most `leave` are free."""
+        """Takes a slot; returns `None` if at most `leave` slots are free."""
         if self._returned:
             self._reclaim()
         if leave and len(self._warm) + len(self._cold) <= leave:

@@ -22,7 +22,7 @@ _OF_ITS_CONTAINER_ALONE = 2
 
 
 def take(batches: list[Any]) -> Any:
-    """Removes and returns the batch of a list, with shared arrays copied.
+    """Takes the batch out of a list; copies arrays that others refer to.
 
     An array is copied if anything but the batch refers to it, or to the
     memory that it is a view of. Arrays whose memory cannot be written to are

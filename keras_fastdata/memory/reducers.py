@@ -152,7 +152,7 @@ def _open_again(path: Any, how: tuple[Any, ...], position: int) -> Any:
 
 
 def _reduce_array(array: npt.NDArray[Any]) -> Reduced:
-    """Reduces an array for pickle.
+    """Returns what pickle needs to rebuild an array.
 
     A view of a memory map is reduced to a part of the file.
     """

@@ -147,7 +147,7 @@ class Costs:
         return dataclasses.replace(costs, shared_s=came_s)
 
     def bridging(self, period_s: float) -> int:
-        """Returns the queue size with which no straggler is waited for."""
+        """Returns the queue size that covers the build time of a straggler."""
         return math.ceil(self.straggler_s / max(period_s, 1e-9))
 
     def useful(self, cores: float, most: int) -> int:
@@ -169,7 +169,7 @@ class Costs:
         return max(1, min(most, math.ceil(workers - _SPARE)))
 
     def why_no_more(self, workers: int, cores: float) -> str:
-        """Returns a text that names the limit for twice as many workers."""
+        """Names, in a sentence, what would limit twice as many workers."""
         limits = self.limits(2 * workers, cores)
         return _NO_MORE[max(limits, key=lambda limit: limits[limit])]
 

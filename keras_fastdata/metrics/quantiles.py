@@ -46,7 +46,7 @@ class Distribution:
         np.add.at(self._counts, np.minimum(bucket, _BUCKETS - 1), times)
 
     def quantile(self, share: float) -> float:
-        """Returns the `share` quantile of the durations, or 0 without any."""
+        """Returns the `share` quantile of the durations, or 0 if none exist."""
         count = self.count
         if not count:
             return 0.0

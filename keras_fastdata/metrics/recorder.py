@@ -204,7 +204,7 @@ class BatchStats:
         spans: npt.NDArray[np.float64],
         times: npt.NDArray[np.int64],
     ) -> None:
-        """Adds measured batches, each multiplied by its entry in `times`.
+        """Adds measured batches; each can represent several delivered batches.
 
         Args:
             spans: Of shape `(n, len(Span._fields))`.
@@ -322,7 +322,7 @@ class Recorder:
         self.source_id = None
 
     def is_of(self, source_id: object) -> bool:
-        """Whether `source_id` is the source of this epoch's batches.
+        """Returns whether `source_id` is the source of this epoch's batches.
 
         If the source is not known yet, `source_id` becomes the source.
 

@@ -30,11 +30,11 @@ class Sampler(Protocol):
         ...
 
     def before_wait(self) -> None:
-        """Called in the training thread before a wait for a batch."""
+        """Informs the sampler that training now waits for a batch."""
         ...
 
     def interrupt(self) -> None:
-        """Called when an epoch begins, to cancel an unfinished measurement."""
+        """Cancels an unfinished measurement, because an epoch begins."""
         ...
 
 

@@ -59,7 +59,7 @@ class Timing(NamedTuple):
 
 
 def pause_s(asked: int) -> float:
-    """Returns how long to pause after `asked` readings, in seconds."""
+    """Returns the pause before the next reading, after `asked` readings."""
     return INTERVAL_S * min(max(1.0, asked / _ENOUGH), _RARELY)
 
 

@@ -195,7 +195,7 @@ class LocalResult:
 
     @property
     def is_lost(self) -> bool:
-        """Whether `open` raises an error other than a dataset's `Exception`."""
+        """Whether there is an error that is no `Exception` of the dataset."""
         return self.error is not None and not self.by_dataset
 
     def open(self) -> Any:

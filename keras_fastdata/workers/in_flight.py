@@ -64,7 +64,7 @@ class Slots(Protocol):
     """The interface of `memory.arena.Arena` to take and free slots."""
 
     def take(self, leave: int = 0) -> int | None:
-        """Takes a free slot, or returns `None` if at most `leave` are free."""
+        """Takes a slot; returns `None` if at most `leave` slots are free."""
 
     def free(self, slot: int) -> None:
         """Marks a slot as free."""
@@ -167,7 +167,7 @@ class InFlight:
         return True
 
     def send(self, take: Callable[[Task], bool]) -> None:
-        """Sends queued tasks until a task gets no slot or `take` refuses it.
+        """Sends queued tasks until no slot is free or `take` refuses a task.
 
         Args:
             take: Given a task, returns whether it could be sent. If not, the
@@ -241,12 +241,12 @@ class InFlight:
     # -- on the way back ----------------------------------------------------
 
     def request_of(self, task_id: int) -> BatchRequest | None:
-        """Returns a task's request, or `None` if no answer to it is awaited."""
+        """Returns a task's request; `None` if the task is not outstanding."""
         task = self._sent.get(task_id) or self._cancelled.get(task_id)
         return task.request if task else None
 
     def oldest_unclaimed(self, heartbeats: Collection[int]) -> int | None:
-        """Returns the lowest id of the sent tasks that are in no heartbeat."""
+        """Returns the lowest sent task id that is in no worker's heartbeat."""
         unclaimed = (i for i in self._sent if i not in heartbeats)
         return min(unclaimed, default=None)
 
@@ -286,7 +286,7 @@ class InFlight:
         *,
         ended: bool,
     ) -> Task | None:
-        """Queues the tasks of a lost worker again, except the returned task.
+        """Requeues the tasks of a lost worker, except the one being built.
 
         Call `requeue` first, with the tasks that are unread after the death.
 

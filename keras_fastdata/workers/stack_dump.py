@@ -41,7 +41,7 @@ def enable(fd: int) -> None:
 
 
 def request(pid: int, pidfd: int, fd: int) -> str:
-    """Returns the Python stacks of a process, or the reason for none."""
+    """Returns the Python stacks of a process, or why there are none."""
     state = status_of(pid)
     match state.get("State", "")[:1]:
         case "T" | "t":

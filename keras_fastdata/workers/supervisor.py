@@ -91,7 +91,7 @@ class Worker:
         self.state = state
 
     def starts_anew(self, now_s: float) -> None:
-        """Sets the time at which the current step of the start began."""
+        """Stores the time at which the worker's current start-up step began."""
         self.started_s = now_s
 
     def loaded(self) -> None:
@@ -153,7 +153,7 @@ class Transport(Protocol[W]):
         """Stops tracking a worker that was killed but does not end."""
 
     def recover(self, worker: W) -> list[Task]:
-        """Queues the tasks of a lost worker again, except the returned tasks.
+        """Requeues a lost worker's tasks, except those that may have killed it.
 
         Returns:
             Tasks that may have killed the worker, the likeliest first. Their

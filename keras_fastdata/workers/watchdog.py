@@ -46,7 +46,7 @@ class Activity:
 
 
 def building(dataset: str, request: BatchRequest, worker: str) -> str:
-    """Returns the message text for a batch that is being built."""
+    """Describes, for an error message, a batch that is being built."""
     return (
         f"Batch {request.index} of epoch {request.epoch} of {dataset}, in "
         f"{worker},"
@@ -54,7 +54,7 @@ def building(dataset: str, request: BatchRequest, worker: str) -> str:
 
 
 def loading(dataset: str, worker: str) -> str:
-    """Returns the message text for a dataset that is being loaded."""
+    """Describes, for an error message, a dataset that is being loaded."""
     return f"Loading {dataset}, or its `on_worker_start`, in {worker},"
 
 
@@ -105,7 +105,7 @@ class Watchdog:
         self.slowest_s = max(self.slowest_s, seconds)
 
     def is_due(self) -> bool:
-        """Whether it is time to call `look`; if so, starts a new interval."""
+        """Returns whether `look` is due; if so, also starts a new interval."""
         now = time.monotonic()
         if now < self._next_look:
             return False

@@ -256,7 +256,7 @@ _DELIVERED = Span._fields.index("delivered_s")
 
 
 def activity(step: Step) -> str:
-    """Returns what a step does once it has its batch."""
+    """Returns what a step does after it got its batch, as one word."""
     return "compile" if step.compiled else "compute"
 
 

@@ -85,7 +85,9 @@ class ProcessWorker(Worker):
         self.seen = _heartbeat_of(self, segment)
 
     def idle_s(self, unclaimed: int | None, now_s: float) -> float:
-        """Returns for how many seconds the worker has left work undone.
+        """Returns how long the worker has made no progress with pending work.
+
+        Each call counts as one look at the worker.
 
         The work is to deliver the task in its heartbeat, or to take a task that
         is in no heartbeat. Either may be undone for a moment. Only work that is
@@ -231,7 +233,7 @@ class Channel:
             yield ResultMessage.unpack(bytes(self._buffer[:nbytes]))
 
     def failure_of(self, result: ResultMessage) -> bytes | None:
-        """Joins the parts of a start's error; returns `None` until complete."""
+        """Stores a part of a start-up error; returns a complete error."""
         failure = self._failures.pop(result.worker, b"") + result.body
         if not result.task_id:
             return failure

@@ -441,14 +441,15 @@ class Actors:
         )
         if is_node_lost:
             how = f"Its node has left the cluster. {how}"
-        own = not self._is_of_a_lost_node(worker, is_node_lost or is_missing)
+        own = not self._shares_node_loss(worker, is_node_lost or is_missing)
         return WorkerEnd(how=how, counts=own, blames=not is_node_lost)
 
-    def _is_of_a_lost_node(self, worker: RayWorker, is_node_lost: bool) -> bool:
-        """Whether the loss of this actor's node is already counted.
+    def _shares_node_loss(self, worker: RayWorker, is_node_lost: bool) -> bool:
+        """Records the loss of a node; returns whether it was counted before.
 
-        The end of a node is one death, however many workers it had; but each
-        of them is lost to it only once.
+        All actors of a node die together, and use up one restart. Only the
+        first of them counts. An actor that is lost again counts again. The
+        loss of an actor on a living node is not recorded.
         """
         if worker.location is not None and not is_node_lost:
             return False

@@ -56,7 +56,7 @@ class StoreUsage:
         return roots
 
     def wait(self, nbytes: int) -> None:
-        """Adds `nbytes`, which may be negative, to the undelivered bytes."""
+        """Adds `nbytes` (may be negative) to the count of undelivered bytes."""
         with self._lock:
             self._undelivered += nbytes
 
