@@ -35,7 +35,6 @@ _ONE_CORE = 1.2  # cores, at most, on which all threads together compute
 _IDLE = 0.5  # of the time: Ray workers that build less mostly wait
 _LITTLE = 0.05  # of the lost time: less building cannot be the reason
 _SOME = 0.2  # of a build: more computing needs a free core
-_FAIR = 0.5  # of the cores: so much can be had beside others' work
 _LOCKED = 0.2  # of the time: if less, Python's lock is not in the way
 _STORE_BYTES_PER_S = 2e9  # to shared memory, where it was not measured
 _LARGE = 100_000  # bytes of a batch: to move fewer saves no time
@@ -198,12 +197,17 @@ class Facts:
     def our_cores(self) -> float:
         """The number of cores that builds and steps could use.
 
-        Builds that seldom compute get a fair part of those that others use.
+        Builds that mostly compute get the free cores besides those they used.
+        Of builds that mostly wait, many can be under way. The kernel divides
+        the cores evenly among threads that are ready: as many of ours as there
+        are cores, and one for each core that others keep busy.
         """
-        used_s = self.cpu_s + self.step_cpu_s
-        ours = self.free_cores + used_s / max(self.wall_s, 1e-9)
-        fair = _FAIR if self.computing < _MOST_OF else 0.01
-        return max(min(ours, self.cores), fair * self.cores)
+        used = (self.cpu_s + self.step_cpu_s) / max(self.wall_s, 1e-9)
+        ours = min(self.free_cores + used, self.cores)
+        if self.computing < _MOST_OF:
+            others = max(0.0, (self.busy_cores or 0.0) - used)
+            ours = max(ours, self.cores**2 / (self.cores + others))
+        return max(ours, 0.01 * self.cores)
 
     @property
     def step_cpu_s(self) -> float:

@@ -372,6 +372,19 @@ def test_busy_loops_beside_it_do_not_hide_that_builds_are_blocked():
     assert "workers=16, use_multiprocessing=True" in verdict.call
 
 
+def test_builds_that_wait_get_an_even_share_of_cores_that_others_use():
+    waits = changed(SLEEPERS, cores=2, cpu_s=0.11, wall_s=1.1, delay_s=0.0)
+    assert waits.step_cpu_s == pytest.approx(0.1)
+    used = 0.21 / 1.1
+    for others, share in ((0.0, 2.0), (1.0, 4 / 3), (2 - used, 1.05)):
+        beside = changed(waits, busy_cores=used + others)
+        assert beside.our_cores == pytest.approx(share, rel=0.01)
+    # Builds that compute get no more than is free, and what they used.
+    computes = changed(waits, cpu_s=2.0, busy_cores=2.0, wall_s=2.0)
+    assert computes.our_cores == pytest.approx((2.0 + 0.1) / 2.0)
+    assert changed(computes, cpu_s=0.5, build_s=0.6).our_cores < 1
+
+
 def test_builds_that_compute_beside_busy_loops_get_no_more_workers():
     beside = changed(
         SLEEPERS,
