@@ -127,7 +127,7 @@ class _Progress:
         self._shown = sys.stderr.isatty()
 
     def tell(self, done: int, of: int, what: str) -> None:
-        """Shows the number of batches done and their total."""
+        """Shows the number of finished batches and the total number."""
         if self._shown:
             width = 20
             bar = "=" * (width * done // of)

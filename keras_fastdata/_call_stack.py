@@ -74,7 +74,7 @@ _calls: dict[tuple[int, int], tuple[CodeType, str, bool]] = {}
 
 
 def _described(frame: FrameType) -> tuple[str, bool]:
-    """Describes where a frame is.
+    """Describes a stack frame by its function, file and line.
 
     Returns:
         "function (file:line)", and whether this is the function's first line.

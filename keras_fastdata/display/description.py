@@ -38,7 +38,7 @@ def dataset_text(dataset: Any) -> str:
 
 
 def dataset_html(dataset: Any) -> str:
-    """Returns what `dataset_text` does, as HTML."""
+    """Returns the same description as `dataset_text`, as HTML."""
     table = formatting.html_table(_facts(dataset).items(), align="left")
     return f"<div><b>{html.escape(name_of(dataset))}</b>{table}</div>"
 

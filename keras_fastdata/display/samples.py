@@ -238,7 +238,7 @@ def _draw_image(panel: Axes, colours: _Array, part: Part) -> None:
 
 
 def _label(dataset: Any, part: Part, sample: int) -> str:
-    """Returns the text on a sample that stands above its image."""
+    """Returns the text to draw above a sample's image, such as its class."""
     text = _value(dataset, part, sample)
     return text if part.name == "y" or not text else f"{part.name}: {text}"
 
@@ -268,7 +268,7 @@ def _value(dataset: Any, part: Part, sample: int) -> str:
 
 
 def _is_zeros_and_ones(rows: _Array) -> bool:
-    """Whether rows of targets are one-hot, or mark several classes."""
+    """Whether targets consist of zeros and ones, as one-hot rows do."""
     return rows.dtype.kind in "buif" and bool(np.isin(rows, (0, 1)).all())
 
 

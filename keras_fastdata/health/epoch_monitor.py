@@ -304,7 +304,7 @@ class EpochMonitor:
             self._sink.step(step)
 
     def _mark_compiled(self, numbers: frozenset[int]) -> None:
-        """Marks the steps of the present epoch that have compiled."""
+        """Marks the steps of this epoch in which Keras compiled a function."""
         for place in range(len(self.steps) - 1, -1, -1):
             step = self.steps[place]
             if (step.phase, step.epoch) != (self._phase, self._epoch):
@@ -319,7 +319,7 @@ class EpochMonitor:
         self._watch_lock()
 
     def _add_stacks(self, phase: str, pool_stats: PoolStats) -> PoolStats:
-        """Returns `pool_stats` with the stacks of all epochs of the phase."""
+        """Returns `pool_stats` with the sampled call stacks of one phase."""
         stacks = self._stacks.setdefault(phase, collections.Counter())
         stacks.update(pool_stats.stacks)
         stacks.subtract(self._stacks_before)

@@ -394,7 +394,7 @@ class _Sums:
 
 
 class _LongStep(NamedTuple):
-    """The durations of long steps, one of which may have compiled.
+    """The durations of long steps; in one of them, Keras may have compiled.
 
     `host_s` is without waits for data, `whole_s` is with these waits. `number`
     is that of the first of them.

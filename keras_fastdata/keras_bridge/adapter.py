@@ -265,7 +265,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
     def name_batches(
         self, error: BaseException, batches: str, epoch: int
     ) -> None:
-        """Adds a note to an error, which names the faulty batches."""
+        """Adds a note that names the faulty batches to an error."""
         name = type(self.py_dataset).__name__
         exceptions.note(error, f"In {batches} of epoch {epoch} of {name}.")
 

@@ -291,7 +291,7 @@ class _BatchType(_Type):
 
 
 class _IteratorType(_Type):
-    """The trace type of a `DirectIterator`, which represents its next batch."""
+    """The trace type of a `DirectIterator`, with the next batch's tensors."""
 
     _heads = (tf.TensorSpec((), tf.int64),)  # of the iterator's number
 

@@ -1,4 +1,4 @@
-"""Shows what the user waits for, while a wait lasts and once it is long.
+"""Shows the user a message while training waits for a long time.
 
 In a terminal, the notice is a line of standard error below the present one, so
 that a progress bar of Keras's stays where it is. In a notebook it is an output
@@ -31,7 +31,7 @@ _log = logging.getLogger("keras_fastdata")
 
 
 class Notice:
-    """Shows one wait. At most one notice of a process is visible.
+    """A message about one wait; at most one per process is visible.
 
     Args:
         shows: Whether to show anything.
@@ -46,7 +46,7 @@ class Notice:
         self._place: _Place | None = None
 
     def look(self, describe: Callable[[], str]) -> None:
-        """Shows, or updates, the notice if it is time to.
+        """Shows or updates the notice, once the wait has become long.
 
         Args:
             describe: Returns what is waited for. Called every half second,
@@ -75,7 +75,7 @@ class Notice:
             Notice._visible = None
 
     def _takes_place(self) -> bool:
-        """Makes this the visible notice, unless another one is."""
+        """Tries to become the visible notice; returns whether it is visible."""
         pid = os.getpid()
         if Notice._visible is None or Notice._visible_in != pid:
             if not _log.isEnabledFor(logging.WARNING):
@@ -85,7 +85,7 @@ class Notice:
 
 
 class _Place:
-    """Where a notice is shown: here, once in the log."""
+    """A place to show a notice; this base class logs the notice once."""
 
     _has_told = False
 
@@ -95,11 +95,11 @@ class _Place:
             _log.info("%s", text)
 
     def clear(self) -> None:
-        """Removes what was shown."""
+        """Removes the shown text."""
 
 
 class _Terminal(_Place):
-    """The line below the cursor."""
+    """Shows a notice in the terminal, in the line below the cursor."""
 
     def __init__(self, console: Any) -> None:
         self._console = console
@@ -124,7 +124,7 @@ class _Terminal(_Place):
 
 
 class _Notebook(_Place):
-    """An output of a notebook's cell."""
+    """Shows a notice as an output of a notebook's cell."""
 
     def __init__(self) -> None:
         self._library: Any = importlib.import_module("IPython.display")
@@ -143,7 +143,7 @@ class _Notebook(_Place):
 
 
 def _find_place() -> _Place:
-    """Returns where this process can show a notice."""
+    """Returns the place where this process can show a notice."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if shell is not None and hasattr(shell, "kernel"):
         return _Notebook()
@@ -155,17 +155,17 @@ def _find_place() -> _Place:
 
 
 class LoadedPackages:
-    """Finds out what processes import, from the files that they have mapped."""
+    """Finds the packages that processes import, by the files that they map."""
 
     def __init__(self) -> None:
         self._mapped: collections.Counter[str] | None = None
         self._latest = ""
 
     def latest(self, pids: Iterable[int]) -> str:
-        """Returns the package that gained most files since the last call.
+        """Returns the package of which processes mapped the most new files.
 
-        If none has gained any, that is the package of the call before; empty
-        at the first call.
+        New means: since the previous call. If there are none, the previous
+        result is returned again; the first call returns "".
         """
         mapped: collections.Counter[str] = collections.Counter()
         for pid in pids:

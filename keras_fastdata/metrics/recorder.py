@@ -185,12 +185,12 @@ class BatchStats:
 
     @property
     def delay_s(self) -> float:
-        """The estimated time for which all builds waited for a core."""
+        """The estimated total time that builds waited for a core."""
         return self.asked_delay_s * self._asked_of
 
     @property
     def blocked_s(self) -> float:
-        """The time for which all builds waited, but not for a core."""
+        """The total time that builds waited for something other than a core."""
         busy_s = self.cpu_s + self.delay_s
         return max(0.0, self.build_s + self.store_s - busy_s)
 

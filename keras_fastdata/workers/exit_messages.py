@@ -17,7 +17,7 @@ from keras_fastdata.workers.watchdog import Expired
 
 @dataclasses.dataclass(frozen=True)
 class WorkerExit:
-    """The facts about the end of one worker.
+    """Describes how one worker ended.
 
     Attributes:
         dataset: The dataset's class name.

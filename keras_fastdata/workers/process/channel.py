@@ -243,7 +243,7 @@ class Channel:
     # -- the dataset's state ------------------------------------------------
 
     def change(self) -> bool:
-        """Makes the current state of the dataset the latest version.
+        """Stores the dataset's current state as the latest version for workers.
 
         Returns:
             Whether it can be sent. If not, the forks must be replaced.
