@@ -139,7 +139,7 @@ class FitTimer:
         self._add(first_batch_s=first_batch_s, compiling_s=rest_s)
 
     def add_saving(self, seconds: float) -> None:
-        """Adds to the account the time in which a callback has just saved."""
+        """Adds to the account the duration of a save by a callback."""
         self._until_s += seconds  # all other parts begin later by that
         self._add(saving_s=seconds)
 

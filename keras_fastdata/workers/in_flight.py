@@ -186,7 +186,7 @@ class InFlight:
             self._move(task, TaskState.SENT)
 
     def requeue(self, task_ids: Iterable[int]) -> None:
-        """Puts tasks that no worker has read back into the queue, in order.
+        """Queues sent tasks again that no worker has read, in order.
 
         Cancelled tasks among them are done. A task that was sent while a signal
         handler raised an exception in `send` is not in the book as sent; it
@@ -246,7 +246,7 @@ class InFlight:
         return task.request if task else None
 
     def oldest_unclaimed(self, heartbeats: Collection[int]) -> int | None:
-        """Returns the lowest sent task id that is in no worker's heartbeat."""
+        """Returns the lowest id of a sent task that is in no heartbeat."""
         unclaimed = (i for i in self._sent if i not in heartbeats)
         return min(unclaimed, default=None)
 

@@ -202,7 +202,7 @@ def _steps_in_view(record: Record, steps: list[Step]) -> int:
 
 
 def _earliest(steps: list[Step]) -> str:
-    """Returns the title of the window that shows the first recorded steps."""
+    """Returns the title of the timeline of the first recorded steps."""
     return "the earliest kept" if steps[0].number else "the beginning"
 
 
@@ -256,7 +256,7 @@ _DELIVERED = Span._fields.index("delivered_s")
 
 
 def activity(step: Step) -> str:
-    """Returns what a step does after it got its batch, as one word."""
+    """Returns what a step does with its batch, as one word."""
     return "compile" if step.compiled else "compute"
 
 
