@@ -3,6 +3,10 @@
     no thread --`watch`--> one thread looks at the watched ones
     it ends at `end`, before a fork, or when no watched thread has built of late
 
+The garbage collector may run in that thread at any line, and there close a
+dataset, which calls `ignore`. So the thread waits on a lock that it can release
+itself; within an Event is one that it would wait for without end.
+
 Each look needs the GIL. If a build holds it, the look comes late: where the
 build next lets go of it, or when the switch interval is over. The former would
 count for a line that came after, so those looks are left out. In processes
@@ -31,6 +35,7 @@ _PAUSE_S = 0.02, 0.06
 _SWITCH_S = 0.0005  # of processes that only build
 _PROMPT_S = 0.0003  # a look that is not later than this has met no GIL
 _MOST_IDLE = 50  # looks in a row that meet no build
+_JOIN_S = 1.0  # for a thread that closes a dataset, as the collector runs there
 # The innermost code of ours above the user's `__getitem__`.
 _BUILDS_IN = os.path.join(
     os.path.dirname(_call_stack.__file__), "building", "build.py"
@@ -55,46 +60,49 @@ class _StackSampler:
         # A signal handler may call this amid a call by the same thread.
         self._lock = threading.RLock()
         self._watched: dict[int, Watched] = {}
-        self._ending = threading.Event()
-        self._thread: threading.Thread | None = None
+        # With a lock that is released when the thread is to end.
+        self._thread: tuple[threading.Thread, threading.Lock] | None = None
 
     def watch(self, watched: Watched) -> None:
         """Starts to sample a thread. Idempotent."""
         with self._lock:
             self._watched[watched.thread] = watched
-            if self._thread is None or not self._thread.is_alive():
-                self._ending = threading.Event()
-                self._thread = threading.Thread(
+            if self._thread is None or not self._thread[0].is_alive():
+                ending = threading.Lock()
+                ending.acquire()
+                thread = threading.Thread(
                     target=self._run,
-                    args=(self._ending, watched.owns_process),
+                    args=(ending, watched.owns_process),
                     name="keras_fastdata-stack-sampler",
                     daemon=True,
                 )
+                self._thread = thread, ending
                 # Where no thread can be started, nothing is sampled.
                 with contextlib.suppress(RuntimeError):
-                    self._thread.start()
+                    thread.start()
 
     def ignore(self, watched: Watched) -> None:
         """Stops the sampling of a thread. Idempotent."""
         if self._watched.get(watched.thread) is watched:
             with self._lock:
                 self._watched.pop(watched.thread, None)
-                if not self._watched:
-                    self.end()
+                is_last = not self._watched
+            if is_last:
+                self.end()
 
     def end(self) -> None:
         """Stops the sampling thread. The next `watch` starts a new thread."""
         with self._lock:
             self._watched.clear()
-            self._ending.set()
-            thread, self._thread = self._thread, None
-        # Its own thread may be the one that collects what it watches.
-        if thread is None or thread is threading.current_thread():
+            ended, self._thread = self._thread, None
+        if ended is None:
             return
-        if thread.is_alive():
-            thread.join()  # it waits for nothing but `_ending`
+        thread, ending = ended
+        ending.release()
+        if thread is not threading.current_thread() and thread.is_alive():
+            thread.join(_JOIN_S)
 
-    def _run(self, ending: threading.Event, owns_process: bool) -> None:
+    def _run(self, ending: threading.Lock, owns_process: bool) -> None:
         switch_s = sys.getswitchinterval()
         if owns_process:
             sys.setswitchinterval(min(switch_s, _SWITCH_S))
@@ -104,13 +112,13 @@ class _StackSampler:
             if owns_process:
                 sys.setswitchinterval(switch_s)
 
-    def _sample(self, ending: threading.Event) -> None:
+    def _sample(self, ending: threading.Lock) -> None:
         rng = random.Random()  # the global one is the user's
         idle = 0
         while idle < _MOST_IDLE:
             pause_s = rng.uniform(*_PAUSE_S)
             due_s = time.monotonic() + pause_s
-            if ending.wait(pause_s):
+            if ending.acquire(timeout=pause_s):
                 return
             late_s = time.monotonic() - due_s
             watched = dict(self._watched)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import inspect
+import itertools
+import threading
 
 import hot_samples
 import keras
@@ -104,6 +106,33 @@ def test_the_lines_are_those_of_the_latest_fit(model, tmp_path, monkeypatch):
     }
     assert "Hottest line: `time.sleep(0.002)" in str(health.summary())
     assert "time.sleep(0.002)" in page.read_text()
+
+
+class _Watched:
+    thread = 0
+    owns_process = False
+
+
+@pytest.mark.parametrize("count", range(1, 25, 3))
+def test_the_sampling_thread_may_close_what_it_samples_at_any_line(count):
+    # As the garbage collector does, which may run there at any line.
+    watched = _Watched()
+    returns = itertools.count(1)
+
+    def close(frame, event, function):
+        if event == "c_return" and next(returns) == count:
+            stack_sampler.ignore(watched)
+
+    threading.setprofile(close)
+    try:
+        stack_sampler.watch(watched)
+    finally:
+        threading.setprofile(None)
+    for thread in threading.enumerate():
+        if "stack-sampler" in thread.name:
+            thread.join(10)
+            assert not thread.is_alive()
+    assert next(returns) > count
 
 
 def test_without_loader_health_nothing_is_sampled(model):
