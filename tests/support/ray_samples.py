@@ -172,6 +172,16 @@ class Opened(Drawn):
         self.file.close()
 
 
+class Unstarted(Opened):
+    """No worker starts; one that stops says so."""
+
+    def on_worker_start(self):
+        raise FileNotFoundError("no index.bin here")
+
+    def on_worker_stop(self):
+        (self.directory / "stopped").touch()
+
+
 class Reshuffled(Drawn):
     """A large array that stays, and an index that is shuffled."""
 

@@ -403,6 +403,15 @@ def test_a_dataset_that_cannot_be_loaded_says_why():
     assert "While Unloadable was loaded" in "".join(caught.value.__notes__)
 
 
+def test_a_worker_whose_start_failed_runs_no_on_worker_stop(tmp_path):
+    with (
+        _on_ray(ray_samples.Unstarted, tmp_path) as dataset,
+        pytest.raises(FileNotFoundError),
+    ):
+        list(dataset)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.long
 def test_files_are_opened_and_closed_once_in_each_worker(tmp_path):
     with _on_ray(ray_samples.Opened, tmp_path) as dataset:

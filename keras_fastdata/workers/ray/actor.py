@@ -180,11 +180,12 @@ class Actor:
         log_forwarding.install(self._tell)
         try:
             make_builder = self._fetch(start.state)
-            self._builder = make_builder()
+            builder = make_builder()
             # Once more, now that the user's modules are imported.
             start.logging_config.apply()
             log_forwarding.take_over()
-            self._builder.start(start.worker)
+            builder.start(start.worker)
+            self._builder = builder
         except SystemExit:
             raise
         except BaseException as error:
