@@ -260,7 +260,7 @@ class Loading(RuleBasedStateMachine):
             assert one.tobytes() == other.tobytes()
 
 
-@pytest.mark.timeout(3000 if FULL else 120)
+@pytest.mark.timeout(3000 if FULL else 300)
 def test_every_batch_comes_once_and_right_whatever_happens():
     run_state_machine_as_test(
         Loading,
