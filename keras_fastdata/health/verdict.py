@@ -654,7 +654,9 @@ def _costs(facts: Facts) -> dict[bool, Costs]:
     processes = dataclasses.replace(
         threads, cpu_s=thread_s + moving_s, lock_s=0.0, take_s=take_s
     )
-    if facts.workers_are == "ray":
+    computes = facts.computing >= _MOST_OF and not _is_transfer_bound(facts)
+    if facts.workers_are == "ray" or (stored and computes):
+        # Whether threads would hold Python's lock, processes cannot tell.
         return {True: processes}
     return {False: threads, True: processes}
 

@@ -523,6 +523,13 @@ def test_processes_that_only_hand_over_are_answered_by_threads():
     assert "cache" not in verdict.evidence
 
 
+def test_processes_that_compute_are_not_answered_by_threads():
+    copies = facts(workers=4, cores=2, busy_cores=1.5, store_s=5.0, build_s=6.0)
+    verdict = judge(copies)
+    assert verdict.kind == "build_cpu_bound"
+    assert "use_multiprocessing=True" in verdict.call or not verdict.call
+
+
 def test_threads_that_hand_over_slowly_are_not_answered_by_processes():
     threads = changed(TINY, workers_are="thread", gil_held=0.0)
     assert judge(threads).call == ""
