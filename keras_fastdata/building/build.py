@@ -211,7 +211,7 @@ class _Current(threading.local):
 
 _current = _Current()
 _building_in: dict[int, Context] = {}  # `_current.context` of other threads
-_making = threading.RLock()  # held while a generator is made
+_making: Any = threading.RLock()  # held while a generator is made
 
 
 def current_context() -> Context | None:
@@ -333,8 +333,11 @@ def _enter(context: Context | None) -> None:
 
 
 def _after_fork() -> None:
-    """Drops the contexts of the parent's other threads after a fork."""
+    """Drops what the parent's other threads held at the time of a fork."""
+    global _making
     _building_in.clear()
+    if not _making._is_owned():
+        _making = threading.RLock()
     _enter(_current.context)
 
 
@@ -501,12 +504,13 @@ class Builder:
             )
         else:
             self._reseed(context.epoch, context.index)
-            before = _positions(), self._states()
+            torch = seeding.loaded_torch()
+            before = _positions(torch), self._states()
             try:
                 return self._made(context)
             finally:
                 positions, states = before
-                if positions != _positions():
+                if positions != _positions(torch):
                     observer.on_global_rng("`np.random` and `random`")
                 elif states != self._states():
                     observer.on_global_rng(
@@ -755,7 +759,7 @@ class GlobalRngMonitor:
         if early or not self._warns:
             self._watched += 1
             crossings = preserved_globals.crossings
-            self._local.before = _positions(), crossings, self._moved
+            self._local.before = self._positions(), crossings, self._moved
 
     def end(self, dataset: str) -> None:
         """Ends the check of a build; reports draws from shared generators."""
@@ -767,7 +771,7 @@ class GlobalRngMonitor:
         crossed = (
             preserved_globals.depth or preserved_globals.crossings != crossings
         )
-        has_moved = positions != _positions()
+        has_moved = positions != self._positions()
         if not self._warns and (crossed or has_moved):
             raise GlobalRngUsedError(
                 "While a thread built a batch, it or another thread drew from "
@@ -787,12 +791,20 @@ class GlobalRngMonitor:
                     stacklevel=2,
                 )
 
+    def _positions(self) -> tuple[Any, ...]:
+        # A model of PyTorch may draw from torch's generator in each step, so
+        # no warning depends on that generator.
+        return _positions(None if self._warns else seeding.loaded_torch())
 
-def _positions() -> tuple[Any, ...]:
-    """Returns values that change when a global random generator is used."""
+
+def _positions(torch: Any) -> tuple[Any, ...]:
+    """Returns a short digest of the global generators' states.
+
+    Args:
+        torch: The module, if torch's generator counts; or `None`.
+    """
     numpy: Any = np.random.get_state(legacy=False)
     state = numpy["state"]
-    torch = seeding.loaded_torch()
     return (
         numpy["has_gauss"],
         (state["pos"], int(state["key"][0])) if "pos" in state else repr(state),

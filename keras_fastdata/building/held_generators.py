@@ -326,8 +326,9 @@ def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
     """Yields (name, object) for each object that `value` contains."""
     items: Any = ()
     if isinstance(value, dict):
-        for key in itertools.islice(list(value), _MOST_ITEMS):
-            yield f"[{key!r:.100}]", dict.get(value, key)
+        keys = itertools.islice(list(value), _MOST_ITEMS)
+        for number, key in enumerate(keys):
+            yield f"[{_key_name(key, number)}]", dict.get(value, key)
     elif isinstance(value, (list, tuple, collections.deque)):
         items = itertools.islice(value, _MOST_ITEMS)
     elif isinstance(value, (set, frozenset)):
@@ -365,6 +366,15 @@ def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
     for slot in _slots_of(kind):
         with contextlib.suppress(AttributeError):  # not assigned
             yield f".{slot.__name__}", slot.__get__(value)
+
+
+def _key_name(key: Any, number: int) -> str:
+    """Returns a dict key's name, which is the same in each process."""
+    with contextlib.suppress(Exception):
+        name = repr(key)
+        if " at 0x" not in name:
+            return name[:100]
+    return f"{type(key).__qualname__} {number}"
 
 
 def _attributes_of(value: Any) -> dict[str, Any]:

@@ -221,7 +221,9 @@ class GeneratorDataset(FastPyDataset):
         With `restart=True`, an index out of sequence starts a new pass. With
         `restart=False`, the generators go on.
         """
-        plan, epoch = self._fastdata_plan, answer(self, "epoch")
+        plan = self._fastdata_plan
+        # A loaded state may have another seed.
+        epoch = answer(self, "seed"), answer(self, "epoch")
         turns = plan.turns
         for place, batch in turns.latest if turns is not None else ():
             if place == (epoch, index):
@@ -353,15 +355,15 @@ class _Turns:
     """One pass over the data of all shards, in round-robin order.
 
     Attributes:
-        place: The dataset's epoch, and the index of the next batch.
-        latest: The last batches, each with its epoch and index.
+        place: The dataset's seed and epoch, and the index of the next batch.
+        latest: The last batches, each with its seed and epoch, and its index.
     """
 
     def __init__(self, shards: list[GeneratorShards], key: int) -> None:
-        self.place = -1, 0
-        self.latest: collections.deque[tuple[tuple[int, int], Any]] = (
-            collections.deque(maxlen=_ASKED_FOR_AGAIN)
-        )
+        self.place = (-1, -1), 0
+        self.latest: collections.deque[
+            tuple[tuple[tuple[int, int], int], Any]
+        ] = collections.deque(maxlen=_ASKED_FOR_AGAIN)
         self._chains: dict[int, int] = {}  # checksums so far, by shard
         self._rounds: list[Iterator[Any]] = []
         for one in shards:

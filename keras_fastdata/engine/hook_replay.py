@@ -66,7 +66,8 @@ class HookReplay:
         self._changes = changes
         self._attributes = frozenset(vars(dataset))  # which no build has set
         self._ran: list[tuple[str, int]] = []
-        self._digest = 0, ""  # after that many hooks
+        # Of a version of the dataset, after that many hooks.
+        self._digest: tuple[object, int, str] = None, 0, ""
         self._is_restored = False  # and Keras has begun no epoch since
         self._lock = ForkSafeLock()
 
@@ -176,7 +177,8 @@ class HookReplay:
 
     def digest(self, dataset: build.Dataset) -> str:
         """Returns a digest of the dataset, or "" if no hook has run."""
-        count = len(self._ran)
-        if count and self._digest[0] != count:
-            self._digest = count, state_dict.digest(dataset, self._attributes)
-        return self._digest[1]
+        count, version = len(self._ran), self._changes.version
+        if count and self._digest[:2] != (version, count):
+            found = state_dict.digest(dataset, self._attributes)
+            self._digest = version, count, found
+        return self._digest[-1]

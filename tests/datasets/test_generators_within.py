@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import types
 import warnings
 import weakref
 
@@ -62,6 +63,24 @@ def test_generators_of_the_program_are_left_as_they_were_found(inline):
     before = states()
     assert equal(_epochs(Everywhere(seed=1, workers=0)), inline)
     assert states() == before
+
+
+class Named:
+    def __repr__(self):
+        raise KeyError("a name")
+
+
+@pytest.mark.parametrize("make", [lambda: lambda: 0, object, Named])
+def test_a_stream_does_not_depend_on_the_address_of_a_key(make):
+    def streams():
+        keys = [make(), (1, make()), "plain"]
+        rngs = {key: np.random.default_rng() for key in keys}
+        found = Search(types.SimpleNamespace(rngs=rngs)).held
+        return keys, [held.key for held in found]
+
+    (_keys, one), (_others, other) = streams(), streams()
+    assert one == other
+    assert len(set(one)) == 3
 
 
 def test_those_that_a_wrapped_dataset_holds_are_seeded(inline):

@@ -316,6 +316,23 @@ def test_generators_that_begin_anew_are_resumed_and_others_say_they_cannot():
         dataset.state_dict()
 
 
+@pytest.mark.parametrize("done", [0, 1, 2])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_generators_that_were_looked_at_take_over_a_drawn_seed(done, workers):
+    def items(rng):
+        yield from rng.random(12)
+
+    def made():
+        return GeneratorDataset(items, 2, workers=workers)
+
+    with made() as dataset, made() as other:
+        batches = iter(dataset)
+        for batch in (batches, iter(other)):
+            [*itertools.islice(batch, done)]
+        other.load_state_dict(through_json(dataset.state_dict()))
+        assert_same(list(other), list(batches))
+
+
 def test_a_cache_does_not_mind():
     def made(**kwargs):
         return SampleDataset(list(range(20)), 4, cache="memory", **kwargs)
@@ -382,6 +399,19 @@ def test_hooks_that_do_something_else_are_found_out():
     other.order = other.order[::-1].copy()
     with pytest.raises(LoaderError, match="Reshuffled is not what it was"):
         other.load_state_dict(seen.states[9])
+
+
+def test_what_is_assigned_after_a_state_is_in_the_next_state():
+    with Reshuffled(seed=5) as dataset:
+        seen = Seen(dataset)
+        model_of().fit(
+            dataset, epochs=2, verbose=0, shuffle=False, callbacks=[seen]
+        )
+        dataset.state_dict()
+        dataset.order = dataset.order[::-1].copy()
+        state = dataset.state_dict()
+    with pytest.raises(LoaderError, match="Reshuffled is not what it was"):
+        Reshuffled(seed=5).load_state_dict(state)
 
 
 # -- in fit -------------------------------------------------------------------

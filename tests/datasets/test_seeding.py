@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import concurrent.futures
+import os
 import random
+import signal
 import threading
 import time
 import warnings
@@ -25,7 +27,7 @@ from samples import (
 )
 
 from keras_fastdata import FastPyDataset
-from keras_fastdata.building import global_rng
+from keras_fastdata.building import build, global_rng
 
 pytestmark = pytest.mark.usefixtures("kept_forkserver")
 
@@ -303,3 +305,32 @@ def test_a_dataset_that_is_iterated_in_a_build_gives_the_same_bytes_anywhere(
     orders = inline[:, :, 0].tolist()
     assert all(sorted(order) == list(range(6)) for order in orders)
     assert (len({tuple(order) for order in orders}) > 1) == shuffle
+
+
+def test_a_forked_child_draws_though_a_thread_was_making_a_generator():
+    made, forked = threading.Event(), threading.Event()
+
+    def hold():
+        with build._making:
+            made.set()
+            assert forked.wait(60)
+
+    with Random(workers=0) as dataset:
+        thread = threading.Thread(target=hold, daemon=True)
+        thread.start()
+        assert made.wait(60)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            pid = os.fork()
+        if not pid:
+            status = 1
+            try:
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                signal.alarm(60)
+                next(iter(dataset))
+                status = 0
+            finally:
+                os._exit(status)
+        forked.set()
+        thread.join(60)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 import threading
+import types
 import warnings
 
 import numpy as np
 import pytest
 
 from keras_fastdata.building import build, mt19937, seeding
+from keras_fastdata.building.build import GlobalRngUsedError
 from keras_fastdata.building.global_rng import preserved_globals
 
 
@@ -172,3 +174,26 @@ def test_one_draw_amid_the_builds_of_several_threads_warns_of_nothing():
     random.random()
     with pytest.warns(UserWarning, match=r"Data\.__getitem__ draws from"):
         monitor.end("Data")
+
+
+@pytest.mark.parametrize("warns", [True, False])
+def test_torchs_generator_counts_where_nothing_is_warned_of(warns, monkeypatch):
+    class Torch:  # a model draws from its generator in each step
+        state = 0
+
+        def get_rng_state(self):
+            self.state += 1
+            return types.SimpleNamespace(numpy=lambda: np.array(self.state))
+
+    torch = Torch()
+    monkeypatch.setattr(seeding, "loaded_torch", lambda: torch)
+    monitor = build.GlobalRngMonitor(warns=warns)
+    with (
+        warnings.catch_warnings()
+        if warns
+        else pytest.raises(GlobalRngUsedError, match="drew from")
+    ):
+        warnings.simplefilter("error")
+        for _ in range(3):
+            monitor.begin()
+            monitor.end("Data")
