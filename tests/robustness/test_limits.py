@@ -511,11 +511,13 @@ def _tasks_of_this_user():
     return count
 
 
+# A user of this process's own: another run must not count for the same limit.
+_NOBODY = 61184 + os.getpid() % 4000
 # Reads every file, as the interpreter may be in root's home, and no more.
 _AS_NOBODY = (
     "setpriv",
-    "--reuid=61183",
-    "--regid=61183",
+    f"--reuid={_NOBODY}",
+    f"--regid={_NOBODY}",
     "--clear-groups",
     "--inh-caps=-all,+dac_read_search",
     "--ambient-caps=-all,+dac_read_search",
