@@ -34,6 +34,8 @@ from keras_fastdata.health.account import TimeAccount
 from keras_fastdata.health.measured import Measured
 from keras_fastdata.keras_bridge import adapter, batches
 from keras_fastdata.metrics import cpu, recorder, timing
+from keras_fastdata.workers.process.pool import ProcessPool
+from keras_fastdata.workers.thread import ThreadPool
 
 pytestmark = pytest.mark.usefixtures("kept_forkserver")
 on_each_backend = pytest.mark.backend
@@ -185,12 +187,41 @@ def test_free_data_is_hardly_waited_for(simulated_time):
 
 
 @pytest.mark.parametrize(
-    "where",
-    [{"workers": 1}, {"workers": 1, "use_multiprocessing": True}],
+    ("where", "pool"),
+    [
+        ({"workers": 1}, ThreadPool),
+        ({"workers": 1, "use_multiprocessing": True}, ProcessPool),
+    ],
     ids=["thread", "process"],
 )
-def test_waits_for_workers_are_seen(where):
-    logs = _fit(Numbered(length=8, **where), LoaderHealth(0))
+def test_waits_for_workers_are_seen(where, pool, monkeypatch, tmp_path):
+    gate = tmp_path / "gate"
+
+    class Gated(Numbered):
+        """Batch 5 comes when training has waited for it."""
+
+        def __getitem__(self, index):
+            while index == 5 and not gate.exists():
+                time.sleep(0.001)
+            return super().__getitem__(index)
+
+    class Trained(keras.callbacks.Callback):
+        steps = 0
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.steps += 1
+
+    def wait_for_long(workers, timeout_s):
+        if trained.steps >= 5:
+            time.sleep(1.0)
+            gate.touch()
+        return wait(workers, timeout_s)
+
+    trained, wait = Trained(), pool.wait
+    monkeypatch.setattr(pool, "wait", wait_for_long)
+    logs = _fit(
+        Gated(length=8, **where), LoaderHealth(0), trained, shuffle=False
+    )
     assert 0 < logs["data_wait"][0] <= 1
 
 
