@@ -7,6 +7,8 @@ reads Keras's.
 from __future__ import annotations
 
 import collections
+import contextlib
+import operator
 import sys
 import traceback
 from collections.abc import Iterable
@@ -15,6 +17,7 @@ from typing import Any
 
 _MOST_CALLS = 100  # of one stack
 _MOST_KNOWN = 4096
+_caller_of = operator.attrgetter("f_back")
 Place = tuple[tuple[CodeType, int], ...]  # a thread's stack, innermost first
 
 
@@ -31,11 +34,23 @@ def place_of(thread: int, outermost: int) -> Place:
         outermost: The `id` of a frame; it and its callers are left out.
     """
     found = []
-    frame = sys._current_frames().get(thread)
-    while frame is not None and id(frame) != outermost:
+    for frame in _callers(sys._current_frames().get(thread)):
+        if id(frame) == outermost:
+            break
         found.append((frame.f_code, frame.f_lasti))
-        frame = frame.f_back
     return tuple(found)
+
+
+def _callers(frame: FrameType | None) -> list[FrameType]:
+    """Returns a stack frame and all its callers, innermost first.
+
+    The frame may be of another thread. So no Python code runs between two
+    steps: that thread would go on meanwhile, and leave some of the frames.
+    """
+    found: list[Any] = [frame]
+    with contextlib.suppress(AttributeError):  # raised behind the outermost
+        found.extend(map(_caller_of, found))
+    return found[:-1]
 
 
 def folded_stack(threads: Iterable[int], within: str) -> tuple[int, str] | None:
@@ -54,18 +69,18 @@ def folded_stack(threads: Iterable[int], within: str) -> tuple[int, str] | None:
     """
     frames = sys._current_frames()
     for thread in threads:
-        frame = frames.get(thread)
         calls: collections.deque[str] = collections.deque(maxlen=_MOST_CALLS)
-        while frame is not None and frame.f_code.co_filename != within:
+        for frame in _callers(frames.get(thread)):
+            if frame.f_code.co_filename == within:
+                if calls:
+                    return thread, ";".join(calls)
+                break
             text, begins = _described(frame)
             # A thread gives up the GIL as it enters a function: that is its
             # caller's time.
             is_entering = begins and not calls
             if not is_entering and (not calls or calls[0] != text):
                 calls.appendleft(text)
-            frame = frame.f_back
-        if frame is not None and calls:
-            return thread, ";".join(calls)
     return None
 
 

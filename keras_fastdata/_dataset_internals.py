@@ -25,6 +25,7 @@ from keras_fastdata import _process_role
 from keras_fastdata.building import build, seeding
 from keras_fastdata.engine.batch_iterator import iterate
 from keras_fastdata.engine.loader import Loader
+from keras_fastdata.engine.pool_handle import ForkSafeLock
 from keras_fastdata.engine.settings import Settings
 from keras_fastdata.engine.state_dict import State
 from keras_fastdata.errors import EndOfData
@@ -32,6 +33,7 @@ from keras_fastdata.errors import EndOfData
 # Names whose values differ between epochs, and those that depend on the seed.
 _VARYING = frozenset(["rng", "rng_for", "epoch_order", "epoch"])
 _SEEDED = _VARYING - {"epoch"} | {"seed"}
+_creating = ForkSafeLock()  # held while a loader is created
 
 
 class Internals:
@@ -105,7 +107,9 @@ def loader_of(dataset: build.Dataset) -> Loader:
     """Returns a dataset's loader, and creates it if necessary."""
     internals = internals_of(dataset)
     if internals.loader is None:
-        internals.loader = Loader(dataset, internals.settings)
+        with _creating.own():  # two threads may ask at once
+            if internals.loader is None:
+                internals.loader = Loader(dataset, internals.settings)
     return internals.loader
 
 

@@ -73,29 +73,30 @@ class _Turn:
 
     Attributes:
         lock: Held by that thread, once for each nested build.
+        depth: How often that thread holds it.
     """
 
     def __init__(self) -> None:
         self.lock: Any = threading.RLock()
-        self._depth = 0
+        self.depth = 0
         self._thread = 0
         self._frame_id = 0  # of the outermost build
 
     def begin(self, frame_id: int) -> None:
         """Records the calling thread as the holder of the lock."""
-        if not self._depth:
+        if not self.depth:
             self._thread, self._frame_id = threading.get_ident(), frame_id
-        self._depth += 1
+        self.depth += 1
 
     def release(self) -> None:
         """Releases one level of the reentrant lock."""
-        self._depth -= 1
+        self.depth -= 1
         self.lock.release()
 
     def give_up(self) -> None:
         """Releases all levels of the lock if the calling thread holds it."""
         while self.lock._is_owned():
-            self._depth = 0
+            self.depth = 0
             self.lock.release()
 
     def place(self) -> _call_stack.Place:
@@ -159,6 +160,7 @@ def give_up() -> None:
 def _after_fork() -> None:
     """Drops the locks of the parent's other threads after a fork."""
     _turns[:] = [turn for turn in _turns if turn.lock._is_owned()] or [_Turn()]
+    preserved_globals.depth = sum(turn.depth for turn in _turns)
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -147,7 +147,7 @@ class _Order:
     shuffles: bool
     sampler: Sampler | None = None
     shares: npt.NDArray[np.float64] | None = None  # cumulated weights
-    # What `sampler` drew for a version and seed of the dataset, by epoch.
+    # What `sampler` drew, by epoch, and for which version, seed and length.
     drawn: tuple[Any, dict[int, Indices]] = (None, {})
     # The latest function, and whether it takes `rng`. For a method, its
     # function, which does not refer to the dataset.
@@ -210,14 +210,14 @@ def _drawn_by_weight(
 
 def _sampled(dataset: SampledDataset, sampler: Sampler) -> Indices:
     epoch, order = answer(dataset, "epoch"), dataset._fastdata_order
+    count = dataset.num_samples
     # A thread may still build for the seed before that of a loaded state.
-    version = version_of(dataset), answer(dataset, "seed")
+    version = version_of(dataset), answer(dataset, "seed"), count
     drawn_for, drawn = order.drawn
     if drawn_for != version:
         drawn = {}
     if epoch in drawn:
         return drawn[epoch]
-    count = dataset.num_samples
     found = np.asarray(sampler(answer(dataset, "rng_for")(_SAMPLER), count))
     if found.shape != (count,) or found.dtype.kind not in "iu":
         raise ValueError(

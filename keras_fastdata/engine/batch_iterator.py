@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -71,7 +70,6 @@ class BatchIterator(Iterator[Any]):
         self._dataset = dataset
         self._epoch = epoch
         self._taken = 0  # of the skipped batches
-        self._consumer = 0  # the thread that asked for the latest batch
         loader.register(self, epoch)
 
     def __next__(self) -> Any:
@@ -90,9 +88,7 @@ class BatchIterator(Iterator[Any]):
             pause_after: Whether the workers shall rest until another batch is
                 asked for, so that they slow nothing down meanwhile.
         """
-        if self._consumer != threading.get_ident():
-            self._consumer = threading.get_ident()
-            build.consume(self._dataset)
+        build.consume(self._dataset)
         try:
             batch = self._loader.deliver(
                 self._epoch, self._dataset, pause_after

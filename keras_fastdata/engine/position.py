@@ -8,6 +8,7 @@ from keras_fastdata.engine.epoch import Epoch
 from keras_fastdata.engine.open_epochs import OpenEpochs
 from keras_fastdata.engine.schedule import Schedule
 from keras_fastdata.engine.state_dict import State
+from keras_fastdata.workers.signals import DeferredSignals
 
 
 class Place(NamedTuple):
@@ -38,11 +39,12 @@ class Position:
 
     def begin(self, epoch: Epoch) -> None:
         """Begins an epoch, and sets the number of the next epoch."""
-        self._beginning = epoch, self.next_epoch, self.resumed
-        later = None if self.resumed is None else self.resumed.next_epoch
-        epoch.activate()
-        self.resumed = None
-        self.next_epoch = self.next_epoch + 1 if later is None else later
+        with DeferredSignals():  # no two epochs have one number
+            self._beginning = epoch, self.next_epoch, self.resumed
+            later = None if self.resumed is None else self.resumed.next_epoch
+            epoch.activate()
+            self.resumed = None
+            self.next_epoch = self.next_epoch + 1 if later is None else later
 
     def note_delivery(self, epoch: Epoch) -> None:
         """Notes that an epoch has delivered a batch."""

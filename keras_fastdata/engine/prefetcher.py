@@ -199,6 +199,7 @@ class Prefetcher:
             epoch.discard_prefetched()
         self._pending.clear()
         self._asked.clear()
+        self._largest = 0
 
     def results(self) -> list[Any]:
         """Returns all results that have not been opened."""

@@ -26,12 +26,35 @@ class DeferredSignals:
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():
-            for number in signal.valid_signals():
-                handler = signal.getsignal(number)
-                # One that was not set from Python could not be put back.
-                if callable(handler):
-                    self._previous[number] = handler
-                    signal.signal(number, self._catch)
+            try:
+                self._replace_handlers()
+            except BaseException:  # of a handler that is not replaced yet
+                self._restore()
+                raise
+
+    def _replace_handlers(self) -> None:
+        for number in signal.valid_signals():
+            handler = signal.getsignal(number)
+            # One that was not set from Python could not be put back.
+            if callable(handler):
+                self._previous[number] = handler
+                signal.signal(number, self._catch)
+
+    def _restore(self) -> None:
+        """Restores all handlers, then calls those of the delayed signals.
+
+        Each of them may raise; the others are restored and called as well.
+        """
+        try:
+            while self._previous:
+                number = next(iter(self._previous))
+                signal.signal(number, self._previous[number])
+                del self._previous[number]
+            while self._caught:
+                signal.raise_signal(self._caught.pop(0))
+        finally:
+            if self._previous or self._caught:
+                self._restore()
 
     def __exit__(
         self,
@@ -39,10 +62,7 @@ class DeferredSignals:
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        for number in self._caught:
-            signal.raise_signal(number)
+        self._restore()
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
         if number not in self._caught:

@@ -200,6 +200,8 @@ class ThreadPool(WorkerPool):
             # The last reference to a dataset may die in one of its threads.
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
+                if thread.is_alive():
+                    thread.abandon()  # its successor may have begun
         self._threads = []
         self._results.wake()
 
@@ -308,12 +310,21 @@ class _Thread(threading.Thread):
                 self._given_up = self._assigned[0] is request
             return self._given_up
 
+    def abandon(self) -> None:
+        """Abandons the thread: it calls no `on_worker_stop` when it ends."""
+        with self._lock:
+            self._given_up = True
+
+    def _stops(self) -> bool:
+        with self._lock:
+            return not (self._starting or self._given_up)
+
     def run(self) -> None:
         try:
             while (request := self._requests.get()) is not None:
                 if not self._serve(request):
                     return
-            if not self._starting:
+            if self._stops():
                 self._builder.stop(self._worker)
         except ReferenceError:
             # The dataset was collected; nobody is waiting.

@@ -185,6 +185,24 @@ def test_a_function_chooses_anew_when_the_dataset_is_changed(place):
         assert np.concatenate([*dataset]).tolist() == [4, 5, 0, 1, 2, 3]
 
 
+def test_a_function_chooses_anew_when_samples_were_added():
+    class Growing(SampleDataset):
+        num_samples = property(lambda self: len(self.rows))
+
+        def get_sample(self, index):
+            return self.rows[index]
+
+    dataset = Growing(
+        batch_size=2, sampler=np.random.Generator.permutation, workers=0
+    )
+    dataset.rows = [0, 1]
+    for _ in range(2):
+        dataset.sample_indices(0)
+    dataset.rows.extend([2, 3])  # which nobody notices
+    found = np.concatenate([dataset.sample_indices(k) for k in range(2)])
+    assert sorted(found) == [0, 1, 2, 3]
+
+
 @everywhere
 def test_a_function_chooses_anew_for_a_loaded_seed(place):
     make = functools.partial(

@@ -334,3 +334,24 @@ def test_a_forked_child_draws_though_a_thread_was_making_a_generator():
         forked.set()
         thread.join(60)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_in_a_forked_child_no_thread_holds_the_global_generators():
+    held, forked = threading.Event(), threading.Event()
+
+    def hold():
+        with global_rng.preserved_globals():
+            held.set()
+            assert forked.wait(60)
+
+    thread = threading.Thread(target=hold, daemon=True)
+    thread.start()
+    assert held.wait(60)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pid = os.fork()
+    if not pid:
+        os._exit(global_rng.preserved_globals.depth)
+    forked.set()
+    thread.join(60)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

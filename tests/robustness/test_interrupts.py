@@ -6,8 +6,9 @@ import contextlib
 import signal
 
 import pytest
-from samples import Numbered
+from samples import Deadly, Numbered, numbers
 
+from keras_fastdata.workers.process import channel
 from keras_fastdata.workers.signals import DeferredSignals
 
 
@@ -79,3 +80,65 @@ def test_a_batch_that_was_broken_off_inline_is_no_other_iterators():
             with pytest.raises(KeyboardInterrupt):
                 next(iterator)
     assert found == [0, 1, 0, 1]
+
+
+def test_every_handler_is_put_back_whenever_one_raises(handlers, monkeypatch):
+    before = {n: signal.getsignal(n) for n in signal.valid_signals()}
+    set_handler, calls = signal.signal, []
+
+    def interrupted(number, handler):
+        result = set_handler(number, handler)
+        calls.append(number)
+        if len(calls) == moment:
+            raise Late(number)
+        return result
+
+    monkeypatch.setattr(signal, "signal", interrupted)
+    for moment in range(1, 100):
+        calls.clear()
+        raises = contextlib.suppress(Late)
+        with raises, DeferredSignals():
+            pass
+        found = {n: signal.getsignal(n) for n in before}
+        assert found == before, moment
+        if len(calls) < moment:
+            break
+    assert moment > 4
+
+
+def test_a_second_signal_is_met_though_the_first_handler_raises(handlers):
+    met = []
+
+    def handler(number, frame):
+        met.append(number)
+        raise Late(number)
+
+    for number in handlers:
+        signal.signal(number, handler)
+
+    def run():
+        with DeferredSignals():
+            for number in handlers:
+                signal.raise_signal(number)
+
+    with pytest.raises(Late):
+        run()
+    assert sorted(met) == sorted(handlers)
+
+
+def test_a_signal_amid_the_handling_of_a_death_leaves_a_usable_dataset(
+    handlers, monkeypatch, tmp_path
+):
+    forget = channel.Channel._forget
+
+    def interrupted(self, worker):
+        forget(self, worker)
+        signal.raise_signal(handlers[0])
+
+    kind = {"workers": 2, "use_multiprocessing": True}
+    with Deadly(tmp_path / "deaths", length=6, **kind) as dataset:
+        monkeypatch.setattr(channel.Channel, "_forget", interrupted)
+        with pytest.raises(Late):
+            list(dataset)
+        monkeypatch.undo()
+        assert numbers(dataset) == list(range(6))

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from pool_samples import DrawnInPool, Pooled, PooledSamples
 
-from keras_fastdata import FastPyDataset, LoaderError
+from keras_fastdata import FastPyDataset, LoaderError, _dataset_internals
 from keras_fastdata.memory.arena import Arena
 from keras_fastdata.memory.codec import SlotWriter
+from keras_fastdata.workers import thread
 
 pytestmark = pytest.mark.usefixtures("kept_forkserver")
 
@@ -121,3 +122,59 @@ def test_threads_get_arrays_of_a_slot_that_do_not_overlap():
     assert min(np.diff(places)) >= 64 * 64
     made.clear()
     arena.close()
+
+
+def test_a_thread_that_outlives_close_does_not_end_its_successors_resources(
+    monkeypatch,
+):
+    entered, leave, stopped = threading.Event(), threading.Event(), []
+
+    class Slow(FastPyDataset):
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, index):
+            entered.set()
+            assert leave.wait(60)
+            return np.zeros(1)
+
+        def on_worker_stop(self):
+            stopped.append(threading.current_thread())
+
+    monkeypatch.setattr(thread, "_CLOSE_TIMEOUT_S", 0.0)
+    dataset = Slow(workers=1)
+    waiting = threading.Thread(target=list, args=(dataset,), daemon=True)
+    before = set(threading.enumerate())
+    waiting.start()
+    assert entered.wait(60)
+    (old,) = set(threading.enumerate()) - before - {waiting}
+    dataset.close()
+    leave.set()
+    old.join(60)
+    waiting.join(60)
+    monkeypatch.undo()
+    dataset.close()
+    assert old not in stopped
+    assert len(stopped) == 1
+
+
+def test_two_threads_that_begin_with_a_dataset_get_one_loader(monkeypatch):
+    made, found = [], []
+
+    class Slow(_dataset_internals.Loader):
+        def __init__(self, *args):
+            made.append(self)
+            if len(made) == 1:
+                other.start()
+                other.join(0.2)
+            super().__init__(*args)
+
+    dataset = Pooled(workers=0)
+    other = threading.Thread(
+        target=lambda: found.append(_dataset_internals.loader_of(dataset)),
+        daemon=True,
+    )
+    monkeypatch.setattr(_dataset_internals, "Loader", Slow)
+    loader = _dataset_internals.loader_of(dataset)
+    other.join(60)
+    assert found == made == [loader]

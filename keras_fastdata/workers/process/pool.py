@@ -40,6 +40,7 @@ from keras_fastdata.workers.process.messages import (
     MessageKind,
     ResultMessage,
 )
+from keras_fastdata.workers.signals import DeferredSignals
 from keras_fastdata.workers.supervisor import WorkerState
 
 _ANSWERS = {MessageKind.BATCH, MessageKind.FAILURE, MessageKind.STALE}
@@ -160,8 +161,9 @@ class ProcessPool(supervisor.SupervisedPool[ProcessWorker]):
             ended = self._channel.ended(0)
             done += self._read()
             for worker in ended:
-                end = self._channel.reap(worker)
-                done += self._supervisor.on_exit(worker, end)
+                with DeferredSignals():  # a reaped worker must be removed
+                    end = self._channel.reap(worker)
+                    done += self._supervisor.on_exit(worker, end)
         return done
 
     def _read(self) -> list[BatchResult]:
