@@ -18,13 +18,16 @@ class _EpochRef(weakref.ref[Any]):
     epoch: Epoch
 
 
+class _Peek:
+    """A call of `Loader.peek`, in place of an iterator."""
+
+
 class OpenEpochs:
     """Holds each epoch until its iterator is garbage-collected."""
 
     def __init__(self) -> None:
         self._references: set[_EpochRef] = set()
         self._dropped: collections.deque[weakref.ref[Any]] = collections.deque()
-        self._peeking: list[Epoch] = []
 
     def register(self, iterator: object, epoch: Epoch) -> None:
         """Registers an epoch until its iterator is garbage-collected."""
@@ -35,12 +38,17 @@ class OpenEpochs:
 
     @contextlib.contextmanager
     def peeking(self, ahead: Epoch) -> Iterator[None]:
-        """Adds the temporary epoch of a `Loader.peek` call for that long."""
-        self._peeking.append(ahead)
+        """Registers the temporary epoch of a `Loader.peek` call for that long.
+
+        After an interrupt the epoch may have requests; like those of any
+        dropped epoch, `take_dropped` leads to them.
+        """
+        peek = _Peek()
+        self.register(peek, ahead)
         try:
             yield
         finally:
-            self._peeking.remove(ahead)
+            del peek  # else a traceback would hold it
 
     @property
     def has_dropped(self) -> bool:
@@ -70,6 +78,5 @@ class OpenEpochs:
     def __iter__(self) -> Iterator[Epoch]:
         # A copy: another thread may make an iterator meanwhile.
         epochs = [reference.epoch for reference in list(self._references)]
-        epochs += self._peeking
         prefetched = [e.next_epoch for e in epochs if e.next_epoch is not None]
         return iter([e for e in epochs + prefetched if not e.is_finished])

@@ -8,6 +8,8 @@ import signal
 import pytest
 from samples import Deadly, Numbered, numbers
 
+from keras_fastdata._dataset_internals import loader_of
+from keras_fastdata.engine.batch_iterator import iterate
 from keras_fastdata.workers.process import channel
 from keras_fastdata.workers.signals import DeferredSignals
 
@@ -142,3 +144,31 @@ def test_a_signal_amid_the_handling_of_a_death_leaves_a_usable_dataset(
             list(dataset)
         monkeypatch.undo()
         assert numbers(dataset) == list(range(6))
+
+
+@pytest.mark.usefixtures("kept_forkserver")
+def test_the_slots_of_an_interrupted_peek_are_free_again(monkeypatch):
+    def free():
+        arena = workers._arena
+        arena._reclaim()
+        return len(arena._warm) + len(arena._cold)
+
+    def interrupt(workers):
+        raise KeyboardInterrupt
+
+    with Numbered(workers=1, use_multiprocessing=True, seed=1) as dataset:
+        assert len([0 for _ in dataset]) == 10
+        loader = loader_of(dataset)
+        workers = loader._pool.workers
+        before = free()
+        for _ in range(2):
+            iterator = iterate(loader, dataset, shuffle=False)
+            with monkeypatch.context() as patch:
+                patch.setattr(loader._pool, "wait", interrupt)
+                with pytest.raises(KeyboardInterrupt) as held:
+                    iterator.peek(2)
+            del iterator
+            assert len([0 for _ in dataset]) == 10
+            assert loader._pool.workers is workers
+            assert free() == before
+            assert held.value is not None  # nor does its traceback keep them

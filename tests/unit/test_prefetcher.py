@@ -107,6 +107,22 @@ def test_what_is_forgotten_is_cancelled_discarded_and_asked_for_again():
     assert case.indices_out() == [0, 1, 2]
 
 
+def test_the_epoch_of_an_interrupted_peek_is_a_dropped_one():
+    case = _Case()
+    ahead = case.epoch(0, 3).peeking()
+
+    def peek():
+        with case.epochs.peeking(ahead):
+            assert ahead in case.epochs
+            assert not case.epochs.has_dropped
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        peek()
+    assert [*case.epochs.take_dropped()] == [ahead]
+    assert ahead not in case.epochs
+
+
 def test_the_batch_that_is_waited_for_takes_the_room_of_a_ready_one():
     case = _Case(capacity=2, workers=2, max_queue_size=5)
     far, wanted = case.epoch(0, 2), case.epoch(1, 3)
