@@ -45,14 +45,15 @@ class Internals:
         settings: The constructor arguments.
         owner: A weak reference to the dataset.
         loader: The dataset's loader, or `None` before its first use.
-        outside_rng: `self.rng` outside of builds, or `None` before its use.
+        outside_rng: `self.rng` outside of builds, and the seed that it was
+            made with; `None` before its use.
     """
 
     def __init__(self, settings: Settings, owner: build.Dataset) -> None:
         self.settings = settings
         self.owner = weakref.ref(owner)
         self.loader: Loader | None = None
-        self.outside_rng: np.random.Generator | None = None
+        self.outside_rng: tuple[int, np.random.Generator] | None = None
 
     def forget_outside_rng(self) -> None:
         """Resets the generator that `dataset.rng` returns outside of builds."""
@@ -230,8 +231,9 @@ def _outside(dataset: build.Dataset, name: str) -> Any:
     elif name in _SEEDED:
         seed = loader_of(dataset).seed
     if name == "rng":
-        if internals.outside_rng is None:
-            internals.outside_rng = seeding.generator(seed, seeding.OUTSIDE)
-        return internals.outside_rng
+        if internals.outside_rng is None or internals.outside_rng[0] != seed:
+            rng = seeding.generator(seed, seeding.OUTSIDE)
+            internals.outside_rng = seed, rng
+        return internals.outside_rng[1]
     epoch = internals.loader.epoch if internals.loader else 0
     return getattr(build.Context(seed, epoch, 0, None), name)

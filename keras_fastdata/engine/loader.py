@@ -307,6 +307,9 @@ class Loader:
                 self._change()
         if not epoch.has_begun:
             self._planner.find_shard(dataset)  # which may decide the seed
+            old = self._pool.workers
+            if old is not None and self._factory.has_seed_changed():
+                self._pool.replace()
         self._fetcher.results.open_cache(dataset, self._changes.built)
         workers = self._pool.ensure(dataset, self._create_pool)
         if not epoch.has_begun:
@@ -347,7 +350,11 @@ class Loader:
     ) -> None:
         """Begins an epoch, and drops invalid prefetched batches."""
         foretold = epoch.schedule
-        if foretold is None or foretold.total != build.length_of(dataset):
+        if (
+            foretold is None
+            or foretold.total != build.length_of(dataset)
+            or foretold.shard != self._planner.shard
+        ):
             self._prefetcher.forget(self._pool.workers, epoch)
             epoch.plan(self.epoch)
         elif any(a.done.is_lost for a in epoch.ready.values()):

@@ -32,7 +32,8 @@ class EpochPlanner:
         self._dataset = dataset
         self._name = name
         self._settings = settings
-        self._seed = settings.seed
+        self._fixed_seed = settings.seed  # given or loaded
+        self._own_seed: int | None = None  # drawn, or 0, where none is fixed
         self.shard = Shard()
 
     @property
@@ -42,11 +43,12 @@ class EpochPlanner:
         `keras.utils.set_random_seed` may be called before that.
         """
         dataset = self._dataset()
-        if self._seed is None and dataset is not None:
+        if self.known_seed is None and dataset is not None:
             self.find_shard(dataset)  # which may decide the seed
-        if self._seed is None:
-            self._seed = random.getrandbits(63)
-        return self._seed
+        seed = self.known_seed
+        if seed is None:
+            seed = self._own_seed = random.getrandbits(63)
+        return seed
 
     @property
     def given_seed(self) -> int | None:
@@ -56,29 +58,30 @@ class EpochPlanner:
     @property
     def known_seed(self) -> int | None:
         """The base seed, or `None` before it is given, loaded or drawn."""
-        return self._seed
+        fixed = self._fixed_seed
+        return self._own_seed if fixed is None else fixed
 
     def take_settings(self, settings: Settings) -> None:
         """Replaces the settings and, if they have a seed, the base seed."""
         self._settings = settings
         if settings.seed is not None:
-            self._seed = settings.seed
+            self._fixed_seed = settings.seed
 
     def take_seed(self, seed: int) -> None:
         """Replaces the base seed by the seed of a loaded state."""
-        self._seed = seed
+        self._fixed_seed = seed
 
     def find_shard(self, dataset: build.Dataset) -> Shard:
         """Determines the shard of this process, and returns it.
 
-        The base seed becomes 0 if there are several shards and no given seed.
+        If there are several shards, and no seed is given or loaded, the base
+        seed becomes 0.
         """
         shard = shard_of(self._settings.shard, dataset)
         if shard != self.shard:
             self.shard = shard
             if shard.count > 1:
-                if self._settings.seed is None:
-                    self._seed = 0  # the same one in all processes
+                self._own_seed = 0  # the same one in all processes
                 is_found = self._settings.shard == "auto"
                 level = logging.WARNING if is_found else logging.INFO
                 _log.log(level, "%s has %s.", self._name, shard)

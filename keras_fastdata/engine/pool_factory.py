@@ -35,10 +35,15 @@ class PoolFactory:
         self._planner = planner
         self._receiver = log_forwarding.Receiver()  # of workers' log records
         self._outside = OutsideState()  # as the workers got it
+        self._seed: int | None = None  # as the workers got it
 
     def has_outside_changed(self) -> bool:
         """Returns whether the global state outside the dataset has changed."""
         return self._outside.has_changed()
+
+    def has_seed_changed(self) -> bool:
+        """Returns whether the base seed is no longer that of the workers."""
+        return self._seed != self._planner.known_seed
 
     def create(self) -> WorkerPool:
         """Creates the workers that the settings specify.
@@ -50,6 +55,7 @@ class PoolFactory:
         """
         settings = self._in_effect.now
         self._look_outside()
+        self._seed = self._planner.seed
         if settings.kind in ("process", "ray"):
             with pickling_errors.explained(self._dataset):
                 return self._create_remote_pool(settings)

@@ -7,6 +7,8 @@ import json
 import logging
 import pathlib
 import socket
+import sys
+import types
 
 import keras
 import numpy as np
@@ -25,6 +27,8 @@ from keras_fastdata import (
     LoaderHealth,
     SampleDataset,
 )
+from keras_fastdata._dataset_internals import loader_of
+from keras_fastdata.engine.batch_iterator import iterate
 from keras_fastdata.engine.schedule import plan_epoch
 from keras_fastdata.engine.sharding import Shard
 
@@ -104,6 +108,68 @@ def test_shards_without_a_seed_draw_the_same_order():
         with Drawn(shuffle=True, length=8, shard=(index, 2)) as dataset:
             shards.append([x[0, 0] for x, _ in dataset])
     assert sorted(shards[0] + shards[1]) == list(range(8))
+
+
+def _join(patch, index):
+    """Has torch say that this is process `index` of 2 that train together."""
+    library = types.SimpleNamespace(
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        get_world_size=lambda: 2,
+        get_rank=lambda: index,
+    )
+    patch.setitem(sys.modules, "torch.distributed", library)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize(
+    "workers",
+    [
+        {"workers": 0},
+        {"workers": 1},
+        {"workers": 1, "use_multiprocessing": True},
+    ],
+    ids=["inline", "thread", "process"],
+)
+def test_batches_seen_before_the_processes_join_leave_no_seed(
+    workers, index, monkeypatch
+):
+    with Drawn(shuffle=True, length=8, seed=0, **workers) as dataset:
+        next(iter(dataset))  # of epoch 0
+        expected = list(dataset)[index::2]
+        outside = dataset.rng.random()
+    with Drawn(shuffle=True, length=8, **workers) as dataset:
+        first = next(iter(dataset))
+        assert dataset.state_dict()["seed"] != 0
+        assert dataset.rng.random() != outside
+        _join(monkeypatch, index)
+        np.testing.assert_equal(list(dataset), expected)
+        assert dataset.state_dict()["seed"] == 0
+        assert dataset.rng.random() == outside
+        del first
+
+
+def test_a_loaded_seed_stays_when_the_processes_join(monkeypatch):
+    with Drawn(shuffle=True, length=8, workers=0) as dataset:
+        batches = iter(dataset)
+        next(batches), next(batches)
+        state = dataset.state_dict()
+        expected = list(batches)[::2]
+    with Drawn(shuffle=True, length=8, workers=0) as dataset:
+        dataset.load_state_dict(state)
+        _join(monkeypatch, 0)
+        np.testing.assert_equal(list(dataset), expected)
+        assert dataset.state_dict()["seed"] == state["seed"]
+
+
+def test_a_prefetched_epoch_does_not_keep_the_shard_from_before(monkeypatch):
+    with Numbered(8, workers=1, seed=1) as dataset:
+        batches = iterate(loader_of(dataset), dataset, shuffle=False)
+        batches.prefetch_next(True)
+        assert len(list(batches)) == 8
+        _join(monkeypatch, 1)
+        found = [int(x[0, 0]) for x, _ in batches.iterate_next()]
+    assert found == [1, 3, 5, 7]
 
 
 def test_samples_keep_their_order_for_any_number_of_processes():
