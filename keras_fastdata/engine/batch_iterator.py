@@ -109,7 +109,7 @@ class BatchIterator(Iterator[Any]):
         self._epoch.set_prefetching(prefetches_next)
 
     def iterate_next(self) -> BatchIterator:
-        """Returns an iterator over the next epoch, with the same `shuffle`."""
+        """Returns an iterator over the next epoch; `shuffle` stays the same."""
         next_epoch = self._epoch.prepare_next()
         opened = BatchIterator(self._loader, self._dataset, next_epoch)
         # Only now: an interrupt must not leave it to nobody.

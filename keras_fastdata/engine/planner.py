@@ -88,7 +88,7 @@ class EpochPlanner:
         return shard
 
     def position(self, state: State) -> int:
-        """Converts the position in a state to a position in this shard.
+        """Returns how many batches of this shard precede `state.position`.
 
         Raises:
             ValueError: The processes had different numbers of batches.

@@ -138,7 +138,7 @@ class Segment:
         self._map(self._slot_offset(slot), nbytes, flags)
 
     def make_shared(self, slot: int) -> None:
-        """Maps a private slot to shared memory again; drops the copy."""
+        """Maps a slot to shared memory again; discards its private copy."""
         start = self._slot_offset(slot)
         self._map(start, self.stride, mmap.MAP_SHARED)
         self._mmap.madvise(mmap.MADV_DONTDUMP, start, self.stride)

@@ -443,7 +443,7 @@ class _BatchCloudPickler(_ArraysInTheSlot, cloudpickle.Pickler):  # type: ignore
 
 
 def _converter(kind: type) -> Callable[[Any], Any] | None:
-    """Returns the reducer for a tensor type, or `None` for other types."""
+    """Returns the pickle reducer of a tensor type; `None` for other types."""
     package = kind.__module__.partition(".")[0]
     if package == "tensorflow":
         return _TENSORFLOW.get(kind.__name__)

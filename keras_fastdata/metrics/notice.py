@@ -162,7 +162,7 @@ class LoadedPackages:
         self._latest = ""
 
     def latest(self, pids: Iterable[int]) -> str:
-        """Returns the package of which processes mapped the most new files.
+        """Returns the package with the most new file mappings in processes.
 
         New means: since the previous call. If there are none, the previous
         result is returned again; the first call returns "".

@@ -186,7 +186,7 @@ class InFlight:
             self._move(task, TaskState.SENT)
 
     def requeue(self, task_ids: Iterable[int]) -> None:
-        """Queues sent tasks again that no worker has read, in order.
+        """Moves sent but unread tasks to the front of the queue, in order.
 
         Cancelled tasks among them are done. A task that was sent while a signal
         handler raised an exception in `send` is not in the book as sent; it

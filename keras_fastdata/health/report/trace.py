@@ -413,7 +413,7 @@ def _slice(
     ended_us: float,
     arguments: dict[str, Any],
 ) -> str:
-    """Returns an event with a duration as JSON."""
+    """Returns, as JSON, a trace event that has a duration."""
     took_us = round(max(0.0, ended_us - began_us), 3)
     return _event(
         "X", name, process, thread, ts=began_us, dur=took_us, args=arguments

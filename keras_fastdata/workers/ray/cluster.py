@@ -239,7 +239,7 @@ def _no_statistics() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _on_loopback() -> Iterator[None]:
-    """Makes a Ray that starts in the `with` block listen on loopback only.
+    """Makes Ray listen on loopback only, if it starts in the `with` block.
 
     This is what Ray does on macOS and Windows. `_node_ip_address="127.0.0.1"`
     does not do it: `ray.init` replaces that by the address of the network.
