@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable
 
@@ -20,6 +21,7 @@ _LEAST_LIMIT_S = 30.0
 _FIRST_LIMIT_S = 60.0  # while there is nothing to compare with
 _FAR_BEYOND = 10  # times the slowest batch so far
 _INTERVAL_S = 0.25
+_LATE_S = 1.0  # if a look is later than this, earlier time does not count
 
 _log = logging.getLogger("keras_fastdata")
 
@@ -89,7 +91,8 @@ class Watchdog:
         self._timeout_s = timeout_s
         self._remedy = remedy
         self.slowest_s = 0.0
-        self._next_look = 0.0
+        self._next_look_s = time.monotonic()
+        self._watched_since_s = -math.inf  # time before it does not count
         # By worker: the work warned about, when to ask again, the stack.
         self._warned: dict[int, tuple[str, float, str]] = {}
 
@@ -106,10 +109,13 @@ class Watchdog:
 
     def is_due(self) -> bool:
         """Returns whether `look` is due; if so, also starts a new interval."""
-        now = time.monotonic()
-        if now < self._next_look:
+        now_s = time.monotonic()
+        late_s = now_s - self._next_look_s
+        if late_s < 0:
             return False
-        self._next_look = now + self.interval_s
+        if late_s > _LATE_S:
+            self._watched_since_s = now_s
+        self._next_look_s = now_s + self.interval_s
         return True
 
     def look(self, activities: Iterable[Activity]) -> list[Expired]:
@@ -117,18 +123,23 @@ class Watchdog:
 
         With a timeout, returns the activities that exceed it. Without a
         timeout, logs a warning about the slow activities instead.
+
+        If a look came much too late, because the program was suspended or the
+        consumer was busy, only the time since that look counts.
         """
         expired = []
+        watched_s = time.monotonic() - self._watched_since_s
         for activity in activities:
+            counted_s = min(activity.elapsed_s, watched_s)
             if self._timeout_s is None:
-                self._warn_if_slow(activity)
+                self._warn_if_slow(activity, counted_s)
                 continue
             limit_s = self._timeout_s
             limit = f"`batch_timeout={limit_s:g}`"
             if activity.starting and limit_s < START_TIMEOUT_S:
                 limit_s = START_TIMEOUT_S
                 limit = f"the {START_TIMEOUT_S:g} s that a start may take"
-            if activity.elapsed_s > limit_s:
+            if counted_s > limit_s:
                 text = (
                     f"{activity.what} has taken {activity.elapsed_s:.3g} s, "
                     f"more than {limit}."
@@ -136,7 +147,7 @@ class Watchdog:
                 expired.append(Expired(activity, activity.stack(), text))
         return expired
 
-    def _warn_if_slow(self, activity: Activity) -> None:
+    def _warn_if_slow(self, activity: Activity, counted_s: float) -> None:
         slowest = 0.0 if activity.starting else self.slowest_s
         limit = (
             max(_LEAST_LIMIT_S, _FAR_BEYOND * slowest)
@@ -148,7 +159,7 @@ class Watchdog:
         )
         if about != activity.what:
             again_s, before = 0.0, ""
-        if activity.elapsed_s <= max(limit, again_s):
+        if counted_s <= limit or activity.elapsed_s <= again_s:
             return
         stack = activity.stack()
         # Rarer and rarer: something slow moves, and is not worth a line each.

@@ -925,3 +925,42 @@ def test_a_slow_start_is_measured_by_itself(caplog):
     guard.look([_start(61.0)])
     (told,) = caplog.messages
     assert told.startswith("Loading D, or its `on_worker_start`, in worker 0")
+
+
+class _Clock:
+    """A clock that a test sets."""
+
+    now_s = 100.0
+
+    def monotonic(self):
+        return self.now_s
+
+
+@pytest.mark.parametrize("timeout_s", [3.0, None], ids=["replaces", "warns"])
+def test_time_in_which_nobody_looked_is_no_time_of_a_batch(
+    timeout_s, monkeypatch, caplog, real_time
+):
+    clock = _Clock()
+    monkeypatch.setattr(watchdog, "time", clock)
+    guard = watchdog.Watchdog(timeout_s, "Do something.")
+    limit_s = timeout_s or 60.0
+
+    def is_late(after_s):
+        """Lets time pass; is work late that began at 100 s?"""
+        clock.now_s += after_s
+        assert guard.is_due()
+        late = guard.look([_work(clock.now_s - 100)])
+        found = bool(late or caplog.messages)
+        caplog.clear()
+        return found
+
+    def looks_until_late():
+        looks = 0
+        while not is_late(0.5):
+            looks += 1
+        return looks
+
+    assert not is_late(0.5)
+    assert not is_late(1000.0)  # suspended, by Ctrl-Z for example
+    assert looks_until_late() == limit_s / 0.5
+    assert not is_late(1000.0)
