@@ -142,7 +142,8 @@ def note_assigned(dataset: build.Dataset, name: str) -> None:
     """
     loader = own_loader(dataset)
     if loader is not None:
-        loader.note_assigned(name, by_build=build.is_built_for(dataset))
+        by_build = build.is_built_for(dataset)
+        loader.changes.note_assigned(name, by_build)
 
 
 def version_of(dataset: build.Dataset) -> object | None:
@@ -152,7 +153,7 @@ def version_of(dataset: build.Dataset) -> object | None:
     which receives a new dataset instead.
     """
     loader = own_loader(dataset)
-    return None if loader is None else loader.version
+    return None if loader is None else loader.changes.version
 
 
 @functools.singledispatch

@@ -460,7 +460,7 @@ class FastPyDataset(_Base):
         hooks, are noticed without this call.
         """
         if (loader := own_loader(self)) is not None:
-            loader.mark_changed()
+            loader.changes.mark()
 
     def close(self) -> None:
         """Stops the workers and waits until they have ended.

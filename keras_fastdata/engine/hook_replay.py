@@ -28,7 +28,7 @@ class Changes:
         self.version = object()
 
     def mark(self) -> None:
-        """Notes that the dataset has changed."""
+        """Notes a change: batches that are not delivered are built again."""
         self.version = object()
         self.are_new = True
 
@@ -37,7 +37,10 @@ class Changes:
         self.are_new = False
 
     def note_assigned(self, name: str, by_build: bool) -> None:
-        """Notes that an attribute was assigned or deleted."""
+        """Notes that an attribute was assigned or deleted.
+
+        A build may keep notes on `self`; any other code makes a new state.
+        """
         if by_build:
             self.built.add(name)
         else:

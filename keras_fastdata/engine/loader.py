@@ -72,13 +72,14 @@ class Loader:
         settings: The constructor arguments.
 
     Attributes:
+        changes: The changes that the workers do not have yet.
         hooks: The epoch hooks of the dataset.
         checkpoint: Says where the dataset stands.
     """
 
     def __init__(self, dataset: build.Dataset, settings: Settings) -> None:
         name, reference = type(dataset).__name__, weakref.ref(dataset)
-        self._changes = Changes()
+        self.changes = Changes()
         self._in_effect = SettingsInEffect(settings, dataset)
         self._planner = EpochPlanner(reference, name, settings)
         self._epochs = OpenEpochs()
@@ -89,7 +90,7 @@ class Loader:
         )
         self._pool = PoolHandle(reference, name, self._prefetcher)
         self.hooks = HookReplay(
-            dataset, self._planner, self._position, self._changes
+            dataset, self._planner, self._position, self.changes
         )
         self.checkpoint = Checkpoint(
             self._planner,
@@ -97,7 +98,7 @@ class Loader:
             self._prefetcher,
             self._pool,
             self.hooks,
-            self._changes,
+            self.changes,
         )
         self._fetcher = Fetcher(
             Results(name, self._in_effect),
@@ -157,32 +158,13 @@ class Loader:
         """Returns what is known of the dataset, without waiting for a lock."""
         return Description(
             self.settings,
-            None if self._changes.are_new else self._position.latest_schedule,
+            None if self.changes.are_new else self._position.latest_schedule,
             self._fetcher.results.structure,
             self._planner.shard,
             self._planner.known_seed,
         )
 
     # -- changes -------------------------------------------------------------
-
-    @property
-    def version(self) -> object:
-        """An object that is replaced whenever the dataset changes."""
-        return self._changes.version
-
-    def mark_changed(self) -> None:
-        """Marks the dataset as changed.
-
-        All batches that are not delivered yet are built again.
-        """
-        self._changes.mark()
-
-    def note_assigned(self, name: str, *, by_build: bool) -> None:
-        """Notes that an attribute of the dataset was assigned or deleted.
-
-        A build may keep notes on `self`; any other code makes a new state.
-        """
-        self._changes.note_assigned(name, by_build)
 
     def reconfigure(self, dataset: build.Dataset, settings: Settings) -> None:
         """Replaces the settings, and the workers."""
@@ -302,15 +284,15 @@ class Loader:
         # Not after a wait: asking for the length may itself be a change.
         if fetch.waits_for is None:
             if not epoch.has_begun and self._factory.has_outside_changed():
-                self._changes.mark()
-            if self._changes.are_new:
+                self.changes.mark()
+            if self.changes.are_new:
                 self._change()
         if not epoch.has_begun:
             self._planner.find_shard(dataset)  # which may decide the seed
             old = self._pool.workers
             if old is not None and self._factory.has_seed_changed():
                 self._pool.replace()
-        self._fetcher.results.open_cache(dataset, self._changes.built)
+        self._fetcher.results.open_cache(dataset, self.changes.built)
         workers = self._pool.ensure(dataset, self._create_pool)
         if not epoch.has_begun:
             self._begin(epoch, dataset, workers)
@@ -334,7 +316,7 @@ class Loader:
         for epoch in self._epochs:
             self._prefetcher.forget(self._pool.workers, epoch)
             epoch.note_change()
-        self._changes.mark_sent()
+        self.changes.mark_sent()
         self._fetcher.results.note_change()
         if self._pool.workers is not None:
             try:

@@ -108,7 +108,7 @@ def test_notes_that_a_build_keeps_are_not_a_change():
         batches = iter(dataset)
         next(batches)
         assert dataset.built == 1
-        assert not dataset._fastdata.loader._changes.are_new
+        assert not dataset._fastdata.loader.changes.are_new
 
 
 class _Tools:
