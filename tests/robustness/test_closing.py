@@ -209,16 +209,19 @@ def _epoch_interrupted_at(moment, dataset, errors=()):
     return lines
 
 
-@pytest.mark.parametrize(
+_AT_ANY_MOMENT = pytest.mark.parametrize(
     ("where", "moments"),
     [
         (KINDS["inline"], 40),
         (KINDS["thread"], 40),
         ({**KINDS["process"], "workers": 1}, 12),
         pytest.param(KINDS["thread"], 500, marks=pytest.mark.long),
-        pytest.param(KINDS["process"], 200, marks=pytest.mark.long),
+        pytest.param(KINDS["process"], 300, marks=pytest.mark.long),
     ],
 )
+
+
+@_AT_ANY_MOMENT
 def test_a_handler_may_close_at_any_moment(where, moments):
     states = []
 
@@ -247,16 +250,7 @@ class Interrupt(Exception):
     pass
 
 
-@pytest.mark.parametrize(
-    ("where", "moments"),
-    [
-        (KINDS["inline"], 40),
-        (KINDS["thread"], 40),
-        ({**KINDS["process"], "workers": 1}, 12),
-        pytest.param(KINDS["thread"], 500, marks=pytest.mark.long),
-        pytest.param(KINDS["process"], 300, marks=pytest.mark.long),
-    ],
-)
+@_AT_ANY_MOMENT
 def test_a_handler_may_raise_at_any_moment(where, moments):
     def interrupt():
         raise Interrupt
