@@ -1,12 +1,13 @@
 """What `LoaderHealth` costs a training step.
 
-    python -m benchmarks.health_overhead [--blocks N]
+    python -m benchmarks.health_overhead [--blocks N] [--step-us US]
 
-A model whose step takes a fraction of a millisecond is trained on batches of
-1 KB that are at hand. In one `fit`, blocks of 400 steps that are measured
-take turns with blocks that are not, so that a noisy machine disturbs both
-alike. The cost is the mean of the middle half of all differences.
-What it does once an epoch is not in these figures.
+Batches of 1 KB that are at hand are trained on. A step takes the batch, and
+then waits in a loop until it has taken a given time: a step of a model takes
+longer on a busy machine, by more than what is to be measured. In one `fit`,
+blocks of 400 steps that are measured take turns with blocks that are not. The
+cost is the mean of the middle half of all differences. What LoaderHealth does
+once an epoch is not in these figures.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Iterator
 
 import keras
 import numpy as np
@@ -43,6 +45,44 @@ class AtHand(FastPyDataset):
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         return self.batch
+
+
+class Steps(keras.Model):
+    """A model whose steps take a given time, and compute nothing."""
+
+    def __init__(self, step_us: float) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.step_s = step_us / 1e6
+
+    def call(self, x: object) -> object:
+        return self.dense(x)
+
+    def make_train_function(self, force: bool = False) -> None:
+        def wait() -> None:
+            until_s = time.perf_counter() + self.step_s
+            while time.perf_counter() < until_s:
+                pass
+
+        def jax_step(state: object, batches: Iterator[object]) -> object:
+            next(batches)
+            wait()
+            return {}, state
+
+        def tensorflow_step(batches: Iterator[object]) -> object:
+            next(batches)
+            wait()
+            return {}
+
+        def torch_step(batch: object) -> object:
+            wait()
+            return {}
+
+        self.train_function = {
+            "jax": jax_step,
+            "tensorflow": tensorflow_step,
+            "torch": torch_step,
+        }[keras.backend.backend()]
 
 
 class Turns(keras.callbacks.Callback):
@@ -99,9 +139,10 @@ class Turns(keras.callbacks.Callback):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--blocks", type=int, default=600)
+    parser.add_argument("--blocks", type=int, default=200)
+    parser.add_argument("--step-us", type=float, default=300.0)
     arguments = parser.parse_args()
-    model = keras.Sequential([keras.Input((7,)), keras.layers.Dense(1)])
+    model = Steps(arguments.step_us)
     model.compile("sgd", "mse")
     print(
         f"Keras {keras.__version__} on {keras.backend.backend()}; us per step, "

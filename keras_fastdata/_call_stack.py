@@ -7,50 +7,107 @@ reads Keras's.
 from __future__ import annotations
 
 import collections
-import contextlib
-import operator
+import faulthandler
+import functools
+import linecache
+import os
+import re
 import sys
+import tempfile
 import traceback
-from collections.abc import Iterable
-from types import CodeType, FrameType
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 _MOST_CALLS = 100  # of one stack
-_MOST_KNOWN = 4096
-_caller_of = operator.attrgetter("f_back")
-Place = tuple[tuple[CodeType, int], ...]  # a thread's stack, innermost first
+_MOST_BYTES = 1 << 20  # of a dump: 100 threads with 100 calls each
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
+_CALL = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+_ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
+# The line of a function's `def`, or of a decorator, without its body.
+_HEADER = re.compile(r"\s*(@.*|((async\s+)?def\b.*[:(,]\s*))(#.*)?\s*")
 
 
-def frame_id(depth: int) -> int:
-    """Returns the `id` of the stack frame `depth` calls above the caller."""
-    return id(sys._getframe(depth + 1))
+class Call(NamedTuple):
+    """A function that a thread is in, and the line that it is at."""
+
+    file: str
+    line: int
+    function: str
 
 
-def place_of(thread: int, outermost: int) -> Place:
-    """Returns the call stack of a thread.
+Place = tuple[Call, ...]  # a thread's stack, innermost first
+
+
+def caller(depth: int) -> tuple[str, str]:
+    """Returns file and name of the function `depth` calls above the caller."""
+    code = sys._getframe(depth + 1).f_code
+    return code.co_filename, code.co_name
+
+
+def stack_of(thread: int) -> Place:
+    """Returns the call stack of a thread; empty if the thread has ended.
 
     Args:
         thread: The thread's `threading.get_ident`.
-        outermost: The `id` of a frame; it and its callers are left out.
     """
-    found = []
-    for frame in _callers(sys._current_frames().get(thread)):
-        if id(frame) == outermost:
-            break
-        found.append((frame.f_code, frame.f_lasti))
-    return tuple(found)
+    return next((stack for one, stack in _stacks() if one == thread), ())
 
 
-def _callers(frame: FrameType | None) -> list[FrameType]:
-    """Returns a stack frame and all its callers, innermost first.
+def place_of(thread: int, outermost: tuple[str, str]) -> Place:
+    """Returns the inner part of a thread's call stack.
 
-    The frame may be of another thread. So no Python code runs between two
-    steps: that thread would go on meanwhile, and leave some of the frames.
+    Args:
+        thread: The thread's `threading.get_ident`.
+        outermost: File and name of a function. Its outermost call and the
+            callers of this call are left out.
     """
-    found: list[Any] = [frame]
-    with contextlib.suppress(AttributeError):  # raised behind the outermost
-        found.extend(map(_caller_of, found))
-    return found[:-1]
+    stack = stack_of(thread)
+    ends = [
+        depth
+        for depth, call in enumerate(stack)
+        if (call.file, call.function) == outermost
+    ]
+    return stack[: ends[-1]] if ends else stack
+
+
+def _stacks() -> Iterator[tuple[int, Place]]:
+    """Yields each thread of this process with its call stack.
+
+    `faulthandler` writes the stacks while it holds the GIL, without frame
+    objects. `sys._current_frames` makes such objects for calls that go on in
+    other threads; CPython 3.11 may crash when these calls return.
+    """
+    try:
+        with (
+            open(os.memfd_create("stacks"), "wb+", buffering=0)
+            if hasattr(os, "memfd_create")
+            else tempfile.TemporaryFile(buffering=0)
+        ) as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            dump = file.read(_MOST_BYTES).decode("ascii", "replace")
+    except OSError:  # such as no free descriptor
+        return
+    for part in dump.split("\n\n"):
+        head, *lines = part.splitlines() or [""]
+        if found := _THREAD.match(head):
+            calls = tuple(call for line in lines if (call := _parsed(line)))
+            yield int(found[1], 16), calls
+
+
+@functools.lru_cache(maxsize=4096)
+def _parsed(line: str) -> Call | None:
+    found = _CALL.match(line)
+    if found is None:
+        return None
+    file, function = (
+        _ESCAPED.sub(
+            lambda code: chr(int("".join(filter(None, code.groups())), 16)),
+            text,
+        )
+        for text in (found[1], found[3])
+    )
+    return Call(file, int(found[2]), function)
 
 
 def folded_stack(threads: Iterable[int], within: str) -> tuple[int, str] | None:
@@ -58,52 +115,36 @@ def folded_stack(threads: Iterable[int], within: str) -> tuple[int, str] | None:
 
     Args:
         threads: Of each thread its `threading.get_ident`. The stack is of the
-            first of them that has a frame of the file `within`.
-        within: The file of the innermost frame to leave out, with its callers.
+            first of them that has a call in the file `within`.
+        within: The file of the innermost call to leave out, with its callers.
 
     Returns:
         The thread, and "function (file:line);function (file:line)", the
         outermost call first. Of a deep stack the inner calls are left out,
         and of calls of a line by itself all but one. `None`: no thread has
-        such a frame.
+        such a call.
     """
-    frames = sys._current_frames()
+    stacks = dict(_stacks())
     for thread in threads:
         calls: collections.deque[str] = collections.deque(maxlen=_MOST_CALLS)
-        for frame in _callers(frames.get(thread)):
-            if frame.f_code.co_filename == within:
+        for call in stacks.get(thread, ()):
+            if call.file == within:
                 if calls:
                     return thread, ";".join(calls)
                 break
-            text, begins = _described(frame)
             # A thread gives up the GIL as it enters a function: that is its
             # caller's time.
-            is_entering = begins and not calls
+            is_entering = not calls and _is_header(call.file, call.line)
+            text = f"{call.function} ({call.file}:{call.line})"
+            text = text.replace(";", ",")
             if not is_entering and (not calls or calls[0] != text):
                 calls.appendleft(text)
     return None
 
 
-# By code and place in it, since Python searches for the number of a line.
-_calls: dict[tuple[int, int], tuple[CodeType, str, bool]] = {}
-
-
-def _described(frame: FrameType) -> tuple[str, bool]:
-    """Describes a stack frame by its function, file and line.
-
-    Returns:
-        "function (file:line)", and whether this is the function's first line.
-    """
-    code = frame.f_code
-    key = id(code), frame.f_lasti
-    known = _calls.get(key)
-    if known is None or known[0] is not code:
-        line = frame.f_lineno or 0
-        text = f"{code.co_name} ({code.co_filename}:{line})".replace(";", ",")
-        if len(_calls) >= _MOST_KNOWN:
-            _calls.clear()
-        known = _calls[key] = code, text, line == code.co_firstlineno
-    return known[1], known[2]
+@functools.lru_cache(maxsize=4096)
+def _is_header(file: str, line: int) -> bool:
+    return _HEADER.fullmatch(linecache.getline(file, line)) is not None
 
 
 def is_being_made(instance: Any) -> bool:

@@ -42,7 +42,7 @@ class preserved_globals:  # noqa: N801 - called like a function
     crossings = 0
 
     def __enter__(self) -> None:
-        self._turn = _take_turn(_call_stack.frame_id(1))
+        self._turn = _take_turn(_call_stack.caller(1))
         try:
             self._numpy = mt19937.Snapshot()
             self._python_state = random.getstate()
@@ -80,12 +80,12 @@ class _Turn:
         self.lock: Any = threading.RLock()
         self.depth = 0
         self._thread = 0
-        self._frame_id = 0  # of the outermost build
+        self._outermost = "", ""  # the outermost build's file and function
 
-    def begin(self, frame_id: int) -> None:
+    def begin(self, caller: tuple[str, str]) -> None:
         """Records the calling thread as the holder of the lock."""
         if not self.depth:
-            self._thread, self._frame_id = threading.get_ident(), frame_id
+            self._thread, self._outermost = threading.get_ident(), caller
         self.depth += 1
 
     def release(self) -> None:
@@ -101,7 +101,7 @@ class _Turn:
 
     def place(self) -> _call_stack.Place:
         """Returns the call stack of the thread that holds this lock."""
-        return _call_stack.place_of(self._thread, self._frame_id)
+        return _call_stack.place_of(self._thread, self._outermost)
 
 
 _turns = [_Turn()]  # each later one is nested in a holder that waits
@@ -109,12 +109,12 @@ _turns = [_Turn()]  # each later one is nested in a holder that waits
 _waits_at: set[_call_stack.Place] = set()
 
 
-def _take_turn(frame_id: int) -> _Turn:
+def _take_turn(caller: tuple[str, str]) -> _Turn:
     if len(_turns) > 1:
         for turn in _turns[:0:-1]:
             if turn.lock._is_owned():
                 turn.lock.acquire()
-                turn.begin(frame_id)
+                turn.begin(caller)
                 return turn
     level = 0
     while not (
@@ -123,7 +123,7 @@ def _take_turn(frame_id: int) -> _Turn:
         level += 1
         if level == len(_turns):
             _turns.append(_Turn())
-    _turns[level].begin(frame_id)
+    _turns[level].begin(caller)
     return _turns[level]
 
 

@@ -13,11 +13,11 @@ import faulthandler
 import os
 import re
 import signal
-import sys
 import threading
 import time
 import traceback
 
+from keras_fastdata import _call_stack
 from keras_fastdata.workers.exceptions import PACKAGE
 
 # The highest numbers of the real-time range are the least likely to be used.
@@ -97,13 +97,16 @@ def _users_part(dump: str) -> str:
 
 def of_thread(ident: int) -> str:
     """Returns the Python stack of a thread of this process."""
-    frame = sys._current_frames().get(ident)
-    if frame is None:
+    stack = _call_stack.stack_of(ident)
+    if not stack:
         return "Its stack cannot be had: it has ended."
+    summary = traceback.StackSummary.from_list(
+        [(call.file, call.line, call.function, None) for call in stack[::-1]]
+    )
     # The first lines are how a thread begins.
     return "".join(
         line
-        for line in traceback.format_stack(frame)
+        for line in summary.format()
         if PACKAGE not in line and threading.__file__ not in line
     ).rstrip()
 

@@ -230,6 +230,16 @@ def test_one_module_alone_looks_at_frames_of_keras_and_one_at_all_others():
     }
 
 
+def test_no_module_makes_frame_objects_of_calls_of_other_threads():
+    # CPython 3.11 may crash when such a call returns.
+    assert not [
+        module
+        for module, tree in _modules().items()
+        for node in ast.walk(tree)
+        if getattr(node, "attr", "") == "_current_frames"
+    ]
+
+
 def _private_to_keras():
     """Private attributes and locals that `USES` says Keras's code has."""
     from keras_fastdata.keras_bridge.keras_internals import USES
