@@ -7,22 +7,18 @@ reads Keras's.
 from __future__ import annotations
 
 import collections
-import faulthandler
 import functools
+import gc
+import itertools
 import linecache
-import os
+import operator
 import re
 import sys
-import tempfile
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 _MOST_CALLS = 100  # of one stack
-_MOST_BYTES = 1 << 20  # of a dump: 100 threads with 100 calls each
-_THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
-_CALL = re.compile(r'  File "(.*)", line (\d+) in (.*)')
-_ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
 # The line of a function's `def`, or of a decorator, without its body.
 _HEADER = re.compile(r"\s*(@.*|((async\s+)?def\b.*[:(,]\s*))(#.*)?\s*")
 
@@ -35,6 +31,9 @@ class Call(NamedTuple):
     function: str
 
 
+_described = operator.attrgetter(
+    "f_code.co_filename", "f_lineno", "f_code.co_name"
+)
 Place = tuple[Call, ...]  # a thread's stack, innermost first
 
 
@@ -47,10 +46,38 @@ def caller(depth: int) -> tuple[str, str]:
 def stack_of(thread: int) -> Place:
     """Returns the call stack of a thread; empty if the thread has ended.
 
+    CPython 3.11 makes frame objects when they are asked for, and may collect
+    garbage at this moment. If a finalizer then gives up the GIL, the other
+    thread goes on, and may leave the function whose frame is being made: the
+    frame then refers to memory that is used for something else, and Python
+    crashes. So one call in C, which keeps the GIL, disables the collection,
+    reads the stack, and enables the collection again if it was enabled.
+
     Args:
         thread: The thread's `threading.get_ident`.
     """
-    return next((stack for one, stack in _stacks() if one == thread), ())
+    once = [()]
+    enabled, was_enabled = itertools.tee(itertools.starmap(gc.isenabled, once))
+    innermost = map(
+        operator.methodcaller("get", thread),
+        itertools.starmap(sys._current_frames, once),
+    )
+    frames = itertools.accumulate(
+        itertools.chain(innermost, itertools.repeat("f_back")), getattr
+    )
+    calls = list(
+        itertools.chain(
+            enabled,
+            itertools.starmap(gc.disable, once),
+            map(_described, itertools.takewhile(bool, frames)),
+            itertools.starmap(gc.enable, itertools.compress(once, was_enabled)),
+        )
+    )
+    return tuple(
+        Call(call[0], call[1] or 0, call[2])
+        for call in calls
+        if isinstance(call, tuple)
+    )
 
 
 def place_of(thread: int, outermost: tuple[str, str]) -> Place:
@@ -70,46 +97,6 @@ def place_of(thread: int, outermost: tuple[str, str]) -> Place:
     return stack[: ends[-1]] if ends else stack
 
 
-def _stacks() -> Iterator[tuple[int, Place]]:
-    """Yields each thread of this process with its call stack.
-
-    `faulthandler` writes the stacks while it holds the GIL, without frame
-    objects. `sys._current_frames` makes such objects for calls that go on in
-    other threads; CPython 3.11 may crash when these calls return.
-    """
-    try:
-        with (
-            open(os.memfd_create("stacks"), "wb+", buffering=0)
-            if hasattr(os, "memfd_create")
-            else tempfile.TemporaryFile(buffering=0)
-        ) as file:
-            faulthandler.dump_traceback(file, all_threads=True)
-            file.seek(0)
-            dump = file.read(_MOST_BYTES).decode("ascii", "replace")
-    except OSError:  # such as no free descriptor
-        return
-    for part in dump.split("\n\n"):
-        head, *lines = part.splitlines() or [""]
-        if found := _THREAD.match(head):
-            calls = tuple(call for line in lines if (call := _parsed(line)))
-            yield int(found[1], 16), calls
-
-
-@functools.lru_cache(maxsize=4096)
-def _parsed(line: str) -> Call | None:
-    found = _CALL.match(line)
-    if found is None:
-        return None
-    file, function = (
-        _ESCAPED.sub(
-            lambda code: chr(int("".join(filter(None, code.groups())), 16)),
-            text,
-        )
-        for text in (found[1], found[3])
-    )
-    return Call(file, int(found[2]), function)
-
-
 def folded_stack(threads: Iterable[int], within: str) -> tuple[int, str] | None:
     """Returns one thread's call stack in the folded format of flame graphs.
 
@@ -124,10 +111,9 @@ def folded_stack(threads: Iterable[int], within: str) -> tuple[int, str] | None:
         and of calls of a line by itself all but one. `None`: no thread has
         such a call.
     """
-    stacks = dict(_stacks())
     for thread in threads:
         calls: collections.deque[str] = collections.deque(maxlen=_MOST_CALLS)
-        for call in stacks.get(thread, ()):
+        for call in stack_of(thread):
             if call.file == within:
                 if calls:
                     return thread, ";".join(calls)

@@ -214,7 +214,14 @@ def test_no_module_reaches_keras_src_through_keras():
     assert reached == set()
 
 
-_FRAMES = {"_getframe", "f_locals", "f_back", "currentframe", "walk_stack"}
+_FRAMES = {
+    "_current_frames",
+    "_getframe",
+    "f_locals",
+    "f_back",
+    "currentframe",
+    "walk_stack",
+}
 
 
 def test_one_module_alone_looks_at_frames_of_keras_and_one_at_all_others():
@@ -228,16 +235,6 @@ def test_one_module_alone_looks_at_frames_of_keras_and_one_at_all_others():
         f"{_PACKAGE}._call_stack",
         f"{_PACKAGE}.keras_bridge.keras_internals",
     }
-
-
-def test_no_module_makes_frame_objects_of_calls_of_other_threads():
-    # CPython 3.11 may crash when such a call returns.
-    assert not [
-        module
-        for module, tree in _modules().items()
-        for node in ast.walk(tree)
-        if getattr(node, "attr", "") == "_current_frames"
-    ]
 
 
 def _private_to_keras():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import linecache
 import threading
 
@@ -69,6 +70,44 @@ def test_the_folded_stack_has_a_recursion_once_and_one_line_functions(waiting):
 def test_a_place_is_what_a_function_has_called(waiting):
     place = _call_stack.place_of(waiting.ident, (FILES[0], "inner"))
     assert [call.line for call in place if call.file == FILES[0]] == [8, 5, 5]
+
+
+@pytest.fixture
+def collecting_always():
+    """Lets Python collect garbage at nearly each object that is made."""
+    threshold, was_enabled = gc.get_threshold(), gc.isenabled()
+    gc.set_threshold(1)
+    yield
+    gc.set_threshold(*threshold)
+    (gc.enable if was_enabled else gc.disable)()
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+@pytest.mark.parametrize("waiting", FILES[:1], indirect=True)
+def test_no_garbage_is_collected_while_a_stack_is_read(
+    waiting, is_enabled, monkeypatch, collecting_always
+):
+    # CPython 3.11 would crash at times: the other thread goes on meanwhile.
+    read, collected_at = [], []
+    describe = _call_stack._described
+
+    def described(frame):
+        read.append([frame.f_lineno])
+        return describe(frame)
+
+    def collect(phase, info):
+        collected_at.append(len(read))
+
+    monkeypatch.setattr(_call_stack, "_described", described)
+    (gc.enable if is_enabled else gc.disable)()
+    gc.callbacks.append(collect)
+    try:
+        _call_stack.stack_of(waiting.ident)
+        assert gc.isenabled() is is_enabled
+    finally:
+        gc.callbacks.remove(collect)
+    assert len(read) > 5
+    assert set(collected_at) <= {0, len(read)}
 
 
 def test_a_thread_that_has_ended_has_no_stack():
