@@ -30,6 +30,7 @@ from keras_fastdata.health.summary import (
     summarize,
 )
 from keras_fastdata.metrics import formatting, recorder
+from keras_fastdata.metrics.cost_model import WORTH
 from keras_fastdata.metrics.pool_stats import PoolStats
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ class LoaderHealth(Callback):
         self._has_reported = False
         self._epochs: list[EpochHealth] = []
         self._validations: list[EpochHealth] = []
-        self._pool_stats: PoolStats | None = None  # of the training data
+        self._pool_stats: dict[str, PoolStats | None] = {}  # by phase
         self._trained: EpochHealth | None = None  # the epoch under way
         self._timer: FitTimer | None = None  # of a `fit` that has begun
         self._began_s = self._called_s = 0.0
@@ -169,13 +170,16 @@ class LoaderHealth(Callback):
         While that runs: of the epochs that have ended.
         """
         timer = self._timer
+        # Of a fit, the training rather than the validation.
+        pool_stats = next(iter(self._pool_stats.values()), None)
         return summarize(
             self._epochs,
             self._validations,
-            self._pool_stats,
+            pool_stats,
             None if timer is None else timer.account,
             f"{self._began:%Y-%m-%d %H:%M:%S}" if self._epochs else "",
             self._compared,
+            self._pool_stats.get("validation"),
         )
 
     def plot(self) -> Figure:
@@ -331,7 +335,10 @@ class LoaderHealth(Callback):
             logs["data_wait"] = health.data_wait
             if self._skipped:
                 logs["skipped"] = self._skipped_in(epoch)
-        self._line = _describe(health, self._skipped_in(epoch))
+        validation = next(
+            (v for v in self._validations if v.epoch == epoch), None
+        )
+        self._line = _describe(health, validation, self._skipped_in(epoch))
 
     def on_train_end(self, logs: Any = None) -> None:
         self._print_line()
@@ -368,7 +375,7 @@ class LoaderHealth(Callback):
 
         self._stop()
         self._epochs, self._validations = [], []
-        self._pool_stats = None
+        self._pool_stats = {}
         self._timer = None
         self._epoch = 0
         self._line = None
@@ -477,10 +484,8 @@ class LoaderHealth(Callback):
         if monitor is None:
             return None
         health = monitor.end()
-        # Of a fit, the training rather than the validation.
-        subject = next(iter(monitor.datasets.values()), None)
-        if subject is not None:
-            self._pool_stats = subject.pool_stats
+        for phase, dataset in monitor.datasets.items():
+            self._pool_stats[phase] = dataset.pool_stats
         return health
 
     def _end_training(self) -> None:
@@ -517,15 +522,24 @@ class LoaderHealth(Callback):
             print(line, flush=True)
 
 
-def _describe(health: EpochHealth, skipped: int) -> str:
-    """Returns one line on an epoch: its lost time and skipped batches."""
+def _describe(
+    health: EpochHealth, validation: EpochHealth | None, skipped: int
+) -> str:
+    """Returns one line on an epoch: its lost time and skipped batches.
+
+    Of training and validation, the one that lost more time is named.
+    """
     whole_s = health.wall_s
     if health.account is not None:
         whole_s = health.account.total_s
+    data, worse = "data", health
+    least_s = max(health.lost_s, WORTH * whole_s)
+    if validation is not None and validation.lost_s > least_s:
+        data, worse = "validation data", validation
     line = (
         f"LoaderHealth: {health.name} lost "
-        f"{formatting.share(health.lost_s / max(whole_s, 1e-9))} of "
-        f"{formatting.duration(whole_s)} to its data ({health.verdict.kind})."
+        f"{formatting.share(worse.lost_s / max(whole_s, 1e-9))} of "
+        f"{formatting.duration(whole_s)} to its {data} ({worse.verdict.kind})."
     )
     if skipped:
         were = "was" if skipped == 1 else "were"

@@ -250,7 +250,7 @@ class EpochMonitor:
             take_s=batch_stats.ready_wait_s / batch_stats.ready
             if batch_stats.ready
             else math.nan,
-            is_cold=phase != "train",
+            phase=phase,
         )
 
     def _health(

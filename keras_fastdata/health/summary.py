@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from keras_fastdata.health import comparison
 from keras_fastdata.health.account import TimeAccount
@@ -115,6 +116,50 @@ class EpochHealth:
         return self.phase
 
 
+class Finding(NamedTuple):
+    """Why training or validation waited for data, and what to change.
+
+    Attributes:
+        phase: "Training", "Validation", "The evaluation" or "The prediction".
+        verdict: The reason.
+        evidence: The figures that support the verdict, as text.
+        advice: What to change, as text; "Nothing to change" if it would save
+            little.
+        wall_s: The duration of all epochs or validations, in seconds.
+        free_s: The duration to expect with free data.
+        saves_s: The seconds that the advice would save in all epochs.
+        hot_lines: The lines of the dataset's code that builds took longest in.
+    """
+
+    phase: str
+    verdict: Verdict
+    evidence: str
+    advice: str
+    wall_s: float
+    free_s: float
+    saves_s: float
+    hot_lines: tuple[HotLine, ...]
+
+    @property
+    def data_wait(self) -> float:
+        """The share of the time that was lost to data, from 0 to 1."""
+        return 1 - self.free_s / self.wall_s if self.wall_s > 0 else 0.0
+
+    @property
+    def headline(self) -> str:
+        """The share that was lost, as a sentence without a full stop."""
+        share = formatting.share(self.data_wait)
+        return f"{self.phase} lost {share} of its time to data"
+
+
+_PHASES = {
+    "train": "Training",
+    "validation": "Validation",
+    "evaluate": "The evaluation",
+    "predict": "The prediction",
+}
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class HealthSummary:
     """The figures of one `fit`, `evaluate` or `predict`.
@@ -134,6 +179,7 @@ class HealthSummary:
         hot_lines: The lines of the dataset's code that builds took longest in,
             the hottest first; of a `fit`, builds of training batches. None
             where builds take less than 5 ms.
+        validation_hot_lines: The same for builds of validation batches.
         account: Where the time of the `fit` went, from its call to the end of
             the latest epoch; `None` for other calls.
         began: The date and time of the beginning, as text.
@@ -148,6 +194,7 @@ class HealthSummary:
     decisions: tuple[TuningDecision, ...] = ()
     shard: str = ""
     hot_lines: tuple[HotLine, ...] = ()
+    validation_hot_lines: tuple[HotLine, ...] = ()
     account: TimeAccount | None = None
     began: str = ""
     compared: Figures | None = None
@@ -186,16 +233,12 @@ class HealthSummary:
     @property
     def saves_s(self) -> float:
         """The seconds that the verdict's advice would save in all epochs."""
-        if self.verdict is None or self.verdict.kind is Kind.COMPUTE_BOUND:
-            return 0.0
-        lost_s = sum(epoch.lost_s for epoch in self.epochs)
-        return min(self.verdict.saves_s * len(self.epochs), lost_s)
+        return _saves_s(self.verdict, self.epochs)
 
     @property
     def is_worth_a_change(self) -> bool:
         """Whether the advice would save at least 1 s and 5% of the time."""
-        whole_s = self.wall_s if self.account is None else self.account.total_s
-        return not self.saves_s < max(_WORTH_S, WORTH * whole_s)
+        return self._is_worth(self.saves_s)
 
     @property
     def conclusion(self) -> tuple[str, str]:
@@ -203,14 +246,57 @@ class HealthSummary:
 
         "Nothing to change" replaces advice that would save little.
         """
-        verdict = self.verdict
-        if verdict is None:
+        if self.verdict is None:
             return "", ""
+        return self._conclude(self.verdict, self.saves_s)
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """The conclusions, first the one whose advice would save the most.
+
+        There is one on the epochs, and one on the validations if a change of
+        their data is worth while.
+        """
+        if self.verdict is None:
+            return ()
+        found = [self._find(self.verdict, self.epochs, self.hot_lines)]
+        validation = self.validation_verdict
+        if validation is not None and self._is_worth(
+            _saves_s(validation, self.validations)
+        ):
+            lines = self.validation_hot_lines
+            found.append(self._find(validation, self.validations, lines))
+        found.sort(key=lambda finding: -finding.saves_s)
+        return tuple(found)
+
+    def _find(
+        self,
+        verdict: Verdict,
+        phases: tuple[EpochHealth, ...],
+        lines: tuple[HotLine, ...],
+    ) -> Finding:
+        saves_s = _saves_s(verdict, phases)
+        wall_s = sum(phase.wall_s for phase in phases)
+        return Finding(
+            _PHASES[phases[0].phase],
+            verdict,
+            *self._conclude(verdict, saves_s),
+            wall_s,
+            wall_s * (1 - _data_wait(phases)),
+            saves_s,
+            () if verdict.kind is Kind.COMPUTE_BOUND else lines,
+        )
+
+    def _conclude(self, verdict: Verdict, saves_s: float) -> tuple[str, str]:
         always = Kind.COMPUTE_BOUND, Kind.UNSTABLE_WORKERS
-        if verdict.kind in always or self.is_worth_a_change:
+        if verdict.kind in always or self._is_worth(saves_s):
             return verdict.evidence, verdict.advice
-        saved = formatting.duration(self.saves_s)
+        saved = formatting.duration(saves_s)
         return verdict.evidence, f"Nothing to change: it would save {saved}."
+
+    def _is_worth(self, saves_s: float) -> bool:
+        whole_s = self.wall_s if self.account is None else self.account.total_s
+        return not saves_s < max(_WORTH_S, WORTH * whole_s)
 
     @property
     def free_s(self) -> float:
@@ -240,19 +326,17 @@ class HealthSummary:
     def __str__(self) -> str:
         if self.verdict is None:
             return "LoaderHealth: no batch of a FastPyDataset was seen."
-        evidence, advice = self.conclusion
-        parts = [
-            formatting.wrapped(f"{self.verdict.kind}: {evidence}"),
-            formatting.wrapped(advice),
-        ]
-        if self.hot_lines and self.verdict.kind is not Kind.COMPUTE_BOUND:
-            parts.append(
-                formatting.wrapped(f"Hottest line: {self.hot_lines[0]}.")
-            )
+        findings = self.findings
+        parts = [_table(self.epochs)] if len(self.epochs) > 1 else []
         if self.account is not None:
-            parts.insert(0, formatting.wrapped(str(self.account)))
-        if len(self.epochs) > 1:
-            parts.insert(0, _table(self.epochs))
+            parts.append(formatting.wrapped(str(self.account)))
+        for finding in findings:
+            phase = f"{finding.phase}, " if len(findings) > 1 else ""
+            evidence = f"{phase}{finding.verdict.kind}: {finding.evidence}"
+            parts += map(formatting.wrapped, (evidence, finding.advice))
+            if finding.hot_lines:
+                line = f"Hottest line: {finding.hot_lines[0]}."
+                parts.append(formatting.wrapped(line))
         if self.shard:
             parts.append(f"This process has {self.shard}.")
         if self.decisions:
@@ -269,23 +353,42 @@ def summarize(
     account: TimeAccount | None = None,
     began: str = "",
     compared: Figures | None = None,
+    validation_stats: PoolStats | None = None,
 ) -> HealthSummary:
     """Combines the figures of epochs and validations into a summary."""
-    wall_s = sum(e.wall_s for e in epochs)
-    free_s = sum(e.wall_s * (1 - e.data_wait) for e in epochs)
     return HealthSummary(
         verdict=_verdict_on(epochs),
-        data_wait=1 - free_s / wall_s if wall_s > 0 else 0.0,
-        wall_s=wall_s,
+        data_wait=_data_wait(epochs),
+        wall_s=sum(epoch.wall_s for epoch in epochs),
         epochs=tuple(epochs),
         validations=tuple(validations),
         decisions=() if pool_stats is None else pool_stats.decisions,
         shard="" if pool_stats is None else pool_stats.shard,
-        hot_lines=() if pool_stats is None else hot_lines(pool_stats.stacks),
+        hot_lines=_hot_lines(pool_stats),
+        validation_hot_lines=_hot_lines(validation_stats),
         account=account,
         began=began,
         compared=compared,
     )
+
+
+def _hot_lines(pool_stats: PoolStats | None) -> tuple[HotLine, ...]:
+    return () if pool_stats is None else hot_lines(pool_stats.stacks)
+
+
+def _data_wait(phases: Sequence[EpochHealth]) -> float:
+    """Returns the share of the time of all phases that was lost to data."""
+    wall_s = sum(phase.wall_s for phase in phases)
+    lost_s = sum(phase.wall_s * phase.data_wait for phase in phases)
+    return lost_s / wall_s if wall_s > 0 else 0.0
+
+
+def _saves_s(verdict: Verdict | None, phases: Sequence[EpochHealth]) -> float:
+    """Returns the seconds that a verdict's advice would save in all phases."""
+    if verdict is None or verdict.kind is Kind.COMPUTE_BOUND:
+        return 0.0
+    lost_s = sum(phase.lost_s for phase in phases)
+    return min(verdict.saves_s * len(phases), lost_s)
 
 
 def _verdict_on(epochs: list[EpochHealth]) -> Verdict | None:

@@ -128,8 +128,7 @@ class Facts:
         auto: Whether `workers="auto"` has chosen the workers.
         take_s: The mean wait for a batch that lay ready, which handing it over
             takes; NaN if unknown.
-        is_cold: Whether no batch is built before the epoch begins, as in a
-            validation.
+        phase: "train", "validation", "evaluate" or "predict".
     """
 
     workers_are: str
@@ -162,7 +161,7 @@ class Facts:
     epochs: int = 1
     auto: bool = False
     take_s: float = math.nan
-    is_cold: bool = False
+    phase: str = "train"
 
     @property
     def lost_s(self) -> float:
@@ -263,12 +262,13 @@ def judge(facts: Facts) -> Verdict:
     evidence, advice = _REASONS[kind](facts)
     free_s, wall_s = facts.free_s / facts.epochs, facts.wall_s / facts.epochs
     call, saves_s = "", facts.lost_s / facts.epochs
+    noun = _NOUNS[facts.phase]
     forecast_s = math.nan
     if kind is Kind.LATE_START:
         saves_s += facts.start_s / facts.epochs
     elif kind is not Kind.COMPUTE_BOUND:
         evidence += (
-            f" With free data it would take {formatting.duration(free_s)}"
+            f" With free data {noun} would take {formatting.duration(free_s)}"
             f" instead of {formatting.duration(wall_s)}."
         )
     if kind in _ANSWERED:
@@ -277,7 +277,7 @@ def judge(facts: Facts) -> Verdict:
             forecast_s = promised_s
             saves_s = wall_s - forecast_s
             use = (
-                f"Use `{call}`: an epoch would take about "
+                f"Use `{call}`: {noun} would take about "
                 f"{formatting.duration(forecast_s)} instead of "
                 f"{formatting.duration(wall_s)}."
             )
@@ -285,6 +285,13 @@ def judge(facts: Facts) -> Verdict:
     speedup = max(1.0, facts.ceiling_speedup)
     return Verdict(kind, evidence, advice, speedup, call, saves_s, forecast_s)
 
+
+_NOUNS = {
+    "train": "an epoch",
+    "validation": "a validation",
+    "evaluate": "the evaluation",
+    "predict": "the prediction",
+}
 
 # Kinds that other workers may answer; and those whose advice says more.
 _EXPLAINED = (Kind.STRAGGLERS, Kind.TRANSFER_BOUND)
@@ -499,6 +506,13 @@ def _late_start(facts: Facts) -> tuple[str, str]:
             f"batch took {formatting.duration(facts.start_s)}; all other "
             f"batches were waited for {formatting.duration(facts.wait_s)}."
         )
+        return evidence, (
+            "Make the first build cheaper: what it loads, imports or computes "
+            "once, such as an index, can be stored in a form that loads "
+            f"quickly. That saves up to {formatting.duration(facts.start_s)} "
+            "of a `fit`. And keep one dataset object for all calls of `fit`: "
+            "its workers stay, with what they have loaded."
+        )
     advice = (
         "Where only the first epoch is late, workers start and load the "
         "dataset: keep one dataset object for all calls of `fit`. Where each "
@@ -584,7 +598,8 @@ def other_workers(facts: Facts) -> tuple[str, float]:
         queue = max(1, min(bridging, math.ceil(batches), _LONGEST_QUEUE))
     wall_s = facts.wall_s / facts.epochs
     # An epoch that nothing is built ahead for begins with a whole build.
-    first_s = facts.build_s_p50 if facts.hook_s or facts.is_cold else 0.0
+    is_cold = facts.hook_s > 0 or facts.phase != "train"
+    first_s = facts.build_s_p50 if is_cold else 0.0
     late_s = max(0.0, facts.first_wait_s / facts.epochs - facts.build_s_p50)
     late_s += facts.hook_s / facts.epochs
     steady_s = wall_s - late_s - (first_s if facts.workers else 0.0)

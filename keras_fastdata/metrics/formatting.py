@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import html
 import math
+import re
+import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 _CELL = "padding:.15em .8em;text-align:"
 _TEXTS = {"U": "str", "S": "bytes"}  # by the kind of NumPy's dtype
+_UNITS = "ms|s|min|h|B|KB|MB|GB|TB"  # not separated from their number
 _FIRST_CELL = "padding:.15em .8em .15em 0;text-align:left"
 
 
@@ -73,8 +76,16 @@ def listed(numbers: list[int], most: int = 5) -> str:
     return shown + (", ..." if len(numbers) > most else "")
 
 
-def wrapped(text: str, width: int = 80) -> str:
-    """Wraps a text into lines, but never breaks code in backquotes."""
+def wrapped(text: str, width: int = 0) -> str:
+    """Wraps a text into lines, but never breaks code in backquotes.
+
+    Args:
+        text: The text.
+        width: The width of a line in characters. 0: that of the terminal, at
+            most 80.
+    """
+    if not width:
+        width = min(80, max(40, shutil.get_terminal_size().columns))
     pieces = text.split("`")
     pieces[1::2] = [code.replace(" ", "\0") for code in pieces[1::2]]
     lines = textwrap.wrap(
@@ -84,6 +95,15 @@ def wrapped(text: str, width: int = 80) -> str:
         break_on_hyphens=False,
     )
     return "\n".join(lines).replace("\0", " ")
+
+
+def prose(text: str) -> list[tuple[bool, str]]:
+    """Splits a text at backquotes into pairs `(is_code, piece)`."""
+    kept = re.sub(rf"(\d) (?=({_UNITS})\b)", "\\1\N{NO-BREAK SPACE}", text)
+    pieces = kept.split("`")
+    if len(pieces) % 2 == 0:
+        return [(False, kept)]
+    return [(place % 2 == 1, piece) for place, piece in enumerate(pieces)]
 
 
 def structure(batch: Any) -> str:

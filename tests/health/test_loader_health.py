@@ -636,6 +636,28 @@ def test_the_last_lines_are_a_table_and_what_to_change(capsys, simulated_time):
     assert max(map(len, lines)) <= 80
 
 
+class HeldOut(SlowData):
+    """Another name, which advice on validation mentions."""
+
+
+def test_a_validation_that_waits_is_printed(capsys, simulated_time):
+    with HeldOut(10 * _WAIT_S) as validation:
+        health = LoaderHealth()
+        _fit(
+            FreeData(),
+            health,
+            SlowSteps(),
+            epochs=3,
+            validation_data=validation,
+        )
+    lines = capsys.readouterr().out.splitlines()
+    assert all("validation data (io_bound)." in line for line in lines[:3])
+    first, *_ = health.summary().findings
+    assert first.phase == "Validation"
+    assert any(line.startswith("Validation, io_bound:") for line in lines)
+    assert any("`HeldOut(..., workers=" in line for line in lines)
+
+
 # -- the account ---------------------------------------------------------------
 
 

@@ -27,6 +27,7 @@ from samples import Numbered
 
 import keras_fastdata
 from keras_fastdata import LoaderHealth
+from keras_fastdata.health.hot_lines import HotLine
 from keras_fastdata.health.report import axes, drawing, windows
 from keras_fastdata.health.report.figure import plot
 from keras_fastdata.health.report.html import write_report
@@ -146,6 +147,41 @@ def test_every_epoch_and_validation_has_a_row(written):
         for number in (1, 2, 3)
         for what in ("Epoch", "Validation")
     ]
+
+
+def _validates():
+    """A training that computes, with a validation that waits."""
+    record = simulated_record(epochs=3)
+    free = Verdict(Kind.COMPUTE_BOUND, "Data is free.", "A faster model.", 1.0)
+    epochs = [
+        dataclasses.replace(epoch, verdict=free, data_wait=0.0)
+        for epoch in record.summary.epochs
+    ]
+    validations = [
+        dataclasses.replace(
+            epoch,
+            phase="validation",
+            verdict=dataclasses.replace(epoch.verdict, saves_s=1.0),
+        )
+        for epoch in record.summary.epochs
+    ]
+    line = HotLine("data.py", 19, "read", 0.9)
+    summary = dataclasses.replace(
+        summarize(epochs, validations), validation_hot_lines=(line,)
+    )
+    return dataclasses.replace(record, summary=summary)
+
+
+def test_a_validation_that_waits_has_the_headline(written):
+    record = _validates()
+    headline = record.summary.findings[0].headline
+    assert re.fullmatch(r"Validation lost \d+% of its time to data", headline)
+    page = _parse(written(record)).text
+    fragment = _parse(summary_html(record.summary)).text
+    for text in (page, fragment):
+        validation = text.index(headline)
+        assert validation < text.index("read(...)") < text.index("A faster")
+        assert text.index("Training lost 0%") < text.index("A faster model.")
 
 
 def test_slow_retried_and_skipped_batches_are_listed_by_index(written):

@@ -112,7 +112,7 @@ def test_the_ceiling_is_told_in_seconds_and_as_a_factor():
     verdict = judge(facts())
     assert verdict.ceiling_speedup == 5.0
     assert verdict.evidence.endswith(
-        "With free data it would take 2.0 s instead of 10.0 s."
+        "With free data an epoch would take 2.0 s instead of 10.0 s."
     )
 
 
@@ -255,7 +255,9 @@ def test_the_lines_of_a_fit_fit_80_columns(kind):
     verdict = dataclasses.replace(judge(SLEEPERS), kind=kind)
     long = dataclasses.replace(EPOCH, wall_s=5000.0, verdict=verdict, epoch=998)
     long = dataclasses.replace(long, account=TimeAccount(steps_s=5000.0))
-    assert len(_describe(long, 0)) <= 80
+    validation = dataclasses.replace(long, wall_s=4000.0, phase="validation")
+    for beside in (None, validation):
+        assert len(_describe(long, beside, 0)) <= 80
     text = str(summarize([long] * 30, [], None, long.account))
     assert max(map(len, text.splitlines())) <= 80
 
@@ -481,7 +483,7 @@ def test_little_time_is_not_worth_advice():
 
 def test_the_first_batch_of_an_epoch_is_late_where_nothing_is_built_ahead():
     _, without_s = other_workers(SLEEPERS)
-    for cold in ({"hook_s": 1e-6}, {"is_cold": True}):
+    for cold in ({"hook_s": 1e-6}, {"phase": "validation"}):
         _, cold_s = other_workers(changed(SLEEPERS, **cold))
         assert cold_s == pytest.approx(without_s + 0.0215, abs=0.003)
     late = changed(SLEEPERS, first_wait_s=0.2215, wall_s=1.3)
@@ -556,6 +558,41 @@ def test_a_late_first_batch_decides_where_it_cost_most():
     assert summary.is_worth_a_change
     text = str(summary)
     assert max(map(len, text.splitlines())) <= 80
+
+
+def validated(training, validation):
+    """A summary of three epochs and three validations."""
+    epochs = [health(number, training) for number in range(3)]
+    validations = [
+        dataclasses.replace(health(number, validation), phase="validation")
+        for number in range(3)
+    ]
+    return summarize(epochs, validations)
+
+
+IDLE = changed(SLEEPERS, free_s=SLEEPERS.wall_s, wait_s=0.0)
+
+
+def test_a_validation_that_waits_comes_before_a_training_that_does_not():
+    waits = changed(SLEEPERS, phase="validation", dataset="HeldOut")
+    summary = validated(IDLE, waits)
+    first, second = summary.findings
+    assert (first.phase, second.phase) == ("Validation", "Training")
+    assert first.verdict == summary.validation_verdict
+    assert first.verdict.call.startswith("HeldOut(")
+    assert "a validation would take about" in first.advice
+    assert first.saves_s > second.saves_s == 0.0
+    text = str(summary)
+    assert text.index("Validation, io_bound") < text.index("Training, compute")
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_a_validation_that_hardly_waits_is_not_mentioned():
+    idle = changed(IDLE, phase="validation")
+    (finding,) = validated(SLEEPERS, idle).findings
+    assert finding.phase == "Training"
+    assert "Validation" not in str(validated(SLEEPERS, idle))
+    assert "Training" not in str(validated(SLEEPERS, idle))
 
 
 @pytest.mark.parametrize("workers_are", ["inline", "thread", "process"])

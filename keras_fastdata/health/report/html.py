@@ -10,14 +10,13 @@ from __future__ import annotations
 import importlib.resources
 import math
 import os
-import re
 from typing import Any
 
 from keras_fastdata import _atomic_write
 from keras_fastdata.health import comparison
 from keras_fastdata.health.record import Record
 from keras_fastdata.health.report import drawing, flame
-from keras_fastdata.health.summary import HealthSummary
+from keras_fastdata.health.summary import Finding, HealthSummary
 from keras_fastdata.metrics import formatting
 from keras_fastdata.metrics.recorder import Slow, Span
 
@@ -25,18 +24,12 @@ _MOST_SLOW = 12
 _SLOWER_S = 0.005  # than usual builds: what is shorter is not worth a look
 _MOST_TRACEBACKS = 50
 _MOST_RETRIED = 50
-_UNITS = "ms|s|min|h|B|KB|MB|GB|TB"  # not separated from their number
 _ACCOUNT_COLOURS = {  # classes of bars, by the name of a part
     "steps": "compute",
     "compiling": "compile",
     "start and first batch": "wait",
     "waiting for data": "wait",
     "validation waiting for data": "wait",
-}
-_PHASES = {
-    "train": "Training",
-    "evaluate": "The evaluation",
-    "predict": "The prediction",
 }
 
 
@@ -85,7 +78,7 @@ def _render(record: Record) -> str:
         share=formatting.share,
         size=formatting.size,
         counted=formatting.count,
-        prose=_prose,
+        prose=formatting.prose,
         last_line=_raised,
     )
     files = importlib.resources.files("keras_fastdata.health.report")
@@ -105,12 +98,8 @@ def _view(record: Record) -> dict[str, Any]:
     return {
         "record": record,
         "summary": summary,
-        "verdict": summary.verdict,
-        "evidence": summary.conclusion[0],
-        "advice": summary.conclusion[1],
-        "headline": _headline(record),
-        "free_s": summary.free_s,
-        "speedup": _speedup(summary),
+        "findings": summary.findings,
+        "speedup": _speedup,
         "account": summary.account,
         "figures": summary.figures.to_json(),
         "compared": _compared(summary),
@@ -143,39 +132,18 @@ def _stragglers(record: Record) -> list[Slow]:
     return slow[:_MOST_SLOW]
 
 
-def _headline(record: Record) -> str:
-    """Returns the headline of the report."""
-    summary = record.summary
-    if not summary.epochs:
-        if len(record.spans):
-            return "No epoch has ended"
-        return "No batch of a FastPyDataset was seen"
-    phase = _PHASES.get(summary.epochs[0].phase, "Training")
-    wait = formatting.share(summary.data_wait)
-    return f"{phase} lost {wait} of its time to data"
-
-
 def _compared(summary: HealthSummary) -> list[tuple[str, str, str, str]]:
     if summary.compared is None:
         return []
     return comparison.rows(summary.compared, summary.figures)
 
 
-def _speedup(summary: HealthSummary) -> str:
+def _speedup(finding: Finding) -> str:
     """Returns the speedup if data cost no time, such as "2.6 times"."""
-    times = summary.wall_s / max(summary.free_s, 1e-9)
+    times = finding.wall_s / max(finding.free_s, 1e-9)
     if times >= 100:
         return "over 100 times"
     return f"{times:.2f} times" if times < 2 else f"{times:.1f} times"
-
-
-def _prose(text: str) -> list[tuple[bool, str]]:
-    """Splits a text at backquotes into pairs `(is_code, piece)`."""
-    kept = re.sub(rf"(\d) (?=({_UNITS})\b)", "\\1\N{NO-BREAK SPACE}", text)
-    pieces = kept.split("`")
-    if len(pieces) % 2 == 0:
-        return [(False, kept)]
-    return [(place % 2 == 1, piece) for place, piece in enumerate(pieces)]
 
 
 def _raised(traceback: str) -> str:

@@ -35,22 +35,36 @@ def summary_html(summary: HealthSummary) -> str:
     """
     if summary.verdict is None:
         return "<div>LoaderHealth: no batch of a FastPyDataset was seen.</div>"
-    verdict = summary.verdict
-    evidence, advice = summary.conclusion
     account = "" if summary.account is None else str(summary.account)
-    figures = (
-        f"{formatting.share(summary.data_wait)} of "
-        f"{formatting.duration(summary.wall_s)} were waiting for data; with "
-        f"free data: {formatting.duration(summary.free_s)}."
-    )
     return (
-        "<div>"
-        f"<p><b>{html.escape(verdict.kind)}</b>: {html.escape(figures)}</p>"
-        f"<p>{html.escape(evidence)}<br>"
-        f"{html.escape(advice)}</p>"
+        f"<div>{_conclusions(summary)}"
         f"<p>{html.escape(account)}</p>"
         f"{_decided(summary)}"
         f"{_table(summary)}{_compared(summary)}</div>"
+    )
+
+
+def _conclusions(summary: HealthSummary) -> str:
+    """Returns a paragraph for each conclusion: why, and what to change."""
+    written = []
+    for finding in summary.findings:
+        lines = [
+            f"<b>{html.escape(finding.verdict.kind)}</b>: "
+            f"{html.escape(finding.headline)}.",
+            _marked(finding.evidence),
+            f"<b>{_marked(finding.advice)}</b>",
+        ]
+        if finding.hot_lines:
+            lines.append(_marked(f"Hottest line: {finding.hot_lines[0]}."))
+        written.append(f"<p>{'<br>'.join(lines)}</p>")
+    return "".join(written)
+
+
+def _marked(text: str) -> str:
+    """Escapes a text; what stands between backquotes becomes code."""
+    return "".join(
+        f"<code>{html.escape(piece)}</code>" if is_code else html.escape(piece)
+        for is_code, piece in formatting.prose(text)
     )
 
 
