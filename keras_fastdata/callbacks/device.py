@@ -1,10 +1,12 @@
-"""Waits for the device that trains, and describes the machine."""
+"""Waits for the device, sums up what compiling takes, describes the machine."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import platform
 import sys
+import threading
 from typing import Any
 
 from keras_fastdata.metrics import cpu, formatting
@@ -54,6 +56,43 @@ def synchronize(model: Any) -> None:
             import tensorflow as tf
 
             tf.test.experimental.sync_devices()
+
+
+class _Compiling(threading.local):
+    """The seconds that the present thread has compiled."""
+
+    total_s = 0.0
+
+
+_compiling = _Compiling()
+
+
+@functools.cache
+def watch_compiling() -> None:
+    """On JAX, begins to sum up the seconds that each thread compiles."""
+    import keras
+
+    if keras.backend.backend() == "jax":
+        with contextlib.suppress(Exception):  # not in each version
+            import jax
+
+            jax.monitoring.register_event_duration_secs_listener(
+                _add_if_compiling
+            )
+
+
+def _add_if_compiling(event: str, seconds: float, **_: Any) -> None:
+    """Adds up the seconds of JAX's events that concern compiling."""
+    if event.startswith("/jax/core/compile/"):
+        _compiling.total_s += seconds
+
+
+def compiling_s() -> float:
+    """Returns how many seconds the present thread has compiled so far.
+
+    0, if the backend does not tell, or `watch_compiling` was not called.
+    """
+    return _compiling.total_s
 
 
 def machine() -> dict[str, str]:

@@ -88,6 +88,8 @@ class EpochMonitor:
         fetches_ahead: Whether the batch of a step is fetched before
             `on_train_batch_begin`.
         sink: What wants to know of every batch and step, if anything does.
+        read_compiling_s: Returns how many seconds this thread has compiled
+            so far; always the same number where that is unknown.
 
     Attributes:
         step: To be called with its number when a step begins.
@@ -102,7 +104,9 @@ class EpochMonitor:
         synchronize: Callable[[], None] | None,
         fetches_ahead: bool,
         sink: Sink | None = None,
+        read_compiling_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
+        self._read_compiling_s = read_compiling_s
         # A sink wants all of them.
         self.recorder = Recorder(
             0.0 if sink is not None else INTERVAL_S,
@@ -149,6 +153,7 @@ class EpochMonitor:
                 self._synchronize,
                 self._fetches_ahead,
                 self._note_step,
+                self._read_compiling_s,
             )
         self._phase, self._epoch = phase, epoch
         self._clock = self._clocks[phase]

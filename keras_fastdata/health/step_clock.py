@@ -19,7 +19,8 @@ Steps that follow each other closely are looked at together, one group in every
 Sampling disturbs: meanwhile the queue fills up, or runs dry. So it becomes
 rarer as a stretch goes on, and to the wall time a step that was sampled counts
 as much as the others do on average. Steps that compile (the first; the first
-with another shape) are told by their length and left out of both.
+with another shape) are left out of both. The backend says which these are
+(JAX), or else their length does.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ _ENOUGH = 4  # and longer, the more than these a stretch has already
 _CONTENDED = 0.8  # of what steps took: they must have been slowed down
 _COMPILING = 10  # times what a step needs, and
 _COMPILING_S = 0.05  # this much more: it must have been compiling
+_MOSTLY = 0.5  # of a step: it was compiling, if the backend says so
 _LONG_STEPS = 1024  # remembered one by one, to tell which compiled
 
 
@@ -125,6 +127,8 @@ class StepClock:
         fetches_ahead: Whether the batch of a step is fetched before
             `on_train_batch_begin`.
         tell: Called with each step that has ended.
+        read_compiling_s: Returns how many seconds this thread has compiled
+            so far; always the same number where that is unknown.
 
     Attributes:
         state: Whether the step under way is measured by itself. The recorder
@@ -138,7 +142,9 @@ class StepClock:
         synchronize: Callable[[], None] | None,
         fetches_ahead: bool,
         tell: Callable[[Step], None],
+        read_compiling_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
+        self._read_compiling_s = read_compiling_s
         self._phase = phase
         self._recorder = recorder
         self._tell = tell
@@ -204,7 +210,11 @@ class StepClock:
         compiled = []
         if not math.isnan(need_s):
             limit_s = _compiling_limit_s(need_s)
-            compiled = [step for step in sums.long if step.host_s > limit_s]
+            compiled = [
+                step
+                for step in sums.long
+                if step.is_known or step.host_s > limit_s
+            ]
         compiling_s = sum(step.host_s for step in compiled)
         own_s = sums.own_s - compiling_s
         steps = sums.count - sum(step.calls for step in compiled)
@@ -265,7 +275,11 @@ class StepClock:
     def _read(self, at_s: float) -> _ClockReading:
         recorder = self._recorder
         return _ClockReading(
-            at_s, recorder.waited_s, recorder.excluded_s, recorder.quiesced_s
+            at_s,
+            recorder.waited_s,
+            recorder.excluded_s,
+            recorder.quiesced_s,
+            self._read_compiling_s(),
         )
 
     def _end_step(
@@ -299,7 +313,9 @@ class StepClock:
                 )
             )
             quiesced_s = mark.quiesced_s - before.quiesced_s
-            if is_isolated:
+            compiling_s = mark.compiling_s - before.compiling_s
+            compiles = compiling_s > _MOSTLY * own_s
+            if is_isolated and not compiles:
                 self._samples.append(own_s)
                 sums.fresh += 1
                 cost_s = _RARE * (own_s + quiesced_s)
@@ -307,14 +323,17 @@ class StepClock:
                 self._next_s = now_s + max(pause_s, cost_s)
             self._unmet += self._calls
             whole_s = own_s + waited_s - (mark.excluded_s - before.excluded_s)
-            if self.state is not SamplingState.OFF:
+            if self.state is not SamplingState.OFF and not compiles:
                 sums.disturbed += self._calls
                 sums.disturbed_s += whole_s
                 sums.resting_s += quiesced_s
                 sums.quiet_s += own_s
             else:
                 sums.usual_s += whole_s
-                self._note_if_long(host_s - before.at_s - waited_s, whole_s)
+                step_s = host_s - before.at_s - waited_s
+                self._note_if_long(
+                    step_s, whole_s, min(compiling_s, step_s) if compiles else 0
+                )
         if met:
             self._unmet = 0
         self._move_to(next_state)
@@ -330,29 +349,37 @@ class StepClock:
         third = len(ordered) // 3
         return statistics.fmean(ordered[third : len(ordered) - third])
 
-    def _note_if_long(self, host_s: float, whole_s: float) -> None:
+    def _note_if_long(
+        self, host_s: float, whole_s: float, compiling_s: float
+    ) -> None:
+        """Keeps a step that was long, or has compiled for `compiling_s`."""
         # It is the host that compiles; waiting for the device is not it, for
         # all that it was asked for since they met.
         if host_s > _COMPILING_S and self._asynchronous and self._samples:
             host_s -= self._unmet * self._need_s()
-        if host_s <= _COMPILING_S:
+        host_s = max(host_s, compiling_s)
+        is_known = compiling_s > 0
+        if host_s <= _COMPILING_S and not is_known:
             return
         long = self._sums.long
         assert self._number is not None
-        long.append(_LongStep(host_s, whole_s, self._calls, self._number))
+        long.append(
+            _LongStep(host_s, whole_s, self._calls, self._number, is_known)
+        )
         if len(long) > _LONG_STEPS:
             limit_s = _compiling_limit_s(self._need_s())
-            long[:] = [step for step in long if step.host_s > limit_s]
+            long[:] = [s for s in long if s.is_known or s.host_s > limit_s]
             del long[_LONG_STEPS // 2 :]
 
 
 class _ClockReading(NamedTuple):
-    """The time, and the waiting times that a recorder has summed up so far."""
+    """The time, and what was waited and compiled so far, in seconds."""
 
     at_s: float
     waited_s: float
     excluded_s: float
     quiesced_s: float
+    compiling_s: float
 
     @property
     def no_step_s(self) -> float:
@@ -397,13 +424,15 @@ class _LongStep(NamedTuple):
     """The durations of long steps; in one of them, Keras may have compiled.
 
     `host_s` is without waits for data, `whole_s` is with these waits. `number`
-    is that of the first of them.
+    is that of the first of them. `is_known` if the backend said that most of
+    their time went into compiling.
     """
 
     host_s: float
     whole_s: float
     calls: int
     number: int
+    is_known: bool
 
 
 def _compiling_limit_s(need_s: float) -> float:

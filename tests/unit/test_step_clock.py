@@ -31,6 +31,7 @@ class World:
         slowdown: How many times longer the host and the device take for
             anything while workers build.
         fetches_ahead: Whether a batch is fetched before its step begins.
+        tells: Whether the backend tells what compiling takes.
     """
 
     def __init__(
@@ -42,8 +43,10 @@ class World:
         slowdown=1.0,
         fetches_ahead=False,
         interval_s=0.0,
+        tells=False,
     ):
         self.now_s = 100.0
+        self.tells, self.compiling_s = tells, 0.0
         self.load_s, self.step_s = load_s, step_s
         self.asynchronous, self.ahead = asynchronous, ahead
         self.slowdown = slowdown
@@ -60,6 +63,7 @@ class World:
             self.synchronize if asynchronous else None,
             fetches_ahead,
             self.seen.append,
+            lambda: self.compiling_s,
         )
 
     def synchronize(self):
@@ -89,6 +93,7 @@ class World:
             self.built_s = self.now_s + step_s + self.load_s
         if self.compiles:
             self.now_s += COMPILING_S
+            self.compiling_s += self.tells * 0.9 * COMPILING_S
             self.compiles = False
         self.now_s += HOST_S
         self.device_s = max(self.device_s, self.now_s) + step_s
@@ -242,6 +247,36 @@ def test_a_step_that_compiles_is_left_out(world, asynchronous):
     real.compiles = True  # a batch of another shape
     second = real.epoch(50, 1)
     assert second.compiling_s == pytest.approx(COMPILING_S, rel=0.1)
+    assert second.data_wait < 0.1
+
+
+@pytest.mark.parametrize("ragged", [0, 1, 12], ids="step {}".format)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_backend_that_tells_of_compiling_is_believed(
+    world, asynchronous, ragged
+):
+    """Compiling takes less than ten steps do, so no length shows it."""
+    real = world(0, 0.2, asynchronous, tells=True)
+    real.epoch(20)
+
+    class Ragged:
+        """Compiles in one step, which may be one that is sampled."""
+
+        compute = real.compute
+        calls = 0
+
+        def __call__(self):
+            real.compiles = self.calls == ragged
+            self.calls += 1
+            self.compute()
+
+    real.compute = Ragged()
+    second = real.epoch(20, 1)
+    assert second.compiled == {ragged}
+    assert second.compiling_s == pytest.approx(COMPILING_S, rel=0.3)
+    # A device may have computed that step, or others, at the same time.
+    assert 18.5 * 0.2 < second.wall_s < 21.5 * 0.2
+    assert second.step_s == pytest.approx(0.2, rel=0.05)
     assert second.data_wait < 0.1
 
 
