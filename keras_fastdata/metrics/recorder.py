@@ -419,7 +419,11 @@ class Recorder:
         spans[:, _DELIVERED] = [one.delivered_s for one in seen]
         spans[:, _WAITED] = [one.waited_s for one in seen]
         places = np.array([one.place for one in seen])
-        spans[:, _DEPTH] = np.maximum(spans[:, _DEPTH], _depths(spans, places))
+        depths = np.maximum(spans[:, _DEPTH], _depths(spans, places))
+        if (source := self.source) is not None:
+            # Of those that were not looked at, some came later than assumed.
+            depths = np.minimum(depths, source.settings.lookahead)
+        spans[:, _DEPTH] = depths
         spans, places = spans[:count], places[:count]
         del self._pending[:count]
         took_s = spans[:, _STORED] - spans[:, _BEGAN]

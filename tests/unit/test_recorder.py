@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from keras_fastdata.engine.settings import Settings
 from keras_fastdata.metrics import recorder
 from keras_fastdata.metrics.quantiles import Distribution
 from keras_fastdata.metrics.recorder import Recorder, Skipped, Span
@@ -152,8 +153,18 @@ def test_every_batch_is_stood_for_once(kinds, block):
     assert heard.batch_stats.build.count == 1 + len(kinds)
 
 
-def test_the_depth_counts_batches_that_were_not_looked_at():
+class Source:
+    """A loader whose queue holds 16 batches."""
+
+    settings = Settings(max_queue_size=16)
+
+
+@pytest.mark.parametrize("most", [16, 37])
+def test_the_depth_counts_batches_that_were_not_looked_at(most):
     heard = Recorder(interval_s=1.0)
+    source = Source()
+    if most == 16:
+        heard.attach_source(source)
     now_s = recorder.time.monotonic()
     for batch in range(40):
         # All were there, and the queue was long, when the first was asked for.
@@ -161,7 +172,8 @@ def test_the_depth_counts_batches_that_were_not_looked_at():
         heard.add(None if batch % 4 else one, 0.0)
     heard.flush()
     depth = heard.spans()[:, Span._fields.index("depth")]
-    assert depth.tolist() == [37 - 4 * place for place in range(10)]
+    counted = [37 - 4 * place for place in range(10)]
+    assert depth.tolist() == [min(count, most) for count in counted]
 
 
 # -- the ring ----------------------------------------------------------------
