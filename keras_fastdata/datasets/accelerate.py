@@ -180,7 +180,7 @@ def _has_hook(dataset: Any, name: str) -> bool:
 
 
 def _counts_batches(dataset: Any) -> bool:
-    """Returns whether a dataset is an `ImageDataGenerator` iterator."""
+    """Returns whether a dataset counts its batches, like an image iterator."""
     return all(
         hasattr(dataset, name)
         for name in ("total_batches_seen", "index_array", "_set_index_array")

@@ -205,7 +205,7 @@ class _Column:
 
 
 class _Gathered:
-    """Collects strings or arrays of different shapes, then stacks them."""
+    """Collects ragged arrays or strings, pads them, and stacks them."""
 
     def __init__(
         self, count: int, empty: Empty, padded: Padded, where: str

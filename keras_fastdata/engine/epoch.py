@@ -147,7 +147,7 @@ class Epoch:
             self.forget_order()
 
     def reset(self) -> None:
-        """Undoes `plan` and `activate`; no batch may have been delivered."""
+        """Undoes `plan` and `activate`. The epoch must not have begun."""
         self._move_to(EpochState.PLANNED)
         self.number = self.schedule = None
 
@@ -231,7 +231,7 @@ class Epoch:
         self.issued = min(self.issued, position)
 
     def note_built_here(self) -> None:
-        """Marks the current position as requested, after an inline build."""
+        """Notes that the batch at the current position was built inline."""
         self.issued = max(self.issued, self.position + 1)
 
     def time_batches(self, interval_s: float | None) -> None:

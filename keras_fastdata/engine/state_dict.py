@@ -163,7 +163,7 @@ class State:
             )
 
     def check_digest(self, dataset: str, digest: str) -> None:
-        """Raises `LoaderError` if replayed hooks set different attributes."""
+        """Raises `LoaderError` if repeated hooks left another dataset."""
         if digest != self.digest:
             raise LoaderError(
                 f"The {len(self.hooks)} calls of epoch hooks that the state "

@@ -299,7 +299,7 @@ _ANSWERED = (Kind.IO_BOUND, Kind.GIL_BOUND, Kind.BUILD_CPU_BOUND, *_EXPLAINED)
 
 
 def with_call_of(verdict: Verdict, other: Verdict) -> Verdict:
-    """Returns `verdict`; adds the call of `other` if `verdict` has none."""
+    """Adds the recommended call of `other` to a verdict that has no call."""
     if not other.call or verdict.call:
         return verdict
     return dataclasses.replace(

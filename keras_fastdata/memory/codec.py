@@ -354,7 +354,10 @@ def _write_plain(
 def _write_pickled(
     batch: Any, writer: Writer, extents: list[tuple[int, int]]
 ) -> bytes:
-    """Writes a batch that is not plain, and returns its pickle."""
+    """Pickles a batch, but writes its arrays to shared memory.
+
+    Returns the pickle.
+    """
 
     def keep(buffer: pickle.PickleBuffer) -> None:
         raw = buffer.raw()

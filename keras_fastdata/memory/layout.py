@@ -92,7 +92,7 @@ class Layout:
 
 
 def describe(batch: Any, arrays: list[npt.NDArray[Any]]) -> Any:
-    """Returns a batch's description, or `None` if the batch is not plain.
+    """Describes a batch, or returns `None` if the batch must be pickled.
 
     Args:
         batch: The batch.

@@ -1,4 +1,4 @@
-"""Copies arrays of a batch that other objects still refer to.
+"""Copies the arrays in a batch to which other objects also refer.
 
 A `__getitem__` may keep a buffer, fill it again for every batch, and return
 it. But batches wait in queues, and tensors may use an array's memory. So an

@@ -31,7 +31,7 @@ _log = logging.getLogger("keras_fastdata")
 
 
 class Notice:
-    """A message about one wait; at most one per process is visible.
+    """A message about a wait. A process shows at most one message at a time.
 
     Args:
         shows: Whether to show anything.

@@ -471,7 +471,7 @@ def _times(
     before: int,
     until: int,
 ) -> npt.NDArray[np.int64]:
-    """Returns how many batches each measured batch represents.
+    """Returns, for each measured batch, how many batches it stands for.
 
     One that took long stands for itself. Others stand for those before them
     that were not looked at, and the last of them for those after it.

@@ -22,7 +22,7 @@ class SamplingState(enum.Enum):
 
 
 class Sampler(Protocol):
-    """Decides which steps are measured while no worker builds."""
+    """Decides which steps are measured alone, while the workers pause."""
 
     @property
     def state(self) -> SamplingState:

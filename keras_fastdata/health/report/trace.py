@@ -58,7 +58,10 @@ class _BuildSlice(NamedTuple):
 
 
 class _Took(NamedTuple):
-    """A step whose batches are not all known yet; times in microseconds."""
+    """A step that waits for its batches to be traced.
+
+    Times are in microseconds.
+    """
 
     number: int
     began_us: float

@@ -225,7 +225,7 @@ class ProcessPool(supervisor.SupervisedPool[ProcessWorker]):
         self._free(slot, result)
 
     def _spilled(self, result: ResultMessage, slot: int) -> tuple[bytes, bytes]:
-        """Reads the extents and body of a result from its slot."""
+        """Reads the parts of a large result message from its slot."""
         split = result.extents_nbytes
         spilled = codec.read_appended(
             self._arena.segment,
