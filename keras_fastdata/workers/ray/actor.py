@@ -258,7 +258,7 @@ class Actor:
         return answer, gathered.arrays(extents)
 
     def _fetch(self, state: DatasetState) -> Callable[[], Builds]:
-        """Loads the function that creates the builder, from the object store."""
+        """Loads the function that makes the builder from the object store."""
         import ray
 
         references = [state.pickled, *state.buffers]
