@@ -257,7 +257,8 @@ class Loader:
     ) -> Any:
         workers = self._prepare(epoch, dataset, fetch)
         assert epoch.number is not None
-        ahead.plan(epoch.number, epoch.schedule)
+        assert epoch.schedule is not None
+        ahead.plan(epoch.number, epoch.schedule.by_index())
         ahead.time_batches(epoch.interval_s)
         return self._fetcher.peek(workers, epoch, ahead, count, fetch)
 

@@ -33,6 +33,10 @@ class Schedule:
             position = self.shard.place(position, self.total)
         return position if self.order is None else self.order[position]
 
+    def by_index(self) -> Schedule:
+        """Returns a schedule as long as this one, of the first indices."""
+        return Schedule(self.num_batches, None)
+
     def holds(self, position: int) -> bool:
         """Returns whether the epoch has a batch at `position`."""
         return self.num_batches is None or position < self.num_batches

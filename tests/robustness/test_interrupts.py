@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import threading
 
 import pytest
 from samples import Deadly, Numbered, numbers
@@ -172,3 +173,40 @@ def test_the_slots_of_an_interrupted_peek_are_free_again(monkeypatch):
             assert loader._pool.workers is workers
             assert free() == before
             assert held.value is not None  # nor does its traceback keep them
+
+
+class Gated(Numbered):
+    """Batch 0 takes until the gate is open."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.gate, self.has_built = threading.Event(), threading.Event()
+
+    def __getitem__(self, index):
+        if index == 0:
+            self.gate.wait()
+        if index == 1:
+            self.has_built.set()
+        return super().__getitem__(index)
+
+
+def test_an_interrupted_peek_caches_each_batch_as_itself(monkeypatch):
+    with Gated(workers=2, cache="memory", seed=1) as dataset:
+        loader = loader_of(dataset)
+        iterator = iterate(loader, dataset, shuffle=True)
+        ahead = iterator._epoch.peeking()
+
+        def interrupt(workers):
+            dataset.has_built.wait()
+            if ahead.ready:  # batch 1 is
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(iterator._epoch, "peeking", lambda: ahead)
+            patch.setattr(loader._pool, "wait", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                iterator.peek(2)
+        del iterator
+        dataset.gate.set()
+        for _ in range(2):
+            assert numbers(dataset) == list(range(10))
