@@ -7,6 +7,7 @@ import functools
 import platform
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from keras_fastdata.metrics import cpu, formatting
@@ -68,31 +69,27 @@ _compiling = _Compiling()
 
 
 @functools.cache
-def watch_compiling() -> None:
-    """On JAX, begins to sum up the seconds that each thread compiles."""
+def compiling_clock() -> Callable[[], float] | None:
+    """Returns a function that returns the seconds its thread has compiled.
+
+    Returns:
+        The function, or `None` if the backend does not tell.
+    """
     import keras
 
     if keras.backend.backend() == "jax":
         with contextlib.suppress(Exception):  # not in each version
-            import jax
+            from jax import monitoring
 
-            jax.monitoring.register_event_duration_secs_listener(
-                _add_if_compiling
-            )
+            monitoring.register_event_duration_secs_listener(_add_if_compiling)
+            return lambda: _compiling.total_s
+    return None
 
 
 def _add_if_compiling(event: str, seconds: float, **_: Any) -> None:
     """Adds up the seconds of JAX's events that concern compiling."""
     if event.startswith("/jax/core/compile/"):
         _compiling.total_s += seconds
-
-
-def compiling_s() -> float:
-    """Returns how many seconds the present thread has compiled so far.
-
-    0, if the backend does not tell, or `watch_compiling` was not called.
-    """
-    return _compiling.total_s
 
 
 def machine() -> dict[str, str]:

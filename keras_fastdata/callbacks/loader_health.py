@@ -392,11 +392,10 @@ class LoaderHealth(Callback):
             # Where `fit` walks over batches rather than over steps.
             fetches_ahead=keras.backend.backend() == "torch",
             sink=self._writer,
-            read_compiling_s=device.compiling_s,
+            read_compiling_s=device.compiling_clock(),
         )
         self._skipped = self._monitor.recorder.skipped
         recorder.attach(self._monitor.recorder)
-        device.watch_compiling()
 
     def _make_record(self, monitor: EpochMonitor) -> Record:
         """Makes a `Record` of everything that was measured so far."""

@@ -89,7 +89,7 @@ class EpochMonitor:
             `on_train_batch_begin`.
         sink: What wants to know of every batch and step, if anything does.
         read_compiling_s: Returns how many seconds this thread has compiled
-            so far; always the same number where that is unknown.
+            so far; `None` where the backend does not tell.
 
     Attributes:
         step: To be called with its number when a step begins.
@@ -104,7 +104,7 @@ class EpochMonitor:
         synchronize: Callable[[], None] | None,
         fetches_ahead: bool,
         sink: Sink | None = None,
-        read_compiling_s: Callable[[], float] = lambda: 0.0,
+        read_compiling_s: Callable[[], float] | None = None,
     ) -> None:
         self._read_compiling_s = read_compiling_s
         # A sink wants all of them.

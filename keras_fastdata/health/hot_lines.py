@@ -7,11 +7,14 @@ outermost call first, each with the number of times it was met.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import linecache
 import os
 import re
+import sys
 from collections.abc import Mapping
+from typing import Any
 
 from keras_fastdata import _atomic_write
 from keras_fastdata.building.modules import is_users_file
@@ -50,8 +53,15 @@ class HotLine:
 
     @property
     def place(self) -> str:
-        """The file name and the line number, such as "data.py line 19"."""
-        return f"{os.path.basename(self.file)} line {self.line}"
+        """The file and the line number, such as "data.py line 19".
+
+        In a notebook, "In[3] line 19".
+        """
+        name = os.path.basename(self.file)
+        shell: Any = getattr(sys.modules.get("IPython"), "get_ipython", None)
+        with contextlib.suppress(Exception):  # not in each version of IPython
+            name = shell().compile.format_code_name(self.file)[1]
+        return f"{name} line {self.line}"
 
     def __str__(self) -> str:
         text = self.source or f"{self.function}(...)"

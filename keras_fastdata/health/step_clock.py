@@ -128,7 +128,7 @@ class StepClock:
             `on_train_batch_begin`.
         tell: Called with each step that has ended.
         read_compiling_s: Returns how many seconds this thread has compiled
-            so far; always the same number where that is unknown.
+            so far; `None` where the backend does not tell.
 
     Attributes:
         state: Whether the step under way is measured by itself. The recorder
@@ -142,9 +142,10 @@ class StepClock:
         synchronize: Callable[[], None] | None,
         fetches_ahead: bool,
         tell: Callable[[Step], None],
-        read_compiling_s: Callable[[], float] = lambda: 0.0,
+        read_compiling_s: Callable[[], float] | None = None,
     ) -> None:
-        self._read_compiling_s = read_compiling_s
+        self._tells_compiling = read_compiling_s is not None
+        self._read_compiling_s = read_compiling_s or (lambda: 0.0)
         self._phase = phase
         self._recorder = recorder
         self._tell = tell
@@ -330,10 +331,10 @@ class StepClock:
                 sums.quiet_s += own_s
             else:
                 sums.usual_s += whole_s
-                step_s = host_s - before.at_s - waited_s
-                self._note_if_long(
-                    step_s, whole_s, min(compiling_s, step_s) if compiles else 0
-                )
+                if compiling_s or not self._tells_compiling:
+                    step_s = host_s - before.at_s - waited_s
+                    known_s = min(compiling_s, step_s) if compiles else 0.0
+                    self._note_if_long(step_s, whole_s, known_s)
         if met:
             self._unmet = 0
         self._move_to(next_state)

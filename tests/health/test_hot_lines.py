@@ -5,7 +5,9 @@ from __future__ import annotations
 import collections
 import inspect
 import itertools
+import sys
 import threading
+import types
 
 import hot_samples
 import keras
@@ -14,7 +16,7 @@ from hot_samples import WAYS, Slow
 
 from keras_fastdata import LoaderHealth
 from keras_fastdata.dataset import loader_of
-from keras_fastdata.health.hot_lines import hot_lines
+from keras_fastdata.health.hot_lines import HotLine, hot_lines
 from keras_fastdata.metrics import stack_sampler
 
 KINDS = {
@@ -205,3 +207,18 @@ def test_a_stack_without_a_line_of_the_users_is_named_by_its_outermost_call():
         {f"get ({keras.__file__}:3);a (<frozen b>:1)": 30}
     )
     assert named(hot_lines(met)) == [("get", 3, 1.0)]
+
+
+def test_a_line_of_a_notebook_is_placed_in_its_cell(monkeypatch):
+    class Shell:
+        """IPython, as far as it names the code of cells."""
+
+        compile = property(lambda self: self)
+
+        def format_code_name(self, name):
+            return ("Cell", "In[3]") if name == "/tmp/kernel/1.py" else None
+
+    fake = types.SimpleNamespace(get_ipython=Shell)
+    monkeypatch.setitem(sys.modules, "IPython", fake)
+    assert HotLine("/tmp/kernel/1.py", 7, "read", 0.5).place == "In[3] line 7"
+    assert HotLine("/home/data.py", 7, "read", 0.5).place == "data.py line 7"

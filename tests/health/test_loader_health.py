@@ -836,6 +836,30 @@ class Pauses(SlowSteps):
             time.sleep(6 * _SLOW_S)
 
 
+@pytest.mark.skipif(
+    keras.backend.backend() != "jax", reason="JAX alone tells of compiling"
+)
+def test_jax_tells_which_steps_compile(tmp_path):
+    class Ragged(FreeData):
+        """Its last batch is smaller."""
+
+        def __getitem__(self, index):
+            x, y = super().__getitem__(index)
+            rows = 1 if index == 7 else len(x)
+            return x[:rows], y[:rows]
+
+    health = LoaderHealth(0, trace=tmp_path / "trace.json")  # looks at each
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with Ragged() as dataset:
+        model.fit(
+            dataset, epochs=2, shuffle=False, callbacks=[health], verbose=0
+        )
+    compiled = [(s.epoch, s.number) for s in health._record.steps if s.compiled]
+    assert (0, 7) in compiled
+    assert all(epoch == 0 for epoch, _ in compiled)
+
+
 def test_time_that_neither_waits_nor_builds_took_is_not_lost_to_data(
     simulated_time,
 ):

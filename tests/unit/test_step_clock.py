@@ -63,7 +63,7 @@ class World:
             self.synchronize if asynchronous else None,
             fetches_ahead,
             self.seen.append,
-            lambda: self.compiling_s,
+            (lambda: self.compiling_s) if tells else None,
         )
 
     def synchronize(self):
@@ -278,6 +278,17 @@ def test_a_backend_that_tells_of_compiling_is_believed(
     assert 18.5 * 0.2 < second.wall_s < 21.5 * 0.2
     assert second.step_s == pytest.approx(0.2, rel=0.05)
     assert second.data_wait < 0.1
+
+
+def test_a_long_step_is_not_taken_for_compiling_if_the_backend_tells(world):
+    real = world(0, 0.01, tells=True)
+    first = real.epoch(50)
+    real.compiles = True
+    real.tells = False  # it is the machine that halts for a while
+    second = real.epoch(50, 1)
+    assert first.compiled == {0}
+    assert not second.compiled
+    assert not second.compiling_s
 
 
 def test_sampling_takes_at_most_a_hundredth_of_the_time(world):
