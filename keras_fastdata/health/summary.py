@@ -129,6 +129,7 @@ class Finding(NamedTuple):
         free_s: The duration to expect with free data.
         saves_s: The seconds that the advice would save in all epochs.
         hot_lines: The lines of the dataset's code that builds took longest in.
+        late_s: The wait before the first step, if this wait is the reason.
     """
 
     phase: str
@@ -139,6 +140,7 @@ class Finding(NamedTuple):
     free_s: float
     saves_s: float
     hot_lines: tuple[HotLine, ...]
+    late_s: float
 
     @property
     def data_wait(self) -> float:
@@ -147,7 +149,10 @@ class Finding(NamedTuple):
 
     @property
     def headline(self) -> str:
-        """The share that was lost, as a sentence without a full stop."""
+        """The share or the time lost, as a sentence without a full stop."""
+        if self.late_s:
+            late = formatting.duration(self.late_s)
+            return f"{self.phase} waited {late} for its first batch"
         share = formatting.share(self.data_wait)
         return f"{self.phase} lost {share} of its time to data"
 
@@ -277,6 +282,8 @@ class HealthSummary:
     ) -> Finding:
         saves_s = _saves_s(verdict, phases)
         wall_s = sum(phase.wall_s for phase in phases)
+        facts = phases[0].facts
+        is_late = verdict.kind is Kind.LATE_START
         return Finding(
             _PHASES[phases[0].phase],
             verdict,
@@ -285,6 +292,7 @@ class HealthSummary:
             wall_s * (1 - _data_wait(phases)),
             saves_s,
             () if verdict.kind is Kind.COMPUTE_BOUND else lines,
+            facts.start_s if is_late and facts is not None else 0.0,
         )
 
     def _conclude(self, verdict: Verdict, saves_s: float) -> tuple[str, str]:

@@ -556,6 +556,8 @@ def test_a_late_first_batch_decides_where_it_cost_most():
     summary = summarize([health(0, late), health(1, quick)], [])
     assert summary.verdict.kind == "late_start"
     assert summary.is_worth_a_change
+    (finding,) = summary.findings
+    assert finding.headline == "Training waited 8.0 s for its first batch"
     text = str(summary)
     assert max(map(len, text.splitlines())) <= 80
 
