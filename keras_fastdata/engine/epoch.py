@@ -4,8 +4,9 @@
     ACTIVE --reset--> PLANNED
     FINISHED --rewind--> ACTIVE, or --restart--> PLANNED
 
-Methods change it. The loader calls them, and so do its prefetcher and its
-iterators, behind the loader's lock.
+`Loader`, `Fetcher`, `Prefetcher` and `Results` change it behind the loader's
+lock, through methods and in its dicts of batches. `BatchIterator` sets, without
+the lock, what its one consumer wants.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 A batch is looked for in this order: peeked, cached, skipped, ready, on its way.
 One that is nowhere is requested.
 
-Everything here is a step under the lock, and waits for nothing. Where a batch
-is still to come, the step ends with `Outcome.PENDING`; the consumer waits for
-`Fetch.waits_for`, and takes the step again.
+Each method but `wait` is a step under the lock, and waits for nothing. Where a
+batch is still to come, the step ends with `Outcome.PENDING`; the consumer calls
+`wait` without the lock, and takes the step again.
 """
 
 from __future__ import annotations

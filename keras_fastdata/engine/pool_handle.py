@@ -4,7 +4,7 @@
     READY --run--> IN_CALL
     ABSENT, READY, IN_CALL --invalidate--> INVALID
     INVALID, or IN_CALL when `run` begins --the workers are dropped--> ABSENT
-    every state --fork, in the child--> FOREIGN --they are disowned--> ABSENT
+    every state --fork, in the child: the parent keeps its workers--> ABSENT
 
 One lock guards it all, and is held for moments only. No thread holds it while
 it waits for a batch or for the end of a worker, nor while a batch is built in
@@ -43,7 +43,6 @@ class PoolState(enum.Enum):
     READY = enum.auto()  # they hold what the dataset and its epochs say
     IN_CALL = enum.auto()  # a call is under way; or was interrupted
     INVALID = enum.auto()  # they are ended when the present call ends
-    FOREIGN = enum.auto()  # they are those of the process that forked us
 
 
 @dataclasses.dataclass
@@ -249,7 +248,6 @@ class PoolHandle:
     def _become_usable(self) -> None:
         """Drops workers that are invalid or belong to the parent process."""
         if self._is_forked:
-            self._move_to(PoolState.FOREIGN)
             self._disown()
         elif self.state in (PoolState.IN_CALL, PoolState.INVALID):
             build.forget_context(self._dataset())

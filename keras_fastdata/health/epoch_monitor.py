@@ -181,8 +181,8 @@ class EpochMonitor:
         clock, self._clock, self.step = self._clock, None, no_step
         if clock is None:
             return None
-        stretch = clock.end()
-        self._mark_compiled(stretch.compiled)
+        timing = clock.end()
+        self._mark_compiled(timing.compiled)
         self.recorder.flush()
         ended_s = time.monotonic()
         batch_stats = self.recorder.batch_stats
@@ -191,7 +191,7 @@ class EpochMonitor:
             # Builds that ended while workers were to rest were waited for.
             batch_stats.wait_s + self.recorder.quiesced_s - self._quiesced_s,
             batch_stats.hook_s,
-            stretch.compiling_s,
+            timing.compiling_s,
             self.recorder.excluded_s - self._excluded_s - self._saving_s,
         )
         phase, self._phase = self._phase, ""
@@ -208,11 +208,11 @@ class EpochMonitor:
         self.datasets[phase] = MonitoredDataset(
             self._name, self._settings, pool_stats
         )
-        facts = self._facts(phase, stretch, pool_stats)
-        return self._health(phase, facts, stretch, pool_stats, ended_s)
+        facts = self._facts(phase, timing, pool_stats)
+        return self._health(phase, facts, timing, pool_stats, ended_s)
 
     def _facts(
-        self, phase: str, stretch: EpochTiming, pool_stats: PoolStats | None
+        self, phase: str, timing: EpochTiming, pool_stats: PoolStats | None
     ) -> Facts:
         """Returns the measurements that the verdict is based on."""
         settings, batch_stats = self._settings, self.recorder.batch_stats
@@ -229,8 +229,8 @@ class EpochMonitor:
             max_queue_size=settings.lookahead,
             batches=batch_stats.batches,
             nbytes=batch_stats.nbytes,
-            wall_s=stretch.wall_s,
-            free_s=_free_s(stretch, batch_stats),
+            wall_s=timing.wall_s,
+            free_s=_free_s(timing, batch_stats),
             build_s=batch_stats.build_s,
             cpu_s=batch_stats.cpu_s,
             delay_s=batch_stats.delay_s,
@@ -262,7 +262,7 @@ class EpochMonitor:
         self,
         phase: str,
         facts: Facts,
-        stretch: EpochTiming,
+        timing: EpochTiming,
         pool_stats: PoolStats | None,
         ended_s: float,
     ) -> EpochHealth:
@@ -277,7 +277,7 @@ class EpochMonitor:
             data_wait=facts.data_wait,
             wall_s=facts.wall_s,
             free_s=facts.free_s,
-            step_s=stretch.step_s,
+            step_s=timing.step_s,
             build_s_p50=facts.build_s_p50,
             build_s_p95=batch_stats.build.quantile(0.95),
             wait_s_p95=batch_stats.wait.quantile(0.95),
@@ -351,7 +351,7 @@ class EpochMonitor:
         return self._workers_nbytes
 
 
-def _free_s(stretch: EpochTiming, batch_stats: BatchStats) -> float:
+def _free_s(timing: EpochTiming, batch_stats: BatchStats) -> float:
     """Returns how long an epoch would take if its data cost no time.
 
     The result is at most the measured time.
@@ -365,8 +365,8 @@ def _free_s(stretch: EpochTiming, batch_stats: BatchStats) -> float:
         + batch_stats.build_s
         + batch_stats.store_s
     )
-    free_s = max(stretch.free_s, stretch.wall_s - most_s)
-    return min(free_s, stretch.wall_s)
+    free_s = max(timing.free_s, timing.wall_s - most_s)
+    return min(free_s, timing.wall_s)
 
 
 def no_step(number: int) -> None:

@@ -17,7 +17,7 @@ Steps that follow each other closely are looked at together, one group in every
 `Recorder.interval_s`; samples are single steps.
 
 Sampling disturbs: meanwhile the queue fills up, or runs dry. So it becomes
-rarer as a stretch goes on, and to the wall time a step that was sampled counts
+rarer as an epoch goes on, and to the wall time a step that was sampled counts
 as much as the others do on average. Steps that compile (the first; the first
 with another shape) are left out of both. The backend says which these are
 (JAX), or else their length does.
@@ -37,11 +37,11 @@ from keras_fastdata.metrics.recorder import Recorder
 from keras_fastdata.metrics.sampling import SamplingState
 
 _SAMPLES = 32  # remembered
-_FRESH_SAMPLES = 3  # of a stretch: what it needed is known from them alone
-_WARMING_UP = 2  # stretches: caches, clocks and workers settle meanwhile
+_FRESH_SAMPLES = 3  # of an epoch: what it needed is known from them alone
+_WARMING_UP = 2  # epochs: caches, clocks and workers settle meanwhile
 _RARE = 100  # times what sampling a step costs is the time until the next one
 _PAUSE_S = 0.25  # and at least this: workers take a moment to be in step again;
-_ENOUGH = 4  # and longer, the more than these a stretch has already
+_ENOUGH = 4  # and longer, the more than these an epoch has already
 _CONTENDED = 0.8  # of what steps took: they must have been slowed down
 _COMPILING = 10  # times what a step needs, and
 _COMPILING_S = 0.05  # this much more: it must have been compiling

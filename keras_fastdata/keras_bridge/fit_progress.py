@@ -3,6 +3,7 @@
     NOT_STARTED --reset--> BETWEEN --begin--> IN_EPOCH --end--> BETWEEN
     NOT_STARTED --begin--> PROBE --reset--> BETWEEN
                            PROBE --end--> NOT_STARTED
+    IN_EPOCH --reset--> BETWEEN
 
 `fit` and `evaluate` reset the data before their first epoch. What they fetched
 until then was a probe, to build the model. `predict` resets after a probe

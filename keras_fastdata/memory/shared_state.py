@@ -51,19 +51,18 @@ class SharedState:
         self.fd, self._end = -1, 0
         self._write(*pickle_in_parts(obj))
 
-    def renew(self, obj: Any) -> bool:
-        """Stores the object's state if changed; returns whether it changed."""
+    def renew(self, obj: Any) -> None:
+        """Stores the object's state if it has changed."""
         pickled, buffers = pickle_in_parts(obj)
         found = [self._find(buffer) for buffer in buffers]
         if found == self._extents and self._holds(self._pickle, pickled):
-            return False
+            return
         live = pickled.nbytes + sum(buffer.nbytes for buffer in buffers)
         fresh = live - sum(extent.nbytes for extent in found if extent)
         if self._end + fresh > live + max(live // 2, _SPARE):
             self._write(pickled, buffers)
         else:
             self._append(pickled, buffers, found)
-        return True
 
     def close(self) -> None:
         """Closes the file; existing mappings stay valid. Idempotent."""

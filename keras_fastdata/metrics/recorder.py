@@ -269,9 +269,9 @@ class Recorder:
         skips: How many that were.
         predicts: Whether it listens to a `predict`, which has no probe.
         sampler: What decides which steps are measured by themselves.
-        source_id: Where the batches of this stretch come from, once it is
+        source_id: Where the batches of this epoch come from, once it is
             known; see `is_of`.
-        batch_stats: Of the present stretch; see `begin`.
+        batch_stats: Of the present epoch or validation; see `begin`.
     """
 
     def __init__(
@@ -297,7 +297,7 @@ class Recorder:
         self.batch_stats = BatchStats()
         self._pending: list[_PendingBatch] = []
         self._seen = 0  # of the batches, those that spans stand for
-        self._waited_before_s = 0.0  # the stretch began
+        self._waited_before_s = 0.0  # the epoch began
         self._ring = np.empty((SPANS_KEPT, len(Span._fields)))
         self._rung = 0  # spans ever written to the ring
 

@@ -109,8 +109,9 @@ class Builds(Protocol):
 class WorkerPool(Protocol):
     """A set of workers that builds the batches of one dataset.
 
-    All methods but `wait` and `close` are called by one thread at a time, in
-    the process that made the workers; none of those waits for a batch. Several
+    All methods but `wait`, `close` and `pool_stats` are called by one thread
+    at a time, in the process that made the workers; none of those waits for a
+    batch. Several
     threads may wait, also while another calls any of the methods; a signal
     handler may end the workers amid a wait. A pool inherits the methods that
     mean nothing to it.
@@ -120,7 +121,7 @@ class WorkerPool(Protocol):
         """Accepts a request, or returns False if the pool has no room."""
 
     def collect(self) -> Iterable[BatchResult]:
-        """Returns the results that are available, without waiting."""
+        """Returns the results that are available; waits for no batch."""
 
     def wait(self, timeout_s: float) -> None:
         """Waits until `collect` has work to do, at most `timeout_s` seconds.

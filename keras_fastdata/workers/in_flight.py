@@ -1,7 +1,7 @@
 """The in-flight book of a pool: it records each request's state and slot.
 
-A request travels as a task. It becomes a new task, with a new task id, each
-time it is sent.
+A request travels as a task. If a worker may have read the task, the request is
+sent again as a new task, with a new task id.
 
     enter -> QUEUED -send-> SENT -complete-> DONE
              QUEUED <-requeue- SENT
@@ -49,7 +49,7 @@ class Task:
         request: The engine's order.
         slot: The slot that the batch is built in; -1 if it has none yet.
         crashes: How many workers have died over the request.
-        task_id: The number of this sending, from 1.
+        task_id: The number of the task, from 1.
         state: Where the task is. Only `InFlight._move` changes it.
     """
 
@@ -58,6 +58,13 @@ class Task:
     crashes: int = 0
     task_id: int = 0
     state: TaskState = TaskState.QUEUED
+
+    def note_crash(self) -> None:
+        """Adds a death of a worker to the crashes of the request."""
+        self.crashes += 1
+        if self.request.interval_s is not None:
+            # The times of this build are always recorded.
+            self.request = dataclasses.replace(self.request, interval_s=0.0)
 
 
 class Slots(Protocol):

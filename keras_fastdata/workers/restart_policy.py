@@ -10,25 +10,17 @@ import collections
 import dataclasses
 import logging
 import time
-from typing import Protocol
 
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.metrics.pool_stats import WorkerLoss
-from keras_fastdata.workers.base import BatchRequest
 from keras_fastdata.workers.exit_messages import WorkerExit
+from keras_fastdata.workers.in_flight import Task
 
 MAX_CRASHES_PER_BATCH = 2  # workers that die over a batch before it is blamed
 
 _MOST_LOSSES = 1000  # remembered
 
 _log = logging.getLogger("keras_fastdata")
-
-
-class Attempted(Protocol):
-    """A request and the number of workers that died while building it."""
-
-    request: BatchRequest
-    crashes: int
 
 
 class RestartPolicy:
@@ -80,7 +72,7 @@ class RestartPolicy:
             self.is_over = len(self._unreplaced) == self._count
 
     def judge(
-        self, worker_exit: WorkerExit, held: Attempted | None
+        self, worker_exit: WorkerExit, held: Task | None
     ) -> LoaderError | None:
         """Decides whether the batch of a dead worker fails or is built again.
 
@@ -107,11 +99,3 @@ class RestartPolicy:
         """Returns the latest worker exit, which explains why requests fail."""
         assert self._last is not None
         return self._last
-
-
-def record_crash(held: Attempted) -> None:
-    """Adds one worker death to the crash count of a request."""
-    held.crashes += 1
-    if held.request.interval_s is not None:
-        # This one is told of.
-        held.request = dataclasses.replace(held.request, interval_s=0.0)

@@ -28,7 +28,7 @@ from keras_fastdata.workers.base import (
 )
 from keras_fastdata.workers.exit_messages import WorkerExit
 from keras_fastdata.workers.in_flight import InFlight, Task
-from keras_fastdata.workers.restart_policy import RestartPolicy, record_crash
+from keras_fastdata.workers.restart_policy import RestartPolicy
 from keras_fastdata.workers.signals import DeferredSignals
 from keras_fastdata.workers.watchdog import Activity, Expired, Watchdog
 
@@ -130,7 +130,7 @@ class Transport(Protocol[W]):
 
     Attributes:
         workers: The living workers, by index. The supervisor adds and removes
-            them.
+            them; the pool removes them all when it ends.
         in_flight: The pool's tasks.
     """
 
@@ -230,7 +230,7 @@ class Supervisor(Generic[W]):
         held = self._transport.recover(worker)
         if end.blames:
             for task in held:
-                record_crash(task)
+                task.note_crash()
         for task in reversed(held[1:]):
             self._in_flight.send_first(task)
         suspect = held[0] if held else None

@@ -49,7 +49,7 @@ _GONE = {
     "Decision": "TuningDecision",
     "toll": "restart_policy",
     "Toll": "RestartPolicy",
-    "strike": "record_crash",
+    "strike": "note_crash",
     "strikes": "crashes",
     "deaths": "exit_messages",
     "Death": "WorkerExit",

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from keras_fastdata import WorkerDiedError
 from keras_fastdata.workers.base import BatchRequest
 from keras_fastdata.workers.exit_messages import WorkerExit
-from keras_fastdata.workers.restart_policy import RestartPolicy, record_crash
+from keras_fastdata.workers.in_flight import Task
+from keras_fastdata.workers.restart_policy import RestartPolicy
 
 
-@dataclasses.dataclass
-class _Held:
-    request: BatchRequest = dataclasses.field(
-        default_factory=lambda: BatchRequest(1, 0, 3)
-    )
-    crashes: int = 0
+def _held(**request):
+    return Task(BatchRequest(1, 0, 3, **request), slot=0)
 
 
 def _death(worker=0):
@@ -59,9 +54,9 @@ def test_deaths_that_are_one_with_another_count_once():
 
 
 def test_a_batch_is_built_again_once(caplog):
-    policy, held = RestartPolicy(count=2, max_restarts=9), _Held()
+    policy, held = RestartPolicy(count=2, max_restarts=9), _held()
     for _ in range(2):
-        record_crash(held)
+        held.note_crash()
         policy.record(0, 77)
         error = policy.judge(_death(), held)
     assert len(caplog.messages) == 1
@@ -74,10 +69,10 @@ def test_a_batch_is_built_again_once(caplog):
 
 
 def test_a_timed_request_is_told_of_once_a_worker_died_over_it():
-    timed = _Held(BatchRequest(1, 0, 3, interval_s=0.02))
-    untimed = _Held()
+    timed = _held(interval_s=0.02)
+    untimed = _held()
     for held in (timed, untimed):
-        record_crash(held)
+        held.note_crash()
     assert timed.request.interval_s == 0
     assert untimed.request.interval_s is None
 
@@ -85,7 +80,7 @@ def test_a_timed_request_is_told_of_once_a_worker_died_over_it():
 def test_without_restarts_a_death_ends_the_batch_it_struck(caplog):
     policy = RestartPolicy(count=1, max_restarts=0)
     policy.record(0, 77)
-    error = policy.judge(_death(), _Held())
+    error = policy.judge(_death(), _held())
     assert not caplog.messages
     assert "`max_worker_restarts=0` is used up." in str(error)
 
@@ -100,7 +95,7 @@ def test_without_restarts_the_death_of_an_idle_worker_is_logged(caplog):
 def test_what_nobody_is_left_to_build_ends_in_the_last_death():
     policy = RestartPolicy(count=1, max_restarts=0)
     policy.record(0, 77)
-    policy.judge(_death(), _Held())
+    policy.judge(_death(), _held())
     error = policy.end().error()
     assert isinstance(error, WorkerDiedError)
     assert (error.worker, error.pid, error.batch_index) == (0, 77, None)

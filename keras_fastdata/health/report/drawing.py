@@ -81,7 +81,7 @@ class Chart:
 
 def timelines(record: Record) -> list[Chart]:
     """Returns a timeline of training and the workers for each window."""
-    return [_timeline(record, stretch) for stretch in windows.windows(record)]
+    return [_timeline(record, window) for window in windows.windows(record)]
 
 
 def histogram(name: str, seconds: npt.NDArray[np.float64]) -> Chart | None:
@@ -171,10 +171,10 @@ class _View(NamedTuple):
         )
 
 
-def _timeline(record: Record, stretch: windows.Window) -> Chart:
-    view = _View(record.began_s, stretch.begin_s, stretch.end_s)
+def _timeline(record: Record, window: windows.Window) -> Chart:
+    view = _View(record.began_s, window.begin_s, window.end_s)
     pixel_s = (view.end_s - view.begin_s) / WIDTH
-    rows = windows.rows(record, stretch, pixel_s)
+    rows = windows.rows(record, window, pixel_s)
     heights = _heights(len(rows))
     boxes = []
     for row, height, top in zip(
@@ -198,7 +198,7 @@ def _timeline(record: Record, stretch: windows.Window) -> Chart:
                 )
             )
     return Chart(
-        stretch.name,
+        window.name,
         f"{formatting.duration(view.end_s - view.begin_s)} of "
         f"{formatting.duration(record.ended_s - record.began_s)}",
         sum(heights),

@@ -112,25 +112,25 @@ def windows(record: Record) -> tuple[Window, ...]:
     return tuple(found)
 
 
-def rows(record: Record, stretch: Window, pixel_s: float) -> list[Row]:
+def rows(record: Record, window: Window, pixel_s: float) -> list[Row]:
     """Returns the rows of bars in a window: training, then each worker.
 
     Args:
         record: The record.
-        stretch: The window to show.
+        window: The window to show.
         pixel_s: Seconds per pixel; shorter bars are merged.
 
     Returns:
         Training first, then at most `MOST_ROWS` workers by index.
     """
-    bars = {"training": _of_steps(record, stretch)}
+    bars = {"training": _of_steps(record, window)}
     titles = {"training": "the process that trains"}
     names = worker_names(record)[:MOST_ROWS]
     for worker, name in enumerate(names):
         bars[name] = []
         pid = record.pids.get(worker)
         titles[name] = f"{name}, process {pid}" if pid else name
-    for worker, bar in _of_workers(record, stretch):
+    for worker, bar in _of_workers(record, window):
         if worker < len(names):
             bars[names[worker]].append(bar)
     return [
@@ -260,10 +260,10 @@ def activity(step: Step) -> str:
     return "compile" if step.compiled else "compute"
 
 
-def _of_steps(record: Record, stretch: Window) -> list[Bar]:
+def _of_steps(record: Record, window: Window) -> list[Bar]:
     bars = []
     for step in record.steps:
-        if step.ended_s < stretch.begin_s or step.began_s > stretch.end_s:
+        if step.ended_s < window.begin_s or step.began_s > window.end_s:
             continue
         title = f"step {step.number} of {step.phase} {step.epoch + 1}: "
         if step.calls > 1:
@@ -285,14 +285,12 @@ def _of_steps(record: Record, stretch: Window) -> list[Bar]:
                 f"{title}{activity(step)}s {formatting.duration(step.own_s)}",
             ),
         ]
-    return _clip(bars, stretch)
+    return _clip(bars, window)
 
 
-def _of_workers(record: Record, stretch: Window) -> Iterator[tuple[int, Bar]]:
+def _of_workers(record: Record, window: Window) -> Iterator[tuple[int, Bar]]:
     ended = np.maximum(record.column("stored_s"), record.column("built_s"))
-    seen = (ended > stretch.begin_s) & (
-        record.column("began_s") < stretch.end_s
-    )
+    seen = (ended > window.begin_s) & (record.column("began_s") < window.end_s)
     for values in record.spans[seen]:
         span = Span(*values)
         title = f"batch {span.batch:.0f}: "
@@ -313,12 +311,12 @@ def _of_workers(record: Record, stretch: Window) -> Iterator[tuple[int, Bar]]:
                 f"{_between(span.built_s, span.stored_s)}",
             ),
         ]
-        for bar in _clip(bars, stretch):
+        for bar in _clip(bars, window):
             yield int(span.worker), bar
     for loss in record.lost:
         back_s = _back_s(record, loss.worker, loss.at_s)
         bar = Bar("lost", loss.at_s, back_s, 1.0, f"process {loss.pid} lost")
-        for clipped in _clip([bar], stretch):
+        for clipped in _clip([bar], window):
             yield loss.worker, clipped
 
 
@@ -333,11 +331,11 @@ def _between(begin_s: float, end_s: float) -> str:
     return formatting.duration(max(0.0, end_s - begin_s))
 
 
-def _clip(bars: list[Bar], stretch: Window) -> list[Bar]:
+def _clip(bars: list[Bar], window: Window) -> list[Bar]:
     clipped = [
         bar._replace(
-            begin_s=max(bar.begin_s, stretch.begin_s),
-            end_s=min(bar.end_s, stretch.end_s),
+            begin_s=max(bar.begin_s, window.begin_s),
+            end_s=min(bar.end_s, window.end_s),
         )
         for bar in bars
     ]

@@ -6,7 +6,7 @@ therefore a work queue that needs no lock and no feeder thread, and a killed
 worker can take nothing with it but the request in its hand.
 
     trainer --Task--> task socket --> whichever worker is free
-    trainer <--Result, Notice-- result socket <-- every worker
+    trainer <--Result, log-- result socket <-- every worker
     trainer --version + descriptor--> control socket of one worker
 """
 
