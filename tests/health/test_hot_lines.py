@@ -55,7 +55,7 @@ def path(tmp_path_factory):
 )
 def test_the_line_that_takes_longest_is_found(way, kind, model, path):
     health = LoaderHealth(verbose=0)
-    epochs = 2
+    epochs = 1
     with Slow(way, path, **KINDS[kind]) as dataset:
         model.fit(dataset, epochs=epochs, verbose=0, callbacks=[health])
         while not health.summary().hot_lines:  # too few samples: a busy machine

@@ -14,6 +14,8 @@ FULL = bool(os.environ.get("KERAS_FASTDATA_FULL"))  # the long ones as well
 _BACKEND = os.environ.get("KERAS_BACKEND", "tensorflow")
 # Marks of what starts Python again and again: with JAX that takes half as long.
 LONG_BUT_ON_JAX = () if _BACKEND == "jax" else pytest.mark.long
+# Marks of what a test for every backend does without the backend as well.
+NO_TRAINER = () if _BACKEND == "tensorflow" else pytest.mark.long
 # The environment of a script that does not train: Keras without TensorFlow is
 # imported in a third of the time. Its NumPy backend needs JAX.
 HAS_JAX = importlib.util.find_spec("jax") is not None

@@ -311,3 +311,21 @@ class Allocates(Drawn):
         while index == 2:
             hoard.append(np.ones(1 << 22))
         return super().__getitem__(index)
+
+
+class Opening(FastPyDataset):
+    """Its workers start once a file is there."""
+
+    def __init__(self, flag, **kwargs):
+        super().__init__(**kwargs)
+        self.flag = flag
+
+    def __len__(self):
+        return 1
+
+    def on_worker_start(self):
+        while not os.path.exists(self.flag):
+            time.sleep(0.01)
+
+    def __getitem__(self, index):
+        return np.zeros(1)

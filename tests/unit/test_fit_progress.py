@@ -11,6 +11,7 @@ import hypothesis.stateful as stateful
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
+from places import FULL
 
 from keras_fastdata.keras_bridge.fit_progress import EpochProgress, FitPhase
 
@@ -238,5 +239,5 @@ class KerasPlayed(stateful.RuleBasedStateMachine):
         self.reset()
 
 
-KerasPlayed.TestCase.settings = settings(max_examples=200, deadline=None)
+KerasPlayed.TestCase.settings = settings(max_examples=200 if FULL else 50)
 test_every_sequence_of_keras = KerasPlayed.TestCase

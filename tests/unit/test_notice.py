@@ -14,6 +14,7 @@ import keras
 import numpy as np
 import pytest
 from rich.console import Console
+from slow_samples import Opening
 
 from keras_fastdata import FastPyDataset
 from keras_fastdata.metrics import notice
@@ -272,24 +273,6 @@ def test_starting_workers_are_shown(at_once, tmp_path, monkeypatch):
         next(iter(dataset))
     assert at_once.texts[0].startswith("Opening: starting 2 processes")
     assert at_once.is_clear
-
-
-class Opening(FastPyDataset):
-    """Starts once a file is there."""
-
-    def __init__(self, flag, **kwargs):
-        super().__init__(**kwargs)
-        self.flag = flag
-
-    def __len__(self):
-        return 1
-
-    def on_worker_start(self):
-        while not os.path.exists(self.flag):
-            threading.Event().wait(0.01)
-
-    def __getitem__(self, index):
-        return np.zeros(1)
 
 
 @pytest.mark.backend

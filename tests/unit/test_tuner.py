@@ -31,7 +31,7 @@ def test_it_is_nearly_as_quick_as_anything_after_200_batches_and_stays_so(
     name, cores
 ):
     load = LOADS[name]
-    for seed in range(10 if FULL else 2):
+    for seed in range(10 if FULL else 1):
         tuner = Tuner(cores, QUEUE)
         run(tuner, load, cores, 200, seed)
         assert tuner.has_converged

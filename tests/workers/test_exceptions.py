@@ -22,7 +22,7 @@ import warnings
 
 import numpy as np
 import pytest
-from places import KINDS, in_each_trainer
+from places import KINDS, NO_TRAINER, in_each_trainer
 
 from keras_fastdata import FastPyDataset, LoaderError, WorkerDiedError
 from keras_fastdata.workers import exceptions
@@ -499,7 +499,7 @@ def fit(model, dataset, **kwargs):
     return model.fit(dataset, shuffle=False, verbose=0, **kwargs)
 
 
-@pytest.fixture(params=["loop", "fit"])
+@pytest.fixture(params=[pytest.param("loop", marks=NO_TRAINER), "fit"])
 def run(request):
     """A way to go through a dataset."""
     if request.param == "loop":
