@@ -13,6 +13,7 @@ import gc
 import itertools
 import mmap
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -32,14 +33,16 @@ from keras_fastdata.workers.process import launchers
 _SETTLE_S = 60.0  # for what was asked to end to be gone
 _MOST_HOLDERS = 60  # that are told of
 _LARGE = 1 << 32  # bytes; only our arenas map as many
+_CACHE = "JAX_COMPILATION_CACHE_DIR"
 
 
-def pytest_configure():
+def pytest_configure(config):
     """Has SIGINT interrupt again, and Hypothesis wait for a busy machine.
 
     A shell starts what it puts in the background with SIGINT ignored, and
     Python leaves it so, here and in the scripts that tests start.
     """
+    _share_compiled_steps(config)
     hypothesis.settings.register_profile(
         "busy",
         deadline=None,
@@ -50,6 +53,32 @@ def pytest_configure():
     hypothesis.settings.load_profile("busy")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _share_compiled_steps(config):
+    """Has all processes of a test run compile each model for JAX once."""
+    if _CACHE not in os.environ:
+        os.environ |= {
+            _CACHE: tempfile.mkdtemp(prefix="keras-fastdata-tests-"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+        config.add_cleanup(
+            lambda: shutil.rmtree(os.environ.pop(_CACHE), ignore_errors=True)
+        )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session):
+    """Imports the modules of tests, and Keras, in a quarter less time.
+
+    They make a million objects, and hardly any garbage.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config, items):

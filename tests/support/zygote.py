@@ -22,8 +22,9 @@ import warnings
 if os.fork():
     os._exit(0)
 
-import keras  # noqa: F401
-import pytest  # noqa: F401 - scripts may import modules of tests
+gc.disable()  # a quarter of the time that Keras takes to be imported
+import keras  # noqa: E402, F401
+import pytest  # noqa: E402, F401 - scripts may import modules of tests
 
 
 def next_script(requests: socket.socket) -> tuple[str, str]:
@@ -62,6 +63,7 @@ def next_script(requests: socket.socket) -> tuple[str, str]:
 
 # Else the collections of each fork, as at its end, would copy all of Keras.
 gc.freeze()
+gc.enable()
 # It may be ignored where the tests run.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 _source, __file__ = next_script(socket.socket(fileno=int(sys.argv[1])))
