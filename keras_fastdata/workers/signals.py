@@ -4,11 +4,17 @@ An exception between the start of a process and the line that remembers it, a
 KeyboardInterrupt or that of an alarm, would leave a process that nobody ends.
 So the few sections that start and end workers run uninterrupted. They are
 bounded in time, and the signal is acted on at their end.
+
+Only Python's own handlers are exchanged. What the kernel calls stays: handlers
+of C code, as of `faulthandler.register`, run at once, and Python's flags of
+the signal (`signal.siginterrupt`) are kept.
 """
 
 from __future__ import annotations
 
+import ctypes
 import signal
+import sys
 import threading
 from types import FrameType, TracebackType
 from typing import Any
@@ -22,7 +28,7 @@ class DeferredSignals:
 
     def __init__(self) -> None:
         self._previous: dict[int, Any] = {}
-        self._caught: list[int] = []
+        self._caught: dict[int, Any] = {}  # the handlers to call, by signal
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():
@@ -38,7 +44,7 @@ class DeferredSignals:
             # One that was not set from Python could not be put back.
             if callable(handler):
                 self._previous[number] = handler
-                signal.signal(number, self._catch)
+                _set_handler(number, self._catch)
 
     def _restore(self) -> None:
         """Restores all handlers, then calls those of the delayed signals.
@@ -48,10 +54,13 @@ class DeferredSignals:
         try:
             while self._previous:
                 number = next(iter(self._previous))
-                signal.signal(number, self._previous[number])
+                _set_handler(number, self._previous[number])
                 del self._previous[number]
             while self._caught:
-                signal.raise_signal(self._caught.pop(0))
+                number = next(iter(self._caught))
+                handler = self._caught.pop(number)
+                # Not raised again: C handlers have run when it came.
+                handler(number, sys._getframe())
         finally:
             if self._previous or self._caught:
                 self._restore()
@@ -65,5 +74,18 @@ class DeferredSignals:
         self._restore()
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
-        if number not in self._caught:
-            self._caught.append(number)
+        self._caught[number] = self._previous[number]
+
+
+def _set_handler(number: int, handler: Any) -> None:
+    """Sets the Python handler of a signal; keeps what the kernel calls."""
+    action = ctypes.create_string_buffer(_LARGEST_ACTION)
+    _sigaction(number, None, action)
+    try:
+        signal.signal(number, handler)
+    finally:
+        _sigaction(number, action, None)
+
+
+_LARGEST_ACTION = 1024  # bytes; a `struct sigaction` of glibc has 152
+_sigaction: Any = ctypes.PyDLL(None).sigaction

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import signal
+import socket
 import threading
 
 import pytest
@@ -59,6 +61,43 @@ def test_none_of_several_signals_is_lost(handlers):
             signal.raise_signal(number)
         assert met == []
     assert sorted(met) == sorted(handlers)
+
+
+def test_stack_dumps_stay_beside_a_handler_and_are_not_delayed(
+    handlers, tmp_path
+):
+    number, met = handlers[0], []
+    signal.signal(number, lambda number, _: met.append(number))
+    path = tmp_path / "stacks"
+
+    def dumps():
+        return path.read_text().count("most recent call first")
+
+    with open(path, "w") as file:
+        faulthandler.register(number, file, all_threads=False, chain=True)
+        try:
+            with DeferredSignals():
+                signal.raise_signal(number)
+                assert (dumps(), met) == (1, [])
+            assert (dumps(), met) == (1, [number])
+            signal.raise_signal(number)
+            assert (dumps(), met) == (2, [number] * 2)
+        finally:
+            faulthandler.unregister(number)
+
+
+def test_a_delayed_signal_wakes_an_event_loop_once(handlers):
+    signal.signal(handlers[0], lambda *_: None)
+    reads, writes = socket.socketpair()
+    with reads, writes:
+        writes.setblocking(False)
+        before = signal.set_wakeup_fd(writes.fileno())
+        try:
+            with DeferredSignals():
+                signal.raise_signal(handlers[0])
+        finally:
+            signal.set_wakeup_fd(before)
+        assert reads.recv(9) == bytes([handlers[0]])
 
 
 def test_without_a_handler_nothing_is_changed():
