@@ -59,17 +59,27 @@ class ForkSafeLock:
     """
 
     def __init__(self) -> None:
-        self._renew()
+        self.renew()
+        _fork_safe_locks.add(self)
 
     def own(self) -> Any:
         """Returns the lock of this process."""
-        if self._pid != os.getpid():
-            self._renew()
         return self._lock
 
-    def _renew(self) -> None:
+    def renew(self) -> None:
+        """Replaces the lock by a new one, which nobody holds."""
         self._lock: Any = threading.RLock()
-        self._pid = os.getpid()
+
+
+_fork_safe_locks: weakref.WeakSet[ForkSafeLock] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for lock in list(_fork_safe_locks):
+        lock.renew()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class PoolHandle:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import weakref
@@ -10,7 +11,11 @@ import pytest
 from fake_pool import FakePool
 from samples import Numbered
 
-from keras_fastdata.engine.pool_handle import PoolHandle, PoolState
+from keras_fastdata.engine.pool_handle import (
+    ForkSafeLock,
+    PoolHandle,
+    PoolState,
+)
 from keras_fastdata.errors import LoaderError
 
 
@@ -176,6 +181,40 @@ def test_a_forked_child_leaves_the_workers_to_its_parent(case):
     _, status = os.waitpid(pid, 0)
     assert status == 0
     assert case.pool.run(case.use) is case.made[0]
+
+
+def test_two_threads_of_a_forked_child_have_one_lock():
+    lock = ForkSafeLock()
+    pid = os.fork()
+    if not pid:
+        make, calls, found = threading.RLock, itertools.count(), []
+        second, done = threading.Event(), threading.Event()
+
+        def make_in_turn():
+            # The first is done while the second makes another.
+            if next(calls):
+                second.set()
+                done.wait(60)
+            else:
+                second.wait(60)
+            return make()
+
+        def ask():
+            found.append(lock.own())
+            done.set()
+
+        status = 1
+        try:
+            threading.RLock = make_in_turn
+            threads = [threading.Thread(target=ask) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            status = int(found[0] is not found[1])
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def test_the_workers_of_a_dataset_that_is_collected_end(case):

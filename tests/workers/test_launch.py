@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -242,6 +243,43 @@ def test_two_loaders_share_a_forkserver_and_the_last_ends_it():
     assert len(psutil.Process().children()) == 1
     assert numbers(other) == list(range(10))
     other.close()
+    assert not psutil.Process().children()
+
+
+def test_datasets_that_two_threads_collect_end_their_fork_servers(monkeypatch):
+    # Each thread collects a dataset while it starts workers of another.
+    one, other = launchers._join({}), launchers._join({"OTHER": "1"})
+    forking, joining = threading.Event(), threading.Event()
+    python, joined = launchers._python, []
+
+    def collect_and_start(*arguments):
+        joining.set()
+        assert forking.wait(60)
+        one.exit_code(1, 0.2)
+        return python(*arguments)
+
+    def fork_and_collect():
+        with one._lock:
+            forking.set()
+            assert joining.wait(60)
+            launchers._leave(other)
+
+    monkeypatch.setattr(launchers, "_python", collect_and_start)
+    threads = [
+        threading.Thread(target=target, daemon=True)
+        for target in (
+            fork_and_collect,
+            lambda: joined.append(launchers._join({"NEW": "1"})),
+        )
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert other.gone
+    for server in (one, *joined):
+        launchers._leave(server)
     assert not psutil.Process().children()
 
 

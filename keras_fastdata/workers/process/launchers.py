@@ -36,6 +36,7 @@ from keras_fastdata.workers.process import forkserver, messages, worker_main
 
 _START_TIMEOUT_S = 60.0  # for an interpreter to start on a loaded machine
 _NOTICE_WAIT_S = 1.0
+_EXIT_LOOK_S = 0.05  # between two looks while another thread reads notices
 _EXIT_TIMEOUT_S = 0.5  # for a process whose socket has closed to end
 _FORKSERVERS = 4  # that may die one after the other before it is an error
 _END_TIMEOUT_S = 5.0  # for the kernel to deliver SIGKILL
@@ -249,20 +250,26 @@ class _Forkserver:
 
     def exit_code(self, pid: int, timeout_s: float) -> int | None:
         deadline = time.monotonic() + timeout_s
-        with self._lock:
-            while pid not in self._exit_codes:
-                if self.gone:
-                    return None
-                try:
+        while (code := self._exit_codes.pop(pid, None)) is None:
+            if self.gone or time.monotonic() > deadline:
+                return None
+            # A thread that keeps the lock for long reads the notices itself.
+            if not self._lock.acquire(timeout=_EXIT_LOOK_S):
+                continue
+            try:
+                if pid not in self._exit_codes:
                     self._read_notices(deadline)
-                except _ForkserverGoneError:
-                    return None
-            return self._exit_codes.pop(pid)
+            except _ForkserverGoneError:
+                return None
+            finally:
+                self._lock.release()
+        return code
 
     def abandon(self, pid: int) -> None:
-        with self._lock:
-            if self._exit_codes.pop(pid, None) is None:
-                self._abandoned.add(pid)
+        # Needs no lock: `_read_notices` stores the code, and then looks here.
+        self._abandoned.add(pid)
+        if self._exit_codes.pop(pid, None) is not None:
+            self._abandoned.discard(pid)
 
     def close(self) -> None:
         """Ends the fork server, which kills its remaining workers."""
@@ -320,10 +327,11 @@ class _Forkserver:
         kind, pid, number = forkserver.NOTICE.unpack(datagram)
         if kind != forkserver.ENDED:
             self._answers.append((kind, pid, number, fds))
-        elif pid in self._abandoned:
+            return
+        self._exit_codes[pid] = number
+        if pid in self._abandoned:
             self._abandoned.discard(pid)
-        else:
-            self._exit_codes[pid] = number
+            self._exit_codes.pop(pid, None)
 
     def _is_gone(self) -> _ForkserverGoneError:
         self.gone = True
@@ -366,35 +374,57 @@ def _rights() -> _Rights:
 # reentrant: a dataset may be collected, and so closed, while it is held.
 _forkservers: dict[tuple[object, ...], _Forkserver] = {}
 _forkservers_lock = threading.RLock()
-_forkservers_pid = os.getpid()
+# Those that somebody has left. Leaving waits for no lock: a dataset may be
+# collected by a thread that holds the lock of another fork server.
+_left: collections.deque[_Forkserver] = collections.deque()
 
 
 def _join(worker_env: dict[str, str]) -> _Forkserver:
-    global _forkservers_pid, _forkservers_lock
-    if _forkservers_pid != os.getpid():
-        # Forked from a process in which another thread may have held it.
-        _forkservers_lock = threading.RLock()
     rights = _rights()
     key = tuple(sorted(worker_env.items())), rights
-    with _forkservers_lock:
-        if _forkservers_pid != os.getpid():
-            _forkservers.clear()  # they are the parent's
-            _forkservers_pid = os.getpid()
-        found = _forkservers.get(key)
-        if found is None or found.gone:
-            found = _forkservers[key] = _Forkserver(worker_env, rights)
-        found.users += 1
-        return found
+    try:
+        with _forkservers_lock:
+            found = _forkservers.get(key)
+            if found is None or found.gone:
+                found = _forkservers[key] = _Forkserver(worker_env, rights)
+            found.users += 1
+            return found
+    finally:
+        _close_left()
 
 
 def _leave(held: _Forkserver) -> None:
-    with _forkservers_lock:
-        held.users -= 1
-        if held.users:
-            return
-        if _forkservers.get(held.key) is held:
-            del _forkservers[held.key]
-    held.close()
+    _left.append(held)
+    _close_left()
+
+
+def _close_left() -> None:
+    """Closes fork servers without users, unless another thread will do so."""
+    unused: list[_Forkserver] = []
+    while _left and _forkservers_lock.acquire(blocking=False):
+        try:
+            while _left:
+                held = _left.popleft()
+                held.users -= 1
+                if not held.users:
+                    unused.append(held)
+                    if _forkservers.get(held.key) is held:
+                        del _forkservers[held.key]
+        finally:
+            _forkservers_lock.release()
+    for held in unused:
+        held.close()
+
+
+def _after_fork() -> None:
+    """Leaves the fork servers to the parent, and the lock to its threads."""
+    global _forkservers_lock
+    _forkservers_lock = threading.RLock()
+    _forkservers.clear()
+    _left.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 # -- spawn ---------------------------------------------------------------------
