@@ -31,7 +31,7 @@ import operator
 import os
 import struct
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -64,21 +64,48 @@ class _SlotRef(weakref.ref[Any]):
     slot: int
 
 
+class _File:
+    """Owns a file descriptor, and closes it with the last reference.
+
+    So no thread finds the number closed, or given to another file, while it
+    refers to this object.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        close(self.fd)
+
+
 class Segment:
     """Maps the shared memory of one loader into one process.
 
     Args:
         fd: A `memfd`, which this object owns from now on.
         stride: Bytes from one slot to the next.
+
+    Attributes:
+        file: The file; `None` once it is closed.
     """
 
     def __init__(self, fd: int, stride: int) -> None:
-        self.fd = fd
         self.stride = stride
         size = os.fstat(fd).st_size
         self._mmap = mmap.mmap(fd, size)
         # A core dump would otherwise fill each hole with a page.
         self._mmap.madvise(mmap.MADV_DONTDUMP)
+        self.file: _File | None = _File(fd)
+
+    @property
+    def fd(self) -> int:
+        """The file descriptor, or -1 if it is closed."""
+        file = self.file
+        return -1 if file is None else file.fd
+
+    def close(self) -> None:
+        """Closes the file descriptor; existing arrays stay valid."""
+        self.file = None
 
     def root(self, slot: int, start: int, nbytes: int) -> Bytes:
         """Returns a new array over part of a slot.
@@ -122,7 +149,7 @@ class Segment:
         self._mmap.madvise(mmap.MADV_REMOVE, start, self.stride)
 
     def make_private(
-        self, slot: int, nbytes: int, *, copy: bool = True
+        self, slot: int, nbytes: int, file: _File | None, *, copy: bool = True
     ) -> None:
         """Replaces a slot's first bytes with a private copy in this process.
 
@@ -131,25 +158,33 @@ class Segment:
         Args:
             slot: The slot.
             nbytes: The number of bytes to copy.
+            file: The segment's file.
             copy: Whether to copy all pages now, because other processes may
                 go on writing to them. If not, writing to a page copies it.
+
+        Raises:
+            OSError: There is no memory for the copy.
         """
         flags = mmap.MAP_PRIVATE | (mmap.MAP_POPULATE if copy else 0)
-        self._map(self._slot_offset(slot), nbytes, flags)
+        self._map(self._slot_offset(slot), nbytes, flags, file)
 
     def make_shared(self, slot: int) -> None:
         """Maps a slot to shared memory again; discards its private copy."""
         start = self._slot_offset(slot)
-        self._map(start, self.stride, mmap.MAP_SHARED)
+        self._map(start, self.stride, mmap.MAP_SHARED, self.file)
         self._mmap.madvise(mmap.MADV_DONTDUMP, start, self.stride)
 
     def make_all_shared(self) -> None:
         """Maps all slots and heartbeats to shared memory again."""
-        self._map(0, len(self._mmap), mmap.MAP_SHARED)
+        self._map(0, len(self._mmap), mmap.MAP_SHARED, self.file)
         self._mmap.madvise(mmap.MADV_DONTDUMP)
 
-    def _map(self, offset: int, nbytes: int, flags: int) -> None:
+    def _map(
+        self, offset: int, nbytes: int, flags: int, file: _File | None
+    ) -> None:
         """Remaps a part of the segment without changing its address."""
+        if file is None:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         start: Bytes = np.frombuffer(self._mmap, np.uint8, 1, offset)
         address = address_of(start)
         libc = ctypes.CDLL(None, use_errno=True)
@@ -158,7 +193,7 @@ class Segment:
         libc.mmap.argtypes = [pointer, size, whole, whole, whole, ctypes.c_long]
         access = mmap.PROT_READ | mmap.PROT_WRITE
         flags |= _MAP_FIXED
-        mapped = libc.mmap(address, nbytes, access, flags, self.fd, offset)
+        mapped = libc.mmap(address, nbytes, access, flags, file.fd, offset)
         if mapped != address:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
@@ -196,7 +231,8 @@ class Arena:
     @property
     def nbytes(self) -> int:
         """The number of bytes of memory that the slots use now."""
-        return os.fstat(self.segment.fd).st_blocks * 512
+        file = self.segment.file
+        return 0 if file is None else os.fstat(file.fd).st_blocks * 512
 
     @property
     def crowded(self) -> bool:
@@ -242,13 +278,16 @@ class Arena:
         Any thread may call it. If there is no memory for a copy of a slot, the
         slot is never used again.
         """
+        file = self.segment.file  # another thread may close the segment
+        if file is None:
+            return
         for slot, lease in list(self._leased.items()):
             root = lease()  # this reference keeps the slot leased
-            if root is None or slot in self._private or self.segment.fd < 0:
+            if root is None or slot in self._private:
                 continue
             try:
                 self._private.add(slot)
-                self.segment.make_private(slot, root.nbytes, copy=copy)
+                self.segment.make_private(slot, root.nbytes, file, copy=copy)
             except OSError:
                 self._seen_by_forks.add(slot)
 
@@ -256,9 +295,7 @@ class Arena:
         """Closes the file descriptor; existing arrays stay valid."""
         # No worker is left that could write to them, but forks may follow.
         self.make_private(copy=False)
-        fd, self.segment.fd = self.segment.fd, -1
-        if fd >= 0:
-            os.close(fd)
+        self.segment.close()
 
     def _reclaim(self) -> None:
         while self._returned:

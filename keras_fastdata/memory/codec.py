@@ -197,7 +197,9 @@ class SlotWriter:
         """Makes the slot private to this process, if memory allows."""
         if self._used:
             with contextlib.suppress(OSError):
-                self._segment.make_private(self._slot, self._used)
+                self._segment.make_private(
+                    self._slot, self._used, self._segment.file
+                )
 
     @property
     def used(self) -> int:

@@ -7,11 +7,13 @@ functions that run there come before the tests that run them.
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
 import os
 import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -32,7 +34,7 @@ from limit_runs import (
     script_for,
 )
 from places import quickly
-from samples import Numbered
+from samples import Numbered, numbers
 from trainers import START_METHODS
 
 from keras_fastdata.workers import supervisor
@@ -271,6 +273,25 @@ def with_a_forkserver_of_few():
     outcomes.append(attempt(second))
     second.close()
     return outcomes
+
+
+def test_a_new_state_waits_while_too_many_descriptors_are_under_way(
+    monkeypatch,
+):
+    send_fds, refused = socket.send_fds, []
+
+    def refuse(*arguments):
+        if len(refused) < 3:
+            refused.append(arguments)
+            raise OSError(errno.ETOOMANYREFS, "Too many references")
+        return send_fds(*arguments)
+
+    with Numbered(**PROCESSES) as dataset:
+        assert numbers(dataset) == list(range(10))
+        dataset.length = 12
+        monkeypatch.setattr(socket, "send_fds", refuse)
+        assert numbers(dataset) == list(range(12))
+    assert len(refused) == 3
 
 
 def test_a_forkserver_without_descriptors_is_named_and_harms_no_other(trainers):

@@ -15,6 +15,7 @@ import textwrap
 import threading
 import time
 import traceback
+import types
 import warnings
 import weakref
 
@@ -320,6 +321,43 @@ def test_what_a_process_forked_in_a_build_writes_stays_in_it():
 
     with Forks(**PROCESSES) as dataset:
         assert all(_full_of(x, number) for number, x in enumerate(dataset))
+
+
+def test_a_process_forked_in_a_build_leaves_the_clock_of_its_worker_alone():
+    worker = object.__new__(worker_main._WorkerLoop)
+    worker._start = worker_main.WorkerStart.__new__(worker_main.WorkerStart)
+    object.__setattr__(worker._start, "worker", 0)
+    worker._segment = None  # whoever looks at it raises an error
+    worker._pid = os.getppid()
+    with worker._without_heartbeat():
+        pass
+
+
+def test_a_file_opened_while_another_thread_closes_the_arena_is_not_mapped(
+    monkeypatch, tmp_path
+):
+    slots = arena.Arena(1, 16)
+    number = slots.take()
+    held = slots.lease(number, 4096)
+    held[:] = 7
+    (tmp_path / "another").write_bytes(bytes(1 << 20))
+    real = arena.ctypes.CDLL(None, use_errno=True)
+    opened = []
+
+    def mmap(*arguments):
+        if not opened:  # another thread
+            slots.close()
+            opened.append(os.open(tmp_path / "another", os.O_RDWR))
+        real.mmap.restype, real.mmap.argtypes = mmap.restype, mmap.argtypes
+        *others, offset = arguments
+        return real.mmap(*others, offset)
+
+    with monkeypatch.context() as patch:
+        library = types.SimpleNamespace(mmap=mmap)
+        patch.setattr(arena.ctypes, "CDLL", lambda *_, **__: library)
+        slots.make_private()
+    assert (held == 7).all()
+    os.close(*opened)
 
 
 def test_40_mb_batches_flow_where_dev_shm_holds_1_mb(tmp_path, zygote):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import logging
 import os
@@ -32,6 +33,8 @@ from keras_fastdata.workers.supervisor import Worker, WorkerEnd, WorkerState
 from keras_fastdata.workers.watchdog import Activity, building, loading
 
 _EXIT_CODE_TIMEOUT_S = 2.0
+# Errors of a send to a worker that has not read earlier messages, or has died.
+_NOT_SENT = {errno.EAGAIN, errno.ETOOMANYREFS, errno.EPIPE, errno.ECONNRESET}
 _IDLE_LOOKS = 4  # in a row, before a worker that builds nothing is suspect
 
 _log = logging.getLogger("keras_fastdata")
@@ -261,15 +264,17 @@ class Channel:
         for worker in self.workers.values():
             if state is None or worker.version == self._version:
                 continue
-            # One that is far behind is sent it with a later flush; the end of
-            # one that has died is met by the next wait.
-            with contextlib.suppress(
-                BlockingIOError, BrokenPipeError, ConnectionResetError
-            ):
-                news = messages.VERSION.pack(self._version, state.start)
+            news = messages.VERSION.pack(self._version, state.start)
+            try:
                 socket.send_fds(
                     worker.control, [news], [state.fd], socket.MSG_DONTWAIT
                 )
+            except OSError as error:
+                # One that is far behind is sent it with a later flush; the
+                # end of one that has died is met by the next wait.
+                if error.errno not in _NOT_SENT:
+                    raise
+            else:
                 worker.version = self._version
         self.version_is_sent = all(
             worker.version == self._version for worker in self.workers.values()

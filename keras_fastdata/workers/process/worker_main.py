@@ -292,7 +292,9 @@ class _WorkerLoop:
     def _without_heartbeat(self) -> Iterator[None]:
         """Excludes a wait for the trainer from the batch's elapsed time."""
         worker, segment = self._start.worker, self._segment
-        if threading.current_thread() is not threading.main_thread():
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        # `__getitem__` may have forked this process; the clock is not its own.
+        if not in_main_thread or os.getpid() != self._pid:
             yield
             return
         began, stopped = segment.started_s(worker), time.monotonic()
