@@ -182,7 +182,10 @@ class DiskCache(_BoundedCache):
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         # What was kept of other states of the dataset lies beside it.
-        used = sum(map(_size_of, directory.parent.glob(f"{name}-*")))
+        states = list(directory.parent.glob(f"{name}-*"))
+        for state in states:
+            _atomic_write.remove_abandoned(state)
+        used = sum(map(_size_of, states))
         super().__init__(name, most, used)
         self._directory = directory
         self._open: collections.OrderedDict[int, _Opened] = (

@@ -17,9 +17,12 @@ parts, other global objects, and installed packages: hence `cache_version`.
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import datetime
 import enum
 import functools
+import gc
 import importlib.machinery
 import importlib.util
 import inspect
@@ -57,6 +60,8 @@ _PLAIN = (
     *(tuple, list, dict, set, frozenset, range, slice, enum.Enum, os.PathLike),
     *(operator.attrgetter, operator.itemgetter, operator.methodcaller),
     *(re.Pattern, type, types.FunctionType),
+    *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo),
+    *(bytearray, collections.deque),
 )
 
 
@@ -294,6 +299,8 @@ def _of_global(value: Any) -> tuple[Any, ...]:
     held = [*getattr(value, "__dict__", {}).values()]
     if isinstance(value, types.MethodType):
         held.append(value.__func__)
+    elif isinstance(value, np.ufunc):
+        held += gc.get_referents(value)  # the function of `np.frompyfunc`
     return type(value), *filter(_is_users_function, held)
 
 

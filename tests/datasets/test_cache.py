@@ -603,6 +603,21 @@ _CALLED = {
     ),
     "a cached function": "f = functools.lru_cache(edited); return f(i)",
     "a decorator": "f = decorated(max); return f(i)",
+    "a ufunc": "f = np.frompyfunc(edited, 1, 1); return f(i)",
+    "a ufunc of a partial": (
+        "f = np.frompyfunc(functools.partial(max, VALUE), 1, 1); return f(i)"
+    ),
+    "a date": "f = datetime.date(2000, 1, VALUE); return f.day",
+    "a time": "f = datetime.time(VALUE); return f.hour",
+    "a time difference": "f = datetime.timedelta(VALUE); return f.days",
+    "a time zone": (
+        "f = datetime.timezone(datetime.timedelta(hours=VALUE)); return f"
+    ),
+    "a decimal": "f = decimal.Decimal(VALUE); return f",
+    "a fraction": "f = fractions.Fraction(VALUE); return f",
+    "a path": "f = pathlib.Path('a' * VALUE); return f.name",
+    "a buffer": "f = bytearray(VALUE); return f",
+    "a queue": "f = collections.deque([VALUE]); return f",
     "a dispatched function": "f.register(int, edited); return f(i)",
     "a bound method": "f = Called().run; return f(i)",
     "an object that is called": "f = Called(); return f(i)",
@@ -617,7 +632,8 @@ _CALLED = {
     "a module of a package": "f = max; from pack import tools; return i",
 }
 _PACKAGE = """
-import enum, functools, operator, re
+import collections, datetime, decimal, enum, fractions, functools
+import operator, pathlib, re
 import numpy as np
 from keras_fastdata import FastPyDataset
 

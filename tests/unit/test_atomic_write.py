@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import secrets
+import time
 
 import numpy as np
 import pytest
@@ -76,6 +78,19 @@ def test_a_name_that_was_guessed_is_an_error(tmp_path, monkeypatch):
     ):
         file.write(b"a")
     assert not victim.exists()
+
+
+def test_a_cache_removes_what_killed_writers_have_left(tmp_path):
+    batch = tmp_path / "Any-1" / "0.batch"
+    old, new = (pathlib.Path(_atomic_write.name_beside(batch)) for _ in "12")
+    of_others = batch.parent / ".mine.tmp"
+    for path in (old, new, of_others):
+        path.touch()
+    days_ago_s = time.time() - 2 * 24 * 3600
+    os.utime(old, (days_ago_s, days_ago_s))
+    os.utime(of_others, (days_ago_s, days_ago_s))
+    DiskCache("Any", tmp_path / "Any-2", None)
+    assert set(batch.parent.iterdir()) == {new, of_others}
 
 
 @pytest.mark.parametrize("durable", [False, True])
