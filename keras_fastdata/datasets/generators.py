@@ -34,6 +34,7 @@ from keras_fastdata._dataset_internals import (
     answer,
     internals_of,
     iterate_alone,
+    loader_of,
     make_twin,
     state_dict_of,
     twin_of,
@@ -367,8 +368,7 @@ class _Turns:
         self._chains: dict[int, int] = {}  # checksums so far, by shard
         self._rounds: list[Iterator[Any]] = []
         for one in shards:
-            one.key = key
-            one.mark_changed()  # setting `key` during a build is not noticed
+            one.begin_pass(key)
             self._rounds.append(iterate_alone(one))
         self._live = list(range(shards[0].spec.num_shards))
         self._turn = 0  # position in `_live`
@@ -419,14 +419,22 @@ class GeneratorShards(FastPyDataset):
 
     Attributes:
         key: Seeds the random generators; depends on seed and epoch.
+        since: The epoch, of this object, that the present pass begins with.
         indices: The shards of this worker.
     """
 
     def __init__(self, spec: _Spec, indices: range, **kwargs: Any) -> None:
         super().__init__(shuffle=False, **kwargs)
-        self.key = 0
+        self.key = self.since = 0
         self.spec = spec
         self.indices = indices
+
+    def begin_pass(self, key: int) -> None:
+        """Begins a new pass over the data, with new generators."""
+        # Before `key`, which a thread may read meanwhile.
+        self.since = 0 if _process_role.is_worker() else loader_of(self).epoch
+        self.key = key
+        self.mark_changed()  # assignments during a build are not noticed
 
     @property
     def num_batches(self) -> None:
@@ -439,6 +447,9 @@ class GeneratorShards(FastPyDataset):
         """
         running: _Running | None = vars(self).get("_running")
         if running is None or not running.leads_to(self.key, index):
+            if answer(self, "epoch") < self.since:
+                # A thread took this request before it was cancelled.
+                raise EndOfData("Another pass over the data has begun.")
             running = self._running = _Running(self, self.key)
             running.skip(index)
         return running.next()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import functools
+import threading
+import time
 import warnings
 from typing import Any, NamedTuple
 
@@ -41,6 +43,8 @@ from keras_fastdata import (
     GeneratorDataset,
     LoaderError,
 )
+from keras_fastdata._dataset_internals import loader_of
+from keras_fastdata.datasets import generators
 
 pytestmark = pytest.mark.usefixtures("kept_forkserver")
 
@@ -144,6 +148,31 @@ def test_an_epoch_that_was_broken_off_is_followed_by_a_whole_one():
 
 
 # -- batches of items --------------------------------------------------------
+
+
+def test_requests_of_a_pass_that_was_broken_off_make_no_generator(monkeypatch):
+    made, goes_on = [], threading.Event()
+    iterate = generators.iterate_alone
+
+    def factory():
+        made.append(len(made))
+        yield from range(2)
+        assert goes_on.wait(60)
+        yield from range(2, 6)
+
+    def begin(shards):
+        # The thread takes the requests of the former pass meanwhile.
+        goes_on.set()
+        pool = loader_of(shards)._pool.workers
+        while not pool._requests.empty() or pool._threads[0].activity():
+            time.sleep(0.005)
+        return iterate(shards)
+
+    with GeneratorDataset(factory) as dataset:
+        assert next(iter(dataset)) == 0
+        monkeypatch.setattr(generators, "iterate_alone", begin)
+        assert [int(item) for item in dataset] == list(range(6))
+    assert made == [0, 1]
 
 
 @everywhere
