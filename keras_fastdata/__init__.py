@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import random
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -77,7 +79,15 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), name)
+    # Importing Keras draws from both.
+    numpy = sys.modules.get("numpy.random")
+    states = random.getstate(), numpy and numpy.get_state()
+    try:
+        value = getattr(importlib.import_module(home), name)
+    finally:
+        random.setstate(states[0])
+        if numpy is not None:
+            numpy.set_state(states[1])
     globals()[name] = value
     return value
 

@@ -516,6 +516,21 @@ print(json.dumps([name for name in before if before[name] != after[name]]))
     assert done.stdout == "[]\n", done.stderr
 
 
+def test_keras_is_imported_without_a_draw_from_the_users_generators(tmp_path):
+    script = """
+import random, numpy
+def state():
+    return hash(random.getstate()), numpy.random.get_state()[1].tolist()
+random.seed(1)
+numpy.random.seed(1)
+before = state()
+import keras_fastdata
+keras_fastdata.GeneratorDataset
+print(json.dumps([loaded("keras"), before == state()]))
+"""
+    assert _in_a_fresh_process(script, tmp_path) == [["keras"], True]
+
+
 def test_a_worker_imports_every_public_name_without_keras(tmp_path):
     script = """
 from keras_fastdata import _process_role
