@@ -45,6 +45,7 @@ class Internals:
         settings: The constructor arguments.
         owner: A weak reference to the dataset.
         loader: The dataset's loader, or `None` before its first use.
+        generators: The random generators that builds in this process seed.
         outside_rng: `self.rng` outside of builds, and the seed that it was
             made with; `None` before its use.
     """
@@ -53,6 +54,7 @@ class Internals:
         self.settings = settings
         self.owner = weakref.ref(owner)
         self.loader: Loader | None = None
+        self.generators = build.Generators()
         self.outside_rng: tuple[int, np.random.Generator] | None = None
 
     def forget_outside_rng(self) -> None:
@@ -137,8 +139,9 @@ def replace_settings(dataset: build.Dataset, **changes: Any) -> None:
 def note_assigned(dataset: build.Dataset, name: str) -> None:
     """Notifies the loader that an attribute was assigned or deleted.
 
-    During a build this is a change that the build made on `self`. At any
-    other time it is a new state of the dataset, which workers must receive.
+    In a thread that builds, this is a change that the build made on `self`. In
+    any other thread it is a new state of the dataset, which workers must
+    receive.
     """
     loader = own_loader(dataset)
     if loader is not None:

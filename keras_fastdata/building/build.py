@@ -233,9 +233,11 @@ def is_building() -> bool:
 
 
 def is_built_for(dataset: Dataset) -> bool:
-    """Returns whether this thread helps to build a batch of `dataset`."""
-    if _current.context is None:
-        return bool(_helped(dataset))
+    """Returns whether this thread itself builds a batch of `dataset`.
+
+    A thread that `__getitem__` started does not count: nothing tells it from
+    other threads of the program.
+    """
     return any(c.dataset is dataset for c in _and_outer(_current.context))
 
 
@@ -384,6 +386,42 @@ class GlobalRngUsedError(LoaderError):
     """
 
 
+class Generators:
+    """Keeps the random generators that were found in one dataset.
+
+    In the training process the dataset owns this object: a builder must not
+    keep parts of the dataset alive.
+    """
+
+    def __init__(self) -> None:
+        self._search: held_generators.Search | None = None
+        self._is_sure = False  # whether builds were found to add none
+
+    def held(self, dataset: Dataset) -> list[held_generators.Held]:
+        """Returns the generators; searches if the dataset has changed."""
+        if held_generators.seeds_its_own(dataset):
+            return []
+        if self._search is None or not self._search.is_of(dataset):
+            self._search = held_generators.Search(dataset)
+        return self._search.held
+
+    def has_build_added(self, dataset: Dataset) -> bool:
+        """Returns whether the build that has just ended added a generator.
+
+        Searches after the first build, and if an attribute was replaced.
+        """
+        search = self._search
+        if search is None or (self._is_sure and search.is_of(dataset)):
+            return False
+        self._is_sure = True
+        self._search = held_generators.Search(dataset)
+        return search.lacks(self._search)
+
+    def forget(self) -> None:
+        """Makes the next build search again."""
+        self._search, self._is_sure = None, False
+
+
 class Builder:
     """Builds batches of one dataset.
 
@@ -418,8 +456,7 @@ class Builder:
         self._threads = threads
         self._shared = threads > 0
         self._private = private
-        self._search: held_generators.Search | None = None
-        self._is_sure = False  # whether builds were found to add none
+        self._own_generators = Generators()
         self._rng_monitor: GlobalRngMonitor | None = None
         if self._shared:
             self._rng_monitor = GlobalRngMonitor(warns=observer is None)
@@ -507,7 +544,13 @@ class Builder:
             torch = seeding.loaded_torch()
             before = _positions(torch), self._states()
             try:
-                return self._made(context)
+                batch = self._made(context)
+                if not self._generators.has_build_added(self.dataset):
+                    return batch
+                observer.on_global_rng(
+                    "the random generators that the dataset holds"
+                )
+                context.restart_rng()
             finally:
                 positions, states = before
                 if positions != _positions(torch):
@@ -528,17 +571,11 @@ class Builder:
         """
         self._reseed(context.epoch, context.index)
         batch = self._made(context)
-        search = self._search
-        if search is not None and not (
-            self._is_sure and search.is_of(self.dataset)
-        ):
-            self._is_sure = True
-            self._search = held_generators.Search(self.dataset)
-            if search.lacks(self._search):
-                del batch
-                context.restart_rng()
-                self._reseed(context.epoch, context.index)
-                batch = self._made(context)
+        if self._generators.has_build_added(self.dataset):
+            del batch
+            context.restart_rng()
+            self._reseed(context.epoch, context.index)
+            batch = self._made(context)
         return batch
 
     def _made(self, context: Context) -> Any:
@@ -622,7 +659,7 @@ class Builder:
 
     def change(self) -> None:
         """Makes the next build search again for random generators."""
-        self._search, self._is_sure = None, False
+        self._generators.forget()
 
     def _reseed(self, epoch: int, index: int) -> None:
         seed = self._seed
@@ -634,12 +671,14 @@ class Builder:
             dataset.reseed(seeding.sequence(seed, seeding.USER, epoch, index))
 
     def _held(self) -> list[held_generators.Held]:
-        dataset = self.dataset
-        if held_generators.seeds_its_own(dataset):
-            return []
-        if self._search is None or not self._search.is_of(dataset):
-            self._search = held_generators.Search(dataset)
-        return self._search.held
+        return self._generators.held(self.dataset)
+
+    @property
+    def _generators(self) -> Generators:
+        if self._private:
+            return self._own_generators
+        found: Generators = vars(self.dataset)[seeding.PRIVATE].generators
+        return found
 
     def _context(
         self,
@@ -758,7 +797,7 @@ class GlobalRngMonitor:
         early = early and self._watched < self._BUILDS_WATCHED
         if early or not self._warns:
             self._watched += 1
-            crossings = preserved_globals.crossings
+            crossings = global_rng.crossings()
             self._local.before = self._positions(), crossings, self._moved
 
     def end(self, dataset: str) -> None:
@@ -769,7 +808,7 @@ class GlobalRngMonitor:
         positions, crossings, moved = before
         # Another thread may have built inline, and seeded the generators.
         crossed = (
-            preserved_globals.depth or preserved_globals.crossings != crossings
+            global_rng.are_preserved() or global_rng.crossings() != crossings
         )
         has_moved = positions != self._positions()
         if not self._warns and (crossed or has_moved):

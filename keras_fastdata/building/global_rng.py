@@ -31,15 +31,7 @@ _log = logging.getLogger("keras_fastdata")
 
 
 class preserved_globals:  # noqa: N801 - called like a function
-    """Restores the global generators' states at the end of a `with` block.
-
-    Attributes:
-        depth: The number of blocks that are entered now, in all threads.
-        crossings: How often any block was entered or left.
-    """
-
-    depth = 0
-    crossings = 0
+    """Restores the global generators' states at the end of a `with` block."""
 
     def __enter__(self) -> None:
         self._turn = _take_turn(_call_stack.caller(1))
@@ -53,19 +45,30 @@ class preserved_globals:  # noqa: N801 - called like a function
         except BaseException:
             self._turn.release()
             raise
-        preserved_globals.depth += 1
-        preserved_globals.crossings += 1
 
     def __exit__(self, *_: object) -> None:
+        # A signal handler may raise in any of these calls.
         try:
             self._numpy.restore()
         finally:
-            random.setstate(self._python_state)
-            if self._torch is not None and self._torch_state is not None:
-                self._torch.set_rng_state(self._torch_state)
-            preserved_globals.depth -= 1
-            preserved_globals.crossings += 1
-            self._turn.release()
+            try:
+                random.setstate(self._python_state)
+            finally:
+                try:
+                    if self._torch is not None:
+                        self._torch.set_rng_state(self._torch_state)
+                finally:
+                    self._turn.release()
+
+
+def are_preserved() -> bool:
+    """Returns whether any thread is in a `preserved_globals` block."""
+    return any(turn.depth for turn in list(_turns))
+
+
+def crossings() -> int:
+    """Returns how often any thread has entered or left such a block."""
+    return sum(turn.crossings for turn in list(_turns))
 
 
 class _Turn:
@@ -74,11 +77,12 @@ class _Turn:
     Attributes:
         lock: Held by that thread, once for each nested build.
         depth: How often that thread holds it.
+        crossings: How often it was taken and released.
     """
 
     def __init__(self) -> None:
         self.lock: Any = threading.RLock()
-        self.depth = 0
+        self.depth = self.crossings = 0
         self._thread = 0
         self._outermost = "", ""  # the outermost build's file and function
 
@@ -87,16 +91,19 @@ class _Turn:
         if not self.depth:
             self._thread, self._outermost = threading.get_ident(), caller
         self.depth += 1
+        self.crossings += 1
 
     def release(self) -> None:
         """Releases one level of the reentrant lock."""
         self.depth -= 1
+        self.crossings += 1
         self.lock.release()
 
     def give_up(self) -> None:
         """Releases all levels of the lock if the calling thread holds it."""
         while self.lock._is_owned():
             self.depth = 0
+            self.crossings += 1
             self.lock.release()
 
     def place(self) -> _call_stack.Place:
@@ -160,7 +167,6 @@ def give_up() -> None:
 def _after_fork() -> None:
     """Drops the locks of the parent's other threads after a fork."""
     _turns[:] = [turn for turn in _turns if turn.lock._is_owned()] or [_Turn()]
-    preserved_globals.depth = sum(turn.depth for turn in _turns)
 
 
 os.register_at_fork(after_in_child=_after_fork)

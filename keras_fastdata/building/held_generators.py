@@ -154,27 +154,22 @@ class _TorchGenerator(_Generator):
 
 
 class _HasSeedMethod(_Generator):
-    """Wraps an object with its own seeding method, such as `seed`.
-
-    The reference is weak, because the object may refer to the dataset, and a
-    builder must not keep the dataset alive.
-    """
+    """Wraps an object with its own seeding method, such as `seed`."""
 
     def __init__(self, value: Any, name: str) -> None:
-        super().__init__(weakref.ref(value))
+        super().__init__(value)
         self._name = name
 
     def reseed(self, stream: np.random.SeedSequence) -> None:
-        value = self.value()
-        if value is None or not self._name:
+        if not self._name:
             return
         try:
-            getattr(value, self._name)(int(stream.generate_state(1)[0]))
+            getattr(self.value, self._name)(int(stream.generate_state(1)[0]))
         except Exception as error:
             _log.warning(
                 "%s.%s(seed) raised %r: its draws are not seeded for each "
                 "batch. Override `reseed` to seed it.",
-                type(value).__name__,
+                type(self.value).__name__,
                 self._name,
                 error,
             )
@@ -182,13 +177,16 @@ class _HasSeedMethod(_Generator):
 
     def state(self) -> bytes:
         try:
-            return pickle.dumps(self.value())
+            return pickle.dumps(self.value)
         except Exception:
             return b""
 
 
 class Search:
     """Finds the random generators that a dataset refers to.
+
+    It refers to parts of the dataset, which may refer to the dataset: whatever
+    outlives a dataset must not keep its `Search`.
 
     Attributes:
         held: The generators that were found.
@@ -198,7 +196,7 @@ class Search:
         self.held: list[Held] = []
         attributes = _attributes_of(dataset)
         self._count = len(attributes)
-        self._roots: dict[str, int] = {}  # ids of attributes with generators
+        self._roots: dict[str, Any] = {}  # the attributes with generators
         known: set[int] = set()
         within: set[int] = set()  # ids of objects that hold a generator
         seedable: list[tuple[_ReachStep, str]] = []
@@ -225,8 +223,8 @@ class Search:
         attributes = _attributes_of(dataset)
         if len(attributes) != self._count:
             return False
-        for name, number in self._roots.items():
-            if id(attributes.get(name)) != number:
+        for name, value in self._roots.items():
+            if attributes.get(name) is not value:
                 return False
         return True
 
@@ -244,7 +242,7 @@ class Search:
             key = (*key, alike)  # items of a set share one path
         self.held.append(Held(path, key, step.is_outside, generator))
         if not step.is_outside:
-            self._roots[way[-1].name.removeprefix(".")] = id(way[-1].value)
+            self._roots[way[-1].name.removeprefix(".")] = way[-1].value
 
 
 @functools.singledispatch
@@ -332,7 +330,9 @@ def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, (list, tuple, collections.deque)):
         items = itertools.islice(value, _MOST_ITEMS)
     elif isinstance(value, (set, frozenset)):
-        for item in itertools.islice(list(value), _MOST_ITEMS):
+        # The order of a set depends on addresses.
+        some = itertools.islice(list(value), _MOST_ITEMS)
+        for item in sorted(some, key=_class_name):
             yield "{}", item
     elif isinstance(value, np.ndarray):
         if value.dtype == object:
@@ -375,6 +375,10 @@ def _key_name(key: Any, number: int) -> str:
         if " at 0x" not in name:
             return name[:100]
     return f"{type(key).__qualname__} {number}"
+
+
+def _class_name(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _attributes_of(value: Any) -> dict[str, Any]:

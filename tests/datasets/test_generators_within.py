@@ -159,6 +159,26 @@ def test_auto_is_told_of_them_before_it_tries_threads(dataset):
     assert len(told) == 1
 
 
+@pytest.mark.parametrize("is_deep", [False, True])
+def test_auto_seeds_a_generator_that_the_first_build_makes(is_deep):
+    def draw(thing, _):
+        if is_deep:
+            return thing.draw()
+        if dataset.rng is None:
+            dataset.rng = np.random.default_rng(0)
+        return dataset.rng.integers(2**60)
+
+    found, told = [], []
+    observer = types.SimpleNamespace(observes=True, on_global_rng=told.append)
+    for each in (None, observer):
+        dataset = Holds(generator_kinds.Lazily(), draw)
+        dataset.rng = None
+        builder = build.Builder(lambda: dataset, 1, observer=each)  # noqa: B023
+        found.append([builder.build(0, index, 0) for index in range(4)])
+    assert found[0] == found[1]
+    assert "that the dataset holds" in told[0]
+
+
 def test_another_generator_changes_no_others_draws():
     def drawn(**also):
         dataset = Holds(
@@ -176,6 +196,32 @@ def test_one_that_is_replaced_is_found_again():
     first = [builder.build(0, index, 0) for index in range(4)]
     dataset.thing = [random.Random(5)]
     assert [builder.build(0, index, 0) for index in range(4)] == first
+
+
+def test_one_that_is_replaced_at_the_same_address_is_found_again():
+    dataset = Holds([random.Random(0)], lambda thing, _: thing[0].random())
+    builder = build.Builder(lambda: dataset, 1)
+    first = [builder.build(0, index, 0) for index in range(4)]
+    address, dataset.thing = id(dataset.thing), None
+    lists = [[random.Random(5)]]
+    while id(lists[-1]) != address and len(lists) < 1000:
+        lists.append([random.Random(5)])
+    dataset.thing = lists[-1]
+    assert [builder.build(0, index, 0) for index in range(4)] == first
+
+
+def test_streams_of_objects_in_a_set_do_not_depend_on_its_order():
+    kinds = [type(name, (Slots,), {}) for name in "ABCDE"]
+
+    def streams():
+        parts = {kind() for kind in kinds}
+        found = Search(types.SimpleNamespace(parts=parts)).held
+        keys = {id(held.generator.value): held.key for held in found}
+        return {type(part): keys[id(part.rng)] for part in parts}, parts
+
+    made = [streams() for _ in range(20)]  # all at other addresses
+    assert all(found == made[0][0] for found, _ in made)
+    assert len(set(made[0][0].values())) == 5
 
 
 def test_a_build_looks_for_generators_once_where_there_are_none(monkeypatch):

@@ -351,7 +351,7 @@ def test_in_a_forked_child_no_thread_holds_the_global_generators():
         warnings.simplefilter("ignore")
         pid = os.fork()
     if not pid:
-        os._exit(global_rng.preserved_globals.depth)
+        os._exit(global_rng.are_preserved())
     forked.set()
     thread.join(60)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

@@ -10,7 +10,7 @@ import warnings
 import numpy as np
 import pytest
 
-from keras_fastdata.building import build, mt19937, seeding
+from keras_fastdata.building import build, global_rng, mt19937, seeding
 from keras_fastdata.building.build import GlobalRngUsedError
 from keras_fastdata.building.global_rng import preserved_globals
 
@@ -57,6 +57,23 @@ def build_in_vain():
     with preserved_globals():
         np.random.rand(10)
         raise KeyError
+
+
+def test_an_interrupt_while_states_are_put_back_leaves_no_lock(monkeypatch):
+    def interrupted(state):
+        raise KeyboardInterrupt
+
+    block, free = preserved_globals(), []
+    with monkeypatch.context() as patch:
+        patch.setattr(random, "setstate", interrupted)
+        with pytest.raises(KeyboardInterrupt), block:
+            pass
+    lock = global_rng._turns[0].lock
+    thread = threading.Thread(target=lambda: free.append(lock.acquire(False)))
+    thread.start()
+    thread.join()
+    assert free == [True]
+    assert not global_rng.are_preserved()
 
 
 @pytest.mark.parametrize("before", [0, 1, 2, 3])

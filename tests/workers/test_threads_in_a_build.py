@@ -33,6 +33,36 @@ def test_a_thread_of_a_build_is_told_of_its_batch(kind, place):
     assert epochs(**PLACES[place]) == epochs(workers=0)
 
 
+@pytest.mark.parametrize("cache", [None, "memory"])
+def test_an_assignment_by_another_thread_amid_a_build_is_a_change(cache):
+    begun, goes_on = threading.Event(), threading.Event()
+
+    class Leveled(FastPyDataset):
+        level = 0
+
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            level = self.level
+            if index == 1:
+                begun.set()
+                assert goes_on.wait(60)
+            return np.array([level])
+
+    with Leveled(workers=1, cache=cache) as dataset:
+        batches = iter(dataset)
+        found = [next(batches)]
+        assert begun.wait(60)
+        arguments = dataset, "level", 7
+        thread = threading.Thread(target=setattr, args=arguments)
+        thread.start()
+        thread.join()
+        goes_on.set()
+        found += [*batches, *dataset]
+    assert np.concatenate(found).tolist() == [0, 7, 7, 7, 7, 7, 7, 7]
+
+
 def test_what_a_sample_draws_does_not_depend_on_the_batch_it_is_in():
     def drawn(batch_size):
         dataset = PooledSamples(batch_size=batch_size, seed=1, workers=0)
