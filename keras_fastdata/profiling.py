@@ -150,7 +150,8 @@ def profile(
     """Measures which kind and number of workers suit a dataset best.
 
     Builds batches in the caller, in one and two threads, and in one and two
-    processes. Run nothing else meanwhile.
+    processes, all on this machine, also with `executor="ray"`. Run nothing else
+    meanwhile.
 
     The dataset's settings, workers and random generators do not change. Its
     attributes keep their values; but if its methods edit such a value in
@@ -378,6 +379,8 @@ def _settings(
         settings,
         workers=workers,
         use_multiprocessing=processes,
+        executor="local",
+        ray_options=None,
         cache=None,
         cache_bytes=None,
         cache_version=None,

@@ -22,7 +22,7 @@ from samples import Numbered
 
 from keras_fastdata import FastPyDataset, profile
 from keras_fastdata.__main__ import main
-from keras_fastdata.profiling import Profile
+from keras_fastdata.profiling import Profile, _settings
 
 pytestmark = pytest.mark.usefixtures("kept_forkserver")
 
@@ -241,6 +241,16 @@ def test_global_generators_are_left_alone():
     before = random.getstate(), np.random.get_state()[1].tolist()
     profile(Opening(), batches=3, seconds=1)
     assert before == (random.getstate(), np.random.get_state()[1].tolist())
+
+
+def test_a_dataset_for_ray_is_measured_on_this_machine():
+    dataset = Numbered(workers=2, executor="ray", ray_options={"num_cpus": 1})
+    for workers, processes, kind in (
+        (0, False, "inline"),
+        (2, False, "thread"),
+        (2, True, "process"),
+    ):
+        assert _settings(dataset, workers, processes).kind == kind
 
 
 def test_an_epoch_under_way_goes_on():
