@@ -428,6 +428,8 @@ class _ArraysInTheSlot:
             return self.reduce_array(obj)
         if kind is np.memmap:
             return self.reduce_array(obj.view(np.ndarray))
+        if kind is memoryview:  # as threads deliver it
+            return _identity, (np.asarray(obj),)
         convert = _converter(kind)
         return NotImplemented if convert is None else convert(obj)
 

@@ -116,6 +116,16 @@ def test_any_nested_batch_survives(batch, arena):
     _same(_round_trip(batch, arena), batch)
 
 
+@pytest.mark.parametrize("order", ["C", "F", "strided"])
+@pytest.mark.parametrize("shape", [(4, 2), (0, 2)])
+def test_a_memoryview_arrives_as_an_array(shape, order, arena):
+    array = np.arange(np.prod(shape)).reshape(shape).astype("complex64")
+    array = array[::2] if order == "strided" else array.copy(order)
+    back = _round_trip({"x": memoryview(array)}, arena)["x"]
+    assert back.dtype == array.dtype
+    np.testing.assert_array_equal(back, array)
+
+
 @pytest.mark.parametrize(
     "array",
     [
