@@ -41,6 +41,13 @@ def size(payload):
     return os.fstat(payload.fd).st_size
 
 
+def renewed(payload, holder):
+    """Whether the state of `holder` has changed, and was stored."""
+    before = payload.fd, payload.start
+    payload.renew(holder)
+    return before != (payload.fd, payload.start)
+
+
 def latest(payload):
     return read_shared_state(payload.fd, payload.start)
 
@@ -49,7 +56,7 @@ def test_what_has_not_changed_is_not_written_again(payload_of):
     holder = Holder()
     payload = payload_of(holder)
     before = size(payload), payload.start
-    assert payload.renew(holder) is False
+    assert not renewed(payload, holder)
     assert (size(payload), payload.start) == before
 
 
@@ -58,7 +65,7 @@ def test_an_array_that_changed_in_place_is_written_alone(payload_of):
     payload = payload_of(holder)
     before = size(payload)
     holder.index[:] = holder.index[::-1].copy()
-    assert payload.renew(holder) is True
+    assert renewed(payload, holder)
     assert size(payload) - before < MB
     found = latest(payload)
     np.testing.assert_array_equal(found.index, np.arange(1000)[::-1])
@@ -69,7 +76,7 @@ def test_a_single_byte_that_changed_is_found(payload_of):
     holder = Holder()
     payload = payload_of(holder)
     holder.table[-1] += 1
-    assert payload.renew(holder) is True
+    assert renewed(payload, holder)
     assert latest(payload).table[-1] == holder.table[-1]
 
 
@@ -78,7 +85,7 @@ def test_what_lies_beside_arrays_may_change_alone(payload_of):
     payload = payload_of(holder)
     before = size(payload)
     holder.word = "second"
-    assert payload.renew(holder) is True
+    assert renewed(payload, holder)
     assert size(payload) - before < MB
     assert latest(payload).word == "second"
 
@@ -95,7 +102,7 @@ def test_an_array_may_come_go_grow_and_shrink(payload_of):
         lambda: setattr(holder, "index", holder.table),
     ):
         change()
-        assert payload.renew(holder) is True
+        assert renewed(payload, holder)
         found = latest(payload)
         assert vars(found).keys() == vars(holder).keys()
         for name, value in vars(holder).items():
@@ -118,7 +125,7 @@ def test_whoever_reads_it_may_write_to_a_copy_of_its_own(payload_of):
     payload = payload_of(holder)
     latest(payload).table[:] = 9
     assert latest(payload).table[5] == 5
-    assert payload.renew(holder) is False
+    assert not renewed(payload, holder)
 
 
 def test_states_gone_by_do_not_pile_up(payload_of):
@@ -129,7 +136,7 @@ def test_states_gone_by_do_not_pile_up(payload_of):
         payload.renew(holder)
         assert size(payload) < holder.table.nbytes + 17 * MB
         assert latest(payload).table[0] == number + 1
-    assert payload.renew(holder) is False
+    assert not renewed(payload, holder)
 
 
 def test_a_state_that_cannot_be_pickled_leaves_the_one_before(payload_of):
@@ -162,7 +169,7 @@ def test_an_interrupt_while_arrays_are_compared_is_one(payload_of, monkeypatch):
         patch.setattr(np, "array_equal", interrupted)
         with pytest.raises(KeyboardInterrupt):
             payload.renew(holder)
-    assert payload.renew(holder) is False
+    assert not renewed(payload, holder)
 
 
 class Reshuffled(Numbered):
