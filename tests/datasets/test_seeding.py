@@ -251,6 +251,8 @@ def test_a_build_that_waits_for_builds_in_other_threads_ends(
 
     alone = [inner(k) for k in range(count)]
     monkeypatch.setattr(global_rng, "_STUCK_S", 0.3)
+    # Nobody has waited there, in this test with another count, for example.
+    monkeypatch.setattr(global_rng, "_waits_at", set())
     with Waits(seed=1, workers=0) as dataset:
         built = list(dataset)
     assert all(equal(parts, alone) for _, parts, _ in built)
