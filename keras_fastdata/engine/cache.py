@@ -173,14 +173,14 @@ class DiskCache(_BoundedCache):
 
     Args:
         name: Class name of the dataset.
-        directory: Where the files are; made if it is missing.
+        directory: Where the files are; made if it is missing. If it cannot be
+            made, nothing is cached, and a warning is logged.
         most: Bytes that the files there may take; `None`: no bound.
     """
 
     def __init__(
         self, name: str, directory: pathlib.Path, most: int | None
     ) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
         # What was kept of other states of the dataset lies beside it.
         states = list(directory.parent.glob(f"{name}-*"))
         for state in states:
@@ -193,6 +193,10 @@ class DiskCache(_BoundedCache):
         )
         self._files: dict[int, _CachedFile] = {}  # by index, once looked for
         self._has_told = False
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            self._close(f"the directory cannot be made ({error})")
 
     def holds(self, index: int) -> bool:
         if (file := self._files.get(index)) is None:

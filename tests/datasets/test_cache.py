@@ -41,6 +41,7 @@ from cache_samples import (
 from hypothesis import example, given
 from hypothesis import strategies as st
 from places import PLACES, everywhere, quickly, somewhere
+from samples import Numbered, numbers
 
 from keras_fastdata import (
     ArrayDataset,
@@ -983,6 +984,23 @@ _LAYOUTS = st.recursive(
     max_leaves=5,
 )
 _EXTENTS = st.lists(st.tuples(st.integers(-8, 99), st.just(0)), max_size=3)
+
+
+def test_a_directory_that_cannot_be_made_leaves_batches_uncached(
+    tmp_path, monkeypatch, caplog
+):
+    def mkdir(self, **how):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(pathlib.Path, "mkdir", mkdir)
+    with Numbered(workers=0, cache=tmp_path, cache_version=1) as dataset:
+        for _ in range(2):
+            assert numbers(dataset) == list(range(10))
+    (message,) = caplog.messages
+    assert message.startswith(
+        "No more batches of Numbered are cached: the directory cannot be made "
+        "([Errno 13] Permission denied: "
+    )
 
 
 @pytest.fixture(scope="module")
