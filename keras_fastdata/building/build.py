@@ -483,6 +483,10 @@ class Builder:
         if self._private:
             self._worker_state = LostStateMonitor(self._given_attributes())
 
+    def forget(self, thread: int) -> None:
+        """Ignores from now on what a thread that is given up builds."""
+        _building_in.pop(thread, None)
+
     def stop(self, worker_index: int) -> None:
         """Runs the dataset's `on_worker_stop` for a worker that ends."""
         dataset = self.dataset

@@ -105,6 +105,9 @@ class Builds(Protocol):
     def change(self) -> None:
         """Informs the builder that the dataset has changed."""
 
+    def forget(self, thread: int) -> None:
+        """Ignores from now on what a thread that is given up builds."""
+
 
 class WorkerPool(Protocol):
     """A set of workers that builds the batches of one dataset.

@@ -308,7 +308,10 @@ class _Thread(threading.Thread):
                 self._given_up = self._starting
             elif self._assigned is not None:
                 self._given_up = self._assigned[0] is request
-            return self._given_up
+            given_up = self._given_up
+        if given_up:
+            self._builder.forget(self.ident or 0)
+        return given_up
 
     def abandon(self) -> None:
         """Abandons the thread: it calls no `on_worker_stop` when it ends."""

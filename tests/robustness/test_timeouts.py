@@ -7,6 +7,7 @@ depends on how fast anything is.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import logging
 import os
@@ -457,6 +458,22 @@ def test_a_thread_that_is_stuck_ends_the_epoch_with_its_stack():
         assert "`batch_timeout=0.75`" in message
         assert "`use_multiprocessing=True`" in message
         assert message.endswith(error.stack)
+
+
+class StuckThreadThatAsks(StuckThread):
+    """Each batch is drawn by a thread that `__getitem__` starts."""
+
+    def __getitem__(self, index):
+        super().__getitem__(index)
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            return np.array([pool.submit(lambda: self.rng.random()).result()])
+
+
+def test_threads_of_builds_draw_while_a_former_worker_is_still_stuck():
+    with _opened(StuckThreadThatAsks(workers=1, seed=1)) as dataset:
+        with pytest.raises(BatchTimeoutError):
+            list(dataset)
+        assert len(list(dataset)) == len(dataset)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
