@@ -12,9 +12,9 @@ the signal (`signal.siginterrupt`) are kept.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import signal
-import sys
 import threading
 from types import FrameType, TracebackType
 from typing import Any
@@ -28,7 +28,8 @@ class DeferredSignals:
 
     def __init__(self) -> None:
         self._previous: dict[int, Any] = {}
-        self._caught: dict[int, Any] = {}  # the handlers to call, by signal
+        # By signal: its handler, and the stack frame to call the handler with.
+        self._caught: dict[int, tuple[Any, FrameType | None]] = {}
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():
@@ -58,9 +59,9 @@ class DeferredSignals:
                 del self._previous[number]
             while self._caught:
                 number = next(iter(self._caught))
-                handler = self._caught.pop(number)
+                handler, frame = self._caught.pop(number)
                 # Not raised again: C handlers have run when it came.
-                handler(number, sys._getframe())
+                handler(number, frame)
         finally:
             if self._previous or self._caught:
                 self._restore()
@@ -74,11 +75,14 @@ class DeferredSignals:
         self._restore()
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
-        self._caught[number] = self._previous[number]
+        self._caught[number] = self._previous[number], frame
 
 
 def _set_handler(number: int, handler: Any) -> None:
     """Sets the Python handler of a signal; keeps what the kernel calls."""
+    if _sigaction is None:
+        signal.signal(number, handler)
+        return
     action = ctypes.create_string_buffer(_LARGEST_ACTION)
     _sigaction(number, None, action)
     try:
@@ -88,4 +92,6 @@ def _set_handler(number: int, handler: Any) -> None:
 
 
 _LARGEST_ACTION = 1024  # bytes; a `struct sigaction` of glibc has 152
-_sigaction: Any = ctypes.PyDLL(None).sigaction
+_sigaction: Any = None  # on Windows
+with contextlib.suppress(TypeError, AttributeError):
+    _sigaction = ctypes.PyDLL(None).sigaction

@@ -260,8 +260,8 @@ class Channel:
 
     def tell_version(self) -> None:
         """Sends the dataset's latest version to the workers that lack it."""
-        state = self._shared_state
-        for worker in self.workers.values():
+        state, workers = self._shared_state, self.workers.values()
+        for worker in workers:
             if state is None or worker.version == self._version:
                 continue
             news = messages.VERSION.pack(self._version, state.start)
@@ -276,9 +276,7 @@ class Channel:
                     raise
             else:
                 worker.version = self._version
-        self.version_is_sent = all(
-            worker.version == self._version for worker in self.workers.values()
-        )
+        self.version_is_sent = all(w.version == self._version for w in workers)
 
     # -- what the supervisor calls ------------------------------------------
 
