@@ -79,15 +79,18 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Importing Keras draws from both.
-    numpy = sys.modules.get("numpy.random")
-    states = random.getstate(), numpy and numpy.get_state()
+    # Importing Keras draws from `random` and `np.random`.
+    python_state, numpy_state = random.getstate(), None
+    if "numpy.random" in sys.modules:
+        from keras_fastdata.building import mt19937
+
+        numpy_state = mt19937.Snapshot()
     try:
         value = getattr(importlib.import_module(home), name)
     finally:
-        random.setstate(states[0])
-        if numpy is not None:
-            numpy.set_state(states[1])
+        random.setstate(python_state)
+        if numpy_state is not None:
+            numpy_state.restore()
     globals()[name] = value
     return value
 

@@ -11,6 +11,7 @@ from keras_fastdata.health import comparison
 from keras_fastdata.health.account import TimeAccount
 from keras_fastdata.health.comparison import Figures
 from keras_fastdata.health.hot_lines import HotLine, hot_lines
+from keras_fastdata.health.step_clock import share_saved
 from keras_fastdata.health.verdict import (
     Facts,
     Kind,
@@ -145,7 +146,7 @@ class Finding(NamedTuple):
     @property
     def data_wait(self) -> float:
         """The share of the time that was lost to data, from 0 to 1."""
-        return 1 - self.free_s / self.wall_s if self.wall_s > 0 else 0.0
+        return share_saved(self.wall_s, self.free_s)
 
     @property
     def headline(self) -> str:

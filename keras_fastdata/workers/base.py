@@ -114,10 +114,9 @@ class WorkerPool(Protocol):
 
     All methods but `wait`, `close` and `pool_stats` are called by one thread
     at a time, in the process that made the workers; none of those waits for a
-    batch. Several
-    threads may wait, also while another calls any of the methods; a signal
-    handler may end the workers amid a wait. A pool inherits the methods that
-    mean nothing to it.
+    batch. Several threads may wait, also while another calls any of the
+    methods; a signal handler may end the workers amid a wait. A pool inherits
+    the methods that mean nothing to it.
     """
 
     def submit(self, request: BatchRequest) -> bool:

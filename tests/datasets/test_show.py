@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from places import PLACES
 from samples import Numbered, Random
 
 from keras_fastdata import (
@@ -183,11 +184,7 @@ def test_parts_have_names_shapes_and_the_first_rows():
 
 @pytest.mark.parametrize(
     "where",
-    [
-        {"workers": 0},
-        {"workers": 1},
-        {"workers": 1, "use_multiprocessing": True},
-    ],
+    [PLACES[place] for place in ("inline", "1 thread", "1 process")],
     ids=["inline", "thread", "process"],
 )
 def test_showing_samples_changes_no_batch_and_no_generator(where):

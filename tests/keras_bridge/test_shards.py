@@ -16,6 +16,7 @@ import pytest
 import shard_runs
 from hypothesis import given
 from hypothesis import strategies as st
+from places import PLACES
 from resume_samples import Drawn
 from samples import Numbered
 from shard_runs import BATCHES, EPOCHS, ROWS, Seen, Steps, fit
@@ -124,11 +125,7 @@ def _join(patch, index):
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize(
     "workers",
-    [
-        {"workers": 0},
-        {"workers": 1},
-        {"workers": 1, "use_multiprocessing": True},
-    ],
+    [PLACES[place] for place in ("inline", "1 thread", "1 process")],
     ids=["inline", "thread", "process"],
 )
 def test_batches_seen_before_the_processes_join_leave_no_seed(

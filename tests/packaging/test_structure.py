@@ -531,6 +531,24 @@ print(json.dumps([loaded("keras"), before == state()]))
     assert _in_a_fresh_process(script, tmp_path) == [["keras"], True]
 
 
+def test_a_generator_of_the_users_under_np_random_is_no_reason_to_warn(
+    tmp_path,
+):
+    script = """
+import warnings, numpy
+numpy.random.set_bit_generator(numpy.random.PCG64(1))
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import keras_fastdata
+    keras_fastdata.GeneratorDataset
+drawn = numpy.random.rand()
+numpy.random.set_bit_generator(numpy.random.PCG64(1))
+ours = [str(w.message) for w in caught if "legacy" in str(w.message)]
+print(json.dumps([ours, drawn == numpy.random.rand()]))
+"""
+    assert _in_a_fresh_process(script, tmp_path) == [[], True]
+
+
 def test_a_worker_imports_every_public_name_without_keras(tmp_path):
     script = """
 from keras_fastdata import _process_role
