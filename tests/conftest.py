@@ -1,8 +1,8 @@
 """Fixtures of every test: nothing may be left behind.
 
 Each test runs under a check that it leaves no child process, thread, file
-descriptor, or entry in /dev/shm. What the backend itself starts on first use
-(thread pools, compilers) is started once, before the first test.
+descriptor, held lock, or entry in /dev/shm. What the backend itself starts on
+first use (thread pools, compilers) is started once, before the first test.
 """
 
 from __future__ import annotations
@@ -266,7 +266,23 @@ def _present() -> dict[str, dict[object, object]]:
         "threads": dict.fromkeys(_threads()),
         "descriptors": dict(_descriptors()),
         "segments": dict.fromkeys(os.listdir("/dev/shm")),
+        "held locks": dict.fromkeys(_held_locks()),
     }
+
+
+def _held_locks() -> list[str]:
+    """Locks of the process's generators that another thread holds.
+
+    A thread that ended while it held one makes every later build wait.
+    """
+    module = sys.modules.get("keras_fastdata.building.global_rng")
+    held = []
+    for level, turn in enumerate(list(module._turns) if module else ()):
+        if turn.lock.acquire(blocking=False):
+            turn.lock.release()
+        else:
+            held.append(f"global_rng._turns[{level}]")
+    return held
 
 
 def _new_since(before: dict[str, dict[object, object]]) -> dict[str, object]:
@@ -279,7 +295,7 @@ def _new_since(before: dict[str, dict[object, object]]) -> dict[str, object]:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind(request, _held_forkservers):
-    """Fails the test that leaves a child, thread, descriptor or segment."""
+    """Fails the test that leaves something behind, as `_present` lists."""
     if "kept_forkserver" in request.fixturenames:
         request.getfixturevalue("kept_forkserver")
     else:

@@ -69,7 +69,13 @@ def test_an_interrupt_while_states_are_put_back_leaves_no_lock(monkeypatch):
         with pytest.raises(KeyboardInterrupt), block:
             pass
     lock = global_rng._turns[0].lock
-    thread = threading.Thread(target=lambda: free.append(lock.acquire(False)))
+
+    def take_and_release():
+        free.append(lock.acquire(blocking=False))
+        if free == [True]:
+            lock.release()
+
+    thread = threading.Thread(target=take_and_release)
     thread.start()
     thread.join()
     assert free == [True]
