@@ -155,7 +155,7 @@ class Context:
                 )
         return self._rng
 
-    def restart_rng(self) -> None:
+    def rewind_rng(self) -> None:
         """Resets `rng` to the start of its random stream."""
         self._rng = None
 
@@ -322,7 +322,7 @@ def forget_context(dataset: Dataset | None) -> None:
         if other.dataset is dataset and not other.threads:
             _building_in.pop(thread, None)
     if context is None:
-        global_rng.give_up()
+        global_rng.release_interrupted()
 
 
 def _enter(context: Context | None) -> None:
@@ -401,17 +401,18 @@ class Generators:
         """Returns the generators; searches if the dataset has changed."""
         if held_generators.seeds_its_own(dataset):
             return []
-        if self._search is None or not self._search.is_of(dataset):
+        if self._search is None or not self._search.fits(dataset):
             self._search = held_generators.Search(dataset)
         return self._search.held
 
-    def has_build_added(self, dataset: Dataset) -> bool:
+    def search_after_build(self, dataset: Dataset) -> bool:
         """Returns whether the build that has just ended added a generator.
 
-        Searches after the first build, and if an attribute was replaced.
+        Searches again only after the first build, and if an attribute was
+        replaced.
         """
         search = self._search
-        if search is None or (self._is_sure and search.is_of(dataset)):
+        if search is None or (self._is_sure and search.fits(dataset)):
             return False
         self._is_sure = True
         self._search = held_generators.Search(dataset)
@@ -526,7 +527,7 @@ class Builder:
             if self._private:
                 batch = self._seeded(context)
                 state = self._worker_state
-                if state is not None and state.is_due():
+                if state is not None and state.count_build():
                     self._look_for_lost_state(state)
                 return batch
             with preserved_globals(), _Preserved(self._held()):
@@ -549,12 +550,12 @@ class Builder:
             before = _positions(torch), self._states()
             try:
                 batch = self._made(context)
-                if not self._generators.has_build_added(self.dataset):
+                if not self._generators.search_after_build(self.dataset):
                     return batch
                 observer.on_global_rng(
                     "the random generators that the dataset holds"
                 )
-                context.restart_rng()
+                context.rewind_rng()
             finally:
                 positions, states = before
                 if positions != _positions(torch):
@@ -575,9 +576,9 @@ class Builder:
         """
         self._reseed(context.epoch, context.index)
         batch = self._made(context)
-        if self._generators.has_build_added(self.dataset):
+        if self._generators.search_after_build(self.dataset):
             del batch
-            context.restart_rng()
+            context.rewind_rng()
             self._reseed(context.epoch, context.index)
             batch = self._made(context)
         return batch

@@ -99,8 +99,8 @@ class _Turn:
         self.crossings += 1
         self.lock.release()
 
-    def give_up(self) -> None:
-        """Releases all levels of the lock if the calling thread holds it."""
+    def release_all(self) -> None:
+        """Releases all levels of the lock, if the calling thread holds it."""
         while self.lock._is_owned():
             self.depth = 0
             self.crossings += 1
@@ -158,10 +158,10 @@ def _wait_for(turn: _Turn) -> bool:
     return True
 
 
-def give_up() -> None:
+def release_interrupted() -> None:
     """Releases the locks that an interrupted build of this thread holds."""
     for turn in _turns:
-        turn.give_up()
+        turn.release_all()
 
 
 def _after_fork() -> None:

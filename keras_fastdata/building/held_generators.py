@@ -218,7 +218,7 @@ class Search:
             ):
                 self._add(step, _HasSeedMethod(step.value, name))
 
-    def is_of(self, dataset: Any) -> bool:
+    def fits(self, dataset: Any) -> bool:
         """Returns whether this search result still seems to fit `dataset`."""
         attributes = _attributes_of(dataset)
         if len(attributes) != self._count:

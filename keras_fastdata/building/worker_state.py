@@ -45,7 +45,7 @@ class LostStateMonitor:
         self._seen: _Seen | None = None
         self._next = self._builds + 1
 
-    def is_due(self) -> bool:
+    def count_build(self) -> bool:
         """Counts a build; returns whether to call `look` after this build."""
         self._builds += 1
         return self._builds >= self._next

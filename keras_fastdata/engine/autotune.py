@@ -106,10 +106,10 @@ class AutoTuner:
         self._returned_s = time.perf_counter()
         return self._tuner.choice != before
 
-    def cannot_be_had(self, error: Exception) -> bool:
+    def exclude_failed(self, error: Exception) -> bool:
         """Excludes the current kind of workers, which caused `error`.
 
-        Returns `False` without workers: inline builds cannot be excluded.
+        Returns whether it did. Inline builds cannot be excluded.
         """
         choice = self._tuner.choice
         if not choice.workers:
@@ -176,7 +176,7 @@ class SettingsInEffect:
         Returns:
             Whether another choice was adopted.
         """
-        if self.auto is None or not self.auto.cannot_be_had(error):
+        if self.auto is None or not self.auto.exclude_failed(error):
             return False
         self.adopt()
         return True

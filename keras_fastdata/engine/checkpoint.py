@@ -105,6 +105,6 @@ class Checkpoint:
 
     def _go_to(self, state: State, is_new_seed: bool) -> None:
         self._position.go_to(state)
-        self._prefetcher.restart(self._pool.workers)
+        self._prefetcher.unplan(self._pool.workers)
         if is_new_seed:  # workers are made with it
             self._pool.invalidate()

@@ -1,8 +1,8 @@
 """The progress of one epoch: requested, ready and delivered batches.
 
-    PLANNED --activate--> ACTIVE --finish(why)--> FINISHED
-    ACTIVE --reset--> PLANNED
-    FINISHED --rewind--> ACTIVE, or --restart--> PLANNED
+    PLANNED --activate--> ACTIVE --finish(why)--> FINISHED --rewind--> ACTIVE
+    PLANNED --finish(ABANDONED)--> FINISHED
+    all --unplan--> PLANNED
 
 `Loader`, `Fetcher`, `Prefetcher` and `Results` change it behind the loader's
 lock, through methods and in its dicts of batches. `BatchIterator` sets, without
@@ -26,6 +26,13 @@ class EpochState(enum.Enum):
     PLANNED = enum.auto()  # its number is what it will be, if no other begins
     ACTIVE = enum.auto()  # its number is its own; batches are asked for
     FINISHED = enum.auto()  # it delivers nothing any more, unless rewound
+
+
+_NEXT = {
+    EpochState.PLANNED: tuple(EpochState),
+    EpochState.ACTIVE: (EpochState.FINISHED, EpochState.PLANNED),
+    EpochState.FINISHED: (EpochState.ACTIVE, EpochState.PLANNED),
+}
 
 
 class Finish(enum.Enum):
@@ -105,6 +112,7 @@ class Epoch:
 
     def _move_to(self, state: EpochState, why: Finish | None = None) -> None:
         """Changes `state` and `finished_by`; no other method changes them."""
+        assert state in _NEXT[self.state], (self.state, state)
         self.state, self.finished_by = state, why
 
     def plan(self, number: int, schedule: Schedule | None = None) -> None:
@@ -147,18 +155,15 @@ class Epoch:
         if self.position == self.start:
             self.forget_order()
 
-    def reset(self) -> None:
-        """Undoes `plan` and `activate`. The epoch must not have begun."""
-        self._move_to(EpochState.PLANNED)
-        self.number = self.schedule = None
+    def unplan(self) -> None:
+        """Undoes `plan` and `activate`; the epoch then begins as the next one.
 
-    def restart(self) -> None:
-        """Resets this object, so that it represents the next epoch.
-
-        The loader does this if a resumed epoch has no batch left.
+        It must not have delivered a batch. If a resumed epoch has no batch
+        left, its object is reused so; likewise after a state was loaded.
         """
         self.start_at(0)
         self.forget_order()
+        self.number = None
         self._move_to(EpochState.PLANNED)
 
     def rewind(self) -> None:
@@ -265,11 +270,10 @@ class Epoch:
         ahead.is_quiet = self.is_quiet
         return ahead
 
-    def wants_span(self, timing: Timing) -> bool:
+    def claim_span(self, timing: Timing) -> bool:
         """Decides whether to record the times of a batch.
 
-        If `interval_s` has passed since the last record, the interval starts
-        again.
+        Starts the interval again if it has passed since the last record.
         """
         interval_s = self.interval_s
         if interval_s is None:

@@ -5,12 +5,21 @@ One that is nowhere is requested.
 
 Each method but `wait` is a step under the lock, and waits for nothing. Where a
 batch is still to come, the step ends with `Outcome.PENDING`; the consumer calls
-`wait` without the lock, and takes the step again.
+`wait` without the lock, and takes the step again. Between two steps, a `Fetch`
+knows what is waited for:
+
+    NEW --first step--> LOOKING
+    LOOKING --requested--> AWAITING --skipped--> LOOKING, at the next position
+    LOOKING --ready, if workers are to pause--> PAUSING --paused--> LOOKING
+    LOOKING, AWAITING --threads may not build it--> DRAINING
+    DRAINING --no worker builds--> BUILDING --built--> LOOKING
+    all --delivered, raised, or interrupted--> ENDED
 """
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import threading
 import time
 import weakref
@@ -32,6 +41,33 @@ _LOOK_S = 0.005  # between two looks at workers whose batches are here
 _QUIESCE_S = 1.0  # for workers to finish what they are at
 
 
+class Phase(enum.IntEnum):
+    """The phase of a `Fetch`; the values are indices of `_NEXT`."""
+
+    NEW = 0  # no step was taken
+    LOOKING = 1  # the batch at the epoch's position is looked for
+    AWAITING = 2  # the batch was requested from the workers
+    PAUSING = 3  # the batch is here; the pause of the workers is awaited
+    DRAINING = 4  # the caller builds the batch, once no worker builds any more
+    BUILDING = 5  # the caller builds the batch
+    ENDED = 6  # the consumer has the batch or an error, or was interrupted
+
+
+_NEXT = (
+    (Phase.LOOKING, Phase.ENDED),
+    (
+        *(Phase.LOOKING, Phase.AWAITING, Phase.PAUSING, Phase.DRAINING),
+        Phase.ENDED,
+    ),
+    (Phase.LOOKING, Phase.DRAINING, Phase.ENDED),
+    (Phase.LOOKING, Phase.ENDED),
+    (Phase.DRAINING, Phase.BUILDING, Phase.ENDED),
+    (Phase.LOOKING, Phase.DRAINING, Phase.BUILDING, Phase.ENDED),
+    (),
+)
+_IN_CALLER = (Phase.DRAINING, Phase.BUILDING)
+
+
 @dataclasses.dataclass(slots=True, weakref_slot=True, eq=False)
 class Fetch:
     """The progress of one request for a batch, kept while the caller waits.
@@ -40,22 +76,21 @@ class Fetch:
         pause_after: Whether the workers pause until the next one is asked for.
         is_thorough: Whether to collect results even if the batch is here and
             more of them lie ready than are out.
+        phase: The present phase.
+        workers: The workers at the latest step.
         peeked: The batches that a peek has got so far, by index.
-        waits_for: The workers that build the batch; `None` before the first
-            step.
-        awaited: The position that is waited for, or -1.
-        here_s: When the batch came, while only the workers' pause is awaited.
-        inline: The caller as a worker, while it builds the batch.
-        thread: The caller's thread, if it builds the batch.
+        here_s: The time when the batch came, if `PAUSING`.
+        inline: The caller as a worker, if `DRAINING` or `BUILDING`.
+        thread: The caller's thread, likewise.
         wait: Shows the user what is waited for; `None` before the first wait.
     """
 
     pause_after: bool
     is_thorough: bool
+    phase: Phase = Phase.NEW
+    workers: WorkerPool | None = None
     peeked: dict[int, Any] = dataclasses.field(default_factory=dict)
-    waits_for: WorkerPool | None = None
-    awaited: int = -1
-    here_s: float | None = None
+    here_s: float = 0.0
     inline: InlinePool | None = None
     thread: int = 0
     wait: BatchWait | None = None
@@ -64,9 +99,25 @@ class Fetch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.inline = None
+        self.move(Phase.ENDED)
         if self.wait is not None:
             self.wait.end()
+
+    def move(self, phase: Phase) -> None:
+        """Changes the phase; no other method changes it."""
+        assert phase in _NEXT[self.phase], (self.phase, phase)
+        self.phase = phase
+
+    def begin_step(self, workers: WorkerPool) -> None:
+        """Stores the workers, which a wait may have replaced."""
+        self.workers = workers
+        if self.phase is Phase.NEW:
+            self.move(Phase.LOOKING)
+
+    def build_here(self, pool: InlinePool) -> None:
+        """Makes the calling thread build the batch."""
+        self.inline, self.thread = pool, threading.get_ident()
+        self.move(Phase.DRAINING)
 
 
 @dataclasses.dataclass(eq=False)
@@ -99,11 +150,13 @@ class Fetcher:
 
     def wait(self, fetch: Fetch, epoch: Epoch) -> None:
         """Waits a moment for the batch; a long wait is shown to the user."""
-        assert fetch.waits_for is not None
+        builds = fetch.phase is Phase.BUILDING
+        workers = fetch.inline if builds else fetch.workers
+        assert workers is not None
         if fetch.wait is None:
             fetch.wait = BatchWait(self._pool.name, epoch)
-        self._pool.wait(fetch.waits_for)
-        fetch.wait.look(fetch.waits_for, self.results.cache is not None)
+        self._pool.wait(workers)
+        fetch.wait.look(workers, self.results.cache is not None)
 
     # -- the next batch ------------------------------------------------------
 
@@ -111,23 +164,27 @@ class Fetcher:
         """Returns the next batch of an epoch, or `PENDING` or `END`."""
         prefetcher, schedule = self._prefetcher, epoch.schedule
         assert schedule is not None
-        fetch.waits_for = workers
+        fetch.begin_step(workers)
         if self._inline and self._must_wait(fetch):
             return Outcome.PENDING
         if not fetch.pause_after:
             workers.resume()
         while (index := schedule.index_at(epoch.position)) is not None:
-            if epoch.cached:
-                self.results.check_cached(epoch, index)
-            if fetch.pause_after and not self._quiesce(
-                workers, epoch, index, fetch
-            ):
-                return Outcome.PENDING
-            if fetch.inline is None and epoch.issued <= epoch.position:
-                self._fill(workers, epoch)
-            batch = self._fetch(workers, epoch, index, fetch)
+            if fetch.phase in _IN_CALLER:
+                batch = self._built_here(workers, epoch, index, fetch)
+            else:
+                if epoch.cached:
+                    self.results.check_cached(epoch, index)
+                if fetch.pause_after and not self._quiesce(
+                    workers, epoch, index, fetch
+                ):
+                    return Outcome.PENDING
+                if epoch.issued <= epoch.position:
+                    self._fill(workers, epoch)
+                batch = self._fetch(workers, epoch, index, fetch)
             if batch is Outcome.PENDING:
-                if fetch.inline is None and prefetcher.should_fill(epoch):
+                is_requested = fetch.phase is Phase.AWAITING
+                if is_requested and prefetcher.should_fill(epoch):
                     self._fill(workers, epoch)
                 return batch
             if batch is Outcome.CACHE_MISS:
@@ -137,6 +194,7 @@ class Fetcher:
                 break
             epoch.pass_position()
             if batch is Outcome.SKIPPED:
+                fetch.move(Phase.LOOKING)  # for the next one
                 continue
             epoch.note_delivery(index, batch)
             if not self.results.structure:
@@ -159,17 +217,12 @@ class Fetcher:
     ) -> Any:
         """Builds the first `count` batches before `epoch` delivers them.
 
-        Args:
-            workers: The workers.
-            epoch: The epoch that delivers the batches in their turn.
-            ahead: An epoch that goes through the dataset by index.
-            count: How many batches are wanted.
-            fetch: Keeps the batches between two steps.
+        `ahead` is an epoch that goes through the dataset by index.
 
         Returns:
             The batches by index, or `PENDING`.
         """
-        fetch.waits_for = workers
+        fetch.begin_step(workers)
         if self._must_wait(fetch):
             return Outcome.PENDING
         workers.resume()
@@ -178,9 +231,11 @@ class Fetcher:
         peeked = fetch.peeked
         while len(peeked) < count and schedule.holds(ahead.position):
             index = ahead.position
-            if fetch.inline is None:
+            if fetch.phase in _IN_CALLER:
+                batch = self._built_here(workers, ahead, index, fetch)
+            else:
                 self._ask_ahead(workers, ahead, count)
-            batch = self._fetch(workers, ahead, index, fetch)
+                batch = self._fetch(workers, ahead, index, fetch)
             if batch is Outcome.PENDING:
                 return batch
             if batch is Outcome.CACHE_MISS:
@@ -189,6 +244,7 @@ class Fetcher:
                 self.finish(ahead, Finish.END_OF_DATA)
                 break
             ahead.pass_position()
+            fetch.move(Phase.LOOKING)  # for the next one
             if batch is not Outcome.SKIPPED:
                 peeked[index] = epoch.peeked[index] = batch
         if self._prefetcher.leaves_little(len(epoch.peeked)):
@@ -205,8 +261,8 @@ class Fetcher:
 
         Workers would draw from the generators that this build has seeded.
         """
-        return fetch.inline is None and any(
-            other.inline is not None and other.thread != threading.get_ident()
+        return fetch.phase not in _IN_CALLER and any(
+            other.phase in _IN_CALLER and other.thread != threading.get_ident()
             for other in self._inline
         )
 
@@ -245,8 +301,6 @@ class Fetcher:
         self, workers: WorkerPool, epoch: Epoch, index: int, fetch: Fetch
     ) -> Any:
         """Returns the batch at the current position, or an `Outcome`."""
-        if fetch.inline is not None:
-            return self._built_inline(workers, epoch, index, fetch)
         if index in epoch.peeked:
             return epoch.peeked.pop(index)
         position = epoch.position
@@ -258,16 +312,17 @@ class Fetcher:
         is_ready = position in epoch.ready
         if fetch.is_thorough or is_running_out or not is_ready:
             self._prefetcher.drain_results(workers)
-        if fetch.awaited != position:
+        if fetch.phase is Phase.LOOKING:
             epoch.note_depth()
         if position not in epoch.ready:
-            fetch.awaited = position
+            if fetch.phase is Phase.LOOKING:
+                fetch.move(Phase.AWAITING)
             self._prefetcher.require(workers, epoch, position, index)
             if position not in epoch.ready:
                 return Outcome.PENDING
         batch = self._open(epoch, epoch.ready.pop(position), index)
         if batch is Outcome.RETRY_INLINE:
-            return self._build_inline(workers, epoch, index, fetch)
+            return self._build_here(workers, epoch, index, fetch)
         return batch
 
     def _ask_ahead(self, workers: WorkerPool, ahead: Epoch, count: int) -> None:
@@ -301,7 +356,7 @@ class Fetcher:
         position = epoch.position
         if not epoch.knows(position, index):
             workers.resume()
-        if fetch.here_s is None:
+        if fetch.phase is not Phase.PAUSING:
             self._fill(workers, epoch)
         self._prefetcher.drain_results(workers)
         if not epoch.knows(position, index):
@@ -310,13 +365,14 @@ class Fetcher:
             return False
         workers.pause()
         now_s = time.monotonic()
-        if fetch.here_s is None:
+        if fetch.phase is not Phase.PAUSING:
+            fetch.move(Phase.PAUSING)
             fetch.here_s = now_s
         waited_s = now_s - fetch.here_s
         if workers.busy and waited_s <= _QUIESCE_S:
             return False
         epoch.note_quiesce(waited_s)
-        fetch.here_s = None
+        fetch.move(Phase.LOOKING)
         return True
 
     def _open(self, epoch: Epoch, completed: Completed, index: int) -> Any:
@@ -329,36 +385,36 @@ class Fetcher:
             self._pool.confirm()
             raise
 
-    def _build_inline(
+    def _build_here(
         self, workers: WorkerPool, epoch: Epoch, index: int, fetch: Fetch
     ) -> Any:
         """Rebuilds a batch in the calling thread, once no worker is building.
 
-        Whatever threads have built meanwhile is as doubtful, and given up.
+        What threads have built meanwhile is as doubtful, and is dropped.
         """
         assert epoch.number is not None
         self._prefetcher.forget_all(workers)
         self._prefetcher.forget(workers, epoch)
         workers.resume()  # cancelled requests are answered at once
-        fetch.inline = self._factory.create_inline()
-        fetch.thread = threading.get_ident()
+        pool = self._factory.create_inline()
+        pool.submit(BatchRequest(0, epoch.number, index))
+        fetch.build_here(pool)
         self._inline.add(fetch)
-        fetch.inline.submit(BatchRequest(0, epoch.number, index))
-        return self._built_inline(workers, epoch, index, fetch)
+        return self._built_here(workers, epoch, index, fetch)
 
-    def _built_inline(
+    def _built_here(
         self, workers: WorkerPool, epoch: Epoch, index: int, fetch: Fetch
     ) -> Any:
         """Returns the batch built in the caller, or an `Outcome`."""
         assert fetch.inline is not None
         self._prefetcher.drain_results(workers)
-        if workers.busy:
+        is_busy = workers.busy
+        fetch.move(Phase.DRAINING if is_busy else Phase.BUILDING)
+        if is_busy or not (built := fetch.inline.collect()):
             return Outcome.PENDING
-        built = fetch.inline.collect()
-        if not built:
-            fetch.waits_for = fetch.inline
-            return Outcome.PENDING
-        fetch.inline = None
+        fetch.move(Phase.LOOKING)
+        if fetch.pause_after:
+            workers.pause()
         batch = self._open(epoch, Completed(built[0], 0.0), index)
         epoch.note_built_here()
         if self._in_effect.are_outdated:

@@ -71,7 +71,8 @@ class HookReplay:
         self._ran: list[tuple[str, int]] = []
         # Of a version of the dataset, after that many hooks.
         self._digest: tuple[object, int, str] = None, 0, ""
-        self._is_restored = False  # and Keras has begun no epoch since
+        # Whether a state was loaded, and no hook was run or skipped since.
+        self._is_restored = False
         self._lock = ForkSafeLock()
 
     @property
@@ -97,6 +98,7 @@ class HookReplay:
             name: "on_epoch_begin" or "on_epoch_end".
             hook: The function to call; `None`: the method of that name.
         """
+        self._is_restored = False
         try:
             return self._run(dataset, name, self._position.next_epoch, hook)
         finally:
@@ -137,20 +139,15 @@ class HookReplay:
     def note(self, name: str) -> None:
         """Updates `within_epoch` after a hook, even if the hook was skipped."""
         self.within_epoch = name == "on_epoch_begin"
+        self._is_restored = False
 
     def skips(self, name: str, *, starting: bool) -> bool:
-        """Returns whether to skip a hook that ran before a state was saved.
-
-        Unless `starting`, later hooks are no longer skipped.
+        """Returns whether a hook ran before the loaded state was saved.
 
         `starting`: whether Keras is only about to begin its first epoch.
         """
-        if not self._is_restored:
-            return False
-        if starting:
-            return True
-        self._is_restored = False
-        return name == "on_epoch_begin" and self.within_epoch
+        resumes = name == "on_epoch_begin" and self.within_epoch
+        return self._is_restored and (starting or resumes)
 
     def restore(
         self, dataset: build.Dataset, state: state_dict.State

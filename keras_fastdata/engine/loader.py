@@ -27,7 +27,7 @@ from keras_fastdata.building import build
 from keras_fastdata.engine.autotune import SettingsInEffect
 from keras_fastdata.engine.checkpoint import Checkpoint
 from keras_fastdata.engine.epoch import Epoch, Finish
-from keras_fastdata.engine.fetcher import Fetch, Fetcher
+from keras_fastdata.engine.fetcher import Fetch, Fetcher, Phase
 from keras_fastdata.engine.hook_replay import Changes, HookReplay
 from keras_fastdata.engine.open_epochs import OpenEpochs
 from keras_fastdata.engine.planner import EpochPlanner
@@ -139,7 +139,7 @@ class Loader:
 
     def length(self, dataset: build.Dataset) -> int | None:
         """Returns the number of batches per epoch in this process's shard."""
-        shard = self._planner.find_shard(dataset)
+        shard = self._planner.take_shard(dataset)
         return shard.length(build.length_of(dataset))
 
     def pool_stats(self) -> PoolStats | None:
@@ -210,7 +210,7 @@ class Loader:
     ) -> Any:
         batch = self._next(epoch, dataset, fetch)
         if batch is Outcome.END and epoch.start and not epoch.delivered:
-            epoch.restart()
+            epoch.unplan()
             batch = self._next(epoch, dataset, fetch)
         auto = self._in_effect.auto
         if auto is not None and batch is not Outcome.PENDING:
@@ -283,13 +283,13 @@ class Loader:
                 self._fetcher.results.store_ready(abandoned)
                 self._fetcher.finish(abandoned, Finish.ABANDONED)
         # Not after a wait: asking for the length may itself be a change.
-        if fetch.waits_for is None:
-            if not epoch.has_begun and self._factory.has_outside_changed():
+        if fetch.phase is Phase.NEW:
+            if not epoch.has_begun and self._factory.notice_outside_changes():
                 self.changes.mark()
             if self.changes.are_new:
                 self._change()
         if not epoch.has_begun:
-            self._planner.find_shard(dataset)  # which may decide the seed
+            self._planner.take_shard(dataset)
             old = self._pool.workers
             if old is not None and self._factory.has_seed_changed():
                 self._pool.replace()
@@ -298,7 +298,7 @@ class Loader:
         if not epoch.has_begun:
             self._begin(epoch, dataset, workers)
         if epoch.schedule is None:
-            shard = self._planner.find_shard(dataset)
+            shard = self._planner.take_shard(dataset)
             self._planner.plan(epoch, build.length_of(dataset), shard)
         return workers
 

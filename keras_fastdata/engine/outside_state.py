@@ -97,10 +97,11 @@ class OutsideState:
                 self._lose(variable)
         self.told = Told(self._settings(), values)
 
-    def has_changed(self) -> bool:
+    def notice_changes(self) -> bool:
         """Returns whether the global state has changed since `look`.
 
-        The check takes some microseconds.
+        A change that workers cannot be told of is logged. The check takes some
+        microseconds.
         """
         if not self._is_watched:
             return False

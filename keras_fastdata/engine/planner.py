@@ -20,7 +20,7 @@ class EpochPlanner:
     """Plans the epochs of one dataset in this process.
 
     Attributes:
-        shard: The shard of this process at the last call of `find_shard`.
+        shard: The shard of this process, as of the last `take_shard`.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class EpochPlanner:
         """
         dataset = self._dataset()
         if self.known_seed is None and dataset is not None:
-            self.find_shard(dataset)  # which may decide the seed
+            self.take_shard(dataset)
         seed = self.known_seed
         if seed is None:
             seed = self._own_seed = random.getrandbits(63)
@@ -71,17 +71,17 @@ class EpochPlanner:
         """Replaces the base seed by the seed of a loaded state."""
         self._fixed_seed = seed
 
-    def find_shard(self, dataset: build.Dataset) -> Shard:
-        """Determines the shard of this process, and returns it.
+    def take_shard(self, dataset: build.Dataset) -> Shard:
+        """Determines and stores the shard of this process, and returns it.
 
-        If there are several shards, and no seed is given or loaded, the base
-        seed becomes 0.
+        Sets the seed as well: that of several shards is 0 in all processes,
+        unless one is given or loaded.
         """
         shard = shard_of(self._settings.shard, dataset)
         if shard != self.shard:
             self.shard = shard
             if shard.count > 1:
-                self._own_seed = 0  # the same one in all processes
+                self._own_seed = 0
                 is_found = self._settings.shard == "auto"
                 level = logging.WARNING if is_found else logging.INFO
                 _log.log(level, "%s has %s.", self._name, shard)
@@ -95,7 +95,7 @@ class EpochPlanner:
         """
         dataset = self._dataset()
         if dataset is not None:
-            self.find_shard(dataset)
+            self.take_shard(dataset)
         return self.shard.position(state.position)
 
     def plan(self, epoch: Epoch, num_batches: int | None, shard: Shard) -> None:

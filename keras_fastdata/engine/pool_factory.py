@@ -37,9 +37,9 @@ class PoolFactory:
         self._outside = OutsideState()  # as the workers got it
         self._seed: int | None = None  # as the workers got it
 
-    def has_outside_changed(self) -> bool:
+    def notice_outside_changes(self) -> bool:
         """Returns whether the global state outside the dataset has changed."""
-        return self._outside.has_changed()
+        return self._outside.notice_changes()
 
     def has_seed_changed(self) -> bool:
         """Returns whether the base seed is no longer that of the workers."""

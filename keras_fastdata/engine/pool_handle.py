@@ -36,13 +36,21 @@ _WAIT_S = 0.05
 _SHUTDOWN_S = 5.0  # for a daemon thread to leave the loader at exit
 
 
-class PoolState(enum.Enum):
-    """Whether workers exist, and whether they may be used."""
+class PoolState(enum.IntEnum):
+    """Whether workers may be used; the values are indices of `_NEXT`."""
 
-    ABSENT = enum.auto()  # there are none; the first call makes them
-    READY = enum.auto()  # they hold what the dataset and its epochs say
-    IN_CALL = enum.auto()  # a call is under way; or was interrupted
-    INVALID = enum.auto()  # they are ended when the present call ends
+    ABSENT = 0  # there are none; the first call makes them
+    READY = 1  # they hold what the dataset and its epochs say
+    IN_CALL = 2  # a call is under way; or was interrupted
+    INVALID = 3  # they are ended when the present call ends
+
+
+_NEXT = (
+    (PoolState.ABSENT, PoolState.IN_CALL, PoolState.INVALID),
+    (PoolState.ABSENT, PoolState.IN_CALL, PoolState.INVALID),
+    tuple(PoolState),
+    (PoolState.ABSENT,),
+)
 
 
 @dataclasses.dataclass
@@ -247,8 +255,14 @@ class PoolHandle:
         )
 
     def _move_to(self, state: PoolState) -> None:
-        """Changes `state`; no other method changes it."""
-        self.state = state
+        """Changes `state`; no other method changes it.
+
+        `INVALID` stays, where a signal handler has set it a moment ago.
+        """
+        if state in _NEXT[self.state]:
+            self.state = state
+        else:
+            assert self.state is PoolState.INVALID, (self.state, state)
 
     @property
     def _is_forked(self) -> bool:

@@ -19,6 +19,10 @@ from keras_fastdata.workers.base import BatchRequest, BatchResult, WorkerPool
 _CACHED_AHEAD = 4  # times the lookahead is how far to look past cached ones
 
 
+# The epoch, the key in `Epoch.ready` and the id of a request for the cache.
+_Asked = tuple[Epoch, int, int]
+
+
 class Prefetcher:
     """Requests batches from workers, and sorts the results by epoch."""
 
@@ -29,8 +33,7 @@ class Prefetcher:
         self._open_epochs = open_epochs
         self._request_ids = itertools.count(1)
         self._pending: dict[int, Pending] = {}  # by request id
-        # With a cache: epoch, position and request id of each batch, by index.
-        self._asked: dict[int, tuple[Epoch, int, int]] = {}
+        self._asked: dict[int, _Asked] = {}  # by index, with a cache
         self._largest = 0  # bytes of the largest batch so far
         self.apply_settings()
 
@@ -108,8 +111,9 @@ class Prefetcher:
         A batch for the cache that another epoch has requested is taken over
         from that epoch. `key` is the key of the batch in `epoch.ready`.
         """
-        if self._is_asked_for(index):
-            self._take_over(epoch, index, key)
+        asked = self._asked_for(index)
+        if asked is not None:
+            self._take_over(asked, epoch, index, key)
             return True
         request_id = next(self._request_ids)
         assert epoch.number is not None
@@ -178,15 +182,15 @@ class Prefetcher:
         epoch.peeked.clear()
         epoch.discard_prefetched()
 
-    def restart(self, workers: WorkerPool | None) -> None:
-        """Resets all epochs that have not delivered a batch."""
+    def unplan(self, workers: WorkerPool | None) -> None:
+        """Unplans all epochs that have not delivered a batch."""
         for epoch in self._open_epochs:
             if epoch.next_epoch is not None:
                 self.forget(workers, epoch.next_epoch)
                 epoch.release_next()
             if not epoch.delivered:
                 self.forget(workers, epoch)
-                epoch.reset()
+                epoch.unplan()
 
     def forget_all(self, workers: WorkerPool | None) -> None:
         """Cancels all requests, and drops their results."""
@@ -223,7 +227,7 @@ class Prefetcher:
             is_wanted = epoch.issued == epoch.position
             comes = cache is not None and cache.keeps_all and not is_wanted
             if cache is not None and (
-                cache.holds(index) or (comes and self._is_asked_for(index))
+                cache.holds(index) or (comes and self._asked_for(index))
             ):
                 epoch.cached.add(epoch.issued)
             elif not self.issue(workers, epoch, index, key=epoch.issued):
@@ -231,22 +235,23 @@ class Prefetcher:
         epoch.note_issued()
         return True
 
-    def _is_asked_for(self, index: int) -> bool:
-        """Returns whether an epoch requested batch `index` for the cache."""
-        if index not in self._asked:
-            return False
-        epoch, key, request_id = self._asked[index]
-        if epoch.waiting.get(key) == request_id:
-            return True
-        completed = epoch.ready.get(key)
-        if completed is not None and completed.done.request_id == request_id:
-            return True
-        del self._asked[index]
-        return False
+    def _asked_for(self, index: int) -> _Asked | None:
+        """Returns which epoch has requested batch `index` for the cache."""
+        asked = self._asked.get(index)
+        if asked is not None:
+            epoch, key, request_id = asked
+            completed = epoch.ready.get(key)
+            if epoch.waiting.get(key) == request_id or (
+                completed and completed.done.request_id == request_id
+            ):
+                return asked
+        return None
 
-    def _take_over(self, epoch: Epoch, index: int, key: int) -> None:
+    def _take_over(
+        self, asked: _Asked, epoch: Epoch, index: int, key: int
+    ) -> None:
         """Moves a batch, or its request, from another epoch to `epoch`."""
-        other, place, request_id = self._asked[index]
+        other, place, request_id = asked
         other.issue_again_from(place)
         if place in other.waiting:
             epoch.waiting[key] = other.waiting.pop(place)

@@ -167,10 +167,8 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
     def _tell_length(self, iterator: KerasIterator) -> None:
         """Sets Keras's number of batches to the rest of a resumed epoch.
 
-        `on_epoch_end` restores the number.
-
-        If the length is unknown, Keras takes it from the end of the epoch, and
-        must forget it again.
+        `on_epoch_end` restores the number; or `None`, if Keras has learned the
+        number at the end of the epoch.
         """
         checkpoint = loader_of(self.py_dataset).checkpoint
         if checkpoint.resumes:
@@ -213,12 +211,14 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
 
     # -- called by our iterators ---------------------------------------------
 
-    def take_iterator(self, batches: IteratorBatches) -> BatchIterator:
+    def take_iterator(
+        self, batches: IteratorBatches | None = None
+    ) -> BatchIterator:
         """Returns the loader's iterator over the next epoch.
 
-        Called when Keras asks `batches` for the first batch.
+        `batches` is what Keras iterates over, if it does so already.
         """
-        self._latest = weakref.ref(batches)
+        self._latest = None if batches is None else weakref.ref(batches)
         before, dataset = self._iterator, self.py_dataset
         found, self._prepared = self._prepared, None
         if found is None and before is not None:
@@ -288,7 +288,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         """Rewinds the epoch, so that it delivers the probe's batches again."""
         latest = None if self._latest is None else self._latest()
         if latest is not None:
-            latest.give_up()
+            latest.finish()
         if self._iterator is not None:
             self._prepared, self._iterator = self._iterator, None
             self._prepared.rewind()
@@ -301,7 +301,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         count = self.num_batches
         if count == 0:
             raise self.no_batches()
-        prepared = self._prepared = self.take_iterator(IteratorBatches(self))
+        prepared = self._prepared = self.take_iterator()
         try:
             peeked = prepared.peek(min(_SPEC_BATCHES, count or _SPEC_BATCHES))
         except Exception as error:

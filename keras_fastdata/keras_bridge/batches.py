@@ -106,8 +106,8 @@ class IteratorBatches(Iterator[Any]):
             index, epoch = self._iterator.index, self._iterator.epoch
             self._adapter.name_batches(error, f"batch {index}", epoch)
 
-    def give_up(self) -> None:
-        """Ends the iteration: no more batches are delivered."""
+    def finish(self) -> None:
+        """Makes this iterator deliver no more batches."""
         self._over, self._iterator = True, None
 
     # -- recording -----------------------------------------------------------
@@ -120,7 +120,7 @@ class IteratorBatches(Iterator[Any]):
         return (
             listener is not None
             and (adapter.progress.has_started or listener.predicts)
-            and listener.is_of(adapter.source_id)
+            and listener.claim_source(adapter.source_id)
         )
 
     def _record(

@@ -27,6 +27,18 @@ class FitPhase(enum.Enum):
     IN_EPOCH = enum.auto()  # it trains, evaluates, or predicts after a probe
 
 
+_NEXT = {
+    FitPhase.NOT_STARTED: (
+        FitPhase.NOT_STARTED,
+        FitPhase.PROBE,
+        FitPhase.BETWEEN,
+    ),
+    FitPhase.PROBE: (FitPhase.NOT_STARTED, FitPhase.BETWEEN),
+    FitPhase.BETWEEN: (FitPhase.BETWEEN, FitPhase.IN_EPOCH),
+    FitPhase.IN_EPOCH: (FitPhase.BETWEEN,),
+}
+
+
 class EpochProgress:
     """Tracks Keras's epochs, and the batches delivered in them.
 
@@ -67,7 +79,8 @@ class EpochProgress:
         return self.delivered - self.trained
 
     def _move_to(self, phase: FitPhase) -> None:
-        """Changes the phase. This is the only method that changes the phase."""
+        """Changes the phase; no other method changes it."""
+        assert phase in _NEXT[self.phase], (self.phase, phase)
         self.phase = phase
 
     def begin_epoch(

@@ -59,7 +59,7 @@ class Notice:
         # Nothing that concerns a notice may end a training.
         with contextlib.suppress(Exception):
             text = describe()
-            if now_s - self._began_s < LEAST_S or not self._takes_place():
+            if now_s - self._began_s < LEAST_S or not self._take_place():
                 return
             if self._place is None:
                 self._place = _find_place()
@@ -74,7 +74,7 @@ class Notice:
         if Notice._visible is self:
             Notice._visible = None
 
-    def _takes_place(self) -> bool:
+    def _take_place(self) -> bool:
         """Tries to become the visible notice; returns whether it is visible."""
         pid = os.getpid()
         if Notice._visible is None or Notice._visible_in != pid:

@@ -270,7 +270,7 @@ class Recorder:
         predicts: Whether it listens to a `predict`, which has no probe.
         sampler: What decides which steps are measured by themselves.
         source_id: Where the batches of this epoch come from, once it is
-            known; see `is_of`.
+            known; see `claim_source`.
         batch_stats: Of the present epoch or validation; see `begin`.
     """
 
@@ -321,22 +321,18 @@ class Recorder:
         self._waited_before_s = self.waited_s
         self.source_id = None
 
-    def is_of(self, source_id: object) -> bool:
-        """Returns whether `source_id` is the source of this epoch's batches.
+    def claim_source(self, source_id: object) -> bool:
+        """Makes `source_id` the source of this epoch's batches, if none is yet.
 
-        If the source is not known yet, `source_id` becomes the source.
-
-        Others are of an evaluation, say, within a callback.
-
-        Args:
-            source_id: What stands for where they come from; it is kept.
+        Returns whether it is the source. Batches of other sources belong to
+        an evaluation in a callback, for example.
         """
         if self.source_id is None:
             self.source_id = source_id
         return self.source_id is source_id
 
     def expect(self, source_id: object) -> None:
-        """Sets the source of this epoch's batches; see `is_of`."""
+        """Sets the source of this epoch's batches; see `claim_source`."""
         self.source_id = source_id
 
     def exclude(self, seconds: float) -> None:

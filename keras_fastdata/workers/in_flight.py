@@ -348,8 +348,8 @@ class InFlight:
         if task.slot != _NO_SLOT:
             self._slots.free(task.slot)
 
-    def give_up(self) -> list[BatchRequest]:
-        """Removes all queued and sent tasks; returns their requests."""
+    def take_wanted(self) -> list[BatchRequest]:
+        """Removes all queued and sent tasks, and returns their requests."""
         wanted = self._wanted()
         for task in wanted:
             self._close(task)

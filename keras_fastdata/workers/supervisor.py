@@ -270,7 +270,7 @@ class Supervisor(Generic[W]):
                 worker_exit.worker,
                 error=worker_exit.error(),
             )
-            for request in self._in_flight.give_up()
+            for request in self._in_flight.take_wanted()
         ]
 
 
@@ -294,7 +294,7 @@ class SupervisedPool(WorkerPool, Generic[W]):
     def collect(self) -> Iterable[BatchResult]:
         supervisor = self._supervisor
         supervisor.start_missing()
-        is_due = self._watchdog.is_due()
+        is_due = self._watchdog.begin_look()
         done = self._receive(is_due)
         if is_due:
             done += supervisor.look()

@@ -109,7 +109,7 @@ class ThreadPool(WorkerPool):
             else:
                 self._watchdog.learn(seconds)
                 kept.append(built)
-        if not kept and self._watchdog.is_due():
+        if not kept and self._watchdog.begin_look():
             kept += self._look_at_threads()
         return kept
 
@@ -158,7 +158,7 @@ class ThreadPool(WorkerPool):
         for expired in self._watchdog.look(activities):
             activity = expired.activity
             worker, request = activity.worker, activity.request
-            if not self._threads[worker].give_up(request):
+            if not self._threads[worker].abandon_if_at(request):
                 continue  # it has finished after all, a moment ago
             self._threads[worker] = self._start(worker)
             self._given -= request is not None
@@ -298,7 +298,7 @@ class _Thread(threading.Thread):
             starting,
         )
 
-    def give_up(self, request: BatchRequest | None) -> bool:
+    def abandon_if_at(self, request: BatchRequest | None) -> bool:
         """Abandons the thread if it still works on `request`.
 
         `None` stands for `on_worker_start`. Returns whether it is abandoned.

@@ -107,8 +107,8 @@ class Watchdog:
         """Updates the longest time that any batch took."""
         self.slowest_s = max(self.slowest_s, seconds)
 
-    def is_due(self) -> bool:
-        """Returns whether `look` is due; if so, also starts a new interval."""
+    def begin_look(self) -> bool:
+        """Starts a new interval if `look` is due; returns whether it is."""
         now_s = time.monotonic()
         late_s = now_s - self._next_look_s
         if late_s < 0:

@@ -169,7 +169,7 @@ def _looks(attributes, edits):
     notices = LostStateMonitor(attributes)
     found = []
     for edit in edits:
-        while not notices.is_due():
+        while not notices.count_build():
             pass
         exec(edit, {}, attributes)
         found += notices.look(attributes)
@@ -230,9 +230,9 @@ def test_a_new_state_of_the_dataset_is_not_lost_state():
     notices = LostStateMonitor({"x": 0})
     for value in range(3):
         notices.begin({"x": value})
-        assert notices.is_due()
+        assert notices.count_build()
         assert notices.look({"x": value}) == []
-        assert notices.is_due()
+        assert notices.count_build()
         assert notices.look({"x": value}) == []
 
 

@@ -965,7 +965,7 @@ def test_time_in_which_nobody_looked_is_no_time_of_a_batch(
     def is_late(after_s):
         """Lets time pass; is work late that began at 100 s?"""
         clock.now_s += after_s
-        assert guard.is_due()
+        assert guard.begin_look()
         late = guard.look([_work(clock.now_s - 100)])
         found = bool(late or caplog.messages)
         caplog.clear()

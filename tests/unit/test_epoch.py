@@ -47,15 +47,6 @@ def test_an_epoch_that_is_finished_keeps_its_reason():
     assert epoch.finished_by is Finish.END_OF_DATA
 
 
-def test_an_epoch_that_is_reset_has_neither_number_nor_order():
-    epoch = planned()
-    epoch.activate()
-    epoch.reset()
-    assert epoch.state is EpochState.PLANNED
-    assert epoch.number is None
-    assert epoch.schedule is None
-
-
 @pytest.mark.parametrize("finishes", [False, True])
 def test_a_rewound_epoch_delivers_what_was_remembered_again(finishes):
     epoch = planned(2)
@@ -93,17 +84,28 @@ def test_an_epoch_begins_where_an_earlier_run_has_left_it():
     assert epoch.position_before(1) == 3
 
 
-def test_an_epoch_that_had_no_batches_left_is_another_from_the_beginning():
+@pytest.mark.parametrize("finishes", [False, True])
+def test_an_unplanned_epoch_has_no_number_and_begins_at_the_first_batch(
+    finishes,
+):
     epoch = planned()
     epoch.start_at(4)
     epoch.activate()
     epoch.skipped[1] = "Traceback"
-    epoch.finish(Finish.EXHAUSTED)
-    epoch.restart()
+    if finishes:
+        epoch.finish(Finish.EXHAUSTED)
+    epoch.unplan()
     assert epoch.state is EpochState.PLANNED
     assert (epoch.start, epoch.position, epoch.issued) == (0, 0, 0)
+    assert epoch.number is None
     assert epoch.schedule is None
     assert epoch.skipped == {}
+
+
+def test_rewinding_does_not_begin_an_epoch():
+    epoch = planned()
+    epoch.rewind()
+    assert epoch.state is EpochState.PLANNED
 
 
 def test_positions_that_were_given_up_are_asked_for_again():

@@ -172,6 +172,7 @@ _ONE_MEANING = {
         "workers/thread.py",
     },
     "detach": {"metrics/recorder.py"},
+    "give_up": {"health/report/trace.py"},
     "release": {"building/global_rng.py"},  # a lock
 }
 

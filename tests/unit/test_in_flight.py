@@ -232,7 +232,7 @@ def test_what_is_given_up_is_told_and_what_was_cancelled_is_not():
     book, slots, _ = _book(2)
     book.cancel({1})
     book.enter(_request(3))
-    assert [r.request_id for r in book.give_up()] == [2, 3]
+    assert [r.request_id for r in book.take_wanted()] == [2, 3]
     assert len(slots.left) == _SLOTS - 1
     book.clear()
     assert len(slots.left) == _SLOTS
@@ -338,7 +338,7 @@ class Book(RuleBasedStateMachine):
     def fail_all(self):
         for worker in list(self.workers):
             self._lose(worker, again=False, ended=True)
-        for request in self.book.give_up():
+        for request in self.book.take_wanted():
             self._answer(request.request_id)
         self.workers = dict(enumerate(Worker() for _ in range(_WORKERS)))
 

@@ -157,12 +157,12 @@ def test_what_cannot_be_carried_is_said_once(patch, caplog):
     dataset = Referring()
     state = OutsideState()
     state.look(dataset, is_shared=False)
-    assert not state.has_changed()
+    assert not state.notice_changes()
     for _ in range(2):
         patch.setattr(outside_samples, "_scaled", lambda value: value)
-        assert state.has_changed()
+        assert state.notice_changes()
         state.look(dataset, is_shared=False)
-        assert not state.has_changed()
+        assert not state.notice_changes()
     (said,) = caplog.messages
     assert "`outside_samples._scaled`" in said
 
@@ -174,14 +174,14 @@ def test_a_look_from_another_thread_is_no_change():
     )
     looks.start()
     looks.join()
-    assert not state.has_changed()
+    assert not state.notice_changes()
 
 
 def test_workers_that_share_a_fork_lose_nothing(patch, caplog):
     state = OutsideState()
     state.look(Referring(), is_shared=True)
     patch.setattr(outside_samples, "_scaled", lambda value: value)
-    assert state.has_changed()
+    assert state.notice_changes()
     assert not caplog.messages
 
 

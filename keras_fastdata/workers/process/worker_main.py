@@ -141,7 +141,7 @@ def main(
             _set_up(start)
             worker = _WorkerLoop(files, start, results, segment)
     except Exception as error:
-        _give_up(results, messages.NOBODY, error)
+        _send_failure(results, messages.NOBODY, error)
         return 1
     log_forwarding.install(worker.tell)
     if not worker.load(make_builder):
@@ -319,18 +319,18 @@ class _WorkerLoop:
         except SystemExit:
             raise
         except BaseException as error:
-            self._give_up(error)
+            self._fail_start(error)
             return False
         self.tell(MessageKind.READY, b"")
         return True
 
-    def _give_up(self, error: BaseException) -> None:
+    def _fail_start(self, error: BaseException) -> None:
         exceptions.note(
             error,
             f"While {self._start.dataset} was loaded or its "
             f"`on_worker_start` ran, in {self._name}.",
         )
-        _give_up(self._results, self._start.worker, error)
+        _send_failure(self._results, self._start.worker, error)
 
     def serve(self) -> None:
         """Builds requested batches until the task socket is shut down."""
@@ -347,7 +347,7 @@ class _WorkerLoop:
                 except (BrokenPipeError, ConnectionResetError):
                     raise
                 except Exception as error:
-                    self._give_up(error)
+                    self._fail_start(error)
                     raise SystemExit(1) from None
             if self._version > task.version:
                 result = ResultMessage(MessageKind.STALE, worker, task.task_id)
@@ -456,7 +456,9 @@ def _fitted(result: ResultMessage, writer: codec.SlotWriter) -> ResultMessage:
     )
 
 
-def _give_up(results: socket.socket, worker: int, error: BaseException) -> None:
+def _send_failure(
+    results: socket.socket, worker: int, error: BaseException
+) -> None:
     """Reports the error that ends a worker, in one or more messages."""
     body = exceptions.dump_exception(error)
     size = messages.MAX_DATAGRAM_BYTES

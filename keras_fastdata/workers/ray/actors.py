@@ -441,10 +441,10 @@ class Actors:
         )
         if is_node_lost:
             how = f"Its node has left the cluster. {how}"
-        own = not self._shares_node_loss(worker, is_node_lost or is_missing)
+        own = not self._count_node_loss(worker, is_node_lost or is_missing)
         return WorkerEnd(how=how, counts=own, blames=not is_node_lost)
 
-    def _shares_node_loss(self, worker: RayWorker, is_node_lost: bool) -> bool:
+    def _count_node_loss(self, worker: RayWorker, is_node_lost: bool) -> bool:
         """Records the loss of a node; returns whether it was counted before.
 
         All actors of a node die together, and use up one restart. Only the
