@@ -8,6 +8,8 @@ A fingerprint covers
   defaults, variables around a function; and, of the global names in that code,
   also of those in modules, the plain values, functions and classes, and the
   functions behind objects that can be called, such as `functools.partial`;
+- the sources of the user's modules that this code imports itself, or that
+  what the dataset holds refers to, and of those that these import;
 - size and time of every file whose whole path is a `str`, `bytes` or path
   object anywhere in these.
 
@@ -154,9 +156,15 @@ def _digest_of(dataset: build.Dataset, value: Any) -> bytes:
 
 
 def _digest_of_code(code: Any, found: _Found) -> bytes:
-    digests = [code.__qualname__.encode()]
-    parts = _of_class if isinstance(code, type) else _of_function
-    for part in parts(code):
+    parts: Iterator[Any]
+    if isinstance(code, types.ModuleType):
+        name, parts = code.__name__, _sources_of(code.__name__, (), set())
+    else:
+        name = code.__qualname__
+        is_class = isinstance(code, type)
+        parts = _of_class(code) if is_class else _of_function(code)
+    digests = [name.encode()]
+    for part in parts:
         try:
             digests.append(_pickled(part, found))
         except Exception:  # a lock, a slot
@@ -179,12 +187,13 @@ def _file_at(path: str | bytes) -> bytes:
 
 
 class _Found:
-    """Collects the classes, functions and strings that a pickle refers to."""
+    """Collects what a pickle refers to: code, modules and strings."""
 
     def __init__(self) -> None:
         self.texts: dict[str | bytes, None] = {}  # any may be a path
-        self.code: list[Any] = []  # classes and functions, not installed
-        # All classes and functions, by id, and what stands for each.
+        # Classes, functions and modules that are not installed.
+        self.code: list[Any] = []
+        # All of them, by id, and what stands for each.
         self.known: dict[int, tuple[Any, list[str] | None]] = {}
 
 
@@ -202,8 +211,8 @@ def _pickled(
 class _FingerprintPickler(reducers.Pickler):
     """Pickles equal objects to equal bytes in every run.
 
-    Sets are put in order. Classes and functions that are not installed are
-    there by name.
+    Sets are put in order. Classes, functions and modules that are not
+    installed are there by name.
     """
 
     found: _Found
@@ -229,6 +238,11 @@ class _FingerprintPickler(reducers.Pickler):
                 if not by_name:
                     self.found.code.append(obj)
             return known[id(obj)][1]
+        elif kind is types.ModuleType and not _is_installed(obj.__name__):
+            if id(obj) not in self.found.known:
+                self.found.known[id(obj)] = obj, ["module", obj.__name__]
+                self.found.code.append(obj)
+            return self.found.known[id(obj)][1]
         else:
             self.found.texts.update(dict.fromkeys(_texts_in(obj)))
         return None
@@ -259,8 +273,13 @@ def _texts_in(obj: Any) -> Iterator[str | bytes]:
 def _of_class(kind: type) -> Iterator[Any]:
     """Yields the parts of a class that a fingerprint covers."""
     yield from kind.__bases__
+    if not _is_installed(type(kind).__module__):
+        yield type(kind)
     for name, value in sorted(vars(kind).items()):
-        if name.startswith("__") and not callable(value):
+        is_code = callable(value) or hasattr(type(value), "__get__")
+        if name.startswith("__") and (
+            not is_code or isinstance(value, types.GetSetDescriptorType)
+        ):
             continue  # Python's own, and not all of it there at once
         yield name
         yield from _inside(value)
@@ -333,17 +352,67 @@ def _imported_by(code: types.CodeType, package: str | None) -> Iterator[Any]:
 
     A module may not be imported yet, so its file counts as a whole.
     """
+    seen: set[str] = set()
     for module, names in imports_in(code, package):
-        with contextlib.suppress(Exception):  # its package may raise, or lack
-            found = [importlib.util.find_spec(module)]
-            folders = found[0] and found[0].submodule_search_locations
-            if folders:
-                find = importlib.machinery.PathFinder.find_spec
-                found += [find(f"{module}.{name}", folders) for name in names]
-            for spec in filter(None, found):
-                if spec.has_location and is_users_file(str(spec.origin)):
-                    yield spec.name
-                    yield pathlib.Path(str(spec.origin)).read_bytes()
+        yield from _sources_of(module, names, seen)
+
+
+def _sources_of(
+    module: str, names: tuple[str, ...], seen: set[str]
+) -> Iterator[str | bytes]:
+    """Yields a user's module and its source, and the modules that it imports.
+
+    Imports nothing.
+
+    Args:
+        module: The module's name.
+        names: What is imported from it, which may be modules.
+        seen: The modules that need not be looked at again.
+    """
+    for spec in _specs_of(module, names):
+        if spec.name in seen or not spec.has_location:
+            continue
+        seen.add(spec.name)
+        if not is_users_file(str(spec.origin)):
+            continue
+        with contextlib.suppress(OSError, SyntaxError, ValueError):
+            source = pathlib.Path(str(spec.origin)).read_bytes()
+            yield spec.name
+            yield source
+            for further, parts in _imports_of(source, spec.parent):
+                yield from _sources_of(further, parts, seen)
+
+
+@functools.lru_cache(maxsize=256)
+def _imports_of(
+    source: bytes, package: str | None
+) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Returns what a module's source imports, as `imports_in` does."""
+    code = compile(source, "<module>", "exec", dont_inherit=True)
+    return tuple(imports_in(code, package))
+
+
+def _specs_of(
+    module: str, names: tuple[str, ...]
+) -> Iterator[importlib.machinery.ModuleSpec]:
+    """Yields what finds a module, its packages, and modules inside it."""
+    first, *others = module.split(".")
+    try:
+        spec = importlib.util.find_spec(first)
+    except (ImportError, ValueError):
+        return
+    find = importlib.machinery.PathFinder.find_spec
+    for name in others:
+        if spec is None:
+            return
+        yield spec
+        folders = spec.submodule_search_locations or ()
+        spec = find(f"{spec.name}.{name}", [*folders])
+    if spec is not None:
+        yield spec
+        folders = spec.submodule_search_locations or ()
+        found = (find(f"{module}.{name}", [*folders]) for name in names)
+        yield from filter(None, found)
 
 
 def _of_code(code: types.CodeType) -> Iterator[Any]:

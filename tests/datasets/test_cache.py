@@ -631,6 +631,30 @@ _CALLED = {
     "a relative import": "f = max; from .tools import f; return f(i)",
     "a relative import of a module": "f = max; from . import tools; return i",
     "a module of a package": "f = max; from pack import tools; return i",
+    "what an imported module imports": (
+        "f = max; from pack.further import f; return f(i)"
+    ),
+    "what an imported package imports": (
+        "f = max; import pack; return pack.g(i)"
+    ),
+    "a module in a list": (
+        "from pack import tools;f = [tools]; return f[0].f(i)"
+    ),
+    "a module of a class": (
+        "class f: from pack import tools; return f.tools.f(i)"
+    ),
+    "a module around a function": (
+        "import pack.tools;f = (lambda m: lambda i: m.f(i))(pack.tools); "
+        "return f(i)"
+    ),
+    "a special method that is no function": (
+        "class f: __getitem__ = functools.partialmethod(max, VALUE); "
+        "return f()[i]"
+    ),
+    "a metaclass": (
+        "Meta = type('Meta', (type,), {'k': VALUE});f = Meta('f', (), {}); "
+        "return f.k"
+    ),
 }
 _PACKAGE = """
 import collections, datetime, decimal, enum, fractions, functools
@@ -687,7 +711,8 @@ def test_whatever_code_calls_makes_another_cache_when_edited(
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     package = tmp_path / "pack"
     package.mkdir()
-    (package / "__init__.py").touch()
+    (package / "__init__.py").write_text("from pack.further import f as g")
+    (package / "further.py").write_text("import pack.tools as t\nf = t.f")
     top, _, body = _CALLED[what].partition("; ")
 
     def run(value):
@@ -701,7 +726,7 @@ def test_whatever_code_calls_makes_another_cache_when_edited(
         ):
             text = text.replace(name, new)
         (package / "read.py").write_text(text)
-        for name in ("pack", "pack.tools", "pack.read"):
+        for name in ("pack", "pack.further", "pack.tools", "pack.read"):
             monkeypatch.delitem(sys.modules, name, raising=False)
         importlib.invalidate_caches()
         dataset = importlib.import_module("pack.read").Read(workers=0)
