@@ -63,6 +63,26 @@ class Variable:
         return self.home.get(self.name, ABSENT)
 
 
+class _Size(Mapping[str, Any]):
+    """A mapping that returns how many names another has, for every key.
+
+    A name that is added may hide a variable of a class. Python's own names,
+    such as `__slotnames__`, may be added at any time.
+    """
+
+    def __init__(self, names: Mapping[str, Any]) -> None:
+        self._names = names
+
+    def __getitem__(self, name: str) -> Any:
+        return sum(not n.startswith("__") for n in list(self._names))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([""])
+
+    def __len__(self) -> int:
+        return 1
+
+
 class _Cell(Mapping[str, Any]):
     """A mapping that returns a closure cell's value for every key."""
 
@@ -142,6 +162,8 @@ class _VariableSearch:
         attributes = getattr(value, "__dict__", None)
         if not isinstance(attributes, dict):
             return
+        if path:
+            self._note_size(attributes)
         for name, part in list(attributes.items()):
             if name == PRIVATE:
                 continue
@@ -154,6 +176,7 @@ class _VariableSearch:
         for base in kind.__mro__:
             if not is_users(base.__module__) or not self._is_new(base):
                 continue
+            self._note_size(vars(base))
             for name, value in list(vars(base).items()):
                 if name in _RUN_HERE:
                     continue
@@ -181,9 +204,8 @@ class _VariableSearch:
         names, every = _names_in(code, package), names_in(code)
         self.assigned |= names.assigned
         for name in names.variables:
-            if name in variables:
-                self._note(variables, name, home, name)
-                self._module(variables[name], every)
+            self._note(variables, name, home, name)
+            self._module(variables.get(name), every)
         for name in names.imported:
             self._module(sys.modules.get(name), every)
 
@@ -198,6 +220,9 @@ class _VariableSearch:
             self._note(variables, name, module.__name__, name)
             self._module(variables[name], names)
 
+    def _note_size(self, names: Mapping[str, Any]) -> None:
+        self.found.append(Variable(_Size(names), "", "", "", True))
+
     def _note(
         self, home: Mapping[str, Any], name: str, module: str, path: str
     ) -> None:
@@ -210,7 +235,7 @@ class _VariableSearch:
             or module in cloudpickle.list_registry_pickle_by_value()
         )
         self.found.append(Variable(home, name, module, path, by_value))
-        self.value(home[name], module, path)
+        self.value(home.get(name, ABSENT), module, path)
 
 
 def _is_users_object(value: Any) -> bool:

@@ -6,6 +6,7 @@
     h5py files, groups and datasets         opened again
     cached functions of `__main__`          wrapped again, with an empty cache
     the global random generators            the worker's own
+    classes of `__main__`                   without attributes deleted there
 
 A file must be the same one in the worker: a file that was deleted or replaced
 is refused, and a memory map of such a file travels by value. Threads, processes
@@ -27,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from typing import Any
 
 import cloudpickle
@@ -64,7 +66,33 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             obj, (h5py.Group, h5py.Dataset)
         ):
             return _reduce_h5(obj)
-        return super().reducer_override(obj)
+        reduced = super().reducer_override(obj)
+        if isinstance(reduced, tuple) and len(reduced) == _BY_VALUE:
+            *rebuild, state, _, _, set_state = reduced
+            return *rebuild, (set_state, state), None, None, _set_class
+        return reduced
+
+
+# -- classes that travel by value ----------------------------------------------
+
+
+def _set_class(cls: type, state: tuple[Any, Any]) -> None:
+    """Gives a class the attributes that it has in the training process.
+
+    Attributes that it had there before, and has no longer, are deleted. Those
+    that the worker itself has set stay.
+    """
+    set_state, parts = state
+    for name in _received.get(cls, set()) - parts[0].keys():
+        with contextlib.suppress(AttributeError):  # the worker deleted it
+            delattr(cls, name)
+    _received[cls] = {*parts[0]}
+    set_state(cls, parts)
+
+
+_BY_VALUE = 6  # parts of what cloudpickle reduces such a class to
+_received: weakref.WeakKeyDictionary[type, set[str]]
+_received = weakref.WeakKeyDictionary()
 
 
 # -- the global random generators ----------------------------------------------

@@ -15,6 +15,7 @@ import pytest
 from outside_samples import Frameworks, Referring
 from PIL import Image, ImageFile
 
+from keras_fastdata import FastPyDataset
 from keras_fastdata.building.modules import is_users
 from keras_fastdata.building.referred_names import variables_of
 from keras_fastdata.engine.fingerprint import _is_installed
@@ -81,6 +82,53 @@ for method in ("forkserver", "fork"):
     def change(x):
         return x + 1
     args.scale = table[1] = tool.used = Tool.strength = Mine.factor = 1
+"""
+
+# What one epoch sees, and what the next one does not see any longer.
+ADDED_SCRIPT = """
+import numpy as np
+from keras_fastdata import FastPyDataset
+
+class Tool:
+    strength = 1
+
+class Base(FastPyDataset):
+    factor = 1
+
+    def grown(self):
+        return 1
+
+class Mine(Base):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        try:
+            added = later()
+        except NameError:
+            added = 1
+        return np.array([[self.factor, self.grown(), tool.strength, added]])
+
+tool = Tool()
+
+def show(dataset):
+    print(*sorted({str(batch.tolist()) for batch in dataset}))
+
+for method in ("forkserver", "fork"):
+    kinds = {"use_multiprocessing": True, "start_method": method}
+    with Mine(workers=2, **kinds) as dataset:
+        show(dataset)
+        Mine.factor = 2
+        show(dataset)
+        Mine.grown = lambda self: 3
+        show(dataset)
+        tool.strength = 4
+        show(dataset)
+        def later():
+            return 5
+        show(dataset)
+        del Mine.factor, Mine.grown, tool.strength, later
+        show(dataset)
 """
 
 
@@ -237,6 +285,42 @@ def test_what_a_script_changes_between_epochs_reaches_the_workers(
         "[[2, 3, 4, 5, 6, 7]]",
     ]
     assert ran.stdout.splitlines() == wanted * 2, ran.stderr
+
+
+def test_names_that_a_script_adds_between_epochs_reach_the_workers(
+    tmp_path, zygote
+):
+    path = tmp_path / "script.py"
+    path.write_text(ADDED_SCRIPT)
+    ran = zygote.run(path)
+    wanted = [
+        "[[1, 1, 1, 1]]",
+        "[[2, 1, 1, 1]]",
+        "[[2, 3, 1, 1]]",
+        "[[2, 3, 4, 1]]",
+        "[[2, 3, 4, 5]]",
+        "[[1, 1, 1, 1]]",
+    ]
+    assert ran.stdout.splitlines() == wanted * 2, ran.stderr
+
+
+def test_what_a_worker_adds_to_its_class_stays_when_the_class_changes(patch):
+    class Mine(FastPyDataset):
+        factor = 1
+
+        def __len__(self):
+            return 2
+
+        def on_worker_start(self):
+            type(self).made = 1
+
+        def __getitem__(self, index):
+            return np.array([self.factor, self.made])
+
+    with Mine(**PROCESSES) as dataset:
+        for factor in (1, 2):
+            patch.setattr(Mine, "factor", factor)
+            assert [batch.tolist() for batch in dataset] == [[factor, 1]] * 2
 
 
 def test_a_module_is_the_users_own_as_soon_as_it_is_imported(
