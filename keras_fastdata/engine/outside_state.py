@@ -1,7 +1,7 @@
 """Tracks the global state that affects the batches of a dataset.
 
-Inline, a build sees whatever the program has set anywhere. A worker process
-imports modules anew, and is told of three things:
+Inline and in threads, a build sees whatever the program has set anywhere. A
+worker process imports modules anew, and is told of three things:
 
     settings of frameworks     those of `_settings`, where the framework is
                                loaded; a worker does not import it for that
@@ -12,7 +12,8 @@ imports modules anew, and is told of three things:
                                if they are plain values (see `_is_plain`)
 
 All of it is compared when an epoch begins, and sent again if it differs. In a
-worker a module is told when it is imported, or else at once.
+worker a module is told when it is imported, or else at once. With threads, a
+difference means that batches which were built ahead are out of date.
 """
 
 from __future__ import annotations
@@ -70,12 +71,15 @@ class OutsideState:
         self._error_state: dict[str, Any] = dict(np.geterr())
         self._lost: set[str] = set()
 
-    def look(self, dataset: Any, *, is_shared: bool) -> None:
+    def look(
+        self, dataset: Any, *, is_shared: bool, in_threads: bool = False
+    ) -> None:
         """Records the current global state.
 
         Args:
-            dataset: The dataset; `None` if all workers are in this process.
-            is_shared: Whether workers have all of it, because they are forked.
+            dataset: The dataset; `None` if no batch is built ahead.
+            is_shared: Whether workers have all of it: forked ones, or threads.
+            in_threads: Whether the builds themselves may edit the containers.
         """
         self._is_watched, self._is_shared = dataset is not None, is_shared
         values: _Values = {}
@@ -88,7 +92,8 @@ class OutsideState:
             variables = []
         for variable in variables:
             value = variable.value
-            self._seen.append(_SeenVariable(variable, value))
+            content = None if in_threads else _content(value)
+            self._seen.append(_SeenVariable(variable, value, content))
             if variable.by_value:
                 continue
             if _is_plain(value):
@@ -141,9 +146,9 @@ class _SeenVariable:
 
     __slots__ = ("_content", "_is_weak", "_value", "variable")
 
-    def __init__(self, variable: Variable, value: Any) -> None:
+    def __init__(self, variable: Variable, value: Any, content: Any) -> None:
         self.variable = variable
-        self._content = _content(value)
+        self._content = content
         self._is_weak = not _is_plain(value)
         self._value = value
         if self._is_weak:

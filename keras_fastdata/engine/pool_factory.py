@@ -34,7 +34,7 @@ class PoolFactory:
         self._in_effect = in_effect
         self._planner = planner
         self._receiver = log_forwarding.Receiver()  # of workers' log records
-        self._outside = OutsideState()  # as the workers got it
+        self._outside = OutsideState()  # as the workers got or saw it
         self._seed: int | None = None  # as the workers got it
 
     def notice_outside_changes(self) -> bool:
@@ -121,12 +121,13 @@ class PoolFactory:
             workers.change()
 
     def _look_outside(self) -> None:
-        """Records the global state that the workers receive."""
+        """Records the global state that the workers receive or see."""
         settings = self._in_effect.now
-        has_copies = settings.kind in ("process", "ray")
+        in_threads = settings.kind == "thread"
         self._outside.look(
-            self._dataset() if has_copies else None,
-            is_shared=settings.start_method == "fork",
+            None if settings.kind == "inline" else self._dataset(),
+            is_shared=in_threads or settings.start_method == "fork",
+            in_threads=in_threads,
         )
 
 

@@ -9,9 +9,10 @@ import threading
 import time
 
 import keras
+import next_epoch_samples
 import numpy as np
 import pytest
-from next_epoch_samples import TIMEOUT_S, Hooked, Noted
+from next_epoch_samples import TIMEOUT_S, Hooked, LevelOutside, Noted
 from places import KINDS
 from samples import Numbered
 
@@ -134,6 +135,22 @@ def test_a_fit_that_stops_early_begins_no_epoch_for_the_next(place, tmp_path):
     with Noted(tmp_path, seed=1) as inline:
         assert given == fitted(inline)
     assert [row[:2] for row in given] == every(3)
+
+
+@everywhere
+@pytest.mark.backend
+def test_a_variable_set_between_epochs_changes_every_batch_of_the_next(
+    place, tmp_path, monkeypatch
+):
+    class Set(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch < 2:
+                dataset.wait_for((epoch + 1, 0))
+            monkeypatch.setattr(next_epoch_samples, "LEVEL", epoch + 1)
+
+    with LevelOutside(tmp_path, **KINDS[place]) as dataset:
+        given = fitted(dataset, callbacks=[Set()])
+    assert [row[:3] for row in given] == [(e, i, e) for e, i in every(3)]
 
 
 @in_processes

@@ -8,6 +8,7 @@ import numpy as np
 from samples import Numbered
 
 TIMEOUT_S = 120
+LEVEL = 0  # of `LevelOutside`
 
 
 class Noted(Numbered):
@@ -43,3 +44,12 @@ class Noted(Numbered):
 class Hooked(Noted):
     def on_epoch_end(self):
         self.level += 1
+
+
+class LevelOutside(Noted):
+    """Takes the level from a variable of its module."""
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        y[:, 2] = LEVEL
+        return x, y
