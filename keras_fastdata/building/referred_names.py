@@ -102,14 +102,27 @@ class _Cell(Mapping[str, Any]):
         return 1
 
 
-def variables_of(dataset: Any) -> list[Variable]:
+def variables_of(dataset: Any, *, is_here: bool = False) -> list[Variable]:
     """Returns the variables that the batches of a dataset may depend on.
 
     Leaves out variables that the code assigns, such as a module's `_is_ready`.
+
+    Args:
+        dataset: The dataset.
+        is_here: Whether builds run in this process. What they may assign to
+            `self`, or around a function, is then left out as well.
     """
     search = _VariableSearch()
     search.value(dataset)
-    return [v for v in search.found if v.name not in search.assigned]
+    found = [v for v in search.found if v.name not in search.assigned]
+    if is_here:
+        found = [
+            v
+            for v in found
+            if not isinstance(v.home, _Cell)
+            and ("." not in v.path or v.name not in search.own)
+        ]
+    return found
 
 
 class _VariableSearch:
@@ -118,11 +131,13 @@ class _VariableSearch:
     Attributes:
         found: The variables.
         assigned: Names that the code assigns.
+        own: Names that the code assigns to `self`.
     """
 
     def __init__(self) -> None:
         self.found: list[Variable] = []
         self.assigned: set[str] = set()
+        self.own: set[str] = set()
         self._seen: dict[Any, Any] = {}  # by id; keeps the values alive
         self._places: set[tuple[str, str]] = set()
 
@@ -203,6 +218,7 @@ class _VariableSearch:
         code, package = function.__code__, variables.get("__package__")
         names, every = _names_in(code, package), names_in(code)
         self.assigned |= names.assigned
+        self.own |= names.own
         for name in names.variables:
             self._note(variables, name, home, name)
             self._module(variables.get(name), every)
@@ -272,26 +288,29 @@ class _Names:
         imported: Modules that it imports.
         assigned: Variables and attributes that it assigns, except for
             attributes of `self`.
+        own: Attributes of `self` that it assigns.
     """
 
     variables: frozenset[str]
     imported: frozenset[str]
     assigned: frozenset[str]
+    own: frozenset[str]
 
 
 @functools.lru_cache(maxsize=4096)
 def _names_in(code: types.CodeType, package: str | None) -> _Names:
-    variables, assigned = set(), set()
+    variables: set[str] = set()
+    assigned: set[str] = set()
+    own: set[str] = set()
     loaded: Any = None
     for step in itertools.chain(*map(dis.get_instructions, nested_code(code))):
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             variables.add(step.argval)
-        elif step.opname == "STORE_GLOBAL" or (
-            step.opname == "STORE_ATTR" and loaded != "self"
-        ):
-            assigned.add(step.argval)
+        elif step.opname in ("STORE_GLOBAL", "STORE_ATTR"):
+            is_own = step.opname == "STORE_ATTR" and loaded == "self"
+            (own if is_own else assigned).add(step.argval)
         # In Python 3.13 one instruction may load two names.
         loaded = step.argval[-1:] if type(step.argval) is tuple else step.argval
         loaded = loaded[0] if type(loaded) is tuple and loaded else loaded
     imported = {name for name, _ in imports_in(code, package)}
-    return _Names(*map(frozenset, (variables, imported, assigned)))
+    return _Names(*map(frozenset, (variables, imported, assigned, own)))

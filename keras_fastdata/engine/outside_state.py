@@ -12,8 +12,8 @@ worker process imports modules anew, and is told of three things:
                                if they are plain values (see `_is_plain`)
 
 All of it is compared when an epoch begins, and sent again if it differs. In a
-worker a module is told when it is imported, or else at once. With threads, a
-difference means that batches which were built ahead are out of date.
+worker a module is told when it is imported, or else at once. In every place, a
+difference means that batches which were built ahead or cached are out of date.
 """
 
 from __future__ import annotations
@@ -72,27 +72,28 @@ class OutsideState:
         self._lost: set[str] = set()
 
     def look(
-        self, dataset: Any, *, is_shared: bool, in_threads: bool = False
+        self, dataset: Any, *, is_shared: bool, is_here: bool = False
     ) -> None:
         """Records the current global state.
 
         Args:
-            dataset: The dataset; `None` if no batch is built ahead.
-            is_shared: Whether workers have all of it: forked ones, or threads.
-            in_threads: Whether the builds themselves may edit the containers.
+            dataset: The dataset; `None` if no batch is kept or built ahead.
+            is_shared: Whether the builds see all of it.
+            is_here: Whether this process builds. The builds may then edit the
+                containers themselves.
         """
         self._is_watched, self._is_shared = dataset is not None, is_shared
         values: _Values = {}
         self._seen = []
         try:
-            variables = variables_of(dataset)
+            variables = variables_of(dataset, is_here=is_here)
         except Exception:
             # Objects of the user's may refuse to be looked into.
             _log.debug("State outside of a dataset:", exc_info=True)
             variables = []
         for variable in variables:
             value = variable.value
-            content = None if in_threads else _content(value)
+            content = None if is_here else _content(value)
             self._seen.append(_SeenVariable(variable, value, content))
             if variable.by_value:
                 continue

@@ -123,11 +123,12 @@ class PoolFactory:
     def _look_outside(self) -> None:
         """Records the global state that the workers receive or see."""
         settings = self._in_effect.now
-        in_threads = settings.kind == "thread"
+        keeps = settings.kind != "inline" or settings.cache is not None
+        is_here = settings.kind in ("inline", "thread")
         self._outside.look(
-            None if settings.kind == "inline" else self._dataset(),
-            is_shared=in_threads or settings.start_method == "fork",
-            in_threads=in_threads,
+            self._dataset() if keeps else None,
+            is_shared=is_here or settings.start_method == "fork",
+            is_here=is_here,
         )
 
 

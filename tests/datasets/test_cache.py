@@ -20,6 +20,7 @@ import types
 import warnings
 import zlib
 
+import cache_samples
 import keras
 import ml_dtypes
 import numpy as np
@@ -33,6 +34,7 @@ from cache_samples import (
     NotedPairs,
     Opens,
     Reseeded,
+    StartsOutside,
     Trainable,
     Varying,
     Worded,
@@ -264,6 +266,21 @@ def test_a_dataset_that_was_edited_is_built_anew(cached, built, kind):
     assert built() == list(range(8))
     assert values(dataset) == list(range(100, 108))
     assert built() == []
+
+
+@everywhere
+@kinds
+def test_another_value_of_a_global_is_another_state(
+    tmp_path, built, kind, place, monkeypatch
+):
+    cache = "memory" if kind == "memory" else tmp_path / "cache"
+    kwargs = {"cache": cache, "cache_version": 1, **PLACES[place]}
+    with StartsOutside(tmp_path / "notes", **kwargs) as dataset:
+        for start in (0, 100):
+            monkeypatch.setattr(cache_samples, "START", start)
+            for builds in (8, 0):
+                assert values(dataset) == list(range(start, start + 8))
+                assert len(built()) == builds
 
 
 # -- what is refused ---------------------------------------------------------

@@ -33,6 +33,30 @@ class Noted(FastPyDataset):
         return x, [np.full((4, 1), value, "uint8")]
 
 
+START = 0  # of `StartsOutside`
+
+
+class Counter:
+    def __init__(self):
+        self.count = 0
+
+    def add(self):
+        self.count += 1
+
+
+counter = Counter()
+
+
+class StartsOutside(Noted):
+    """Takes its start from a variable of this module, and counts builds."""
+
+    def __getitem__(self, index):
+        counter.add()
+        x, y = super().__getitem__(index)
+        x["scalar"] += START
+        return x, y
+
+
 class NotedPairs(Noted):
     """Batches that a model takes."""
 
