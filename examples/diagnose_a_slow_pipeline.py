@@ -12,7 +12,7 @@ Accelerator: None
 
 Is data the bottleneck, and what can be done about it? `LoaderHealth` measures
 every batch and every training step. After each epoch it says why training
-waited, what to change, and how much faster free data would make it at most.
+waited, what to change, and how much faster training could be at most.
 
 The dataset of this example is of a common kind: it reads small files from slow
 storage, one after the other, in one thread. All figures are measured when the

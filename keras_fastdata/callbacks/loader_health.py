@@ -18,12 +18,17 @@ from keras_fastdata.callbacks.tensorboard import EventFiles, log_dirs_among
 from keras_fastdata.health import comparison, hot_lines
 from keras_fastdata.health.account import FitTimer
 from keras_fastdata.health.comparison import Figures
-from keras_fastdata.health.epoch_monitor import EpochMonitor, no_step
+from keras_fastdata.health.epoch_monitor import (
+    STEPS_KEPT,
+    EpochMonitor,
+    no_step,
+)
 from keras_fastdata.health.measured import Measured
 from keras_fastdata.health.record import Record
 from keras_fastdata.health.report import figure
 from keras_fastdata.health.report import html as pages
 from keras_fastdata.health.report.trace import TraceWriter
+from keras_fastdata.health.step_clock import Step
 from keras_fastdata.health.summary import (
     EpochHealth,
     HealthSummary,
@@ -38,6 +43,8 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger("keras_fastdata")
+_WORTH_S = 0.1  # what takes less is not mentioned after an epoch
+_DATA = {"train": "training data", "validation": "validation data"}
 
 
 @registered
@@ -45,27 +52,29 @@ class LoaderHealth(Callback):
     """Reports why training waits for its data, and what to change.
 
     Adds `data_wait` to the logs of every epoch: the share of its wall time,
-    from 0 to 1, that free data would have saved. The wall time here is that of
-    the steps and their waits (`wall_s` in `summary()`), without validation,
-    saving, steps that compile, and what comes before the first epoch. The
-    progress bar, `History` and every callback that is listed after this one
-    have it; so list it first. A line after each epoch names the reason. After
-    the last epoch, a table follows, an account of the time since `fit` was
-    called, whose parts add up (also in `summary()`, for each epoch too), and
-    what to change; advice that would save less than a second, or 5%, is left
-    out. In a `fit` without a `FastPyDataset` nothing is added and nothing
-    printed. After `evaluate` or `predict` ask for `summary()`.
+    from 0 to 1, that is waiting for data, and would be saved if batches took
+    no time to build. The wall time here is that of the steps and their waits
+    (`wall_s` in `summary()`), without validation, saving, steps that compile,
+    and what comes before the first epoch. The progress bar, `History` and
+    every callback that is listed after this one have it; so list it first.
+    A line after each epoch has the seconds of which it is the share, the
+    reason, and what else took long. After the last epoch, a table follows, an
+    account of the time since `fit` was called, whose parts add up (also in
+    `summary()`, for each epoch too), and what to change; advice that would
+    save less than a second, or 5%, is left out. The seconds of waiting are the
+    same everywhere. In a `fit` without a `FastPyDataset` nothing is added and
+    nothing printed. After `evaluate` or `predict` ask for `summary()`.
 
     With `on_error="skip"`, `skipped` in the logs is the number of batches
     that the epoch and its validation left out, once there was one; and the
     attribute `skipped` lists those of the latest `fit`, at most 1,000, each
     with `dataset`, `index` and `traceback`.
 
-    What an epoch would take with free data is known from sampled steps, the
-    first few and then so many that it costs at most 1% of the time: the
-    workers rest, and the device is synchronized before and after. So time in
-    which the device computes while a batch is fetched is not taken for
-    waiting, and what builds cost the steps beside them is. Steps that compile
+    What the steps alone would take is known from sampled steps, the first few
+    and then so many that it costs at most 1% of the time: the workers rest,
+    and the device is synchronized before and after. So time in which the
+    device computes while a batch is fetched is not taken for waiting, and what
+    builds cost the steps beside them is. Steps that compile
     are left out, and so is validation, which is measured on its own.
 
     With a `keras.callbacks.TensorBoard` beside it, scalars named `loader/...`
@@ -335,10 +344,7 @@ class LoaderHealth(Callback):
             logs["data_wait"] = health.data_wait
             if self._skipped:
                 logs["skipped"] = self._skipped_in(epoch)
-        validation = next(
-            (v for v in self._validations if v.epoch == epoch), None
-        )
-        self._line = _describe(health, validation, self._skipped_in(epoch))
+        self._line = _describe(health, self._skipped_in(epoch))
 
     def on_train_end(self, logs: Any = None) -> None:
         self._print_line()
@@ -413,14 +419,39 @@ class LoaderHealth(Callback):
             ended_s=time.monotonic(),
             summary=self.summary(),
             spans=monitor.recorder.spans(),
-            steps=tuple(monitor.steps),
+            steps=self._steps(monitor),
             lost=pool_stats.losses if pool_stats else (),
             pids=pool_stats.pids if pool_stats else {},
             skipped=tuple(self._skipped),
             slowest=tuple(monitor.recorder.batch_stats.slowest),
             stacks=pool_stats.stacks if pool_stats else {},
             machine=device.machine(),
+            datasets={
+                _DATA.get(phase, "data"): str(dataset)
+                for phase, dataset in monitor.datasets.items()
+            },
         )
+
+    def _steps(self, monitor: EpochMonitor) -> tuple[Step, ...]:
+        """Returns the latest steps, after the time before the first of them.
+
+        That time, as a step with number -1 that waits for the first batch and
+        builds the model, is left out if later steps are no longer known.
+        """
+        steps = tuple(monitor.steps)
+        if not self._epochs or len(steps) >= STEPS_KEPT:
+            return steps
+        start = Step(
+            self._epochs[0].phase,
+            self._epochs[0].epoch,
+            -1,
+            self._called_s,
+            self._began_s,
+            self._epochs[0].start_s,
+            sampled=False,
+            compiled=True,
+        )
+        return (start, *steps) if start.waited_s else steps
 
     def _note_saving(self, seconds: float) -> None:
         """Records how many seconds another callback took to save."""
@@ -523,26 +554,30 @@ class LoaderHealth(Callback):
             print(line, flush=True)
 
 
-def _describe(
-    health: EpochHealth, validation: EpochHealth | None, skipped: int
-) -> str:
-    """Returns one line on an epoch: its lost time and skipped batches.
+def _describe(health: EpochHealth, skipped: int) -> str:
+    """Returns a line or two on an epoch.
 
-    Of training and validation, the one that lost more time is named.
+    They have its waiting, the whole of which `data_wait` is a share, what else
+    took at least 0.1 s and 5% of the epoch, and the number of skipped batches.
     """
-    whole_s = health.wall_s
+    lines = [
+        f"LoaderHealth: {health.name} waited "
+        f"{formatting.duration(health.waited_s)} of "
+        f"{formatting.duration(health.wall_s)} for data "
+        f"({formatting.share(health.data_wait)}, {health.verdict.kind})."
+    ]
     if health.account is not None:
-        whole_s = health.account.total_s
-    data, worse = "data", health
-    least_s = max(health.lost_s, WORTH * whole_s)
-    if validation is not None and validation.lost_s > least_s:
-        data, worse = "validation data", validation
-    line = (
-        f"LoaderHealth: {health.name} lost "
-        f"{formatting.share(worse.lost_s / max(whole_s, 1e-9))} of "
-        f"{formatting.duration(whole_s)} to its {data} ({worse.verdict.kind})."
-    )
+        others = dataclasses.replace(
+            health.account,
+            first_batch_s=health.start_s,
+            steps_s=0.0,
+            waiting_s=0.0,
+            hooks_s=0.0,
+        )
+        least_s = max(_WORTH_S, WORTH * health.account.total_s)
+        if besides := others.text(least_s):
+            lines.append(f"Besides: {besides}.")
     if skipped:
         were = "was" if skipped == 1 else "were"
-        line += f" {formatting.count(skipped, 'batch')} {were} skipped."
-    return line
+        lines[-1] += f" {formatting.count(skipped, 'batch')} {were} skipped."
+    return "\n".join(map(formatting.wrapped, lines))

@@ -142,6 +142,20 @@ class Loader:
         shard = self._planner.take_shard(dataset)
         return shard.length(build.length_of(dataset))
 
+    @property
+    def num_batches(self) -> int | None:
+        """The number of batches of the latest epoch in this shard.
+
+        `None` for endless data, and before the first epoch.
+        """
+        schedule = self._position.latest_schedule
+        return None if schedule is None else schedule.num_batches
+
+    @property
+    def stacks(self) -> dict[str, int]:
+        """How often each folded stack was met in slow builds so far."""
+        return dict(self._fetcher.results.stacks)
+
     def pool_stats(self) -> PoolStats | None:
         """Returns statistics of the workers, or `None` without workers."""
         workers, auto = self._pool.workers, self._in_effect.auto
@@ -151,7 +165,7 @@ class Loader:
             workers.pool_stats(),
             decisions=auto.decisions if auto is not None else (),
             shard=str(self._planner.shard),
-            stacks=dict(self._fetcher.results.stacks),
+            stacks=self.stacks,
         )
 
     def description(self) -> Description:

@@ -1,7 +1,9 @@
 """Divides the time of a `fit` into parts, such as steps and waits for data.
 
-Each second from the call of `fit` belongs to one part. The host's clock counts:
-a wait is a wait even while a device computes.
+Each second from the call of `fit` belongs to one part. Waiting is what
+`data_wait` counts: the time that training would save if its batches took no
+time to build. So a wait while a device computes belongs to the steps, and so
+much of a step as builds beside it cost belongs to waiting.
 """
 
 from __future__ import annotations
@@ -20,12 +22,13 @@ class TimeAccount:
     The fields add up to the whole duration.
 
     Attributes:
-        first_batch_s: Starting workers, and waiting for the first batch.
+        first_batch_s: Starting workers, and the wait for the first batch.
         compiling_s: Building the model, and steps that compiled.
         steps_s: Training steps, with what callbacks do for each batch.
-        waiting_s: Waiting for training data, but for the first batch.
+        waiting_s: Waiting for training data, without the first batch: the sum
+            of `data_wait * wall_s` over all epochs, without epoch hooks.
         validation_s: Validation, without its waits.
-        validation_wait_s: Waiting for validation data.
+        validation_wait_s: Waiting for validation data, likewise.
         hooks_s: `on_epoch_begin` and `on_epoch_end` of datasets.
         saving_s: Keras's callbacks that save, such as `ModelCheckpoint`, and
             `DatasetCheckpoint`.
@@ -60,12 +63,19 @@ class TimeAccount:
         pairs = zip(ours, theirs, strict=True)
         return TimeAccount(*(one + times * two for one, two in pairs))
 
-    def __str__(self) -> str:
-        parts = ", ".join(
+    def text(self, least_s: float = 0.0) -> str:
+        """Returns the parts of at least `least_s` seconds as text.
+
+        Such as "steps 2.6 s, compiling 1.3 s"; empty if there are none.
+        """
+        return ", ".join(
             f"{name} {formatting.duration(seconds)}"
             for name, seconds in self.parts
+            if seconds >= least_s
         )
-        return f"{formatting.duration(self.total_s)} in all: {parts}."
+
+    def __str__(self) -> str:
+        return f"{formatting.duration(self.total_s)} in all: {self.text()}."
 
 
 _NAMES = {
@@ -86,7 +96,7 @@ class EpochTimes(NamedTuple):
 
     Attributes:
         first_wait_s: The wait for its first batch.
-        wait_s: All waits for batches.
+        wait_s: Waiting for batches, as `data_wait` counts.
         hook_s: Epoch hooks of the dataset.
         compiling_s: Steps that compiled.
         excluded_s: What belongs to no step, besides saving: setting up a
@@ -99,11 +109,6 @@ class EpochTimes(NamedTuple):
     hook_s: float = 0.0
     compiling_s: float = 0.0
     excluded_s: float = 0.0
-
-    @property
-    def total_s(self) -> float:
-        """The sum of all times; `wait_s` already contains `first_wait_s`."""
-        return self.wait_s + self.hook_s + self.compiling_s + self.excluded_s
 
 
 class FitTimer:
@@ -129,6 +134,19 @@ class FitTimer:
         rest_s = now_s - self._until_s - known_s
         self._until_s = now_s
         return rest_s
+
+    def _rest_and_wait_s(
+        self, now_s: float, times: EpochTimes
+    ) -> tuple[float, float]:
+        """Divides the time that is neither hooks, compiling nor excluded.
+
+        Returns:
+            The steps and the waits, both at least 0.
+        """
+        known_s = times.hook_s + times.compiling_s + times.excluded_s
+        rest_s = self._rest_s(now_s, known_s)
+        wait_s = max(0.0, min(times.wait_s, rest_s))
+        return rest_s - wait_s, wait_s
 
     def _add(self, **parts_s: float) -> None:
         self.account = self.account.plus(TimeAccount(**parts_s))
@@ -157,12 +175,15 @@ class FitTimer:
         self, now_s: float, times: EpochTimes, *, validates: bool
     ) -> None:
         """Adds to the account an epoch's training steps and their waits."""
-        first_s = 0.0 if self._has_first_batch else times.first_wait_s
+        steps_s, wait_s = self._rest_and_wait_s(now_s, times)
+        first_s = 0.0
+        if not self._has_first_batch:
+            first_s = min(times.first_wait_s, wait_s)
         self._has_first_batch = True
         self._add(
-            steps_s=self._rest_s(now_s, times.total_s),
+            steps_s=steps_s,
             first_batch_s=first_s,
-            waiting_s=times.wait_s - first_s,
+            waiting_s=wait_s - first_s,
             hooks_s=times.hook_s,
             compiling_s=times.compiling_s,
             validation_s=times.excluded_s if validates else 0.0,
@@ -171,10 +192,10 @@ class FitTimer:
 
     def end_validation(self, now_s: float, times: EpochTimes) -> None:
         """Adds to the account the time of a validation that has ended."""
-        rest_s = self._rest_s(now_s, times.total_s) + times.excluded_s
+        steps_s, wait_s = self._rest_and_wait_s(now_s, times)
         self._add(
-            validation_s=rest_s,
-            validation_wait_s=times.wait_s,
+            validation_s=steps_s + times.excluded_s,
+            validation_wait_s=wait_s,
             hooks_s=times.hook_s,
             compiling_s=times.compiling_s,
         )

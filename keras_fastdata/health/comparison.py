@@ -35,7 +35,7 @@ class Figures:
         verdict: The kind of the verdict.
         epoch_s: Seconds of the steps and waits of an epoch: the median of the
             later half of all epochs.
-        data_wait: The share of these that free data would save.
+        data_wait: The share of these that is waiting for data.
         batches_per_s: Batches per second of these epochs.
         build_s: Median time to build a batch.
         first_batch_s: Seconds until the first batch had come.
@@ -143,7 +143,7 @@ _ROWS: tuple[tuple[str, str, Any, bool | None], ...] = (
     ("workers", "workers", None, None),
     ("verdict", "verdict", None, None),
     ("an epoch's steps and waits", "epoch_s", formatting.duration, False),
-    ("waiting for data", "data_wait", formatting.share, None),
+    ("data_wait", "data_wait", formatting.share, None),
     ("batches per second", "batches_per_s", _rate, True),
     ("build, median", "build_s", formatting.duration, False),
     ("first batch", "first_batch_s", formatting.duration, False),

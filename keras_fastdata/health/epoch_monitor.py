@@ -11,6 +11,7 @@ import collections
 import dataclasses
 import math
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -21,7 +22,7 @@ from keras_fastdata.health.account import EpochTimes
 from keras_fastdata.health.step_clock import EpochTiming, Step, StepClock
 from keras_fastdata.health.summary import EpochHealth
 from keras_fastdata.health.verdict import Facts, judge
-from keras_fastdata.metrics import cpu, ram
+from keras_fastdata.metrics import cpu, formatting, ram
 from keras_fastdata.metrics.gil import GilProbe
 from keras_fastdata.metrics.pool_stats import PoolStats
 from keras_fastdata.metrics.recorder import BatchSource, BatchStats, Recorder
@@ -38,14 +39,22 @@ class MonitoredDataset:
 
     Attributes:
         name: Its class name.
+        num_batches: The batches of its latest epoch; `None` if unknown.
         settings: Its constructor arguments (`engine.settings.Settings`).
         pool_stats: Its workers, at the end of what was measured last, with
             the stacks that were met while it was measured.
     """
 
     name: str
+    num_batches: int | None
     settings: Any
     pool_stats: PoolStats | None
+
+    def __str__(self) -> str:
+        parts = [formatting.workers(self.settings.kind, self.settings.workers)]
+        if self.num_batches is not None:
+            parts.insert(0, formatting.count(self.num_batches, "batch"))
+        return f"{self.name}: {', '.join(parts)}"
 
 
 class Sink(Protocol):
@@ -127,9 +136,12 @@ class EpochMonitor:
         self._phase = ""
         self._probe = GilProbe(self.recorder)
         self._settings: Any = None
+        self._batches_per_epoch: int | None = None
         self._saving_s = 0.0  # within what is measured
         self._stacks: dict[str, collections.Counter[str]] = {}  # by phase
-        self._stacks_before: dict[str, int] = {}  # of the same dataset
+        self._stacks_before: weakref.WeakKeyDictionary[
+            BatchSource, dict[str, int]
+        ] = weakref.WeakKeyDictionary()
         self._memory_s = time.monotonic()  # when it was looked at
         self._workers_nbytes: int | None = None
 
@@ -166,7 +178,6 @@ class EpochMonitor:
         self._began_s = time.monotonic()
         self._trainer_cpu_s = time.process_time()
         self._start_s, self._excluded_s = start_s, self.recorder.excluded_s
-        self._quiesced_s = self.recorder.quiesced_s
         self._saving_s = 0.0
         if self._sink is not None:
             self._sink.begin(phase, epoch)
@@ -187,12 +198,11 @@ class EpochMonitor:
         ended_s = time.monotonic()
         batch_stats = self.recorder.batch_stats
         self.times = EpochTimes(
-            batch_stats.first_wait_s,
-            # Builds that ended while workers were to rest were waited for.
-            batch_stats.wait_s + self.recorder.quiesced_s - self._quiesced_s,
-            batch_stats.hook_s,
-            timing.compiling_s,
-            self.recorder.excluded_s - self._excluded_s - self._saving_s,
+            hook_s=batch_stats.hook_s,
+            compiling_s=timing.compiling_s,
+            excluded_s=self.recorder.excluded_s
+            - self._excluded_s
+            - self._saving_s,
         )
         phase, self._phase = self._phase, ""
         if self._sink is not None:
@@ -200,15 +210,20 @@ class EpochMonitor:
         source = self.recorder.source
         if source is not None:
             self._settings = source.settings  # "auto" may have changed them
+            self._batches_per_epoch = source.num_batches
         if not batch_stats.batches:
             return None
         pool_stats = None if source is None else source.pool_stats()
-        if pool_stats is not None:
-            pool_stats = self._add_stacks(phase, pool_stats)
+        if source is not None and pool_stats is not None:
+            pool_stats = self._add_stacks(phase, source, pool_stats)
         self.datasets[phase] = MonitoredDataset(
-            self._name, self._settings, pool_stats
+            self._name, self._batches_per_epoch, self._settings, pool_stats
         )
         facts = self._facts(phase, timing, pool_stats)
+        self.times = self.times._replace(
+            first_wait_s=facts.first_wait_s,
+            wait_s=max(0.0, facts.lost_s - facts.hook_s),
+        )
         return self._health(phase, facts, timing, pool_stats, ended_s)
 
     def _facts(
@@ -317,18 +332,19 @@ class EpochMonitor:
             if step.number in numbers:
                 self.steps[place] = step._replace(compiled=True)
 
-    def _meet(self, source: BatchSource) -> None:
+    def _meet(self, source: BatchSource, stacks_before: dict[str, int]) -> None:
         self._name, self._settings = source.name, source.settings
-        pool_stats = source.pool_stats()
-        self._stacks_before = {} if pool_stats is None else pool_stats.stacks
+        self._stacks_before.setdefault(source, stacks_before)
         self._watch_lock()
 
-    def _add_stacks(self, phase: str, pool_stats: PoolStats) -> PoolStats:
+    def _add_stacks(
+        self, phase: str, source: BatchSource, pool_stats: PoolStats
+    ) -> PoolStats:
         """Returns `pool_stats` with the sampled call stacks of one phase."""
         stacks = self._stacks.setdefault(phase, collections.Counter())
         stacks.update(pool_stats.stacks)
-        stacks.subtract(self._stacks_before)
-        self._stacks_before = pool_stats.stacks
+        stacks.subtract(self._stacks_before.get(source, {}))
+        self._stacks_before[source] = pool_stats.stacks
         return dataclasses.replace(pool_stats, stacks=dict(+stacks))
 
     def _watch_lock(self) -> None:
@@ -356,8 +372,8 @@ def _free_s(timing: EpochTiming, batch_stats: BatchStats) -> float:
 
     The result is at most the measured time.
 
-    Free data saves no more than the waits, and what may have slowed the steps
-    down: building. All else that took time is of others' doing.
+    That saves no more than the waits, and what may have slowed the steps down:
+    building. All else that took time is of others' doing.
     """
     most_s = (
         batch_stats.wait_s

@@ -35,6 +35,7 @@ class Record:
         skipped: The batches that were left out.
         stacks: How often each folded stack was met in slow builds.
         slowest: The batches of the last epoch that took longest to build.
+        datasets: Name, length and workers of each dataset, by its use.
         machine: The CPU and the versions of what was used, by name.
     """
 
@@ -52,6 +53,7 @@ class Record:
     skipped: tuple[Skipped, ...]
     slowest: tuple[Slow, ...]
     stacks: dict[str, int] = dataclasses.field(default_factory=dict)
+    datasets: dict[str, str] = dataclasses.field(default_factory=dict)
     machine: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def column(self, name: str) -> npt.NDArray[np.float64]:

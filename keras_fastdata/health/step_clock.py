@@ -10,7 +10,7 @@ they take its cores, its memory bandwidth, Python's lock. So some steps are
 sampled: the workers rest, the device is synchronized before and after, and
 what remains without the wait is what a step needs by itself. Then
 
-    free_s    = what the epoch would take with free data
+    free_s    = what the epoch would take if its data cost no time
     data_wait = 1 - free_s / wall_s
 
 Steps that follow each other closely are looked at together, one group in every
@@ -280,6 +280,7 @@ class StepClock:
             recorder.waited_s,
             recorder.excluded_s,
             recorder.quiesced_s,
+            recorder.batch_stats.hook_s,
             self._read_compiling_s(),
         )
 
@@ -324,6 +325,7 @@ class StepClock:
                 self._next_s = now_s + max(pause_s, cost_s)
             self._unmet += self._calls
             whole_s = own_s + waited_s - (mark.excluded_s - before.excluded_s)
+            whole_s -= mark.hook_s - before.hook_s  # no other step has one
             if self.state is not SamplingState.OFF and not compiles:
                 sums.disturbed += self._calls
                 sums.disturbed_s += whole_s
@@ -380,6 +382,7 @@ class _ClockReading(NamedTuple):
     waited_s: float
     excluded_s: float
     quiesced_s: float
+    hook_s: float
     compiling_s: float
 
     @property

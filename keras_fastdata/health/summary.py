@@ -11,7 +11,6 @@ from keras_fastdata.health import comparison
 from keras_fastdata.health.account import TimeAccount
 from keras_fastdata.health.comparison import Figures
 from keras_fastdata.health.hot_lines import HotLine, hot_lines
-from keras_fastdata.health.step_clock import share_saved
 from keras_fastdata.health.verdict import (
     Facts,
     Kind,
@@ -27,14 +26,16 @@ from keras_fastdata.metrics.pool_stats import PoolStats, TuningDecision
 _WORTH_S = 1.0  # of a `fit`: a change that wins less is not advised
 _MOST_ROWS = 12  # of a table; of more epochs, the first and the last
 _COLUMNS = (
-    "epoch",
-    "wall",
-    "data wait",
+    "",
+    "took",
+    "waiting",
+    "data_wait",
     "verdict",
-    "batches/s",
     "build",
-    "queue",
     "busy",
+)
+NOTE = (
+    "took: steps and their waits, without compiling; data_wait = waiting / took"
 )
 
 
@@ -47,10 +48,11 @@ class EpochHealth:
         epoch: Keras's number of the epoch, from 0.
         batches: The number of delivered batches.
         verdict: Why the epoch took longer than its steps.
-        data_wait: The share of `wall_s` that free data would have saved.
-        wall_s: Duration in seconds, without validation, and without steps
-            that compiled. `data_wait` is a share of this.
-        free_s: The duration to expect with free data.
+        data_wait: The share of `wall_s` that is waiting for data: what would
+            be saved if batches took no time to build.
+        wall_s: Duration of steps and waits in seconds, without validation, and
+            without steps that compiled. `data_wait` is a share of this.
+        free_s: The duration to expect if batches took no time to build.
         step_s: The time that one step needs by itself; NaN if unknown.
         build_s_p50: Median time of `__getitem__`, in seconds.
         build_s_p95: The time that 95% of the calls did not exceed.
@@ -98,10 +100,19 @@ class EpochHealth:
     facts: Facts | None = dataclasses.field(default=None, repr=False)
 
     @property
+    def start_s(self) -> float:
+        """The seconds that the first batch took before the first step."""
+        return 0.0 if self.facts is None else self.facts.start_s
+
+    @property
+    def waited_s(self) -> float:
+        """The seconds of waiting for data between the steps."""
+        return self.wall_s * self.data_wait
+
+    @property
     def lost_s(self) -> float:
         """The seconds lost to data, including the time of the first batch."""
-        start_s = 0.0 if self.facts is None else self.facts.start_s
-        return self.wall_s * self.data_wait + start_s
+        return self.waited_s + self.start_s
 
     @property
     def batches_per_s(self) -> float:
@@ -123,39 +134,23 @@ class Finding(NamedTuple):
     Attributes:
         phase: "Training", "Validation", "The evaluation" or "The prediction".
         verdict: The reason.
+        headline: The seconds of waiting out of those of the whole `fit`, and
+            the longest other part if it took longer, as a sentence without a
+            full stop.
         evidence: The figures that support the verdict, as text.
         advice: What to change, as text; "Nothing to change" if it would save
             little.
-        wall_s: The duration of all epochs or validations, in seconds.
-        free_s: The duration to expect with free data.
         saves_s: The seconds that the advice would save in all epochs.
         hot_lines: The lines of the dataset's code that builds took longest in.
-        late_s: The wait before the first step, if this wait is the reason.
     """
 
     phase: str
     verdict: Verdict
+    headline: str
     evidence: str
     advice: str
-    wall_s: float
-    free_s: float
     saves_s: float
     hot_lines: tuple[HotLine, ...]
-    late_s: float
-
-    @property
-    def data_wait(self) -> float:
-        """The share of the time that was lost to data, from 0 to 1."""
-        return share_saved(self.wall_s, self.free_s)
-
-    @property
-    def headline(self) -> str:
-        """The share or the time lost, as a sentence without a full stop."""
-        if self.late_s:
-            late = formatting.duration(self.late_s)
-            return f"{self.phase} waited {late} for its first batch"
-        share = formatting.share(self.data_wait)
-        return f"{self.phase} lost {share} of its time to data"
 
 
 _PHASES = {
@@ -174,8 +169,8 @@ class HealthSummary:
         verdict: Why the later half of the epochs waited, or the first batch,
             if that cost more; `None` if no batch of a `FastPyDataset` was
             delivered.
-        data_wait: The share of `wall_s` that free data would have saved.
-        wall_s: Duration of all epochs, in seconds.
+        data_wait: The share of `wall_s` that is waiting for data.
+        wall_s: Duration of the steps and waits of all epochs, in seconds.
         epochs: The epochs, without validations.
         validations: The validations of a `fit`.
         decisions: The decisions of `workers="auto"`; in a `fit`, for the
@@ -282,30 +277,59 @@ class HealthSummary:
         lines: tuple[HotLine, ...],
     ) -> Finding:
         saves_s = _saves_s(verdict, phases)
-        wall_s = sum(phase.wall_s for phase in phases)
-        facts = phases[0].facts
-        is_late = verdict.kind is Kind.LATE_START
         return Finding(
             _PHASES[phases[0].phase],
             verdict,
+            self._headline(verdict, phases),
             *self._conclude(verdict, saves_s),
-            wall_s,
-            wall_s * (1 - _data_wait(phases)),
             saves_s,
             () if verdict.kind is Kind.COMPUTE_BOUND else lines,
-            facts.start_s if is_late and facts is not None else 0.0,
         )
+
+    def _headline(
+        self, verdict: Verdict, phases: tuple[EpochHealth, ...]
+    ) -> str:
+        """Returns the headline of a finding; all its seconds are a fit's."""
+        account = self.account
+        waited_s, awaited = sum(phase.waited_s for phase in phases), "data"
+        start_s = phases[0].start_s
+        if account is not None:
+            is_validation = phases[0].phase == "validation"
+            waited_s = account.waiting_s
+            if is_validation:
+                waited_s = account.validation_wait_s
+            start_s = account.first_batch_s
+        if verdict.kind is Kind.LATE_START and start_s > waited_s:
+            waited_s, awaited = start_s, "its first batch"
+        text = (
+            f"{_PHASES[phases[0].phase]} waited "
+            f"{formatting.duration(waited_s)} of "
+            f"{formatting.duration(self.whole_s)} for {awaited}"
+        )
+        for name, seconds in account.parts[:1] if account else ():
+            if seconds > waited_s:
+                text += f"; {name} took {formatting.duration(seconds)}"
+        return text
 
     def _conclude(self, verdict: Verdict, saves_s: float) -> tuple[str, str]:
         always = Kind.COMPUTE_BOUND, Kind.UNSTABLE_WORKERS
         if verdict.kind in always or self._is_worth(saves_s):
             return verdict.evidence, verdict.advice
-        saved = formatting.duration(saves_s)
+        saved = (
+            f"{formatting.duration(saves_s)} of "
+            f"{formatting.duration(self.whole_s)}"
+        )
         return verdict.evidence, f"Nothing to change: it would save {saved}."
 
     def _is_worth(self, saves_s: float) -> bool:
-        whole_s = self.wall_s if self.account is None else self.account.total_s
-        return not saves_s < max(_WORTH_S, WORTH * whole_s)
+        return not saves_s < max(_WORTH_S, WORTH * self.whole_s)
+
+    @property
+    def whole_s(self) -> float:
+        """The seconds of the whole `fit`; of other calls, those of `wall_s`."""
+        if self.account is not None:
+            return self.account.total_s
+        return sum(phase.wall_s + phase.start_s for phase in self.phases)
 
     @property
     def free_s(self) -> float:
@@ -335,14 +359,13 @@ class HealthSummary:
     def __str__(self) -> str:
         if self.verdict is None:
             return "LoaderHealth: no batch of a FastPyDataset was seen."
-        findings = self.findings
-        parts = [_table(self.epochs)] if len(self.epochs) > 1 else []
+        parts = [_table(self.phases)] if len(self.phases) > 1 else []
         if self.account is not None:
             parts.append(formatting.wrapped(str(self.account)))
-        for finding in findings:
-            phase = f"{finding.phase}, " if len(findings) > 1 else ""
-            evidence = f"{phase}{finding.verdict.kind}: {finding.evidence}"
-            parts += map(formatting.wrapped, (evidence, finding.advice))
+        for finding in self.findings:
+            headline = f"{finding.verdict.kind}: {finding.headline}."
+            texts = headline, finding.evidence, finding.advice
+            parts += map(formatting.wrapped, texts)
             if finding.hot_lines:
                 line = f"Hottest line: {finding.hot_lines[0]}."
                 parts.append(formatting.wrapped(line))
@@ -386,10 +409,10 @@ def _hot_lines(pool_stats: PoolStats | None) -> tuple[HotLine, ...]:
 
 
 def _data_wait(phases: Sequence[EpochHealth]) -> float:
-    """Returns the share of the time of all phases that was lost to data."""
+    """Returns the share of the time of all phases that is waiting for data."""
     wall_s = sum(phase.wall_s for phase in phases)
-    lost_s = sum(phase.wall_s * phase.data_wait for phase in phases)
-    return lost_s / wall_s if wall_s > 0 else 0.0
+    waited_s = sum(phase.waited_s for phase in phases)
+    return waited_s / wall_s if wall_s > 0 else 0.0
 
 
 def _saves_s(verdict: Verdict | None, phases: Sequence[EpochHealth]) -> float:
@@ -415,7 +438,7 @@ def _verdict_on(epochs: list[EpochHealth]) -> Verdict | None:
         return max(recent, key=lambda epoch: epoch.lost_s).verdict
     verdict = judge(merge(facts))
     if first.facts is not None:
-        late_s = first.facts.start_s + first.facts.first_wait_s
+        late_s = first.start_s + first.facts.first_wait_s
         if late_s > sum(epoch.lost_s for epoch in epochs) / 2:
             return with_call_of(first.verdict, verdict)
     return verdict
@@ -431,32 +454,32 @@ def abridged(
     return [*phases[:half], None, *phases[-half:]]
 
 
-def _table(epochs: Sequence[EpochHealth]) -> str:
-    """Returns a plain-text table of the epochs, at most 80 columns wide."""
+def _table(phases: Sequence[EpochHealth]) -> str:
+    """Returns a plain-text table of the phases, at most 80 columns wide."""
     rest = ("",) * (len(_COLUMNS) - 1)
     rows = [_COLUMNS] + [
-        ("...", *rest) if epoch is None else _row(epoch)
-        for epoch in abridged(epochs)
+        ("...", *rest) if phase is None else _row(phase)
+        for phase in abridged(phases)
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
+    lines = [
         "  ".join(
-            cell.ljust(width) if place == 3 else cell.rjust(width)
+            cell.ljust(width) if place in (0, 4) else cell.rjust(width)
             for place, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
-    )
+    ]
+    return "\n".join([*lines, NOTE])
 
 
-def _row(epoch: EpochHealth) -> tuple[str, ...]:
-    rate = epoch.batches_per_s
+def _row(phase: EpochHealth) -> tuple[str, ...]:
+    name = "validation" if phase.phase == "validation" else phase.name
     return (
-        str(epoch.epoch + 1),
-        formatting.duration(epoch.wall_s),
-        formatting.share(epoch.data_wait),
-        str(epoch.verdict.kind),
-        f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}",
-        formatting.duration(epoch.build_s_p50),
-        f"{epoch.queue_depth_mean:.1f}",
-        formatting.share(epoch.worker_utilization),
+        name,
+        formatting.duration(phase.wall_s),
+        formatting.duration(phase.waited_s),
+        formatting.share(phase.data_wait),
+        str(phase.verdict.kind),
+        formatting.duration(phase.build_s_p50),
+        formatting.share(phase.worker_utilization),
     )

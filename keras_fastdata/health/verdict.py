@@ -47,7 +47,7 @@ class Kind(enum.StrEnum):
     A member is equal to its name: `verdict.kind == "io_bound"`.
     """
 
-    COMPUTE_BOUND = "compute_bound"  # data is free: the ceiling is reached
+    COMPUTE_BOUND = "compute_bound"  # training hardly waits for data
     BUILD_CPU_BOUND = "build_cpu_bound"  # builds compute, and cores are free
     GIL_BOUND = "gil_bound"  # threads hold each other up
     IO_BOUND = "io_bound"  # builds wait for something else
@@ -100,7 +100,7 @@ class Facts:
         batches: The number of delivered batches.
         nbytes: Bytes of their arrays.
         wall_s: Wall time of the epoch.
-        free_s: The wall time to expect with free data.
+        free_s: The wall time to expect if batches took no time to build.
         build_s: Time of all builds.
         cpu_s: CPU time of all builds.
         delay_s: Time in which builds waited for a core.
@@ -257,7 +257,10 @@ _SUMS = (
 
 
 def judge(facts: Facts) -> Verdict:
-    """Returns a verdict: the main reason why training waited, and advice."""
+    """Returns a verdict: the main reason why training waited, and advice.
+
+    All durations in its texts are those of one epoch, on average.
+    """
     kind = _kind_of(facts)
     evidence, advice = _REASONS[kind](facts)
     free_s, wall_s = facts.free_s / facts.epochs, facts.wall_s / facts.epochs
@@ -266,11 +269,12 @@ def judge(facts: Facts) -> Verdict:
     forecast_s = math.nan
     if kind is Kind.LATE_START:
         saves_s += facts.start_s / facts.epochs
-    elif kind is not Kind.COMPUTE_BOUND:
-        evidence += (
-            f" With free data {noun} would take {formatting.duration(free_s)}"
-            f" instead of {formatting.duration(wall_s)}."
+    else:
+        both = (
+            f"Steps and waits of {noun} take {formatting.duration(wall_s)}, "
+            f"the steps alone {formatting.duration(free_s)}"
         )
+        evidence = f"{evidence} {both}." if evidence else f"{both}: {_CEILING}."
     if kind in _ANSWERED:
         call, promised_s = other_workers(facts)
         if call:
@@ -382,11 +386,7 @@ def _is_gil_bound(facts: Facts) -> bool:
 
 
 def _compute_bound(facts: Facts) -> tuple[str, str]:
-    return (
-        f"Free data would save {formatting.share(facts.data_wait)} of the "
-        "time: the ceiling is reached.",
-        "A faster model or device would help, faster data would not.",
-    )
+    return "", "A faster model or device would help, faster data would not."
 
 
 def _build_cpu_bound(facts: Facts) -> tuple[str, str]:
@@ -407,6 +407,7 @@ def _io_bound(facts: Facts) -> tuple[str, str]:
     return evidence, _no_more(facts)
 
 
+_CEILING = "the ceiling is reached"
 _CHEAPER = (
     "Make the work cheaper: store what is expensive already prepared; where a "
     "model trains on an accelerator, hand over uint8 and augment in the model. "
@@ -503,8 +504,7 @@ def _late_start(facts: Facts) -> tuple[str, str]:
     if facts.start_s > facts.first_wait_s:
         evidence = (
             "Before the first step, starting workers and building the first "
-            f"batch took {formatting.duration(facts.start_s)}; all other "
-            f"batches were waited for {formatting.duration(facts.wait_s)}."
+            f"batch took {formatting.duration(facts.start_s)}."
         )
         return evidence, (
             "Make the first build cheaper: what it loads, imports or computes "

@@ -65,6 +65,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         began_s: The `time.monotonic` at which Keras got the data.
         probed_s: How many seconds Keras then waited for batches, to build the
             model with.
+        stacks_before: How often each stack was met in slow builds before.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         self._is_quiet = is_quiet()
         self.began_s = time.monotonic()
         self.probed_s = 0.0
+        self.stacks_before: dict[str, int] = loader_of(x).stacks
         self._signature: Any = None
         # Weakly: whoever iterates holds it, and it holds this adapter.
         self._latest: weakref.ref[IteratorBatches] | None = None

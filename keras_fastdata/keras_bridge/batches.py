@@ -139,7 +139,8 @@ class IteratorBatches(Iterator[Any]):
             return
         span, quiesce_s = iterator.span, iterator.quiesce_s
         if span is not None:
-            listener.attach_source(loader_of(adapter.py_dataset))
+            loader = loader_of(adapter.py_dataset)
+            listener.attach_source(loader, adapter.stacks_before)
         if quiesce_s:
             listener.add_quiesce(quiesce_s)
             waited_s -= quiesce_s

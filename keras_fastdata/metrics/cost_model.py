@@ -51,7 +51,7 @@ class Costs:
             lock, which all threads share; 0 for processes.
         shared_s: How long a build uses what one worker at a time can use, such
             as a disk or the memory bus.
-        step_s: What a training step takes with free data.
+        step_s: What a training step takes without waiting for data.
         step_cpu_s: CPU time of that.
         take_s: CPU time in the training process to receive the batch.
         straggler_s: The time to build a straggler; 0 if there are none.

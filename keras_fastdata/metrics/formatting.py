@@ -12,7 +12,10 @@ from typing import Any
 
 _CELL = "padding:.15em .8em;text-align:"
 _TEXTS = {"U": "str", "S": "bytes"}  # by the kind of NumPy's dtype
-_UNITS = "ms|s|min|h|B|KB|MB|GB|TB"  # not separated from their number
+# Spaces at which no line ends: between a number and its unit, "line" and 9.
+_TIED = re.compile(
+    r"(?<=\d) (?=(?:ms|s|min|h|B|KB|MB|GB|TB)\b)|(?<=line) (?=\d)"
+)
 _FIRST_CELL = "padding:.15em .8em .15em 0;text-align:left"
 
 
@@ -77,7 +80,7 @@ def listed(numbers: list[int], most: int = 5) -> str:
 
 
 def wrapped(text: str, width: int = 0) -> str:
-    """Wraps a text into lines, but never breaks code in backquotes.
+    """Wraps a text into lines; never within code, or before a unit.
 
     Args:
         text: The text.
@@ -86,7 +89,7 @@ def wrapped(text: str, width: int = 0) -> str:
     """
     if not width:
         width = min(80, max(40, shutil.get_terminal_size().columns))
-    pieces = text.split("`")
+    pieces = _TIED.sub("\0", text).split("`")
     pieces[1::2] = [code.replace(" ", "\0") for code in pieces[1::2]]
     lines = textwrap.wrap(
         "`".join(pieces),
@@ -99,7 +102,7 @@ def wrapped(text: str, width: int = 0) -> str:
 
 def prose(text: str) -> list[tuple[bool, str]]:
     """Splits a text at backquotes into pairs `(is_code, piece)`."""
-    kept = re.sub(rf"(\d) (?=({_UNITS})\b)", "\\1\N{NO-BREAK SPACE}", text)
+    kept = _TIED.sub("\N{NO-BREAK SPACE}", text)
     pieces = kept.split("`")
     if len(pieces) % 2 == 0:
         return [(False, kept)]

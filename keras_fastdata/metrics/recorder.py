@@ -118,6 +118,11 @@ class BatchSource(Protocol):
         """The dataset's settings, an `engine.settings.Settings`."""
         ...
 
+    @property
+    def num_batches(self) -> int | None:
+        """The number of batches of the latest epoch; `None` if unknown."""
+        ...
+
     def pool_stats(self) -> PoolStats | None:
         """Returns the state of the workers; `None` before workers exist."""
         ...
@@ -255,7 +260,8 @@ class Recorder:
     Args:
         interval_s: Of batches and steps that take less than this, one is
             looked at in this time; 0 for every single one.
-        on_source: Called when batches come from another loader than before.
+        on_source: Called when batches come from another loader than before,
+            with the stacks that were met before the running call of Keras.
         on_spans: Called with spans as they are taken in, in order.
 
     Attributes:
@@ -278,7 +284,7 @@ class Recorder:
         self,
         interval_s: float = 0.0,
         *,
-        on_source: Callable[[BatchSource], None] | None = None,
+        on_source: Callable[[BatchSource, dict[str, int]], None] | None = None,
         on_spans: Callable[[npt.NDArray[np.float64]], None] | None = None,
     ) -> None:
         self.interval_s = interval_s
@@ -348,13 +354,21 @@ class Recorder:
         """The loader of the latest batches, or `None` if there is none."""
         return None if self._source is None else self._source()
 
-    def attach_source(self, source: BatchSource) -> None:
-        """Sets the loader that the next batches come from."""
+    def attach_source(
+        self, source: BatchSource, stacks_before: dict[str, int]
+    ) -> None:
+        """Sets the loader that the next batches come from.
+
+        Args:
+            source: The loader.
+            stacks_before: The stacks that were met in its slow builds before
+                the running call of Keras.
+        """
         reference = weakref.ref(source)  # the same one every time
         if reference is not self._source:
             self._source = reference
             if self._on_source is not None:
-                self._on_source(source)
+                self._on_source(source, stacks_before)
 
     def add(
         self,

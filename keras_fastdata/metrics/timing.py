@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import random
 import threading
 import time
 from typing import NamedTuple
@@ -28,7 +29,9 @@ INTERVAL_S = 0.02
 _ENOUGH = 25
 _RARELY = 5  # intervals between two readings, at most
 _WEIGHT = 1 / 8  # of the latest build in the moving average
+_MOST_S = 0.08  # counts of a build there, so that one late build is forgotten
 _MOST_STACKS = 64  # between two measured builds
+_rng = random.Random()  # the global one is the user's
 
 
 class Timing(NamedTuple):
@@ -113,6 +116,7 @@ class Stopwatch:
         self.thread = 0
         self._mean_s = 0.0  # a moving average of measured builds
         self._stacks: list[str] = []
+        self._met = 0  # stacks since the last `Timing`
 
     def start(self, interval_s: float | None, epoch: int) -> None:
         """Starts the measurement, just before a build.
@@ -131,6 +135,8 @@ class Stopwatch:
         self._tells = now >= self._tell_s
         if self._tells:
             self._tell_s = now + INTERVAL_S
+            if not self._mean_s:
+                self._watch()  # the first build, which may be a late one
             if epoch != self._epoch:
                 self._epoch, self._asked, self._ask_s = epoch, 0, 0.0
             self._asks = now >= self._ask_s or not interval_s
@@ -160,22 +166,31 @@ class Stopwatch:
             delay = self._run_delay.read() - self._delay
         built = self._built if self._built >= began else ended
         self._find_out_if_slow(ended - began)
-        stacks, self._stacks = self._stacks, []
+        stacks, self._stacks, self._met = self._stacks, [], 0
         return Timing(began, built, ended, cpu, delay, 0, tuple(stacks))
 
     def add_stack(self, stack: str) -> None:
-        """Keeps a sampled stack of a build in this thread."""
+        """Keeps a sampled stack of a build in this thread.
+
+        Of more than `_MOST_STACKS`, each is kept with the same probability.
+        """
+        self._met += 1
         if len(self._stacks) < _MOST_STACKS:
             self._stacks.append(stack)
+        elif (place := _rng.randrange(self._met)) < _MOST_STACKS:
+            self._stacks[place] = stack
 
     def _find_out_if_slow(self, took_s: float) -> None:
         """Starts stack sampling if builds are slow, and stops it otherwise."""
-        self._mean_s += (took_s - self._mean_s) * _WEIGHT
+        self._mean_s += (min(took_s, _MOST_S) - self._mean_s) * _WEIGHT
         if self._mean_s >= stack_sampler.SLOW_S:
-            self.thread = threading.get_ident()
-            stack_sampler.watch(self)
+            self._watch()
         else:
             stack_sampler.ignore(self)
+
+    def _watch(self) -> None:
+        self.thread = threading.get_ident()
+        stack_sampler.watch(self)
 
     def _ask_first(self) -> None:
         """Reads the CPU time and the run delay, just before the build."""

@@ -63,7 +63,7 @@ def test_each_figure_has_its_former_and_present_value_and_the_change():
         ("workers", "1 thread", "8 threads", ""),
         ("verdict", "io_bound", "compute_bound", ""),
         ("an epoch's steps and waits", "4.0 s", "1.0 s", "4.0 times faster"),
-        ("waiting for data", "80%", "10%", ""),
+        ("data_wait", "80%", "10%", ""),
         ("batches per second", "10.0", "40.0", "4.0 times faster"),
         ("build, median", "100 ms", "150 ms", "1.50 times slower"),
         ("the whole fit", "20.0 s", "20.4 s", "the same"),

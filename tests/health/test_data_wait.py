@@ -1,4 +1,4 @@
-"""`data_wait` against wall time: what free data really brings.
+"""`data_wait` against wall time: what training without waits really takes.
 
 The same model is trained on a loader and on data that is at hand; the ratio of
 the two wall times is what `data_wait` foretells. They run alone.

@@ -110,6 +110,46 @@ def test_the_lines_are_those_of_the_latest_fit(model, tmp_path, monkeypatch):
     assert "time.sleep(0.002)" in page.read_text()
 
 
+class SlowFirst(Slow):
+    """Is slow in the way that is named for its first batch alone."""
+
+    is_first = True
+
+    def __getitem__(self, index):
+        if self.is_first:
+            self.is_first = False
+            return super().__getitem__(index)
+        return hot_samples.X, hot_samples.X[:, :1]
+
+
+@pytest.mark.backend
+@pytest.mark.parametrize("is_built", [True, False])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_line_of_a_late_first_batch_is_named(
+    workers, is_built, monkeypatch
+):
+    inputs = [keras.Input((2,))] if is_built else []
+    model = keras.Sequential([*inputs, keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    place = f"{hot_samples.__file__}:{_line_of(WAYS['sleep'], '# HOT')}"
+    met = []
+
+    def watch(watched):
+        if not met:  # as the first build begins
+            met.extend([f"sleep ({place})"] * 30)
+            for stack in met:
+                watched.add_stack(stack)
+
+    monkeypatch.setattr(stack_sampler, "watch", watch)
+    health = LoaderHealth(verbose=0)
+    with SlowFirst("sleep", workers=workers) as dataset:
+        for number in range(2):
+            model.fit(dataset, epochs=2, verbose=0, callbacks=[health])
+            lines = health.summary().hot_lines
+            functions = [line.function for line in lines]
+            assert functions == ([] if number else ["sleep"])
+
+
 class _Watched:
     thread = 0
     owns_process = False

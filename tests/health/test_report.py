@@ -109,16 +109,18 @@ def written(tmp_path):
 # -- what the page says ------------------------------------------------------
 
 
-def test_the_page_says_the_verdict_and_what_free_data_would_bring(written):
+def test_the_page_says_the_verdict_and_how_long_training_waited(written):
     record = simulated_record()
     text = _parse(written(record)).text
     assert "io_bound" in text
     assert "90% of that it waits for files" in text
     assert "Waiting needs no core" in text
     summary = record.summary
-    assert f"Training lost {summary.data_wait:.0%} of its time" in text
-    free_s = summary.wall_s * (1 - summary.data_wait)
-    assert f"With free data\n{free_s:.1f} s" in text
+    account = summary.account
+    waited, whole = f"{account.waiting_s:.1f} s", f"{account.total_s:.1f} s"
+    assert f"Training waited {waited} of {whole} for data" in text
+    assert f"Waiting for data\n{waited}" in text
+    assert "free data" not in text.lower()
 
 
 def test_the_page_accounts_for_all_time_from_the_call_of_fit(written):
@@ -175,13 +177,15 @@ def _validates():
 def test_a_validation_that_waits_has_the_headline(written):
     record = _validates()
     headline = record.summary.findings[0].headline
-    assert re.fullmatch(r"Validation lost \d+% of its time to data", headline)
+    duration = r"[\d.]+ m?s"
+    pattern = f"Validation waited {duration} of {duration} for data"
+    assert re.fullmatch(pattern, headline)
     page = _parse(written(record)).text
     fragment = _parse(summary_html(record.summary)).text
     for text in (page, fragment):
         validation = text.index(headline)
         assert validation < text.index("read(...)") < text.index("A faster")
-        assert text.index("Training lost 0%") < text.index("A faster model.")
+        assert text.index("Training waited 0 ms") < text.index("A faster m")
 
 
 def test_slow_retried_and_skipped_batches_are_listed_by_index(written):
@@ -229,7 +233,7 @@ def test_evaluations_and_predictions_are_called_what_they_are(
         summary=summarize([epoch], []),
         steps=tuple(step._replace(phase=phase) for step in record.steps),
     )
-    assert f"{who} lost" in _parse(written(record)).text
+    assert f"{who} waited" in _parse(written(record)).text
 
 
 def test_a_record_without_batches_makes_a_page_that_says_so(written):
@@ -268,6 +272,7 @@ def test_a_real_fit_makes_a_page_and_a_figure(written):
         model.fit(data, epochs=2, callbacks=[health], verbose=0)
     text = _parse(written(health._record)).text
     assert "LoaderHealth: Numbered" in text
+    assert "training data\nNumbered: 8 batches, 2 threads" in text
     assert "16 batches" in text
     assert "worker 1" in text
     plot(health._record)
@@ -561,7 +566,7 @@ def test_a_fragment_needs_neither_jinja2_nor_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     parser = _parse(summary_html(simulated_record().summary))
     assert "io_bound" in parser.text
-    assert "with free data" in parser.text
+    assert "data_wait = waiting / took" in parser.text
     assert "epoch 2" in parser.text
 
 
@@ -771,6 +776,36 @@ def test_a_phone_need_not_scroll_sideways(shown, make):
 
 
 @_in_browser
+@pytest.mark.parametrize("all_columns", [True, False])
+def test_no_table_is_cut_on_a_phone(shown, all_columns):
+    line = HotLine("data.py", 19, "read_a_rather_long_name" * 4, 0.9)
+    record = _validates()
+    summary = dataclasses.replace(
+        record.summary, hot_lines=(line,), compared=record.summary.figures
+    )
+    stacks = {"read (data.py:19)": 30}
+    record = dataclasses.replace(record, summary=summary, stacks=stacks)
+    browser = shown(record, width=390)
+    if all_columns:
+        browser.find_element("css selector", "label[for=all-columns]").click()
+    cut = browser.execute_script(
+        """
+        return [...document.querySelectorAll("td, th, h2, .note, dd, .scroll")]
+          .filter(e => e.checkVisibility())
+          .filter(e => e.getBoundingClientRect().right > innerWidth
+                       || e.scrollWidth > e.clientWidth + 1)
+          .map(e => e.outerHTML)
+        """
+    )
+    assert cut == []
+    cells = browser.find_elements("css selector", ".stacks td[data-name]")
+    visible = [cell for cell in cells if cell.is_displayed()]
+    phases, rare = 6, 8
+    hidden = 0 if all_columns else phases * rare
+    assert len(visible) == len(cells) - hidden
+
+
+@_in_browser
 def test_markup_that_users_wrote_is_shown_and_not_run(shown):
     from selenium.common.exceptions import NoAlertPresentException
 
@@ -804,6 +839,30 @@ def test_the_page_follows_the_colours_of_the_system(shown):
     )
     assert light_page > 200 > 100 > light_text
     assert dark_page < 100 < 200 < dark_text
+
+
+@_in_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_line_of_the_mean_stands_out_from_what_is_behind_it(shown, scheme):
+    browser = shown(simulated_record())
+    browser.execute_cdp_cmd(
+        "Emulation.setEmulatedMedia",
+        {"features": [{"name": "prefers-color-scheme", "value": scheme}]},
+    )
+    colors = browser.execute_script(
+        """
+        const of = (css, name) =>
+          getComputedStyle(document.querySelector(css))[name];
+        return [of("polyline.mean", "stroke"), of("i.mean", "backgroundColor"),
+                of(".chart svg", "backgroundColor"), of("rect.range", "fill"),
+                of("rect.range", "fillOpacity")]
+        """
+    )
+    line, key, plane, box = map(_brightness, colors[:4])
+    opacity = float(colors[4])
+    assert line == key
+    assert abs(line - plane) > 70
+    assert abs(line - (opacity * box + (1 - opacity) * plane)) > 70
 
 
 def _brightness(color):
@@ -840,6 +899,57 @@ def test_batches_to_look_at_are_listed_only_if_some_took_far_longer(written):
     assert "to look at" not in _parse(written(calm)).text
     late = dataclasses.replace(calm, slowest=(even[0]._replace(build_s=0.2),))
     assert "to look at" in _parse(written(late)).text
+
+
+def test_the_timeline_that_waits_most_is_shown_first(written):
+    record = simulated_record(epochs=4, batches=100)
+    late_s = 30.0
+    start = record.steps[0]._replace(
+        number=-1,
+        began_s=START_S - late_s,
+        ended_s=START_S,
+        waited_s=late_s - 1.0,
+        compiled=True,
+    )
+    late = dataclasses.replace(
+        record, began_s=start.began_s, steps=(start, *record.steps)
+    )
+    first, *others = drawing.timelines(late)
+    assert first.name == "the beginning"
+    assert all(first.waiting > other.waiting for other in others)
+    page = written(late)
+    assert 'id="tab-1" checked' in page
+    assert page.count(" checked>") == 1
+    (wait,) = (
+        box
+        for box in first.boxes
+        if "before the first" in box.title and box.what == "wait"
+    )
+    assert "waits 29.0 s for data (0 ms to 29.0 s)" in wait.title
+    assert any(
+        box.what == "compile" and "before the first step" in box.title
+        for box in first.boxes
+    )
+    training = next(c for c in drawing.over_time(late) if c.name == "Training")
+    assert training.boxes[0].what == "wait"
+    assert training.boxes[0].x == 0.0
+
+
+def test_the_timeline_is_that_of_validation_if_validation_waits():
+    record = _validates()
+    seconds_s = record.ended_s
+    validation = [
+        step._replace(
+            phase="validation",
+            began_s=step.began_s + seconds_s,
+            ended_s=step.ended_s + seconds_s,
+        )
+        for step in record.steps
+    ]
+    record = dataclasses.replace(record, steps=(*record.steps, *validation))
+    *_, last = windows.windows(record)
+    assert last.name == "in the last validation"
+    assert last.begin_s >= validation[0].began_s
 
 
 def test_steps_that_compiled_are_drawn_as_compiling():

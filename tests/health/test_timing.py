@@ -166,6 +166,40 @@ def test_threads_are_sampled_while_their_builds_take_5_ms(clock, monkeypatch):
     stopwatch.close()
 
 
+def test_the_first_build_is_sampled_and_quick_ones_after_a_late_one_are_not(
+    clock, monkeypatch
+):
+    sampled = set()
+    monkeypatch.setattr(stack_sampler, "watch", sampled.add)
+    monkeypatch.setattr(stack_sampler, "ignore", sampled.discard)
+    for first_s, most in ((0.001, 0), (7.0, 7)):
+        stopwatch = Stopwatch()
+        stopwatch.start(0.0, epoch=0)
+        assert stopwatch in sampled
+        clock.now_s += first_s
+        stopwatch.stop()
+        watched = 0
+        for _ in range(100):
+            clock.now_s += 0.02  # each build is measured
+            stopwatch.start(0.0, epoch=0)
+            watched += stopwatch in sampled
+            clock.now_s += 0.001
+            stopwatch.stop()
+        assert watched <= most
+        stopwatch.close()
+
+
+def test_of_the_stacks_of_a_long_build_those_of_its_end_are_kept_too():
+    stopwatch = Stopwatch()
+    stopwatch.start(0.0, epoch=0)
+    for number in range(2000):
+        stopwatch.add_stack(f"{number >= 1000}")
+    stacks = stopwatch.stop().stacks
+    stopwatch.close()
+    assert len(stacks) == 64
+    assert set(stacks) == {"True", "False"}
+
+
 def asked_at(clock, stopwatch, interval_s, epoch, milliseconds):
     """When the kernel was asked about builds of 1 ms, in that time."""
     asked = []

@@ -570,7 +570,7 @@ def test_a_meter_tells_all_that_a_dataset_delivers(processes, writer, path):
                 meter.step(number)
                 asked = time.perf_counter()
                 next(walk)
-                meter.recorder.attach_source(loader)
+                meter.recorder.attach_source(loader, {})
                 waited_s = time.perf_counter() - asked
                 meter.recorder.add(walk.span, waited_s)
             meter.end()

@@ -164,7 +164,7 @@ def test_the_depth_counts_batches_that_were_not_looked_at(most):
     heard = Recorder(interval_s=1.0)
     source = Source()
     if most == 16:
-        heard.attach_source(source)
+        heard.attach_source(source, {})
     now_s = recorder.time.monotonic()
     for batch in range(40):
         # All were there, and the queue was long, when the first was asked for.

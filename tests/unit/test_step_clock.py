@@ -1,6 +1,6 @@
 """`StepClock` in a world whose clock, device and loader are simulated.
 
-There the time an epoch would take with free data is known.
+There the time that an epoch would take without waiting for data is known.
 """
 
 from __future__ import annotations

@@ -65,6 +65,7 @@ class Chart:
         rows: Rows of a timeline: name, description, height.
         uprights: Vertical lines: class, and position from 0 to 1.
         keys: The legend: class and meaning.
+        waiting: The share of a timeline in which training waits.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Chart:
     rows: tuple[tuple[str, str, int], ...] = ()
     uprights: tuple[tuple[str, float], ...] = ()
     keys: tuple[tuple[str, str], ...] = ()
+    waiting: float = 0.0
 
 
 def timelines(record: Record) -> list[Chart]:
@@ -209,6 +211,12 @@ def _timeline(record: Record, window: windows.Window) -> Chart:
             for row, height in zip(rows, heights, strict=True)
         ),
         keys=tuple(_keys(record)),
+        waiting=sum(
+            bar.share * (bar.end_s - bar.begin_s)
+            for bar in rows[0].bars
+            if bar.what == "wait"
+        )
+        / (view.end_s - view.begin_s),
     )
 
 

@@ -75,10 +75,8 @@ def _title(record: Record) -> str:
     summary: HealthSummary = record.summary
     if summary.verdict is None:
         return "No batch of a FastPyDataset was seen"
-    return plain(
-        f"{record.dataset}: {summary.verdict.kind}, "
-        f"{formatting.share(summary.data_wait)} of the time waiting for data"
-    )
+    headline = summary.findings[0].headline
+    return plain(f"{record.dataset}: {summary.verdict.kind}. {headline}")
 
 
 def _draw_timeline(panel: Axes, record: Record) -> None:

@@ -10,13 +10,18 @@ from __future__ import annotations
 import importlib.resources
 import math
 import os
+from collections.abc import Callable
 from typing import Any
 
 from keras_fastdata import _atomic_write
 from keras_fastdata.health import comparison
 from keras_fastdata.health.record import Record
 from keras_fastdata.health.report import drawing, flame
-from keras_fastdata.health.summary import Finding, HealthSummary
+from keras_fastdata.health.summary import (
+    NOTE,
+    EpochHealth,
+    HealthSummary,
+)
 from keras_fastdata.metrics import formatting
 from keras_fastdata.metrics.recorder import Slow, Span
 
@@ -31,6 +36,30 @@ _ACCOUNT_COLOURS = {  # classes of bars, by the name of a part
     "waiting for data": "wait",
     "validation waiting for data": "wait",
 }
+
+
+# Of the table of epochs: the name of a column, whether it is for few readers,
+# and its text for one epoch.
+_COLUMNS: tuple[tuple[str, bool, Callable[[EpochHealth], str]], ...] = (
+    ("Took", False, lambda e: formatting.duration(e.wall_s)),
+    ("Waiting", False, lambda e: formatting.duration(e.waited_s)),
+    ("data_wait", False, lambda e: formatting.share(e.data_wait)),
+    ("One step alone", True, lambda e: formatting.duration(e.step_s)),
+    ("Batches", True, lambda e: f"{e.batches:,}"),
+    ("Batches/s", False, lambda e: f"{e.batches_per_s:,.1f}"),
+    ("Build, median", False, lambda e: formatting.duration(e.build_s_p50)),
+    ("Build, 95%", False, lambda e: formatting.duration(e.build_s_p95)),
+    ("Wait, 95%", False, lambda e: formatting.duration(e.wait_s_p95)),
+    ("Queue depth", False, lambda e: f"{e.queue_depth_mean:.1f}"),
+    ("Workers busy", False, lambda e: formatting.share(e.worker_utilization)),
+    ("Cores busy", False, lambda e: f"{_known(e.busy_cores)} of {e.cores:g}"),
+    ("Arrays", True, lambda e: formatting.size(e.nbytes)),
+    ("Workers' memory", True, lambda e: _size(e.workers_nbytes)),
+    ("Shared memory", True, lambda e: formatting.size(e.shared_nbytes)),
+    ("Workers lost", True, lambda e: f"{e.restarts}"),
+    ("Batches retried", True, lambda e: f"{e.retried}"),
+    ("Batches skipped", True, lambda e: f"{e.skipped}"),
+)
 
 
 def write_report(record: Record, path: str | os.PathLike[str]) -> None:
@@ -90,6 +119,7 @@ def _view(record: Record) -> dict[str, Any]:
     """Returns the values of all variables of the page's template."""
     summary = record.summary
     phases = summary.phases
+    timelines = drawing.timelines(record)
     builds = record.column("built_s") - record.column("began_s")
     histograms = [
         drawing.histogram("Time to build a batch", builds),
@@ -99,16 +129,18 @@ def _view(record: Record) -> dict[str, Any]:
         "record": record,
         "summary": summary,
         "findings": summary.findings,
-        "speedup": _speedup,
         "account": summary.account,
         "figures": summary.figures.to_json(),
         "compared": _compared(summary),
         "account_colours": _ACCOUNT_COLOURS,
         "took_s": record.ended_s - record.began_s,
-        "timelines": drawing.timelines(record),
+        "timelines": timelines,
+        "most_waiting": max((c.waiting for c in timelines), default=0.0),
         "over_time": drawing.over_time(record),
         "histograms": [chart for chart in histograms if chart],
         "phases": phases,
+        "columns": _COLUMNS,
+        "epochs_note": NOTE,
         "batches": sum(phase.batches for phase in phases),
         "settings": _settings(record),
         "hot_lines": summary.hot_lines,
@@ -138,14 +170,6 @@ def _compared(summary: HealthSummary) -> list[tuple[str, str, str, str]]:
     return comparison.rows(summary.compared, summary.figures)
 
 
-def _speedup(finding: Finding) -> str:
-    """Returns the speedup if data cost no time, such as "2.6 times"."""
-    times = finding.wall_s / max(finding.free_s, 1e-9)
-    if times >= 100:
-        return "over 100 times"
-    return f"{times:.2f} times" if times < 2 else f"{times:.1f} times"
-
-
 def _raised(traceback: str) -> str:
     """Returns the line of a traceback that names the exception."""
     lines = traceback.rstrip().splitlines()
@@ -155,13 +179,14 @@ def _raised(traceback: str) -> str:
 
 
 def _settings(record: Record) -> list[tuple[str, str]]:
+    rows = list(record.datasets.items())
     shown = dict(record.settings)
     if record.summary.shard:
         shown["this process has"] = record.summary.shard
     for decision in record.summary.decisions:
         name = f"workers, from batch {decision.batches} on"
         shown[name] = f"{decision.place}. {decision.reason}"
-    return [(name, _shown(name, value)) for name, value in shown.items()]
+    return rows + [(n, _shown(n, value)) for n, value in shown.items()]
 
 
 def _shown(name: str, value: Any) -> str:
@@ -169,6 +194,14 @@ def _shown(name: str, value: Any) -> str:
     if value and name in ("worker_env", "ray_options"):
         return f"{', '.join(sorted(value))} (values are not shown)"
     return repr(value)
+
+
+def _known(number: float | None) -> str:
+    return "?" if number is None else f"{number:.1f}"
+
+
+def _size(nbytes: int | None) -> str:
+    return "?" if nbytes is None else formatting.size(nbytes)
 
 
 def _retried(record: Record) -> list[Span]:

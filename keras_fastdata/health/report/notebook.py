@@ -6,6 +6,7 @@ import html
 
 from keras_fastdata.health import comparison
 from keras_fastdata.health.summary import (
+    NOTE,
     EpochHealth,
     HealthSummary,
     abridged,
@@ -15,9 +16,9 @@ from keras_fastdata.metrics import formatting
 _COLUMNS = (
     "",
     "verdict",
-    "data wait",
     "took",
-    "with free data",
+    "waiting",
+    "data_wait",
     "build, median",
     "build, 95%",
     "workers busy",
@@ -89,16 +90,16 @@ def _table(summary: HealthSummary) -> str:
         ("...", *rest) if phase is None else _cells(phase)
         for phase in abridged(summary.phases)
     )
-    return formatting.html_table(rows, _COLUMNS)
+    return f"{formatting.html_table(rows, _COLUMNS)}<p>{NOTE}</p>"
 
 
 def _cells(phase: EpochHealth) -> tuple[str, ...]:
     return (
         phase.name,
         str(phase.verdict.kind),
-        formatting.share(phase.data_wait),
         formatting.duration(phase.wall_s),
-        formatting.duration(phase.free_s),
+        formatting.duration(phase.waited_s),
+        formatting.share(phase.data_wait),
         formatting.duration(phase.build_s_p50),
         formatting.duration(phase.build_s_p95),
         formatting.share(phase.worker_utilization),

@@ -83,7 +83,7 @@ def windows(record: Record) -> tuple[Window, ...]:
 
     A short record is shown as a whole. Of a longer one, the windows are the
     beginning, the longest wait after it, and the middle of the last epoch,
-    which is typical.
+    which is typical; if it is validation that waits, those of validation.
     """
     phase = _main_phase(record)
     steps = [step for step in record.steps if step.phase == phase]
@@ -100,7 +100,7 @@ def windows(record: Record) -> tuple[Window, ...]:
         )
     of_last = sum(step.epoch == steps[-1].epoch for step in steps)
     last = len(steps) - of_last + max(0, of_last - count) // 2
-    found = [_cut(_earliest(steps), steps, 0, 0, count)]
+    found = [_cut(_earliest(steps), steps, 0, steps[0].number < 0, count)]
     found[0] = found[0]._replace(begin_s=_first_s(record, steps))
     if len(steps) > count:
         waits = [step.waited_s for step in steps[count:]]
@@ -108,7 +108,8 @@ def windows(record: Record) -> tuple[Window, ...]:
         first = max(0, longest - count // 2)
         found.append(_cut("the longest wait", steps, first, longest, count))
     middle = last + min(count, of_last) // 2
-    found.append(_cut("in the last epoch", steps, last, middle, count))
+    what = "validation" if phase == "validation" else "epoch"
+    found.append(_cut(f"in the last {what}", steps, last, middle, count))
     return tuple(found)
 
 
@@ -190,6 +191,9 @@ def asked_s(record: Record) -> npt.NDArray[np.float64]:
 
 def _main_phase(record: Record) -> str:
     phases = {step.phase for step in record.steps}
+    for finding in record.summary.findings[:1]:
+        if finding.phase == "Validation" and "validation" in phases:
+            return "validation"
     return "train" if "train" in phases else next(iter(phases), "")
 
 
@@ -203,7 +207,7 @@ def _steps_in_view(record: Record, steps: list[Step]) -> int:
 
 def _earliest(steps: list[Step]) -> str:
     """Returns the title of the timeline of the first recorded steps."""
-    return "the earliest kept" if steps[0].number else "the beginning"
+    return "the earliest kept" if steps[0].number > 0 else "the beginning"
 
 
 def _cut(
@@ -266,6 +270,8 @@ def _of_steps(record: Record, window: Window) -> list[Bar]:
         if step.ended_s < window.begin_s or step.began_s > window.end_s:
             continue
         title = f"step {step.number} of {step.phase} {step.epoch + 1}: "
+        if step.number < 0:
+            title = "before the first step: "
         if step.calls > 1:
             title = f"{step.calls} steps from {title.removeprefix('step ')}"
         turn_s = min(step.began_s + step.waited_s, step.ended_s)
