@@ -66,15 +66,16 @@ class Variable:
 class _Size(Mapping[str, Any]):
     """A mapping that returns how many names another has, for every key.
 
-    A name that is added may hide a variable of a class. Python's own names,
-    such as `__slotnames__`, may be added at any time.
+    A name that is added may hide a variable of a class. Python itself may add
+    names such as `__slotnames__` at any time.
     """
 
     def __init__(self, names: Mapping[str, Any]) -> None:
         self._names = names
 
     def __getitem__(self, name: str) -> Any:
-        return sum(not n.startswith("__") for n in list(self._names))
+        items = list(self._names.items())
+        return sum(not _is_pythons(name, value) for name, value in items)
 
     def __iter__(self) -> Iterator[str]:
         return iter([""])
@@ -195,7 +196,7 @@ class _VariableSearch:
             for name, value in list(vars(base).items()):
                 if name in _RUN_HERE:
                     continue
-                if name.startswith("__") and name.endswith("__"):
+                if _is_pythons(name, value):
                     self.value(value)
                 else:
                     path = f"{base.__qualname__}.{name}"
@@ -205,6 +206,8 @@ class _VariableSearch:
         if not self._is_new(function):
             return
         self.value(getattr(function, "__wrapped__", None))
+        self.value(function.__defaults__)
+        self.value(function.__kwdefaults__)
         variables = function.__globals__
         home = str(variables.get("__name__"))
         is_nested = home == "__main__" or "<locals>" in function.__qualname__
@@ -252,6 +255,12 @@ class _VariableSearch:
         )
         self.found.append(Variable(home, name, module, path, by_value))
         self.value(home.get(name, ABSENT), module, path)
+
+
+def _is_pythons(name: str, value: Any) -> bool:
+    """Returns whether Python itself may have given a class this attribute."""
+    is_special = name.startswith("__") and name.endswith("__")
+    return is_special and not isinstance(value, types.FunctionType)
 
 
 def _is_users_object(value: Any) -> bool:

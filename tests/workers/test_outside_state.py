@@ -129,6 +129,16 @@ for method in ("forkserver", "fork"):
         show(dataset)
         del Mine.factor, Mine.grown, tool.strength, later
         show(dataset)
+        former = Mine.__getitem__
+        def doubled(self, index, former=former):
+            return 2 * former(self, index)
+        Mine.__getitem__ = doubled
+        show(dataset)
+        def later():
+            return 5
+        show(dataset)
+    Mine.__getitem__ = former
+    del later
 """
 
 
@@ -287,7 +297,7 @@ def test_what_a_script_changes_between_epochs_reaches_the_workers(
     assert ran.stdout.splitlines() == wanted * 2, ran.stderr
 
 
-def test_names_that_a_script_adds_between_epochs_reach_the_workers(
+def test_what_a_script_adds_or_replaces_between_epochs_reaches_the_workers(
     tmp_path, zygote
 ):
     path = tmp_path / "script.py"
@@ -300,6 +310,8 @@ def test_names_that_a_script_adds_between_epochs_reach_the_workers(
         "[[2, 3, 4, 1]]",
         "[[2, 3, 4, 5]]",
         "[[1, 1, 1, 1]]",
+        "[[2, 2, 2, 2]]",
+        "[[2, 2, 2, 10]]",
     ]
     assert ran.stdout.splitlines() == wanted * 2, ran.stderr
 
