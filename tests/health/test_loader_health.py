@@ -42,6 +42,9 @@ on_each_backend = pytest.mark.backend
 
 _SLOW_S = 0.025  # a step or a test that is slow
 _WAIT_S = 2 * _SLOW_S  # a batch that is slow to come
+# Half of eight steps are sampled, and the usual wait is known from the others.
+# On PyTorch one of these has no wait: each step fetches the next one's batch.
+_ESTIMATED_S = 2.1 * _WAIT_S
 _TIME = r"[\d.]+ (?:s|ms)"
 _LINE = re.compile(
     rf"LoaderHealth: (\w+(?: \d+)?) waited ({_TIME}) of {_TIME} for data "
@@ -794,7 +797,7 @@ def test_each_second_of_a_fit_belongs_to_the_part_that_took_it(simulated_time):
     waits_s = account.first_batch_s + account.waiting_s
     assert waits_s == pytest.approx(16 * _WAIT_S, abs=2.1 * _WAIT_S)
     assert account.first_batch_s > 0
-    assert account.steps_s == pytest.approx(16 * _SLOW_S, abs=0.05)
+    assert account.steps_s == pytest.approx(16 * _SLOW_S, abs=_ESTIMATED_S)
     assert account.hooks_s == pytest.approx(2.0, abs=1.1)
     assert account.callbacks_s == pytest.approx(6.0, abs=0.1)
     assert account.saving_s == pytest.approx(4.0, abs=0.1)
@@ -816,7 +819,7 @@ def test_saving_within_an_epoch_is_no_step_and_no_wait(first, simulated_time):
         time.monotonic() - began_s, rel=0.02
     )
     assert account.saving_s == pytest.approx(4.0, abs=0.1)
-    assert account.steps_s == pytest.approx(16 * _SLOW_S, abs=0.05)
+    assert account.steps_s == pytest.approx(16 * _SLOW_S, abs=_ESTIMATED_S)
     assert logs["data_wait"] == pytest.approx([2 / 3] * 2, abs=0.1)
     assert "on_train_batch_end" not in vars(saves)
 
