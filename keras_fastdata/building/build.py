@@ -30,6 +30,8 @@ from keras_fastdata.errors import LoaderError
 from keras_fastdata.memory.arena import aligned_empty
 from keras_fastdata.workers.base import ONCE
 
+_log = logging.getLogger("keras_fastdata")
+
 Empty = Callable[..., npt.NDArray[Any]]
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _Result = TypeVar("_Result")
@@ -76,19 +78,13 @@ def length_of(dataset: Dataset) -> int | None:
     try:
         found = dataset.num_batches
     except NotImplementedError:  # means endless in Keras's `__iter__` too
-        return None
-    if found is None:
-        return None
-    return checked_length(f"{type(dataset).__name__}.num_batches", found)
+        found = None
+    name = f"{type(dataset).__name__}.num_batches"
+    return None if found is None else checked_length(name, found)
 
 
 def checked_length(name: str, length: Any) -> int:
-    """Checks a number of batches, and returns the number as an `int`.
-
-    Raises:
-        TypeError: The number is not an integer.
-        ValueError: The number is negative.
-    """
+    """Checks a number of batches, and returns the number as an `int`."""
     if isinstance(length, float):
         raise TypeError(
             f"`{name}` must be an integer. Received: {length!r} (of type "
@@ -100,36 +96,27 @@ def checked_length(name: str, length: Any) -> int:
 
 @dataclasses.dataclass
 class Context:
-    """Holds `self.rng`, `self.epoch` and similar values while a batch is built.
-
-    Attributes:
-        seed: The base seed.
-        epoch: The epoch of the batch.
-        index: The index of the batch.
-        worker_index: The worker that builds it; `None` outside of workers.
-        empty: The value of `self.empty`.
-        dataset: The dataset of the batch.
-        threads: How many threads of this process may build batches of the
-            dataset at once; 0 if only the caller does.
-        is_private: Whether this process builds one batch at a time, as worker
-            processes do.
-        asked: The last epoch-dependent name that was read, such as "rng".
-        is_lent: Whether a thread other than the building one read a value.
-        part: The sample that `get_sample` is called for, or `None`.
-        outer: The batch in whose build, and thread, this one is built.
-    """
+    """Holds `self.rng`, `self.epoch` and so on while a batch is built."""
 
     seed: int
     epoch: int
     index: int
+    # The worker that builds the batch; `None` outside of workers.
     worker_index: int | None
     empty: Empty = aligned_empty
     dataset: Dataset | None = None
+    # How many threads of this process may build batches of the dataset at once;
+    # 0 if only the caller does.
     threads: int = 0
+    # Whether this process builds one batch at a time, as worker processes do.
     is_private: bool = False
+    # The last epoch-dependent name that was read, such as "rng".
     asked: str = ""
+    # Whether a thread other than the building one read a value.
     is_lent: bool = False
+    # The sample that `get_sample` is called for, or `None`.
     part: SampleContext | None = None
+    # The batch in whose build, and thread, this one is built.
     outer: Context | None = None
     _rng: np.random.Generator | None = None
     _holds: tuple[int, bool] | None = None
@@ -145,6 +132,10 @@ class Context:
             self._holds = id(dataset), found
         return self._holds[1]
 
+    def rewind_rng(self) -> None:
+        """Resets `rng` to the start of its random stream."""
+        self._rng = None
+
     @property
     def rng(self) -> np.random.Generator:
         """The random generator of this batch."""
@@ -155,25 +146,15 @@ class Context:
                 )
         return self._rng
 
-    def rewind_rng(self) -> None:
-        """Resets `rng` to the start of its random stream."""
-        self._rng = None
-
     def rng_for(self, *key: int) -> np.random.Generator:
-        return rng_for(self.seed, self.epoch, *key)
+        return seeding.generator(self.seed, seeding.PART, self.epoch, *key)
 
     def epoch_order(self, length: int) -> Permutation:
-        return epoch_order(self.seed, self.epoch, length)
-
-
-def rng_for(seed: int, epoch: int, *key: int) -> np.random.Generator:
-    """Returns the random generator that `dataset.rng_for(*key)` returns."""
-    return seeding.generator(seed, seeding.PART, epoch, *key)
+        return _epoch_order(self.seed, self.epoch, length)
 
 
 @functools.lru_cache(maxsize=4)
-def epoch_order(seed: int, epoch: int, length: int) -> Permutation:
-    """Returns the random order that `dataset.epoch_order(length)` returns."""
+def _epoch_order(seed: int, epoch: int, length: int) -> Permutation:
     return Permutation(length, seeding.sequence(seed, seeding.PARTS, epoch))
 
 
@@ -244,8 +225,8 @@ def is_built_for(dataset: Dataset) -> bool:
 def is_in_worker(dataset: Dataset) -> bool:
     """Returns whether this thread is a worker that builds for `dataset`."""
     return any(
-        context.dataset is dataset and context.worker_index is not None
-        for context in _and_outer(_current.context)
+        c.dataset is dataset and c.worker_index is not None
+        for c in _and_outer(_current.context)
     )
 
 
@@ -285,15 +266,14 @@ def _helped(dataset: Dataset) -> list[Context]:
     """
     if not _building_in or _consumes(dataset):
         return []
-    found = []
-    for innermost in list(_building_in.values()):
-        for context in _and_outer(innermost):
-            if context.is_private or context.dataset is dataset:
-                found.append(context)
-                break
-    return found or [
+    building = list(_building_in.values())
+    own = [
+        next((c for c in found if c.is_private or c.dataset is dataset), None)
+        for found in map(_and_outer, building)
+    ]
+    return [context for context in own if context is not None] or [
         context
-        for context in list(_building_in.values())
+        for context in building
         if context.holds(dataset) and not _consumes(context.dataset)
     ]
 
@@ -372,17 +352,13 @@ class Observer(Protocol):
         """Whether the builder should report on the next batch."""
 
     def on_global_rng(self, what: str) -> None:
-        """Receives the report that an inline build may draw from `what`.
-
-        `what` describes random generators.
-        """
+        """Receives a report: inline builds may draw from `what`, in words."""
 
 
 class GlobalRngUsedError(LoaderError):
     """Raised when a thread's build may have used shared random generators.
 
-    Building the batch again, while no other thread builds, shows whether it
-    does.
+    The batch is then built again, while no other thread builds.
     """
 
 
@@ -436,7 +412,7 @@ class Builder:
         private: Whether this is a worker process, so that the global
             generators need not be restored.
         cached: Whether batches must be the same in every epoch.
-        observer: Learns of batches that draw from generators that threads
+        observer: Is told of batches that draw from generators that threads
             share. A thread raises `GlobalRngUsedError` for such a batch.
     """
 
@@ -455,11 +431,10 @@ class Builder:
         self._dataset = dataset
         self._seed = seed
         self._threads = threads
-        self._shared = threads > 0
         self._private = private
         self._own_generators = Generators()
         self._rng_monitor: GlobalRngMonitor | None = None
-        if self._shared:
+        if threads:
             self._rng_monitor = GlobalRngMonitor(warns=observer is None)
         self._former: list[Dataset] = []
         self._own: set[str] = set()
@@ -496,7 +471,7 @@ class Builder:
                 dataset.on_worker_stop()
             except Exception:
                 # The pool is closing; nobody waits for a result.
-                logging.getLogger("keras_fastdata").exception(
+                _log.exception(
                     "%s.on_worker_stop raised in worker %d",
                     type(dataset).__name__,
                     worker_index,
@@ -538,34 +513,28 @@ class Builder:
         observer = self._observer
         if observer is None or not observer.observes:
             return self._seeded(context)
+        tell = observer.on_global_rng
         if overrides(self.dataset, "reseed"):
-            observer.on_global_rng("what `reseed` seeds")
+            tell("what `reseed` seeds")
         elif any(not held.is_outside for held in self._held()):
-            observer.on_global_rng(
-                "the random generators that the dataset holds"
-            )
+            tell("the random generators that the dataset holds")
         else:
             self._reseed(context.epoch, context.index)
             torch = seeding.loaded_torch()
-            before = _positions(torch), self._states()
+            positions, states = _positions(torch), self._states()
             try:
                 batch = self._made(context)
                 if not self._generators.search_after_build(self.dataset):
                     return batch
-                observer.on_global_rng(
-                    "the random generators that the dataset holds"
-                )
+                tell("the random generators that the dataset holds")
                 context.rewind_rng()
             finally:
-                positions, states = before
                 if positions != _positions(torch):
-                    observer.on_global_rng("`np.random` and `random`")
+                    tell("`np.random` and `random`")
                 elif states != self._states():
-                    observer.on_global_rng(
-                        "the random generators of its module"
-                    )
+                    tell("the random generators of its module")
                 if context.is_lent:
-                    observer.on_global_rng("what its own threads ask for")
+                    tell("what its own threads ask for")
         return self._seeded(context)
 
     def _seeded(self, context: Context) -> Any:
@@ -592,9 +561,10 @@ class Builder:
             before = self._states()
             batch = _item(dataset, index)
             after = self._states()
-            used = context.asked and f"self.{context.asked}"
-            for name, state in before.items():
-                used = used or (name if state != after[name] else "")
+            drawn_from = (n for n, s in before.items() if s != after[n])
+            used = next(drawn_from, "")
+            if context.asked:
+                used = f"self.{context.asked}"
             if not used:
                 return batch
             if context.asked or last:
@@ -609,7 +579,7 @@ class Builder:
 
     def _states(self) -> dict[str, Any]:
         """Returns the states of the random generators; {} in worker threads."""
-        if self._shared:
+        if self._threads:
             return {}
         return {
             **seeding.global_states(),
@@ -650,14 +620,13 @@ class Builder:
         if not paths:
             return
         self._worker_state = None
-        name = type(self.dataset).__name__
-        logging.getLogger("keras_fastdata").warning(
+        _log.warning(
             "%s.__getitem__ changes %s in worker processes. Each has "
             "a copy of the dataset, so the change is lost: neither the "
             "training process nor another worker sees it. Return the value "
             "with the batch, or build in this process "
             "(`use_multiprocessing=False`).",
-            name,
+            type(self.dataset).__name__,
             ", ".join(f"`self.{path}`" for path in paths),
             extra={ONCE: "lost state"},
         )
@@ -667,8 +636,7 @@ class Builder:
         self._generators.forget()
 
     def _reseed(self, epoch: int, index: int) -> None:
-        seed = self._seed
-        dataset = self.dataset
+        seed, dataset = self._seed, self.dataset
         for held in self._held():
             held.reseed(seed, seeding.ATTRIBUTES, epoch, index)
         seeding.reseed_globals(seed, seeding.GLOBALS, epoch, index)
@@ -741,11 +709,9 @@ def run_hook(
 ) -> _Result:
     """Runs `on_epoch_begin` or `on_epoch_end` with seeded random generators.
 
-    `number` counts the calls of hooks, and selects the random streams.
-
-    Shuffling an index in `on_epoch_end` is the most common way to shuffle. The
-    seeds make it repeatable, with `self.rng` or the global generators. The
-    caller's global generators are restored.
+    So a shuffle of an index in `on_epoch_end` can be repeated. `number` counts
+    the calls of hooks, and selects the random streams. The caller's global
+    generators are restored.
     """
     stream = (seed, seeding.HOOK, number)
     rng = seeding.generator(*stream, 2)
@@ -759,10 +725,7 @@ def run_hook(
 
 
 class _Preserved:
-    """Restores random generators of global variables after a `with` block.
-
-    Generators that a class holds are restored as well.
-    """
+    """Restores generators of globals and classes after a `with` block."""
 
     def __init__(self, found: list[held_generators.Held]) -> None:
         self._found = [held.generator for held in found if held.is_outside]
@@ -798,9 +761,8 @@ class GlobalRngMonitor:
     def begin(self) -> None:
         """Starts the check of a build, in the thread that builds."""
         self._local.before = None
-        early = self._moved < self._TELLING
-        early = early and self._watched < self._BUILDS_WATCHED
-        if early or not self._warns:
+        is_early = self._watched < self._BUILDS_WATCHED
+        if (is_early and self._moved < self._TELLING) or not self._warns:
             self._watched += 1
             crossings = global_rng.crossings()
             self._local.before = self._positions(), crossings, self._moved
@@ -842,11 +804,7 @@ class GlobalRngMonitor:
 
 
 def _positions(torch: Any) -> tuple[Any, ...]:
-    """Returns a short digest of the global generators' states.
-
-    Args:
-        torch: The module, if torch's generator counts; or `None`.
-    """
+    """Returns a digest of the global generators; torch's too, if given."""
     numpy: Any = np.random.get_state(legacy=False)
     state = numpy["state"]
     return (

@@ -41,20 +41,13 @@ _log = logging.getLogger("keras_fastdata")
 
 
 class Held(NamedTuple):
-    """A random generator that a dataset refers to.
+    """A random generator that a dataset refers to."""
 
-    Attributes:
-        path: The path from the dataset to the generator.
-        key: The key of its stream, computed from the path.
-        is_outside: Whether a global variable or a class holds it, and not the
-            dataset alone.
-        generator: The generator.
-    """
-
-    path: str
-    key: tuple[int, ...]
+    path: str  # the path from the dataset to the generator
+    key: tuple[int, ...]  # the key of its stream, computed from the path
+    # Whether a global variable or a class holds it, and not the dataset alone.
     is_outside: bool
-    generator: _Generator
+    generator: _Generator  # the generator
 
     def reseed(self, seed: int, *key: int) -> None:
         """Resets the generator to the start of its random stream for `key`."""
@@ -187,9 +180,6 @@ class Search:
 
     It refers to parts of the dataset, which may refer to the dataset: whatever
     outlives a dataset must not keep its `Search`.
-
-    Attributes:
-        held: The generators that were found.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -263,19 +253,12 @@ def reaches(dataset: Any, part: Any) -> bool:
 
 
 class _ReachStep(NamedTuple):
-    """An object that the search found, with its path from the dataset.
+    """An object that the search found, with its path from the dataset."""
 
-    Attributes:
-        name: Its part of the path.
-        value: The object.
-        before: The step before it; `None` for the dataset.
-        is_outside: Whether the way to it leads through a global or a class.
-    """
-
-    name: str
-    value: Any
-    before: Any
-    is_outside: bool
+    name: str  # its part of the path
+    value: Any  # the object
+    before: Any  # the step before it; `None` for the dataset
+    is_outside: bool  # whether the way to it leads through a global or a class
 
     def way(self) -> list[_ReachStep]:
         """Returns this step and all previous steps, latest first."""

@@ -66,19 +66,14 @@ def state() -> bytes:
 
 
 class _Memory:
-    """Accesses the memory that holds the state of a bit generator.
-
-    Attributes:
-        bits: The bit generator.
-        is_known: Whether the memory has the expected format.
-        without_normal: The bytes last read while no normal number was
-            stored. (NumPy draws normal numbers in pairs, and stores the
-            second one outside of this memory. If `np.random.set_state` sets
-            the same bytes with a stored number, that number is lost.)
-    """
+    """Accesses the memory that holds the state of a bit generator."""
 
     def __init__(self, bits: Any) -> None:
         self.bits = bits
+        # The bytes last read while no normal number was stored. (NumPy draws
+        # normal numbers in pairs, and stores the second one outside of this
+        # memory. If `np.random.set_state` sets the same bytes with a stored
+        # number, that number is lost.)
         self.without_normal = b""
         self._view: Any = None
         if type(bits) is np.random.MT19937:

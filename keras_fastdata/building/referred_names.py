@@ -40,21 +40,14 @@ ABSENT = object()  # the value of a name that has none
 
 @dataclasses.dataclass(frozen=True)
 class Variable:
-    """A variable that the code of a dataset refers to.
+    """A variable that the code of a dataset refers to."""
 
-    Attributes:
-        home: The variables of the module, class or object that has it.
-        name: The variable's name.
-        module: The module that `home` belongs to.
-        path: The path in that module, such as "SCALE" or "Config.SCALE".
-        by_value: Whether cloudpickle sends the variable along with its class
-            or function.
-    """
-
+    # The variables of the module, class or object that has it.
     home: Mapping[str, Any]
-    name: str
-    module: str
-    path: str
+    name: str  # the variable's name
+    module: str  # the module that `home` belongs to
+    path: str  # the path in that module, such as "SCALE" or "Config.SCALE"
+    # Whether cloudpickle sends the variable along with its class or function.
     by_value: bool
 
     @property
@@ -127,18 +120,12 @@ def variables_of(dataset: Any, *, is_here: bool = False) -> list[Variable]:
 
 
 class _VariableSearch:
-    """Collects the variables that code refers to directly or indirectly.
-
-    Attributes:
-        found: The variables.
-        assigned: Names that the code assigns.
-        own: Names that the code assigns to `self`.
-    """
+    """Collects the variables that code refers to directly or indirectly."""
 
     def __init__(self) -> None:
         self.found: list[Variable] = []
-        self.assigned: set[str] = set()
-        self.own: set[str] = set()
+        self.assigned: set[str] = set()  # names that the code assigns
+        self.own: set[str] = set()  # names that the code assigns to `self`
         self._seen: dict[Any, Any] = {}  # by id; keeps the values alive
         self._places: set[tuple[str, str]] = set()
 
@@ -290,20 +277,13 @@ def _parts_of(value: Any) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Names:
-    """The names that a function and its nested functions use.
+    """The names that a function and its nested functions use."""
 
-    Attributes:
-        variables: Variables that it reads.
-        imported: Modules that it imports.
-        assigned: Variables and attributes that it assigns, except for
-            attributes of `self`.
-        own: Attributes of `self` that it assigns.
-    """
-
-    variables: frozenset[str]
-    imported: frozenset[str]
+    variables: frozenset[str]  # variables that it reads
+    imported: frozenset[str]  # modules that it imports
+    # Variables and attributes that it assigns, except for attributes of `self`.
     assigned: frozenset[str]
-    own: frozenset[str]
+    own: frozenset[str]  # attributes of `self` that it assigns
 
 
 @functools.lru_cache(maxsize=4096)

@@ -225,17 +225,17 @@ class GeneratorDataset(FastPyDataset):
         plan = self._fastdata_plan
         # A loaded state may have another seed.
         epoch = answer(self, "seed"), answer(self, "epoch")
-        turns = plan.turns
-        for place, batch in turns.latest if turns is not None else ():
-            if place == (epoch, index):
+        turns, place = plan.turns, (epoch, index)
+        for known, batch in turns.latest if turns is not None else ():
+            if known == place:
                 return batch
-        if turns is None or (turns.place != (epoch, index) and plan.restarts):
+        if turns is None or (turns.place != place and plan.restarts):
             rng = answer(self, "rng_for")(GENERATOR_KEY)
             turns = _Turns(plan.shards, int(rng.integers(2**63)))
             for _ in range(index):
                 turns.next()
             plan.turns = turns
-        turns.place = epoch, index
+        turns.place = place
         try:
             batch = turns.next()
         except EndOfData:
@@ -247,7 +247,7 @@ class GeneratorDataset(FastPyDataset):
         else:
             turns.place = epoch, index + 1
             if not plan.restarts:
-                turns.latest.append(((epoch, index), batch))
+                turns.latest.append((place, batch))
             return batch
         way_out = "Pass the true number, or `None`"
         if plan.restarts:
@@ -288,10 +288,7 @@ class GeneratorDataset(FastPyDataset):
 
 @dataclasses.dataclass(eq=False)
 class _Plan:
-    """The configuration and the current state of a `GeneratorDataset`.
-
-    Copies leave out `turns`.
-    """
+    """A `GeneratorDataset`'s configuration, and its state: `turns`."""
 
     restarts: bool  # whether each epoch makes new generators
     num_shards: int
@@ -323,12 +320,8 @@ def _(dataset: GeneratorDataset) -> Any:
             "come once: what is shown would be missing in training. Pass a "
             "function that makes the iterator."
         )
-    inline = {
-        "workers": 0,
-        "use_multiprocessing": False,
-        "executor": "local",
-        "ray_options": None,
-    }
+    inline: dict[str, Any] = {"workers": 0, "use_multiprocessing": False}
+    inline |= {"executor": "local", "ray_options": None}
     twin = make_twin(dataset, **inline)
     shards = [make_twin(each, **inline) for each in plan.shards]
     for each in shards:
@@ -353,18 +346,15 @@ def _(dataset: GeneratorDataset, state: State) -> dict[str, Any]:
 
 
 class _Turns:
-    """One pass over the data of all shards, in round-robin order.
-
-    Attributes:
-        place: The dataset's seed and epoch, and the index of the next batch.
-        latest: The last batches, each with its seed and epoch, and its index.
-    """
+    """One pass over the data of all shards, in round-robin order."""
 
     def __init__(self, shards: list[GeneratorShards], key: int) -> None:
+        # The dataset's seed and epoch, and the index of the next batch.
         self.place = (-1, -1), 0
-        self.latest: collections.deque[
-            tuple[tuple[tuple[int, int], int], Any]
-        ] = collections.deque(maxlen=_ASKED_FOR_AGAIN)
+        # The last batches, each with its place.
+        self.latest: collections.deque[tuple[Any, Any]] = collections.deque(
+            maxlen=_ASKED_FOR_AGAIN
+        )
         self._chains: dict[int, int] = {}  # checksums so far, by shard
         self._rounds: list[Iterator[Any]] = []
         for one in shards:
@@ -485,10 +475,7 @@ class _Running:
         return key == self._key and (over or next_one)
 
     def skip(self, turns: int) -> None:
-        """Drops the first `turns` results of the generators.
-
-        A result is one batch, or the end marker, of one shard.
-        """
+        """Drops the first `turns` batches and end markers of the shards."""
         if len(self._live) == 1 and self._live[0].skip(turns):
             self._turns = turns
             return
@@ -533,8 +520,7 @@ class _Shard:
     """Runs the generator of one shard, repeatedly if `repeats` is set."""
 
     def __init__(self, owner: GeneratorShards, key: int, index: int) -> None:
-        self._owner = owner
-        self._spec = owner.spec
+        self._owner, self._spec = owner, owner.spec
         self._size = owner.spec.batch_size or 1  # items of a batch
         self._index = index
         self._stream = key, index
@@ -546,11 +532,7 @@ class _Shard:
         self._held: list[Held] = []  # random generators of the factory
 
     def skip(self, batches: int) -> bool:
-        """Lets the generator start after `batches` batches, if it can do so.
-
-        Returns:
-            Whether the generator starts there.
-        """
+        """Lets the generator start after some batches; returns if it can."""
         can_skip = self._spec.source.takes_start and not self._spec.repeats
         if not can_skip or not batches:
             return False
@@ -567,8 +549,7 @@ class _Shard:
         """Returns the next batch, or an end marker after the last batch."""
         items = self._take()
         if not items and self._spec.repeats and self._position:
-            self._round += 1
-            self._position = 0
+            self._round, self._position = self._round + 1, 0
             self._generator = None
             items = self._take()
         before = self._chain
@@ -585,8 +566,9 @@ class _Shard:
         if self._spec.batch_size is None:
             return told, items[0]
         numbers = range(first, first + len(items))
-        empty, padded = self._owner.empty, self._spec.padded
-        return told, collate(items, numbers, empty, padded)
+        return told, collate(
+            items, numbers, self._owner.empty, self._spec.padded
+        )
 
     def _take(self) -> list[Any]:
         """Returns the items of the next batch; an empty list at the end."""
@@ -618,11 +600,7 @@ class _Shard:
         return [] if short and spec.drop_remainder else items
 
     def _seed(self) -> None:
-        """Seeds the random generators that the user's code may draw from.
-
-        These are the global ones of NumPy and Python, and those that `factory`
-        holds. Worker threads share the global ones: no seeding there.
-        """
+        """Seeds NumPy, Python, and the generators that `factory` holds."""
         if self._owner.workers and not self._owner.use_multiprocessing:
             return  # the threads of a process share the global generators
         key = *self._stream, self._round, self._position
@@ -667,16 +645,13 @@ class _Source(NamedTuple):
         positional = (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
         variable = (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)
         rest = parameters.values()
-        needed = [
-            p
-            for p in rest
-            if p.default is kinds.empty and p.kind not in variable
-        ]
+        needed = [p for p in rest if p.default is p.empty]
+        needed = [p for p in needed if p.kind not in variable]
         first = [p for p in rest if p.kind in positional][:2]
         many = any(p.kind is kinds.VAR_POSITIONAL for p in rest)
         named = [p.name for p in first] == ["shard_index", "num_shards"]
         # Positional parameters that have defaults are for the user.
-        wanted = [p.default is kinds.empty for p in first]
+        wanted = [p.default is p.empty for p in first]
         shards = many or named or wanted == [True, True]
         if any(p not in (first if shards else []) for p in needed):
             names = ", ".join(p.name for p in needed)

@@ -56,12 +56,9 @@ class SampledDataset(FastPyDataset):
     """Base class of the datasets whose batches consist of samples.
 
     `SampleDataset` describes the arguments.
-
-    Attributes:
-        transform: The `transform` argument, a method of a subclass, or
-            `None`.
     """
 
+    # The `transform` argument, a method of a subclass, or `None`.
     transform: Callable[..., Any] | None = None
 
     def __init__(

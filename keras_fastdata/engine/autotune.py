@@ -86,10 +86,7 @@ class AutoTuner:
         self._timing, self._worker = timing, worker
 
     def deliver(self, *, counts: bool) -> bool:
-        """Measures a delivered batch; returns whether `settings` changed.
-
-        `counts`: whether it came in the middle of an epoch, and undisturbed.
-        """
+        """Measures a batch, if it `counts`; returns if `settings` changed."""
         before = self._tuner.choice
         returned_s = time.perf_counter()
         if counts:
@@ -169,12 +166,10 @@ class SettingsInEffect:
         return self.auto is not None and self.auto.settings != self.now
 
     def adopt_without(self, error: Exception) -> bool:
-        """Excludes the kind of workers that failed, and adopts another choice.
+        """Adopts another choice than the workers that failed, if possible.
 
-        Does nothing without `workers="auto"`, or if builds are inline.
-
-        Returns:
-            Whether another choice was adopted.
+        Not without `workers="auto"`, or if builds are inline. Returns whether
+        it did.
         """
         if self.auto is None or not self.auto.exclude_failed(error):
             return False

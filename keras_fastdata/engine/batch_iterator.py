@@ -30,13 +30,7 @@ def has_rest(
     """Returns whether the resumed epoch has more batches to deliver.
 
     Where nothing else tells, the batch is built. So the state must be loaded
-    once more.
-
-    Args:
-        loader: The loader of the dataset, which has loaded a state.
-        dataset: The dataset.
-        length: How many batches the consumer takes in an epoch; `None`: all
-            that there are.
+    once more. `length` is how many batches the consumer takes in an epoch.
     """
     if length is not None and loader.checkpoint.num_done >= length:
         return False
@@ -53,17 +47,14 @@ def has_rest(
 
 
 class BatchIterator(Iterator[Any]):
-    """An iterator over the batches of one epoch.
-
-    Attributes:
-        span: How the latest batch came about, if it was timed.
-        quiesce_s: How long the latest `fetch` waited for the workers to rest.
-    """
+    """An iterator over the batches of one epoch."""
 
     def __init__(
         self, loader: Loader, dataset: build.Dataset, epoch: Epoch
     ) -> None:
+        # How the latest batch came about, if it was timed.
         self.span: Span | None = None
+        # How long the latest `fetch` waited for the workers to rest.
         self.quiesce_s = 0.0
         self._loader = loader
         # The dataset must not be collected while it is being walked through.
@@ -84,9 +75,8 @@ class BatchIterator(Iterator[Any]):
     def fetch(self, *, pause_after: bool = False) -> Any:
         """Returns the next batch, or raises `StopIteration`.
 
-        Args:
-            pause_after: Whether the workers shall rest until another batch is
-                asked for, so that they slow nothing down meanwhile.
+        With `pause_after`, workers pause until the next call, so that they slow
+        nothing down meanwhile.
         """
         build.consume(self._dataset)
         try:
@@ -101,11 +91,7 @@ class BatchIterator(Iterator[Any]):
         return batch
 
     def prefetch_next(self, prefetches_next: bool) -> None:
-        """Sets whether batches of the next epoch are prefetched.
-
-        Its first batches are asked for when there is room behind the last of
-        this one. Call `iterate_next` to have them.
-        """
+        """Sets whether batches for `iterate_next` are requested early."""
         self._epoch.set_prefetching(prefetches_next)
 
     def iterate_next(self) -> BatchIterator:
@@ -119,9 +105,8 @@ class BatchIterator(Iterator[Any]):
     def time_batches(self, interval_s: float | None) -> None:
         """Sets how often the times of a batch are recorded in `span`.
 
-        Args:
-            interval_s: One of them in this time, and all that take as long;
-                0 for all of them. `None`: without.
+        Once in `interval_s`, and for all batches that take as long; `None`:
+        never.
         """
         self._epoch.time_batches(interval_s)
 
@@ -140,11 +125,7 @@ class BatchIterator(Iterator[Any]):
 
     @property
     def epoch(self) -> int:
-        """The number of this epoch.
-
-        Before the epoch has begun: the number it gets if no other epoch begins
-        first.
-        """
+        """The number of this epoch, or the one it gets if it begins next."""
         epoch = self._epoch
         if epoch.has_begun and epoch.number is not None:
             return epoch.number
@@ -178,15 +159,10 @@ class BatchIterator(Iterator[Any]):
         return new
 
     def peek(self, count: int) -> dict[int, Any]:
-        """Returns the first `count` batches before the epoch delivers them.
+        """Returns batches 0 to `count` - 1 before the epoch delivers them.
 
-        The first by index, also if the epoch is shuffled.
-
-        When their turn comes, they are delivered without being built again.
-
-        Returns:
-            `count` batches by index; fewer if the dataset has no more that are
-            good.
+        When their turn comes, they are not built again. There are fewer if the
+        dataset has no more that are good.
         """
         try:
             return self._loader.peek(self._epoch, self._dataset, count)
@@ -194,10 +170,7 @@ class BatchIterator(Iterator[Any]):
             raise _not_the_end(error) from error
 
     def remember_first(self, count: int) -> None:
-        """Keeps the first `count` batches, so that `rewind` can reuse them.
-
-        They are dropped when the next batch after them is delivered.
-        """
+        """Keeps the first `count` batches for `rewind`, until the next one."""
         self._epoch.remember_first(count)
 
     def rewind(self) -> None:
@@ -206,10 +179,7 @@ class BatchIterator(Iterator[Any]):
 
 
 def _not_the_end(error: StopIteration) -> RuntimeError:
-    """Returns the error for a dataset that has raised `StopIteration`.
-
-    It would end the epoch early, and nobody would notice.
-    """
+    """Returns the error to raise in place of a dataset's `StopIteration`."""
     return RuntimeError(
         f"The dataset raised StopIteration{error.args}; its epoch is not over."
     )

@@ -38,7 +38,8 @@ from keras_fastdata.metrics import ram
 _MAGIC = b"keras_fastdata batch 1\n"
 _SIZES = struct.Struct("<QI")  # bytes of the head, and their checksum
 
-# Each mapping takes a descriptor, of which a process often has 1,024.
+# On some versions of Python each mapping takes a descriptor, of which a process
+# often has 1,024.
 _MOST_OPEN = 128
 
 _log = logging.getLogger("keras_fastdata")
@@ -61,22 +62,17 @@ class _BoundedCache:
         name: Class name of the dataset.
         most: Bytes that may be used; `None`: no bound.
         used: Bytes that are in use already.
-
-    Attributes:
-        keeps_all: Whether every batch that was put was kept.
     """
 
     def __init__(self, name: str, most: int | None, used: int = 0) -> None:
-        self.keeps_all = True
+        self.keeps_all = True  # whether every batch that was put was kept
         self._name = name
         self._most = most
         self._used = used
         self._is_full = False
 
     def _admit(self, batch: Any) -> tuple[Any, list[Any]] | None:
-        """Decides whether to store a batch.
-
-        If so, the cache counts the bytes of the batch's arrays as used.
+        """Counts the bytes of a batch as used, unless it is refused.
 
         Returns:
             The structure and the arrays of the batch; `None` if it is refused.
@@ -254,10 +250,7 @@ class DiskCache(_BoundedCache):
         return _CachedFile.READABLE
 
     def _keep_open(self, index: int, *, is_trusted: bool) -> None:
-        """Opens a batch file; skips the arrays' checksums if `is_trusted`.
-
-        A file is trusted if this process wrote it or has checked it.
-        """
+        """Opens a batch file; checks it unless this process knows it."""
         self._open[index] = _read(self._path(index), is_trusted)
         if len(self._open) > _MOST_OPEN:
             self._open.popitem(last=False)
@@ -330,10 +323,7 @@ def _read(path: pathlib.Path, is_trusted: bool) -> _Opened:
 
 
 def _opened(view: memoryview, is_trusted: bool) -> _Opened:
-    """Decodes a batch from the bytes of its file.
-
-    Raises an exception of any type if the file is damaged.
-    """
+    """Decodes a batch; may raise anything if its file is damaged."""
     start = len(_MAGIC) + _SIZES.size
     if view[: len(_MAGIC)] != _MAGIC or view.nbytes < start:
         raise ValueError("it begins with something else")
@@ -368,10 +358,7 @@ _mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()  # of all caches
 
 
 def _map(file: io.BufferedReader) -> memoryview:
-    """Maps a file into memory, or reads it if too many files are mapped.
-
-    On some versions of Python each map has a descriptor of its own.
-    """
+    """Maps a file into memory, or reads it if too many files are mapped."""
     if len(_mapped) < os_limits.open_files() // 4:
         with contextlib.suppress(OSError):
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -67,7 +67,7 @@ class Checkpoint:
             )
 
     def restore(self, dataset: build.Dataset, state: State) -> None:
-        """Makes the next epoch begin at a state, and repeats the state's hooks.
+        """Makes the next epoch begin at a state, and repeats its hooks.
 
         Raises:
             ValueError: The state belongs to another dataset.

@@ -53,13 +53,10 @@ class Pending(NamedTuple):
 
 
 class Completed(NamedTuple):
-    """A result that has arrived, with the time of its request.
-
-    `queued_s` is 0 if the request was not timed.
-    """
+    """A result that has arrived."""
 
     done: BatchResult
-    queued_s: float
+    queued_s: float  # the time of the request; 0 if it was not timed
 
 
 class Epoch:
@@ -120,10 +117,7 @@ class Epoch:
         self.number, self.schedule = number, schedule
 
     def forget_order(self) -> None:
-        """Clears the epoch's order and its record of skipped batches.
-
-        The length may have changed.
-        """
+        """Clears the order and the skipped batches: the length may change."""
         self.schedule = None
         self.skipped.clear()
 
@@ -146,10 +140,9 @@ class Epoch:
         self.is_quiet = is_quiet
 
     def note_change(self) -> None:
-        """Clears the remembered batches when the dataset has changed.
+        """Drops what a change of the dataset has made invalid.
 
-        The order is cleared as well, unless the epoch has passed its first
-        position.
+        The order stays, if the epoch has passed its first position.
         """
         self.remembered.clear()
         if self.position == self.start:
@@ -182,10 +175,7 @@ class Epoch:
         self.is_from_cache = False
 
     def note_depth(self) -> None:
-        """Sets `depth` to the number of batches that are ready.
-
-        If the batch at the current position is not ready, `depth` is 0.
-        """
+        """Sets `depth` to the number of ready batches; 0 if this one is not."""
         self.depth = len(self.ready) if self.position in self.ready else 0
         if self.depth and self.next_epoch is not None:
             self.depth += len(self.next_epoch.ready)
@@ -216,10 +206,7 @@ class Epoch:
         self.delivered += 1
 
     def remember_first(self, count: int) -> None:
-        """Keeps the first `count` batches, so that `rewind` can reuse them.
-
-        They are dropped when the next batch after them is delivered.
-        """
+        """Keeps the first `count` batches for `rewind`, until the next one."""
         self.remembers = count
 
     def forget_first(self) -> None:
@@ -285,10 +272,7 @@ class Epoch:
         return stored_s - timing.began_s >= interval_s or timing.retries > 0
 
     def knows(self, position: int, index: int) -> bool:
-        """Returns whether a batch is ready, cached, peeked or skipped.
-
-        Such a batch needs no request.
-        """
+        """Returns whether a batch needs no request."""
         return (
             position in self.ready
             or position in self.cached
@@ -308,10 +292,7 @@ class Epoch:
         return self.schedule.index_at(self._after_delivery(0) - 1)
 
     def _after_delivery(self, lag: int) -> int:
-        """Returns the position that follows a delivered batch.
-
-        `lag` 0 is the latest delivery, `lag` 1 the delivery before it.
-        """
+        """Returns the position after the delivery `lag` before the latest."""
         position = self.position
         if not self.skipped:
             return max(self.start, position - lag)
@@ -333,10 +314,7 @@ class Epoch:
 
     @property
     def ahead(self) -> int:
-        """The number of batches requested, ready, peeked or remembered.
-
-        The batches of the next epoch count as well.
-        """
+        """How many batches of this and the next epoch are asked for or here."""
         ahead = len(self.waiting) + len(self.ready)
         ahead += len(self.peeked) + len(self.remembered)
         if self.next_epoch is not None:

@@ -70,29 +70,22 @@ _IN_CALLER = (Phase.DRAINING, Phase.BUILDING)
 
 @dataclasses.dataclass(slots=True, weakref_slot=True, eq=False)
 class Fetch:
-    """The progress of one request for a batch, kept while the caller waits.
+    """The progress of one request for a batch, kept while the caller waits."""
 
-    Attributes:
-        pause_after: Whether the workers pause until the next one is asked for.
-        is_thorough: Whether to collect results even if the batch is here and
-            more of them lie ready than are out.
-        phase: The present phase.
-        workers: The workers at the latest step.
-        peeked: The batches that a peek has got so far, by index.
-        here_s: The time when the batch came, if `PAUSING`.
-        inline: The caller as a worker, if `DRAINING` or `BUILDING`.
-        thread: The caller's thread, likewise.
-        wait: Shows the user what is waited for; `None` before the first wait.
-    """
-
+    # Whether the workers pause until the next one is asked for.
     pause_after: bool
+    # Whether to collect results even if the batch is here and more of them lie
+    # ready than are out.
     is_thorough: bool
     phase: Phase = Phase.NEW
-    workers: WorkerPool | None = None
+    workers: WorkerPool | None = None  # the workers at the latest step
+    # The batches that a peek has got so far, by index.
     peeked: dict[int, Any] = dataclasses.field(default_factory=dict)
-    here_s: float = 0.0
+    here_s: float = 0.0  # the time when the batch came, if `PAUSING`
+    # The caller as a worker, if `DRAINING` or `BUILDING`.
     inline: InlinePool | None = None
-    thread: int = 0
+    thread: int = 0  # the caller's thread, likewise
+    # Shows the user what is waited for; `None` before the first wait.
     wait: BatchWait | None = None
 
     def __enter__(self) -> Fetch:
@@ -285,7 +278,7 @@ class Fetcher:
             not self._prefetcher.fill(workers, epoch, cache)
             or not epoch.prefetches_next
             or not epoch.may_prefetch_next
-            or self._in_effect.now.kind == "inline"
+            or not self._in_effect.now.kind.builds_ahead
         ):
             return
         next_epoch = epoch.prepare_next()

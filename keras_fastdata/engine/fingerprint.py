@@ -75,14 +75,8 @@ def open_cache(
 ) -> Cache:
     """Opens the cache that the settings specify.
 
-    Args:
-        dataset: The dataset.
-        settings: Its settings.
-        built: See `fingerprint`.
-        before: See `fingerprint`.
-
-    Raises:
-        LoaderError: The dataset has an epoch hook or `reseed`.
+    For `built` and `before`, see `fingerprint`. Raises `LoaderError` if the
+    dataset has an epoch hook or `reseed`.
     """
     name = type(dataset).__name__
     for hook in ("on_epoch_begin", "on_epoch_end", "reseed"):
@@ -173,10 +167,7 @@ def _digest_of_code(code: Any, found: _Found) -> bytes:
 
 
 def _file_at(path: str | bytes) -> bytes:
-    """Returns path, size and modification time of a file as bytes.
-
-    The result is empty if there is no file.
-    """
+    """Returns a file's path, size and time as bytes; `b""` without a file."""
     with contextlib.suppress(OSError, ValueError):
         if 0 < len(path) <= _LONGEST:
             found = os.stat(path)
@@ -211,17 +202,14 @@ def _pickled(
 class _FingerprintPickler(reducers.Pickler):
     """Pickles equal objects to equal bytes in every run.
 
-    Sets are put in order. Classes, functions and modules that are not
-    installed are there by name.
+    Sets are sorted. Classes, functions and modules of the user are there by
+    name.
     """
 
     found: _Found
 
     def persistent_id(self, obj: Any) -> Any:
-        """Collects code and texts; returns the replacement of an object.
-
-        `None`: the object is pickled as usual.
-        """
+        """Collects code and texts; returns an object's replacement, if any."""
         kind = type(obj)
         if kind is int or kind is float:
             return None
@@ -333,10 +321,7 @@ def _is_users_function(value: Any) -> bool:
 def _named(
     known: str, value: Any, names: list[str], seen: set[int]
 ) -> Iterator[tuple[str, Any]]:
-    """Yields a global object, or the objects with given names in a module.
-
-    Each comes with its name. An installed module yields nothing.
-    """
+    """Yields a global, or the variables of a user's module, with names."""
     if not isinstance(value, types.ModuleType):
         yield known, value
     elif id(value) not in seen and not _is_installed(value.__name__):
@@ -348,10 +333,7 @@ def _named(
 
 
 def _imported_by(code: types.CodeType, package: str | None) -> Iterator[Any]:
-    """Yields the user's modules that a function imports, and their sources.
-
-    A module may not be imported yet, so its file counts as a whole.
-    """
+    """Yields the user's modules that a function imports, and their sources."""
     seen: set[str] = set()
     for module, names in imports_in(code, package):
         yield from _sources_of(module, names, seen)
@@ -416,10 +398,7 @@ def _specs_of(
 
 
 def _of_code(code: types.CodeType) -> Iterator[Any]:
-    """Yields a code object's instructions, names and constants.
-
-    Line numbers and file names are left out.
-    """
+    """Yields what a code object does, without its lines and file name."""
     yield code.co_code
     yield code.co_names
     yield code.co_varnames
@@ -435,10 +414,7 @@ def _of_code(code: types.CodeType) -> Iterator[Any]:
 
 
 def _inside(value: Any) -> tuple[Any, ...]:
-    """Returns the objects inside a wrapper such as a `property`.
-
-    For any other object, returns the object itself.
-    """
+    """Returns the objects inside a `property` etc., or the object itself."""
     if isinstance(value, (staticmethod, classmethod)):
         return (type(value), value.__func__)
     if isinstance(value, property):

@@ -14,18 +14,13 @@ from keras_fastdata.engine.position import Position
 
 
 class Changes:
-    """Tracks the changes of a dataset that its workers do not have yet.
-
-    Attributes:
-        are_new: Whether the workers have the dataset as it was before.
-        built: The attributes that builds have set.
-        version: An object that each change replaces.
-    """
+    """Tracks the changes of a dataset that its workers do not have yet."""
 
     def __init__(self) -> None:
+        # Whether the workers have the dataset as it was before.
         self.are_new = False
-        self.built: set[str] = set()
-        self.version = object()
+        self.built: set[str] = set()  # the attributes that builds have set
+        self.version = object()  # an object that each change replaces
 
     def mark(self) -> None:
         """Notes a change: batches that are not delivered are built again."""
@@ -49,12 +44,7 @@ class Changes:
 
 
 class HookReplay:
-    """Seeds and runs epoch hooks, so that they can be repeated.
-
-    Attributes:
-        within_epoch: Whether Keras is between the begin and the end of an
-            epoch.
-    """
+    """Seeds and runs epoch hooks, so that they can be repeated."""
 
     def __init__(
         self,
@@ -63,6 +53,7 @@ class HookReplay:
         position: Position,
         changes: Changes,
     ) -> None:
+        # Whether Keras is between the begin and the end of an epoch.
         self.within_epoch = False
         self._planner = planner
         self._position = position
@@ -91,12 +82,9 @@ class HookReplay:
         name: str,
         hook: Callable[[], Any] | None = None,
     ) -> Any:
-        """Runs a hook, and marks the dataset as changed.
+        """Runs the hook `name`, or another function for it.
 
-        Args:
-            dataset: The dataset.
-            name: "on_epoch_begin" or "on_epoch_end".
-            hook: The function to call; `None`: the method of that name.
+        Marks the dataset as changed.
         """
         self._is_restored = False
         try:
@@ -154,9 +142,8 @@ class HookReplay:
     ) -> state_dict.State:
         """Repeats the hooks of a state that have not run on this dataset.
 
-        Returns:
-            The state; if it was at the end of an epoch, the one after the end
-            hook.
+        Returns the state; if it was at the end of an epoch, the one after the
+        end hook.
 
         Raises:
             ValueError: The dataset has another length than that of the state.

@@ -45,22 +45,16 @@ from keras_fastdata.workers.base import WorkerPool
 
 
 class Description(NamedTuple):
-    """Describes the batches of a dataset and its workers.
+    """Describes the batches of a dataset and its workers."""
 
-    Attributes:
-        settings: The constructor arguments that are currently in effect.
-        schedule: The order of the latest epoch; `None` if it is unknown, or
-            if the dataset has changed since.
-        structure: The dtypes and shapes of a batch; empty before one was
-            delivered.
-        shard: The shard of this process.
-        seed: The base seed; `None` before it is given, loaded or drawn.
-    """
-
-    settings: Settings
+    settings: Settings  # the constructor arguments that are currently in effect
+    # The order of the latest epoch; `None` if it is unknown, or if the dataset
+    # has changed since.
     schedule: Schedule | None = None
+    # The dtypes and shapes of a batch; empty before one was delivered.
     structure: str = ""
     shard: Shard = Shard()
+    # The base seed; `None` before it is given, loaded or drawn.
     seed: int | None = None
 
 
@@ -70,16 +64,11 @@ class Loader:
     Args:
         dataset: Held weakly: the dataset owns the loader.
         settings: The constructor arguments.
-
-    Attributes:
-        changes: The changes that the workers do not have yet.
-        hooks: The epoch hooks of the dataset.
-        checkpoint: Says where the dataset stands.
     """
 
     def __init__(self, dataset: build.Dataset, settings: Settings) -> None:
         name, reference = type(dataset).__name__, weakref.ref(dataset)
-        self.changes = Changes()
+        self.changes = Changes()  # the changes that the workers do not have yet
         self._in_effect = SettingsInEffect(settings, dataset)
         self._planner = EpochPlanner(reference, name, settings)
         self._epochs = OpenEpochs()
@@ -92,6 +81,7 @@ class Loader:
         self.hooks = HookReplay(
             dataset, self._planner, self._position, self.changes
         )
+        # Says where the dataset stands.
         self.checkpoint = Checkpoint(
             self._planner,
             self._position,
@@ -135,7 +125,7 @@ class Loader:
     @property
     def lends_read_only(self) -> bool:
         """Whether batches are views of read-only memory."""
-        return self.settings.kind == "ray"
+        return self.settings.kind.lends_read_only
 
     def length(self, dataset: build.Dataset) -> int | None:
         """Returns the number of batches per epoch in this process's shard."""

@@ -57,14 +57,10 @@ _log = logging.getLogger("keras_fastdata")
 
 
 class OutsideState:
-    """Records the global state that affects the batches of a dataset.
-
-    Attributes:
-        told: The state that is sent to workers.
-    """
+    """Records the global state that affects the batches of a dataset."""
 
     def __init__(self) -> None:
-        self.told = Told({}, {})
+        self.told = Told({}, {})  # the state that is sent to workers
         self._is_shared = False
         self._is_watched = False
         self._seen: list[_SeenVariable] = []
@@ -106,8 +102,7 @@ class OutsideState:
     def notice_changes(self) -> bool:
         """Returns whether the global state has changed since `look`.
 
-        A change that workers cannot be told of is logged. The check takes some
-        microseconds.
+        Logs a change that workers cannot be told of. Takes some microseconds.
         """
         if not self._is_watched:
             return False
@@ -142,7 +137,7 @@ class OutsideState:
 class _SeenVariable:
     """The recorded value of a variable, for detecting later changes.
 
-    Values that are not plain are held by a weak reference if possible.
+    Holds values that are not plain by a weak reference, if possible.
     """
 
     __slots__ = ("_content", "_is_weak", "_value", "variable")
@@ -227,10 +222,7 @@ def _is_of_main(value: Any) -> bool:
 
 
 def _content(value: Any) -> Any:
-    """Returns a summary of a value that shows later in-place changes.
-
-    `None`: in-place changes of the value are not detected.
-    """
+    """Returns what shows in-place changes of a value; `None` for nothing."""
     kind = type(value)
     if kind in (list, dict, set):
         return repr(value) if _is_plain(value) else len(value)

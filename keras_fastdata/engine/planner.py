@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import random
 import weakref
@@ -16,6 +17,7 @@ from keras_fastdata.engine.state_dict import State
 _log = logging.getLogger("keras_fastdata")
 
 
+@dataclasses.dataclass(eq=False)
 class EpochPlanner:
     """Plans the epochs of one dataset in this process.
 
@@ -23,16 +25,12 @@ class EpochPlanner:
         shard: The shard of this process, as of the last `take_shard`.
     """
 
-    def __init__(
-        self,
-        dataset: weakref.ref[build.Dataset],
-        name: str,
-        settings: Settings,
-    ) -> None:
-        self._dataset = dataset
-        self._name = name
-        self._settings = settings
-        self._fixed_seed = settings.seed  # given or loaded
+    _dataset: weakref.ref[build.Dataset]
+    _name: str
+    _settings: Settings
+
+    def __post_init__(self) -> None:
+        self._fixed_seed = self._settings.seed  # given or loaded
         self._own_seed: int | None = None  # drawn, or 0, where none is fixed
         self.shard = Shard()
 
@@ -88,21 +86,14 @@ class EpochPlanner:
         return shard
 
     def position(self, state: State) -> int:
-        """Returns how many batches of this shard precede `state.position`.
-
-        Raises:
-            ValueError: The processes had different numbers of batches.
-        """
+        """Returns how many batches of this shard precede `state.position`."""
         dataset = self._dataset()
         if dataset is not None:
             self.take_shard(dataset)
         return self.shard.position(state.position)
 
     def plan(self, epoch: Epoch, num_batches: int | None, shard: Shard) -> None:
-        """Sets the schedule of an epoch for one shard.
-
-        `num_batches` is the length of the epoch over all shards.
-        """
+        """Sets an epoch's order; `num_batches` counts those of all shards."""
         assert epoch.number is not None
         schedule = plan_epoch(
             num_batches,

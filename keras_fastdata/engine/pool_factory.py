@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import weakref
 from collections.abc import Callable
@@ -13,26 +14,23 @@ from keras_fastdata.engine.autotune import SettingsInEffect
 from keras_fastdata.engine.outside_state import OutsideState, Told
 from keras_fastdata.engine.planner import EpochPlanner
 from keras_fastdata.engine.settings import Settings
+from keras_fastdata.metrics.worker_kinds import WorkerKind
 from keras_fastdata.workers import log_forwarding
 from keras_fastdata.workers.base import WorkerPool
 from keras_fastdata.workers.inline import InlinePool
 from keras_fastdata.workers.thread import ThreadPool
 
 
+@dataclasses.dataclass(eq=False)
 class PoolFactory:
     """Creates a dataset's workers, and sends them the dataset's changes."""
 
-    def __init__(
-        self,
-        dataset: weakref.ref[build.Dataset],
-        name: str,
-        in_effect: SettingsInEffect,
-        planner: EpochPlanner,
-    ) -> None:
-        self._dataset = dataset
-        self._name = name
-        self._in_effect = in_effect
-        self._planner = planner
+    _dataset: weakref.ref[build.Dataset]
+    _name: str
+    _in_effect: SettingsInEffect
+    _planner: EpochPlanner
+
+    def __post_init__(self) -> None:
         self._receiver = log_forwarding.Receiver()  # of workers' log records
         self._outside = OutsideState()  # as the workers got or saw it
         self._seed: int | None = None  # as the workers got it
@@ -56,12 +54,11 @@ class PoolFactory:
         settings = self._in_effect.now
         self._look_outside()
         self._seed = self._planner.seed
-        if settings.kind in ("process", "ray"):
+        if settings.kind.has_copies:
             with pickling_errors.explained(self._dataset):
                 return self._create_remote_pool(settings)
-        if settings.kind == "inline":
+        if settings.kind is WorkerKind.INLINE:
             return self.create_inline()
-        assert settings.kind == "thread"
         return ThreadPool(
             self._builder(settings.count),
             self._name,
@@ -87,7 +84,7 @@ class PoolFactory:
             "batch_timeout": settings.batch_timeout,
             "worker_env": settings.worker_env,
         }
-        if settings.kind == "ray":
+        if settings.kind is WorkerKind.RAY:
             from keras_fastdata.workers.ray.actors import RayPlan
             from keras_fastdata.workers.ray.options import Options
             from keras_fastdata.workers.ray.pool import RayPool
@@ -123,8 +120,9 @@ class PoolFactory:
     def _look_outside(self) -> None:
         """Records the global state that the workers receive or see."""
         settings = self._in_effect.now
-        keeps = settings.kind != "inline" or settings.cache is not None
-        is_here = settings.kind in ("inline", "thread")
+        is_inline = settings.kind is WorkerKind.INLINE
+        keeps = not is_inline or settings.cache is not None
+        is_here = not settings.kind.has_copies
         self._outside.look(
             self._dataset() if keeps else None,
             is_shared=is_here or settings.start_method == "fork",
@@ -132,26 +130,22 @@ class PoolFactory:
         )
 
 
+@dataclasses.dataclass
 class _BuilderMaker:
     """Creates a worker's `Builder`; a pickled maker contains the dataset."""
 
-    def __init__(
-        self,
-        dataset: weakref.ref[build.Dataset],
-        seed: int,
-        cached: bool,
-        outside: OutsideState,
-    ) -> None:
-        self._dataset = dataset
-        self._fixed = seed, cached
-        self._outside = outside
+    _dataset: weakref.ref[build.Dataset]
+    _seed: int
+    _cached: bool
+    _outside: OutsideState
 
     def __call__(self) -> build.Builder:
-        return build.builder_in_worker(alive(self._dataset), *self._fixed)
+        dataset = alive(self._dataset)
+        return build.builder_in_worker(dataset, self._seed, self._cached)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         # What it is told comes first: the dataset may need it to be loaded.
-        arguments = alive(self._dataset), *self._fixed
+        arguments = alive(self._dataset), self._seed, self._cached
         return _maker_in_worker, (self._outside.told, *arguments)
 
 

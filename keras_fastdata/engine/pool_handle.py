@@ -91,13 +91,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class PoolHandle:
-    """Creates, guards and ends the workers of one dataset.
-
-    Attributes:
-        name: The class name of the dataset.
-        state: See `PoolState`.
-        workers: The workers; `None` if there are none.
-    """
+    """Creates, guards and ends the workers of one dataset."""
 
     def __init__(
         self,
@@ -106,6 +100,7 @@ class PoolHandle:
         prefetched: Prefetcher,
     ) -> None:
         self.state = PoolState.ABSENT
+        # The workers; `None` if there are none.
         self.workers: WorkerPool | None = None
         self._dataset = dataset
         self.name = name

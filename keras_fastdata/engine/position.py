@@ -21,15 +21,11 @@ class Place(NamedTuple):
 
 
 class Position:
-    """Assigns numbers to a dataset's epochs, and tracks the latest epoch.
-
-    Attributes:
-        next_epoch: The number of the epoch that begins next.
-        resumed: The state where that epoch begins; `None`: at its first batch.
-    """
+    """Assigns numbers to a dataset's epochs, and tracks the latest epoch."""
 
     def __init__(self, open_epochs: OpenEpochs) -> None:
-        self.next_epoch = 0
+        self.next_epoch = 0  # the number of the epoch that begins next
+        # The state where that epoch begins; `None`: at its first batch.
         self.resumed: State | None = None
         self._open_epochs = open_epochs
         self._latest: Epoch | None = None  # that a batch was delivered from
@@ -68,12 +64,8 @@ class Position:
     def place(self, epoch: Epoch | None, lag: int) -> State | Place:
         """Returns an epoch's position before its latest `lag` batches.
 
-        Args:
-            epoch: The epoch. `None`: the one that delivered the latest batch.
-            lag: How many of its batches do not count.
-
-        Returns:
-            The state where the next epoch begins, if there is one.
+        `None` stands for the epoch that delivered the latest batch. If the next
+        epoch begins at a loaded state, the result is that state.
         """
         later, resumed = self.next_epoch, self.resumed
         if epoch is None:

@@ -48,12 +48,8 @@ class Prefetcher:
     ) -> bool:
         """Requests batches as far ahead as the settings allow.
 
-        Batches that are in the cache, or are being built for it, need no
-        request.
-
-        Returns:
-            Whether all batches of the epoch are requested, and there is room
-            for batches of the next epoch.
+        Those that are in the cache, or are being built for it, need no request.
+        Returns whether there is room for batches of the next epoch.
         """
         schedule, allowed = epoch.schedule, self._lookahead
         assert schedule is not None
@@ -106,10 +102,10 @@ class Prefetcher:
     def issue(
         self, workers: WorkerPool, epoch: Epoch, index: int, *, key: int
     ) -> bool:
-        """Requests a batch; returns `False` if the workers do not accept it.
+        """Requests a batch; returns `False` if the workers refuse it.
 
-        A batch for the cache that another epoch has requested is taken over
-        from that epoch. `key` is the key of the batch in `epoch.ready`.
+        A request of another epoch for the cache is taken over. `key` is the key
+        of the batch in `epoch.ready`.
         """
         asked = self._asked_for(index)
         if asked is not None:
@@ -154,8 +150,8 @@ class Prefetcher:
     def _make_room(self, epoch: Epoch) -> bool:
         """Discards a ready batch to free space; returns whether it succeeded.
 
-        Of the epoch with the most ready batches, `epoch` or an open epoch, this
-        is the batch at the last position. That epoch requests it again.
+        It is the last one of the epoch with the most ready batches, which
+        requests it again.
         """
         epochs = {*self._open_epochs, epoch}
         epoch = max(epochs, key=lambda epoch: len(epoch.ready))
@@ -216,10 +212,7 @@ class Prefetcher:
     def _issue_next(
         self, workers: WorkerPool, epoch: Epoch, index: int, cache: Cache | None
     ) -> bool:
-        """Requests the next batch of an epoch, if necessary.
-
-        Returns `False` if the workers do not accept the request.
-        """
+        """Requests an epoch's next batch; `False` if the workers refuse it."""
         is_out = epoch.issued in epoch.waiting
         if not is_out and not epoch.knows(epoch.issued, index):
             # The batch that is wanted now is taken from the epoch that has
@@ -289,9 +282,9 @@ class Prefetcher:
         """Computes the lookahead and the number of requests sent together."""
         settings, largest = self._in_effect.now, self._largest
         allowed, nbytes = settings.lookahead, settings.max_queue_bytes
-        if settings.kind == "inline":
+        if not settings.kind.builds_ahead:
             allowed = 1
-        elif settings.kind != "thread" and nbytes is not None:
+        elif settings.kind.has_copies and nbytes is not None:
             fitting = nbytes // largest if largest else settings.count
             allowed = max(1, min(allowed, fitting))
         self._lookahead = allowed

@@ -42,18 +42,15 @@ class Outcome(enum.Enum):
 
 
 class Results:
-    """Opens the workers' results, and manages the dataset's cache.
-
-    Attributes:
-        cache: The cache; `None` before it is open, or without one.
-        stacks: How often each stack was met in slow builds.
-        structure: The dtypes and shapes of the dataset's first batch, as text;
-            empty before a batch was delivered.
-    """
+    """Opens the workers' results, and manages the dataset's cache."""
 
     def __init__(self, name: str, in_effect: SettingsInEffect) -> None:
+        # The cache; `None` before it is open, or without one.
         self.cache: Cache | None = None
+        # How often each stack was met in slow builds.
         self.stacks: collections.Counter[str] = collections.Counter()
+        # The dtypes and shapes of the dataset's first batch, as text; empty
+        # before a batch was delivered.
         self.structure = ""
         self._name = name
         self._in_effect = in_effect
@@ -67,9 +64,7 @@ class Results:
     ) -> None:
         """Opens the cache that the settings specify, unless already open.
 
-        Args:
-            dataset: The dataset.
-            built: The attributes that builds have set.
+        `built` are the attributes that builds have set.
         """
         settings = self._in_effect.now
         if self.cache is None and settings.cache is not None:
@@ -209,10 +204,7 @@ class Results:
 def _add_span(
     epoch: Epoch, index: int, completed: Completed, began_s: float, batch: Any
 ) -> None:
-    """Records a span with the times of a batch.
-
-    The opening of the batch's result began at `began_s`.
-    """
+    """Records the times of a batch, which was opened from `began_s` on."""
     opened_s = time.monotonic() - began_s
     done, timing = completed.done, completed.done.timing
     assert timing is not None

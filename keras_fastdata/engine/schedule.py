@@ -50,10 +50,7 @@ def plan_epoch(
     epoch: int,
     shard: Shard = _ALL,
 ) -> Schedule:
-    """Returns the order of an epoch's batches in a shard.
-
-    An epoch without an end, whose `num_batches` is `None`, is not shuffled.
-    """
+    """Returns an epoch's order in a shard; an endless one is not shuffled."""
     if num_batches is None or not shuffle:
         return Schedule(num_batches, None, shard)
     stream = seeding.sequence(seed, seeding.ORDER, epoch)

@@ -15,13 +15,12 @@ from keras_fastdata._validation import (
     one_of,
     seconds,
 )
+from keras_fastdata.metrics.worker_kinds import WorkerKind
 from keras_fastdata.workers.ray.options import Options
 
 MAX_WORKERS = 1024  # as many lines as the arena's heartbeats has
 START_METHODS = ("forkserver", "spawn", "fork")
 _LONGEST_QUEUE = 1024  # batches; a dataset may have no end
-
-PoolKind = Literal["inline", "thread", "process", "ray"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,13 +69,14 @@ class Settings:
         self._check_executor()
 
     @property
-    def kind(self) -> PoolKind:
-        """The kind of workers; "inline" if `workers` is "auto"."""
+    def kind(self) -> WorkerKind:
+        """The kind of workers; `INLINE` if `workers` is "auto"."""
         if not self.count:
-            return "inline"
+            return WorkerKind.INLINE
         if self.executor == "ray":
-            return "ray"
-        return "process" if self.use_multiprocessing else "thread"
+            return WorkerKind.RAY
+        processes = self.use_multiprocessing
+        return WorkerKind.PROCESS if processes else WorkerKind.THREAD
 
     @property
     def count(self) -> int:

@@ -90,7 +90,7 @@ def shard_of(setting: Any, dataset: Any) -> Shard:
 def has_random_access(dataset: Any) -> bool:
     """Returns whether a batch can be built without the batches before it.
 
-    A class that cannot do this registers a function of its own.
+    A class whose batches cannot registers its own function.
     """
     return True
 

@@ -70,10 +70,8 @@ class State:
     ) -> State:
         """Creates a state from the result of `as_dict`.
 
-        Args:
-            state: What the user passed; it may come from a damaged file.
-            dataset: The dataset's class name, for messages.
-            also: Fields that states of this dataset have besides.
+        The user may pass anything as `state`. `also` names fields that states
+        of this dataset have besides.
 
         Raises:
             ValueError: A field is missing, unknown or invalid.
@@ -122,7 +120,7 @@ class State:
 
         Args:
             dataset: The dataset's class name.
-            seed: Its seed; `None` if any seed may be set.
+            seed: The dataset's seed; `None` if any seed may be set.
             hooks: The hooks that have run.
             is_drawn: Whether the user has passed no seed.
         """
@@ -175,10 +173,7 @@ class State:
 
 
 def at_end(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns the state at the end of the epoch that `state` belongs to.
-
-    The end hook of that epoch is still to come.
-    """
+    """Returns the state at the end of an epoch, before the end hook."""
     end = {**state, "epoch": state["epoch"] + 1, "position": 0}
     next_epoch = end.pop("next_epoch", None)
     return end if next_epoch is None else {**end, "epoch": next_epoch}
@@ -310,10 +305,7 @@ def _parts_of(value: Any, depth: int) -> Iterator[Any]:
 
 
 def _as_array(value: Any) -> np.ndarray[Any, Any] | None:
-    """Converts a long list of scalars of one type to an array.
-
-    Returns `None` for any other value.
-    """
+    """Converts a long list of scalars to an array; anything else to `None`."""
     if len(value) >= _MANY and not isinstance(value, np.ndarray):
         kinds = set(map(type, value))
         if len(kinds) == 1 and kinds <= {int, float, str, bool}:

@@ -1,21 +1,20 @@
 """Chooses the workers for `workers="auto"` by measuring the training.
 
-It starts small and looks at what a batch costs and how often training asks for
-one. From that follows how many workers could be of use, and of which kind;
-what they do bring is tried, one choice after the other, and the cheapest that
-is nearly as quick as the quickest is kept:
+From the times of builds and steps follows how many workers could be of use, and
+of which kind. These are tried, one choice after the other, and the cheapest
+that is nearly as quick as the quickest is kept:
 
-    first place: what a build and a step need          some 30 batches
+    first choice: what a build and a step need         some 30 batches
     each choice: warm up, then time per batch          some 40 batches
-    where a trial took longer than forecast, the model is corrected by it; if
+    if a trial took longer than forecast, the model is corrected by it; if
     more workers of that kind then promise more, they are tried, once
     the best one is kept; another look only when builds or steps change
 
-Time per batch is what counts, not time spent waiting: where a device works
-behind the back of Python, or builds and steps compete for cores, waiting does
-not tell what workers bring.
+The time per batch counts, not the time spent waiting: if a device works in the
+background, or builds and steps compete for cores, waiting does not tell what
+workers bring.
 
-Nothing here knows a worker, and no clock is read: samples in, a place out.
+Nothing here knows a worker, and no clock is read.
 """
 
 from __future__ import annotations
@@ -49,14 +48,9 @@ _BLOCKS = 4  # of samples; what disturbs one of them does not count
 
 
 class WorkerConfigChoice(NamedTuple):
-    """The number and kind of workers that build the batches.
+    """The number and kind of workers that build the batches."""
 
-    Attributes:
-        workers: How many workers; 0 for the caller.
-        are_processes: Whether they are processes.
-    """
-
-    workers: int
+    workers: int  # how many workers; 0 for the caller
     are_processes: bool
 
     def __str__(self) -> str:
@@ -70,39 +64,23 @@ INLINE = WorkerConfigChoice(0, False)
 
 
 class Sample(NamedTuple):
-    """The measurements of one batch in the training process.
+    """The measurements of one batch in the training process."""
 
-    Attributes:
-        gap_s: From the batch before it until it was asked for: a step.
-        gap_cpu_s: CPU time of the process meanwhile, of all its threads.
-        wait_s: From then until it was there.
-        timing: How it was built, if that is known.
-        worker: Who built it.
-    """
-
-    gap_s: float
-    gap_cpu_s: float
-    wait_s: float
-    timing: Timing | None
-    worker: int = 0
+    gap_s: float  # from the batch before it until it was asked for: a step
+    gap_cpu_s: float  # CPU time of the process meanwhile, of all its threads
+    wait_s: float  # from then until it was there
+    timing: Timing | None  # how it was built, if that is known
+    worker: int = 0  # who built it
 
 
 class Situation(NamedTuple):
-    """The typical times of several measured batches, in seconds.
+    """The typical times of several measured batches, in seconds."""
 
-    Attributes:
-        period_s: From one batch to the next, all in all.
-        costs: The costs of a batch.
-    """
-
-    period_s: float
+    period_s: float  # from one batch to the next, all in all
     costs: Costs
 
     def is_unlike(self, other: Situation, times: float) -> bool:
-        """Returns whether build or step times differ from those of `other`.
-
-        They differ if one is more than `times` times the other.
-        """
+        """Returns whether build or step times differ by a factor of `times`."""
         ours, theirs = self.costs, other.costs
         pairs = (ours.build_s, theirs.build_s), (ours.step_s, theirs.step_s)
         least_s = _NOTICED * max(self.period_s, other.period_s)
@@ -123,19 +101,14 @@ class Tuner:
         cores: Cores that this process may use; 1.5 is possible.
         most: Workers that may be of use: the length of the queue.
         first: Where to begin.
-
-    Attributes:
-        choice: Where batches are to be built now.
-        has_converged: Whether that is to stay.
-        decisions: What was decided, and why.
     """
 
     def __init__(
         self, cores: float, most: int, first: WorkerConfigChoice = INLINE
     ) -> None:
-        self.choice = self._first = first
-        self.has_converged = False
-        self.decisions: list[TuningDecision] = []
+        self.choice = self._first = first  # where batches are to be built now
+        self.has_converged = False  # whether `choice` is final
+        self.decisions: list[TuningDecision] = []  # what was decided, and why
         self._cores = max(cores, 0.1)
         self._most = min(most, MOST)
         self._excluded: dict[bool, str] = {}  # processes or threads, and why
@@ -191,8 +164,7 @@ class Tuner:
     def _search(self) -> Generator[None, Sample, Situation]:
         """Tries several kinds and numbers of workers, and applies the best.
 
-        Returns:
-            The times that were measured with the best.
+        Returns the times that were measured with the best.
         """
         found = yield from self._measure(2, _FEWEST)
         costs, best, at_best = found.costs, self.choice, found
@@ -277,14 +249,10 @@ class Tuner:
         count: int = _TRIAL,
         most: int = _LONG_TRIAL,
     ) -> Generator[None, Sample, Situation]:
-        """Measures as many batches as a reliable result needs.
+        """Measures `count` batches: `fewest` if slow, up to `most` if quick.
 
-        Args:
-            skip: Those that do not count, to begin with; and up to as many
-                again, until each worker has built one.
-            fewest: How many to look at, where they take long;
-            count: or else this,
-            most: or as many as this, where they are quick.
+        `skip` batches do not count, to begin with; and up to as many again,
+        until each worker has built one.
         """
         workers: set[int] = set()
         for skipped in range(2 * skip):

@@ -10,12 +10,7 @@ from keras_fastdata.workers.inline import InlinePool
 
 
 class BatchWait:
-    """The waits for one batch, which a `Notice` shows.
-
-    Args:
-        dataset: The class name of the dataset.
-        epoch: The epoch that delivers the batch.
-    """
+    """The waits for one batch of an epoch, which a `Notice` shows."""
 
     def __init__(self, dataset: str, epoch: Epoch) -> None:
         self._dataset = dataset
@@ -26,9 +21,7 @@ class BatchWait:
     def look(self, workers: WorkerPool, keeps: bool) -> None:
         """Shows what is waited for, once the wait is long.
 
-        Args:
-            workers: Those that build the batch.
-            keeps: Whether a cache keeps the batches for later epochs.
+        `keeps` says whether a cache keeps the batches for later epochs.
         """
         # A build in the caller lets nobody look before it has ended.
         if not isinstance(workers, InlinePool):

@@ -88,7 +88,6 @@ class EpochTiming:
     """The durations of the steps of one epoch or validation.
 
     Attributes:
-        steps: How many there were.
         wall_s: Wall time, without what compiling and sampling took.
         free_s: What it would have been, had every batch been there at once.
         step_s: What one step needs by itself; NaN where it is not known.
@@ -96,17 +95,11 @@ class EpochTiming:
         compiled: The numbers of these steps.
     """
 
-    steps: int
     wall_s: float
     free_s: float
     step_s: float
     compiling_s: float
     compiled: frozenset[int] = frozenset()
-
-    @property
-    def data_wait(self) -> float:
-        """The share of the wall time that is lost to data, from 0 to 1."""
-        return share_saved(self.wall_s, self.free_s)
 
 
 def share_saved(wall_s: float, free_s: float) -> float:
@@ -230,9 +223,7 @@ class StepClock:
             whole_s = self._mark.at_s - sums.began.at_s
             wall_s = max(wall_s, min(whole_s, own_s))
         numbers = frozenset(step.number for step in compiled)
-        return EpochTiming(
-            sums.count, wall_s, own_s, need_s, compiling_s, numbers
-        )
+        return EpochTiming(wall_s, own_s, need_s, compiling_s, numbers)
 
     def _undisturbed_s(self, compiled: list[_LongStep]) -> float:
         """Returns the wall time as if no step had been sampled or compiled."""

@@ -55,17 +55,6 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
     `_standardize_batch`, and with it `class_weight`, is Keras's own. So is
     what each backend makes of `_get_iterator`: arrays, tensors, or on JAX, for
     `steps_per_execution`, several batches stacked for one call.
-
-    Attributes:
-        fit_thread: The `threading.get_ident` of the thread that trains.
-        progress: How far Keras has come.
-        early_end: What to do where the data ends before Keras expects it.
-        has_hooks: Whether epoch hooks may change the dataset.
-        source_id: An object that identifies the adapter to a recorder.
-        began_s: The `time.monotonic` at which Keras got the data.
-        probed_s: How many seconds Keras then waited for batches, to build the
-            model with.
-        stacks_before: How often each stack was met in slow builds before.
     """
 
     def __init__(
@@ -79,17 +68,25 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         self.class_weight = class_weight
         self.enqueuer = None
         self.shuffle = shuffle
+        # The `threading.get_ident` of the thread that trains.
         self.fit_thread = threading.get_ident()
-        self.progress = EpochProgress()
+        self.progress = EpochProgress()  # how far Keras has come
+        # What to do where the data ends before Keras expects it.
         self.early_end = EarlyEnd()
+        # Whether epoch hooks may change the dataset.
         self.has_hooks = any(
             build.overrides(x, name)
             for name in ("on_epoch_begin", "on_epoch_end")
         )
+        # An object that identifies the adapter to a recorder.
         self.source_id = object()
         self._is_quiet = is_quiet()
+        # The `time.monotonic` at which Keras got the data.
         self.began_s = time.monotonic()
+        # How many seconds Keras then waited for batches, to build the model
+        # with.
         self.probed_s = 0.0
+        # How often each stack was met in slow builds before.
         self.stacks_before: dict[str, int] = loader_of(x).stacks
         self._signature: Any = None
         # Weakly: whoever iterates holds it, and it holds this adapter.

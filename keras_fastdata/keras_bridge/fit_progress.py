@@ -40,21 +40,16 @@ _NEXT = {
 
 
 class EpochProgress:
-    """Tracks Keras's epochs, and the batches delivered in them.
-
-    Attributes:
-        phase: Where Keras stands.
-        steps: How many steps the user wants in the present epoch; `None`
-            without `steps_per_epoch` and the like.
-        delivered: How many batches the present iterator has delivered.
-        trained: How many of these were for epochs that have ended.
-    """
+    """Tracks Keras's epochs, and the batches delivered in them."""
 
     def __init__(self) -> None:
         self.phase = FitPhase.NOT_STARTED
+        # How many steps the user wants in the present epoch; `None` without
+        # `steps_per_epoch` and the like.
         self.steps: int | None = None
+        # How many batches the present iterator has delivered.
         self.delivered = 0
-        self.trained = 0
+        self.trained = 0  # how many of these were for epochs that have ended
         self._steps_run = 0  # `steps`, in whole executions
         # Iterators that the epoch needs for itself; below 0 if the iterator
         # of the next epoch has begun already.

@@ -83,22 +83,17 @@ class Feature(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """A private part of Keras, and what the package expects of that part.
+    """A private part of Keras, and what the package expects of that part."""
 
-    Attributes:
-        thing: Where it is: "module:name.attribute".
-        takes: The names of its parameters, such as "self, x"; `None` if the
-            package neither calls nor replaces it.
-        mentions: Attributes, locals and strings that its code must contain,
-            such as "self epoch". In a class, any method may contain them.
-        backend: The only Keras backend where it is used; empty for all.
-        seen_in: The first and last version of Keras that have it so.
-    """
-
-    thing: str
+    thing: str  # where it is: "module:name.attribute"
+    # The names of its parameters, such as "self, x"; `None` if the package
+    # neither calls nor replaces it.
     takes: str | None = None
+    # Attributes, locals and strings that its code must contain, such as "self
+    # epoch". In a class, any method may contain them.
     mentions: str = ""
-    backend: str = ""
+    backend: str = ""  # the only Keras backend where it is used; empty for all
+    # The first and last version of Keras that have it so.
     seen_in: tuple[str, str] = ("3.12", "3.16")
 
     def fault(self) -> str:
@@ -422,20 +417,15 @@ def hide_frames(folder: str) -> None:
 
 
 class FitCall(NamedTuple):
-    """Describes the innermost running `fit`.
+    """Describes the innermost running `fit`."""
 
-    Attributes:
-        adapter: The adapter of its training data.
-        initial_epoch: Its first epoch: the one that a callback has restored,
-            or else its argument.
-        has_steps: Whether it was called with `steps_per_epoch`.
-        num_batches: The number of batches in an epoch; `None` if only the end
-            of the data tells.
-    """
-
-    adapter: Any = None
+    adapter: Any = None  # the adapter of its training data
+    # Its first epoch: the one that a callback has restored, or else its
+    # argument.
     initial_epoch: int = 0
-    has_steps: bool = False
+    has_steps: bool = False  # whether it was called with `steps_per_epoch`
+    # The number of batches in an epoch; `None` if only the end of the data
+    # tells.
     num_batches: int | None = None
 
 

@@ -50,13 +50,10 @@ _living: weakref.WeakValueDictionary[int, DirectIterator] = (
 
 
 class TensorSource:
-    """Converts batches to tensors.
-
-    Attributes:
-        element_spec: The nested `tf.TensorSpec`s of a batch.
-    """
+    """Converts batches to tensors."""
 
     def __init__(self, batches: Iterator[Any], element_spec: Any) -> None:
+        # The nested `tf.TensorSpec`s of a batch.
         self.element_spec = element_spec
         self._batches = batches
         self._specs = tf.nest.flatten(element_spec)
@@ -205,19 +202,15 @@ class DirectIterator(tf.data.Iterator):  # type: ignore[misc]
 
 
 class _Type(tf.types.experimental.TraceType):  # type: ignore[misc]
-    """The trace type of an argument that represents a batch's tensors.
-
-    Attributes:
-        element_spec: The nested `tf.TensorSpec`s of a batch.
-        specs: The same as a flat list.
-    """
+    """The trace type of an argument that represents a batch's tensors."""
 
     _heads: tuple[tf.TensorSpec, ...] = ()  # of tensors before the batch's
 
     def __init__(self, element_spec: Any) -> None:
+        # The nested `tf.TensorSpec`s of a batch.
         self.element_spec = element_spec
         self._key = repr(element_spec)
-        self.specs = tf.nest.flatten(element_spec)
+        self.specs = tf.nest.flatten(element_spec)  # the same as a flat list
         self._flat = [*self._heads, *self.specs]
 
     def is_subtype_of(self, other: Any) -> bool:

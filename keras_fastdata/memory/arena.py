@@ -84,9 +84,6 @@ class Segment:
     Args:
         fd: A `memfd`, which this object owns from now on.
         stride: Bytes from one slot to the next.
-
-    Attributes:
-        file: The file; `None` once it is closed.
     """
 
     def __init__(self, fd: int, stride: int) -> None:
@@ -95,6 +92,7 @@ class Segment:
         self._mmap = mmap.mmap(fd, size)
         # A core dump would otherwise fill each hole with a page.
         self._mmap.madvise(mmap.MADV_DONTDUMP)
+        # The file; `None` once it is closed.
         self.file: _File | None = _File(fd)
 
     @property

@@ -1,11 +1,10 @@
 """Writes a nested batch into a slot, and reads it back as views of the slot.
 
 A layout describes the structure of a plain batch; a pickle (protocol 5)
-describes other batches. The arrays' bytes lie in the slot, each array on a
-64-byte boundary. An array that is not contiguous is copied directly into the
-slot. An array that `self.empty` placed in the slot is not copied. Dense tensors
-become NumPy arrays, because a worker uses no device; sparse and ragged tensors
-are split into arrays, and rebuilt.
+describes other batches. The bytes of each array lie in the slot, on a 64-byte
+boundary; those of an array that `self.empty` placed there are not copied. Dense
+tensors become NumPy arrays, because a worker uses no device. Sparse and ragged
+tensors are split into arrays, and rebuilt.
 
 `encode` runs in a worker, `decode` in the training process.
 """
@@ -51,44 +50,37 @@ _EXTENT = struct.Struct("<QQ")  # start in the slot, number of bytes
 
 
 class Encoded(NamedTuple):
-    """Describes a batch in a slot, so that `decode` can read the batch.
+    """Describes a batch in a slot, so that `decode` can read the batch."""
 
-    Attributes:
-        structure: The nested structure, without the arrays' bytes: a packed
-            layout, or a pickle.
-        extents: The position of each array's bytes: packed (start, nbytes)
-            pairs.
-        used: Bytes of the slot in use.
-        retained: Whether the dataset still holds an array that `self.empty`
-            made in this slot, so that the slot must not be used again.
-    """
-
+    # The nested structure, without the arrays' bytes: a packed layout, or a
+    # pickle.
     structure: bytes
+    # The position of each array's bytes: packed (start, nbytes) pairs.
     extents: bytes
-    used: int
+    used: int  # bytes of the slot in use
+    # Whether the dataset still holds an array that `self.empty` made in this
+    # slot, so that the slot must not be used again.
     retained: bool
 
 
 class Writer(Protocol):
-    """Interface of an object that collects the arrays of a batch."""
+    """The interface of `SlotWriter`, which collects the arrays of a batch.
 
-    def write(self, source: Bytes) -> tuple[int, int]:
-        """Adds `source`, and returns its location and its byte count."""
+    A write returns the location and the byte count.
+    """
+
+    def write(self, source: Bytes) -> tuple[int, int]: ...
 
     def write_all(
         self, arrays: list[npt.NDArray[Any]]
-    ) -> list[tuple[int, int]]:
-        """Adds arrays, and returns the location and byte count of each."""
+    ) -> list[tuple[int, int]]: ...
 
-    def allocate_copy(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Returns a contiguous copy of `array` for `write` to use directly."""
+    def allocate_copy(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]: ...
 
-    def copy_retained(self, extents: list[tuple[int, int]]) -> bool:
-        """Copies arrays that the dataset kept; returns whether it kept any."""
+    def copy_retained(self, extents: list[tuple[int, int]]) -> bool: ...
 
     @property
-    def used(self) -> int:
-        """The number of bytes added so far."""
+    def used(self) -> int: ...
 
 
 class SlotWriter:
@@ -207,24 +199,22 @@ class SlotWriter:
         return self._used
 
     def _allocate(self, nbytes: int) -> tuple[Bytes, int]:
+        stride = self._segment.stride
         with self._lock:
             start = round_up(self._used)
-            fits = start + nbytes <= self._segment.stride
-            if fits:
+            if start + nbytes <= stride:
                 self._used = start + nbytes
-        if not fits:
-            remedy = "Make smaller batches."
-            if self._segment.stride < USUAL_STRIDE:
-                remedy = (
-                    "Make smaller batches, or raise the limit on address "
-                    "space (`ulimit -v`), which keeps slots this small."
-                )
-            raise LoaderError(
-                f"A batch of more than {start + nbytes:,} bytes does not fit "
-                f"a slot of shared memory ({self._segment.stride:,} bytes). "
-                f"{remedy}"
+                return self._segment.root(self._slot, start, nbytes), start
+        remedy = "Make smaller batches."
+        if stride < USUAL_STRIDE:
+            remedy = (
+                "Make smaller batches, or raise the limit on address space "
+                "(`ulimit -v`), which keeps slots this small."
             )
-        return self._segment.root(self._slot, start, nbytes), start
+        raise LoaderError(
+            f"A batch of more than {start + nbytes:,} bytes does not fit a "
+            f"slot of shared memory ({stride:,} bytes). {remedy}"
+        )
 
 
 def encode(batch: list[Any], writer: Writer) -> Encoded:
@@ -236,9 +226,14 @@ def encode(batch: list[Any], writer: Writer) -> Encoded:
         writer: The slot to write to, or a substitute for it.
     """
     extents: list[tuple[int, int]] = []
-    structure = _write_plain(batch[0], writer, extents)
-    if structure is None:
+    arrays: list[npt.NDArray[Any]] = []
+    description = layout.describe(batch[0], arrays)
+    if description is None:
         structure = _write_pickled(batch[0], writer, extents)
+    else:
+        extents += writer.write_all(arrays)
+        structure = layout.pack(description)
+    arrays.clear()
     batch.clear()
     retained = writer.copy_retained(extents)
     packed = b"".join(_EXTENT.pack(*extent) for extent in extents)
@@ -341,25 +336,10 @@ def rebuild_jax_sparse(data: Any, indices: Any, shape: Any) -> Any:
     return sparse.BCOO((data, indices), shape=shape)
 
 
-def _write_plain(
-    batch: Any, writer: Writer, extents: list[tuple[int, int]]
-) -> bytes | None:
-    """Writes a plain batch and returns its layout, or `None` if not plain."""
-    arrays: list[npt.NDArray[Any]] = []
-    description = layout.describe(batch, arrays)
-    if description is None:
-        return None
-    extents += writer.write_all(arrays)
-    return layout.pack(description)
-
-
 def _write_pickled(
     batch: Any, writer: Writer, extents: list[tuple[int, int]]
 ) -> bytes:
-    """Pickles a batch, but writes its arrays to shared memory.
-
-    Returns the pickle.
-    """
+    """Pickles a batch without its arrays, which go to the writer."""
 
     def keep(buffer: pickle.PickleBuffer) -> None:
         raw = buffer.raw()
@@ -414,13 +394,8 @@ class _ArraysInTheSlot:
             return rebuild_array, (None, kind, array.shape, "C")
         fortran = array.flags.f_contiguous and not array.flags.c_contiguous
         raw: Any = octets(array, self.writer)
-        buffer = pickle.PickleBuffer(raw)
-        return rebuild_array, (
-            buffer,
-            kind,
-            array.shape,
-            "F" if fortran else "C",
-        )
+        buffer, order = pickle.PickleBuffer(raw), "F" if fortran else "C"
+        return rebuild_array, (buffer, kind, array.shape, order)
 
     def reduce(self, obj: Any) -> Any:
         kind = type(obj)

@@ -28,26 +28,16 @@ _MARK = b"\0"
 
 
 class Leaf(NamedTuple):
-    """Describes one array of a batch.
-
-    Attributes:
-        shape: Its shape.
-        dtype: The name of its dtype; for an extension type, the dtype itself.
-        order: The order of its bytes.
-        writeable: Whether the delivered array is writeable.
-    """
+    """Describes one array of a batch."""
 
     shape: tuple[int, ...]
-    dtype: Any
-    order: Literal["C", "F"]
-    writeable: bool
+    dtype: Any  # the name of its dtype; for an extension type, the dtype itself
+    order: Literal["C", "F"]  # the order of its bytes
+    writeable: bool  # whether the delivered array is writeable
 
 
 class Layout:
     """Rebuilds batches of one structure from the buffers of their arrays.
-
-    Attributes:
-        leaves: The arrays, in the order of the structure.
 
     Raises:
         ValueError: An array holds objects, so that its bytes would be used as
@@ -55,6 +45,7 @@ class Layout:
     """
 
     def __init__(self, description: Any) -> None:
+        # The arrays, in the order of the structure.
         self.leaves: list[Leaf] = []
         self._assemble = _assembler(description, self.leaves)
         self._dtypes = [data_type(leaf.dtype) for leaf in self.leaves]

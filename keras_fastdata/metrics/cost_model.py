@@ -42,31 +42,23 @@ _NOTICED = 0.2  # of a build: shorter extra time beside a worker is ignored
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """The cost of one batch with one kind of workers, in seconds.
+    """The cost of one batch with one kind of workers, in seconds."""
 
-    Attributes:
-        cpu_s: CPU time of building it, and of storing it in shared memory.
-        blocked_s: Time in which the build waits, but not for a core.
-        lock_s: How long a build, and a step if that is known, hold Python's
-            lock, which all threads share; 0 for processes.
-        shared_s: How long a build uses what one worker at a time can use, such
-            as a disk or the memory bus.
-        step_s: What a training step takes without waiting for data.
-        step_cpu_s: CPU time of that.
-        take_s: CPU time in the training process to receive the batch.
-        straggler_s: The time to build a straggler; 0 if there are none.
-        every: The number of batches from one straggler to the next.
-    """
-
-    cpu_s: float
-    blocked_s: float
+    cpu_s: float  # CPU time of building it, and of storing it in shared memory
+    blocked_s: float  # time in which the build waits, but not for a core
+    # How long a build, and a step if that is known, hold Python's lock, which
+    # all threads share; 0 for processes.
     lock_s: float = 0.0
+    # How long a build uses what one worker at a time can use, such as a disk or
+    # the memory bus.
     shared_s: float = 0.0
-    step_s: float = 0.0
-    step_cpu_s: float = 0.0
+    step_s: float = 0.0  # what a training step takes without waiting for data
+    step_cpu_s: float = 0.0  # CPU time of that
+    # CPU time in the training process to receive the batch.
     take_s: float = TAKE_S
+    # The time to build a straggler; 0 if there are none.
     straggler_s: float = 0.0
-    every: float = 1.0
+    every: float = 1.0  # the number of batches from one straggler to the next
 
     @property
     def build_s(self) -> float:
@@ -216,17 +208,11 @@ def lock_s(held: float, period_s: float, cpu_s: float) -> float:
 
 
 class Choice(NamedTuple):
-    """The chosen number and kind of workers, with the expected speed.
-
-    Attributes:
-        workers: The number of workers.
-        are_processes: Whether they are processes.
-        period_s: The time per batch to expect, in seconds.
-    """
+    """The chosen number and kind of workers, with the expected speed."""
 
     workers: int
     are_processes: bool
-    period_s: float
+    period_s: float  # the time per batch to expect, in seconds
 
 
 def choose(

@@ -21,19 +21,13 @@ class Reading:
     """How many cores this process may use, and how long they were busy.
 
     `busy_cores` compares two readings.
-
-    Attributes:
-        at_s: The time of the reading, by `time.monotonic`.
-        allowed: Cores that this process may use; 1.5 is possible.
-        quota: Whether `allowed` comes from a cgroup's quota, not affinity.
-        busy_s: Seconds for which these cores were busy, in total: with all
-            processes of the machine, or of the cgroup if `quota`. `None` if
-            unknown.
     """
 
-    at_s: float
-    allowed: float
-    quota: bool
+    at_s: float  # the time of the reading, by `time.monotonic`
+    allowed: float  # cores that this process may use; 1.5 is possible
+    quota: bool  # whether `allowed` comes from a cgroup's quota, not affinity
+    # Seconds for which these cores were busy, in total: with all processes of
+    # the machine, or of the cgroup if `quota`. `None` if unknown.
     busy_s: float | None
 
 

@@ -10,6 +10,8 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from keras_fastdata.metrics.worker_kinds import WorkerKind
+
 _CELL = "padding:.15em .8em;text-align:"
 _TEXTS = {"U": "str", "S": "bytes"}  # by the kind of NumPy's dtype
 # Spaces at which no line ends: between a number and its unit, "line" and 9.
@@ -57,15 +59,9 @@ def count(number: int, noun: str) -> str:
 
 
 def workers(kind: str, number: int) -> str:
-    """Formats the kind and number of workers: "2 threads", "inline".
-
-    Args:
-        kind: "inline", "thread", "process" or "ray".
-        number: How many there are; 0 for inline.
-    """
-    if not number or kind == "inline":
-        return "inline"
-    return count(number, "Ray actor" if kind == "ray" else kind)
+    """Formats a `WorkerKind` and a number: "2 threads", "inline"."""
+    noun = WorkerKind[kind.upper()].noun
+    return count(number, noun) if number and noun else "inline"
 
 
 def cores(number: float) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from keras_fastdata.metrics.worker_kinds import WorkerKind
+
 
 @dataclasses.dataclass(frozen=True)
 class WorkerLoss:
@@ -45,29 +47,21 @@ class TuningDecision:
 
 @dataclasses.dataclass(frozen=True)
 class PoolStats:
-    """The state of a pool of workers at one moment.
+    """The state of a pool of workers at one moment."""
 
-    Attributes:
-        kind: "inline", "thread", "process" or "ray".
-        count: The number of workers; 0 for inline.
-        pids: Process ids of workers on this machine, by worker index.
-        losses: The latest losses of workers.
-        shared_nbytes: Bytes of shared memory in use for batches.
-        decisions: The decisions of `workers="auto"` so far.
-        shard: The shard of this process, in words; empty without a shard.
-        cores: Cores of the Ray cluster; `None` for workers of this machine.
-        stacks: How often each folded stack was met in slow builds, since the
-            dataset has been in use; see `metrics.stack_sampler`.
-        starting: How many workers have not loaded the dataset yet.
-    """
-
-    kind: str
-    count: int
+    kind: WorkerKind
+    count: int  # the number of workers; 0 for inline
+    # Process ids of workers on this machine, by worker index.
     pids: dict[int, int] = dataclasses.field(default_factory=dict)
-    losses: tuple[WorkerLoss, ...] = ()
-    shared_nbytes: int = 0
+    losses: tuple[WorkerLoss, ...] = ()  # the latest losses of workers
+    shared_nbytes: int = 0  # bytes of shared memory in use for batches
+    # The decisions of `workers="auto"` so far.
     decisions: tuple[TuningDecision, ...] = ()
+    # The shard of this process, in words; empty without a shard.
     shard: str = ""
+    # Cores of the Ray cluster; `None` for workers of this machine.
     cores: float | None = None
+    # How often each folded stack was met in slow builds, since the dataset has
+    # been in use; see `metrics.stack_sampler`.
     stacks: dict[str, int] = dataclasses.field(default_factory=dict)
-    starting: int = 0
+    starting: int = 0  # how many workers have not loaded the dataset yet

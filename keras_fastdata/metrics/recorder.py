@@ -1,15 +1,13 @@
-"""Records the times of every batch, from its request to its delivery.
+"""Records the times of batches, from the request to the delivery.
 
-A `fit` runs in one thread, and so do its callbacks. A recorder listens to the
-batches that are delivered for that thread, whichever thread fetches them (with
-`steps_per_execution`, one of TensorFlow's). Without a recorder nobody measures.
+A recorder gets the batches that are delivered for the thread of one `fit`,
+whichever thread fetches them (with `steps_per_execution`, one of TensorFlow's).
+Without a recorder nothing is measured.
 
-Bounded: the latest spans are kept in a ring; of all others only sums and
-distributions remain.
-
-Cheap: of batches that follow each other closely, one is looked at in every
-`Recorder.interval_s`, and stands for those between. Those that took longer to
-build than that, or were built again, are all looked at.
+The latest spans are kept in a ring; of all others only sums and distributions
+remain. Of batches that follow each other closely, one is measured in every
+`Recorder.interval_s`, and stands for those between. Batches that took longer
+than that to build, or were built again, are all measured.
 """
 
 from __future__ import annotations
@@ -35,43 +33,23 @@ SPANS_KEPT = 8192
 
 
 class Span(NamedTuple):
-    """The times and sizes of one batch.
+    """The times and sizes of one batch; times are those of `time.monotonic`."""
 
-    Moments are those of `time.monotonic`, in seconds.
-
-    Attributes:
-        epoch: The dataset's own count, from 0.
-        batch: Its index in the dataset.
-        worker: Index of the worker that built it; 0 in the calling thread.
-        retries: Workers that died over it, or were replaced, before.
-        nbytes: Of its arrays.
-        depth: Batches that lay ready when this one was asked for.
-        queued_s: When its request was issued.
-        began_s: When `__getitem__` was called.
-        built_s: When it had returned.
-        stored_s: When the arrays lay in shared memory.
-        delivered_s: When it was handed to Keras.
-        opened_s: How long making arrays of it took there.
-        waited_s: How long it was waited for.
-        cpu_s: CPU time of building and storing it; NaN if it was not asked.
-        delay_s: Time of the same without a core to run on; likewise.
-    """
-
-    epoch: int
-    batch: int
-    worker: int
-    retries: int
-    nbytes: int
-    depth: int
-    queued_s: float
-    began_s: float
-    built_s: float
-    stored_s: float
-    delivered_s: float
-    opened_s: float
-    waited_s: float
-    cpu_s: float
-    delay_s: float
+    epoch: int  # the dataset's own count, from 0
+    batch: int  # the index in the dataset
+    worker: int  # index of the worker that built it; 0 in the calling thread
+    retries: int  # workers that died over it, or were replaced, before
+    nbytes: int  # bytes of the arrays
+    depth: int  # batches that lay ready when this one was asked for
+    queued_s: float  # when the request was issued
+    began_s: float  # when `__getitem__` was called
+    built_s: float  # when `__getitem__` returned
+    stored_s: float  # when the arrays lay in shared memory
+    delivered_s: float  # when the batch was handed to Keras
+    opened_s: float  # how long the trainer took to make arrays of the result
+    waited_s: float  # how long the trainer waited for the batch
+    cpu_s: float  # CPU time of building and storing it; NaN if it was not asked
+    delay_s: float  # time of the same without a core to run on; likewise
 
 
 _DEPTH = Span._fields.index("depth")
@@ -89,7 +67,7 @@ class Skipped:
     Attributes:
         dataset: Class name of the dataset.
         index: The batch's index.
-        traceback: What was raised, as text.
+        traceback: The traceback, as text.
     """
 
     dataset: str
@@ -109,78 +87,49 @@ class BatchSource(Protocol):
     """The part of a loader's interface that a recorder uses."""
 
     @property
-    def name(self) -> str:
-        """The class name of the dataset."""
-        ...
+    def name(self) -> str: ...
 
     @property
-    def settings(self) -> Any:
-        """The dataset's settings, an `engine.settings.Settings`."""
-        ...
+    def settings(self) -> Any: ...
 
     @property
-    def num_batches(self) -> int | None:
-        """The number of batches of the latest epoch; `None` if unknown."""
-        ...
+    def num_batches(self) -> int | None: ...
 
-    def pool_stats(self) -> PoolStats | None:
-        """Returns the state of the workers; `None` before workers exist."""
-        ...
-
-
-class _PendingBatch(NamedTuple):
-    """A measured batch that is not yet part of the statistics.
-
-    Attributes:
-        span: The times of the batch.
-        delivered_s: When it was delivered.
-        waited_s: How long `fit` waited for it.
-        place: Its place among all batches, from 1.
-    """
-
-    span: Span
-    delivered_s: float
-    waited_s: float
-    place: int
+    def pool_stats(self) -> PoolStats | None: ...
 
 
 class BatchStats:
     """Statistics of the batches of one epoch or validation.
 
-    Waits are those of all batches; all else is known of those that were
-    looked at, each of which counts for those that it stands for.
+    The waits are known of all batches. All else is known of those that were
+    measured, each of which counts for those that it stands for.
 
     Attributes:
         batches: How many were delivered.
-        nbytes: Of their arrays.
-        build: Distribution of the seconds `__getitem__` took.
-        wait: Distribution of the seconds batches were waited for.
+        nbytes: Bytes of their arrays.
+        build: Distribution of the seconds that `__getitem__` took.
+        wait: Distribution of the seconds that batches were waited for.
         wait_s: The sum of those, as of the latest `flush`.
         build_s, store_s, open_s, depth: Sums over batches.
-        asked_s: What building and storing took of those batches whose CPU
-            time was asked for.
+        asked_s: Time of building and storing the batches whose CPU time was
+            read.
         asked_cpu_s, asked_delay_s: CPU time of these, and waits for a core.
         first_wait_s: The wait for the first batch.
         hook_s: Time in `on_epoch_begin` and `on_epoch_end`.
-        retried_wait_s: The waits for batches that had to be built again.
-        retried: How many batches that were.
-        ready: How many batches had been built when they were waited for.
-        ready_wait_s: The waits for these, which handing over took.
+        retried: How many batches were built again.
+        retried_wait_s: The waits for these.
+        ready: How many batches had been built when they were asked for.
+        ready_wait_s: The waits for these, while they were handed over.
         slowest: The batches that took longest to build.
     """
 
     def __init__(self) -> None:
-        self.batches = 0
-        self.nbytes = 0
-        self.build = Distribution()
-        self.wait = Distribution()
-        self.build_s = 0.0
+        self.batches = self.nbytes = self.retried = self.ready = 0
+        self.build, self.wait = Distribution(), Distribution()
+        self.build_s = self.store_s = self.open_s = self.depth = 0.0
         self.asked_s = self.asked_cpu_s = self.asked_delay_s = 0.0
-        self.store_s = self.open_s = self.wait_s = self.depth = 0.0
-        self.first_wait_s = self.hook_s = 0.0
-        self.retried_wait_s = 0.0
-        self.retried = 0
-        self.ready, self.ready_wait_s = 0, 0.0
+        self.wait_s = self.first_wait_s = self.hook_s = 0.0
+        self.retried_wait_s = self.ready_wait_s = 0.0
         self.slowest: list[Slow] = []
 
     @property
@@ -205,15 +154,11 @@ class BatchStats:
         return took_s / self.asked_s if self.asked_s > 0 else 0.0
 
     def add_spans(
-        self,
-        spans: npt.NDArray[np.float64],
-        times: npt.NDArray[np.int64],
+        self, spans: npt.NDArray[np.float64], times: npt.NDArray[np.int64]
     ) -> None:
-        """Adds measured batches; each can represent several delivered batches.
+        """Adds spans, of shape `(n, len(Span._fields))`.
 
-        Args:
-            spans: Of shape `(n, len(Span._fields))`.
-            times: How many batches each of them stands for: `(n,)`.
+        `times` says how many batches each of them stands for.
         """
         column = dict(zip(Span._fields, spans.T, strict=True))
         if not self.batches:
@@ -239,19 +184,12 @@ class BatchStats:
         ready = column["stored_s"] <= asked_s
         self.ready += int(times[ready].sum())
         self.ready_wait_s += float(column["waited_s"][ready] @ times[ready])
-        longest = np.argsort(build)[-_SLOWEST:]
-        self.slowest = heapq.nlargest(
-            _SLOWEST,
-            self.slowest
-            + [
-                Slow(
-                    float(build[i]),
-                    int(column["batch"][i]),
-                    float(column["waited_s"][i]),
-                )
-                for i in longest
-            ],
-        )
+        waits, batches = column["waited_s"], column["batch"]
+        longest = [
+            Slow(float(build[i]), int(batches[i]), float(waits[i]))
+            for i in np.argsort(build)[-_SLOWEST:]
+        ]
+        self.slowest = heapq.nlargest(_SLOWEST, self.slowest + longest)
 
 
 class Recorder:
@@ -259,25 +197,10 @@ class Recorder:
 
     Args:
         interval_s: Of batches and steps that take less than this, one is
-            looked at in this time; 0 for every single one.
+            measured in this time; 0 for every single one.
         on_source: Called when batches come from another loader than before,
             with the stacks that were met before the running call of Keras.
-        on_spans: Called with spans as they are taken in, in order.
-
-    Attributes:
-        interval_s: The argument.
-        waited_s: Time spent in the iterators of our datasets, in all.
-        excluded_s: Time that belongs to no training step: a validation that is
-            being set up.
-        quiesced_s: Time until workers rested, for a measurement.
-        batches: Batches that those delivered.
-        skipped: Batches that they left out, the latest 1,000 of them.
-        skips: How many that were.
-        predicts: Whether it listens to a `predict`, which has no probe.
-        sampler: What decides which steps are measured by themselves.
-        source_id: Where the batches of this epoch come from, once it is
-            known; see `claim_source`.
-        batch_stats: Of the present epoch or validation; see `begin`.
+        on_spans: Called with each block of spans, in order.
     """
 
     def __init__(
@@ -288,37 +211,39 @@ class Recorder:
         on_spans: Callable[[npt.NDArray[np.float64]], None] | None = None,
     ) -> None:
         self.interval_s = interval_s
+        # Time spent in the iterators of our datasets, in all.
         self.waited_s = 0.0
+        # Time that belongs to no training step: a validation that is being set
+        # up.
         self.excluded_s = 0.0
-        self.quiesced_s = 0.0
-        self.batches = 0
+        self.quiesced_s = 0.0  # time until workers paused, for a measurement
+        self.batches = 0  # how many batches were delivered
+        # The latest 1,000 batches that were left out.
         self.skipped: list[Skipped] = []
-        self.skips = 0
+        self.skips = 0  # how many batches were left out
         self._on_source = on_source
         self._source: weakref.ref[BatchSource] | None = None
+        # Where the batches of this epoch come from, once it is known; see
+        # `claim_source`.
         self.source_id: object = None
-        self.predicts = False
+        self.predicts = False  # whether this is a `predict`, which has no probe
+        # Decides which steps are measured by themselves.
         self.sampler: Sampler = NoSampler()
-        self._on_spans = on_spans or _nobody
+        self._on_spans = on_spans
+        # Of the present epoch or validation; see `begin`.
         self.batch_stats = BatchStats()
-        self._pending: list[_PendingBatch] = []
+        # Measured batches that are not in the statistics yet: the span, the
+        # time of delivery, the wait, and the place among all batches, from 1.
+        self._pending: list[tuple[Span, float, float, int]] = []
         self._seen = 0  # of the batches, those that spans stand for
         self._waited_before_s = 0.0  # the epoch began
         self._ring = np.empty((SPANS_KEPT, len(Span._fields)))
         self._rung = 0  # spans ever written to the ring
 
     def begin(
-        self,
-        *,
-        predicts: bool = False,
-        sampler: Sampler | None = None,
+        self, *, predicts: bool = False, sampler: Sampler | None = None
     ) -> None:
-        """Starts new statistics, for the next epoch or validation.
-
-        Args:
-            predicts: Whether it is of a `predict`, which has no probe.
-            sampler: What decides which steps are measured by themselves.
-        """
+        """Starts new statistics, for the next epoch or validation."""
         self.predicts = predicts
         self.sampler = sampler or NoSampler()
         self.flush()
@@ -376,22 +301,17 @@ class Recorder:
         waited_s: float,
         delivered_s: float | None = None,
     ) -> None:
-        """Records a batch that has been delivered.
+        """Records a batch that was delivered after a wait of `waited_s`.
 
-        Args:
-            span: Its story; `None` if it was not looked at.
-            waited_s: How long it was waited for.
-            delivered_s: When that wait was over, by `time.monotonic`. `None`:
-                now.
+        The span is `None` if the batch was not measured. `delivered_s` is now
+        by default.
         """
         self.batches += 1
         self.waited_s += waited_s
         if span is not None:
             if delivered_s is None:
                 delivered_s = time.monotonic()
-            self._pending.append(
-                _PendingBatch(span, delivered_s, waited_s, self.batches)
-            )
+            self._pending.append((span, delivered_s, waited_s, self.batches))
             if len(self._pending) >= 2 * _BLOCK:
                 # The later ones tell how many lay ready before them; the
                 # engine knows only of those that it has collected.
@@ -415,7 +335,7 @@ class Recorder:
         if self._pending:
             self._add_spans(len(self._pending), last=True)
         elif self.batches > self._seen and self._rung:
-            # A few quick ones, of which none was looked at: like the last.
+            # A few quick ones, of which none was measured: like the last.
             count = self.batches - self._seen
             span = self._ring[(self._rung - 1) % SPANS_KEPT].copy()
             span[_RETRIES] = 0
@@ -424,31 +344,26 @@ class Recorder:
             self.batch_stats.add_spans(span[np.newaxis], np.array([count]))
 
     def _add_spans(self, count: int, *, last: bool = False) -> None:
-        seen = self._pending
-        spans = np.array([one.span for one in seen])
-        spans[:, _DELIVERED] = [one.delivered_s for one in seen]
-        spans[:, _WAITED] = [one.waited_s for one in seen]
-        places = np.array([one.place for one in seen])
+        measured, delivered_s, waited_s, at = zip(*self._pending, strict=True)
+        spans, places = np.array(measured), np.array(at)
+        spans[:, _DELIVERED], spans[:, _WAITED] = delivered_s, waited_s
         depths = np.maximum(spans[:, _DEPTH], _depths(spans, places))
         if (source := self.source) is not None:
-            # Of those that were not looked at, some came later than assumed.
+            # Of those that were not measured, some came later than assumed.
             depths = np.minimum(depths, source.settings.lookahead)
         spans[:, _DEPTH] = depths
         spans, places = spans[:count], places[:count]
         del self._pending[:count]
-        took_s = spans[:, _STORED] - spans[:, _BEGAN]
-        times = _times(
-            took_s < self.interval_s,
-            places,
-            self._seen,
-            self.batches if last else int(places[-1]),
-        )
+        is_short = spans[:, _STORED] - spans[:, _BEGAN] < self.interval_s
+        until = self.batches if last else int(places[-1])
+        times = _times(is_short, places, self._seen, until)
         self._seen += int(times.sum())
         self.batch_stats.add_spans(spans, times)
         places = np.arange(self._rung, self._rung + len(spans)) % SPANS_KEPT
         self._ring[places] = spans
         self._rung += len(spans)
-        self._on_spans(spans)
+        if self._on_spans is not None:
+            self._on_spans(spans)
 
     def spans(self) -> npt.NDArray[np.float64]:
         """Returns the latest spans, oldest first: `(n, len(Span._fields))`."""
@@ -463,9 +378,7 @@ def _depths(
 ) -> npt.NDArray[np.int64]:
     """Returns how many batches were ready when each batch was requested.
 
-    Args:
-        spans: Of batches in the order of their delivery.
-        places: Where each of them is among all batches.
+    The spans are in the order of delivery, with their places among all batches.
     """
     asked_s = spans[:, _DELIVERED] - spans[:, _WAITED]
     stored_s = np.sort(spans[:, _STORED])
@@ -484,28 +397,24 @@ def _times(
     """Returns, for each measured batch, how many batches it stands for.
 
     One that took long stands for itself. Others stand for those before them
-    that were not looked at, and the last of them for those after it.
+    that were not measured, and the last of them for those after it.
 
     Args:
-        short: Which did not take long.
+        short: Which batches did not take long.
         places: Where each is among all batches.
-        before: The place of the latest that is accounted for.
-        until: The place of the last to account for.
+        before: The place of the latest batch that is accounted for.
+        until: The place of the last batch to account for.
     """
     times = np.ones(len(places), np.int64)
     standing = np.flatnonzero(short)
     if not len(standing):
         standing = np.array([len(places) - 1])
-    # Those that were not looked at, up to each.
+    # Those that were not measured, up to each.
     unseen = places - before - np.arange(1, len(places) + 1)
     unseen = unseen[standing]
     unseen[-1] = until - before - len(places)
     times[standing] += np.diff(unseen, prepend=0)
     return times
-
-
-def _nobody(spans: npt.NDArray[np.float64]) -> None:
-    """Ignores the spans."""
 
 
 _MOST_SKIPPED = 1000  # remembered in full; all are counted
@@ -531,10 +440,7 @@ def detach(recorder: Recorder) -> None:
 
 
 def current_for(thread: int) -> Recorder | None:
-    """Returns the recorder that receives the batches of a thread.
-
-    `thread` is a `threading.get_ident`. Returns `None` without a recorder.
-    """
+    """Returns the recorder that receives the batches of a thread, if any."""
     present = _attached.get(thread)
     if not present:
         return None

@@ -35,29 +35,22 @@ _rng = random.Random()  # the global one is the user's
 
 
 class Timing(NamedTuple):
-    """The times of one build, by `time.monotonic`.
+    """The times of one build, by `time.monotonic`."""
 
-    Attributes:
-        began_s: When `__getitem__` was called.
-        built_s: When `__getitem__` returned.
-        stored_s: When the arrays were in shared memory; `built_s` if they
-            do not go there.
-        cpu_s: CPU time from `began_s` to `stored_s`: of the worker process
-            with all its threads, or of the thread. NaN if it was not read; it
-            is read at most once in `INTERVAL_S`.
-        delay_s: How long the thread was ready to run and had no core. NaN if
-            it was not read, and 0 if the kernel does not report it.
-        retries: How many workers died, or were replaced, over this batch.
-        stacks: Where slow builds of the same thread were met since its last
-            `Timing`; see `stack_sampler`.
-    """
-
-    began_s: float
-    built_s: float
+    began_s: float  # when `__getitem__` was called
+    built_s: float  # when `__getitem__` returned
+    # When the arrays were in shared memory; `built_s` if they do not go there.
     stored_s: float
+    # CPU time from `began_s` to `stored_s`: of the worker process with all its
+    # threads, or of the thread. NaN if it was not read; it is read at most once
+    # in `INTERVAL_S`.
     cpu_s: float
+    # How long the thread was ready to run and had no core. NaN if it was not
+    # read, and 0 if the kernel does not report it.
     delay_s: float
-    retries: int = 0
+    retries: int = 0  # how many workers died, or were replaced, over this batch
+    # Where slow builds of the same thread were met since its last `Timing`; see
+    # `stack_sampler`.
     stacks: tuple[str, ...] = ()
 
 

@@ -19,40 +19,26 @@ ONCE = "once_per_dataset"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """A request to a worker pool to build one batch.
+    """A request to a worker pool to build one batch."""
 
-    Attributes:
-        request_id: Unique among the requests of one set of workers, from 1.
-        epoch: The epoch the batch is for.
-        index: The batch's index in the dataset.
-        interval_s: How often to tell how batches are built; see
-            `metrics.timing.Stopwatch.start`.
-    """
-
-    request_id: int
+    request_id: int  # unique among the requests of one set of workers, from 1
     epoch: int
     index: int
+    # How often to tell how batches are built; see
+    # `metrics.timing.Stopwatch.start`.
     interval_s: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PoolPlan:
-    """The settings of a pool whose workers have copies of the dataset.
+    """The settings of a pool whose workers have copies of the dataset."""
 
-    Attributes:
-        dataset: The dataset's class name, for messages.
-        count: Number of workers, at least 1.
-        lookahead: Batches that may wait to be delivered.
-        max_restarts: Worker deaths survived in one epoch.
-        batch_timeout: Seconds that one batch may take, or `None`.
-        worker_env: Environment variables over the clean defaults.
-    """
-
-    dataset: str
-    count: int
-    lookahead: int
-    max_restarts: int
-    batch_timeout: float | None
+    dataset: str  # the dataset's class name, for messages
+    count: int  # number of workers, at least 1
+    lookahead: int  # batches that may wait to be delivered
+    max_restarts: int  # worker deaths survived in one epoch
+    batch_timeout: float | None  # seconds that one batch may take, or `None`
+    # Environment variables over the clean defaults.
     worker_env: dict[str, str] | None
 
 
@@ -60,19 +46,15 @@ class BatchResult(Protocol):
     """The result of one request: either a batch or an error.
 
     Attributes:
-        request_id: The request's.
-        worker: Index of the worker that built the batch, from 0.
-        nbytes: Bytes that the batch takes while it waits to be delivered.
-        by_dataset: Whether `open` raises an `Exception` of the dataset's own.
         is_lost: Whether `open` raises another error, as for a dead worker.
-        timing: How the batch was built, if the request asks for it.
     """
 
     request_id: int
-    worker: int
-    nbytes: int
+    worker: int  # index of the worker that built the batch, from 0
+    nbytes: int  # bytes that the batch takes while it waits to be delivered
+    # Whether `open` raises an `Exception` of the dataset's own.
     by_dataset: bool
-    timing: Timing | None
+    timing: Timing | None  # how the batch was built, if the request asks for it
 
     @property
     def is_lost(self) -> bool: ...
@@ -168,25 +150,16 @@ class WorkerPool(Protocol):
 
 @dataclasses.dataclass
 class LocalResult:
-    """The result of one request, as an object in this process's memory.
-
-    Attributes:
-        request_id: The request's.
-        worker: Index of the worker.
-        batch: The batch, if building it went well.
-        error: What it raised, if not.
-        by_dataset: Whether the dataset's own code raised it, an `Exception`.
-        nbytes: Bytes of the batch, if they were measured; else 0.
-        timing: How it was built, if the request asks for it.
-    """
+    """The result of one request, as an object in this process's memory."""
 
     request_id: int
     worker: int
     batch: Any = None
-    error: BaseException | None = None
+    error: BaseException | None = None  # what it raised, if not
+    # Whether the dataset's own code raised it, an `Exception`.
     by_dataset: bool = False
-    nbytes: int = 0
-    timing: Timing | None = None
+    nbytes: int = 0  # bytes of the batch, if they were measured; else 0
+    timing: Timing | None = None  # how it was built, if the request asks for it
 
     @classmethod
     def failed(

@@ -1,19 +1,18 @@
 """Transfers exceptions from a worker to the training process.
 
-An exception is pickled as a description, and rebuilt without running its
-class's `__init__`: exceptions whose `__init__` takes two arguments, or none,
-arrive too. tblib describes the frames. (tblib's own `pickle_exception` loses
-slots and the fields of `UnicodeDecodeError`, and one lock in an attribute fails
-the whole exception.) Each argument and attribute is pickled on its own, so that
-a lock in an attribute costs that attribute alone. An exception that cannot be
-rebuilt arrives as a `LoaderError` with the full text.
+An exception is pickled as a description, and rebuilt without its class's
+`__init__`, which may take any arguments. tblib describes the frames. (Its own
+`pickle_exception` loses slots and the fields of `UnicodeDecodeError`.) Each
+argument and attribute is pickled on its own, so that a lock in an attribute
+costs that attribute alone. An exception that cannot be rebuilt arrives as a
+`LoaderError` with the full text.
 """
 
 from __future__ import annotations
 
 import bdb
 import contextlib
-import dataclasses
+import functools
 import io
 import os
 import pickle
@@ -38,36 +37,27 @@ PACKAGE = os.path.join(
 )
 
 
+_set = BaseException.__setattr__  # a class may forbid setting attributes
+
+
 class _Part(NamedTuple):
-    """One argument or attribute of an exception.
+    """One argument or attribute of an exception."""
 
-    Attributes:
-        pickled: The value, or `None` if it cannot be pickled.
-        text: The value's `repr`, shown if it cannot be loaded.
-    """
-
-    pickled: bytes | None
-    text: str
+    pickled: bytes | None  # the value, or `None` if it cannot be pickled
+    text: str  # the value's `repr`, shown if it cannot be loaded
 
 
 class _Description(NamedTuple):
-    """The data to rebuild one exception, without its cause and context.
+    """The data to rebuild one exception, without its cause and context."""
 
-    Attributes:
-        text: The formatted traceback, used if nothing else can be.
-        make: The pickled exception, or a pickled function that makes it.
-        args: The arguments of that function.
-        state: The exception's attributes, by name.
-        frames: The traceback, frame by frame, as tblib describes it.
-        notes: The texts that `add_note` added.
-    """
-
-    text: str
+    text: str  # the formatted traceback, used if nothing else can be
+    # The pickled exception, or a pickled function that makes it.
     make: bytes | None
-    args: tuple[_Part, ...]
-    state: dict[str, _Part]
+    args: tuple[_Part, ...]  # the arguments of that function
+    state: dict[str, _Part]  # the exception's attributes, by name
+    # The traceback, frame by frame, as tblib describes it.
     frames: tuple[dict[str, Any], ...]
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # the texts that `add_note` added
 
 
 class Unpicklable:
@@ -83,10 +73,9 @@ class Unpicklable:
 def dump_exception(error: BaseException) -> bytes:
     """Pickles an exception for `load_exception`."""
     if isinstance(error, bdb.BdbQuit):
-        debugger = no_debugger().with_traceback(error.__traceback__)
-        for text in _notes_of(error):
-            note(debugger, text)
-        error = debugger
+        quitted = error
+        error = no_debugger().with_traceback(quitted.__traceback__)
+        _set_notes(error, _notes_of(quitted))
     # `None` for an exception made to be difficult, or too deep for pickle.
     pickled = _dumps(error)
     return pickle.dumps((_text_of(error)[-_MAX_TEXT:], pickled), protocol=5)
@@ -105,8 +94,7 @@ def load_exception(described: bytes) -> BaseException:
 
 def note(error: BaseException, text: str) -> None:
     """Adds a note, even if the exception's class forbids setting attributes."""
-    notes = [*_notes_of(error), text]
-    BaseException.__setattr__(error, "__notes__", notes)
+    _set_notes(error, [*_notes_of(error), text])
 
 
 def note_causes(error: BaseException) -> None:
@@ -118,8 +106,7 @@ def note_causes(error: BaseException) -> None:
         lines.append(f"Caused{_place_of(cause)} by {said}")
         cause = cause.__cause__
     if lines:
-        notes = ["\n".join(lines), *_notes_of(error)]
-        BaseException.__setattr__(error, "__notes__", notes)
+        _set_notes(error, ["\n".join(lines), *_notes_of(error)])
 
 
 def shorten(error: BaseException) -> None:
@@ -136,7 +123,7 @@ def shorten(error: BaseException) -> None:
     while last is not None and id(last) not in met:
         met.add(id(last))
         tb = _without_the_package(last.__traceback__)
-        BaseException.__setattr__(last, "__traceback__", tb)
+        _set(last, "__traceback__", tb)
         last = last.__cause__ or last.__context__
 
 
@@ -149,9 +136,13 @@ def text_of(error: BaseException) -> str:
         error.with_traceback(own)
 
 
-def look_of(value: Any) -> str:
-    """Returns `repr(value)`, or a placeholder if `repr` raises."""
-    return _safely(repr, value)
+def safely(convert: Any, value: Any) -> str:
+    """Returns `str(value)` or `repr(value)`, or a placeholder if it raises."""
+    try:
+        return str(convert(value))
+    except Exception:
+        # The user's `__str__` and `__repr__` may raise anything.
+        return f"<{type(value).__name__} without a text>"
 
 
 def no_debugger() -> LoaderError:
@@ -184,7 +175,7 @@ def _describe(error: BaseException) -> _Description:
         args=args,
         state=state,
         frames=tuple(_frames_of(_outside_the_package(error.__traceback__))),
-        notes=tuple(_safely(str, n) for n in _notes_of(error)),
+        notes=tuple(safely(str, n) for n in _notes_of(error)),
     )
 
 
@@ -193,8 +184,12 @@ def _notes_of(error: BaseException) -> list[Any]:
         # Not `getattr`, which would ask the user's `__getattr__`.
         found = BaseException.__getattribute__(error, "__notes__")
     except AttributeError:
-        found = None
+        return []
     return list(found) if isinstance(found, (list, tuple)) else []
+
+
+def _set_notes(error: BaseException, notes: list[Any]) -> None:
+    _set(error, "__notes__", notes)
 
 
 def _text_of(error: BaseException) -> str:
@@ -205,14 +200,6 @@ def _text_of(error: BaseException) -> str:
         return f"{type(error).__name__} (its text cannot be had: {broken!r})"
 
 
-def _safely(convert: Any, value: Any) -> str:
-    try:
-        return str(convert(value))
-    except Exception:
-        # The user's `__str__` and `__repr__` may raise anything.
-        return f"<{type(value).__name__} without a text>"
-
-
 _Recipe = tuple[bytes | None, tuple[_Part, ...], dict[str, _Part]]
 
 
@@ -221,14 +208,15 @@ def _recipe_of(error: BaseException) -> _Recipe:
     cls = type(error)
     if _says_how_to_pickle(cls):
         own = _dumps(error, whole=error)
-        if _loads_as(own, cls):
-            return own, (), {}
+        with contextlib.suppress(Exception):  # the class's own recipe may raise
+            if own is not None and type(pickle.loads(own)) is cls:
+                return own, (), {}
     elif not isinstance(cls.__init__, types.FunctionType):
         with contextlib.suppress(Exception):
             # An exception written in C knows best how to be rebuilt.
             return _dumped(error, error.__reduce_ex__(4))
     _, *rest = _builtin_base(cls).__reduce__(error)
-    return _dumped(error, (_Bare(cls), *rest))
+    return _dumped(error, (functools.partial(_bare, cls), *rest))
 
 
 def _dumped(error: BaseException, reduced: Any) -> _Recipe:
@@ -247,14 +235,6 @@ def _says_how_to_pickle(cls: type) -> bool:
         for base in cls.__mro__
         for name in names
     )
-
-
-def _loads_as(pickled: bytes | None, cls: type) -> bool:
-    try:
-        return pickled is not None and type(pickle.loads(pickled)) is cls
-    except Exception:
-        # The class's own recipe raises; the exception is rebuilt without it.
-        return False
 
 
 def _builtin_base(cls: type) -> Any:
@@ -277,7 +257,7 @@ def _part(value: Any) -> _Part:
     pickled = _dumps(value)
     if pickled is not None and isinstance(value, (str, bytes, int, float)):
         return _Part(pickled, type(value).__name__)
-    return _Part(pickled, _safely(repr, value)[:1000])
+    return _Part(pickled, safely(repr, value)[:1000])
 
 
 def _outside_the_package(
@@ -290,9 +270,7 @@ def _outside_the_package(
     return tb or first
 
 
-def _links_of(
-    tb: types.TracebackType | None,
-) -> list[types.TracebackType]:
+def _links_of(tb: types.TracebackType | None) -> list[types.TracebackType]:
     links = []
     while tb is not None:
         links.append(tb)
@@ -353,16 +331,30 @@ def _text_alone(text: str) -> LoaderError:
 
 def _rebuild(description: _Description) -> BaseException:
     """Rebuilds an exception; `_link` then sets its cause and context."""
-    error, left_out = _rebuild_bare(description)
-    if error is None:
+    left_out = []
+    try:
+        made = pickle.loads(description.make or b"")
+        if not isinstance(made, BaseException):
+            made = made(*map(_load, description.args))
+        if not isinstance(made, BaseException):
+            raise TypeError
+        error: BaseException = made
+        for name, part in description.state.items():
+            value = _load(part)
+            if isinstance(value, Unpicklable):
+                left_out.append(f"{name} ({part.text})")
+            else:
+                _set(error, name, value)
+    except Exception:
+        # The user's constructors and imports; the text remains.
         return _text_alone(description.text)
     if description.frames:
         error = error.with_traceback(_traceback_of(description.frames))
-    for text in description.notes:
-        note(error, text)
+    notes = [*_notes_of(error), *description.notes]
     if left_out:
-        names = ", ".join(left_out)
-        note(error, f"Left behind in the worker: {names}.")
+        notes.append(f"Left behind in the worker: {', '.join(left_out)}.")
+    if notes:
+        _set_notes(error, notes)
     return error
 
 
@@ -372,37 +364,11 @@ def _link(
 ) -> None:
     """Sets `__cause__`, `__context__` and `__suppress_context__`."""
     cause, context, suppress = links
-    put = BaseException.__setattr__
     if context is not None or cause is not None:
-        put(error, "__context__", cause if context is None else context)
+        _set(error, "__context__", cause if context is None else context)
     if cause is not None:
-        put(error, "__cause__", cause)
-    put(error, "__suppress_context__", suppress)
-
-
-def _rebuild_bare(
-    description: _Description,
-) -> tuple[BaseException | None, list[str]]:
-    """Returns the exception (`None` on failure) and its lost attributes."""
-    if description.make is None:
-        return None, []
-    left_out = []
-    try:
-        error = pickle.loads(description.make)
-        if not isinstance(error, BaseException):
-            error = error(*map(_load, description.args))
-        if not isinstance(error, BaseException):
-            return None, []
-        for name, part in description.state.items():
-            value = _load(part)
-            if isinstance(value, Unpicklable):
-                left_out.append(f"{name} ({part.text})")
-            else:
-                BaseException.__setattr__(error, name, value)
-    except Exception:
-        # The user's constructors and imports; the text remains.
-        return None, []
-    return error, left_out
+        _set(error, "__cause__", cause)
+    _set(error, "__suppress_context__", suppress)
 
 
 def _load(part: _Part) -> Any:
@@ -413,26 +379,21 @@ def _load(part: _Part) -> Any:
     return Unpicklable(part.text)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Bare:
+def _bare(cls: type[BaseException], *args: Any) -> BaseException:
     """Creates an exception without running its class's own `__init__`."""
-
-    cls: type[BaseException]
-
-    def __call__(self, *args: Any) -> BaseException:
-        builtin = _builtin_base(self.cls)
-        try:
-            error: BaseException = builtin.__new__(self.cls, *args)
-        except TypeError:
-            # A base class written in C needs its own `__new__`.
-            error = self.cls.__new__(self.cls, *args)
-        initialize: Any = vars(builtin).get("__init__", BaseException.__init__)
-        try:
-            initialize(error, *args)
-        except TypeError:
-            # A subclass of, say, UnicodeDecodeError with arguments of its own.
-            BaseException.__setattr__(error, "args", args)
-        return error
+    builtin = _builtin_base(cls)
+    try:
+        error: BaseException = builtin.__new__(cls, *args)
+    except TypeError:
+        # A base class written in C needs its own `__new__`.
+        error = cls.__new__(cls, *args)
+    initialize: Any = vars(builtin).get("__init__", BaseException.__init__)
+    try:
+        initialize(error, *args)
+    except TypeError:
+        # A subclass of, say, UnicodeDecodeError with arguments of its own.
+        _set(error, "args", args)
+    return error
 
 
 def _traceback_of(
@@ -488,7 +449,7 @@ class _ExceptionPickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, BaseException) and obj is not self._whole:
             outer = _under_way.errors
             if len(outer) > _MAX_NESTED or any(obj is other for other in outer):
-                return Unpicklable, (_safely(repr, obj)[:1000],)
+                return Unpicklable, (safely(repr, obj)[:1000],)
             return self._reduced(obj, 0 if outer else _MAX_CHAIN)
         if isinstance(obj, type):
             reduced = class_refs.reduce_class(obj)

@@ -17,31 +17,18 @@ from keras_fastdata.workers.watchdog import Expired
 
 @dataclasses.dataclass(frozen=True)
 class WorkerExit:
-    """Describes how one worker ended.
-
-    Attributes:
-        dataset: The dataset's class name.
-        worker: Index of the worker.
-        pid: Its process id.
-        exit_code: As in `Popen.returncode`; `None` if unknown.
-        expired: Why it was killed, if it was by us.
-        starting: Whether it was still loading the dataset.
-        how: What is known of its end, where no exit code can say.
-        request: The batch it was building, or `None`.
-        second_crash: Whether that batch has cost two workers now.
-        restarts_used_up: `max_worker_restarts`, if that is why there is an
-            error at all.
-    """
+    """Describes how one worker ended."""
 
     dataset: str
     worker: int
     pid: int
-    exit_code: int | None
-    expired: Expired | None
-    starting: bool
-    how: str = ""
-    request: BatchRequest | None = None
-    second_crash: bool = False
+    exit_code: int | None  # as in `Popen.returncode`; `None` if unknown
+    expired: Expired | None  # why it was killed, if it was by us
+    starting: bool  # whether it was still loading the dataset
+    how: str = ""  # what is known of its end, where no exit code can say
+    request: BatchRequest | None = None  # the batch it was building, or `None`
+    second_crash: bool = False  # whether that batch has cost two workers now
+    # `max_worker_restarts`, if that is why there is an error at all.
     restarts_used_up: int | None = None
 
     def news(self, restarts: int, most: int) -> str:

@@ -41,22 +41,26 @@ class TaskState(enum.IntEnum):
     DONE = 4  # no longer in the book, which owns its slot no longer
 
 
+_NEXT = (
+    (TaskState.QUEUED, TaskState.SENT, TaskState.DONE),
+    (
+        *(TaskState.QUEUED, TaskState.CANCELLED),
+        *(TaskState.QUARANTINED, TaskState.DONE),
+    ),
+    (TaskState.QUARANTINED, TaskState.DONE),
+    (TaskState.DONE,),
+)
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class Task:
-    """One attempt to let a worker build a requested batch.
-
-    Attributes:
-        request: The engine's order.
-        slot: The slot that the batch is built in; -1 if it has none yet.
-        crashes: How many workers have died over the request.
-        task_id: The number of the task, from 1.
-        state: Where the task is. Only `InFlight._move` changes it.
-    """
+    """One attempt to let a worker build a requested batch."""
 
     request: BatchRequest
-    slot: int
-    crashes: int = 0
-    task_id: int = 0
+    slot: int  # the slot that the batch is built in; -1 if it has none yet
+    crashes: int = 0  # how many workers have died over the request
+    task_id: int = 0  # the number of the task, from 1
+    # Where the task is. Only `InFlight._move` changes it.
     state: TaskState = TaskState.QUEUED
 
     def note_crash(self) -> None:
@@ -82,8 +86,7 @@ class _Quarantine:
     """Slots that stay unused while a worker may still write to them.
 
     A worker builds one batch at a time: when it answers a task that was sent
-    after `since`, it is done with whatever it had before. Or a late result
-    tells which worker had a slot.
+    after `since`, it has finished all earlier tasks.
     """
 
     task_ids: list[int]
@@ -92,17 +95,12 @@ class _Quarantine:
 
 
 class Losses(NamedTuple):
-    """The tasks that were lost when a worker died.
+    """The tasks that were lost when a worker died."""
 
-    Attributes:
-        suspect: The task that the dead worker was building, or `None`.
-        unclaimed: Tasks that are in no heartbeat, lowest first. The dead
-            worker may have taken one. So may a living worker, a moment before
-            writing its heartbeat: the tasks must be built again, but not in
-            the same slots.
-    """
-
-    suspect: int | None
+    suspect: int | None  # the task that the dead worker was building, or `None`
+    # Tasks that are in no heartbeat, lowest first. The dead worker may have
+    # taken one. So may a living worker, a moment before writing its heartbeat:
+    # the tasks must be built again, but not in the same slots.
     unclaimed: tuple[int, ...]
 
 
@@ -119,11 +117,9 @@ def losses_of(
     was in the socket, is in the heartbeat of a living worker, or is lost.
 
     Args:
-        outstanding: Tasks without a result that were not in the socket, after
-            every result has been received and the socket was emptied.
+        outstanding: The tasks without a result, without those of the socket.
         last_heartbeat: The task in the dead worker's heartbeat; 0 for none.
-        heartbeats: The same for each living worker, read after the socket was
-            emptied.
+        heartbeats: The same for each living worker, read after the socket.
     """
     suspect = last_heartbeat if last_heartbeat in outstanding else None
     accounted = {suspect, *heartbeats.values()}
@@ -156,6 +152,7 @@ class InFlight:
 
     def _move(self, task: Task, state: TaskState) -> None:
         """Changes a task's state; no other method sets `Task.state`."""
+        assert state in _NEXT[task.state], (task.state, state)
         self._tasks[task.state].pop(task.task_id, None)
         task.state = state
         if state is not TaskState.DONE:
@@ -176,12 +173,7 @@ class InFlight:
     def send(self, take: Callable[[Task], bool]) -> None:
         """Sends queued tasks until no slot is free or `take` refuses a task.
 
-        Args:
-            take: Given a task, returns whether it could be sent. If not, the
-                task is the first one the next time.
-
-        Raises:
-            LoaderError: No slot is free, and no worker has a task.
+        Raises `LoaderError` if no slot is free, and no worker has a task.
         """
         queued = self._queued
         while queued:
@@ -262,10 +254,8 @@ class InFlight:
     ) -> tuple[Task | None, int | None]:
         """Removes a task that `worker` has answered.
 
-        Returns:
-            The task, or `None` if it was cancelled or quarantined; and its
-            slot, which the caller owns now. `None` for both if the book has no
-            such task.
+        Returns the task, or `None` if it was cancelled or quarantined; and its
+        slot, which the caller owns now. Both are `None` for an unknown task.
         """
         if self._quarantines:
             self._free_quarantined(worker, task_id)
@@ -305,9 +295,8 @@ class InFlight:
                 write, so the slots that it may have are not used again.
 
         Returns:
-            The task that the worker was building; its state is DONE, and the
-            caller owns its slot, if it has one. `None` if it was building no
-            wanted batch.
+            The wanted task that the worker was building, if any; its state is
+            DONE, and the caller owns its slot, if it has one.
         """
         outstanding = self._sent.keys() | self._cancelled.keys()
         losses = losses_of(outstanding, heartbeat, heartbeats)
@@ -408,8 +397,7 @@ class InFlight:
     def _await_for_ever(self, worker: int, latest: _Quarantine) -> None:
         """Quarantines for ever the slots that an abandoned worker may use.
 
-        The replacement of the worker has the same index, but its answers say
-        nothing about the abandoned worker.
+        The answers of its replacement, of the same index, do not free them.
         """
         latest.awaited.add(worker)
         for quarantine in self._quarantines:

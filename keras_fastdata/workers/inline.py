@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from keras_fastdata.memory import ownership
 from keras_fastdata.metrics.pool_stats import PoolStats
 from keras_fastdata.metrics.timing import Stopwatch
+from keras_fastdata.metrics.worker_kinds import WorkerKind
 from keras_fastdata.workers.base import (
     BatchRequest,
     Builds,
@@ -112,7 +113,7 @@ class InlinePool(WorkerPool):
         self._builder.change()
 
     def pool_stats(self) -> PoolStats:
-        return PoolStats("inline", 0)
+        return PoolStats(WorkerKind.INLINE, 0)
 
     def close(self) -> None:
         """Ends the pool; waits a few seconds for a build in another thread.

@@ -31,17 +31,13 @@ _MAX_BYTES = 64 * 1024  # of the text of one record
 
 @dataclasses.dataclass(frozen=True)
 class LoggingConfig:
-    """The logging and warning settings that workers copy from the trainer.
+    """The logging and warning settings that workers copy from the trainer."""
 
-    Attributes:
-        levels: Level of each logger that has one of its own; "" is the root.
-        disabled: The argument of `logging.disable`.
-        filters: `warnings.filters`, each category as (module, name): a
-            filter for a warning of some library must not import it.
-    """
-
+    # Level of each logger that has one of its own; "" is the root.
     levels: dict[str, int]
-    disabled: int
+    disabled: int  # the argument of `logging.disable`
+    # `warnings.filters`, each category as (module, name): a filter for a
+    # warning of some library must not import it.
     filters: list[tuple[Any, Any, tuple[str, str], Any, int]]
 
     @staticmethod
@@ -131,31 +127,20 @@ def take_over() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _ForwardedWarning:
-    """A warning in the form in which a worker sends it.
+    """A warning in the form in which a worker sends it."""
 
-    Attributes:
-        described: The instance, as an exception that is taken apart.
-        text: What it says, should it not be put together.
-        module: The module that warns, which filters may name.
-        filename: Where.
-        lineno: Where.
-    """
-
-    described: bytes | None
-    text: str
-    module: str | None
+    described: bytes | None  # the instance, as an exception that is taken apart
+    text: str  # what it says, should it not be put together
+    module: str | None  # the module that warns, which filters may name
     filename: str
     lineno: int
 
 
 class Receiver:
-    """Logs the records, and issues the warnings, that workers sent.
-
-    Attributes:
-        waiting: What is to be handed on, oldest first.
-    """
+    """Logs the records, and issues the warnings, that workers sent."""
 
     def __init__(self) -> None:
+        # What is to be handed on, oldest first.
         self.waiting: collections.deque[tuple[MessageKind, bytes]] = (
             collections.deque()
         )
@@ -245,7 +230,7 @@ def _dumps(value: Any) -> bytes:
     with contextlib.suppress(Exception):
         # Pickling runs other people's code.
         return pickle.dumps(value)
-    return pickle.dumps(exceptions.look_of(value))
+    return pickle.dumps(exceptions.safely(repr, value))
 
 
 def _shortened(text: str) -> str:

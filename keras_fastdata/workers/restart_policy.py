@@ -24,11 +24,7 @@ _log = logging.getLogger("keras_fastdata")
 
 
 class RestartPolicy:
-    """Decides which dead workers are replaced.
-
-    Attributes:
-        is_over: Whether every worker has died and none is replaced.
-    """
+    """Decides which dead workers are replaced."""
 
     def __init__(self, count: int, max_restarts: int) -> None:
         self._count = count
@@ -39,6 +35,7 @@ class RestartPolicy:
         self._losses: collections.deque[WorkerLoss] = collections.deque(
             maxlen=_MOST_LOSSES
         )
+        # Whether every worker has died and none is replaced.
         self.is_over = False
 
     def renew_restarts(self) -> None:
@@ -57,13 +54,9 @@ class RestartPolicy:
         return worker not in self._unreplaced
 
     def record(self, worker: int, pid: int, *, counts: bool = True) -> None:
-        """Records the death of a worker.
+        """Records the death of a worker; `pid` is 0 if unknown.
 
-        Args:
-            worker: Its index.
-            pid: Its process; 0 if unknown.
-            counts: Whether as a death of its own, rather than as one with
-                that of others.
+        Of workers that die together, one death `counts`.
         """
         self._losses.append(WorkerLoss(time.monotonic(), worker, pid))
         self._restarts += counts
@@ -76,10 +69,8 @@ class RestartPolicy:
     ) -> LoaderError | None:
         """Decides whether the batch of a dead worker fails or is built again.
 
-        Returns:
-            The error that the batch ends in. `None`: the worker had no batch,
-            or its batch is to be built again. The log has every death that is
-            in no error.
+        Returns the error that the batch ends in; `None` if it is built again,
+        or the worker had no batch. Every other death is logged.
         """
         used_up = self._restarts > self._most
         self._last = dataclasses.replace(

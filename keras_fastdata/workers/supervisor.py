@@ -55,21 +55,14 @@ _NEXT = {
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Worker:
-    """The training process's record of one worker.
+    """The training process's record of one worker."""
 
-    Attributes:
-        index: From 0, below the number of workers.
-        started_s: Time of the start, by `time.monotonic`.
-        state: Where the worker stands.
-        expired: The activity that took too long, if the worker was killed.
-        killed_s: Time of the kill, by `time.monotonic`.
-    """
-
-    index: int
-    started_s: float
-    state: WorkerState = WorkerState.STARTING
+    index: int  # from 0, below the number of workers
+    started_s: float  # time of the start, by `time.monotonic`
+    state: WorkerState = WorkerState.STARTING  # where the worker stands
+    # The activity that took too long, if the worker was killed.
     expired: Expired | None = None
-    killed_s: float = 0.0
+    killed_s: float = 0.0  # time of the kill, by `time.monotonic`
 
     @property
     def pid(self) -> int:
@@ -109,33 +102,23 @@ W = TypeVar("W", bound=Worker)
 
 
 class WorkerEnd(NamedTuple):
-    """Describes how a worker ended, as reported by its transport.
+    """Describes how a worker ended, as reported by its transport."""
 
-    Attributes:
-        exit_code: As in `Popen.returncode`; `None` if unknown.
-        how: A description of the end, where there is no exit code.
-        counts: Whether the end uses up a restart. Workers that die with
-            their node or their fork server use up one restart together.
-        blames: Whether a batch may be to blame.
-    """
-
-    exit_code: int | None = None
-    how: str = ""
+    exit_code: int | None = None  # as in `Popen.returncode`; `None` if unknown
+    how: str = ""  # a description of the end, where there is no exit code
+    # Whether the end uses up a restart. Workers that die with their node or
+    # their fork server use up one restart together.
     counts: bool = True
-    blames: bool = True
+    blames: bool = True  # whether a batch may be to blame
 
 
 class Transport(Protocol[W]):
-    """The interface to start, watch and kill the workers of a pool.
+    """The interface to start, watch and kill the workers of a pool."""
 
-    Attributes:
-        workers: The living workers, by index. The supervisor adds and removes
-            them; the pool removes them all when it ends.
-        in_flight: The pool's tasks.
-    """
-
+    # The living workers, by index. The supervisor adds and removes them; the
+    # pool removes them all when it ends.
     workers: dict[int, W]
-    in_flight: InFlight
+    in_flight: InFlight  # the pool's tasks
 
     def start(self, index: int) -> W:
         """Starts the worker with the given index, and returns it."""
@@ -155,19 +138,13 @@ class Transport(Protocol[W]):
     def recover(self, worker: W) -> list[Task]:
         """Requeues a lost worker's tasks, except those that may have killed it.
 
-        Returns:
-            Tasks that may have killed the worker, the likeliest first. Their
-            state is DONE, and the caller owns their slots.
+        Returns these, the likeliest first. Their state is DONE, and the caller
+        owns their slots.
         """
 
 
 class Supervisor(Generic[W]):
-    """Starts, watches and replaces the workers of one pool.
-
-    Attributes:
-        policy: Decides which workers are replaced.
-        watchdog: Notices batches that take too long.
-    """
+    """Starts, watches and replaces the workers of one pool."""
 
     def __init__(self, plan: PoolPlan, transport: Transport[W]) -> None:
         self._plan = plan
@@ -218,11 +195,8 @@ class Supervisor(Generic[W]):
     ) -> list[BatchResult]:
         """Handles the unexpected end of a worker.
 
-        Another worker builds the lost batches again. The batch that the worker
-        died over ends in an error if the restart policy says so.
-
-        Returns:
-            The result of the batch that ends in an error, if one does.
+        Another worker builds the lost batches again. Returns an error for the
+        batch that the worker died over, if the restart policy says so.
         """
         starting = worker.state is WorkerState.STARTING
         self.remove(worker, state)

@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from keras_fastdata.errors import BatchTimeoutError, LoaderError
 from keras_fastdata.metrics.pool_stats import PoolStats
 from keras_fastdata.metrics.timing import Stopwatch
+from keras_fastdata.metrics.worker_kinds import WorkerKind
 from keras_fastdata.workers import stack_dump
 from keras_fastdata.workers.base import (
     BatchRequest,
@@ -41,14 +42,7 @@ _CLOSE_TIMEOUT_S = 5.0  # what a batch being built gets to end
 
 
 class ThreadPool(WorkerPool):
-    """Builds batches in threads of this process.
-
-    Args:
-        builder: What builds a batch; it is called from several threads.
-        dataset: The dataset's class name, for messages.
-        count: Number of threads, at least 1.
-        batch_timeout: Seconds that one batch may take, or `None`.
-    """
+    """Builds batches in threads of this process; see `PoolPlan`."""
 
     def __init__(
         self,
@@ -131,7 +125,7 @@ class ThreadPool(WorkerPool):
         return self._given > 0
 
     def pool_stats(self) -> PoolStats:
-        return PoolStats("thread", len(self._threads))
+        return PoolStats(WorkerKind.THREAD, len(self._threads))
 
     def close(self) -> None:
         with DeferredSignals():
@@ -247,15 +241,7 @@ _START_FAILED = 0  # the request id of a failure that belongs to no request
 
 
 class _Thread(threading.Thread):
-    """One worker thread.
-
-    Attributes:
-        _starting: Whether `on_worker_start` has not ended yet.
-        _assigned: The request it has, and since when.
-        _given_up: Whether somebody else answers for that request; nothing is
-            to be heard of this thread any more.
-        _lock: Guards the three.
-    """
+    """One worker thread."""
 
     def __init__(
         self,
@@ -273,9 +259,12 @@ class _Thread(threading.Thread):
         self._requests = requests
         self._results = results
         self._cancelled = cancelled
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards the three
+        # The request it has, and since when.
         self._assigned: tuple[BatchRequest, float] | None = None
-        self._starting = True
+        self._starting = True  # whether `on_worker_start` has not ended yet
+        # Whether somebody else answers for that request; nothing is to be heard
+        # of this thread any more.
         self._given_up = False
         self._stopwatch = Stopwatch()
 

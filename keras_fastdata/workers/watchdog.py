@@ -28,23 +28,15 @@ _log = logging.getLogger("keras_fastdata")
 
 @dataclasses.dataclass(frozen=True)
 class Activity:
-    """The current work of one worker, such as building a batch.
-
-    Attributes:
-        worker: Index of the worker.
-        what: In words, such as "Batch 3 of epoch 0 of Images, in worker 1,".
-        request: The batch it builds; `None` for anything else.
-        elapsed_s: How long it has been at it.
-        stack: Finds out where it is; may take a second.
-        starting: Whether it is still loading the dataset.
-    """
+    """The current work of one worker, such as building a batch."""
 
     worker: int
-    what: str
+    what: str  # in words, such as "Batch 3 of epoch 0 of Images, in worker 1,"
+    # The batch it builds; `None` for anything else.
     request: BatchRequest | None
-    elapsed_s: float
-    stack: Callable[[], str]
-    starting: bool = False
+    elapsed_s: float  # how long it has been at it
+    stack: Callable[[], str]  # finds out where it is; may take a second
+    starting: bool = False  # whether it is still loading the dataset
 
 
 def building(dataset: str, request: BatchRequest, worker: str) -> str:
@@ -62,17 +54,11 @@ def loading(dataset: str, worker: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Expired:
-    """An activity that has exceeded its time limit.
+    """An activity that has exceeded its time limit."""
 
-    Attributes:
-        activity: What it is.
-        stack: Where it was stuck.
-        text: What to tell the user, without the remedy.
-    """
-
-    activity: Activity
-    stack: str
-    text: str
+    activity: Activity  # what it is
+    stack: str  # where it was stuck
+    text: str  # what to tell the user, without the remedy
 
 
 class Watchdog:
@@ -82,15 +68,12 @@ class Watchdog:
         timeout_s: Seconds that one batch may take, or `None`. Loading the
             dataset may take `START_TIMEOUT_S`, where that is more.
         remedy: What to do about work that never ends, for warnings.
-
-    Attributes:
-        slowest_s: Seconds that the slowest batch took so far.
     """
 
     def __init__(self, timeout_s: float | None, remedy: str) -> None:
         self._timeout_s = timeout_s
         self._remedy = remedy
-        self.slowest_s = 0.0
+        self.slowest_s = 0.0  # seconds that the slowest batch took so far
         self._next_look_s = time.monotonic()
         self._watched_since_s = -math.inf  # time before it does not count
         # By worker: the work warned about, when to ask again, the stack.
@@ -119,12 +102,10 @@ class Watchdog:
         return True
 
     def look(self, activities: Iterable[Activity]) -> list[Expired]:
-        """Finds the activities that take too long.
+        """Returns the activities that exceed the timeout.
 
-        With a timeout, returns the activities that exceed it. Without a
-        timeout, logs a warning about the slow activities instead.
-
-        If a look came much too late, because the program was suspended or the
+        Without a timeout, logs a warning about slow activities instead. If a
+        look came much too late, because the program was suspended or the
         consumer was busy, only the time since that look counts.
         """
         expired = []
@@ -149,25 +130,19 @@ class Watchdog:
 
     def _warn_if_slow(self, activity: Activity, counted_s: float) -> None:
         slowest = 0.0 if activity.starting else self.slowest_s
-        limit = (
-            max(_LEAST_LIMIT_S, _FAR_BEYOND * slowest)
-            if slowest
-            else _FIRST_LIMIT_S
-        )
-        about, again_s, before = self._warned.get(
-            activity.worker, ("", 0.0, "")
-        )
+        limit = max(_LEAST_LIMIT_S, _FAR_BEYOND * slowest)
+        if not slowest:
+            limit = _FIRST_LIMIT_S
+        known = self._warned.get(activity.worker, ("", 0.0, ""))
+        about, again_s, before = known
         if about != activity.what:
             again_s, before = 0.0, ""
         if counted_s <= limit or activity.elapsed_s <= again_s:
             return
         stack = activity.stack()
         # Rarer and rarer: something slow moves, and is not worth a line each.
-        self._warned[activity.worker] = (
-            activity.what,
-            2 * activity.elapsed_s,
-            stack,
-        )
+        again_s = 2 * activity.elapsed_s
+        self._warned[activity.worker] = activity.what, again_s, stack
         if stack == before:
             return
         usual = f"; the slowest before took {slowest:.3g} s" if slowest else ""

@@ -296,13 +296,10 @@ def test_waits_for_ready_batches_tell_what_handing_over_takes():
 def test_the_depth_counts_batches_that_lay_ready_when_one_was_asked_for():
     heard = Recorder()
     now_s = recorder.time.monotonic()
-    for batch, stored_s in enumerate([3, 1, 2, 9]):
-        heard.add(span(batch)._replace(stored_s=now_s + stored_s, depth=0), 0.0)
-    delivered = np.array([1.5, 3.5, 4, 10])
-    for place, moment in enumerate(delivered):
-        heard._pending[place] = heard._pending[place]._replace(
-            delivered_s=now_s + moment, waited_s=0.25
-        )
+    moments = [(3, 1.5), (1, 3.5), (2, 4), (9, 10)]  # stored, delivered
+    for batch, (stored_s, delivered_s) in enumerate(moments):
+        one = span(batch)._replace(stored_s=now_s + stored_s, depth=0)
+        heard.add(one, 0.25, now_s + delivered_s)
     heard.flush()
     depth = heard.spans()[:, Span._fields.index("depth")]
     # The first was waited for, with the second in the queue already.

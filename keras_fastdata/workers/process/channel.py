@@ -42,37 +42,26 @@ _log = logging.getLogger("keras_fastdata")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProcessPlan(PoolPlan):
-    """The settings of a pool of worker processes.
+    """The settings of a pool of worker processes."""
 
-    Attributes:
-        start_method: "forkserver", "spawn" or "fork".
-    """
-
-    start_method: str
+    start_method: str  # "forkserver", "spawn" or "fork"
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class ProcessWorker(Worker):
-    """The training process's record of one worker process.
+    """The training process's record of one worker process."""
 
-    Attributes:
-        process: As it was launched.
-        control: The training process's end of its control socket.
-        stacks: The file that it writes its stacks into.
-        version: Of the dataset's state that it has been sent.
-        retained_slots: Slots that its copy of the dataset holds on to.
-        seen: Its heartbeat at the last look: the task id, and the time when
-            building began.
-        idle: The work that it had left undone at the last look although it
-            built nothing; since when; and for how many looks.
-    """
-
-    process: launchers.Child
-    control: socket.socket
-    stacks: int
-    version: int
+    process: launchers.Child  # as it was launched
+    control: socket.socket  # the training process's end of its control socket
+    stacks: int  # the file that it writes its stacks into
+    version: int  # of the dataset's state that it has been sent
+    # Slots that its copy of the dataset holds on to.
     retained_slots: list[int] = dataclasses.field(default_factory=list)
+    # Its heartbeat at the last look: the task id, and the time when building
+    # began.
     seen: tuple[int, float] = (0, 0.0)
+    # The work that it had left undone at the last look although it built
+    # nothing; since when; and for how many looks.
     idle: tuple[tuple[int, int] | None, float, int] = (None, 0.0, 0)
 
     @property
@@ -87,14 +76,12 @@ class ProcessWorker(Worker):
         """Reads and stores the worker's latest heartbeat."""
         self.seen = _heartbeat_of(self, segment)
 
-    def idle_s(self, unclaimed: int | None, now_s: float) -> float:
-        """Returns how long the worker has made no progress with pending work.
-
-        Each call counts as one look at the worker.
+    def look_for_idle_s(self, unclaimed: int | None, now_s: float) -> float:
+        """Looks at the worker; returns for how long it has made no progress.
 
         The work is to deliver the task in its heartbeat, or to take a task that
-        is in no heartbeat. Either may be undone for a moment. Only work that is
-        undone at several looks in a row counts.
+        is in no heartbeat. Only work that is undone at several looks in a row
+        counts.
         """
         heartbeat = self.seen[0]
         undone = None
@@ -248,8 +235,7 @@ class Channel:
     def change(self) -> bool:
         """Stores the dataset's current state as the latest version for workers.
 
-        Returns:
-            Whether it can be sent. If not, the forks must be replaced.
+        Returns whether it can be sent. If not, the forks must be replaced.
         """
         if self._shared_state is not None:
             self._shared_state.renew(self._make_builder)
@@ -352,7 +338,7 @@ class Channel:
             elif request is not None and began_s:
                 what = building(name, request, worker.name)
                 yield Activity(index, what, request, now_s - began_s, ask)
-            elif (idle_s := worker.idle_s(unclaimed, now_s)) > 0:
+            elif (idle_s := worker.look_for_idle_s(unclaimed, now_s)) > 0:
                 what = f"Taking or delivering a batch of {name}, {worker.name},"
                 yield Activity(index, what, None, idle_s, ask)
 

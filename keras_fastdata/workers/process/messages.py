@@ -82,23 +82,15 @@ _MOST_STACK_BYTES = 16 * 1024  # of the text in one message
 
 @dataclasses.dataclass(slots=True)
 class TaskMessage:
-    """The message that asks a worker to build one batch.
+    """The message that asks a worker to build one batch."""
 
-    Attributes:
-        task_id: The number of this sending; see `in_flight.Task`.
-        epoch: Epoch of the batch.
-        index: Index of the batch.
-        version: The version of the dataset's state to build it from.
-        slot: The slot to build it in.
-        interval_s: How often results are to come with a `Timing`; see
-            `metrics.timing.Stopwatch.start`.
-    """
-
-    task_id: int
+    task_id: int  # the number of this sending; see `in_flight.Task`
     epoch: int
     index: int
-    version: int
-    slot: int
+    version: int  # the version of the dataset's state to build it from
+    slot: int  # the slot to build it in
+    # How often results are to come with a `Timing`; see
+    # `metrics.timing.Stopwatch.start`.
     interval_s: float | None
 
     @staticmethod
@@ -110,34 +102,22 @@ class TaskMessage:
 
 
 class ResultMessage(NamedTuple):
-    """A message from a worker about one task or about the worker.
+    """A message from a worker about one task or about the worker."""
 
-    Attributes:
-        kind: What it tells.
-        worker: Index of the worker.
-        task_id: The task that it answers; 0 if it is about no task. Of
-            `START_FAILED`, how many messages are to follow.
-        flags: `RETAINED`, `SPILLED`, both added up, or 0.
-        used: Bytes of the slot that the batch's arrays take.
-        build_ns: How long building and encoding the batch took.
-        extents: Where those arrays lie, packed; empty if spilled.
-        body: A batch's structure, a failure, a record; empty if spilled.
-        extents_nbytes: Size of `extents`, wherever they are.
-        body_nbytes: Size of `body`, wherever it is.
-        timing: How it was built, if the task asks for it.
-    """
-
-    kind: MessageKind
+    kind: MessageKind  # what it tells
     worker: int
+    # The task that it answers; 0 if it is about no task. Of `START_FAILED`, how
+    # many messages are to follow.
     task_id: int = 0
-    flags: int = 0
-    used: int = 0
-    build_ns: int = 0
-    extents: bytes = b""
+    flags: int = 0  # `RETAINED`, `SPILLED`, both added up, or 0
+    used: int = 0  # bytes of the slot that the batch's arrays take
+    build_ns: int = 0  # how long building and encoding the batch took
+    extents: bytes = b""  # where those arrays lie, packed; empty if spilled
+    # A batch's structure, a failure, a record; empty if spilled.
     body: bytes = b""
-    extents_nbytes: int = 0
-    body_nbytes: int = 0
-    timing: Timing | None = None
+    extents_nbytes: int = 0  # size of `extents`, wherever they are
+    body_nbytes: int = 0  # size of `body`, wherever it is
+    timing: Timing | None = None  # how it was built, if the task asks for it
 
     def pack(self) -> bytes:
         flags, timing = self.flags, b""

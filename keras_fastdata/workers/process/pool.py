@@ -19,6 +19,7 @@ from keras_fastdata.memory import codec
 from keras_fastdata.memory.arena import Arena
 from keras_fastdata.metrics.pool_stats import PoolStats
 from keras_fastdata.metrics.timing import Timing
+from keras_fastdata.metrics.worker_kinds import WorkerKind
 from keras_fastdata.workers import exceptions, log_forwarding, supervisor
 from keras_fastdata.workers.base import (
     BatchRequest,
@@ -127,7 +128,7 @@ class ProcessPool(supervisor.SupervisedPool[ProcessWorker]):
 
     def pool_stats(self) -> PoolStats:
         return PoolStats(
-            "process",
+            WorkerKind.PROCESS,
             self._plan.count,
             {i: w.pid for i, w in list(self._workers.items())},
             self._policy.losses,

@@ -36,83 +36,50 @@ SHARED_BYTES = 1 << 20
 
 
 class DatasetState(NamedTuple):
-    """One state of the dataset, stored in Ray's object store.
+    """One state of the dataset, stored in Ray's object store."""
 
-    Attributes:
-        version: From 1; a later state has a higher one.
-        pickled: Where the pickle is.
-        buffers: Where each array is that it leaves out; small ones come along
-            as they are.
-    """
-
-    version: int
-    pickled: Any
+    version: int  # from 1; a later state has a higher one
+    pickled: Any  # where the pickle is
+    # Where each array is that it leaves out; small ones come along as they are.
     buffers: tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class ActorStart:
-    """The settings that an actor receives before it loads the dataset.
-
-    Attributes:
-        worker: Its index.
-        dataset: The dataset's class name, for messages.
-        state: The dataset.
-        cwd: The training process's working directory; `None` to stay.
-        path: Its `sys.path`.
-        leads: Whether that comes before the worker's own.
-        argv: Its `sys.argv`.
-        logging_config: How it logs and warns.
-    """
+    """The settings that an actor receives before it loads the dataset."""
 
     worker: int
-    dataset: str
+    dataset: str  # the dataset's class name, for messages
     state: DatasetState
-    cwd: str | None
-    path: list[str]
-    leads: bool
-    argv: list[str]
-    logging_config: log_forwarding.LoggingConfig
+    cwd: str | None  # the training process's working directory; `None` to stay
+    path: list[str]  # its `sys.path`
+    leads: bool  # whether that comes before the worker's own
+    argv: list[str]  # its `sys.argv`
+    logging_config: log_forwarding.LoggingConfig  # how it logs and warns
 
 
 class WorkerLocation(NamedTuple):
-    """The process, node and machine of an actor.
+    """The process, node and machine of an actor."""
 
-    Attributes:
-        pid: Its process.
-        node: The node's id in the cluster.
-        host: The node's name or address, for messages.
-        machine: See `cluster.machine`.
-    """
-
-    pid: int
-    node: str
-    host: str
-    machine: str
+    pid: int  # its process
+    node: str  # the node's id in the cluster
+    host: str  # the node's name or address, for messages
+    machine: str  # see `cluster.machine`
 
 
 class Answer(NamedTuple):
-    """The answer of an actor to one call.
+    """The answer of an actor to one call."""
 
-    Attributes:
-        failure: What it raised, taken apart, or `None`.
-        by_start: Whether the failure leaves the worker without a dataset.
-        structure: The batch without its arrays.
-        sizes: Bytes of each array.
-        build_s: How long building took.
-        timing: How it was built, if the request asks for it.
-        forwarded: Log records and warnings since the last answer.
-        at_s: The worker's `time.monotonic`.
-    """
-
-    failure: bytes | None = None
+    failure: bytes | None = None  # what it raised, taken apart, or `None`
+    # Whether the failure leaves the worker without a dataset.
     by_start: bool = False
-    structure: bytes = b""
-    sizes: tuple[int, ...] = ()
-    build_s: float = 0.0
-    timing: Timing | None = None
+    structure: bytes = b""  # the batch without its arrays
+    sizes: tuple[int, ...] = ()  # bytes of each array
+    build_s: float = 0.0  # how long building took
+    timing: Timing | None = None  # how it was built, if the request asks for it
+    # Log records and warnings since the last answer.
     forwarded: tuple[tuple[MessageKind, bytes], ...] = ()
-    at_s: float = math.nan
+    at_s: float = math.nan  # the worker's `time.monotonic`
 
 
 class _GatheredArrays:

@@ -42,13 +42,9 @@ _QUICK_S = 0.1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RayPlan(PoolPlan):
-    """The settings of a pool of Ray actors.
+    """The settings of a pool of Ray actors."""
 
-    Attributes:
-        options: What the user says of Ray.
-    """
-
-    options: Options
+    options: Options  # what the user says of Ray
 
 
 class Assignment(NamedTuple):
@@ -60,31 +56,24 @@ class Assignment(NamedTuple):
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class RayWorker(Worker):
-    """The training process's record of one Ray actor.
+    """The training process's record of one Ray actor."""
 
-    Attributes:
-        handle: Ray's.
-        start: Reference to the next answer before it is ready: first its
-            location, then that the dataset is loaded; `None` afterwards.
-        version: Of the dataset's state that it has.
-        location: Where it is; `None` until it has answered that.
-        pidfd: Its process, if it is on this machine; else -1.
-        assigned: The tasks that it was given, oldest first.
-        began_s: When it began with the oldest task.
-        build_s: Seconds that its last batch took; infinite before that.
-        behind_s: How far its machine's clock is behind this one's, at most.
-    """
-
-    handle: Any
+    handle: Any  # Ray's
+    # Reference to the next answer before it is ready: first its location, then
+    # that the dataset is loaded; `None` afterwards.
     start: Any
-    version: int
+    version: int  # of the dataset's state that it has
+    # Where it is; `None` until it has answered that.
     location: actor.WorkerLocation | None = None
-    pidfd: int = -1
+    pidfd: int = -1  # its process, if it is on this machine; else -1
+    # The tasks that it was given, oldest first.
     assigned: collections.deque[Assignment] = dataclasses.field(
         default_factory=collections.deque
     )
-    began_s: float = 0.0
+    began_s: float = 0.0  # when it began with the oldest task
+    # Seconds that its last batch took; infinite before that.
     build_s: float = math.inf
+    # How far its machine's clock is behind this one's, at most.
     behind_s: float = math.inf
 
     @property
@@ -190,28 +179,20 @@ class AnswerLostError(Exception):
 
 
 class WorkerGoneError(Exception):
-    """Raised when an actor has died or cannot be reached.
-
-    Attributes:
-        is_at_start: Whether it could not even be made.
-        is_missing: Whether it is not known to have died.
-    """
+    """Raised when an actor has died or cannot be reached."""
 
     def __init__(self, error: Exception, *, is_missing: bool) -> None:
         super().__init__(_text_of(error))
+        # Whether it could not even be made.
         self.is_at_start = getattr(error, "actor_init_failed", True)
-        self.is_missing = is_missing
+        self.is_missing = is_missing  # whether it is not known to have died
 
 
 class Actors:
-    """The `Transport` of one pool of Ray actors.
-
-    Attributes:
-        workers: Those that live, by index; the supervisor adds and removes.
-        in_flight: The tasks.
-    """
+    """The `Transport` of one pool of Ray actors."""
 
     def __init__(self, plan: RayPlan, dataset: RemoteDataset) -> None:
+        # Those that live, by index; the supervisor adds and removes.
         self.workers: dict[int, RayWorker] = {}
         self.in_flight = InFlight(_NoSlots())
         self._plan = plan
@@ -313,10 +294,8 @@ class Actors:
     def start_backups(self) -> bool:
         """Lets idle actors build tasks that wait behind a slow batch.
 
-        It cannot be taken back: it is built twice, and delivered once.
-
-        Returns:
-            Whether anything was queued for that.
+        Such a batch is built twice, and delivered once. Returns whether there
+        is one.
         """
         in_flight, workers = self.in_flight, self.workers.values()
         if in_flight.has_queued:
@@ -447,9 +426,8 @@ class Actors:
     def _count_node_loss(self, worker: RayWorker, is_node_lost: bool) -> bool:
         """Records the loss of a node; returns whether it was counted before.
 
-        All actors of a node die together, and use up one restart. Only the
-        first of them counts. An actor that is lost again counts again. The
-        loss of an actor on a living node is not recorded.
+        All actors of a node die together, and use up one restart. An actor that
+        is lost again counts again.
         """
         if worker.location is not None and not is_node_lost:
             return False

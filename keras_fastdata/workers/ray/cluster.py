@@ -25,22 +25,16 @@ from keras_fastdata.workers.ray.options import Options
 
 
 class _Membership:
-    """Records how the loaders of this process share one Ray session.
-
-    Attributes:
-        users: How many loaders do.
-        pid: The process that this is said of.
-        joined: The session that was joined for them; `None` if the user's.
-        is_own: Whether that is a Ray that was started for them.
-        lock: Guards the three. Reentrant, because a dataset may be
-            collected, and so closed, while it is held.
-    """
+    """Records how the loaders of this process share one Ray session."""
 
     def __init__(self) -> None:
-        self.users = 0
-        self.pid = os.getpid()
+        self.users = 0  # how many loaders do
+        self.pid = os.getpid()  # the process that this is said of
+        # The session that was joined for them; `None` if the user's.
         self.joined: tuple[Any, ...] | None = None
-        self.is_own = False
+        self.is_own = False  # whether that is a Ray that was started for them
+        # Guards the three. Reentrant, because a dataset may be collected, and
+        # so closed, while it is held.
         self.lock = threading.RLock()
 
 
@@ -60,14 +54,11 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class Session:
-    """One loader's use of Ray, from `join` until `leave`.
-
-    Attributes:
-        identity: Tells it from one that the user joined later.
-    """
+    """One loader's use of Ray, from `join` until `leave`."""
 
     def __init__(self, member: _Membership) -> None:
         self._member: _Membership | None = member
+        # Tells it from one that the user joined later.
         self.identity = _identity()
 
     @property
@@ -81,10 +72,9 @@ class Session:
         return self._member is None or not self._member.is_own
 
     def leave(self, *, stay: bool = False) -> None:
-        """Ends this use of Ray; the last loader disconnects. Idempotent.
+        """Ends this use of Ray. Idempotent.
 
-        Args:
-            stay: To leave that to a later loader, or to the program's end.
+        The last loader disconnects, unless it is to `stay`.
         """
         member, self._member = self._member, None
         if member is None or member.pid != os.getpid():

@@ -83,28 +83,18 @@ store_usage = StoreUsage()
 
 @dataclasses.dataclass(eq=False)
 class StoreResult:
-    """A result whose batch is still in Ray's object store.
-
-    Attributes:
-        request_id: The request's.
-        worker: Index of the worker that built the batch.
-        timing: How the batch was built, if the request asks for it.
-        nbytes: Bytes of the batch, until it is opened.
-        _where: What to tell with an error of loading.
-        _answer: How the arrays make up the batch.
-        _arrays: Views of the store.
-        _limit: Bytes of the store that the consumer may hold; beyond them,
-            batches are copied.
-    """
+    """A result whose batch is still in Ray's object store."""
 
     request_id: int
-    worker: int
-    timing: Timing | None
-    _where: str
-    _answer: actor.Answer
-    _arrays: list[Bytes]
+    worker: int  # index of the worker that built the batch
+    timing: Timing | None  # how the batch was built, if the request asks for it
+    _where: str  # what to tell with an error of loading
+    _answer: actor.Answer  # how the arrays make up the batch
+    _arrays: list[Bytes]  # views of the store
+    # Bytes of the store that the consumer may hold; beyond them, batches are
+    # copied.
     _limit: int
-    nbytes: int = 0
+    nbytes: int = 0  # bytes of the batch, until it is opened
     by_dataset = is_lost = False
 
     def __post_init__(self) -> None:
@@ -149,15 +139,11 @@ class RemoteDataset:
     """Stores a dataset and its later states in Ray's object store.
 
     Arrays that have not changed are not put there again.
-
-    Attributes:
-        state: The latest one.
-        nbytes: What it takes there.
     """
 
     def __init__(self) -> None:
         self.state = actor.DatasetState(0, None, ())
-        self.nbytes = 0
+        self.nbytes = 0  # what it takes there
         # By place in this process's memory: where an array is in the store,
         # and a view of that.
         self._put: dict[tuple[int, int], tuple[Any, Bytes]] = {}

@@ -29,18 +29,16 @@ _TIMEOUT_S = 60.0
 class Options:
     """The checked content of `ray_options`.
 
-    Attributes:
-        init: Arguments of `ray.init`.
-        actor: Arguments of each actor's `options`.
-        timeout_s: How long joining may take, and the first worker's place.
-
     Raises:
         TypeError: An option is of the wrong type.
         ValueError: An option that cannot be had.
     """
 
+    # Arguments of `ray.init`.
     init: dict[str, Any] = dataclasses.field(default_factory=dict)
+    # Arguments of each actor's `options`.
     actor: dict[str, Any] = dataclasses.field(default_factory=dict)
+    # How long joining may take, and the first worker's place.
     timeout_s: float = _TIMEOUT_S
 
     @property

@@ -19,6 +19,7 @@ from typing import Any
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.memory import shared_state
 from keras_fastdata.metrics.pool_stats import PoolStats
+from keras_fastdata.metrics.worker_kinds import WorkerKind
 from keras_fastdata.workers import exceptions, log_forwarding
 from keras_fastdata.workers.base import (
     BatchRequest,
@@ -55,14 +56,7 @@ _TAKEN = 0.5
 
 
 class RayPool(SupervisedPool[RayWorker]):
-    """Builds batches in Ray actors.
-
-    Args:
-        plan: How many, made how.
-        make_builder: Makes a worker's builder. It is pickled at once, and
-            again at each `change`, with the dataset it refers to.
-        receiver: Hands on what they log, and warn of.
-    """
+    """Builds batches in Ray actors; `Channel` documents the arguments."""
 
     def __init__(
         self,
@@ -125,7 +119,7 @@ class RayPool(SupervisedPool[RayWorker]):
 
     def pool_stats(self) -> PoolStats:
         return PoolStats(
-            "ray",
+            WorkerKind.RAY,
             self._plan.count,
             {
                 index: worker.pid

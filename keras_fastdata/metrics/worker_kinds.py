@@ -1,0 +1,29 @@
+"""The kinds of workers, and what the rest of the package asks of each."""
+
+from __future__ import annotations
+
+import enum
+
+
+class WorkerKind(enum.StrEnum):
+    """A kind of workers, which is equal to its name, such as "thread"."""
+
+    noun: str  # one worker in words; empty for the caller itself
+    builds_ahead: bool  # whether batches are built before they are asked for
+    # Whether workers are processes, each with a copy of the dataset.
+    has_copies: bool
+    lends_read_only: bool  # whether batches are views of read-only memory
+
+    def __new__(
+        cls, name: str, noun: str, ahead: bool, copies: bool, read_only: bool
+    ) -> WorkerKind:
+        kind = str.__new__(cls, name)
+        kind._value_, kind.noun = name, noun
+        kind.builds_ahead, kind.has_copies = ahead, copies
+        kind.lends_read_only = read_only
+        return kind
+
+    INLINE = "inline", "", False, False, False
+    THREAD = "thread", "thread", True, False, False
+    PROCESS = "process", "process", True, True, False
+    RAY = "ray", "Ray actor", True, True, True
