@@ -488,8 +488,7 @@ class Builder:
 
         Raises:
             LoaderError: The batch depends on the epoch, and would be cached.
-            GlobalRngUsedError: A thread built the batch, and it may have
-                drawn from shared generators.
+            GlobalRngUsedError: A thread may have drawn from shared generators.
         """
         context = self._context(worker_index, epoch, index, empty)
         with _Building(context):
@@ -540,8 +539,7 @@ class Builder:
     def _seeded(self, context: Context) -> Any:
         """Seeds all generators and builds the batch.
 
-        The first build may create generators; it is then repeated with these
-        seeded.
+        If the first build creates generators, it is repeated with these seeded.
         """
         self._reseed(context.epoch, context.index)
         batch = self._made(context)

@@ -24,12 +24,8 @@ def is_users(name: Any, *, if_unknown: bool = False) -> bool:
     """Returns whether a module is part of the user's program.
 
     The user's modules are `__main__`, and files outside of the standard
-    library and of the folders of installed packages.
-
-    Args:
-        name: The module's name.
-        if_unknown: The result if the module has no file, or is not imported
-            in this process.
+    library and of the folders of installed packages. `if_unknown` is the
+    result for a module that has no file, or is not imported in this process.
     """
     if not isinstance(name, str):
         return False  # a class may set `__module__` to anything
@@ -52,8 +48,7 @@ def is_users(name: Any, *, if_unknown: bool = False) -> bool:
 def is_users_file(file: str) -> bool:
     """Returns whether a file of Python code is part of the user's program.
 
-    Args:
-        file: Its path, or a name such as "<stdin>" for code without a file.
+    Code without a file has a name such as "<stdin>".
     """
     if file.startswith("<frozen"):
         return False
@@ -96,14 +91,10 @@ def names_in(code: types.CodeType) -> frozenset[str]:
 def imports_in(
     code: types.CodeType, package: str | None
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yields the modules that a code object imports.
+    """Yields the modules that a code object imports, with the names from each.
 
-    With each come the names that are imported from it. Code objects nested
-    inside it are included.
-
-    Args:
-        code: The code object.
-        package: The package that relative imports begin at, if any.
+    Code objects nested inside it are included. Relative imports begin at
+    `package`.
     """
     for part in nested_code(code):
         loaded: list[Any] = []

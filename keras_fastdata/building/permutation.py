@@ -26,12 +26,7 @@ _Words = npt.NDArray[np.uint64]
 
 
 class Permutation:
-    """A random permutation of `range(length)`, determined by a seed.
-
-    Args:
-        length: The number of items, below 2**63.
-        stream: The seed; equal seeds give equal orders.
-    """
+    """A random permutation of `range(length)`, determined by a seed."""
 
     def __init__(self, length: int, stream: np.random.SeedSequence) -> None:
         self._length = length

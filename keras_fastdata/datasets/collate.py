@@ -58,11 +58,8 @@ def collate(
     Each sample is requested after the one before was copied, unless "longest"
     needs them all.
 
-    Args:
-        samples: One for each index, at least one.
-        indices: The samples' numbers, for error messages.
-        empty: Makes the arrays of the batch.
-        padded: How samples of different shapes are padded.
+    `indices` are the samples' numbers, for error messages. `empty` makes the
+    arrays of the batch.
     """
     stack: _Stack | None = None
     count = 0

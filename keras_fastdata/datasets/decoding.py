@@ -129,11 +129,8 @@ def _decode(image: Any, mode: str, scale: float, orientation: int) -> Pixels:
     A JPEG is decoded at half, a quarter or an eighth of its size if that is
     large enough. (Other eighths are possible, but slower than the full size.)
 
-    Args:
-        image: The image that `PIL.Image.open` returned.
-        mode: Pillow's name of the mode.
-        scale: The least size to decode at, relative to the image's own.
-        orientation: The value of the EXIF tag.
+    `mode` is Pillow's name; `scale` is the least size, relative to the image's
+    own; `orientation` is the value of the EXIF tag.
     """
     from PIL import ImageOps
 
@@ -159,9 +156,8 @@ def _decode_jpeg(
 ) -> Pixels | None:
     """Decodes a JPEG with simplejpeg, without applying its EXIF rotation.
 
-    Returns `None` if simplejpeg cannot decode the file.
-
-    The next JPEG in this thread overwrites the pixels.
+    Returns `None` if simplejpeg cannot decode the file. The next JPEG in this
+    thread overwrites the pixels.
     """
     least = image.size
     for _ in range(3):

@@ -236,10 +236,8 @@ def _sampled(dataset: SampledDataset, sampler: Sampler) -> Indices:
 def for_iterables(name: str, source: Any, batching: str) -> str:
     """Returns a hint for an error message if `source` is iterable, or "".
 
-    Args:
-        name: The argument that `source` was passed as.
-        source: The object that was received.
-        batching: Further arguments to show in the hint.
+    `source` was passed as the argument `name`. The hint shows the further
+    arguments `batching`.
     """
     if hasattr(source, "as_numpy_iterator"):  # a tf.data.Dataset
         hint = "`fit` takes it as it is; for workers of this package pass "

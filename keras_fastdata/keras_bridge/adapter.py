@@ -102,12 +102,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
 
     @property
     def num_batches(self) -> int | None:
-        """The number of batches that this process trains on in each epoch.
-
-        Raises:
-            NotImplementedError: The dataset does not say. Without a number, a
-                `fit` might never end.
-        """
+        """The number of batches that this process trains on in each epoch."""
         dataset = self.py_dataset
         if dataset.num_batches is None:
             return None
@@ -336,9 +331,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
     def state(self, steps: int | None) -> dict[str, Any]:
         """Returns the dataset's `state_dict()` after some steps of an epoch.
 
-        Args:
-            steps: Steps that were trained in Keras's present epoch; `None`
-                after its end.
+        `steps` counts those of Keras's present epoch; `None` after its end.
         """
         dataset = self.py_dataset
         if self._iterator is None:

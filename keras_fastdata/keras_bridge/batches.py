@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 class IteratorBatches(Iterator[Any]):
     """Iterates over one epoch, which begins when the first batch is requested.
 
-    Args:
-        adapter: The adapter that Keras asked for this iterator.
-        writable: Whether to copy arrays that are read-only.
+    With `writable`, arrays that are read-only are copied.
     """
 
     def __init__(

@@ -35,8 +35,7 @@ class EarlyEnd:
     def put_aside(self, error: BaseException) -> bool:
         """Keeps an exception, so that `raise_pending` raises it later.
 
-        Returns:
-            `False` if Keras runs no epoch, and so would never raise it.
+        Returns `False` if Keras runs no epoch, and so would never raise it.
         """
         if not self._iterator.can_warn:
             return False

@@ -91,9 +91,6 @@ class EpochProgress:
             steps: How many steps the user wants; `None` for no limit.
             steps_per_execution: Steps in one call of the train function.
             continues: Whether the epoch goes on with the present iterator.
-
-        Raises:
-            ValueError: The epoch before has not ended.
         """
         if self.is_within_epoch:
             raise ValueError(
@@ -119,12 +116,7 @@ class EpochProgress:
     def end_epoch(self, *, is_reset: bool) -> bool:
         """Notes that Keras ends an epoch or resets the data.
 
-        Args:
-            is_reset: Whether Keras resets the data.
-
-        Returns:
-            Whether this is the first reset, which undoes the probe, if there
-            was one.
+        Returns whether this is the first reset, which undoes a probe.
         """
         is_first_reset = is_reset and not self.has_started
         if self._iterators_due >= 0:
@@ -136,8 +128,7 @@ class EpochProgress:
     def lag(self, steps: int | None) -> int:
         """Returns the number of batches delivered but not yet trained on.
 
-        Args:
-            steps: The steps of the present epoch so far; `None` after its end.
+        `steps` counts those of the present epoch; `None` after its end.
         """
         if steps is None and self.steps is None:
             return 0

@@ -204,12 +204,7 @@ USES: dict[Feature, tuple[Use, ...]] = {
 
 
 def _find(thing: str) -> Any:
-    """Imports and returns the object that `Use.thing` names.
-
-    Raises:
-        ImportError: There is no such module.
-        AttributeError: There is no such name in it.
-    """
+    """Imports and returns the object that `Use.thing` names."""
     module, _, names = thing.partition(":")
     return functools.reduce(
         getattr, names.split("."), importlib.import_module(module)
@@ -217,11 +212,7 @@ def _find(thing: str) -> Any:
 
 
 def _names_in(found: Any) -> set[str]:
-    """Returns the names, locals and strings that occur in an object's code.
-
-    Args:
-        found: A function, property, class or code object.
-    """
+    """Returns the names, locals and strings that occur in an object's code."""
     if isinstance(found, property):
         found = found.fget
     if isinstance(found, type):
@@ -483,10 +474,9 @@ def steps_argument() -> str:
 
 
 def trainer_at_work() -> tuple[str, Any]:
-    """Returns the method of Keras that is running, and its model.
+    """Returns "fit", "evaluate" or "predict", and its model, if it is running.
 
-    The method is "fit", "evaluate" or "predict". If none runs, the result is ""
-    and `None`.
+    If none runs, the result is "" and `None`.
     """
     for name, known in _calls_of_keras():
         return name, known["self"]
@@ -556,11 +546,7 @@ def users_stacklevel() -> int:
 
 
 class KerasBackup:
-    """Gives access to the private parts of a `BackupAndRestore`.
-
-    Args:
-        callback: Keras's callback.
-    """
+    """Gives access to the private parts of a `BackupAndRestore`."""
 
     def __init__(self, callback: Any) -> None:
         self._callback = callback
@@ -687,11 +673,7 @@ def is_keras_step(function: Any) -> bool:
 
 
 def values_in_training(model: Any) -> list[Any]:
-    """Returns the arrays that the latest step of a JAX model computes.
-
-    Args:
-        model: The model; may be `None`.
-    """
+    """Returns the arrays that the latest step of a JAX model computes."""
     if not has(Feature.SYNCHRONIZE):
         return []
     # While `fit` runs, the variables' values are in here, and only here. (It

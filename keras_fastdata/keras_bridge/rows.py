@@ -51,11 +51,9 @@ class Rows:
         self._taken: set[str] = set()
 
     def check(self, batch: tuple[Any, ...]) -> None:
-        """Raises an error for a batch whose numbers of rows the model rejects.
+        """Raises `ValueError` if only the numbers of rows are wrong.
 
-        Raises:
-            ValueError: The model would take this batch if its parts had equal
-                numbers of rows.
+        The model would take the batch if its parts had equal numbers of rows.
         """
         shapes = repr(keras.tree.map_structure(_shape_of, batch))
         if shapes in self._taken or not has(Feature.ROWS):

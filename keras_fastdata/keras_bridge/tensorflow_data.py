@@ -56,9 +56,7 @@ def _converted(leaf: Any) -> Any:
 def make_dataset(adapter: FastPyDatasetAdapter, signature: Any) -> Any:
     """Makes the dataset that an adapter gives to Keras.
 
-    Args:
-        adapter: The adapter.
-        signature: The nested `tf.TypeSpec`s of a batch.
+    `signature` is the nested `tf.TypeSpec`s of a batch.
     """
     dataset = DirectDataset(adapter, signature)
     _, trainer = trainer_at_work()
@@ -78,10 +76,6 @@ class DirectDataset:
     """The dataset that Keras gets in place of a `tf.data.Dataset`.
 
     Making a `tf.data.Dataset` takes 13 ms, and TensorFlow never frees it.
-
-    Args:
-        adapter: The adapter.
-        element_spec: The nested `tf.TypeSpec`s of a batch.
     """
 
     def __init__(

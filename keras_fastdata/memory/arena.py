@@ -65,11 +65,7 @@ class _SlotRef(weakref.ref[Any]):
 
 
 class _File:
-    """Owns a file descriptor, and closes it with the last reference.
-
-    So no thread finds the number closed, or given to another file, while it
-    refers to this object.
-    """
+    """Owns a file descriptor, and closes it with the last reference."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -133,13 +129,9 @@ class Segment:
         self._mmap[start : start + 8] = _CLOCK.pack(began_s)
 
     def started_s(self, worker: int) -> float:
-        """Returns the `time.monotonic` at which `worker`'s build began.
-
-        Returns 0 if no build is in progress.
-        """
-        return float(
-            _CLOCK.unpack_from(self._mmap, worker * HEARTBEAT_BYTES + 8)[0]
-        )
+        """Returns the `time.monotonic` when `worker`'s build began, or 0."""
+        start = worker * HEARTBEAT_BYTES + 8
+        return float(_CLOCK.unpack_from(self._mmap, start)[0])
 
     def drop_pages(self, slot: int) -> None:
         """Returns a slot's pages to the kernel, which erases the content."""
@@ -152,16 +144,10 @@ class Segment:
         """Replaces a slot's first bytes with a private copy in this process.
 
         Their address does not change. Threads may read and write meanwhile.
+        With `copy`, all pages are copied now, because other processes may go
+        on writing to them. If not, writing to a page copies it.
 
-        Args:
-            slot: The slot.
-            nbytes: The number of bytes to copy.
-            file: The segment's file.
-            copy: Whether to copy all pages now, because other processes may
-                go on writing to them. If not, writing to a page copies it.
-
-        Raises:
-            OSError: There is no memory for the copy.
+        Raises `OSError` if there is no memory for the copy.
         """
         flags = mmap.MAP_PRIVATE | (mmap.MAP_POPULATE if copy else 0)
         self._map(self._slot_offset(slot), nbytes, flags, file)

@@ -161,10 +161,8 @@ class SlotWriter:
 
         Call it after the batch has died. An array of `empty` that is still
         alive is kept by the dataset. Its bytes are copied to another part of
-        the slot, and `extents` then refers to the copy.
-
-        Returns:
-            Whether there was such an array.
+        the slot, and `extents` then refers to the copy. Returns whether there
+        was such an array.
         """
         retained = False
         for reference, start, nbytes in self._made:
@@ -220,10 +218,8 @@ class SlotWriter:
 def encode(batch: list[Any], writer: Writer) -> Encoded:
     """Writes a batch into a slot, and returns a description for `decode`.
 
-    Args:
-        batch: A list with the batch as its only item. It is emptied, so that
-            arrays that the dataset still holds can be detected.
-        writer: The slot to write to, or a substitute for it.
+    The batch is the only item of a list. The list is emptied, so that arrays
+    that the dataset still holds can be detected.
     """
     extents: list[tuple[int, int]] = []
     arrays: list[npt.NDArray[Any]] = []

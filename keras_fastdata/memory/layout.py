@@ -61,11 +61,9 @@ class Layout:
     def assemble(
         self, buffers: Sequence[Any], starts: Sequence[int] | None = None
     ) -> Any:
-        """Assembles a batch from the buffers of its arrays.
+        """Assembles a batch from one buffer for each array.
 
-        Args:
-            buffers: One buffer for each array.
-            starts: Where each array begins in its buffer; by default at 0.
+        `starts` says where each array begins in its buffer; by default at 0.
         """
         arrays = []
         for (shape, _, order, writeable), dtype, buffer, start in zip(
@@ -85,9 +83,7 @@ class Layout:
 def describe(batch: Any, arrays: list[npt.NDArray[Any]]) -> Any:
     """Describes a batch, or returns `None` if the batch must be pickled.
 
-    Args:
-        batch: The batch.
-        arrays: An empty list, which takes the batch's arrays in order.
+    The batch's arrays are appended to `arrays`, in order.
     """
     seen: set[int] = set()
     try:
@@ -148,16 +144,11 @@ def as_json(description: Any) -> Any:
 
 
 def from_json(found: Any) -> Any:
-    """Rebuilds a description from the result of `as_json`.
-
-    All arrays are marked as read-only.
+    """Rebuilds a description, of read-only arrays, from values of `as_json`.
 
     The values may come from an untrusted file: only dtypes that `as_json`
-    writes are accepted, and no negative lengths.
-
-    Raises:
-        ValueError: The values are not a description. (Also `KeyError` and
-            `TypeError`.)
+    writes are accepted, and no negative lengths. Raises `ValueError`,
+    `KeyError` or `TypeError` for anything else.
     """
     if isinstance(found, dict):
         lengths = found["shape"]

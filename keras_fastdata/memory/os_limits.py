@@ -53,8 +53,7 @@ def allowed(call: str) -> Iterator[None]:
 def keep_standard_files() -> None:
     """Opens the null device in place of each closed standard stream.
 
-    Otherwise the next file to be opened would get such a number, and receive
-    printed text.
+    Otherwise the next file to be opened would receive printed text.
     """
     with contextlib.suppress(OSError):
         while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:

@@ -26,11 +26,7 @@ def take(batches: list[Any]) -> Any:
 
     An array is copied if anything but the batch refers to it, or to the
     memory that it is a view of. Arrays whose memory cannot be written to are
-    not copied.
-
-    Args:
-        batches: The list. The caller must hold no other reference to the
-            batch.
+    not copied. The caller must hold no other reference to the batch.
     """
     search = _KeptArrays()
     search.look_into(batches, False)

@@ -7,10 +7,9 @@ import os
 
 
 def folders(controller: str) -> list[str]:
-    """Returns the cgroup folders of this process, the innermost first.
+    """Returns the folders of this process for "memory" or "cpu".
 
-    Args:
-        controller: "memory" or "cpu".
+    The innermost folder comes first.
     """
     found = []
     with contextlib.suppress(OSError), open("/proc/self/cgroup") as file:

@@ -97,8 +97,7 @@ class Costs:
             workers: The number of workers; 0 for inline.
             cores: The cores for builds and steps.
             lookahead: How many batches may be requested but not delivered.
-            longer: How many times longer builds take than the costs tell. The
-                step is not made longer.
+            longer: How many times longer builds take than the costs tell.
         """
         if not workers:
             return self.step_s + longer * self.build_s

@@ -78,10 +78,7 @@ def listed(numbers: list[int], most: int = 5) -> str:
 def wrapped(text: str, width: int = 0) -> str:
     """Wraps a text into lines; never within code, or before a unit.
 
-    Args:
-        text: The text.
-        width: The width of a line in characters. 0: that of the terminal, at
-            most 80.
+    A `width` of 0 is that of the terminal, at most 80 characters.
     """
     if not width:
         width = min(80, max(40, shutil.get_terminal_size().columns))
@@ -130,13 +127,9 @@ def structure(batch: Any) -> str:
 def html_table(
     rows: Iterable[Sequence[str]], header: Sequence[str] = (), align: str = ""
 ) -> str:
-    """Returns rows of texts as an HTML table, for display in a notebook.
+    """Returns rows of texts, which are escaped, as an HTML table.
 
-    Args:
-        rows: The texts of each row, which are escaped.
-        header: The names of the columns.
-        align: "left" or "right": where the texts of all columns but the first
-            stand. Defaults to "right".
+    `align` says where the texts of all columns but the first stand.
     """
     written = [_html_row(header, "th", align)] if header else []
     written += [_html_row(cells, "td", align) for cells in rows]

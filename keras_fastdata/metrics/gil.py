@@ -44,9 +44,7 @@ class GilProbe:
     def take(self) -> float:
         """Returns the share of probes that had to wait for Python's lock.
 
-        Counts the probes since the previous call.
-
-        NaN if there was no probe.
+        Of those since the previous call; NaN if there was none.
         """
         looks, late = self._looks, self._late
         self._looks = self._late = 0

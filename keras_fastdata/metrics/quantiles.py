@@ -35,12 +35,7 @@ class Distribution:
         seconds: npt.NDArray[np.float64],
         times: npt.NDArray[np.int64] | int = 1,
     ) -> None:
-        """Adds durations to the distribution.
-
-        Args:
-            seconds: An array of shape `(n,)`.
-            times: How often each one occurred: an array, or one number.
-        """
+        """Adds durations; `times` says how often each of them occurred."""
         ratio = np.maximum(seconds, _LEAST_S) / _LEAST_S
         bucket = np.ceil(np.log(ratio) / _LOG_GROWTH).astype(np.int64)
         np.add.at(self._counts, np.minimum(bucket, _BUCKETS - 1), times)

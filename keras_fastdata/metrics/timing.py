@@ -144,8 +144,7 @@ class Stopwatch:
     def stop(self) -> Timing | None:
         """Ends the measurement, after the batch was stored or its build failed.
 
-        Returns:
-            The times of the build; `None` if it is not measured.
+        Returns the times of the build; `None` if it is not measured.
         """
         if self._interval_s is None:
             return None
