@@ -352,7 +352,7 @@ class Observer(Protocol):
         """Whether the builder should report on the next batch."""
 
     def on_global_rng(self, what: str) -> None:
-        """Receives a report: inline builds may draw from `what`, in words."""
+        """Receives the report that inline builds may draw from `what`."""
 
 
 class GlobalRngUsedError(LoaderError):

@@ -532,7 +532,7 @@ class _Shard:
         self._held: list[Held] = []  # random generators of the factory
 
     def skip(self, batches: int) -> bool:
-        """Lets the generator start after some batches; returns if it can."""
+        """Makes the generator skip some batches; returns whether it can."""
         can_skip = self._spec.source.takes_start and not self._spec.repeats
         if not can_skip or not batches:
             return False

@@ -187,9 +187,7 @@ def transformed(dataset: SampledDataset, *parts: Any) -> Any:
 
 
 def _drawn_by_weight(
-    dataset: SampledDataset,
-    positions: Indices,
-    shares: npt.NDArray[np.float64],
+    dataset: SampledDataset, positions: Indices, shares: npt.NDArray[np.float64]
 ) -> Indices:
     if len(shares) != dataset.num_samples:
         raise ValueError(

@@ -250,7 +250,7 @@ class DiskCache(_BoundedCache):
         return _CachedFile.READABLE
 
     def _keep_open(self, index: int, *, is_trusted: bool) -> None:
-        """Opens a batch file; checks it unless this process knows it."""
+        """Opens a batch file, with a check of its arrays unless trusted."""
         self._open[index] = _read(self._path(index), is_trusted)
         if len(self._open) > _MOST_OPEN:
             self._open.popitem(last=False)

@@ -292,7 +292,7 @@ class Epoch:
         return self.schedule.index_at(self._after_delivery(0) - 1)
 
     def _after_delivery(self, lag: int) -> int:
-        """Returns the position after the delivery `lag` before the latest."""
+        """Returns the position after a delivery; `lag` 0 is the latest."""
         position = self.position
         if not self.skipped:
             return max(self.start, position - lag)
@@ -314,7 +314,7 @@ class Epoch:
 
     @property
     def ahead(self) -> int:
-        """How many batches of this and the next epoch are asked for or here."""
+        """The number of requested and held batches, with the next epoch's."""
         ahead = len(self.waiting) + len(self.ready)
         ahead += len(self.peeked) + len(self.remembered)
         if self.next_epoch is not None:

@@ -27,7 +27,7 @@ from keras_fastdata.building import build
 from keras_fastdata.engine.autotune import SettingsInEffect
 from keras_fastdata.engine.checkpoint import Checkpoint
 from keras_fastdata.engine.epoch import Epoch, Finish
-from keras_fastdata.engine.fetcher import Fetch, Fetcher, Phase
+from keras_fastdata.engine.fetcher import NEW, Fetch, Fetcher
 from keras_fastdata.engine.hook_replay import Changes, HookReplay
 from keras_fastdata.engine.open_epochs import OpenEpochs
 from keras_fastdata.engine.planner import EpochPlanner
@@ -201,13 +201,12 @@ class Loader:
             self._in_effect.auto.ask()
         epoch.begin_request()
         self._pool.check_shutdown()
-        step = self._deliver
+        run, step = self._pool.run, self._deliver
         with self._fetcher.begin(pause_after) as fetch:
-            while True:
-                batch = self._pool.run(step, epoch, dataset, fetch, counts)
-                if batch is not Outcome.PENDING:
-                    return batch
+            step_args = epoch, dataset, fetch, counts
+            while (batch := run(step, *step_args)) is Outcome.PENDING:
                 self._fetcher.wait(fetch, epoch)
+            return batch
 
     def _deliver(
         self, epoch: Epoch, dataset: build.Dataset, fetch: Fetch, counts: bool
@@ -242,14 +241,12 @@ class Loader:
             self._epochs.peeking(ahead),
             self._fetcher.begin(False, is_thorough=True) as fetch,
         ):
-            while True:
-                peeked = self._pool.run(
-                    self._peek, epoch, dataset, ahead, count, fetch
-                )
-                if peeked is not Outcome.PENDING:
-                    assert isinstance(peeked, dict)
-                    return peeked
+            run, step = self._pool.run, self._peek
+            step_args = epoch, dataset, ahead, count, fetch
+            while (peeked := run(step, *step_args)) is Outcome.PENDING:
                 self._fetcher.wait(fetch, ahead)
+            assert isinstance(peeked, dict)
+            return peeked
 
     def _peek(
         self,
@@ -287,7 +284,7 @@ class Loader:
                 self._fetcher.results.store_ready(abandoned)
                 self._fetcher.finish(abandoned, Finish.ABANDONED)
         # Not after a wait: asking for the length may itself be a change.
-        if fetch.phase is Phase.NEW:
+        if fetch.phase is NEW:
             if not epoch.has_begun and self._factory.notice_outside_changes():
                 self.changes.mark()
             if self.changes.are_new:

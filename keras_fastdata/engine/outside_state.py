@@ -222,7 +222,7 @@ def _is_of_main(value: Any) -> bool:
 
 
 def _content(value: Any) -> Any:
-    """Returns what shows in-place changes of a value; `None` for nothing."""
+    """Returns a summary that shows later in-place changes; or `None`."""
     kind = type(value)
     if kind in (list, dict, set):
         return repr(value) if _is_plain(value) else len(value)

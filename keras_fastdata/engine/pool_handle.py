@@ -45,11 +45,14 @@ class PoolState(enum.IntEnum):
     INVALID = 3  # they are ended when the present call ends
 
 
+# Faster than attributes of the enum, which are looked up for every batch.
+ABSENT, READY, IN_CALL, INVALID = PoolState
+
 _NEXT = (
-    (PoolState.ABSENT, PoolState.IN_CALL, PoolState.INVALID),
-    (PoolState.ABSENT, PoolState.IN_CALL, PoolState.INVALID),
+    (ABSENT, IN_CALL, INVALID),
+    (ABSENT, IN_CALL, INVALID),
     tuple(PoolState),
-    (PoolState.ABSENT,),
+    (ABSENT,),
 )
 
 
@@ -99,7 +102,7 @@ class PoolHandle:
         name: str,
         prefetched: Prefetcher,
     ) -> None:
-        self.state = PoolState.ABSENT
+        self.state = ABSENT
         # The workers; `None` if there are none.
         self.workers: WorkerPool | None = None
         self._dataset = dataset
@@ -144,10 +147,10 @@ class PoolHandle:
         try:
             while True:
                 with lock:
-                    if self.state is not PoolState.READY or self._is_forked:
+                    if self.state is not READY or self._is_forked:
                         self._become_usable()
                     if not self._dropped:
-                        self._move_to(PoolState.IN_CALL)
+                        self._move_to(IN_CALL)
                         result = step(*args)
                         self.confirm()
                         return result
@@ -157,13 +160,13 @@ class PoolHandle:
 
     def confirm(self) -> None:
         """Marks the workers as valid, even if the current call fails later."""
-        if self.state is PoolState.IN_CALL:
+        if self.state is IN_CALL:
             absent = self.workers is None
-            self._move_to(PoolState.ABSENT if absent else PoolState.READY)
+            self._move_to(ABSENT if absent else READY)
 
     def invalidate(self) -> None:
         """Marks the workers as invalid; the current `run` call ends them."""
-        self._move_to(PoolState.INVALID)
+        self._move_to(INVALID)
 
     def ensure(
         self, dataset: build.Dataset, create: Callable[[], WorkerPool]
@@ -186,16 +189,16 @@ class PoolHandle:
     def replace(self) -> None:
         """Drops the workers; the current call then creates new workers."""
         self._drop()
-        self._move_to(PoolState.IN_CALL)
+        self._move_to(IN_CALL)
 
     def end_invalid(self) -> None:
         """Ends the workers if they were marked as invalid."""
-        if self.state is not PoolState.INVALID and not self._dropped:
+        if self.state is not INVALID and not self._dropped:
             return
         lock = self.lock
         if not lock._is_owned():
             with lock:
-                if self.state is PoolState.INVALID:
+                if self.state is INVALID:
                     self._drop()
             self._end_dropped()
 
@@ -216,7 +219,7 @@ class PoolHandle:
             self.invalidate()
             return
         with lock:
-            if self.state is PoolState.IN_CALL:  # it was interrupted
+            if self.state is IN_CALL:  # it was interrupted
                 build.forget_context(dataset)
             self._drop()
         self._end_dropped()
@@ -257,7 +260,7 @@ class PoolHandle:
         if state in _NEXT[self.state]:
             self.state = state
         else:
-            assert self.state is PoolState.INVALID, (self.state, state)
+            assert self.state is INVALID, (self.state, state)
 
     @property
     def _is_forked(self) -> bool:
@@ -268,7 +271,7 @@ class PoolHandle:
         """Drops workers that are invalid or belong to the parent process."""
         if self._is_forked:
             self._disown()
-        elif self.state in (PoolState.IN_CALL, PoolState.INVALID):
+        elif self.state in (IN_CALL, INVALID):
             build.forget_context(self._dataset())
             self._drop()
 
@@ -278,7 +281,7 @@ class PoolHandle:
             workers, self.workers = self.workers, None
             finalizer, self._finalizer = self._finalizer, None
             self._prefetched.clear()
-            self._move_to(PoolState.ABSENT)
+            self._move_to(ABSENT)
             if workers is not None:
                 self._dropped.append((workers, finalizer))
 
@@ -309,7 +312,7 @@ class PoolHandle:
                 finalizer.detach()
         self._finalizer = None
         self._prefetched.clear()
-        self._move_to(PoolState.ABSENT)
+        self._move_to(ABSENT)
 
 
 # What a forked child must not finalize.

@@ -27,10 +27,7 @@ from keras_fastdata.building import build
 from keras_fastdata.engine.batch_iterator import BatchIterator, iterate
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.keras_bridge import rows
-from keras_fastdata.keras_bridge.batches import (
-    IteratorBatches,
-    spell_out_cause,
-)
+from keras_fastdata.keras_bridge.batches import IteratorBatches, spell_out_cause
 from keras_fastdata.keras_bridge.early_end import EarlyEnd
 from keras_fastdata.keras_bridge.fit_progress import EpochProgress
 from keras_fastdata.keras_bridge.keras_internals import (

@@ -286,30 +286,23 @@ class KerasIterator:
 
     Without an iterator, or without the `Feature`, epochs have no limit of
     steps, and the setters do nothing.
-
-    Args:
-        iterator: Keras's iterator; `None` for none.
     """
 
     def __init__(self, iterator: Any = None) -> None:
-        self._iterator: Callable[[], Any] = (
-            _no_iterator if iterator is None else weakref.ref(iterator)
-        )
+        self._iterator = None if iterator is None else weakref.ref(iterator)
 
     def _get(self, feature: Feature) -> Any:
-        return self._iterator() if has(feature) else None
+        return self._iterator() if self._iterator and has(feature) else None
 
     @property
     def steps_per_epoch(self) -> int | None:
         """The steps that the user wants in each epoch; `None` for no limit."""
-        iterator = self._get(Feature.RESUME)
-        return None if iterator is None else iterator.steps_per_epoch
+        return getattr(self._get(Feature.RESUME), "steps_per_epoch", None)
 
     @property
     def steps_per_execution(self) -> int:
         """The number of steps in one call of the train function."""
-        iterator = self._get(Feature.RESUME)
-        return 1 if iterator is None else int(iterator.steps_per_execution)
+        return getattr(self._get(Feature.RESUME), "steps_per_execution", 1)
 
     @property
     def continues(self) -> bool:
@@ -334,8 +327,7 @@ class KerasIterator:
     @property
     def num_batches(self) -> int | None:
         """The number of batches in an epoch, or `None` if it is unknown."""
-        iterator = self._get(Feature.RESUME)
-        return None if iterator is None else iterator._num_batches
+        return getattr(self._get(Feature.RESUME), "_num_batches", None)
 
     def set_num_batches(self, count: int | None) -> None:
         """Sets Keras's number of batches; with `None`, Keras counts them."""
@@ -358,10 +350,6 @@ class KerasIterator:
             iterator._interrupted_warning = warn
         elif iterator is not None:
             vars(iterator).pop("_interrupted_warning", None)
-
-
-def _no_iterator() -> None:
-    """Returns `None`, in place of a reference to an iterator."""
 
 
 def calling_iterator() -> KerasIterator:
@@ -441,9 +429,7 @@ def another_epoch_follows(iterator: KerasIterator) -> bool:
     `History`, which every `fit` has among its callbacks, knows how many
     epochs there are, and which have ended.
 
-    Args:
-        iterator: Keras's iterator over the training data. With
-            `steps_per_epoch`, an epoch may end anywhere in the data: `False`.
+    With `steps_per_epoch`, an epoch may end anywhere in the data: `False`.
     """
     name, trainer = trainer_at_work()
     if name != "fit" or iterator.steps_per_epoch:
@@ -614,16 +600,12 @@ class _StepLoss(keras.Operation):  # type: ignore[misc]
 
 
 def dry_run(name: str, trainer: Any, batch: tuple[Any, ...]) -> None:
-    """Computes the shape of a model's loss for a batch.
+    """Computes the shape of a model's loss, unless it has a step of its own.
 
-    Does nothing if the model has a step of its own.
-
-    Raises:
-        Exception: What Keras, or a layer or loss, raises.
+    Raises what Keras, or a layer or loss, raises.
     """
-    step = getattr(
-        type(trainer), "train_step" if name == "fit" else "test_step"
-    )
+    kind = type(trainer)
+    step = kind.train_step if name == "fit" else kind.test_step
     if not step.__module__.startswith("keras.src."):
         return
     parts = keras.utils.unpack_x_y_sample_weight(

@@ -7,9 +7,9 @@ import os
 
 
 def folders(controller: str) -> list[str]:
-    """Returns the folders of this process for "memory" or "cpu".
+    """Returns the cgroup folders of this process, the innermost first.
 
-    The innermost folder comes first.
+    The controller is "memory" or "cpu".
     """
     found = []
     with contextlib.suppress(OSError), open("/proc/self/cgroup") as file:

@@ -85,10 +85,7 @@ def wrapped(text: str, width: int = 0) -> str:
     pieces = _TIED.sub("\0", text).split("`")
     pieces[1::2] = [code.replace(" ", "\0") for code in pieces[1::2]]
     lines = textwrap.wrap(
-        "`".join(pieces),
-        width,
-        break_long_words=False,
-        break_on_hyphens=False,
+        "`".join(pieces), width, break_long_words=False, break_on_hyphens=False
     )
     return "\n".join(lines).replace("\0", " ")
 

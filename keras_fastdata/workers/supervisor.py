@@ -188,10 +188,7 @@ class Supervisor(Generic[W]):
         return done
 
     def on_exit(
-        self,
-        worker: W,
-        end: WorkerEnd,
-        state: WorkerState = WorkerState.EXITED,
+        self, worker: W, end: WorkerEnd, state: WorkerState = WorkerState.EXITED
     ) -> list[BatchResult]:
         """Handles the unexpected end of a worker.
 

@@ -174,6 +174,11 @@ _ONE_MEANING = {
     "detach": {"metrics/recorder.py"},
     "give_up": {"health/report/trace.py"},
     "release": {"building/global_rng.py"},  # a lock
+    "rewind": {
+        "engine/batch_iterator.py",
+        "engine/epoch.py",
+        "engine/loader.py",
+    },
 }
 
 

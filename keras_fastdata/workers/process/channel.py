@@ -118,9 +118,7 @@ class Channel:
     """
 
     def __init__(
-        self,
-        plan: ProcessPlan,
-        make_builder: Callable[[], Builds],
+        self, plan: ProcessPlan, make_builder: Callable[[], Builds]
     ) -> None:
         self._plan = plan
         self._make_builder = make_builder

@@ -229,10 +229,7 @@ class ProcessPool(supervisor.SupervisedPool[ProcessWorker]):
         """Reads the parts of a large result message from its slot."""
         split = result.extents_nbytes
         spilled = codec.read_appended(
-            self._arena.segment,
-            slot,
-            result.used,
-            split + result.body_nbytes,
+            self._arena.segment, slot, result.used, split + result.body_nbytes
         )
         return spilled[:split], spilled[split:]
 

@@ -39,12 +39,7 @@ from keras_fastdata.workers.process.messages import (
 
 # What a whole job, or a terminal, is sent. It is for the trainer to answer;
 # the fork server and the workers end when it does.
-NOT_FOR_US = (
-    signal.SIGINT,
-    signal.SIGHUP,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-)
+NOT_FOR_US = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _OOM_SCORE = 500  # of 1000: the kernel picks a worker before the trainer
 
 

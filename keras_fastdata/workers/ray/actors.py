@@ -516,10 +516,7 @@ def wait(
 
     try:
         ready, _ = ray.wait(
-            references,
-            num_returns=count,
-            timeout=timeout_s,
-            fetch_local=fetch,
+            references, num_returns=count, timeout=timeout_s, fetch_local=fetch
         )
     except SystemError as error:
         # What a signal's handler raises meanwhile comes out as its cause.
