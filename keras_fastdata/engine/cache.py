@@ -56,13 +56,7 @@ class _Opened(NamedTuple):
 
 
 class _BoundedCache:
-    """Base class of the caches; limits the number of stored bytes.
-
-    Args:
-        name: Class name of the dataset.
-        most: Bytes that may be used; `None`: no bound.
-        used: Bytes that are in use already.
-    """
+    """Base class of the caches; stores at most `most` bytes, if given."""
 
     def __init__(self, name: str, most: int | None, used: int = 0) -> None:
         self.keeps_all = True  # whether every batch that was put was kept
@@ -116,12 +110,7 @@ class _BoundedCache:
 
 
 class MemoryCache(_BoundedCache):
-    """Stores batches in the memory of this process.
-
-    Args:
-        name: Class name of the dataset.
-        most: Bytes that they may take; `None`: half of what is free now.
-    """
+    """Stores batches in memory; `most` is half of what is free by default."""
 
     def __init__(self, name: str, most: int | None) -> None:
         if most is None and (free := ram.free()) is not None:
@@ -167,11 +156,7 @@ class _CachedFile(enum.Enum):
 class DiskCache(_BoundedCache):
     """Stores batches in files, with the same methods as `MemoryCache`.
 
-    Args:
-        name: Class name of the dataset.
-        directory: Where the files are; made if it is missing. If it cannot be
-            made, nothing is cached, and a warning is logged.
-        most: Bytes that the files there may take; `None`: no bound.
+    If the directory cannot be made, nothing is cached, and a warning is logged.
     """
 
     def __init__(

@@ -108,9 +108,6 @@ def fingerprint(
         version: The argument `cache_version`.
         built: Attributes that builds have set. They do not count.
         before: What attributes were, before any build; filled when empty.
-
-    Raises:
-        LoaderError: What the dataset holds cannot be pickled.
     """
     parts = [repr(version).encode(), _digest_of(dataset, type(dataset))]
     state = dataset.__getstate__()
@@ -344,12 +341,7 @@ def _sources_of(
 ) -> Iterator[str | bytes]:
     """Yields a user's module and its source, and the modules that it imports.
 
-    Imports nothing.
-
-    Args:
-        module: The module's name.
-        names: What is imported from it, which may be modules.
-        seen: The modules that need not be looked at again.
+    Imports nothing. `names` are imported from it, and may be modules.
     """
     for spec in _specs_of(module, names):
         if spec.name in seen or not spec.has_location:

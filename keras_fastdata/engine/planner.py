@@ -19,11 +19,7 @@ _log = logging.getLogger("keras_fastdata")
 
 @dataclasses.dataclass(eq=False)
 class EpochPlanner:
-    """Plans the epochs of one dataset in this process.
-
-    Attributes:
-        shard: The shard of this process, as of the last `take_shard`.
-    """
+    """Plans the epochs of one dataset in this process."""
 
     _dataset: weakref.ref[build.Dataset]
     _name: str
@@ -32,7 +28,7 @@ class EpochPlanner:
     def __post_init__(self) -> None:
         self._fixed_seed = self._settings.seed  # given or loaded
         self._own_seed: int | None = None  # drawn, or 0, where none is fixed
-        self.shard = Shard()
+        self.shard = Shard()  # of this process, as of the last `take_shard`
 
     @property
     def seed(self) -> int:

@@ -128,12 +128,8 @@ class PoolHandle:
     ) -> Any:
         """Drops invalid workers, then calls `step` with the lock held.
 
-        Args:
-            step: The function to call; it must not wait.
-            *args: Its arguments.
-            nests: Whether it may run during another step of this thread, which
-                a signal handler has interrupted. Otherwise that is a
-                `LoaderError`.
+        The step must not wait. Only if it `nests`, it may run during another
+        step of this thread, which a signal handler has interrupted.
         """
         lock = self._lock.own()
         if lock._is_owned():

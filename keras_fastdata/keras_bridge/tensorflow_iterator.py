@@ -119,9 +119,7 @@ class TensorBatch:
 class TensorBatches(Iterator[Any]):
     """An iterator from which Keras itself requests each batch.
 
-    Args:
-        source: Where the tensors come from.
-        is_eager: Whether Keras needs nested tensors, not a `TensorBatch`.
+    If `is_eager`, Keras needs nested tensors, not a `TensorBatch`.
     """
 
     def __init__(

@@ -86,10 +86,7 @@ class Writer(Protocol):
 class SlotWriter:
     """Writes one batch into one slot, in the worker.
 
-    Args:
-        segment: The worker's mapping of the segment.
-        slot: The slot that came with the task.
-        in_place: Whether `empty` may return memory of the slot.
+    If it is `in_place`, `empty` may return memory of the slot.
     """
 
     def __init__(self, segment: Segment, slot: int, in_place: bool) -> None:

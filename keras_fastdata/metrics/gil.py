@@ -20,11 +20,7 @@ _IDLE_S = 5.0  # without a batch, after which the probe ends
 
 
 class GilProbe:
-    """Probes Python's lock from a separate thread, while batches arrive.
-
-    Args:
-        recorder: Counts the batches; held weakly.
-    """
+    """Probes Python's lock from a thread, while a recorder counts batches."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = weakref.ref(recorder)

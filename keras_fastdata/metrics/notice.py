@@ -31,11 +31,7 @@ _log = logging.getLogger("keras_fastdata")
 
 
 class Notice:
-    """A message about a wait. A process shows at most one message at a time.
-
-    Args:
-        shows: Whether to show anything.
-    """
+    """A message about a wait. A process shows at most one message at a time."""
 
     _visible: Notice | None = None
     _visible_in = 0  # the process; a forked child shows none
@@ -48,9 +44,7 @@ class Notice:
     def look(self, describe: Callable[[], str]) -> None:
         """Shows or updates the notice, once the wait has become long.
 
-        Args:
-            describe: Returns what is waited for. Called every half second,
-                from the first second on.
+        Calls `describe` every half second, from the first second on.
         """
         now_s = time.monotonic()
         if now_s < self._next_s:

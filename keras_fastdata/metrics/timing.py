@@ -91,9 +91,7 @@ class RunDelay:
 class Stopwatch:
     """Measures builds, in the thread that builds the batches.
 
-    Args:
-        owns_process: Whether the process does nothing but build, so that the
-            CPU time of all its threads counts.
+    If it `owns_process`, the CPU time of all threads counts.
     """
 
     def __init__(self, *, owns_process: bool = False) -> None:

@@ -43,11 +43,7 @@ class PoolPlan:
 
 
 class BatchResult(Protocol):
-    """The result of one request: either a batch or an error.
-
-    Attributes:
-        is_lost: Whether `open` raises another error, as for a dead worker.
-    """
+    """The result of one request: either a batch or an error."""
 
     request_id: int
     worker: int  # index of the worker that built the batch, from 0
@@ -57,7 +53,8 @@ class BatchResult(Protocol):
     timing: Timing | None  # how the batch was built, if the request asks for it
 
     @property
-    def is_lost(self) -> bool: ...
+    def is_lost(self) -> bool:
+        """Whether `open` raises another error, as for a dead worker."""
 
     def open(self) -> Any:
         """Returns the batch, or raises the build's error. Call it only once."""
