@@ -8,6 +8,11 @@
   training step, in a first and in a second call with the same loader. The
   model is built and has been trained before. What `fit` takes for itself is
   in the figures of "stock inline".
+- module with Keras: eight workers, where the workload's module imports Keras;
+  TensorFlow backend. How long a new interpreter takes to import Keras; from
+  opening a loader until each worker has built a batch; the same for a second
+  loader while the first is open; and what memory each process has of its own.
+  The processes of the others are forks of this one, which has Keras already.
 - restart: a worker is killed by SIGKILL; from then to the first batch that its
   replacement built. One worker, which takes 2 ms for a batch. A loader that
   cannot go on hangs or fails here.
@@ -15,23 +20,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 
-from benchmarks import harness, peers
+from benchmarks import harness, peers, processes
 from benchmarks.workloads import Filled, Waiting, touch
+from keras_fastdata.workers.process import launchers
 
 FIGURES = (
     harness.Figure("cold_ms", "cold ms"),
     harness.Figure("warm_ms", "warm ms"),
     harness.Figure("restart_ms", "restart ms"),
+    harness.Figure("import_ms", "import ms"),
+    harness.Figure("ready_ms", "8 ready ms"),
+    harness.Figure("further_ms", "8 further ready ms"),
+    harness.Figure("private_mb", "private MB/process"),
 )
-TIMEOUT_S = 40.0
+TIMEOUT_S = 240.0
 BATCHES = 30
 BUILD_S = 0.002
+WITH_KERAS = 8  # workers
 IN_FIT = ("fastdata", "stock inline", "stock processes", "torch")
 
 
@@ -44,6 +58,11 @@ def cases() -> Iterator[harness.Case]:
         backend=("tensorflow", "jax", "torch"),
         loader=IN_FIT,
     )
+    yield from harness.combine(
+        what=["module with Keras"],
+        backend=["tensorflow"],
+        loader=("fastdata", "stock processes", "torch"),
+    )
     yield from harness.combine(what=["restart"], loader=peers.WITH_PROCESSES)
 
 
@@ -52,6 +71,8 @@ def measure(case: harness.Case, seconds: float) -> dict[str, float]:
         return _restart(case["loader"])
     if case["what"] == "first batch, fit":
         return _in_fit(case["loader"])
+    if case["what"] == "module with Keras":
+        return _with_keras(case["loader"])
     return _in_loop(case["loader"])
 
 
@@ -83,6 +104,35 @@ def _in_fit(name: str) -> dict[str, float]:
             model.fit(loader.for_fit(), verbose=0, shuffle=False)
             took_ms.append((model.steps[0][1] - began) * 1e3)
     return dict(zip(("cold_ms", "warm_ms"), took_ms, strict=True))
+
+
+def _with_keras(name: str) -> dict[str, float]:
+    from benchmarks.keras_workload import Named
+
+    began = time.perf_counter()
+    subprocess.run(
+        [sys.executable, "-c", "import keras"],
+        env=launchers.environment(None),
+        stderr=subprocess.DEVNULL,
+        check=True,
+    )
+    took_ms = [(time.perf_counter() - began) * 1e3]
+    with contextlib.ExitStack() as opened:
+        for _ in range(2):
+            began = time.perf_counter()
+            loader = opened.enter_context(
+                peers.open_loader(name, Named(), WITH_KERAS)
+            )
+            seen: set[float] = set()
+            for batch in loader:
+                seen.add(touch(batch))
+                if len(seen) == WITH_KERAS:
+                    break
+            took_ms.append((time.perf_counter() - began) * 1e3)
+        _, *others = processes.family()
+        private_mb = processes.private_mb(others) / len(others)
+    keys = "import_ms", "ready_ms", "further_ms"
+    return {**dict(zip(keys, took_ms, strict=True)), "private_mb": private_mb}
 
 
 def _restart(name: str) -> dict[str, float]:

@@ -10,6 +10,8 @@ import signal
 import threading
 from collections.abc import Callable
 
+from keras_fastdata.workers.process import launchers
+
 
 def children(pid: int) -> list[int]:
     """The processes that a process has started."""
@@ -23,12 +25,14 @@ def children(pid: int) -> list[int]:
 
 def forkservers() -> list[int]:
     """The processes that fork this one's workers."""
-    return children(os.getpid())
+    return launchers.forkserver_pids()
 
 
 def workers() -> list[int]:
     """The worker processes of this one."""
-    return [worker for server in forkservers() for worker in children(server)]
+    servers = forkservers()
+    forks = [fork for server in servers for fork in children(server)]
+    return [fork for fork in forks if fork not in servers]
 
 
 class Trouble(threading.Thread):

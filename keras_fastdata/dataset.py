@@ -118,7 +118,8 @@ class FastPyDataset(_Base):
         shuffle: `None`: `fit(shuffle=)` decides; elsewhere batches come in
             order. `True` or `False` decides everywhere, also in `predict`.
         start_method: How processes start. `None` or "forkserver": forked
-            from a small clean process, in milliseconds. "spawn": each a fresh
+            in milliseconds from a small clean process, which has imported the
+            packages that the dataset's module imports. "spawn": each a fresh
             interpreter. "fork": copies of the training process, for a dataset
             that cannot be pickled; it warns of the risk.
         batch_timeout: Seconds that a batch may take, more than 0. A worker

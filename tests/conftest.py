@@ -173,7 +173,7 @@ def kept_forkserver(_held_forkservers):
     the class of its dataset is, takes a third of the time.
     """
     held = _held_forkservers
-    if held and held[-1]._forkserver._process.poll() is not None:
+    if held and held[-1]._forkserver.has_ended:
         held.pop().close()
     if not held:
         with pytest.MonkeyPatch.context() as patch:

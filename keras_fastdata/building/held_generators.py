@@ -31,8 +31,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from keras_fastdata._modules import is_users, names_in
 from keras_fastdata.building import seeding
-from keras_fastdata.building.modules import is_users, names_in
 
 _MOST_VISITED = 20_000  # objects in one search
 _MOST_ITEMS = 1_000  # of a container

@@ -21,7 +21,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from keras_fastdata.building.modules import (
+from keras_fastdata._modules import (
     imports_in,
     is_users,
     names_in,

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_fastdata.building.modules import is_users
+from keras_fastdata._modules import is_users
 from keras_fastdata.building.seeding import PRIVATE
 
 _MOST_ITEMS = 64  # of a container that is checked

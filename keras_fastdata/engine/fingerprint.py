@@ -41,13 +41,13 @@ from typing import Any
 
 import numpy as np
 
-from keras_fastdata.building import build
-from keras_fastdata.building.modules import (
+from keras_fastdata._modules import (
     imports_in,
     is_users,
     is_users_file,
     names_in,
 )
+from keras_fastdata.building import build
 from keras_fastdata.building.seeding import PRIVATE
 from keras_fastdata.engine.cache import Cache, DiskCache, MemoryCache
 from keras_fastdata.engine.settings import Settings

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from keras_fastdata.building.modules import nested_code
+from keras_fastdata._modules import nested_code
 from keras_fastdata.building.seeding import PRIVATE
 from keras_fastdata.errors import DatasetPicklingError, LoaderError
 from keras_fastdata.memory import reducers, shared_state

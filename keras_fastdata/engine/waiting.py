@@ -34,7 +34,9 @@ class BatchWait:
     def _text(self, workers: WorkerPool, keeps: bool) -> str:
         stats, epoch = workers.pool_stats(), self._epoch
         if stats.starting and stats.starting >= len(stats.pids):
-            package = self._packages.latest(stats.pids.values())
+            package = stats.importing or self._packages.latest(
+                stats.pids.values()
+            )
             importing = f", importing {package}" if package else ""
             named = formatting.workers(stats.kind, stats.count)
             return f"{self._dataset}: starting {named}{importing}"

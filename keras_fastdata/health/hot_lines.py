@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from keras_fastdata import _atomic_write
-from keras_fastdata.building.modules import is_users_file
+from keras_fastdata._modules import is_users_file
 
 _CALL = re.compile(r"(.*) \((.*):(\d+)\)")
 _ENOUGH = 20  # stacks; fewer tell too little

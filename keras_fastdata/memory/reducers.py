@@ -28,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import types
 import weakref
 from typing import Any
 
@@ -48,13 +49,29 @@ LIVE = (
 )
 
 
+_OF_MODULES = (
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+)
+
+
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Extends cloudpickle's pickler to locks, files, memory maps and more.
 
     The module's docstring lists the objects.
+
+    Attributes:
+        modules: Collects the names of the modules that the pickle refers to,
+            unless it is `None`.
     """
 
+    modules: set[str] | None = None
+
     def reducer_override(self, obj: Any) -> Any:
+        if self.modules is not None and isinstance(obj, _OF_MODULES):
+            self._note(obj)
         if type(obj).__name__ in _GENERATORS and (name := _global_name(obj)):
             return _global_generator, name
         if isinstance(obj, LIVE):
@@ -65,12 +82,20 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if (h5py := sys.modules.get("h5py")) is not None and isinstance(
             obj, (h5py.Group, h5py.Dataset)
         ):
+            self._note(h5py)
             return _reduce_h5(obj)
         reduced = super().reducer_override(obj)
         if isinstance(reduced, tuple) and len(reduced) == _BY_VALUE:
             *rebuild, state, _, _, set_state = reduced
             return *rebuild, (set_state, state), None, None, _set_class
         return reduced
+
+    def _note(self, obj: Any) -> None:
+        """Stores the name of a module, or of an object's module."""
+        is_module = isinstance(obj, types.ModuleType)
+        name = getattr(obj, "__name__" if is_module else "__module__", None)
+        if self.modules is not None and isinstance(name, str):
+            self.modules.add(name)
 
 
 # -- classes that travel by value ----------------------------------------------

@@ -41,6 +41,7 @@ class SharedState:
     Attributes:
         fd: Descriptor of the file.
         start: The position of the latest state in the file.
+        modules: The modules that the first state refers to.
 
     Raises:
         LoaderError: There is not enough memory, or a limit is too low.
@@ -49,7 +50,8 @@ class SharedState:
 
     def __init__(self, obj: Any) -> None:
         self.fd, self._end = -1, 0
-        self._write(*pickle_in_parts(obj))
+        self.modules: set[str] = set()
+        self._write(*pickle_in_parts(obj, self.modules))
 
     def renew(self, obj: Any) -> None:
         """Stores the object's state if it has changed."""
@@ -167,13 +169,20 @@ def read_shared_state(fd: int, start: int = 0) -> Any:
     )
 
 
-def pickle_in_parts(obj: Any) -> tuple[memoryview, list[memoryview]]:
-    """Returns the pickle of an object, and its out-of-band buffers."""
+def pickle_in_parts(
+    obj: Any, modules: set[str] | None = None
+) -> tuple[memoryview, list[memoryview]]:
+    """Returns the pickle of an object, and its out-of-band buffers.
+
+    Adds the names of the modules that the pickle refers to to `modules`.
+    """
     buffers: list[memoryview] = []
     stream = io.BytesIO()
-    reducers.Pickler(
+    pickler = reducers.Pickler(
         stream, protocol=5, buffer_callback=lambda b: buffers.append(b.raw())
-    ).dump(obj)
+    )
+    pickler.modules = modules
+    pickler.dump(obj)
     return stream.getbuffer(), buffers
 
 

@@ -120,8 +120,11 @@ class Transport(Protocol[W]):
     workers: dict[int, W]
     in_flight: InFlight  # the pool's tasks
 
-    def start(self, index: int) -> W:
-        """Starts the worker with the given index, and returns it."""
+    def start(self, index: int) -> W | None:
+        """Starts the worker with the given index, and returns it.
+
+        Returns `None` while workers cannot start yet.
+        """
 
     def activities(self, now_s: float) -> Iterable[Activity]:
         """Returns the activities of all busy workers that were not killed."""
@@ -165,7 +168,10 @@ class Supervisor(Generic[W]):
         for index in range(self._plan.count):
             if index not in workers and self.policy.replaces(index):
                 with DeferredSignals():
-                    workers[index] = self._transport.start(index)
+                    worker = self._transport.start(index)
+                    if worker is None:
+                        return
+                    workers[index] = worker
 
     def look(self) -> list[BatchResult]:
         """Kills overdue workers; abandons killed workers that do not end."""

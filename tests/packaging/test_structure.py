@@ -53,6 +53,7 @@ _ROOMS = [
     "_process_role",
     "_atomic_write",
     "_call_stack",
+    "_modules",
 ]
 _HEAVY = {
     "tensorflow",

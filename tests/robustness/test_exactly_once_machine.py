@@ -11,6 +11,7 @@ import warnings
 import weakref
 
 import numpy as np
+import processes
 import psutil
 import pytest
 from crash_samples import Stated, kill
@@ -276,25 +277,13 @@ def test_every_batch_comes_once_and_right_whatever_happens():
     )
 
 
+def _workers():
+    """The living processes that build."""
+    return [worker.pid for worker in processes.workers()]
+
+
 def _children():
     return {child.pid for child in psutil.Process().children(recursive=True)}
-
-
-def _workers():
-    """The living processes that build, which are the fork server's children."""
-    return [
-        worker.pid
-        for forkserver in psutil.Process().children()
-        for worker in forkserver.children()
-        if _lives(worker)
-    ]
-
-
-def _lives(worker):
-    try:
-        return worker.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _descriptors():

@@ -21,6 +21,7 @@ import numpy as np
 import psutil
 import pytest
 from lateness import only_the_stuck_are_late, worker_of
+from processes import workers
 from samples import equal
 from slow_samples import (
     WAYS,
@@ -554,16 +555,11 @@ def test_close_ends_a_process_that_is_stuck(way, tmp_path):
     dataset = Stuck(tmp_path, {2: way}, **ONE)
     batches = iter(dataset)
     next(batches)
-    (worker,) = _workers()
+    (worker,) = workers()
     _wait_for(tmp_path / f"{way}-2")
     dataset.close()
     _, alive = psutil.wait_procs([worker], timeout=120)
     assert not alive
-
-
-def _workers():
-    """The processes that build: children of the fork server."""
-    return [w for n in psutil.Process().children() for w in n.children()]
 
 
 # -- a process that cannot be killed -----------------------------------------

@@ -11,6 +11,7 @@ import subprocess
 import psutil
 import pytest
 from places import FULL
+from processes import workers
 from samples import Deadly, LetsAChildReturn, Numbered, numbers
 
 from benchmarks.trouble import Trouble
@@ -77,7 +78,7 @@ def test_a_dataset_that_dies_while_it_is_loaded_is_an_error_not_a_loop(
 def test_a_worker_killed_while_idle_is_replaced():
     with Numbered(**PROCESSES) as dataset:
         assert numbers(dataset) == list(range(10))
-        for worker in _workers():
+        for worker in workers():
             worker.kill()
         assert numbers(dataset) == list(range(10))
 
@@ -154,7 +155,7 @@ def test_what_a_worker_started_ends_with_it():
             list(dataset)
             family = psutil.Process().children(recursive=True)
             sleeps = [p for p in family if _sleeps(p)]
-        for worker in _workers():
+        for worker in workers():
             if not _sleeps(worker):
                 worker.kill()
         list(dataset)
@@ -180,15 +181,9 @@ def test_a_note_about_a_request_with_a_result_accuses_nobody():
     assert (losses.suspect, losses.unclaimed) == (None, ())
 
 
-def _workers():
-    """The processes that build: children of the fork server."""
-    forkservers = psutil.Process().children()
-    return [w for n in forkservers for w in n.children() if w.is_running()]
-
-
 def _kill_a_worker(rng):
     with contextlib.suppress(psutil.NoSuchProcess, IndexError):
-        rng.choice(_workers()).kill()
+        rng.choice(workers()).kill()
         return True
     return False
 

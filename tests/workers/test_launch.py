@@ -248,7 +248,11 @@ def test_two_loaders_share_a_forkserver_and_the_last_ends_it():
 
 def test_datasets_that_two_threads_collect_end_their_fork_servers(monkeypatch):
     # Each thread collects a dataset while it starts workers of another.
-    one, other = launchers._join({}), launchers._join({"OTHER": "1"})
+    def join(**worker_env):
+        worker_env = tuple(worker_env.items())
+        return launchers._join(launchers._Key(worker_env, launchers._rights()))
+
+    one, other = join(), join(OTHER="1")
     forking, joining = threading.Event(), threading.Event()
     python, joined = launchers._python, []
 
@@ -269,7 +273,7 @@ def test_datasets_that_two_threads_collect_end_their_fork_servers(monkeypatch):
         threading.Thread(target=target, daemon=True)
         for target in (
             fork_and_collect,
-            lambda: joined.append(launchers._join({"NEW": "1"})),
+            lambda: joined.append(join(NEW="1")),
         )
     ]
     for thread in threads:
@@ -277,7 +281,7 @@ def test_datasets_that_two_threads_collect_end_their_fork_servers(monkeypatch):
     for thread in threads:
         thread.join(60)
         assert not thread.is_alive()
-    assert other.gone
+    assert other.state is launchers._State.GONE
     for server in (one, *joined):
         launchers._leave(server)
     assert not psutil.Process().children()

@@ -16,7 +16,7 @@ from outside_samples import Frameworks, Referring
 from PIL import Image, ImageFile
 
 from keras_fastdata import FastPyDataset
-from keras_fastdata.building.modules import is_users
+from keras_fastdata._modules import is_users
 from keras_fastdata.building.referred_names import variables_of
 from keras_fastdata.engine.fingerprint import _is_installed
 from keras_fastdata.engine.outside_state import OutsideState

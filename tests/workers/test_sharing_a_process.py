@@ -22,6 +22,7 @@ import numpy as np
 import psutil
 import pytest
 from places import FULL, KINDS, quickly
+from processes import workers
 from samples import Numbered, Random, equal, numbers
 from trainers import START_METHODS, Trainer, endless
 
@@ -339,12 +340,6 @@ class _Blocked(FastPyDataset):
         return np.zeros(3)
 
 
-def _workers():
-    """The workers of the fork server, which is one for all datasets."""
-    (forkserver,) = psutil.Process().children()
-    return forkserver.children()
-
-
 def _wait_until(condition):
     """Waits for what another process does in its own time."""
     while not condition():
@@ -365,7 +360,7 @@ def test_datasets_come_and_go_by_the_hundred(cyclic):
                 assert numbers(dataset) == [0, 1, 2]
         del dataset
         gc.collect()
-        _wait_until(lambda: len(_workers()) == 2)
+        _wait_until(lambda: len(workers()) == 2)
         assert numbers(keeps_the_forkserver) == list(range(10))
 
 
@@ -380,11 +375,11 @@ def test_a_dataset_is_collected_by_another_thread_while_workers_build(tmp_path):
     gc.disable()
     try:
         del dataset
-        assert _workers()
+        assert workers()
         _in_threads(gc.collect)
     finally:
         gc.enable()
-    _wait_until(lambda: not _workers())
+    _wait_until(lambda: not workers())
 
 
 def test_a_dataset_is_collected_while_a_worker_of_another_is_forked(
@@ -407,7 +402,7 @@ def test_a_dataset_is_collected_while_a_worker_of_another_is_forked(
         with Numbered(**PROCESSES) as dataset:
             monkeypatch.setattr(launchers.socket, "send_fds", send_and_collect)
             assert numbers(dataset) == list(range(10))
-            _wait_until(lambda: len(_workers()) == 2)
+            _wait_until(lambda: len(workers()) == 2)
     finally:
         gc.enable()
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from keras_fastdata.building.modules import is_users_file
+from keras_fastdata._modules import is_users_file
 from keras_fastdata.health.hot_lines import calls_of
 
 _LEAST_SHARE = 0.004  # of a frame that is drawn

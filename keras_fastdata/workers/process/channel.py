@@ -109,6 +109,7 @@ class Channel:
         workers: Those that live, by index; the supervisor adds and removes.
         arena: Has the slots, and the heartbeats.
         in_flight: The tasks and their slots.
+        launcher: Starts the processes.
         poll: Ready when there is a message, or a worker has ended.
         version_is_sent: Whether every worker was sent the latest version of
             the dataset's state.
@@ -140,13 +141,14 @@ class Channel:
             )
             undo.callback(self.arena.close)
             with os_limits.named("Worker processes could not be started"):
-                self._launcher = launchers.make_launcher(
+                self.launcher = launchers.make_launcher(
                     plan.start_method,
                     plan.worker_env,
                     make_builder,
                     self.arena.segment,
+                    self._shared_state.modules if self._shared_state else (),
                 )
-                undo.callback(self._launcher.close)
+                undo.callback(self.launcher.close)
                 self.open()
             undo.pop_all()
         self.in_flight = InFlight(self.arena, spare=plan.count)
@@ -178,7 +180,7 @@ class Channel:
 
     def close(self) -> None:
         """Releases the memory and the fork server, once no worker is left."""
-        self._launcher.close()
+        self.launcher.close()
         if self._shared_state is not None:
             self._shared_state.close()
         self.arena.close()
@@ -264,7 +266,8 @@ class Channel:
 
     # -- what the supervisor calls ------------------------------------------
 
-    def start(self, index: int) -> ProcessWorker:
+    def start(self, index: int) -> ProcessWorker | None:
+        surroundings = launchers.surroundings(self._plan.worker_env)
         segment, state = self.arena.segment, self._shared_state
         segment.set_heartbeat(index, 0)
         segment.set_started(index, 0)  # one that was killed left its own
@@ -273,17 +276,17 @@ class Channel:
             contextlib.ExitStack() as undo,
             contextlib.ExitStack() as handed,
         ):
+            if not self.launcher.is_ready(surroundings):
+                return None
             control, theirs = messages.socket_pair()
             undo.callback(control.close)
             handed.callback(theirs.close)
             start_fd = write_shared_state(
                 worker_main.WorkerStart(
-                    worker=index,
-                    dataset=self._plan.dataset,
-                    version=self._version,
+                    *(index, self._plan.dataset, self._version),
                     state=state.start if state else 0,
                     stride=segment.stride,
-                    environ=launchers.environment(self._plan.worker_env),
+                    surroundings=surroundings,
                 )
             )
             handed.callback(os.close, start_fd)
@@ -299,7 +302,8 @@ class Channel:
                 control=theirs.fileno(),
                 stacks=stacks,
             )
-            process = self._launcher.start(files)
+            if (process := self.launcher.start(files)) is None:
+                return None
             undo.callback(os.close, process.pidfd)
             undo.callback(process.exit_code, _EXIT_CODE_TIMEOUT_S)
             undo.callback(launchers.kill, process)

@@ -9,6 +9,17 @@ and ends too. If the fork server is killed, the kernel kills the workers
 
     trainer --FORK + descriptors--> fork server --fork--> worker
     trainer <--FORKED pid + pidfd, ENDED pid status--  fork server
+
+Datasets whose modules import installed packages have a fork server with these
+packages. It is a fork of another one, has a socket of its own to the trainer,
+and imports the packages before it serves requests:
+
+    trainer --DERIVE + socket, imports--> fork server --fork--> fork server 2
+    trainer <--IMPORTING number ..., READY or FAILED reason-- fork server 2
+    trainer --FORK + descriptors--> fork server 2 --fork--> worker
+
+An import may hang, or end the process: it never runs in a process that others
+depend on, and the fork server that it was forked from watches the trainer.
 """
 
 from __future__ import annotations
@@ -23,13 +34,18 @@ import signal
 import socket
 import struct
 import time
+from collections.abc import Callable
 
-from keras_fastdata.workers.process import messages, worker_main
+from keras_fastdata.memory import shared_state
+from keras_fastdata.workers.process import imports, messages, worker_main
 
-FORK = b"F"
+FORK, DERIVE = b"F", b"D"
 # What it tells: a kind, a process id, and an exit code or an errno, or 0.
 NOTICE = struct.Struct("<cqq")
 FORKED, ENDED, REFUSED = b"P", b"E", b"R"
+# In place of a process id, the number of a package, or 0. Text may follow.
+IMPORTING, READY, FAILED = b"I", b"Y", b"X"
+MAX_TEXT_BYTES = 1000
 HAS_THREADS = -1  # in place of an errno
 
 _REAP_TIMEOUT_S = 2.0
@@ -41,9 +57,7 @@ def main(trainer_pidfd: int, fds: list[int]) -> None:
     (requests_fd,) = fds
     for fd in (requests_fd, trainer_pidfd):
         os.set_inheritable(fd, False)
-    for number in worker_main.NOT_FOR_US:
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or no child could be met
+    _set_signals()
     forkserver = _Server(messages.socket_of(requests_fd), trainer_pidfd)
     gc.collect()
     gc.freeze()
@@ -58,6 +72,7 @@ class _Server:
         self._requests = requests
         self._trainer_pidfd = trainer_pidfd
         self._workers: dict[int, int] = {}  # pidfd -> pid
+        self._derived: set[int] = set()  # pidfds of fork servers among them
         self._poll = select.poll()
         self._poll.register(requests, select.POLLIN)
         self._poll.register(trainer_pidfd, select.POLLIN)
@@ -74,6 +89,10 @@ class _Server:
 
     def end_all(self) -> None:
         """Kills all workers and their children, and closes the socket."""
+        # A derived fork server does the same now, unless it is importing.
+        deadline = time.monotonic() + _REAP_TIMEOUT_S
+        for pidfd in self._derived:
+            messages.wait_readable(pidfd, max(0.0, deadline - time.monotonic()))
         for pid in self._workers.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
@@ -99,9 +118,11 @@ class _Server:
         try:
             if flags & socket.MSG_CTRUNC:
                 raise OSError(errno.EMFILE, "out of file descriptors")
-            if _threads() > 1:
+            if imports.threads() > 1:
                 raise OSError(HAS_THREADS, "a fork would lack some of them")
-            pid, pidfd = self._fork(fds)
+            is_worker = datagram == FORK
+            become = self._become_worker if is_worker else self._become_server
+            pid, pidfd = self._fork(become, fds)
         except OSError as error:
             self._requests.send(NOTICE.pack(REFUSED, 0, error.errno or 0))
             return True
@@ -109,6 +130,8 @@ class _Server:
             for fd in fds:
                 os.close(fd)
         self._workers[pidfd] = pid
+        if not is_worker:
+            self._derived.add(pidfd)
         self._poll.register(pidfd, select.POLLIN)
         notice = NOTICE.pack(FORKED, pid, 0)
         try:
@@ -117,12 +140,14 @@ class _Server:
             return False
         return True
 
-    def _fork(self, fds: list[int]) -> tuple[int, int]:
+    def _fork(
+        self, become: Callable[[list[int]], int], fds: list[int]
+    ) -> tuple[int, int]:
         forkserver = os.getpid()
         pid = os.fork()
         if not pid:
             worker_main.run_and_leave(
-                lambda: self._become_worker(fds, forkserver)
+                lambda: become(fds) if self._separate(forkserver) else 1
             )
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)  # whoever of the two comes first
@@ -133,19 +158,57 @@ class _Server:
             os.waitpid(pid, 0)
             raise
 
-    def _become_worker(self, fds: list[int], forkserver: int) -> int:
+    def _separate(self, forkserver: int) -> bool:
+        """Separates a fork from this process; returns False if it has died."""
         with contextlib.suppress(OSError):
             os.setpgid(0, 0)
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != forkserver:
-            return 1  # the fork server died before the line above
+            return False  # it died before the line above
         self._requests.close()
-        for fd in (self._trainer_pidfd, *self._workers):
+        for fd in self._workers:
             os.close(fd)
+        return True
+
+    def _become_worker(self, fds: list[int]) -> int:
+        os.close(self._trainer_pidfd)
         return worker_main.main(worker_main.Files(*fds))
+
+    def _become_server(self, fds: list[int]) -> int:
+        """Imports packages, and then serves requests as `main` does."""
+        requests_fd, imports_fd = fds
+        server = _Server(messages.socket_of(requests_fd), self._trainer_pidfd)
+        try:
+            if server.import_packages(imports_fd):
+                server.run()
+        finally:
+            server.end_all()
+        return 0
+
+    def import_packages(self, fd: int) -> bool:
+        """Imports packages; on failure, tells the trainer and returns False."""
+        wanted: imports.Imports = shared_state.read_shared_state(fd)
+        os.close(fd)
+        try:
+            # To read from the terminal fails, rather than stop this process.
+            signal.signal(signal.SIGTTIN, signal.SIG_IGN)
+            imports.run(wanted, lambda number: self._tell(IMPORTING, number))
+            signal.signal(signal.SIGTTIN, signal.SIG_DFL)
+            _set_signals()
+        except imports.NotShareableError as error:
+            self._tell(FAILED, 0, f"{error}")
+            return False
+        self._tell(READY)
+        return True
+
+    def _tell(self, kind: bytes, number: int = 0, text: str = "") -> None:
+        body = text.encode(errors="replace")[:MAX_TEXT_BYTES]
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._requests.send(NOTICE.pack(kind, number, 0) + body)
 
     def _report_end(self, pidfd: int) -> None:
         pid = self._workers.pop(pidfd)
+        self._derived.discard(pidfd)
         self._poll.unregister(pidfd)
         # The group first: once reaped, its number may be another's.
         with contextlib.suppress(ProcessLookupError):
@@ -157,9 +220,11 @@ class _Server:
             self._requests.send(NOTICE.pack(ENDED, pid, code))
 
 
-def _threads() -> int:
-    """Counts the threads of this process; returns 1 if /proc is missing."""
-    try:
-        return len(os.listdir("/proc/self/task"))
-    except FileNotFoundError:
-        return 1
+def _set_signals() -> None:
+    """Ignores signals that are for the trainer, and accepts those of a child.
+
+    A package may have changed them.
+    """
+    for number in worker_main.NOT_FOR_US:
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or no child could be met

@@ -1,6 +1,6 @@
 """Starts worker processes in three ways, and reads their exit codes.
 
-    forkserver   one fork server per trainer process forks them
+    forkserver   a small process, or one with the packages needed, forks them
     spawn        each is a fresh interpreter, started by the trainer
     fork         each is a copy of the trainer itself
 
@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import enum
 import fcntl
 import functools
+import logging
+import math
 import multiprocessing.spawn
 import os
 import select
@@ -24,15 +27,22 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple, Protocol
 
+from keras_fastdata._modules import installed_imports
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.memory import os_limits
 from keras_fastdata.memory.arena import Segment
+from keras_fastdata.memory.shared_state import write_shared_state
 from keras_fastdata.workers import stack_dump
 from keras_fastdata.workers.base import Builds
-from keras_fastdata.workers.process import forkserver, messages, worker_main
+from keras_fastdata.workers.process import (
+    forkserver,
+    imports,
+    messages,
+    worker_main,
+)
 
 _START_TIMEOUT_S = 60.0  # for an interpreter to start on a loaded machine
 _NOTICE_WAIT_S = 1.0
@@ -40,6 +50,9 @@ _EXIT_LOOK_S = 0.05  # between two looks while another thread reads notices
 _EXIT_TIMEOUT_S = 0.5  # for a process whose socket has closed to end
 _FORKSERVERS = 4  # that may die one after the other before it is an error
 _END_TIMEOUT_S = 5.0  # for the kernel to deliver SIGKILL
+_IMPORT_TIMEOUT_S = 120.0  # for one package, before each worker imports it
+
+_log = logging.getLogger("keras_fastdata")
 
 # A worker sees no accelerator, and does not multiply the cores by the threads
 # of BLAS and OpenMP. `worker_env` overrides.
@@ -97,10 +110,31 @@ class Child(Protocol):
 
 
 class Launcher(Protocol):
-    """The interface to start worker processes by one start method."""
+    """The interface to start worker processes by one start method.
 
-    def start(self, files: worker_main.Files) -> Child:
-        """Starts a worker with copies of the given descriptors."""
+    Attributes:
+        importing: The package that is imported before workers start, or "".
+    """
+
+    @property
+    def importing(self) -> str:
+        return ""
+
+    def is_ready(self, surroundings: worker_main.Surroundings) -> bool:
+        """Returns whether a worker can be started without much waiting.
+
+        Where packages are imported first, a call begins the import.
+
+        Args:
+            surroundings: What the worker's environment will be.
+        """
+        return True
+
+    def start(self, files: worker_main.Files) -> Child | None:
+        """Starts a worker with copies of the given descriptors.
+
+        Returns `None` if it cannot be started now; see `is_ready`.
+        """
 
     def close(self) -> None:
         """Releases the fork server, if there is one. Idempotent."""
@@ -111,6 +145,14 @@ def environment(worker_env: Mapping[str, str] | None) -> dict[str, str]:
     """Returns the environment variables of a new worker."""
     clean = {**CLEAN_ENVIRONMENT, **hash_seed()}
     return {**os.environ, **clean, **(worker_env or {})}
+
+
+def surroundings(
+    worker_env: Mapping[str, str] | None,
+) -> worker_main.Surroundings:
+    """Returns the process-wide settings of a new worker."""
+    environ = environment(worker_env)
+    return worker_main.Surroundings.of_this_process(environ)
 
 
 @functools.cache
@@ -141,6 +183,7 @@ def make_launcher(
     worker_env: Mapping[str, str] | None,
     make_builder: Callable[[], Builds],
     segment: Segment,
+    modules: Iterable[str] = (),
 ) -> Launcher:
     """Returns the launcher for a start method.
 
@@ -149,12 +192,13 @@ def make_launcher(
         worker_env: Environment variables over the clean defaults.
         make_builder: Used by "fork" alone, whose workers need no pickle.
         segment: Used by "fork" alone, whose workers have it mapped already.
+        modules: Used by "forkserver" alone; see `ForkserverLauncher`.
     """
     if start_method == "fork":
         return ForkLauncher(make_builder, segment)
     if start_method == "spawn":
         return SpawnLauncher(worker_env)
-    return ForkserverLauncher(worker_env)
+    return ForkserverLauncher(worker_env, modules)
 
 
 # -- forkserver ----------------------------------------------------------------
@@ -163,29 +207,64 @@ def make_launcher(
 class ForkserverLauncher(Launcher):
     """Starts workers through a fork server, and replaces a dead fork server.
 
-    The fork server is shared by all loaders of the process with the same
-    `worker_env`, and ends with the last of them. Workers have its user and
-    rights; so where the trainer has changed its own, there is another one.
+    A fork server is shared by all loaders of the process whose workers are to
+    be alike when they begin (see `_Key`), and ends with the last of them.
+
+    Args:
+        worker_env: Environment variables over the clean defaults.
+        modules: The modules that the dataset refers to. The fork server
+            imports the installed ones among them, and those that they import,
+            if it can be forked after that.
     """
 
-    def __init__(self, worker_env: Mapping[str, str] | None) -> None:
-        self._worker_env = dict(worker_env or {})
-        self._forkserver: _Forkserver | None = _join(self._worker_env)
+    def __init__(
+        self,
+        worker_env: Mapping[str, str] | None,
+        modules: Iterable[str] = (),
+    ) -> None:
+        self._worker_env = tuple(sorted((worker_env or {}).items()))
+        self._ended = 0  # of fork servers, since one has forked
+        self._forkserver: _Forkserver | None = _join(self._plain_key())
+        # While it starts.
+        self._modules = installed_imports(modules)
         self._former: list[_Forkserver] = []  # which still have workers
 
-    def start(self, files: worker_main.Files) -> Child:
-        if self._forkserver is None:
-            raise LoaderError("The launcher is closed.")
-        if self._forkserver.rights != _rights():
-            self._former.append(self._forkserver)
-            self._forkserver = _join(self._worker_env)
-        for _ in range(_FORKSERVERS):
+    @property
+    def importing(self) -> str:
+        server = self._forkserver
+        return server.importing if server is not None else ""
+
+    def is_ready(self, surroundings: worker_main.Surroundings) -> bool:
+        server, key = self._current(), self._key(surroundings)
+        if server.key != key:
+            self._former.append(server)
+            server = self._forkserver = _join(key)
+        try:
+            return server.has_imported()
+        except _ForkserverGoneError:
+            self._leave_dead(server)
+            return False
+
+    def start(self, files: worker_main.Files) -> Child | None:
+        server = self._current()
+        while True:
             try:
-                return self._forkserver.fork(files)
+                child = server.fork(files)
             except _ForkserverGoneError:
-                _leave(self._forkserver)
-                self._forkserver = _join(self._worker_env)
-        return self._forkserver.fork(files)
+                if server.key.imports is not None and not server.has_forked:
+                    server.refuse_all("it ends when it is to fork")
+                self._leave_dead(server)
+                if server.key.imports is not None:
+                    return None  # `is_ready` finds another fork server
+                server = self._current()
+            except _ThreadsError:
+                if server.key.imports is None:
+                    raise
+                server.refuse_all("a thread was started later")
+                return None
+            else:
+                self._ended = 0
+                return child
 
     def close(self) -> None:
         if self._forkserver is not None:
@@ -194,19 +273,104 @@ class ForkserverLauncher(Launcher):
         while self._former:
             _leave(self._former.pop())
 
+    def _current(self) -> _Forkserver:
+        if self._forkserver is None:
+            raise LoaderError("The launcher is closed.")
+        return self._forkserver
+
+    def _leave_dead(self, server: _Forkserver) -> None:
+        """Exchanges a fork server that has ended for one without packages.
+
+        Raises the current exception if too many ended in a row.
+        """
+        self._ended += 1
+        if self._ended > _FORKSERVERS:
+            raise
+        self._forkserver = _join(self._plain_key())
+        _leave(server)
+
+    def _plain_key(self) -> _Key:
+        return _Key(self._worker_env, _rights())
+
+    def _key(self, surroundings: worker_main.Surroundings) -> _Key:
+        """Returns the key of the fork server that suits the next worker."""
+        stamps = {
+            top: imports.stamp_of(top)
+            for top in {name.partition(".")[0] for name in self._modules}
+        }
+        names = [
+            name
+            for name in self._modules
+            if stamps[name.partition(".")[0]] not in _refused
+        ]
+        key = self._plain_key()
+        if not names:
+            return key
+        tops = dict.fromkeys(name.partition(".")[0] for name in names)
+        wanted = imports.Imports(
+            tuple(names), tuple(stamps[top] for top in tops), surroundings
+        )
+        return key._replace(imports=wanted)
+
 
 class _ForkserverGoneError(LoaderError):
     """Raised when the fork server has ended or does not answer."""
 
 
-class _Forkserver:
-    """The training process's connection to one fork server."""
+class _ThreadsError(LoaderError):
+    """Raised when the fork server has threads, and so must not be forked."""
 
-    def __init__(self, worker_env: dict[str, str], rights: _Rights) -> None:
-        self.rights = rights
-        self.key = tuple(sorted(worker_env.items())), rights
+
+_Rights = tuple[object, ...]
+_OF_RIGHTS = ("Cap", "NoNewPrivs", "Seccomp")  # in /proc/*/status
+
+
+class _Key(NamedTuple):
+    """What workers of one fork server have in common when they are forked.
+
+    Attributes:
+        worker_env: Environment variables over the clean defaults.
+        rights: User, groups and capabilities.
+        imports: What it has imported, if more than this package.
+    """
+
+    worker_env: tuple[tuple[str, str], ...]
+    rights: _Rights
+    imports: imports.Imports | None = None
+
+
+class _State(enum.Enum):
+    """The state of a fork server."""
+
+    IMPORTING = enum.auto()  # imports packages, or is not even forked yet
+    READY = enum.auto()  # forks workers
+    REFUSED = enum.auto()  # must fork no more, because of what it has imported
+    GONE = enum.auto()  # has ended, or does not answer
+
+
+# Packages that each worker imports itself.
+_refused: set[imports.Stamp] = set()
+
+
+class _Forkserver:
+    """The training process's connection to one fork server.
+
+    Attributes:
+        key: What it is for.
+        base: The fork server that it is a fork of, if any.
+        state: See `_State`.
+        importing: The module that is being imported, or "".
+        users: How many launchers and other fork servers use it.
+        has_forked: Whether it has forked a process.
+    """
+
+    def __init__(self, key: _Key, base: _Forkserver | None) -> None:
+        self.key = key
+        self.base = base
         self.users = 0
-        self.gone = False
+        self.importing = ""
+        self.has_forked = False
+        self.state = _State.READY
         self._lock = threading.RLock()
         self._exit_codes: dict[int, int] = {}
         self._abandoned: set[int] = set()
@@ -214,27 +378,148 @@ class _Forkserver:
             collections.deque()
         )
         self._socket, theirs = messages.socket_pair()
-        with theirs:
-            self._process = _python(
-                "forkserver.main", environment(worker_env), [theirs.fileno()]
-            )
-        self.pid = self._process.pid
-        self._pidfd = _pidfd_of(self.pid)
+        self._child: Child | None = None
+        self._exit_code: int | None = None
+        self._theirs: socket.socket | None = theirs
+        self._limit_s = math.inf  # by `time.monotonic`
+        if base is None:
+            with theirs:
+                process = _python(
+                    "forkserver.main",
+                    environment(dict(key.worker_env)),
+                    [theirs.fileno()],
+                )
+            self._child = _DirectChild(process.pid, process)
+        else:
+            self.state = _State.IMPORTING
 
-    def fork(self, files: worker_main.Files) -> _ForkserverChild:
+    def fork(self, files: worker_main.Files) -> Child:
+        """Returns a new worker."""
+        return self.request(forkserver.FORK, files.all())
+
+    def has_imported(self) -> bool:
+        """Returns whether it can fork workers; does not wait until it can.
+
+        Raises:
+            _ForkserverGoneError: It has ended, but not because of an import.
+        """
+        if self.state is _State.IMPORTING and self._lock.acquire(
+            blocking=False
+        ):
+            try:
+                self._follow_import()
+            finally:
+                self._lock.release()
+        if self.state is _State.GONE:
+            raise _ForkserverGoneError("It has ended.")
+        return self.state is _State.READY
+
+    def refuse_all(self, reason: str) -> None:
+        """Has workers import all packages of this fork server themselves."""
+        self.importing = ""
+        self._refuse(reason)
+
+    def exit_code(self, pid: int, timeout_s: float) -> int | None:
+        deadline = time.monotonic() + timeout_s
+        while (code := self._exit_codes.pop(pid, None)) is None:
+            if self.state is _State.GONE or time.monotonic() > deadline:
+                return None
+            # A thread that keeps the lock for long reads the notices itself.
+            if not self._lock.acquire(timeout=_EXIT_LOOK_S):
+                continue
+            try:
+                if pid not in self._exit_codes:
+                    self._await_notice(deadline)
+            except _ForkserverGoneError:
+                return None
+            finally:
+                self._lock.release()
+        return code
+
+    def abandon(self, pid: int) -> None:
+        # Needs no lock: `_read_notice` stores the code, and then looks here.
+        self._abandoned.add(pid)
+        if self._exit_codes.pop(pid, None) is not None:
+            self._abandoned.discard(pid)
+
+    def close(self) -> None:
+        """Ends the fork server, which kills its remaining workers."""
+        is_idle = self.state in (_State.READY, _State.GONE)
+        self.state = _State.GONE
+        # Not just closed: a process that the user forked holds it open too.
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        if self._theirs is not None:
+            self._theirs.close()
+        if self._child is None:
+            return
+        # It may be another user's by now, and not be killed.
+        if not is_idle or not messages.wait_readable(
+            self._child.pidfd, _END_TIMEOUT_S
+        ):
+            kill(self._child)
+        if self._reap(_END_TIMEOUT_S) is None:
+            self._child.abandon()
+        os.close(self._child.pidfd)
+
+    @property
+    def pid(self) -> int:
+        """The process id, or 0 before it was forked."""
+        return 0 if self._child is None else self._child.pid
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its process has ended."""
+        child = self._child
+        return child is not None and messages.wait_readable(child.pidfd, 0)
+
+    def _follow_import(self) -> None:
+        """Begins the import, or reads how far it is."""
+        try:
+            if self._child is None:
+                self._begin_import()
+            while self.state is _State.IMPORTING and self._read_notice(0):
+                pass
+        except _ForkserverGoneError:
+            if self.state is not _State.REFUSED:
+                self.state = _State.GONE  # maybe only its base was
+                raise
+        if self.state is _State.IMPORTING and (
+            time.monotonic() > self._limit_s
+        ):
+            self._refuse(f"its import takes over {_IMPORT_TIMEOUT_S:g} s")
+            assert self._child is not None
+            kill(self._child)
+
+    def _begin_import(self) -> None:
+        assert self.base is not None
+        assert self._theirs is not None
+        fd = write_shared_state(self.key.imports)
+        try:
+            fds = [self._theirs.fileno(), fd]
+            self._child = self.base.request(forkserver.DERIVE, fds)
+        finally:
+            os.close(fd)
+        self._theirs.close()
+        self._limit_s = time.monotonic() + _IMPORT_TIMEOUT_S
+
+    def request(self, kind: bytes, fds: list[int]) -> Child:
+        """Asks for a fork, and returns it."""
         with self._lock:
             try:
-                socket.send_fds(self._socket, [forkserver.FORK], files.all())
+                socket.send_fds(self._socket, [kind], fds)
             except OSError as error:
                 raise self._is_gone() from error
             deadline = time.monotonic() + _START_TIMEOUT_S
             while not self._answers:
-                self._read_notices(deadline)
+                self._await_notice(deadline)
             kind, pid, number, fds = self._answers.popleft()
             if kind == forkserver.FORKED:
+                self.has_forked = True
                 return _ForkserverChild(self, pid, fds[0])
             if number == forkserver.HAS_THREADS:
-                raise LoaderError(
+                raise _ThreadsError(
                     "No worker process can be forked: something starts "
                     "threads as soon as Python or NumPy is there, like "
                     "`OPENBLAS_NUM_THREADS` above 1 in `worker_env`, or a "
@@ -248,72 +533,37 @@ class _Forkserver:
                 "`workers`."
             )
 
-    def exit_code(self, pid: int, timeout_s: float) -> int | None:
-        deadline = time.monotonic() + timeout_s
-        while (code := self._exit_codes.pop(pid, None)) is None:
-            if self.gone or time.monotonic() > deadline:
-                return None
-            # A thread that keeps the lock for long reads the notices itself.
-            if not self._lock.acquire(timeout=_EXIT_LOOK_S):
-                continue
-            try:
-                if pid not in self._exit_codes:
-                    self._read_notices(deadline)
-            except _ForkserverGoneError:
-                return None
-            finally:
-                self._lock.release()
-        return code
-
-    def abandon(self, pid: int) -> None:
-        # Needs no lock: `_read_notices` stores the code, and then looks here.
-        self._abandoned.add(pid)
-        if self._exit_codes.pop(pid, None) is not None:
-            self._abandoned.discard(pid)
-
-    def close(self) -> None:
-        """Ends the fork server, which kills its remaining workers."""
-        self.gone = True
-        # Not just closed: a process that the user forked holds it open too.
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_TIMEOUT_S)
-        if self._process.poll() is None:
-            # It may be another user's by now.
-            with contextlib.suppress(
-                PermissionError, subprocess.TimeoutExpired
-            ):
-                self._process.kill()
-                self._process.wait(_END_TIMEOUT_S)
-        os.close(self._pidfd)
-
-    def _read_notices(self, deadline: float) -> None:
-        """Waits briefly for a fork server's notice, and stores the notice.
+    def _await_notice(self, deadline: float) -> None:
+        """Waits briefly for a notice; raises if `deadline` has passed.
 
         It need not be for the caller. A dataset may be collected at any line
         here, in this thread, and its workers' end be waited for: that takes
         in notices too, so none may be left that its caller waits for.
         """
+        if not self._read_notice(_NOTICE_WAIT_S) and (
+            time.monotonic() > deadline
+        ):
+            raise self._is_gone()
+
+    def _read_notice(self, wait_s: float) -> bool:
+        """Stores a notice of the fork server; returns False if none came."""
+        assert self._child is not None
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
-        poll.register(self._pidfd, select.POLLIN)
-        if not (ready := poll.poll(_NOTICE_WAIT_S * 1000)):
-            if time.monotonic() > deadline:
-                raise self._is_gone()
-            return
+        poll.register(self._child.pidfd, select.POLLIN)
+        if not (ready := poll.poll(wait_s * 1000)):
+            return False
         if self._socket.fileno() not in (fd for fd, _ in ready):
             raise self._is_gone()
         try:
             datagram, fds, flags, _ = socket.recv_fds(
                 self._socket,
-                forkserver.NOTICE.size,
+                forkserver.NOTICE.size + forkserver.MAX_TEXT_BYTES,
                 1,
                 socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT,
             )
         except BlockingIOError:
-            return
+            return True
         except ConnectionResetError:
             # It was killed before it had read all of our requests.
             raise self._is_gone() from None
@@ -324,23 +574,60 @@ class _Forkserver:
                 "This process has no file descriptor left for a worker. "
                 "Raise the limit on open files (`ulimit -n`)."
             )
-        kind, pid, number = forkserver.NOTICE.unpack(datagram)
-        if kind != forkserver.ENDED:
+        kind, pid, number = forkserver.NOTICE.unpack_from(datagram)
+        if kind == forkserver.ENDED:
+            self._exit_codes[pid] = number
+            if pid in self._abandoned:
+                self._abandoned.discard(pid)
+                self._exit_codes.pop(pid, None)
+        elif kind == forkserver.IMPORTING:
+            assert self.key.imports is not None
+            self.importing = self.key.imports.names[pid]
+            self._limit_s = time.monotonic() + _IMPORT_TIMEOUT_S
+        elif kind == forkserver.READY:
+            self.state, self.importing = _State.READY, ""
+        elif kind == forkserver.FAILED:
+            self._refuse(datagram[forkserver.NOTICE.size :].decode())
+        else:
             self._answers.append((kind, pid, number, fds))
-            return
-        self._exit_codes[pid] = number
-        if pid in self._abandoned:
-            self._abandoned.discard(pid)
-            self._exit_codes.pop(pid, None)
+        return True
+
+    def _reap(self, timeout_s: float) -> int | None:
+        """Returns the exit code of the process, or `None` if unknown."""
+        if self._exit_code is None and self._child is not None:
+            self._exit_code = self._child.exit_code(timeout_s)
+        return self._exit_code
 
     def _is_gone(self) -> _ForkserverGoneError:
-        self.gone = True
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_EXIT_TIMEOUT_S)
+        was_importing = self.state is _State.IMPORTING
+        self.state = _State.GONE
+        code = self._reap(_EXIT_TIMEOUT_S)
+        if was_importing and code is not None:
+            self._refuse(f"its import ends the process (exit code {code})")
         return _ForkserverGoneError(
-            f"The process that forks workers (pid {self._process.pid}) has "
-            f"ended or does not answer; exit code {self._process.poll()}. "
+            f"The process that forks workers (pid {self.pid}) has "
+            f"ended or does not answer; exit code {code}. "
             "Look at the limits on memory and stack (`ulimit -a`)."
+        )
+
+    def _refuse(self, reason: str) -> None:
+        """Has workers import the current package themselves from now on.
+
+        If none is being imported, this holds for all packages.
+        """
+        self.state = _State.REFUSED
+        assert self.key.imports is not None
+        top = self.importing.partition(".")[0]
+        stamps = self.key.imports.stamps
+        refused = [stamp for stamp in stamps if top in ("", stamp[0])]
+        _refused.update(refused)
+        self.importing = ""
+        _log.warning(
+            "Each worker process imports %s itself, which takes longer: the "
+            "process that forks workers cannot do it for all of them, because "
+            "%s.",
+            " and ".join(f"`{name}`" for name, *_ in refused),
+            reason,
         )
 
 
@@ -358,10 +645,6 @@ class _ForkserverChild(Child):
         self._owner.abandon(self.pid)
 
 
-_Rights = tuple[object, ...]
-_OF_RIGHTS = ("Cap", "NoNewPrivs", "Seccomp")  # in /proc/*/status
-
-
 def _rights() -> _Rights:
     """Returns the user, groups and capabilities that children inherit."""
     status = stack_dump.status_of("thread-self")
@@ -370,27 +653,61 @@ def _rights() -> _Rights:
     return os.getresuid(), os.getresgid(), groups, *sorted(rest)
 
 
-# The fork servers of this process, by `worker_env` and rights. The lock is
-# reentrant: a dataset may be collected, and so closed, while it is held.
-_forkservers: dict[tuple[object, ...], _Forkserver] = {}
+# The fork servers of this process. The lock is reentrant: a dataset may be
+# collected, and so closed, while it is held.
+_forkservers: dict[_Key, _Forkserver] = {}
 _forkservers_lock = threading.RLock()
 # Those that somebody has left. Leaving waits for no lock: a dataset may be
 # collected by a thread that holds the lock of another fork server.
 _left: collections.deque[_Forkserver] = collections.deque()
 
 
-def _join(worker_env: dict[str, str]) -> _Forkserver:
-    rights = _rights()
-    key = tuple(sorted(worker_env.items())), rights
+def forkserver_pids() -> list[int]:
+    """Returns the process ids of the fork servers of this process."""
+    servers = list(_forkservers.values())
+    return [server.pid for server in servers if server.pid]
+
+
+def _join(key: _Key) -> _Forkserver:
+    """Returns the fork server of a key, with one more user."""
     try:
         with _forkservers_lock:
             found = _forkservers.get(key)
-            if found is None or found.gone:
-                found = _forkservers[key] = _Forkserver(worker_env, rights)
+            if found is None or found.state is _State.GONE:
+                base = None if key.imports is None else _base_of(key)
+                found = _forkservers[key] = _Forkserver(key, base)
             found.users += 1
             return found
     finally:
         _close_left()
+
+
+def _base_of(key: _Key) -> _Forkserver:
+    """Returns the fork server to fork another one from, with one more user.
+
+    It has the most of the packages that are wanted, and no others.
+    """
+    wanted = key.imports
+    assert wanted is not None
+    bases = [
+        server
+        for other, server in _forkservers.items()
+        if other.imports is not None
+        and server.state is _State.READY
+        and other._replace(imports=wanted) == key
+        and other.imports.surroundings == wanted.surroundings
+        and {*other.imports.names} < {*wanted.names}
+        and {*other.imports.stamps} <= {*wanted.stamps}
+    ]
+    if not bases:
+        return _join(key._replace(imports=None))
+    base = max(bases, key=_num_names)
+    base.users += 1
+    return base
+
+
+def _num_names(server: _Forkserver) -> int:
+    return 0 if server.key.imports is None else len(server.key.imports.names)
 
 
 def _leave(held: _Forkserver) -> None:
@@ -412,8 +729,11 @@ def _close_left() -> None:
                         del _forkservers[held.key]
         finally:
             _forkservers_lock.release()
-    for held in unused:
-        held.close()
+        while unused:
+            held = unused.pop()
+            held.close()
+            if held.base is not None:
+                _left.append(held.base)
 
 
 def _after_fork() -> None:

@@ -127,13 +127,16 @@ class ProcessPool(supervisor.SupervisedPool[ProcessWorker]):
         self._arena.keep_warm(ahead + self._plan.count)
 
     def pool_stats(self) -> PoolStats:
+        count, importing = self._plan.count, self._channel.launcher.importing
+        waiting = count - len(self._workers) if importing else 0
         return PoolStats(
             WorkerKind.PROCESS,
-            self._plan.count,
+            count,
             {i: w.pid for i, w in list(self._workers.items())},
             self._policy.losses,
             self._arena.nbytes,
-            starting=self.starting,
+            starting=self.starting + waiting,
+            importing=importing,
         )
 
     def _end(self) -> None:

@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from keras_fastdata import _process_role
@@ -44,10 +44,59 @@ _OOM_SCORE = 500  # of 1000: the kernel picks a worker before the trainer
 
 
 @dataclasses.dataclass(frozen=True)
+class Surroundings:
+    """The process-wide settings that a worker has from the training process.
+
+    Attributes:
+        environ: Environment variables, complete.
+        cwd: Working directory; `None` to stay.
+        path: `sys.path`.
+        argv: `sys.argv`.
+        umask: File mode creation mask.
+    """
+
+    environ: tuple[tuple[str, str], ...]
+    cwd: str | None
+    path: tuple[Any, ...]
+    argv: tuple[str, ...]
+    umask: int
+
+    @staticmethod
+    def of_this_process(environ: Mapping[str, str]) -> Surroundings:
+        """Returns those of this process, with other environment variables."""
+        return Surroundings(
+            tuple(sorted(environ.items())),
+            working_dir(),
+            tuple(sys.path),
+            tuple(getattr(sys, "argv", [])),
+            _umask(),
+        )
+
+    def apply(self) -> None:
+        """Gives them to this process, unless its fork server has done so.
+
+        What the packages that it has imported then changed is kept.
+        """
+        global _applied
+        if self == _applied:
+            return
+        _applied = self
+        os.environ.clear()
+        os.environ.update(self.environ)
+        if self.cwd is not None:
+            with contextlib.suppress(OSError):
+                os.chdir(self.cwd)
+        sys.path[:] = self.path
+        sys.argv[:] = self.argv
+        os.umask(self.umask)
+
+
+_applied: Surroundings | None = None  # to this process, or to its fork server
+
+
+@dataclasses.dataclass(frozen=True)
 class WorkerStart:
     """The settings that a worker receives before it loads the dataset.
-
-    By default, a worker takes the place of the process that makes this.
 
     Attributes:
         worker: Index of the worker.
@@ -55,11 +104,7 @@ class WorkerStart:
         version: Version of the dataset's state.
         state: Where in its file that state begins.
         stride: Bytes from slot to slot.
-        environ: Environment variables, complete.
-        cwd: Working directory; `None` to stay.
-        path: `sys.path`.
-        argv: `sys.argv`.
-        umask: File mode creation mask.
+        surroundings: Environment, folder and paths.
         logging_config: How to log and warn.
     """
 
@@ -68,13 +113,7 @@ class WorkerStart:
     version: int
     state: int
     stride: int
-    environ: dict[str, str]
-    cwd: str | None = dataclasses.field(default_factory=lambda: working_dir())
-    path: list[str] = dataclasses.field(default_factory=lambda: [*sys.path])
-    argv: list[str] = dataclasses.field(
-        default_factory=lambda: [*getattr(sys, "argv", [])]
-    )
-    umask: int = dataclasses.field(default_factory=lambda: _umask())
+    surroundings: Surroundings
     logging_config: log_forwarding.LoggingConfig = dataclasses.field(
         default_factory=log_forwarding.LoggingConfig.of_this_process
     )
@@ -182,18 +221,19 @@ def _end_alone(status: int) -> int:
     the worker may be gone before its watch has heard.
     """
     if not status:
-        _flush()
+        flush()
         os.killpg(0, signal.SIGKILL)
     return status
 
 
 def leave(status: int) -> NoReturn:
     """Ends the process without running exit handlers."""
-    _flush()
+    flush()
     os._exit(status)
 
 
-def _flush() -> None:
+def flush() -> None:
+    """Writes out what Python has buffered for standard output and error."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
@@ -468,14 +508,7 @@ def _send_failure(
 
 def _set_up(start: WorkerStart) -> None:
     """Sets up a worker's environment, paths, signals and streams."""
-    os.environ.clear()
-    os.environ.update(start.environ)
-    if start.cwd is not None:
-        with contextlib.suppress(OSError):
-            os.chdir(start.cwd)
-    sys.path[:] = start.path
-    sys.argv[:] = start.argv
-    os.umask(start.umask)
+    start.surroundings.apply()
     start.logging_config.apply()
     # A handler that does nothing, rather than SIG_IGN: a program that the
     # worker starts gets the default action back, as exec resets handlers.

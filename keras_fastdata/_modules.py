@@ -1,23 +1,33 @@
 """Distinguishes the user's modules from installed modules.
 
-Also reads the names that a code object uses, and the modules it imports.
+Also reads the names that a code object uses, and the modules that a code object
+or a module imports.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dis
 import functools
 import importlib.util
 import os
+import pathlib
 import sys
 import sysconfig
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 _STDLIB = sysconfig.get_path("stdlib")
 _INSTALLED = ("site-packages", "dist-packages")
+# Packages that each worker has before it loads the dataset.
+_ALWAYS_THERE = {
+    *sys.stdlib_module_names,
+    *("cloudpickle", "keras_fastdata", "numpy"),
+}
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_STATEMENTS = (ast.stmt, ast.ExceptHandler, ast.match_case)
 
 
 def is_users(name: Any, *, if_unknown: bool = False) -> bool:
@@ -107,3 +117,77 @@ def imports_in(
                     module = "." * level + step.argval
                     name = importlib.util.resolve_name(module, package)
                     yield name, names or ()
+
+
+def installed_imports(names: Iterable[str]) -> tuple[str, ...]:
+    """Returns the installed modules that are imported along with others.
+
+    Only modules that this process has imported count, in the order in which
+    they were imported. The user's modules are searched for import statements,
+    except within functions and classes; the standard library and what this
+    package needs are left out.
+
+    Args:
+        names: Modules that another process will import.
+    """
+    waiting, seen, found = list(names), set(), set()
+    for name in waiting:
+        if name in seen or (module := sys.modules.get(name)) is None:
+            continue
+        seen.add(name)
+        if _is_importable(module, name):
+            if is_users(name):
+                parts = name.split(".")
+                waiting += [".".join(parts[:n]) for n in range(1, len(parts))]
+                with contextlib.suppress(Exception):  # not Python, or gone
+                    waiting += _imports_of(module, str(module.__file__))
+            elif name.partition(".")[0] not in _ALWAYS_THERE:
+                found.add(name)
+    return tuple(name for name in list(sys.modules) if name in found)
+
+
+def _is_importable(module: Any, name: str) -> bool:
+    """Returns whether importing `name` elsewhere loads a file or folder."""
+    spec = getattr(module, "__spec__", None)
+    if spec is None or spec.name != name or name == "__main__":
+        return False
+    return bool(spec.has_location or spec.submodule_search_locations)
+
+
+def _imports_of(module: types.ModuleType, file: str) -> Iterator[str]:
+    """Yields what import statements of a module may have imported.
+
+    A statement that has bound no name did not run, such as one that is for
+    type checkers alone.
+    """
+    held = vars(module)
+    for node in _import_statements(file, os.stat(file).st_mtime_ns):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                bound = alias.asname or alias.name.partition(".")[0]
+                if bound in held:
+                    yield alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            base = importlib.util.resolve_name(base, held.get("__package__"))
+            for alias in node.names:
+                if alias.name == "*" or (alias.asname or alias.name) in held:
+                    yield base
+                    yield f"{base}.{alias.name}"
+
+
+@functools.lru_cache(maxsize=1024)
+def _import_statements(file: str, _: int) -> list[ast.AST]:
+    """Parses a file's import statements outside of functions and classes."""
+    waiting: list[ast.AST] = [ast.parse(pathlib.Path(file).read_bytes())]
+    found: list[ast.AST] = []
+    for node in waiting:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            found.append(node)
+        elif not isinstance(node, _SCOPES):
+            waiting += [
+                child
+                for child in ast.iter_child_nodes(node)
+                if isinstance(child, _STATEMENTS)
+            ]
+    return found

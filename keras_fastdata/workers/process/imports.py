@@ -1,0 +1,167 @@
+"""Imports packages once, in the process that forks the workers.
+
+Workers share the memory of the packages that their fork server has imported,
+and need not import them. The fork server must remain a process that can be
+forked. So it ends after an import that
+
+- raises,
+- leaves a thread, a running process or an open device behind, or
+- imports a module of the user's, which may change until the next worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import gc
+import importlib
+import logging
+import os
+import stat
+import sys
+import time
+import warnings
+from collections.abc import Callable
+
+from keras_fastdata._modules import is_users
+from keras_fastdata.workers import exceptions
+from keras_fastdata.workers.process import worker_main
+
+_SETTLE_S = 1.0  # for threads and processes that are about to end
+_LOOK_S = 0.01
+# Major numbers of character devices that are open in any process: null, zero
+# and random; terminals.
+_COMMON_DEVICES = {1, 4, 5, *range(136, 144)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Imports:
+    """The packages that a fork server imports, and the settings it has then.
+
+    Two that are equal have the same result.
+
+    Attributes:
+        names: Modules, in the order of their import.
+        stamps: For each top-level package, what changes with its version.
+        surroundings: Environment, folder and paths.
+    """
+
+    names: tuple[str, ...]
+    stamps: tuple[Stamp, ...]
+    surroundings: worker_main.Surroundings
+
+
+Stamp = tuple[str, int, int]
+
+
+class NotShareableError(Exception):
+    """Raised when a process must not fork workers after an import."""
+
+
+def stamp_of(name: str) -> Stamp:
+    """Returns a package's name, and inode and time of its main file."""
+    module = sys.modules.get(name)
+    places = [
+        getattr(module, "__file__", None),
+        *getattr(module, "__path__", ()),
+    ]
+    with contextlib.suppress(OSError, StopIteration):
+        found = os.stat(next(filter(None, places)))
+        return name, found.st_ino, found.st_mtime_ns
+    return name, 0, 0
+
+
+def run(imports: Imports, begin: Callable[[int], None]) -> None:
+    """Imports packages into this process.
+
+    Args:
+        imports: The packages.
+        begin: Called with the number of each package before its import.
+
+    Raises:
+        NotShareableError: The process must not fork workers any more.
+    """
+    imports.surroundings.apply()
+    importlib.invalidate_caches()
+    sys.breakpointhook = exceptions.no_breakpoint
+    # The training process has imported the same, and heard the same. Each
+    # worker replaces these settings.
+    logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    known, devices = {*sys.modules}, _devices()
+    gc.disable()  # the many objects of an import are no garbage
+    for number, name in enumerate(imports.names):
+        begin(number)
+        try:
+            importlib.import_module(name)
+        except BaseException as error:
+            text = f"its import raised {type(error).__name__}: {error}"
+            raise NotShareableError(text) from error
+        if reason := _reason_against(known, devices):
+            raise NotShareableError(reason)
+        known |= sys.modules.keys()
+    warnings.simplefilter("ignore")  # a package may have set its own filters
+    _flush()
+    gc.freeze()
+    gc.enable()
+
+
+def threads() -> int:
+    """Counts the threads of this process; returns 1 if /proc is missing."""
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except FileNotFoundError:
+        return 1
+
+
+def _reason_against(known: set[str], devices: set[str]) -> str:
+    """Returns why this process must not fork workers, or ""."""
+    deadline = time.monotonic() + _SETTLE_S
+    while (more := threads() - 1) or _has_children():
+        if time.monotonic() > deadline:
+            if more:
+                return f"it leaves {more} thread{'s' * (more > 1)} running"
+            return "it leaves a process running"
+        time.sleep(_LOOK_S)
+    if opened := _devices() - devices:
+        return f"it opens {', '.join(sorted(opened))}"
+    tops = {name.partition(".")[0] for name in sys.modules.keys() - known}
+    if theirs := sorted(name for name in tops if is_users(name)):
+        return f"it imports {', '.join(theirs)}, which is not installed"
+    return ""
+
+
+def _has_children() -> bool:
+    """Returns whether a child process is running; leaves ended ones as is."""
+    pids: list[str] = []
+    with (
+        contextlib.suppress(FileNotFoundError),
+        open("/proc/thread-self/children") as file,
+    ):
+        pids = file.read().split()
+    for pid in pids:
+        with contextlib.suppress(ChildProcessError):
+            how = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            if os.waitid(os.P_PID, int(pid), how) is None:
+                return True
+    return False
+
+
+def _devices() -> set[str]:
+    """Returns the open device files, except those that are open anywhere."""
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            status = os.stat(f"/proc/self/fd/{fd}")
+            is_device = stat.S_ISCHR(status.st_mode)
+            if is_device and os.major(status.st_rdev) not in _COMMON_DEVICES:
+                found.add(os.readlink(f"/proc/self/fd/{fd}"))
+    return found
+
+
+def _flush() -> None:
+    """Writes out what is buffered, or else each fork would write it too."""
+    worker_main.flush()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).fflush(None)

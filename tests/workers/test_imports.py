@@ -1,0 +1,569 @@
+"""Installed packages are imported once, before the workers are forked.
+
+The packages of these tests are files in a folder "site-packages". Each notes
+the process that imports it: all workers have the same note if they share one
+import, and their own if each imports the package itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import pathlib
+import signal
+import sys
+import textwrap
+import threading
+
+import keras
+import numpy as np
+import psutil
+import pytest
+from trainers import Trainer
+
+from keras_fastdata import _modules as modules
+from keras_fastdata.workers.process import imports, launchers
+
+PROCESSES = {"workers": 2, "use_multiprocessing": True}
+kept = pytest.mark.usefixtures("kept_forkserver")
+
+NOTE = "import os\nIMPORTED_BY = os.getpid()\n"
+
+# Each batch tells who has built it and who has imported the modules.
+DATASET = """
+import os
+import sys
+{imports}
+from keras_fastdata import FastPyDataset
+
+# Not a number: workers would be told what it is in the training process.
+IMPORTED_BY = (lambda pid: lambda: pid)(os.getpid())
+PACKAGES = {packages}
+
+class Told(FastPyDataset):
+    def __len__(self):
+        return 16
+    def __getitem__(self, index):
+        found = {{name: sys.modules.get(name) for name in PACKAGES}}
+        told = {{k: getattr(v, "IMPORTED_BY", 0) for k, v in found.items()}}
+        return {{"worker": os.getpid(), "mine": IMPORTED_BY(), **told,
+                 "more": {more}}}
+"""
+
+
+class Site:
+    """A folder of installed packages, and one of the user's modules."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.installed = folder / "site-packages"
+        self.mine = folder / "mine"
+        self.once = folder / "once"
+        self.names: list[str] = []
+        for each in (self.installed, self.mine):
+            each.mkdir()
+
+    def package(self, name: str, source: str = "") -> str:
+        """Writes a package that notes who imports it, and imports it here."""
+        source = textwrap.dedent(source)
+        file = self.installed / name / "__init__.py"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(NOTE + f"ONCE = {str(self.once)!r}\n" + source)
+        self._import(name)
+        return name
+
+    def trouble(self, name: str, source: str) -> str:
+        """Writes a package whose first import elsewhere runs `source`."""
+        self.once.touch()
+        source = textwrap.indent(textwrap.dedent(source), "    ")
+        name = self.package(
+            name,
+            "import contextlib, signal, subprocess, sys, threading, time\n"
+            "first = False\n"
+            "with contextlib.suppress(FileExistsError):\n"
+            "    os.close(os.open(ONCE, os.O_CREAT | os.O_EXCL))\n"
+            "    first = True\n"
+            f"if first:\n{source}\n",
+        )
+        self.once.unlink()
+        return name
+
+    def dataset(self, *imported, name="told", more="0", tells=None):
+        """Writes a module of the user's, and returns its class of datasets."""
+        self.module(
+            name,
+            DATASET.format(
+                imports="\n".join(f"import {each}" for each in imported),
+                packages=repr([*(tells or imported)]),
+                more=more,
+            ),
+        )
+        return sys.modules[name].Told
+
+    def module(self, name: str, source: str) -> None:
+        (self.mine / f"{name}.py").write_text(source)
+        self._import(name)
+
+    def _import(self, name: str) -> None:
+        self.names.append(name)
+        importlib.invalidate_caches()
+        sys.modules.pop(name, None)
+        importlib.import_module(name)
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    made = Site(tmp_path)
+    # What is compiled in the same second would hide what is written later.
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    # As pytest does, it would give each phase of a test an environment.
+    monkeypatch.delenv("PYTEST_CURRENT_TEST", raising=False)
+    monkeypatch.syspath_prepend(str(made.mine))
+    monkeypatch.syspath_prepend(str(made.installed))
+    yield made
+    for name in made.names:
+        sys.modules.pop(name, None)
+
+
+def told(dataset):
+    """What the batches of an epoch tell; some of each worker's."""
+    found = list(dataset)
+    for told in found:
+        assert told["mine"] == told["worker"]  # never shared
+    return found
+
+
+def importers(batches, package):
+    return {int(batch[package]) for batch in batches}
+
+
+def assert_shared(batches, *packages):
+    for package in packages:
+        (importer,) = importers(batches, package)
+        assert importer not in {batch["worker"] for batch in batches}
+        assert importer != os.getpid()
+
+
+def assert_own(batches, package):
+    assert all(batch[package] == batch["worker"] for batch in batches)
+
+
+def refusals(caplog):
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.getMessage().startswith("Each worker process imports")
+    ]
+
+
+# -- what is shared ------------------------------------------------------------
+
+
+@kept
+def test_workers_share_the_import_of_an_installed_package(site, caplog):
+    kind = site.dataset(site.package("alpha"), site.package("beta"))
+    with kind(**PROCESSES) as dataset:
+        assert_shared(told(dataset), "alpha", "beta")
+    assert not refusals(caplog)
+
+
+@kept
+def test_a_package_that_a_module_of_the_user_imports_is_shared(site):
+    site.package("alpha")
+    site.module("tools", "import alpha\n")
+    with site.dataset("tools", tells=["alpha"])(**PROCESSES) as dataset:
+        assert_shared(told(dataset), "alpha")
+
+
+@kept
+def test_a_package_that_an_attribute_is_of_is_shared(site):
+    site.package("alpha", "class Thing: pass\n")
+    kind = site.dataset(more="sys.modules['alpha'].IMPORTED_BY")
+    with kind(**PROCESSES) as dataset:
+        dataset.thing = sys.modules["alpha"].Thing()
+        assert_shared(told(dataset), "more")
+
+
+@kept
+def test_a_package_that_a_class_of_the_script_names_is_shared(site):
+    alpha = sys.modules[site.package("alpha")]
+    base = site.dataset()
+
+    class Local(base):
+        def __getitem__(self, index):
+            return {**super().__getitem__(index), "alpha": alpha.IMPORTED_BY}
+
+    with Local(**PROCESSES) as dataset:
+        assert_shared(told(dataset), "alpha")
+
+
+@kept
+def test_later_datasets_share_what_earlier_ones_have_imported(site):
+    site.package("alpha"), site.package("beta")
+    one = site.dataset("alpha", name="one")
+    other = site.dataset("alpha", "beta", name="other")
+    with (
+        one(**PROCESSES) as first,
+        one(**PROCESSES) as again,
+        other(**PROCESSES) as more,
+    ):
+        batches = told(first)
+        importer = importers(batches, "alpha")
+        assert importers(told(again), "alpha") == importer
+        both = told(more)
+        assert_shared(both, "alpha", "beta")
+        assert importers(both, "alpha") == importer
+        assert importers(both, "beta") != importer
+
+
+@kept
+def test_a_dataset_has_no_packages_of_another(site):
+    heavy = site.dataset(site.package("alpha"), name="heavy")
+    light = site.dataset(name="light", more="'alpha' in sys.modules")
+    with heavy(**PROCESSES) as one, light(**PROCESSES) as other:
+        told(one)
+        assert not any(batch["more"] for batch in told(other))
+
+
+@kept
+def test_a_module_of_the_user_may_change_between_two_datasets(site):
+    site.package("alpha")
+    before = site.dataset("alpha", more="'before'")
+    with before(**PROCESSES) as one:
+        batches = told(one)
+        after = site.dataset("alpha", more="'after'")
+        with after(**PROCESSES) as other:
+            later = told(other)
+    assert {str(batch["more"]) for batch in later} == {"after"}
+    assert importers(later, "alpha") == importers(batches, "alpha")
+
+
+@kept
+@pytest.mark.parametrize("change", ["package", "environ", "folder", "path"])
+def test_packages_are_imported_again_after_a_change(
+    change, site, monkeypatch, tmp_path
+):
+    site.package("alpha", "SEEN = os.environ.get('SEEN'), os.getcwd(), 1\n")
+    kind = site.dataset("alpha", more="alpha.SEEN")
+    with kind(**PROCESSES) as before:
+        batches = told(before)
+        assert_shared(batches, "alpha")
+        if change == "package":
+            site.package("alpha", "SEEN = 0, os.getcwd(), 'another version'\n")
+            kind = site.dataset("alpha", more="alpha.SEEN")
+        elif change == "environ":
+            monkeypatch.setenv("SEEN", "yes")
+        elif change == "folder":
+            monkeypatch.chdir(tmp_path)
+        else:
+            monkeypatch.syspath_prepend(str(tmp_path))
+        with kind(**PROCESSES) as after:
+            later = told(after)
+    assert_shared(later, "alpha")
+    assert importers(later, "alpha").isdisjoint(importers(batches, "alpha"))
+    seen = later[0]["more"]
+    if change == "package":
+        assert seen[2] == "another version"
+    elif change == "environ":
+        assert seen[0] == "yes"
+    elif change == "folder":
+        assert seen[1] == str(tmp_path)
+
+
+@kept
+def test_a_package_is_imported_in_the_environment_of_workers(site):
+    site.package(
+        "alpha",
+        "SEEN = [os.environ.get(n) for n in ('CUDA_VISIBLE_DEVICES',"
+        " 'OMP_NUM_THREADS', 'MINE')]\n"
+        "os.environ['SET_BY_ALPHA'] = 'yes'\n",
+    )
+    os.environ.pop("SET_BY_ALPHA")
+    kind = site.dataset(
+        "alpha", more="[*alpha.SEEN, os.environ.get('SET_BY_ALPHA')]"
+    )
+    with kind(worker_env={"MINE": "1"}, **PROCESSES) as dataset:
+        batches = told(dataset)
+    assert_shared(batches, "alpha")
+    assert batches[0]["more"] == ["", "1", "1", "yes"]
+
+
+@kept
+def test_an_import_that_draws_random_numbers_changes_no_batch(site):
+    site.package(
+        "alpha",
+        "import random\nimport numpy as np\n"
+        "np.random.rand(os.getpid() % 7)\nrandom.random()\n",
+    )
+    kind = site.dataset("alpha")
+
+    class Drawn(kind):
+        def __getitem__(self, index):
+            import random
+
+            return np.array([np.random.rand(), random.random()])
+
+    with (
+        Drawn(seed=3, **PROCESSES) as dataset,
+        Drawn(seed=3, workers=0) as inline,
+    ):
+        np.testing.assert_array_equal(list(dataset), list(inline))
+
+
+@kept
+def test_handlers_of_a_package_for_forks_run_in_each_worker(site):
+    site.package(
+        "alpha",
+        "FORKS = []\n"
+        "os.register_at_fork(after_in_child=lambda: FORKS.append(1))\n",
+    )
+    kind = site.dataset("alpha", more="len(alpha.FORKS)")
+    with kind(**PROCESSES) as dataset:
+        assert {int(batch["more"]) for batch in told(dataset)} == {1}
+
+
+def test_what_a_package_prints_is_printed_once(site, capfd):
+    site.package(
+        "alpha",
+        "import ctypes\nprint('by Python', end='; ')\n"
+        "ctypes.CDLL(None).printf(b'by C; ')\n",
+    )
+    kind = site.dataset("alpha")
+    capfd.readouterr()
+    with kind(**PROCESSES) as dataset:
+        assert_shared(told(dataset), "alpha")
+    printed = capfd.readouterr().out
+    assert printed.count("by Python") == printed.count("by C") == 1
+
+
+@kept
+def test_a_program_that_has_ended_does_not_keep_a_package_from_being_shared(
+    site, caplog
+):
+    site.package("alpha", "import subprocess\nsubprocess.run(['true'])\n")
+    with site.dataset("alpha")(**PROCESSES) as dataset:
+        assert_shared(told(dataset), "alpha")
+    assert not refusals(caplog)
+
+
+# -- what is not shared --------------------------------------------------------
+
+TROUBLES = {
+    "raises": ("raise ValueError('no')", "raised ValueError: no"),
+    "asks": ("input()", "raised EOFError"),
+    "debugs": ("breakpoint()", "A debugger was started in a worker process"),
+    "exits": ("sys.exit(3)", "raised SystemExit: 3"),
+    "ends": ("os._exit(3)", "ends the process (exit code 3)"),
+    "crashes": (
+        "os.kill(os.getpid(), signal.SIGKILL)",
+        "ends the process (exit code -9)",
+    ),
+    "thread": (
+        "threading.Thread(target=time.sleep, args=(600,), daemon=True).start()",
+        "leaves 1 thread running",
+    ),
+    "process": (
+        "left = subprocess.Popen(['sleep', '600'])",
+        "leaves a process running",
+    ),
+    "mine": ("import tools", "imports tools, which is not installed"),
+    "forks": (
+        "os.register_at_fork(before=lambda: os._exit(4))",
+        "ends when it is to fork",
+    ),
+    "later": (
+        "os.register_at_fork(before=lambda: threading.Thread(\n"
+        "    target=time.sleep, args=(600,), daemon=True).start())",
+        "a thread was started later",
+    ),
+}
+
+
+@kept
+@pytest.mark.parametrize("how", TROUBLES)
+def test_workers_import_a_package_themselves_where_sharing_it_fails(
+    how, site, caplog
+):
+    source, reason = TROUBLES[how]
+    site.module("tools", "")
+    site.trouble("bad", source)
+    site.package("good")
+    kind = site.dataset("good", "bad")
+    with kind(**PROCESSES) as dataset, kind(**PROCESSES) as again:
+        batches = told(dataset)
+        if how != "later":  # then the first worker was forked before
+            assert_own(batches, "bad")
+        if how not in ("forks", "later"):
+            assert_shared(batches, "good")
+        assert_own(told(again), "bad")
+    (line,) = refusals(caplog)
+    assert "`bad`" in line
+    assert reason in line
+
+
+@kept
+def test_an_import_that_hangs_is_given_up(site, caplog, monkeypatch):
+    monkeypatch.setattr(launchers, "_IMPORT_TIMEOUT_S", 0.5)
+    site.trouble("stuck", "threading.Event().wait()")
+    with site.dataset("stuck")(**PROCESSES) as dataset:
+        assert_own(told(dataset), "stuck")
+    (line,) = refusals(caplog)
+    assert "`stuck`" in line
+    assert "takes over 0.5 s" in line
+
+
+# The first import elsewhere tells its process and the one that this is a fork
+# of, and waits until it is killed.
+WAITS = """
+with open(ONCE + "-told", "w") as pipe:
+    pipe.write(f"{os.getpid()} {os.getppid()}")
+threading.Event().wait()
+"""
+
+
+@pytest.fixture
+def importing(site):
+    """A pipe that a package, whose first import waits, is heard through."""
+    pipe = pathlib.Path(f"{site.once}-told")
+    os.mkfifo(pipe)
+    site.trouble("waiting", WAITS)
+    return pipe
+
+
+@contextlib.contextmanager
+def when_importing(pipe, act):
+    """Calls `act` with two process ids as soon as the package tells them."""
+    thread = threading.Thread(
+        target=lambda: act(*map(int, pipe.read_text().split()))
+    )
+    thread.start()
+    yield
+    thread.join()
+
+
+@kept
+def test_a_fork_server_that_is_killed_amid_an_import(site, importing, caplog):
+    with (
+        site.dataset("waiting")(**PROCESSES) as dataset,
+        when_importing(importing, lambda pid, _: os.kill(pid, signal.SIGKILL)),
+    ):
+        assert_own(told(dataset), "waiting")
+    (line,) = refusals(caplog)
+    assert "`waiting`" in line
+    assert "exit code -9" in line
+
+
+def test_a_fork_server_that_is_killed_while_its_fork_imports(
+    site, importing, caplog
+):
+    with (
+        site.dataset("waiting")(**PROCESSES) as dataset,
+        when_importing(importing, lambda _, pid: os.kill(pid, signal.SIGKILL)),
+    ):
+        # No package is to blame, so another fork server imports it.
+        assert_shared(told(dataset), "waiting")
+    assert not refusals(caplog)
+
+
+@kept
+def test_a_dataset_is_closed_amid_an_import(site, importing):
+    with (
+        site.dataset("waiting")(**PROCESSES) as dataset,
+        when_importing(importing, lambda *_: dataset.close()),
+    ):
+        # A closed dataset that is read on starts new workers.
+        assert_shared(told(dataset), "waiting")
+
+
+def test_a_trainer_that_is_killed_amid_an_import_leaves_nothing(
+    site, importing, zygote
+):
+    site.dataset("waiting")
+    script = (
+        f"sys.path[:0] = [{str(site.installed)!r}, {str(site.mine)!r}]\n"
+        "open(ONCE, 'w').close()\n"
+        "import told\n"
+        "os.unlink(ONCE)\n"
+        "next(iter(told.Told(workers=2, use_multiprocessing=True)))\n"
+    )
+    script = f"ONCE = {str(site.once)!r}\n" + script
+    with Trainer(zygote, script) as trainer:
+        importing.read_text()
+        trainer.send(signal.SIGKILL)
+        assert trainer.end() == -signal.SIGKILL
+        trainer.leaves_nothing()
+
+
+@kept
+def test_a_wait_for_an_import_is_named(site, importing):
+    dataset = site.dataset("waiting")(**PROCESSES)
+    seen = []
+
+    def look(*_):
+        stats = dataset._fastdata.loader.pool_stats()
+        while not stats.importing:
+            stats = dataset._fastdata.loader.pool_stats()
+        seen.append((stats.importing, stats.starting, stats.pids))
+        dataset.close()
+
+    with when_importing(importing, look):
+        next(iter(dataset))
+    dataset.close()
+    assert seen == [("waiting", 2, {})]
+
+
+@pytest.mark.backend
+@pytest.mark.parametrize(
+    "package", ["keras", "jax", "torch", "tensorflow", "sklearn", "h5py"]
+)
+def test_workers_share_the_packages_of_every_training(
+    package, site, caplog, capfd
+):
+    if package not in (keras.backend.backend(), "keras"):
+        pytest.importorskip(package)
+    importlib.import_module(package)
+    kind = site.dataset(
+        package, more="open('/proc/self/statm').read() and os.getppid()"
+    )
+    with kind(**PROCESSES) as dataset:
+        batches = list(dataset)
+        (forkserver,) = {int(batch["more"]) for batch in batches}
+        # It is a fork of the fork server that has started first.
+        assert psutil.Process(forkserver).ppid() != os.getpid()
+    assert not refusals(caplog)
+    assert "os.fork" not in capfd.readouterr().err
+
+
+# -- what counts as imported ---------------------------------------------------
+
+
+def test_only_import_statements_that_have_run_count(site):
+    for name in ("one", "two", "three", "four", "five", "six"):
+        site.package(name)
+    (site.installed / "one" / "part.py").write_text("")
+    importlib.import_module("one.part")
+    site.module(
+        "mine",
+        "from typing import TYPE_CHECKING\n"
+        "from one import part\n"
+        "if TYPE_CHECKING:\n"
+        "    import two\n"
+        "try:\n"
+        "    import absent\n"
+        "except ImportError:\n"
+        "    import three\n"
+        "def later():\n"
+        "    import four\n"
+        "class Holder:\n"
+        "    import five\n"
+        "import six as other, json, numpy.random\n",
+    )
+    found = modules.installed_imports(["mine"])
+    assert found == ("one", "three", "six", "one.part")
+
+
+def test_devices_that_an_import_opens_are_seen(monkeypatch):
+    with open("/dev/zero", "rb"):
+        assert "/dev/zero" not in imports._devices()  # any process has that
+        monkeypatch.setattr(imports, "_COMMON_DEVICES", set())
+        assert "/dev/zero" in imports._devices()
