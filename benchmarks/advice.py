@@ -428,7 +428,7 @@ def _rows_of(name: str, arguments: argparse.Namespace) -> list[Arguments]:
         try:
             child.wait(TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            print(f"{name}: hung for {TIMEOUT_S:g} s", file=sys.stderr)
+            print(f"{name}: took over {TIMEOUT_S:g} s", file=sys.stderr)
         finally:
             kill_session(child.pid)
             child.wait()
