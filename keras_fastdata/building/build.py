@@ -1,4 +1,4 @@
-"""Builds one batch: seeds generators, sets the context, calls `__getitem__`.
+"""Builds one batch: seeds random generators, then calls `__getitem__`.
 
 The same `Builder` runs inline, in threads and in worker processes, so that a
 batch has the same bytes wherever it is built.
@@ -38,7 +38,7 @@ _Result = TypeVar("_Result")
 
 
 class Dataset(Protocol):
-    """The methods of a dataset that the engine calls."""
+    """Declares the dataset methods that the engine calls."""
 
     def __getitem__(self, index: int, /) -> Any: ...
 
@@ -66,7 +66,7 @@ class SampleContext:
     def rng(
         self, rng_for: Callable[..., np.random.Generator]
     ) -> np.random.Generator:
-        """Returns the sample's random generator, which the first call makes."""
+        """Returns the sample's random generator; the first call creates it."""
         with _making:
             if self._rng is None:
                 self._rng = rng_for(*self._key)
@@ -84,7 +84,7 @@ def length_of(dataset: Dataset) -> int | None:
 
 
 def checked_length(name: str, length: Any) -> int:
-    """Checks a number of batches, and returns the number as an `int`."""
+    """Validates a number of batches, and returns the number as an `int`."""
     if isinstance(length, float):
         raise TypeError(
             f"`{name}` must be an integer. Received: {length!r} (of type "
@@ -96,7 +96,7 @@ def checked_length(name: str, length: Any) -> int:
 
 @dataclasses.dataclass
 class Context:
-    """Holds `self.rng`, `self.epoch` and so on while a batch is built."""
+    """Stores the seed, epoch, index and random generator of one build."""
 
     seed: int
     epoch: int
@@ -122,7 +122,7 @@ class Context:
     _holds: tuple[int, bool] | None = None
 
     def note_asked(self, name: str) -> None:
-        """Records that the build has read a value that depends on the epoch."""
+        """Records the name of an epoch-dependent value that a build reads."""
         self.asked = name
 
     def holds(self, dataset: Any) -> bool:
@@ -162,24 +162,24 @@ _DEFAULT_HOOKS: set[Callable[..., Any]] = set()
 
 
 def default_hook(method: _Method) -> _Method:
-    """Marks a base-class method as an empty default that users may override."""
+    """Marks a method of a base class as an empty default implementation."""
     _DEFAULT_HOOKS.add(method)
     return method
 
 
 def is_default_hook(method: Callable[..., Any]) -> bool:
-    """Returns whether the decorator `default_hook` marked a method."""
+    """Returns whether a method was decorated with `default_hook`."""
     return method in _DEFAULT_HOOKS
 
 
 def overrides(dataset: Dataset, name: str) -> bool:
-    """Returns whether a dataset overrides a method whose default is empty."""
+    """Returns whether a dataset overrides the empty default method `name`."""
     method = getattr(type(dataset), name)
     return name in vars(dataset) or not is_default_hook(method)
 
 
 class _Current(threading.local):
-    """Stores a build context and the consumed datasets for each thread."""
+    """Stores the build context and the consumed datasets of each thread."""
 
     context: Context | None = None  # the innermost batch that it is building
 
@@ -196,7 +196,7 @@ _making: Any = threading.RLock()  # held while a generator is made
 
 
 def current_context() -> Context | None:
-    """Returns the calling thread's build context, or `None` if it has none."""
+    """Returns the calling thread's build context; `None` outside of builds."""
     return _current.context
 
 
@@ -208,13 +208,13 @@ def _and_outer(context: Context | None) -> Iterator[Context]:
 
 
 def is_building() -> bool:
-    """Returns whether this thread builds a batch or runs a worker hook."""
+    """Returns whether the calling thread runs a build or a worker hook."""
     context = _current.context
     return context is not None and context.worker_index is not None
 
 
 def is_built_for(dataset: Dataset) -> bool:
-    """Returns whether this thread itself builds a batch of `dataset`.
+    """Returns whether the calling thread is building a batch of `dataset`.
 
     A thread that `__getitem__` started does not count: nothing tells it from
     other threads of the program.
@@ -223,7 +223,7 @@ def is_built_for(dataset: Dataset) -> bool:
 
 
 def is_in_worker(dataset: Dataset) -> bool:
-    """Returns whether this thread is a worker that builds for `dataset`."""
+    """Returns whether the calling thread is a worker of `dataset`."""
     return any(
         c.dataset is dataset and c.worker_index is not None
         for c in _and_outer(_current.context)
@@ -231,7 +231,7 @@ def is_in_worker(dataset: Dataset) -> bool:
 
 
 def context_for(dataset: Dataset, name: str) -> Context | None:
-    """Returns the context of the caller's build, or `None` outside of builds.
+    """Returns the caller's build context, or `None` outside of builds.
 
     A thread that `__getitem__` started works on the batch of the dataset whose
     attribute it reads, if only one batch is possible.
@@ -258,9 +258,9 @@ def context_for(dataset: Dataset, name: str) -> Context | None:
 
 
 def _helped(dataset: Dataset) -> list[Context]:
-    """Returns the builds that may have started the calling thread.
+    """Returns the contexts of the builds that this thread could be helping.
 
-    These are batches of the dataset, or of a dataset that refers to it. A
+    They build batches of the dataset, or of a dataset that refers to it. A
     thread that consumes a dataset's batches does not work on them. A worker
     process builds only one batch at a time.
     """
@@ -291,9 +291,10 @@ def _consumes(dataset: Dataset | None) -> bool:
 
 
 def forget_context(dataset: Dataset | None) -> None:
-    """Removes the contexts of builds that a KeyboardInterrupt interrupted.
+    """Removes the build contexts that an interrupted build left behind.
 
-    It may come between any two lines, also between those that clean up.
+    A KeyboardInterrupt may come between any two lines, also between those that
+    clean up.
     """
     outer = _and_outer(_current.context)
     context = next((c for c in outer if c.dataset is not dataset), None)
@@ -315,7 +316,7 @@ def _enter(context: Context | None) -> None:
 
 
 def _after_fork() -> None:
-    """Drops what the parent's other threads held at the time of a fork."""
+    """Drops the state of threads that do not exist in the forked child."""
     global _making
     _building_in.clear()
     if not _making._is_owned():
@@ -345,25 +346,25 @@ class _Building:
 
 
 class Observer(Protocol):
-    """Receives reports on which random generators batches draw from."""
+    """Receives reports about the random generators that builds use."""
 
     @property
     def observes(self) -> bool:
-        """Whether the builder should report on the next batch."""
+        """Whether to report the random generators of the next build."""
 
     def on_global_rng(self, what: str) -> None:
-        """Receives the report that inline builds may draw from `what`."""
+        """Receives a description of random generators that builds use."""
 
 
 class GlobalRngUsedError(LoaderError):
-    """Raised when a thread's build may have used shared random generators.
+    """Raised if a build in a thread possibly used shared random generators.
 
     The batch is then built again, while no other thread builds.
     """
 
 
 class Generators:
-    """Keeps the random generators that were found in one dataset.
+    """Stores the random generators that were found in one dataset.
 
     In the training process the dataset owns this object: a builder must not
     keep parts of the dataset alive.
@@ -374,7 +375,7 @@ class Generators:
         self._is_sure = False  # whether builds were found to add none
 
     def held(self, dataset: Dataset) -> list[held_generators.Held]:
-        """Returns the generators; searches if the dataset has changed."""
+        """Returns the dataset's random generators; caches the search result."""
         if held_generators.seeds_its_own(dataset):
             return []
         if self._search is None or not self._search.fits(dataset):
@@ -382,7 +383,7 @@ class Generators:
         return self._search.held
 
     def search_after_build(self, dataset: Dataset) -> bool:
-        """Returns whether the build that has just ended added a generator.
+        """Searches again; returns whether a build added a random generator.
 
         Searches again only after the first build, and if an attribute was
         replaced.
@@ -395,7 +396,7 @@ class Generators:
         return search.lacks(self._search)
 
     def forget(self) -> None:
-        """Makes the next build search again."""
+        """Drops the search result, so that the next build searches again."""
         self._search, self._is_sure = None, False
 
 
@@ -446,7 +447,7 @@ class Builder:
         return self._dataset()
 
     def start(self, worker_index: int) -> None:
-        """Runs the dataset's `on_worker_start` for a worker that starts."""
+        """Runs the dataset's `on_worker_start` at the start of a worker."""
         dataset = self.dataset
         given = dict(vars(dataset))
         with _Building(self._context(worker_index)):
@@ -460,11 +461,11 @@ class Builder:
             self._worker_state = LostStateMonitor(self._given_attributes())
 
     def forget(self, thread: int) -> None:
-        """Ignores from now on what a thread that is given up builds."""
+        """Removes the build context of a worker thread that is abandoned."""
         _building_in.pop(thread, None)
 
     def stop(self, worker_index: int) -> None:
-        """Runs the dataset's `on_worker_stop` for a worker that ends."""
+        """Runs the dataset's `on_worker_stop` at the end of a worker."""
         dataset = self.dataset
         with _Building(self._context(worker_index)):
             try:
@@ -508,7 +509,7 @@ class Builder:
                 return self._observed(context)
 
     def _observed(self, context: Context) -> Any:
-        """Builds a batch, and reports which generators the batch drew from."""
+        """Builds a batch, and reports which random generators were used."""
         observer = self._observer
         if observer is None or not observer.observes:
             return self._seeded(context)
@@ -537,7 +538,7 @@ class Builder:
         return self._seeded(context)
 
     def _seeded(self, context: Context) -> Any:
-        """Seeds all generators and builds the batch.
+        """Seeds all random generators, and builds the batch.
 
         If the first build creates generators, it is repeated with these seeded.
         """
@@ -608,7 +609,7 @@ class Builder:
             self._worker_state.begin(self._given_attributes())
 
     def _given_attributes(self) -> dict[str, Any]:
-        """Returns the attributes that came from the training process."""
+        """Returns the dataset attributes set by the training process."""
         attributes = vars(self.dataset).items()
         return {k: v for k, v in attributes if k not in self._own}
 
@@ -671,12 +672,12 @@ class Builder:
 
 
 def builder_in_worker(dataset: Dataset, seed: int, cached: bool) -> Builder:
-    """Returns the builder for a worker process; it keeps `dataset` alive."""
+    """Returns a worker process's `Builder`, which keeps `dataset` alive."""
     return Builder(lambda: dataset, seed, private=True, cached=cached)
 
 
 def _item(dataset: Dataset, index: int) -> Any:
-    """Returns batch `index`; rejects generators and coroutines."""
+    """Calls `__getitem__`; raises `TypeError` for a coroutine or generator."""
     batch = dataset[index]
     if not isinstance(batch, (types.GeneratorType, types.CoroutineType)):
         return batch
@@ -723,7 +724,7 @@ def run_hook(
 
 
 class _Preserved:
-    """Restores generators of globals and classes after a `with` block."""
+    """Restores random generators outside the dataset after a `with` block."""
 
     def __init__(self, found: list[held_generators.Held]) -> None:
         self._found = [held.generator for held in found if held.is_outside]
@@ -757,7 +758,7 @@ class GlobalRngMonitor:
         self._local = threading.local()
 
     def begin(self) -> None:
-        """Starts the check of a build, in the thread that builds."""
+        """Records the state of the shared random generators before a build."""
         self._local.before = None
         is_early = self._watched < self._BUILDS_WATCHED
         if (is_early and self._moved < self._TELLING) or not self._warns:
@@ -766,7 +767,7 @@ class GlobalRngMonitor:
             self._local.before = self._positions(), crossings, self._moved
 
     def end(self, dataset: str) -> None:
-        """Ends the check of a build; reports draws from shared generators."""
+        """Warns or raises if a build changed shared random generators."""
         before = self._local.before
         if before is None:
             return
@@ -802,7 +803,7 @@ class GlobalRngMonitor:
 
 
 def _positions(torch: Any) -> tuple[Any, ...]:
-    """Returns a digest of the global generators; torch's too, if given."""
+    """Returns a summary of the states of the global random generators."""
     numpy: Any = np.random.get_state(legacy=False)
     state = numpy["state"]
     return (

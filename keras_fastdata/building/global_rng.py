@@ -1,4 +1,4 @@
-"""Locks and restores the global random generators during inline builds.
+"""Locks the global random generators during a build, then restores them.
 
 Builds in the caller and epoch hooks seed `np.random`, `random` and torch's
 generator, which all threads of a process share. A thread holds the generators
@@ -31,7 +31,7 @@ _log = logging.getLogger("keras_fastdata")
 
 
 class preserved_globals:  # noqa: N801 - called like a function
-    """Restores the global generators' states at the end of a `with` block."""
+    """Restores the global random generators' states after a `with` block."""
 
     def __enter__(self) -> None:
         self._turn = _take_turn(_call_stack.caller(1))
@@ -67,12 +67,12 @@ def are_preserved() -> bool:
 
 
 def crossings() -> int:
-    """Returns how often any thread has entered or left such a block."""
+    """Returns how often threads have entered or left `preserved_globals`."""
     return sum(turn.crossings for turn in list(_turns))
 
 
 class _Turn:
-    """A lock for the global generators, with information about its holder.
+    """A lock for the global random generators that records its owner.
 
     Attributes:
         lock: Held by that thread, once for each nested build.
@@ -87,7 +87,7 @@ class _Turn:
         self._outermost = "", ""  # the outermost build's file and function
 
     def begin(self, caller: tuple[str, str]) -> None:
-        """Records the calling thread as the holder of the lock."""
+        """Records that the calling thread has acquired the lock."""
         if not self.depth:
             self._thread, self._outermost = threading.get_ident(), caller
         self.depth += 1
@@ -165,7 +165,7 @@ def release_interrupted() -> None:
 
 
 def _after_fork() -> None:
-    """Drops the locks of the parent's other threads after a fork."""
+    """Drops, in a forked child, all locks that this thread does not own."""
     _turns[:] = [turn for turn in _turns if turn.lock._is_owned()] or [_Turn()]
 
 

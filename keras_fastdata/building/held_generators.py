@@ -50,7 +50,7 @@ class Held(NamedTuple):
     generator: _Generator  # the generator
 
     def reseed(self, seed: int, *key: int) -> None:
-        """Resets the generator to the start of its random stream for `key`."""
+        """Seeds the random generator for the random stream `key`."""
         self.generator.reseed(seeding.sequence(seed, *key, *self.key))
 
 
@@ -61,13 +61,13 @@ class _Generator:
         self.value = value
 
     def reseed(self, stream: np.random.SeedSequence) -> None:
-        """Seeds the generator from the seed sequence `stream`."""
+        """Seeds the random generator from the seed sequence `stream`."""
 
     def state(self) -> Any:
-        """Returns the generator's state; equal states give equal draws."""
+        """Returns the random generator's state, which can be compared."""
 
     def restore(self, state: Any) -> None:
-        """Resets the generator to a state that `state` returned."""
+        """Sets the random generator to a state that `state()` returned."""
 
 
 class _NumpyGenerator(_Generator):
@@ -209,7 +209,7 @@ class Search:
                 self._add(step, _HasSeedMethod(step.value, name))
 
     def fits(self, dataset: Any) -> bool:
-        """Returns whether this search result still seems to fit `dataset`."""
+        """Returns whether the search result seems valid for `dataset`."""
         attributes = _attributes_of(dataset)
         if len(attributes) != self._count:
             return False
@@ -219,7 +219,7 @@ class Search:
         return True
 
     def lacks(self, later: Search) -> bool:
-        """Returns whether `later` found a generator that this search lacks."""
+        """Returns whether `later` found additional random generators."""
         paths = {held.path for held in self.held}
         return any(held.path not in paths for held in later.held)
 
@@ -261,7 +261,7 @@ class _ReachStep(NamedTuple):
     is_outside: bool  # whether the way to it leads through a global or a class
 
     def way(self) -> list[_ReachStep]:
-        """Returns this step and all previous steps, latest first."""
+        """Returns this step and all previous steps, from last to first."""
         found = [self]
         while found[-1].before is not None:
             found.append(found[-1].before)
@@ -352,7 +352,7 @@ def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _key_name(key: Any, number: int) -> str:
-    """Returns a dict key's name, which is the same in each process."""
+    """Names a dict key in the same way in all processes."""
     with contextlib.suppress(Exception):
         name = repr(key)
         if " at 0x" not in name:
@@ -451,7 +451,7 @@ _LEAVES = (
 
 
 def _kind_of(value: Any) -> Callable[[Any], _Generator] | None:
-    """Returns the wrapper class for a generator, or `None` if no class fits."""
+    """Returns a random generator's wrapper class, or `None` if unsupported."""
     if isinstance(value, (np.random.Generator, np.random.BitGenerator)):
         return _NumpyGenerator
     if isinstance(value, np.random.RandomState):
@@ -483,7 +483,7 @@ def _is_global(value: Any) -> bool:
 
 
 def _method_of(value: Any) -> str:
-    """Returns the name of an object's seeding method, or "" if no method fits.
+    """Returns the name of an object's seeding method, or "" if none exists.
 
     An object with items or steps is a dataset, an array or an environment;
     there `seed` may mean something else.

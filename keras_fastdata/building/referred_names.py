@@ -57,7 +57,7 @@ class Variable:
 
 
 class _Size(Mapping[str, Any]):
-    """A mapping that returns how many names another has, for every key.
+    """A mapping whose every value is the number of names in another mapping.
 
     A name that is added may hide a variable of a class. Python itself may add
     names such as `__slotnames__` at any time.
@@ -78,7 +78,7 @@ class _Size(Mapping[str, Any]):
 
 
 class _Cell(Mapping[str, Any]):
-    """A mapping that returns a closure cell's value for every key."""
+    """A mapping whose every value is the content of a closure cell."""
 
     def __init__(self, cell: types.CellType) -> None:
         self._cell = cell
@@ -97,7 +97,7 @@ class _Cell(Mapping[str, Any]):
 
 
 def variables_of(dataset: Any, *, is_here: bool = False) -> list[Variable]:
-    """Returns the variables that the batches of a dataset may depend on.
+    """Returns the variables that a dataset's batches can depend on.
 
     Leaves out variables that the code assigns, such as a module's `_is_ready`.
 
@@ -245,7 +245,7 @@ class _VariableSearch:
 
 
 def _is_pythons(name: str, value: Any) -> bool:
-    """Returns whether Python itself may have given a class this attribute."""
+    """Returns whether Python itself could have set this class attribute."""
     is_special = name.startswith("__") and name.endswith("__")
     return is_special and not isinstance(value, types.FunctionType)
 

@@ -39,12 +39,12 @@ def sequence(seed: int, *key: int) -> np.random.SeedSequence:
 
 
 def generator(seed: int, *key: int) -> np.random.Generator:
-    """Returns a new NumPy generator for a seed and a stream key."""
+    """Returns a new NumPy random generator for a seed and a stream key."""
     return np.random.Generator(np.random.PCG64(sequence(seed, *key)))
 
 
 def reseed_globals(seed: int, *key: int) -> None:
-    """Seeds `np.random`, `random` and, if imported, torch's generator."""
+    """Seeds `np.random`, `random` and, if it is imported, torch."""
     stream = hashlib.shake_128(repr((seed, key)).encode())
     drawn = stream.digest(mt19937.SEED_NBYTES + 16 + 8)
     own, rest = drawn[: mt19937.SEED_NBYTES], drawn[mt19937.SEED_NBYTES :]
@@ -56,7 +56,7 @@ def reseed_globals(seed: int, *key: int) -> None:
 
 
 def global_states() -> dict[str, Any]:
-    """Returns a dict from each global generator's name to its state."""
+    """Returns the states of the global random generators, by name."""
     torch = loaded_torch()
     return {
         "np.random": mt19937.state(),

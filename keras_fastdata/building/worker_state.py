@@ -40,7 +40,7 @@ class LostStateMonitor:
         self.begin(attributes)
 
     def begin(self, attributes: dict[str, Any]) -> None:
-        """Starts to watch `attributes`, and forgets all earlier values."""
+        """Starts to monitor `attributes`, and discards all earlier values."""
         self._given = dict(_places(attributes))
         self._seen: _Seen | None = None
         self._next = self._builds + 1
@@ -51,7 +51,7 @@ class LostStateMonitor:
         return self._builds >= self._next
 
     def look(self, attributes: dict[str, Any]) -> list[str]:
-        """Returns paths of the attributes that changed since the last call."""
+        """Returns the paths of attributes that changed since the last call."""
         before, self._seen = self._seen, {}
         for path, value in _places(attributes):
             if self._given.get(path) is not None:
@@ -69,7 +69,7 @@ class LostStateMonitor:
 
 
 def _places(attributes: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields the path and the value of attributes and nested attributes."""
+    """Yields (path, value) of each attribute and each nested attribute."""
     waiting = [("", attributes)]
     for number in range(_MOST_OBJECTS):
         if number == len(waiting):

@@ -82,11 +82,14 @@ class AutoTuner:
         self._asked_s = time.perf_counter()
 
     def opened(self, timing: Timing | None, worker: int) -> None:
-        """Records which worker built a batch, and the times of the build."""
+        """Records the worker and the build times of an opened batch."""
         self._timing, self._worker = timing, worker
 
     def deliver(self, *, counts: bool) -> bool:
-        """Measures a batch, if it `counts`; returns if `settings` changed."""
+        """Measures a delivered batch; returns whether `settings` changed.
+
+        Does not measure the batch if `counts` is false.
+        """
         before = self._tuner.choice
         returned_s = time.perf_counter()
         if counts:
@@ -129,7 +132,7 @@ class AutoTuner:
         )
 
     def on_global_rng(self, what: str) -> None:
-        """Excludes threads from the choice, as they share random generators."""
+        """Excludes threads, because they would share random generators."""
         self._exclude(False, f"No threads, which would share {what}.")
 
     def _exclude(self, processes: bool, reason: str) -> None:
@@ -166,7 +169,7 @@ class SettingsInEffect:
         return self.auto is not None and self.auto.settings != self.now
 
     def adopt_without(self, error: Exception) -> bool:
-        """Adopts another choice than the workers that failed, if possible.
+        """Chooses another kind of workers after an error, if possible.
 
         Not without `workers="auto"`, or if builds are inline. Returns whether
         it did.

@@ -18,7 +18,7 @@ from keras_fastdata.workers import exceptions
 def iterate(
     loader: Loader, dataset: build.Dataset, shuffle: bool
 ) -> BatchIterator:
-    """Returns an iterator over one epoch; its first `next` begins the epoch."""
+    """Returns an iterator over one epoch, which begins at the first `next`."""
     if loader.settings.shuffle is not None:
         shuffle = loader.settings.shuffle
     return BatchIterator(loader, dataset, Epoch(shuffle))
@@ -73,7 +73,7 @@ class BatchIterator(Iterator[Any]):
             raise
 
     def fetch(self, *, pause_after: bool = False) -> Any:
-        """Returns the next batch, or raises `StopIteration`.
+        """Returns the next batch; raises `StopIteration` after the last batch.
 
         With `pause_after`, workers pause until the next call, so that they slow
         nothing down meanwhile.
@@ -91,11 +91,11 @@ class BatchIterator(Iterator[Any]):
         return batch
 
     def prefetch_next(self, prefetches_next: bool) -> None:
-        """Sets whether batches for `iterate_next` are requested early."""
+        """Sets whether to request batches of the next epoch early."""
         self._epoch.set_prefetching(prefetches_next)
 
     def iterate_next(self) -> BatchIterator:
-        """Returns an iterator over the next epoch; `shuffle` stays the same."""
+        """Returns an iterator over the next epoch, with the same `shuffle`."""
         next_epoch = self._epoch.prepare_next()
         opened = BatchIterator(self._loader, self._dataset, next_epoch)
         # Only now: an interrupt must not leave it to nobody.
@@ -111,7 +111,7 @@ class BatchIterator(Iterator[Any]):
         self._epoch.time_batches(interval_s)
 
     def silence(self, is_quiet: bool) -> None:
-        """Sets whether long waits for a batch are not shown to the user."""
+        """Sets whether to hide messages about long waits for a batch."""
         self._epoch.silence(is_quiet)
 
     @property
@@ -120,12 +120,12 @@ class BatchIterator(Iterator[Any]):
         return bool(self._epoch.skipped) or self._epoch.start > 0
 
     def state(self, lag: int) -> state_dict.State:
-        """Returns the dataset's state from before the latest `lag` batches."""
+        """Returns the dataset's state as it was `lag` batches ago."""
         return self._loader.checkpoint.save(self._dataset, self._epoch, lag)
 
     @property
     def epoch(self) -> int:
-        """The number of this epoch, or the one it gets if it begins next."""
+        """The number of this epoch, provisional until the epoch begins."""
         epoch = self._epoch
         if epoch.has_begun and epoch.number is not None:
             return epoch.number
@@ -138,7 +138,7 @@ class BatchIterator(Iterator[Any]):
 
     @property
     def is_empty(self) -> bool:
-        """Whether no batch has been delivered."""
+        """Whether no batch has been delivered yet."""
         return not self._epoch.delivered
 
     @property
@@ -152,7 +152,10 @@ class BatchIterator(Iterator[Any]):
         return self._epoch.is_from_cache or self._loader.lends_read_only
 
     def take_skipped(self) -> dict[int, str]:
-        """Returns the batches skipped since the last call, with tracebacks."""
+        """Returns tracebacks of batches skipped since the last call.
+
+        The keys are the indices of the batches.
+        """
         skipped = self._epoch.skipped
         new = dict(itertools.islice(skipped.items(), self._taken, None))
         self._taken += len(new)
@@ -170,11 +173,14 @@ class BatchIterator(Iterator[Any]):
             raise _not_the_end(error) from error
 
     def remember_first(self, count: int) -> None:
-        """Keeps the first `count` batches for `rewind`, until the next one."""
+        """Keeps the first `count` delivered batches for `rewind`.
+
+        Drops them when a further batch is delivered.
+        """
         self._epoch.remember_first(count)
 
     def rewind(self) -> None:
-        """Starts the epoch again, in the same order."""
+        """Restarts the epoch in the same order."""
         self._loader.rewind(self._epoch)
 
 

@@ -56,7 +56,7 @@ class _Opened(NamedTuple):
 
 
 class _BoundedCache:
-    """Base class of the caches; stores at most `most` bytes, if given."""
+    """Base class of the caches, with an optional limit in bytes."""
 
     def __init__(self, name: str, most: int | None, used: int = 0) -> None:
         self.keeps_all = True  # whether every batch that was put was kept
@@ -66,7 +66,7 @@ class _BoundedCache:
         self._is_full = False
 
     def _admit(self, batch: Any) -> tuple[Any, list[Any]] | None:
-        """Counts the bytes of a batch as used, unless it is refused.
+        """Counts a batch's bytes towards the limit, or refuses the batch.
 
         Returns:
             The structure and the arrays of the batch; `None` if it is refused.
@@ -110,7 +110,7 @@ class _BoundedCache:
 
 
 class MemoryCache(_BoundedCache):
-    """Stores batches in memory; `most` is half of what is free by default."""
+    """Stores batches in memory, by default in up to half of the free memory."""
 
     def __init__(self, name: str, most: int | None) -> None:
         if most is None and (free := ram.free()) is not None:
@@ -127,7 +127,7 @@ class MemoryCache(_BoundedCache):
         return self._batches[index].assemble()
 
     def put(self, index: int, batch: Any) -> None:
-        """Stores a copy of a batch, if its structure and size allow it."""
+        """Stores a copy of a batch, unless the cache refuses the batch."""
         if index in self._batches or (plain := self._admit(batch)) is None:
             return
         description, arrays = plain
@@ -235,7 +235,7 @@ class DiskCache(_BoundedCache):
         return _CachedFile.READABLE
 
     def _keep_open(self, index: int, *, is_trusted: bool) -> None:
-        """Opens a batch file, with a check of its arrays unless trusted."""
+        """Opens a batch file; checks the arrays unless `is_trusted`."""
         self._open[index] = _read(self._path(index), is_trusted)
         if len(self._open) > _MOST_OPEN:
             self._open.popitem(last=False)
@@ -291,7 +291,7 @@ def _write(
 
 
 def _read(path: pathlib.Path, is_trusted: bool) -> _Opened:
-    """Maps the file of a batch; raises `ValueError` if it is damaged."""
+    """Opens the file of a batch; raises `ValueError` for a damaged file."""
     with os_limits.named("A cached batch could not be opened"):
         file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115
     with file:
@@ -308,7 +308,7 @@ def _read(path: pathlib.Path, is_trusted: bool) -> _Opened:
 
 
 def _opened(view: memoryview, is_trusted: bool) -> _Opened:
-    """Decodes a batch; may raise anything if its file is damaged."""
+    """Decodes a batch; raises an exception of any type for damaged data."""
     start = len(_MAGIC) + _SIZES.size
     if view[: len(_MAGIC)] != _MAGIC or view.nbytes < start:
         raise ValueError("it begins with something else")
@@ -335,7 +335,7 @@ def _opened(view: memoryview, is_trusted: bool) -> _Opened:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Opens a file in non-blocking mode, because it may be a pipe."""
+    """Opens a file in non-blocking mode, in case the file is a pipe."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 

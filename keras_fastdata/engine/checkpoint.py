@@ -38,14 +38,14 @@ class Checkpoint:
 
     @property
     def num_done(self) -> int:
-        """The position of the first batch to deliver in the resumed epoch."""
+        """The number of batches of the resumed epoch that are already done."""
         state = self._position.resumed
         return 0 if state is None else self._planner.position(state)
 
     def save(
         self, dataset: build.Dataset, epoch: Epoch | None = None, lag: int = 0
     ) -> State:
-        """Returns the dataset's state from before the latest `lag` batches."""
+        """Returns the dataset's state as it was `lag` batches ago."""
         with self._hooks.lock:  # no state shows a part of what a hook does
             try:
                 with self._pool.lock:
@@ -67,7 +67,7 @@ class Checkpoint:
             )
 
     def restore(self, dataset: build.Dataset, state: State) -> None:
-        """Makes the next epoch begin at a state, and repeats its hooks.
+        """Resumes a dataset from a state, and repeats the epoch hooks.
 
         Raises:
             ValueError: The state belongs to another dataset.
@@ -88,7 +88,7 @@ class Checkpoint:
             self._pool.run(self._go_to, state, state.seed != known)
 
     def set_epoch(self, dataset: build.Dataset, epoch: int) -> None:
-        """Sets the number of the next epoch."""
+        """Makes the dataset continue with the first batch of `epoch`."""
         position = self._position
         if epoch == position.next_epoch and position.resumed is None:
             return

@@ -1,4 +1,4 @@
-"""The progress of one epoch: requested, ready and delivered batches.
+"""Tracks the progress of one epoch: requested, ready, delivered batches.
 
     PLANNED --activate--> ACTIVE --finish(why)--> FINISHED --rewind--> ACTIVE
     PLANNED --finish(ABANDONED)--> FINISHED
@@ -21,7 +21,7 @@ from keras_fastdata.workers.base import BatchResult
 
 
 class EpochState(enum.Enum):
-    """Whether an epoch is planned, active or finished."""
+    """The state of an epoch: planned, active or finished."""
 
     PLANNED = enum.auto()  # its number is what it will be, if no other begins
     ACTIVE = enum.auto()  # its number is its own; batches are asked for
@@ -45,7 +45,7 @@ class Finish(enum.Enum):
 
 
 class Pending(NamedTuple):
-    """A request whose result has not arrived."""
+    """A request for a batch whose result has not arrived."""
 
     epoch: Epoch
     key: int
@@ -53,14 +53,14 @@ class Pending(NamedTuple):
 
 
 class Completed(NamedTuple):
-    """A result that has arrived."""
+    """A result that has arrived, with the time of the request."""
 
     done: BatchResult
     queued_s: float  # the time of the request; 0 if it was not timed
 
 
 class Epoch:
-    """Holds the progress of one epoch, and its ready batches."""
+    """Tracks the progress of one epoch, and stores the ready batches."""
 
     def __init__(self, shuffle: bool) -> None:
         self.shuffle = shuffle  # whether the order is drawn
@@ -113,11 +113,11 @@ class Epoch:
         self.state, self.finished_by = state, why
 
     def plan(self, number: int, schedule: Schedule | None = None) -> None:
-        """Sets the epoch's number, and its order if `schedule` is given."""
+        """Sets the epoch's number and schedule."""
         self.number, self.schedule = number, schedule
 
     def forget_order(self) -> None:
-        """Clears the order and the skipped batches: the length may change."""
+        """Clears the epoch's order and the record of skipped batches."""
         self.schedule = None
         self.skipped.clear()
 
@@ -136,11 +136,11 @@ class Epoch:
             self._move_to(EpochState.FINISHED, why)
 
     def silence(self, is_quiet: bool) -> None:
-        """Sets whether long waits for a batch are not shown to the user."""
+        """Sets whether to hide messages about long waits for a batch."""
         self.is_quiet = is_quiet
 
     def note_change(self) -> None:
-        """Drops what a change of the dataset has made invalid.
+        """Drops all data that a change of the dataset has made invalid.
 
         The order stays, if the epoch has passed its first position.
         """
@@ -149,7 +149,7 @@ class Epoch:
             self.forget_order()
 
     def unplan(self) -> None:
-        """Undoes `plan` and `activate`; the epoch then begins as the next one.
+        """Undoes `plan` and `activate`, so that the epoch can begin again.
 
         It must not have delivered a batch. If a resumed epoch has no batch
         left, its object is reused so; likewise after a state was loaded.
@@ -175,13 +175,13 @@ class Epoch:
         self.is_from_cache = False
 
     def note_depth(self) -> None:
-        """Sets `depth` to the number of ready batches; 0 if this one is not."""
+        """Updates `depth`, the number of ready batches."""
         self.depth = len(self.ready) if self.position in self.ready else 0
         if self.depth and self.next_epoch is not None:
             self.depth += len(self.next_epoch.ready)
 
     def note_quiesce(self, seconds: float) -> None:
-        """Adds to `quiesce_s` the time that the workers needed to pause."""
+        """Increases `quiesce_s` by the time that the workers took to pause."""
         self.quiesce_s += seconds
 
     def note_cached(self) -> None:
@@ -190,11 +190,11 @@ class Epoch:
         self.depth = 1
 
     def pass_position(self) -> None:
-        """Moves to the next position."""
+        """Moves to the position of the next batch."""
         self.position += 1
 
     def note_delivery(self, index: int, batch: Any) -> None:
-        """Counts a delivered batch, and keeps it if `rewind` may need it."""
+        """Counts a delivered batch, and keeps early batches for `rewind`."""
         self.span = self.spans.pop(index, None)
         if self.remembers:
             if self.span is not None:
@@ -206,7 +206,10 @@ class Epoch:
         self.delivered += 1
 
     def remember_first(self, count: int) -> None:
-        """Keeps the first `count` batches for `rewind`, until the next one."""
+        """Keeps the first `count` delivered batches for `rewind`.
+
+        Drops them when a further batch is delivered.
+        """
         self.remembers = count
 
     def forget_first(self) -> None:
@@ -258,7 +261,7 @@ class Epoch:
         return ahead
 
     def claim_span(self, timing: Timing) -> bool:
-        """Decides whether to record the times of a batch.
+        """Returns whether to record the times of a batch.
 
         Starts the interval again if it has passed since the last record.
         """
@@ -272,7 +275,7 @@ class Epoch:
         return stored_s - timing.began_s >= interval_s or timing.retries > 0
 
     def knows(self, position: int, index: int) -> bool:
-        """Returns whether a batch needs no request."""
+        """Returns whether a batch needs no request to the workers."""
         return (
             position in self.ready
             or position in self.cached
@@ -281,7 +284,7 @@ class Epoch:
         )
 
     def position_before(self, lag: int) -> int:
-        """Returns the position as it was before the latest `lag` batches."""
+        """Returns the position that this epoch had `lag` batches ago."""
         return self._after_delivery(lag) if lag else self.position
 
     @property
@@ -292,7 +295,7 @@ class Epoch:
         return self.schedule.index_at(self._after_delivery(0) - 1)
 
     def _after_delivery(self, lag: int) -> int:
-        """Returns the position after a delivery; `lag` 0 is the latest."""
+        """Returns the position right after the delivery `lag` batches ago."""
         position = self.position
         if not self.skipped:
             return max(self.start, position - lag)
@@ -314,7 +317,7 @@ class Epoch:
 
     @property
     def ahead(self) -> int:
-        """The number of requested and held batches, with the next epoch's."""
+        """The number of requested and stored batches, next epoch included."""
         ahead = len(self.waiting) + len(self.ready)
         ahead += len(self.peeked) + len(self.remembered)
         if self.next_epoch is not None:

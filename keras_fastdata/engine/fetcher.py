@@ -42,7 +42,7 @@ _QUIESCE_S = 1.0  # for workers to finish what they are at
 
 
 class Phase(enum.IntEnum):
-    """The phase of a `Fetch`; the values are indices of `_NEXT`."""
+    """The phase of a `Fetch`; the values are indices into `_NEXT`."""
 
     NEW = 0  # no step was taken
     LOOKING = 1  # the batch at the epoch's position is looked for
@@ -102,13 +102,13 @@ class Fetch:
         self.phase = phase
 
     def begin_step(self, workers: WorkerPool) -> None:
-        """Stores the workers, which a wait may have replaced."""
+        """Starts a fetch step, and stores the current workers."""
         self.workers = workers
         if self.phase is NEW:
             self.move(LOOKING)
 
     def build_here(self, pool: InlinePool) -> None:
-        """Makes the calling thread build the batch."""
+        """Assigns the build of the batch to the calling thread."""
         self.inline, self.thread = pool, threading.get_ident()
         self.move(DRAINING)
 
@@ -142,7 +142,7 @@ class Fetcher:
         return Fetch(pause_after, is_thorough)
 
     def wait(self, fetch: Fetch, epoch: Epoch) -> None:
-        """Waits a moment for the batch; a long wait is shown to the user."""
+        """Waits briefly for a batch; shows a notice if the wait is long."""
         builds = fetch.phase is BUILDING
         workers = fetch.inline if builds else fetch.workers
         assert workers is not None
@@ -154,7 +154,7 @@ class Fetcher:
     # -- the next batch ------------------------------------------------------
 
     def next(self, workers: WorkerPool, epoch: Epoch, fetch: Fetch) -> Any:
-        """Returns the next batch of an epoch, or `PENDING` or `END`."""
+        """Returns the next batch, or `Outcome.PENDING` or `Outcome.END`."""
         prefetcher, schedule = self._prefetcher, epoch.schedule
         assert schedule is not None
         fetch.begin_step(workers)
@@ -293,7 +293,7 @@ class Fetcher:
     def _fetch(
         self, workers: WorkerPool, epoch: Epoch, index: int, fetch: Fetch
     ) -> Any:
-        """Returns the batch at the current position, or an `Outcome`."""
+        """Returns the current batch, or an `Outcome` if there is no batch."""
         if index in epoch.peeked:
             return epoch.peeked.pop(index)
         position = epoch.position
@@ -369,7 +369,7 @@ class Fetcher:
         return True
 
     def _open(self, epoch: Epoch, completed: Completed, index: int) -> Any:
-        """Opens a result, and returns its batch or an `Outcome`."""
+        """Returns the batch in a result, or an `Outcome` if there is none."""
         try:
             return self.results.open(epoch, completed, index)
         except Exception:
@@ -398,7 +398,7 @@ class Fetcher:
     def _built_here(
         self, workers: WorkerPool, epoch: Epoch, index: int, fetch: Fetch
     ) -> Any:
-        """Returns the batch built in the caller, or an `Outcome`."""
+        """Returns the inline-built batch, or an `Outcome` if there is none."""
         assert fetch.inline is not None
         self._prefetcher.drain_results(workers)
         is_busy = workers.busy

@@ -164,7 +164,7 @@ def _digest_of_code(code: Any, found: _Found) -> bytes:
 
 
 def _file_at(path: str | bytes) -> bytes:
-    """Returns a file's path, size and time as bytes; `b""` without a file."""
+    """Returns a file's path, size and time as bytes, or `b""` if no file."""
     with contextlib.suppress(OSError, ValueError):
         if 0 < len(path) <= _LONGEST:
             found = os.stat(path)
@@ -175,7 +175,7 @@ def _file_at(path: str | bytes) -> bytes:
 
 
 class _Found:
-    """Collects what a pickle refers to: code, modules and strings."""
+    """Collects the code, modules and strings that a pickle refers to."""
 
     def __init__(self) -> None:
         self.texts: dict[str | bytes, None] = {}  # any may be a path
@@ -206,7 +206,7 @@ class _FingerprintPickler(reducers.Pickler):
     found: _Found
 
     def persistent_id(self, obj: Any) -> Any:
-        """Collects code and texts; returns an object's replacement, if any."""
+        """Collects an object's code and strings, and replaces some objects."""
         kind = type(obj)
         if kind is int or kind is float:
             return None
@@ -309,7 +309,7 @@ def _of_global(value: Any) -> tuple[Any, ...]:
 
 
 def _is_users_function(value: Any) -> bool:
-    """Returns whether an object is the user's own function or a `partial`."""
+    """Returns whether an object is a user's function or a `partial`."""
     if isinstance(value, types.FunctionType):
         return not _is_installed(value.__module__)
     return isinstance(value, functools.partial)
@@ -318,7 +318,7 @@ def _is_users_function(value: Any) -> bool:
 def _named(
     known: str, value: Any, names: list[str], seen: set[int]
 ) -> Iterator[tuple[str, Any]]:
-    """Yields a global, or the variables of a user's module, with names."""
+    """Yields (name, value) for a global variable or a module's variables."""
     if not isinstance(value, types.ModuleType):
         yield known, value
     elif id(value) not in seen and not _is_installed(value.__name__):
@@ -330,7 +330,7 @@ def _named(
 
 
 def _imported_by(code: types.CodeType, package: str | None) -> Iterator[Any]:
-    """Yields the user's modules that a function imports, and their sources."""
+    """Yields the names and sources of user modules that a function imports."""
     seen: set[str] = set()
     for module, names in imports_in(code, package):
         yield from _sources_of(module, names, seen)
@@ -339,7 +339,7 @@ def _imported_by(code: types.CodeType, package: str | None) -> Iterator[Any]:
 def _sources_of(
     module: str, names: tuple[str, ...], seen: set[str]
 ) -> Iterator[str | bytes]:
-    """Yields a user's module and its source, and the modules that it imports.
+    """Yields the name and source of a user's module and of its imports.
 
     Imports nothing. `names` are imported from it, and may be modules.
     """
@@ -361,7 +361,7 @@ def _sources_of(
 def _imports_of(
     source: bytes, package: str | None
 ) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Returns what a module's source imports, as `imports_in` does."""
+    """Returns the imports in a module's source, in `imports_in`'s format."""
     code = compile(source, "<module>", "exec", dont_inherit=True)
     return tuple(imports_in(code, package))
 
@@ -369,7 +369,7 @@ def _imports_of(
 def _specs_of(
     module: str, names: tuple[str, ...]
 ) -> Iterator[importlib.machinery.ModuleSpec]:
-    """Yields what finds a module, its packages, and modules inside it."""
+    """Yields the import specs of a module, its packages and its submodules."""
     first, *others = module.split(".")
     try:
         spec = importlib.util.find_spec(first)
@@ -390,7 +390,7 @@ def _specs_of(
 
 
 def _of_code(code: types.CodeType) -> Iterator[Any]:
-    """Yields what a code object does, without its lines and file name."""
+    """Yields the parts of a code object that a fingerprint covers."""
     yield code.co_code
     yield code.co_names
     yield code.co_varnames
@@ -406,7 +406,7 @@ def _of_code(code: types.CodeType) -> Iterator[Any]:
 
 
 def _inside(value: Any) -> tuple[Any, ...]:
-    """Returns the objects inside a `property` etc., or the object itself."""
+    """Returns the objects in a wrapper such as `partial`, or just `value`."""
     if isinstance(value, (staticmethod, classmethod)):
         return (type(value), value.__func__)
     if isinstance(value, property):

@@ -23,12 +23,12 @@ class Changes:
         self.version = object()  # an object that each change replaces
 
     def mark(self) -> None:
-        """Notes a change: batches that are not delivered are built again."""
+        """Marks the dataset as changed; undelivered batches are built again."""
         self.version = object()
         self.are_new = True
 
     def mark_sent(self) -> None:
-        """Notes that the workers receive all changes made so far."""
+        """Marks all changes as sent to the workers."""
         self.are_new = False
 
     def note_assigned(self, name: str, by_build: bool) -> None:
@@ -82,7 +82,7 @@ class HookReplay:
         name: str,
         hook: Callable[[], Any] | None = None,
     ) -> Any:
-        """Runs the hook `name`, or another function for it.
+        """Runs the epoch hook `name`, or the function `hook` in its place.
 
         Marks the dataset as changed.
         """
@@ -130,7 +130,7 @@ class HookReplay:
         self._is_restored = False
 
     def skips(self, name: str, *, starting: bool) -> bool:
-        """Returns whether a hook ran before the loaded state was saved.
+        """Returns whether to skip a hook that ran before the state was saved.
 
         `starting`: whether Keras is only about to begin its first epoch.
         """
@@ -140,7 +140,7 @@ class HookReplay:
     def restore(
         self, dataset: build.Dataset, state: state_dict.State
     ) -> state_dict.State:
-        """Repeats the hooks of a state that have not run on this dataset.
+        """Runs the hooks of a state that have not yet run on this dataset.
 
         Returns the state; if it was at the end of an epoch, the one after the
         end hook.

@@ -1,4 +1,4 @@
-"""The loader feeds the iterators of one dataset with batches.
+"""Delivers batches to the iterators of one dataset.
 
     BatchIterator -> Loader -> Fetcher -> Prefetcher -> WorkerPool.submit
                                Fetcher <- Epoch.ready <- WorkerPool.collect
@@ -45,7 +45,7 @@ from keras_fastdata.workers.base import WorkerPool
 
 
 class Description(NamedTuple):
-    """Describes the batches of a dataset and its workers."""
+    """Describes a dataset: settings, order, structure, shard and seed."""
 
     settings: Settings  # the constructor arguments that are currently in effect
     # The order of the latest epoch; `None` if it is unknown, or if the dataset
@@ -59,7 +59,7 @@ class Description(NamedTuple):
 
 
 class Loader:
-    """Feeds the iterators over one dataset from one pool of workers.
+    """Delivers batches from one worker pool to the iterators of a dataset.
 
     Args:
         dataset: Held weakly: the dataset owns the loader.
@@ -143,11 +143,11 @@ class Loader:
 
     @property
     def stacks(self) -> dict[str, int]:
-        """How often each folded stack was met in slow builds so far."""
+        """The counts of the folded call stacks seen in slow builds."""
         return dict(self._fetcher.results.stacks)
 
     def pool_stats(self) -> PoolStats | None:
-        """Returns statistics of the workers, or `None` without workers."""
+        """Returns statistics of the workers, or `None` if there are none."""
         workers, auto = self._pool.workers, self._in_effect.auto
         if workers is None:
             return None
@@ -159,7 +159,7 @@ class Loader:
         )
 
     def description(self) -> Description:
-        """Returns what is known of the dataset, without waiting for a lock."""
+        """Returns a description of the dataset without waiting for a lock."""
         return Description(
             self.settings,
             None if self.changes.are_new else self._position.latest_schedule,
@@ -171,7 +171,7 @@ class Loader:
     # -- changes -------------------------------------------------------------
 
     def reconfigure(self, dataset: build.Dataset, settings: Settings) -> None:
-        """Replaces the settings, and the workers."""
+        """Replaces the settings and the workers."""
         self._pool.run(self._reconfigure, dataset, settings, nests=True)
 
     def _reconfigure(self, dataset: build.Dataset, settings: Settings) -> None:
@@ -180,7 +180,7 @@ class Loader:
         self._fetcher.apply_settings()
 
     def close(self) -> None:
-        """Ends the workers, and waits until they have ended. Idempotent."""
+        """Ends the workers and waits for their end (idempotent)."""
         self._pool.close()
 
     # -- what an iterator calls ----------------------------------------------

@@ -1,4 +1,4 @@
-"""Tracks the epochs of a dataset whose iterators still exist."""
+"""Tracks the epochs whose iterators still exist."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _EpochRef(weakref.ref[Any]):
 
 
 class _Peek:
-    """A call of `Loader.peek`, in place of an iterator."""
+    """Represents a `Loader.peek` call, which has no iterator."""
 
 
 class OpenEpochs:
@@ -38,7 +38,7 @@ class OpenEpochs:
 
     @contextlib.contextmanager
     def peeking(self, ahead: Epoch) -> Iterator[None]:
-        """Registers the temporary epoch of a `Loader.peek` call for that long.
+        """Registers the temporary epoch of a `peek` call in a `with` block.
 
         After an interrupt the epoch may have requests; like those of any
         dropped epoch, `take_dropped` leads to them.

@@ -222,7 +222,10 @@ def _is_of_main(value: Any) -> bool:
 
 
 def _content(value: Any) -> Any:
-    """Returns a summary that shows later in-place changes; or `None`."""
+    """Returns a summary of a container for detecting in-place changes.
+
+    Returns `None` for other values.
+    """
     kind = type(value)
     if kind in (list, dict, set):
         return repr(value) if _is_plain(value) else len(value)

@@ -19,7 +19,7 @@ _MAX_ITEMS = 100  # of a container that is searched
 
 @contextlib.contextmanager
 def explained(dataset: weakref.ref[Any]) -> Iterator[None]:
-    """Replaces a pickling error by an error that names the unpicklable part.
+    """Replaces a pickling error with an error that names the unpicklable part.
 
     Raises:
         DatasetPicklingError: Something in the dataset cannot be pickled.

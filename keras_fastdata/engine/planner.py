@@ -46,7 +46,7 @@ class EpochPlanner:
 
     @property
     def given_seed(self) -> int | None:
-        """The constructor argument `seed`, which may be `None`."""
+        """The constructor argument `seed`; `None` if it was not given."""
         return self._settings.seed
 
     @property
@@ -62,7 +62,7 @@ class EpochPlanner:
             self._fixed_seed = settings.seed
 
     def take_seed(self, seed: int) -> None:
-        """Replaces the base seed by the seed of a loaded state."""
+        """Replaces the base seed with the seed of a loaded state."""
         self._fixed_seed = seed
 
     def take_shard(self, dataset: build.Dataset) -> Shard:
@@ -89,7 +89,7 @@ class EpochPlanner:
         return self.shard.position(state.position)
 
     def plan(self, epoch: Epoch, num_batches: int | None, shard: Shard) -> None:
-        """Sets an epoch's order; `num_batches` counts those of all shards."""
+        """Sets an epoch's order; `num_batches` is the total of all shards."""
         assert epoch.number is not None
         schedule = plan_epoch(
             num_batches,

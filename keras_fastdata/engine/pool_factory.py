@@ -40,7 +40,7 @@ class PoolFactory:
         return self._outside.notice_changes()
 
     def has_seed_changed(self) -> bool:
-        """Returns whether the base seed is no longer that of the workers."""
+        """Returns whether the base seed differs from the workers' seed."""
         return self._seed != self._planner.known_seed
 
     def create(self) -> WorkerPool:
@@ -118,7 +118,7 @@ class PoolFactory:
             workers.change()
 
     def _look_outside(self) -> None:
-        """Records the global state that the workers receive or see."""
+        """Records the global state that affects the workers' builds."""
         settings = self._in_effect.now
         is_inline = settings.kind is WorkerKind.INLINE
         keeps = not is_inline or settings.cache is not None
@@ -132,7 +132,7 @@ class PoolFactory:
 
 @dataclasses.dataclass
 class _BuilderMaker:
-    """Creates a worker's `Builder`; a pickled maker contains the dataset."""
+    """Creates a worker's `Builder`; pickling includes the dataset."""
 
     _dataset: weakref.ref[build.Dataset]
     _seed: int
@@ -152,7 +152,7 @@ class _BuilderMaker:
 def _maker_in_worker(
     _: Told, dataset: build.Dataset, seed: int, cached: bool
 ) -> Callable[[], build.Builder]:
-    """Unpickles a `_BuilderMaker`: returns a function that makes a builder."""
+    """Unpickles a `_BuilderMaker` as a function that returns a `Builder`."""
     return functools.partial(build.builder_in_worker, dataset, seed, cached)
 
 

@@ -1,4 +1,4 @@
-"""Guards the workers of one dataset, and controls their lifetime.
+"""Creates and ends the workers of one dataset, protected by a lock.
 
     ABSENT --run--> IN_CALL --its end--> READY, or ABSENT if none were needed
     READY --run--> IN_CALL
@@ -37,7 +37,7 @@ _SHUTDOWN_S = 5.0  # for a daemon thread to leave the loader at exit
 
 
 class PoolState(enum.IntEnum):
-    """Whether workers may be used; the values are indices of `_NEXT`."""
+    """The state of a worker pool; the values are indices into `_NEXT`."""
 
     ABSENT = 0  # there are none; the first call makes them
     READY = 1  # they hold what the dataset and its epochs say
@@ -58,7 +58,7 @@ _NEXT = (
 
 @dataclasses.dataclass
 class ShutdownFlag:
-    """A flag, set when Python exits or the dataset is garbage-collected."""
+    """Records that Python exits or that the dataset was garbage-collected."""
 
     is_asked: bool = False
 
@@ -74,11 +74,11 @@ class ForkSafeLock:
         _fork_safe_locks.add(self)
 
     def own(self) -> Any:
-        """Returns the lock of this process."""
+        """Returns the lock that is valid in this process."""
         return self._lock
 
     def renew(self) -> None:
-        """Replaces the lock by a new one, which nobody holds."""
+        """Replaces the lock with a new, unlocked lock."""
         self._lock: Any = threading.RLock()
 
 
@@ -94,7 +94,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class PoolHandle:
-    """Creates, guards and ends the workers of one dataset."""
+    """Creates and ends the workers of one dataset, protected by a lock."""
 
     def __init__(
         self,
@@ -120,13 +120,13 @@ class PoolHandle:
 
     @property
     def lock(self) -> Any:
-        """The lock of this process."""
+        """The lock on the workers in this process."""
         return self._lock.own()
 
     def run(
         self, step: Callable[..., Any], *args: Any, nests: bool = False
     ) -> Any:
-        """Drops invalid workers, then calls `step` with the lock held.
+        """Drops invalid workers, then calls `step` while holding the lock.
 
         The step must not wait. Only if it `nests`, it may run during another
         step of this thread, which a signal handler has interrupted.
@@ -155,13 +155,13 @@ class PoolHandle:
             self.end_invalid()
 
     def confirm(self) -> None:
-        """Marks the workers as valid, even if the current call fails later."""
+        """Marks the workers as valid, even if the running step fails later."""
         if self.state is IN_CALL:
             absent = self.workers is None
             self._move_to(ABSENT if absent else READY)
 
     def invalidate(self) -> None:
-        """Marks the workers as invalid; the current `run` call ends them."""
+        """Marks the workers as invalid, so that `run` ends them."""
         self._move_to(INVALID)
 
     def ensure(
@@ -183,7 +183,7 @@ class PoolHandle:
         return self.workers
 
     def replace(self) -> None:
-        """Drops the workers; the current call then creates new workers."""
+        """Drops the current workers; `ensure` then creates new workers."""
         self._drop()
         self._move_to(IN_CALL)
 
@@ -199,7 +199,7 @@ class PoolHandle:
             self._end_dropped()
 
     def close(self) -> None:
-        """Ends the workers, and waits until they have ended. Idempotent.
+        """Ends the workers and waits for their end (idempotent).
 
         A later call makes new ones. Where a signal handler has interrupted a
         call of this thread, that call ends them when it goes on. A worker
@@ -221,7 +221,7 @@ class PoolHandle:
         self._end_dropped()
 
     def wait(self, workers: WorkerPool) -> None:
-        """Waits a short time for a batch; an inline pool builds it instead.
+        """Waits briefly for a batch, or lets an inline pool build the batch.
 
         An interrupt during the wait, when it is likeliest, costs nothing.
         """
@@ -294,7 +294,7 @@ class PoolHandle:
                         self._dropped.remove(dropped)
 
     def _disown(self) -> None:
-        """Leaves the workers to the parent process, which owns them.
+        """Detaches this forked process from the parent process's workers.
 
         They are kept: if Python collected them, some would send messages.
         """

@@ -57,12 +57,12 @@ class Position:
             self._beginning = None
 
     def go_to(self, state: State) -> None:
-        """Makes the next epoch begin at a state."""
+        """Makes the next epoch begin at the position of `state`."""
         self.next_epoch, self.resumed = state.epoch, state
         self._beginning = None
 
     def place(self, epoch: Epoch | None, lag: int) -> State | Place:
-        """Returns an epoch's position before its latest `lag` batches.
+        """Returns the position that an epoch had `lag` batches ago.
 
         `None` stands for the epoch that delivered the latest batch. If the next
         epoch begins at a loaded state, the result is that state.

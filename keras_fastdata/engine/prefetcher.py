@@ -102,7 +102,7 @@ class Prefetcher:
     def issue(
         self, workers: WorkerPool, epoch: Epoch, index: int, *, key: int
     ) -> bool:
-        """Requests a batch; returns `False` if the workers refuse it.
+        """Requests a batch; returns whether the workers accept the request.
 
         A request of another epoch for the cache is taken over. `key` is the key
         of the batch in `epoch.ready`.
@@ -148,7 +148,7 @@ class Prefetcher:
             self.drain_results(workers)
 
     def _make_room(self, epoch: Epoch) -> bool:
-        """Discards a ready batch to free space; returns whether it succeeded.
+        """Frees the space of a ready batch; returns `False` if none is ready.
 
         It is the last one of the epoch with the most ready batches, which
         requests it again.
@@ -168,7 +168,7 @@ class Prefetcher:
             self._complete(workers, done)
 
     def forget(self, workers: WorkerPool | None, epoch: Epoch) -> None:
-        """Cancels the requests of an epoch, and drops its results."""
+        """Cancels the requests of an epoch, and drops the epoch's results."""
         if epoch.waiting and workers is not None:
             workers.cancel(epoch.waiting.values())
         for request_id in epoch.waiting.values():
@@ -179,7 +179,7 @@ class Prefetcher:
         epoch.discard_prefetched()
 
     def unplan(self, workers: WorkerPool | None) -> None:
-        """Unplans all epochs that have not delivered a batch."""
+        """Undoes the plans of all epochs that have not delivered a batch."""
         for epoch in self._open_epochs:
             if epoch.next_epoch is not None:
                 self.forget(workers, epoch.next_epoch)
@@ -202,7 +202,7 @@ class Prefetcher:
         self._largest = 0
 
     def results(self) -> list[Any]:
-        """Returns all results that have not been opened."""
+        """Returns all results that were collected but not yet opened."""
         return [
             result
             for epoch in self._open_epochs
@@ -212,7 +212,7 @@ class Prefetcher:
     def _issue_next(
         self, workers: WorkerPool, epoch: Epoch, index: int, cache: Cache | None
     ) -> bool:
-        """Requests an epoch's next batch; `False` if the workers refuse it."""
+        """Requests the next batch if necessary; returns `False` if refused."""
         is_out = epoch.issued in epoch.waiting
         if not is_out and not epoch.knows(epoch.issued, index):
             # The batch that is wanted now is taken from the epoch that has
@@ -229,7 +229,7 @@ class Prefetcher:
         return True
 
     def _asked_for(self, index: int) -> _Asked | None:
-        """Returns which epoch has requested batch `index` for the cache."""
+        """Returns the existing request for batch `index`; `None` if absent."""
         asked = self._asked.get(index)
         if asked is not None:
             epoch, key, request_id = asked

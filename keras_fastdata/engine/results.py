@@ -103,7 +103,7 @@ class Results:
             epoch.cached.discard(epoch.position)
 
     def take_cached(self, epoch: Epoch, index: int) -> Any:
-        """Returns a batch of the cache, or `CACHE_MISS` if reading fails."""
+        """Returns a batch from the cache, or `CACHE_MISS` if reading fails."""
         assert self.cache is not None
         epoch.cached.discard(epoch.position)
         began_s = time.monotonic()
@@ -129,7 +129,7 @@ class Results:
     # -- results of workers --------------------------------------------------
 
     def open(self, epoch: Epoch, completed: Completed, index: int) -> Any:
-        """Opens a result, and returns its batch or an `Outcome`.
+        """Returns the batch in a result, or an `Outcome` if there is none.
 
         Raises:
             Exception: What building the batch has raised, unless it is
@@ -204,7 +204,7 @@ class Results:
 def _add_span(
     epoch: Epoch, index: int, completed: Completed, began_s: float, batch: Any
 ) -> None:
-    """Records the times of a batch, which was opened from `began_s` on."""
+    """Records the times of a batch, whose opening began at `began_s`."""
     opened_s = time.monotonic() - began_s
     done, timing = completed.done, completed.done.timing
     assert timing is not None

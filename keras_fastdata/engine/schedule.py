@@ -34,7 +34,7 @@ class Schedule:
         return position if self.order is None else self.order[position]
 
     def by_index(self) -> Schedule:
-        """Returns a schedule as long as this one, of the first indices."""
+        """Returns an unshuffled schedule of the same length, from index 0."""
         return Schedule(self.num_batches, None)
 
     def holds(self, position: int) -> bool:
@@ -50,7 +50,7 @@ def plan_epoch(
     epoch: int,
     shard: Shard = _ALL,
 ) -> Schedule:
-    """Returns an epoch's order in a shard; an endless one is not shuffled."""
+    """Returns an epoch's order in a shard; endless epochs are not shuffled."""
     if num_batches is None or not shuffle:
         return Schedule(num_batches, None, shard)
     stream = seeding.sequence(seed, seeding.ORDER, epoch)

@@ -25,7 +25,7 @@ _LONGEST_QUEUE = 1024  # batches; a dataset may have no end
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The constructor arguments of `FastPyDataset`, validated.
+    """The validated constructor arguments of `FastPyDataset`.
 
     For what each one means, see `FastPyDataset`.
 
@@ -70,7 +70,7 @@ class Settings:
 
     @property
     def kind(self) -> WorkerKind:
-        """The kind of workers; `INLINE` if `workers` is "auto"."""
+        """The kind of workers; `INLINE` if `workers` is 0 or "auto"."""
         if not self.count:
             return WorkerKind.INLINE
         if self.executor == "ray":

@@ -143,7 +143,7 @@ class State:
             )
 
     def check_length(self, dataset: str, num_batches: int | None) -> None:
-        """Raises `ValueError` if the length of the dataset differs."""
+        """Raises `ValueError` if `num_batches` differs from the state's."""
         if num_batches != self.num_batches:
             raise ValueError(
                 f"The state is of a dataset of {self.num_batches} batches an "
@@ -152,7 +152,7 @@ class State:
             )
 
     def check_order(self, dataset: str, shuffle: bool) -> None:
-        """Raises `ValueError` if the order of the epoch differs."""
+        """Raises `ValueError` if `shuffle` differs from the state's."""
         if self.shuffle not in (None, shuffle):
             raise ValueError(
                 f"The state is of an epoch with shuffle={self.shuffle}, and "
@@ -161,7 +161,7 @@ class State:
             )
 
     def check_digest(self, dataset: str, digest: str) -> None:
-        """Raises `LoaderError` if repeated hooks left another dataset."""
+        """Raises `LoaderError` if `digest` differs from the state's digest."""
         if digest != self.digest:
             raise LoaderError(
                 f"The {len(self.hooks)} calls of epoch hooks that the state "
@@ -173,14 +173,14 @@ class State:
 
 
 def at_end(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns the state at the end of an epoch, before the end hook."""
+    """Returns the state at the end of an epoch, before `on_epoch_end` runs."""
     end = {**state, "epoch": state["epoch"] + 1, "position": 0}
     next_epoch = end.pop("next_epoch", None)
     return end if next_epoch is None else {**end, "epoch": next_epoch}
 
 
 def _checked(name: str, value: Any) -> Any:
-    """Converts one field of a state; raises `ValueError` if it is invalid."""
+    """Converts one field of a state; raises `ValueError` if invalid."""
     allowed, read = _FIELDS[name]
     try:
         return read(value)
@@ -271,7 +271,7 @@ def hash_of(parts: Iterable[Any]) -> bytes:
 
 
 def _parts_of(value: Any, depth: int) -> Iterator[Any]:
-    """Yields the bytes of a value that go into its digest."""
+    """Yields the bytes of a value for computing a digest."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, _PLAIN):
@@ -305,7 +305,7 @@ def _parts_of(value: Any, depth: int) -> Iterator[Any]:
 
 
 def _as_array(value: Any) -> np.ndarray[Any, Any] | None:
-    """Converts a long list of scalars to an array; anything else to `None`."""
+    """Returns a long list of scalars as an array; `None` for other values."""
     if len(value) >= _MANY and not isinstance(value, np.ndarray):
         kinds = set(map(type, value))
         if len(kinds) == 1 and kinds <= {int, float, str, bool}:

@@ -1,4 +1,4 @@
-"""Chooses the workers for `workers="auto"` by measuring the training.
+"""Chooses the workers for `workers="auto"` from measured batch times.
 
 From the times of builds and steps follows how many workers could be of use, and
 of which kind. These are tried, one choice after the other, and the cheapest
@@ -120,7 +120,7 @@ class Tuner:
         next(self._course)
 
     def add(self, sample: Sample) -> None:
-        """Adds the measurements of a batch, which may change `choice`."""
+        """Adds the measurements of a batch, and updates `choice` if needed."""
         self._batches += 1
         try:
             self._course.send(sample)

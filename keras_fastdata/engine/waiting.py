@@ -1,4 +1,4 @@
-"""Says what a consumer waits for, in words."""
+"""Shows the user which batch a program is waiting for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from keras_fastdata.workers.inline import InlinePool
 
 
 class BatchWait:
-    """The waits for one batch of an epoch, which a `Notice` shows."""
+    """Shows a notice during long waits for one batch of an epoch."""
 
     def __init__(self, dataset: str, epoch: Epoch) -> None:
         self._dataset = dataset
@@ -19,7 +19,7 @@ class BatchWait:
         self._packages = LoadedPackages()
 
     def look(self, workers: WorkerPool, keeps: bool) -> None:
-        """Shows what is waited for, once the wait is long.
+        """Shows or updates the notice, if the wait has become long.
 
         `keeps` says whether a cache keeps the batches for later epochs.
         """
