@@ -27,7 +27,7 @@ _log = logging.getLogger("keras_fastdata")
 
 @registered
 class DatasetCheckpoint(Callback):
-    """Saves the position in the training data to a file, and restores it.
+    """Saves the position in the training data, so that `fit` can resume there.
 
     Put it behind `keras.callbacks.BackupAndRestore`, and it saves when that
     does: a `fit` that was killed and is called again, in a new process, has the
@@ -113,7 +113,7 @@ class DatasetCheckpoint(Callback):
     # -- called by Keras ----------------------------------------------------
 
     def set_params(self, params: Any) -> None:
-        """Finds the other callbacks of the `fit` or `evaluate` that now begins.
+        """Finds the other callbacks of the `fit` or `evaluate` that begins.
 
         Keras calls this method first.
         """
@@ -181,7 +181,7 @@ class DatasetCheckpoint(Callback):
 
     @property
     def async_safe(self) -> bool:
-        """Whether Keras may start the next step before this callback runs.
+        """Whether Keras is allowed to start a step before this callback runs.
 
         `False` if it may save then: training must stand where the file says.
         """
@@ -214,7 +214,7 @@ class DatasetCheckpoint(Callback):
     # -- beside BackupAndRestore ----------------------------------------------
 
     def _save_before(self, backup: keras_bridge.KerasBackup) -> None:
-        """Makes Keras save the state of the data before it saves the weights.
+        """Makes Keras save the data's state each time before the weights.
 
         After a kill in between, the weights are the older ones; and their
         state is still in the file.
@@ -248,7 +248,7 @@ class DatasetCheckpoint(Callback):
             )
 
     def _begin_with(self, epoch: int) -> None:
-        """Sets the data to the start of an epoch that has no saved state."""
+        """Moves the dataset to the start of an epoch without a saved state."""
         dataset = self._adapter.py_dataset
         if self._adapter.next_epoch == epoch:
             return  # it was trained on until here
@@ -284,7 +284,10 @@ class DatasetCheckpoint(Callback):
         )
 
     def _saved_for(self, states: SavedStates, epoch: int) -> Saved | None:
-        """Returns the saved state to restore, if `fit` begins at `epoch`."""
+        """Returns the saved state for a `fit` that begins at `epoch`.
+
+        `None` if there is no such state.
+        """
         latest = states.latest
         if self._backup is not None:
             restored = self._backup.restored()
@@ -333,7 +336,7 @@ def _backup_before(
 
 
 def _moment(model: Any, epoch: int, batch: int) -> list[int]:
-    """Returns epoch, batch and optimizer step, which identify the weights."""
+    """Returns the epoch, batch and optimizer step that identify the weights."""
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None:
         return [epoch, batch, 0]

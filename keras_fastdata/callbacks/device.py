@@ -1,4 +1,4 @@
-"""Waits for the device, sums up what compiling takes, describes the machine."""
+"""Synchronizes the device, measures compiling, and describes the machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from keras_fastdata.metrics import cpu, formatting
 
 
 def is_asynchronous() -> bool:
-    """Whether a training step may return before its result is computed."""
+    """Returns whether training steps return before their result is computed."""
     import keras
 
     match keras.backend.backend():
@@ -60,7 +60,7 @@ def synchronize(model: Any) -> None:
 
 
 class _Compiling(threading.local):
-    """The seconds that the present thread has compiled."""
+    """The total time that the current thread has spent compiling."""
 
     total_s = 0.0
 
@@ -70,7 +70,7 @@ _compiling = _Compiling()
 
 @functools.cache
 def compiling_clock() -> Callable[[], float] | None:
-    """Returns a function that returns the seconds its thread has compiled.
+    """Returns a function that returns the compile time of the calling thread.
 
     Returns:
         The function, or `None` if the backend does not tell.
@@ -87,7 +87,7 @@ def compiling_clock() -> Callable[[], float] | None:
 
 
 def _add_if_compiling(event: str, seconds: float, **_: Any) -> None:
-    """Adds up the seconds of JAX's events that concern compiling."""
+    """Adds the duration of a JAX event if the event concerns compiling."""
     if event.startswith("/jax/core/compile/"):
         _compiling.total_s += seconds
 

@@ -174,7 +174,7 @@ class LoaderHealth(Callback):
         return cls(**config)
 
     def summary(self) -> HealthSummary:
-        """Returns the figures of the latest `fit`, `evaluate` or `predict`.
+        """Returns the results of the latest `fit`, `evaluate` or `predict`.
 
         While that runs: of the epochs that have ended.
         """
@@ -225,7 +225,7 @@ class LoaderHealth(Callback):
     # -- called by Keras ----------------------------------------------------
 
     def set_params(self, params: Any) -> None:
-        """Prepares for the `fit`, `evaluate` or `predict` that now begins.
+        """Prepares for the `fit`, `evaluate` or `predict` that begins.
 
         Keras calls this method first. It ends an interrupted measurement.
 
@@ -362,7 +362,7 @@ class LoaderHealth(Callback):
     # -- measuring ----------------------------------------------------------
 
     def _figures_before(self) -> Figures | None:
-        """Returns the figures of the run to compare with."""
+        """Returns the values of the earlier run to compare with, if any."""
         if self.compare is None:
             return None
         if isinstance(self.compare, HealthSummary):
@@ -373,7 +373,7 @@ class LoaderHealth(Callback):
         return comparison.read(self.compare)
 
     def _move_to(self, measured: Measured) -> None:
-        """Changes the state. This is the only method that changes the state."""
+        """Changes the state; no other method changes it."""
         self._measured = measured
 
     def _start(self) -> None:
@@ -433,7 +433,7 @@ class LoaderHealth(Callback):
         )
 
     def _steps(self, monitor: EpochMonitor) -> tuple[Step, ...]:
-        """Returns the latest steps, after the time before the first of them.
+        """Returns the latest steps, preceded by the time before the first step.
 
         That time, as a step with number -1 that waits for the first batch and
         builds the model, is left out if later steps are no longer known.
@@ -555,7 +555,7 @@ class LoaderHealth(Callback):
 
 
 def _describe(health: EpochHealth, skipped: int) -> str:
-    """Returns a line or two on an epoch.
+    """Describes an epoch in a few sentences.
 
     They have its waiting, the whole of which `data_wait` is a share, what else
     took at least 0.1 s and 5% of the epoch, and the number of skipped batches.

@@ -50,7 +50,7 @@ class SavedStates:
 
     @property
     def latest(self) -> Saved | None:
-        """The state that was saved last, or `None` if none was saved."""
+        """The state that was saved last, or `None` without saved states."""
         return self._states[-1] if self._states else None
 
     def find(self, key: str, value: Any) -> Saved | None:
@@ -64,7 +64,7 @@ class SavedStates:
         return None
 
     def find_moment(self, moment: list[int]) -> Saved | None:
-        """Returns the state that was saved together with certain weights.
+        """Returns the state that was saved with the weights of `moment`.
 
         Keras may be killed after it saved the weights and before it saved
         their epoch and batch. Then only the optimizer step is compared.
@@ -80,7 +80,7 @@ class SavedStates:
         return found
 
     def add(self, saved: Saved) -> None:
-        """Saves a state; replaces the state of the same model weights, if any.
+        """Saves a state; replaces an earlier state of the same model weights.
 
         `saved["saved_at"]` identifies the weights. A state in which it is
         `None` replaces no other state.
@@ -98,7 +98,7 @@ class SavedStates:
 
 
 def _checked(saved: Any) -> Saved:
-    """Checks a state from the file, except what its key "dataset" holds.
+    """Validates a state from the file, except the value of "dataset".
 
     Raises:
         ValueError: The state is damaged; or a `KeyError` or `TypeError`.
@@ -115,7 +115,7 @@ def _checked(saved: Any) -> Saved:
 
 
 def after_empty_rest(dataset: Any, saved: Saved, length: int | None) -> Saved:
-    """Sets the next epoch if the saved epoch has no batches left.
+    """Moves the state to the next epoch if the saved epoch has no batches left.
 
     When a state is saved, nobody may know yet that all batches behind its
     position are skipped, or that there are none.

@@ -25,7 +25,7 @@ def savers_among(callbacks: list[Any]) -> list[Any]:
 
 
 class _TimedHook:
-    """Calls a callback's hook, and reports how many seconds the call took."""
+    """Calls a callback's hook, and reports the duration of the call."""
 
     def __init__(
         self, hook: Callable[..., None], tell: Callable[[float], None]
@@ -42,7 +42,7 @@ class _TimedHook:
 
 
 class SavingTimer:
-    """Measures the hooks in which callbacks save, until `close` is called.
+    """Measures how long callbacks take to save, until `close` is called.
 
     Args:
         callbacks: The callbacks; see `savers_among`.

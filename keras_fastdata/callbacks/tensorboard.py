@@ -1,4 +1,4 @@
-"""Writes the figures of `LoaderHealth` as scalars for TensorBoard.
+"""Writes the measurements of `LoaderHealth` as scalars for TensorBoard.
 
 The scalars are not in Keras's logs, because the progress bar shows all logs.
 """

@@ -1,1 +1,1 @@
-"""Ready-made datasets, built on `FastPyDataset`."""
+"""Contains ready-made datasets that are based on `FastPyDataset`."""

@@ -21,7 +21,7 @@ _HOOKS = ("on_epoch_begin", "on_epoch_end")
 
 
 def accelerate(dataset: Any, workers: int = 1, **kwargs: Any) -> FastPyDataset:
-    """Builds the batches of a Keras dataset with this package's workers.
+    """Wraps a Keras dataset, and builds its batches in this package's workers.
 
     As with `FastPyDataset`, batches go through shared memory, and each comes
     once, in order, with the same bytes for any number of processes. The
@@ -167,7 +167,7 @@ class _WrappedWithHooks(_Wrapped):
 
 
 def _has_hook(dataset: Any, name: str) -> bool:
-    """Returns whether a dataset has an epoch hook `name` of its own.
+    """Returns whether a dataset itself defines the epoch hook `name`.
 
     The empty hooks of Keras's `PyDataset` do not count.
     """
@@ -180,7 +180,7 @@ def _has_hook(dataset: Any, name: str) -> bool:
 
 
 def _counts_batches(dataset: Any) -> bool:
-    """Returns whether a dataset counts its batches, like an image iterator."""
+    """Returns whether a dataset counts its batches, as Keras's iterators do."""
     return all(
         hasattr(dataset, name)
         for name in ("total_batches_seen", "index_array", "_set_index_array")

@@ -132,7 +132,7 @@ class ArrayDataset(SampledDataset):
 
 
 def _rows(array: Any, indices: Indices, empty: build.Empty) -> npt.NDArray[Any]:
-    """Returns a copy of the rows of an array at `indices`."""
+    """Returns a copy of an array's rows at `indices`."""
     count = array.shape[0]
     if not 0 <= indices.min() <= indices.max() < count:
         raise IndexError(

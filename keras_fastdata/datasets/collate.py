@@ -28,7 +28,7 @@ class Padded:
         self.value = value
 
     def of(self, keys: list[Any]) -> list[Padded]:
-        """Returns the padding of each part of a sample, ordered as `keys`."""
+        """Returns a list with the padding for each sample part in `keys`."""
         if isinstance(self.to, dict):
             if unknown := [key for key in self.to if key not in keys]:
                 raise ValueError(
@@ -151,7 +151,7 @@ class _Nothing:
 
 
 class _Column:
-    """Stacks numbers or arrays whose shape in the batch is known in advance.
+    """Stacks numbers or arrays of a shape that is known in advance.
 
     `put` copies each of them into the batch.
     """

@@ -1,4 +1,4 @@
-"""Reads an image file as an array of pixels, in a given size.
+"""Reads an image file into an array of pixels of a given size.
 
     open -> decode (JPEGs at reduced size) -> turn upright -> resize
 
@@ -45,7 +45,7 @@ class _Kept(threading.local):
     resizer: Any = None  # a `cykooz_resizer.Resizer`, after the first use
 
     def room(self, nbytes: int) -> Pixels:
-        """Returns a buffer for an image; a later call may reuse the buffer."""
+        """Returns a buffer for an image; a later call can reuse the buffer."""
         if nbytes > _KEPT_BYTES:
             return np.empty(nbytes, np.uint8)
         if nbytes > self.memory.nbytes:
@@ -71,7 +71,7 @@ def require() -> None:
 
 @functools.cache
 def _faster(module: str) -> Any:
-    """Returns an optional module, or `None` if it is not installed."""
+    """Imports an optional module; returns `None` if it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -225,7 +225,7 @@ def _resize(
 def _fitted(
     size: tuple[int, int], form: ImageSpec
 ) -> tuple[_Box, tuple[int, int]]:
-    """Returns the box to crop from an image, and the size to resize it to.
+    """Returns the box to crop from an image, and the size after resizing.
 
     Sizes are width and height; `form.size` is height and width.
     """

@@ -208,7 +208,7 @@ class GeneratorDataset(FastPyDataset):
 
     @property
     def num_batches(self) -> int | None:
-        """The number of batches in an epoch; `None` if there is no limit."""
+        """The number of batches in an epoch; `None` means all of the data."""
         if not _process_role.is_worker():
             from keras_fastdata import keras_bridge
 
@@ -268,7 +268,7 @@ class GeneratorDataset(FastPyDataset):
         return {**vars(self), "_fastdata_plan": copy.copy(self._fastdata_plan)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores a position; new generators run again up to this position.
+        """Restores a position, by running new generators up to this position.
 
         The batches before the position are dropped.
         """
@@ -288,7 +288,7 @@ class GeneratorDataset(FastPyDataset):
 
 @dataclasses.dataclass(eq=False)
 class _Plan:
-    """A `GeneratorDataset`'s configuration, and its state: `turns`."""
+    """The configuration of a `GeneratorDataset`, and its current pass."""
 
     restarts: bool  # whether each epoch makes new generators
     num_shards: int
@@ -401,7 +401,7 @@ class _Spec(NamedTuple):
 
 
 class GeneratorShards(FastPyDataset):
-    """The shards of one worker of a `GeneratorDataset`.
+    """The shards that one worker of a `GeneratorDataset` runs.
 
     A batch is an array of three integers: `_BATCH` or `_LAST`, and checksums
     of all items of the shard, without and with this batch. Unless the shard
@@ -431,7 +431,7 @@ class GeneratorShards(FastPyDataset):
         """`None`, because the number of batches is unknown."""
 
     def __getitem__(self, index: int) -> Any:
-        """Returns a batch, or an end marker, of the shard whose turn it is.
+        """Returns a batch, or an end marker, from the shard that is next.
 
         `index` counts the turns of all shards of this worker.
         """
@@ -465,7 +465,7 @@ class _Running:
         self._failed = False
 
     def leads_to(self, key: int, turn: int) -> bool:
-        """Returns whether the next result is the one of turn number `turn`.
+        """Returns whether the next result is of pass `key` and turn `turn`.
 
         A turn is one batch, or the end marker, of one shard. Turns after the
         end also count: they are requested before the end is known.
@@ -475,7 +475,7 @@ class _Running:
         return key == self._key and (over or next_one)
 
     def skip(self, turns: int) -> None:
-        """Drops the first `turns` batches and end markers of the shards."""
+        """Discards the first `turns` batches and end markers of the shards."""
         if len(self._live) == 1 and self._live[0].skip(turns):
             self._turns = turns
             return
@@ -494,7 +494,7 @@ class _Running:
             shard.close()
 
     def next(self, *, dropped: bool = False) -> Any:
-        """Returns a batch, or the end marker, of the shard that is next."""
+        """Returns a batch, or an end marker, from the shard that is next."""
         if self._failed or not self._live:
             raise EndOfData("The generators have ended.")
         self._place %= len(self._live)
@@ -532,7 +532,7 @@ class _Shard:
         self._held: list[Held] = []  # random generators of the factory
 
     def skip(self, batches: int) -> bool:
-        """Makes the generator skip some batches; returns whether it can."""
+        """Makes the generator skip batches; returns `False` if it cannot."""
         can_skip = self._spec.source.takes_start and not self._spec.repeats
         if not can_skip or not batches:
             return False
@@ -600,7 +600,7 @@ class _Shard:
         return [] if short and spec.drop_remainder else items
 
     def _seed(self) -> None:
-        """Seeds NumPy, Python, and the generators that `factory` holds."""
+        """Seeds the random generators of NumPy, Python and `factory`."""
         if self._owner.workers and not self._owner.use_multiprocessing:
             return  # the threads of a process share the global generators
         key = *self._stream, self._round, self._position
@@ -614,7 +614,7 @@ class _Shard:
 
 
 class _Source(NamedTuple):
-    """The user's factory or iterator, and the parameters that it accepts."""
+    """The user's factory and its accepted parameters, or the given iterator."""
 
     factory: Any
     is_iterator: bool = False
@@ -759,7 +759,7 @@ def _optional(name: str, value: Any) -> int | None:
 
 
 def _pop_parameter(parameters: dict[str, Any], name: str, factory: Any) -> bool:
-    """Removes `name` from `parameters`; returns whether to pass a value."""
+    """Removes parameter `name`; returns whether to pass an argument for it."""
     found = parameters.get(name)
     if found is None or name in getattr(factory, "keywords", {}):
         return False
@@ -768,7 +768,7 @@ def _pop_parameter(parameters: dict[str, Any], name: str, factory: Any) -> bool:
 
 
 def _checksum(part: Any, before: int) -> int:
-    """Returns the checksum `before`, extended by the content of `part`."""
+    """Extends the checksum `before` by the content of `part`."""
     if isinstance(part, Mapping):
         return _checksum(list(part.items()), before)
     if isinstance(part, (tuple, list)):

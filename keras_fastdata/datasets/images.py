@@ -358,7 +358,10 @@ def _labelled_files(
     class_names: Sequence[str] | None,
     follow_links: bool,
 ) -> tuple[list[str], npt.NDArray[Any] | None, list[str] | None]:
-    """Returns paths, labels and class names, in Keras's order."""
+    """Returns the paths, labels and class names of the images in a folder.
+
+    The order is the same as in Keras.
+    """
     if mode is not None:
         one_of("label_mode", mode, ("int", "binary", "categorical"))
     if class_names is not None and labels != "inferred":

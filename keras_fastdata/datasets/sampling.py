@@ -155,7 +155,7 @@ class _Order:
 
     @property
     def draws_again(self) -> bool:
-        """Whether a sample may occur more than once in an epoch."""
+        """Whether a sample can occur more than once in an epoch."""
         return self.sampler is not None or self.shares is not None
 
 
@@ -232,7 +232,7 @@ def _sampled(dataset: SampledDataset, sampler: Sampler) -> Indices:
 
 
 def for_iterables(name: str, source: Any, batching: str) -> str:
-    """Returns a hint for an error message if `source` is iterable, or "".
+    """Returns a hint for an error message if `source` is iterable, else "".
 
     `source` was passed as the argument `name`. The hint shows the further
     arguments `batching`.

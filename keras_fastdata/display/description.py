@@ -20,12 +20,15 @@ from keras_fastdata.metrics import formatting
 
 
 def is_default(method: Any) -> bool:
-    """Whether a bound `__repr__` is the one that `object` defines."""
+    """Returns whether a bound `__repr__` is the default of `object`."""
     return getattr(method, "__objclass__", None) is object
 
 
 def dataset_text(dataset: Any) -> str:
-    """Returns a dataset's class, length, batch, workers, cache and shard."""
+    """Describes a dataset in one line of text.
+
+    The line has the class, length, batch, workers, cache and shard.
+    """
     facts = _facts(dataset)
     length, batch = facts.pop("length", ""), facts.pop("batch", "")
     parts = [f"{length or 'batches'} of {batch}" if batch else length]
@@ -38,13 +41,13 @@ def dataset_text(dataset: Any) -> str:
 
 
 def dataset_html(dataset: Any) -> str:
-    """Returns the same description as `dataset_text`, as HTML."""
+    """Describes a dataset in HTML, with the same content as `dataset_text`."""
     table = formatting.html_table(_facts(dataset).items(), align="left")
     return f"<div><b>{html.escape(name_of(dataset))}</b>{table}</div>"
 
 
 def name_of(dataset: Any) -> str:
-    """Returns a dataset's class name, such as "accelerate(Images)"."""
+    """Returns the name to show for a dataset, such as "accelerate(Images)"."""
     wrapped = vars(dataset).get("_fastdata_wrapped")
     if wrapped is not None:
         return f"accelerate({type(wrapped).__name__})"
@@ -77,7 +80,7 @@ def _facts(dataset: Any) -> dict[str, str]:
 
 
 def _length(dataset: Any, known: Description | None) -> dict[str, str]:
-    """Returns a dict with the number of batches; {} if `__len__` raises.
+    """Returns a dict with the number of batches, or {} if `__len__` raises.
 
     The user's code is not asked in the midst of an epoch: it may assign
     attributes, and that would look like a change of the dataset.

@@ -1,4 +1,4 @@
-"""Makes Matplotlib figures that need no window, and that notebooks display."""
+"""Makes Matplotlib figures for notebooks and files, without windows."""
 
 from __future__ import annotations
 
@@ -44,5 +44,5 @@ def new_figure(what: str, width_in: float, height_in: float) -> Figure:
 
 
 def plain(text: Any) -> str:
-    """Escapes a text, so that Matplotlib reads no formula in it."""
+    """Escapes `$` in a text, so that Matplotlib shows no formula."""
     return str(text).replace("$", r"\$")

@@ -79,7 +79,7 @@ def build_batch(dataset: Any, index: int) -> Any:
 
 
 def draw(dataset: Any, index: int, count: int) -> Figure:
-    """Draws the first samples of batch `index`."""
+    """Draws the first samples of batch `index` as a Matplotlib figure."""
     new_figure("Pictures of samples", 1, 1)  # fails before anything is built
     parts = parts_of(build_batch(dataset, index), count)
     shown = min(count, max((_length(part) for part in parts), default=0))
@@ -94,7 +94,7 @@ def draw(dataset: Any, index: int, count: int) -> Figure:
 
 
 def parts_of(batch: Any, count: int) -> list[Part]:
-    """Returns the arrays of a batch by name, each with its first rows."""
+    """Returns a `Part` for each array of a batch, with the first rows."""
     is_split = isinstance(batch, (tuple, list)) and 1 <= len(batch) <= 3
     pieces = tuple(batch) if is_split else (batch,)
     names = ("x", "y", "weight")
@@ -133,7 +133,7 @@ def _length(part: Part) -> int:
 
 
 def _is_image(part: Part) -> bool:
-    """Whether an array looks like a batch of images."""
+    """Returns whether an array looks like a batch of images."""
     rows = part.rows
     if rows is None or rows.dtype.kind in "SUOMm":
         return False
@@ -176,7 +176,7 @@ def pixels(rows: _Array) -> _Array:
 
 
 def _is_of_bytes(found: _Array, high: float) -> bool:
-    """Whether pixel values of at least 0 seem to range from 0 to 255.
+    """Returns whether pixel values seem to range from 0 to 255.
 
     Images in which 1 is white may exceed 1 a little, where they were resized.
     A mask that has only few classes is no image of bytes.
@@ -186,14 +186,14 @@ def _is_of_bytes(found: _Array, high: float) -> bool:
 
 
 def _range_of(rows: _Array) -> str:
-    """Returns an array's lowest and highest number as one text."""
+    """Returns the lowest and the highest number of an array as one text."""
     return f"{_number(rows.min())} to {_number(rows.max())}"
 
 
 def _draw_images(
     dataset: Any, title: str, parts: list[Part], images: list[Part], shown: int
 ) -> Figure:
-    """Draws each sample's images beside each other, under its labels."""
+    """Draws a grid of images, with the labels of each sample above."""
     per_sample = len(images)
     columns = math.ceil(math.sqrt(shown / per_sample)) or 1
     rows = math.ceil(shown / columns)
@@ -247,7 +247,7 @@ def _label(dataset: Any, part: Part, sample: int) -> str:
 
 
 def _value(dataset: Any, part: Part, sample: int) -> str:
-    """Describes one sample's values in an array by a short text."""
+    """Returns a short text for the values of one sample in an array."""
     if part.rows is None or sample >= len(part.rows):
         return ""
     row = np.asarray(part.rows[sample])
@@ -268,7 +268,7 @@ def _value(dataset: Any, part: Part, sample: int) -> str:
 
 
 def _is_zeros_and_ones(rows: _Array) -> bool:
-    """Whether targets consist of zeros and ones, as one-hot rows do."""
+    """Returns whether targets consist of zeros and ones, like one-hot rows."""
     return rows.dtype.kind in "buif" and bool(np.isin(rows, (0, 1)).all())
 
 
@@ -306,7 +306,7 @@ def _number(value: Any) -> str:
 def _draw_table(
     dataset: Any, title: str, parts: list[Part], shown: int
 ) -> Figure:
-    """Draws a row for each sample, and a column for each number or text."""
+    """Draws a table with a row per sample and a column per value."""
     columns: dict[str, list[str]] = {}
     wide = sum(map(_is_wide, parts))
     most = max(2, (_MOST_COLUMNS - len(parts) + wide) // max(1, wide))
@@ -354,7 +354,7 @@ def _draw_table(
 def _columns(
     dataset: Any, part: Part, shown: int, most: int
 ) -> dict[str, list[str]]:
-    """Returns the table columns that show one array, by heading.
+    """Returns the table columns of one array, as a dict by heading.
 
     An input has a column for each number of a sample.
     """
@@ -375,7 +375,7 @@ def _columns(
 
 
 def _is_wide(part: Part) -> bool:
-    """Whether an array takes several table columns, one for each number."""
+    """Returns whether an array needs several columns, one for each number."""
     rows = part.rows
     return (
         rows is not None

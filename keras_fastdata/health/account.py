@@ -17,7 +17,7 @@ from keras_fastdata.metrics import formatting
 
 @dataclasses.dataclass(frozen=True)
 class TimeAccount:
-    """The seconds that each activity of a `fit`, or of one epoch, took.
+    """How many seconds each activity of a `fit` or of an epoch took.
 
     The fields add up to the whole duration.
 
@@ -47,18 +47,18 @@ class TimeAccount:
 
     @property
     def total_s(self) -> float:
-        """The sum of all parts."""
+        """The sum of all parts, in seconds."""
         return math.fsum(dataclasses.astuple(self))
 
     @property
     def parts(self) -> list[tuple[str, float]]:
-        """The name and the seconds of each part above 0, the longest first."""
+        """Name and seconds of each part longer than 0 s, longest part first."""
         found = dataclasses.asdict(self)
         parts = [(_NAMES[name], seconds) for name, seconds in found.items()]
         return sorted((p for p in parts if p[1] > 0), key=lambda p: -p[1])
 
     def plus(self, other: TimeAccount, times: float = 1.0) -> TimeAccount:
-        """Returns this account plus `other` multiplied by `times`."""
+        """Returns `self + times * other`, computed for each part."""
         ours, theirs = dataclasses.astuple(self), dataclasses.astuple(other)
         pairs = zip(ours, theirs, strict=True)
         return TimeAccount(*(one + times * two for one, two in pairs))
@@ -92,7 +92,7 @@ _NAMES = {
 
 
 class EpochTimes(NamedTuple):
-    """The times that were measured during one epoch or validation, in seconds.
+    """The durations measured in one epoch or validation, in seconds.
 
     Attributes:
         first_wait_s: The wait for its first batch.
@@ -138,7 +138,9 @@ class FitTimer:
     def _rest_and_wait_s(
         self, now_s: float, times: EpochTimes
     ) -> tuple[float, float]:
-        """Divides the time that is neither hooks, compiling nor excluded.
+        """Divides the time since the last update into steps and waits.
+
+        Time of hooks, compiling time and excluded time are left out.
 
         Returns:
             The steps and the waits, both at least 0.
@@ -152,17 +154,20 @@ class FitTimer:
         self.account = self.account.plus(TimeAccount(**parts_s))
 
     def end_start(self, now_s: float, first_batch_s: float) -> None:
-        """Adds the time for the first batch and for building the model."""
+        """Ends the starting phase, and adds its time to the account.
+
+        The phase consists of the first batch and of building the model.
+        """
         rest_s = self._rest_s(now_s, first_batch_s)
         self._add(first_batch_s=first_batch_s, compiling_s=rest_s)
 
     def add_saving(self, seconds: float) -> None:
-        """Adds to the account the duration of a save by a callback."""
+        """Adds the seconds that a callback took to save."""
         self._until_s += seconds  # all other parts begin later by that
         self._add(saving_s=seconds)
 
     def end_callbacks(self, now_s: float) -> None:
-        """Adds to the account the time that callbacks took until now."""
+        """Ends a phase of callbacks, and adds its time to the account."""
         self._add(callbacks_s=self._rest_s(now_s, 0.0))
 
     def end_epoch(self, now_s: float) -> TimeAccount:
@@ -174,7 +179,7 @@ class FitTimer:
     def end_steps(
         self, now_s: float, times: EpochTimes, *, validates: bool
     ) -> None:
-        """Adds to the account an epoch's training steps and their waits."""
+        """Ends the steps of an epoch, and adds their time to the account."""
         steps_s, wait_s = self._rest_and_wait_s(now_s, times)
         first_s = 0.0
         if not self._has_first_batch:
@@ -191,7 +196,7 @@ class FitTimer:
         )
 
     def end_validation(self, now_s: float, times: EpochTimes) -> None:
-        """Adds to the account the time of a validation that has ended."""
+        """Ends a validation, and adds its time to the account."""
         steps_s, wait_s = self._rest_and_wait_s(now_s, times)
         self._add(
             validation_s=steps_s + times.excluded_s,

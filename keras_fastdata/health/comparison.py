@@ -1,4 +1,4 @@
-"""Compares the figures of a run with those of an earlier run.
+"""Compares the measured values of a run with an earlier run's values.
 
 A page of `LoaderHealth` contains its main figures as JSON, in an element that
 no browser shows. So a later run can be compared with the page alone.
@@ -24,7 +24,7 @@ _LITTLE = 1.05  # times: what differs by less is not called a change
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """The main figures of one `fit`, `evaluate` or `predict`.
+    """The main measured values of one `fit`, `evaluate` or `predict`.
 
     A figure that is unknown is NaN.
 
@@ -54,14 +54,14 @@ class Figures:
     total_s: float = math.nan
 
     def to_json(self) -> str:
-        """Returns the figures as JSON; unknown figures are left out."""
+        """Returns the known values as JSON; leaves out unknown values."""
         found = dataclasses.asdict(self)
         known = {k: v for k, v in found.items() if v == v}
         return json.dumps({"version": _VERSION, **known})
 
     @classmethod
     def from_json(cls, text: str) -> Figures:
-        """Returns the figures that `to_json` wrote.
+        """Parses the JSON text that `to_json` returned.
 
         Raises:
             ValueError: The text is something else.
@@ -85,7 +85,7 @@ class Figures:
 
 
 def read(path: str | os.PathLike[str]) -> Figures:
-    """Returns the figures of a page that `LoaderHealth` wrote.
+    """Reads the measured values from a page that `LoaderHealth` wrote.
 
     Raises:
         OSError: The file cannot be read.
@@ -106,7 +106,7 @@ def read(path: str | os.PathLike[str]) -> Figures:
 
 
 def rows(before: Figures, now: Figures) -> list[tuple[str, str, str, str]]:
-    """Returns name, former value, present value and change of each figure.
+    """Returns the name, old value, new value and change of each quantity.
 
     Figures that one of the runs lacks are left out.
     """
@@ -123,7 +123,10 @@ def rows(before: Figures, now: Figures) -> list[tuple[str, str, str, str]]:
 
 
 def _change(old: float, new: float, is_rate: bool | None) -> str:
-    """Returns a text such as "2.1 times faster"; empty for little change."""
+    """Describes a change, such as "2.1 times faster" or "the same".
+
+    Empty for values that are neither rates nor durations, and for values of 0.
+    """
     if is_rate is None or min(old, new) <= 0:
         return ""
     times = new / old if is_rate else old / new
@@ -152,7 +155,7 @@ _ROWS: tuple[tuple[str, str, Any, bool | None], ...] = (
 
 
 def text(before: Figures, now: Figures) -> str:
-    """Returns the comparison as a plain-text table of 80 columns at most."""
+    """Returns the comparison of two runs as a plain-text table."""
     cells = [("", "before", "now", ""), *rows(before, now)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [

@@ -1,4 +1,4 @@
-"""Measures the training in one thread, and makes an `EpochHealth` per epoch.
+"""Measures training in one thread, and returns an `EpochHealth` per epoch.
 
 A recorder hears of batches, a step clock of training steps; at the end of an
 epoch (or a validation, an evaluation, a prediction) both are read, together
@@ -58,7 +58,7 @@ class MonitoredDataset:
 
 
 class Sink(Protocol):
-    """Receives every batch and every step, for example to write a trace.
+    """Receives the times of all batches and steps, for example for a trace.
 
     Called by the thread that trains. Between `begin` and `end`, the batches
     come in the order of their delivery and the steps in theirs; either may
@@ -66,7 +66,7 @@ class Sink(Protocol):
     """
 
     def begin(self, phase: str, epoch: int) -> None:
-        """Notes that an epoch begins, in a phase such as "train"."""
+        """Begins an epoch of a phase such as "train"."""
         ...
 
     def batches(self, spans: npt.NDArray[np.float64]) -> None:
@@ -81,7 +81,7 @@ class Sink(Protocol):
         ...
 
     def end(self) -> None:
-        """Notes that the epoch has ended.
+        """Ends the epoch.
 
         All its batches and steps were received before.
         """
@@ -147,7 +147,7 @@ class EpochMonitor:
 
     @property
     def phase(self) -> str:
-        """The phase that is measured now, such as "train"; empty if none."""
+        """The phase that is being measured, such as "train"; "" if none."""
         return self._phase
 
     def begin(self, phase: str, epoch: int, start_s: float = 0.0) -> None:
@@ -184,7 +184,7 @@ class EpochMonitor:
         self._clock.begin(epoch)
 
     def end(self) -> EpochHealth | None:
-        """Ends the measurement of an epoch, and returns its figures.
+        """Ends the measurement of an epoch, and returns the `EpochHealth`.
 
         Returns:
             Its figures; `None` if no batch of ours was delivered in it.
@@ -310,12 +310,12 @@ class EpochMonitor:
         )
 
     def add_saving(self, seconds: float) -> None:
-        """Records the time of a callback's save, which is part of no step."""
+        """Excludes the time of a callback's save from the training steps."""
         self.recorder.exclude(seconds)
         self._saving_s += seconds
 
     def close(self) -> None:
-        """Stops the thread that probes Python's lock. Idempotent."""
+        """Stops the thread that measures waits for the GIL. Idempotent."""
         self._probe.close()
 
     def _note_step(self, step: Step) -> None:
@@ -348,7 +348,7 @@ class EpochMonitor:
         return dataclasses.replace(pool_stats, stacks=dict(+stacks))
 
     def _watch_lock(self) -> None:
-        """Starts to probe Python's lock if batches are built in this process.
+        """Starts to measure waits for the GIL if this process builds batches.
 
         What builds hold of it tells what threads would bring.
         """
@@ -368,7 +368,7 @@ class EpochMonitor:
 
 
 def _free_s(timing: EpochTiming, batch_stats: BatchStats) -> float:
-    """Returns how long an epoch would take if its data cost no time.
+    """Estimates an epoch's duration if building batches took no time.
 
     The result is at most the measured time.
 
@@ -386,4 +386,4 @@ def _free_s(timing: EpochTiming, batch_stats: BatchStats) -> float:
 
 
 def no_step(number: int) -> None:
-    """Does nothing: the step is not measured."""
+    """Ignores a step, because no epoch is being measured."""

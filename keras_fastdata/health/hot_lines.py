@@ -106,7 +106,7 @@ _Paths = list[tuple[list[Line], int]]
 
 
 def _heaviest(paths: _Paths, told: list[list[Line]]) -> tuple[list[Line], int]:
-    """Returns the path of calls to the next hot line, and its sample count.
+    """Returns the call path to the next hot line, and the path's sample count.
 
     Args:
         paths: Users' lines, outermost first, and how often each was met.
@@ -130,7 +130,7 @@ def _heaviest(paths: _Paths, told: list[list[Line]]) -> tuple[list[Line], int]:
 
 
 def _lines_of(stack: str) -> list[Line]:
-    """Returns a folded stack's lines of user code, the outermost first.
+    """Returns the lines of user code in a folded stack, outermost line first.
 
     A stack without a line of the user's has one line, the outermost of all.
     """
@@ -150,7 +150,7 @@ def calls_of(stack: str) -> list[Line]:
 def write_folded(
     stacks: Mapping[str, int], path: str | os.PathLike[str]
 ) -> None:
-    """Writes stacks in the format of speedscope and `flamegraph.pl`.
+    """Writes call stacks to a file for speedscope or `flamegraph.pl`.
 
     Args:
         stacks: How often each folded stack was met.

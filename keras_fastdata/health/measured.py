@@ -1,4 +1,4 @@
-"""Defines the states of `LoaderHealth`; Keras's callback events change them.
+"""Defines the states of `LoaderHealth`, and the events that change them.
 
 IDLE --on_train_begin--> FIT --on_train_end--> IDLE
 IDLE --on_test_begin--> EVALUATE --on_test_end--> IDLE
@@ -14,7 +14,7 @@ import enum
 
 
 class Measured(enum.Enum):
-    """Which call of Keras is measured: `fit`, `evaluate`, `predict` or none."""
+    """The Keras method that `LoaderHealth` measures; `IDLE` if none."""
 
     IDLE = enum.auto()  # nothing
     FIT = enum.auto()  # a `fit`, and its validations

@@ -57,7 +57,7 @@ class Record:
     machine: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def column(self, name: str) -> npt.NDArray[np.float64]:
-        """Returns one field of all spans, as an array of shape `(n,)`."""
+        """Returns the field `name` of all spans as an array of shape `(n,)`."""
         column: npt.NDArray[np.float64] = self.spans[:, _COLUMNS[name]]
         return column
 

@@ -79,7 +79,7 @@ class Step(NamedTuple):
 
     @property
     def own_s(self) -> float:
-        """Seconds of the step without its wait for data."""
+        """The seconds of the step without the wait for data."""
         return max(0.0, self.ended_s - self.began_s - self.waited_s)
 
 
@@ -103,7 +103,7 @@ class EpochTiming:
 
 
 def share_saved(wall_s: float, free_s: float) -> float:
-    """Returns the share saved if `wall_s` shrank to `free_s`, from 0 to 1."""
+    """Returns the share of `wall_s` that exceeds `free_s`, from 0 to 1."""
     if wall_s <= 0:
         return 0.0
     return min(1.0, max(0.0, 1.0 - free_s / wall_s))
@@ -155,7 +155,7 @@ class StepClock:
         self.state = SamplingState.OFF
 
     def _move_to(self, state: SamplingState) -> None:
-        """Changes the state. This is the only method that changes the state."""
+        """Changes the state; no other method changes it."""
         self.state = state
 
     def begin(self, epoch: int) -> None:
@@ -226,7 +226,7 @@ class StepClock:
         return EpochTiming(wall_s, own_s, need_s, compiling_s, numbers)
 
     def _undisturbed_s(self, compiled: list[_LongStep]) -> float:
-        """Returns the wall time as if no step had been sampled or compiled."""
+        """Estimates the wall time without sampling and compiling."""
         sums, mark = self._sums, self._mark
         wall_s = mark.at_s - sums.began.at_s
         wall_s -= mark.excluded_s - sums.began.excluded_s
@@ -244,16 +244,16 @@ class StepClock:
         return wall_s + would_be_s - sums.disturbed_s
 
     def before_wait(self) -> None:
-        """Synchronizes the device before a wait, while a step is sampled."""
+        """Waits for the device if the current step is being sampled."""
         if self.state is SamplingState.ISOLATED:
             self._synchronize()
 
     def interrupt(self) -> None:
-        """Cancels the separate measurement of the current step."""
+        """Cancels the sampling of the current step."""
         self._move_to(SamplingState.OFF)
 
     def _is_due(self) -> bool:
-        """Whether the next step should be sampled."""
+        """Returns whether to sample the next step."""
         if self._number is None:
             return False  # the first compiles, or its batch is late
         is_isolated = self.state is SamplingState.ISOLATED
@@ -333,7 +333,7 @@ class StepClock:
         self._move_to(next_state)
 
     def _need_s(self) -> float:
-        """Returns the trimmed mean of the sampled step times; NaN for none."""
+        """Returns a trimmed mean of sampled step times; NaN without samples."""
         if not self._samples:
             return math.nan
         samples, fresh = list(self._samples), self._sums.fresh
@@ -346,7 +346,7 @@ class StepClock:
     def _note_if_long(
         self, host_s: float, whole_s: float, compiling_s: float
     ) -> None:
-        """Keeps a step that was long, or has compiled for `compiling_s`."""
+        """Stores a step that took long, or in which Keras compiled."""
         # It is the host that compiles; waiting for the device is not it, for
         # all that it was asked for since they met.
         if host_s > _COMPILING_S and self._asynchronous and self._samples:
@@ -367,7 +367,7 @@ class StepClock:
 
 
 class _ClockReading(NamedTuple):
-    """The time, and what was waited and compiled so far, in seconds."""
+    """The time, and the total seconds of waiting and compiling so far."""
 
     at_s: float
     waited_s: float
@@ -378,13 +378,13 @@ class _ClockReading(NamedTuple):
 
     @property
     def no_step_s(self) -> float:
-        """The time that does not count as part of any step."""
+        """The seconds that do not count as part of any step."""
         return self.waited_s + self.excluded_s + self.quiesced_s
 
 
 @dataclasses.dataclass
 class _Sums:
-    """Counts and sums over the steps of one epoch or validation.
+    """Totals over the steps of one epoch or validation.
 
     Attributes:
         epoch: As Keras counts, from 0.
@@ -416,7 +416,7 @@ class _Sums:
 
 
 class _LongStep(NamedTuple):
-    """The durations of long steps; in one of them, Keras may have compiled.
+    """Durations of one or more long steps in which Keras possibly compiled.
 
     `host_s` is without waits for data, `whole_s` is with these waits. `number`
     is that of the first of them. `is_known` if the backend said that most of

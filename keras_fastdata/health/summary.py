@@ -41,7 +41,7 @@ NOTE = (
 
 @dataclasses.dataclass(frozen=True)
 class EpochHealth:
-    """The figures of one epoch, validation, evaluation or prediction.
+    """The measurements of one epoch, validation, evaluation or prediction.
 
     Attributes:
         phase: "train", "validation", "evaluate" or "predict".
@@ -101,17 +101,20 @@ class EpochHealth:
 
     @property
     def start_s(self) -> float:
-        """The seconds that the first batch took before the first step."""
+        """Seconds for starting the workers and building the first batch.
+
+        It is 0 except in the first epoch of a `fit`.
+        """
         return 0.0 if self.facts is None else self.facts.start_s
 
     @property
     def waited_s(self) -> float:
-        """The seconds of waiting for data between the steps."""
+        """The total wait for data between the steps, in seconds."""
         return self.wall_s * self.data_wait
 
     @property
     def lost_s(self) -> float:
-        """The seconds lost to data, including the time of the first batch."""
+        """The sum of `waited_s` and `start_s`."""
         return self.waited_s + self.start_s
 
     @property
@@ -129,7 +132,7 @@ class EpochHealth:
 
 
 class Finding(NamedTuple):
-    """Why training or validation waited for data, and what to change.
+    """A reason why training or validation waited for data, with advice.
 
     Attributes:
         phase: "Training", "Validation", "The evaluation" or "The prediction".
@@ -163,7 +166,7 @@ _PHASES = {
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class HealthSummary:
-    """The figures of one `fit`, `evaluate` or `predict`.
+    """The results of one `fit`, `evaluate` or `predict`, with a verdict.
 
     Attributes:
         verdict: Why the later half of the epochs waited, or the first batch,
@@ -202,7 +205,7 @@ class HealthSummary:
 
     @property
     def figures(self) -> Figures:
-        """The main figures, with which a later run can be compared."""
+        """The main measured values, for the comparison with a later run."""
         recent = self.epochs[len(self.epochs) // 2 :]
         if not recent:
             return Figures(began=self.began)
@@ -228,7 +231,7 @@ class HealthSummary:
 
     @property
     def validation_verdict(self) -> Verdict | None:
-        """Why the later half of the validations waited; `None` for none."""
+        """The verdict on the validations, or `None` without validations."""
         return _verdict_on(list(self.validations))
 
     @property
@@ -243,7 +246,7 @@ class HealthSummary:
 
     @property
     def conclusion(self) -> tuple[str, str]:
-        """The evidence and the advice, as texts.
+        """The texts of the verdict's evidence and advice.
 
         "Nothing to change" replaces advice that would save little.
         """
@@ -253,7 +256,7 @@ class HealthSummary:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """The conclusions, first the one whose advice would save the most.
+        """The findings, by descending time that their advice would save.
 
         There is one on the epochs, and one on the validations if a change of
         their data is worth while.
@@ -289,7 +292,7 @@ class HealthSummary:
     def _headline(
         self, verdict: Verdict, phases: tuple[EpochHealth, ...]
     ) -> str:
-        """Returns the headline of a finding; all its seconds are a fit's."""
+        """Returns a finding's headline, which says how long a phase waited."""
         account = self.account
         waited_s, awaited = sum(phase.waited_s for phase in phases), "data"
         start_s = phases[0].start_s
@@ -326,14 +329,17 @@ class HealthSummary:
 
     @property
     def whole_s(self) -> float:
-        """The seconds of the whole `fit`; of other calls, those of `wall_s`."""
+        """The duration of the whole call of Keras, in seconds.
+
+        For `evaluate` and `predict`, only steps and waits count.
+        """
         if self.account is not None:
             return self.account.total_s
         return sum(phase.wall_s + phase.start_s for phase in self.phases)
 
     @property
     def free_s(self) -> float:
-        """The expected seconds of all epochs if their data cost no time."""
+        """Expected seconds of all epochs if building batches took no time."""
         return self.wall_s * (1.0 - self.data_wait)
 
     @property
@@ -387,7 +393,7 @@ def summarize(
     compared: Figures | None = None,
     validation_stats: PoolStats | None = None,
 ) -> HealthSummary:
-    """Combines the figures of epochs and validations into a summary."""
+    """Combines the measurements of epochs and validations into a summary."""
     return HealthSummary(
         verdict=_verdict_on(epochs),
         data_wait=_data_wait(epochs),
@@ -409,7 +415,7 @@ def _hot_lines(pool_stats: PoolStats | None) -> tuple[HotLine, ...]:
 
 
 def _data_wait(phases: Sequence[EpochHealth]) -> float:
-    """Returns the share of the time of all phases that is waiting for data."""
+    """Returns the share of all phases' time that was spent waiting for data."""
     wall_s = sum(phase.wall_s for phase in phases)
     waited_s = sum(phase.waited_s for phase in phases)
     return waited_s / wall_s if wall_s > 0 else 0.0

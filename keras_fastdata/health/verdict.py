@@ -42,7 +42,7 @@ _LONGEST_QUEUE = 1000  # batches, the longest queue that is advised
 
 
 class Kind(enum.StrEnum):
-    """The reasons why training waits.
+    """The reasons why training waits for data.
 
     A member is equal to its name: `verdict.kind == "io_bound"`.
     """
@@ -61,7 +61,7 @@ class Kind(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """Why training waited, and what to change.
+    """The main reason why training waited, with evidence and advice.
 
     Attributes:
         kind: The reason; equal to a string such as `"io_bound"`.
@@ -165,7 +165,7 @@ class Facts:
 
     @property
     def lost_s(self) -> float:
-        """The seconds that would be saved if data cost no time.
+        """The seconds that would be saved if building batches took no time.
 
         It exceeds the waits if builds slow down the steps beside them.
         """
@@ -173,28 +173,28 @@ class Facts:
 
     @property
     def data_wait(self) -> float:
-        """The share of the wall time that is lost to data, from 0 to 1."""
+        """The share of `lost_s` in the wall time, from 0 to 1."""
         return share_saved(self.wall_s, self.free_s)
 
     @property
     def ceiling_speedup(self) -> float:
-        """How many times faster an epoch would be if its data cost no time."""
+        """The speedup of an epoch if building batches took no time."""
         return self.wall_s / self.free_s if self.free_s > 0 else math.inf
 
     @property
     def computing(self) -> float:
-        """The share of build time spent computing, without waits for a core."""
+        """CPU time divided by build time; waits for a core do not count."""
         had_s = self.build_s + self.store_s - self.delay_s
         return min(1.0, self.cpu_s / had_s) if had_s > 0 else 1.0
 
     @property
     def free_cores(self) -> float:
-        """The average number of idle cores; all cores if this is unknown."""
+        """Average number of idle cores; all cores if the load is unknown."""
         return max(0.0, self.cores - (self.busy_cores or 0.0))
 
     @property
     def our_cores(self) -> float:
-        """The number of cores that builds and steps could use.
+        """The number of cores that builds and training steps could use.
 
         Builds that mostly compute get the free cores besides those they used.
         Of builds that mostly wait, many can be under way. The kernel divides
@@ -210,7 +210,7 @@ class Facts:
 
     @property
     def step_cpu_s(self) -> float:
-        """The CPU time of the training process, without builds."""
+        """The CPU time of the training process in seconds, without builds."""
         if math.isnan(self.trainer_cpu_s):
             return 0.0
         shared = self.workers_are in ("inline", "thread")
@@ -257,7 +257,7 @@ _SUMS = (
 
 
 def judge(facts: Facts) -> Verdict:
-    """Returns a verdict: the main reason why training waited, and advice.
+    """Returns the main reason why training waited, with evidence and advice.
 
     All durations in its texts are those of one epoch, on average.
     """
@@ -303,7 +303,7 @@ _ANSWERED = (Kind.IO_BOUND, Kind.GIL_BOUND, Kind.BUILD_CPU_BOUND, *_EXPLAINED)
 
 
 def with_call_of(verdict: Verdict, other: Verdict) -> Verdict:
-    """Adds the recommended call of `other` to a verdict that has no call."""
+    """Copies the advised call of `other` into a verdict that has no call."""
     if not other.call or verdict.call:
         return verdict
     return dataclasses.replace(
@@ -369,7 +369,7 @@ def _is_transfer_bound(facts: Facts) -> bool:
 
 
 def _are_at_hand(facts: Facts) -> bool:
-    """Whether builds take almost no time, for example with a cache."""
+    """Returns whether batches take almost no time to build, as with a cache."""
     return facts.build_s + facts.store_s < _LITTLE * facts.lost_s
 
 
@@ -569,7 +569,7 @@ _REASONS = {
 
 
 def other_workers(facts: Facts) -> tuple[str, float]:
-    """Chooses better workers, and forecasts the duration of an epoch.
+    """Chooses better workers, and predicts an epoch's duration with them.
 
     The forecast is what the cost model says, with builds that take longer as
     far as the model underestimates the present workers. It is no shorter than
@@ -677,9 +677,9 @@ def _costs(facts: Facts) -> dict[bool, Costs]:
 
 
 def _hides_waits(facts: Facts) -> bool:
-    """Whether threads that wait for Python's lock look as if they were blocked.
+    """Returns whether the measured waits of builds include waits for the GIL.
 
-    Up to the time that they compute, this may be waiting for something else.
+    Up to the time that threads compute, these may be waits for something else.
     """
     return (
         facts.workers_are == "thread"
@@ -696,7 +696,7 @@ def _no_more(facts: Facts) -> str:
 
 
 def _built(facts: Facts) -> str:
-    """Describes how long a build takes, and how it spends that time."""
+    """Describes a build's duration, and the shares of computing and waits."""
     had_s = max(facts.build_s + facts.store_s, 1e-9)
     delay = min(1.0, facts.delay_s / had_s)
     computing = min(1.0 - delay, facts.cpu_s / had_s)

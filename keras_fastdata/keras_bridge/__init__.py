@@ -54,7 +54,7 @@ PyDataset = keras.utils.PyDataset
 
 
 def training() -> FitCall:
-    """Describes the running `fit`, including our adapter of the training data.
+    """Returns a description of the running `fit`, with our data adapter.
 
     `adapter` is `None` if no `fit` runs, or if its data is no `FastPyDataset`.
     """

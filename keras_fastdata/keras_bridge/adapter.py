@@ -1,4 +1,4 @@
-"""The adapter between Keras and a `FastPyDataset`.
+"""Defines the adapter between Keras and a `FastPyDataset`.
 
 Keras 3.15 calls it so:
 
@@ -156,7 +156,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         self._run_hook("on_epoch_end", starting=starting)
 
     def _tell_length(self, iterator: KerasIterator) -> None:
-        """Sets Keras's number of batches to the rest of a resumed epoch.
+        """Sets Keras's batch count to the remaining batches of a resumed epoch.
 
         `on_epoch_end` restores the number; or `None`, if Keras has learned the
         number at the end of the epoch.
@@ -233,11 +233,11 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         return found
 
     def add_probe(self, seconds: float) -> None:
-        """Records a wait for a batch from which Keras builds the model."""
+        """Adds `seconds` to the wait for data before the first step."""
         self.probed_s += seconds
 
     def listener(self) -> recorder.Recorder | None:
-        """Returns the recorder of this `fit`, or `None` if nothing measures."""
+        """Returns the recorder of this `fit`, or `None` without a recorder."""
         return recorder.current_for(self.fit_thread)
 
     def standardize(self, batch: Any) -> Any:
@@ -256,7 +256,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
     def name_batches(
         self, error: BaseException, batches: str, epoch: int
     ) -> None:
-        """Adds a note that names the faulty batches to an error."""
+        """Adds the numbers of the faulty batches to an error, as a note."""
         name = type(self.py_dataset).__name__
         exceptions.note(error, f"In {batches} of epoch {epoch} of {name}.")
 
@@ -285,7 +285,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
             self._prepared.rewind()
 
     def _sign(self, signature_of: Callable[[list[Any]], Any]) -> Any:
-        """Derives TensorFlow's signature of a batch from batches 0 and 1.
+        """Derives the TensorFlow signature of batches from batches 0 and 1.
 
         The workers build these two. They are delivered in their turn.
         """

@@ -1,4 +1,4 @@
-"""Defines `IteratorBatches`, through which Keras gets the batches."""
+"""Defines `IteratorBatches`, the iterator that Keras gets batches from."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class IteratorBatches(Iterator[Any]):
             self._adapter.name_batches(error, f"batch {index}", epoch)
 
     def finish(self) -> None:
-        """Makes this iterator deliver no more batches."""
+        """Ends the iteration, so that no more batches are delivered."""
         self._over, self._iterator = True, None
 
     # -- recording -----------------------------------------------------------
@@ -113,7 +113,10 @@ class IteratorBatches(Iterator[Any]):
     def _should_record(
         self, listener: recorder.Recorder | None
     ) -> TypeGuard[recorder.Recorder]:
-        """Whether to record batches. A probe's batches are not recorded."""
+        """Returns whether to record the batches of this iterator.
+
+        A probe's batches are not recorded.
+        """
         adapter = self._adapter
         return (
             listener is not None
@@ -155,14 +158,14 @@ class IteratorBatches(Iterator[Any]):
 
 
 def _writable(leaf: Any) -> Any:
-    """Copies an array if it is read-only."""
+    """Copies a read-only array; returns other leaves unchanged."""
     if isinstance(leaf, np.ndarray) and not leaf.flags.writeable:
         return leaf.copy()
     return leaf
 
 
 def spell_out_cause(error: Exception) -> None:
-    """Adds the cause of an error to the notes of the error.
+    """Adds the cause of an error to the error's notes.
 
     Keras's traceback filter drops the cause (`raise ... from None`), which
     stays reachable as `__context__`. A `DatasetPicklingError` names its cause.

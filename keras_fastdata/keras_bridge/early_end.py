@@ -1,4 +1,4 @@
-"""Handles data that ends before Keras expects its end."""
+"""Handles data that ends earlier than Keras expects."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _log = logging.getLogger("keras_fastdata")
 
 
 class EarlyEnd:
-    """Handles data that ends before Keras expects its end.
+    """Handles data that ends earlier than Keras expects.
 
     Either batches were skipped, or an exception is kept until Keras reports
     the end of the epoch, because it must not pass through TensorFlow. In both
@@ -24,12 +24,12 @@ class EarlyEnd:
         self._iterator = KerasIterator()
 
     def expect(self, iterator: KerasIterator, warn: Callable[[], None]) -> None:
-        """Replaces Keras's warning that data ran out with `warn`."""
+        """Makes Keras call `warn` instead of warning that data ran out."""
         self._iterator = iterator
         iterator.warn_by(warn)
 
     def stop_early(self) -> None:
-        """Suppresses Keras's next warning that data ran out."""
+        """Allows the data to end early without a warning by Keras."""
         self._iterator.warn_by(_no_warning)
 
     def put_aside(self, error: BaseException) -> bool:

@@ -70,7 +70,7 @@ class EpochProgress:
 
     @property
     def delivered_now(self) -> int:
-        """How many batches the present iterator has delivered in this epoch."""
+        """How many batches the current iterator has delivered in this epoch."""
         return self.delivered - self.trained
 
     def _move_to(self, phase: FitPhase) -> None:
@@ -85,7 +85,7 @@ class EpochProgress:
         *,
         continues: bool = False,
     ) -> None:
-        """Notes that Keras begins an epoch.
+        """Updates the phase when Keras begins an epoch.
 
         Args:
             steps: How many steps the user wants; `None` for no limit.
@@ -105,16 +105,16 @@ class EpochProgress:
         self._iterators_due = 0 if continues else 1
 
     def begin_iterator(self) -> None:
-        """Notes that Keras requests the first batch of a new iterator."""
+        """Resets the batch counts when Keras starts a new iterator."""
         self.delivered = self.trained = 0
         self._iterators_due -= 1
 
     def count_batch(self) -> None:
-        """Notes that the present iterator has delivered a batch."""
+        """Counts a batch that the current iterator has delivered."""
         self.delivered += 1
 
     def end_epoch(self, *, is_reset: bool) -> bool:
-        """Notes that Keras ends an epoch or resets the data.
+        """Updates the phase when Keras ends an epoch or resets the data.
 
         Returns whether this is the first reset, which undoes a probe.
         """

@@ -83,7 +83,7 @@ class Feature(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """A private part of Keras, and what the package expects of that part."""
+    """A private part of Keras, and the package's expectations of this part."""
 
     thing: str  # where it is: "module:name.attribute"
     # The names of its parameters, such as "self, x"; `None` if the package
@@ -97,7 +97,7 @@ class Use:
     seen_in: tuple[str, str] = ("3.12", "3.16")
 
     def fault(self) -> str:
-        """Describes how this part of Keras differs from what is expected.
+        """Describes how this part of Keras differs from the expectations.
 
         The text is empty without a difference.
         """
@@ -239,12 +239,12 @@ _off = {
 
 
 def has(feature: Feature) -> bool:
-    """Whether this version of Keras supports a feature."""
+    """Returns whether this version of Keras supports a feature."""
     return feature not in _off and Feature.LOADER not in _off
 
 
 def warn_of_what_is_off() -> None:
-    """Logs a warning that lists the features that are off, and why."""
+    """Logs a warning that lists the disabled features, with the reasons."""
     off = _off
     if Feature.LOADER in off:
         off = {Feature.LOADER: off[Feature.LOADER]}
@@ -273,7 +273,7 @@ _EpochIterator = _class_at(_ITERATOR)
 
 
 def is_asked_whether_to_shuffle() -> bool:
-    """Whether Keras reads `num_batches` only to warn about `shuffle=True`.
+    """Returns whether Keras reads `num_batches` only for a warning.
 
     `get_data_adapter` does so for a dataset of unknown length: it warns that
     `shuffle=True`, Keras's default, has no effect.
@@ -330,7 +330,7 @@ class KerasIterator:
         return getattr(self._get(Feature.RESUME), "_num_batches", None)
 
     def set_num_batches(self, count: int | None) -> None:
-        """Sets Keras's number of batches; with `None`, Keras counts them."""
+        """Sets Keras's number of batches; `None` makes Keras count batches."""
         iterator = self._get(Feature.RESUME)
         if iterator is not None:
             iterator._num_batches = count
@@ -409,7 +409,7 @@ class FitCall(NamedTuple):
 
 
 def fit_around() -> FitCall:
-    """Returns the innermost running `fit`; an empty `FitCall` if none runs."""
+    """Returns the innermost running `fit`; an empty `FitCall` without `fit`."""
     for name, known in _calls_of_keras() if has(Feature.FIT) else ():
         if name == "fit":
             iterator = known.get("epoch_iterator")
@@ -424,7 +424,7 @@ def fit_around() -> FitCall:
 
 
 def another_epoch_follows(iterator: KerasIterator) -> bool:
-    """Whether the running `fit` will begin another epoch.
+    """Returns whether the running `fit` will begin another epoch.
 
     `History`, which every `fit` has among its callbacks, knows how many
     epochs there are, and which have ended.
@@ -446,7 +446,7 @@ def another_epoch_follows(iterator: KerasIterator) -> bool:
 
 
 def is_within_fit() -> bool:
-    """Whether an evaluation or prediction runs within a `fit`."""
+    """Returns whether an evaluation or prediction runs within a `fit`."""
     names = [name for name, _ in _calls_of_keras()]
     return names[:1] != ["fit"] and "fit" in names
 
@@ -460,7 +460,9 @@ def steps_argument() -> str:
 
 
 def trainer_at_work() -> tuple[str, Any]:
-    """Returns "fit", "evaluate" or "predict", and its model, if it is running.
+    """Returns the name and the model of the innermost running Keras method.
+
+    The name is "fit", "evaluate" or "predict".
 
     If none runs, the result is "" and `None`.
     """
@@ -470,7 +472,7 @@ def trainer_at_work() -> tuple[str, Any]:
 
 
 def is_quiet() -> bool:
-    """Whether the running method of Keras was called with `verbose=0`.
+    """Returns whether the running method of Keras was called with `verbose=0`.
 
     If several run, one within the other, the innermost counts.
     """
@@ -519,7 +521,7 @@ def _forget(known: dict[str, Any]) -> None:
 
 
 def users_stacklevel() -> int:
-    """Returns the `stacklevel` at which a warning shows the user's line."""
+    """Returns the `stacklevel` with which a warning shows the user's line."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(
         (exceptions.PACKAGE, _KERAS)
@@ -600,7 +602,7 @@ class _StepLoss(keras.Operation):  # type: ignore[misc]
 
 
 def dry_run(name: str, trainer: Any, batch: tuple[Any, ...]) -> None:
-    """Computes the shape of a model's loss, unless it has a step of its own.
+    """Computes the shape of a model's loss; skips models with a custom step.
 
     Raises what Keras, or a layer or loss, raises.
     """
@@ -647,7 +649,7 @@ def _symbolic(leaf: Any) -> Any:
 
 
 def is_keras_step(function: Any) -> bool:
-    """Whether a train or test function is Keras's own, not the user's."""
+    """Returns whether a train or test function is Keras's, not the user's."""
     code = getattr(function, "__code__", None)
     maker = inspect.unwrap(keras.Model._make_function)
     name = f"{maker.__qualname__}.<locals>.function"

@@ -25,7 +25,7 @@ _PARTS = ("inputs", "targets", "sample weights")
 
 
 def may_differ(batch: Any) -> bool:
-    """Whether parts of a batch have no rows, or different numbers of rows."""
+    """Returns whether parts of a batch lack rows, or differ in their number."""
     if type(batch) is not tuple:
         return False
     count = None
@@ -42,7 +42,7 @@ def may_differ(batch: Any) -> bool:
 
 
 class Rows:
-    """Rejects batches that fail because the numbers of rows differ.
+    """Rejects batches that a model cannot use because their row counts differ.
 
     Remembers the shapes that were checked.
     """
@@ -51,7 +51,7 @@ class Rows:
         self._taken: set[str] = set()
 
     def check(self, batch: tuple[Any, ...]) -> None:
-        """Raises `ValueError` if only the numbers of rows are wrong.
+        """Raises `ValueError` if a batch fails only because of its row counts.
 
         The model would take the batch if its parts had equal numbers of rows.
         """
@@ -79,7 +79,7 @@ class Rows:
 
 
 def _runs(name: str, trainer: Any, batch: tuple[Any, ...]) -> bool:
-    """Whether a model computes its loss for a batch without an error."""
+    """Returns whether a model can compute its loss for a batch."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they would come twice
@@ -90,7 +90,7 @@ def _runs(name: str, trainer: Any, batch: tuple[Any, ...]) -> bool:
 
 
 def _alike(batch: tuple[Any, ...]) -> Any:
-    """Returns the batch with equal numbers of rows in all arrays."""
+    """Returns a symbolic copy of a batch, with equal row counts."""
     count = next(n for part in batch for n in _counts(part) if n is not None)
 
     def change(leaf: Any) -> Any:

@@ -116,7 +116,7 @@ class DirectDataset:
 
 
 def _is_eager(reference: weakref.ref[Any]) -> bool:
-    """Whether a model currently runs its steps eagerly, without a graph."""
+    """Returns whether a model currently runs its steps without a graph."""
     model = reference()
     return (
         model is None or model.run_eagerly or tf.config.functions_run_eagerly()

@@ -1,4 +1,4 @@
-"""Iterators that give TensorFlow's `fit` its batches without a copy.
+"""Defines iterators that give TensorFlow's `fit` batches without a copy.
 
 `tf.data.Dataset.from_generator` requests each batch from a thread of its own
 and copies it. These iterators fetch batches in the thread that trains, and do
@@ -117,7 +117,7 @@ class TensorBatch:
 
 
 class TensorBatches(Iterator[Any]):
-    """An iterator from which Keras itself requests each batch.
+    """An iterator whose batches Keras requests outside of a `tf.function`.
 
     If `is_eager`, Keras needs nested tensors, not a `TensorBatch`.
     """
@@ -187,7 +187,7 @@ class DirectIterator(tf.data.Iterator):  # type: ignore[misc]
         return [self._number, *self._source.fetch_in_graph()]
 
     def try_to_fetch(self) -> list[Any]:
-        """Returns whether there is a next batch, and its tensors."""
+        """Returns whether there is a next batch, and the batch's tensors."""
         try:
             return [True, *self._source.fetch()]
         except StopIteration:
@@ -446,5 +446,5 @@ def _check_shape(shape: tf.TensorShape, spec: tf.TensorSpec) -> None:
 
 
 def _nothing(spec: tf.TensorSpec) -> tf.Tensor:
-    """Returns a tensor of zeros, which takes the place of a missing batch."""
+    """Returns a tensor of zeros, as a placeholder for a missing batch."""
     return tf.zeros([size or 0 for size in spec.shape], spec.dtype)

@@ -1,4 +1,4 @@
-"""Reads the kernel's files about this process's cgroup, of v1 or v2."""
+"""Reads the kernel's files about the cgroup (v1 or v2) of this process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def folders(controller: str) -> list[str]:
 
 
 def number(path: str) -> int | None:
-    """Returns the number that a file holds, or `None` if it cannot be read."""
+    """Returns the number in a file, or `None` if the file cannot be read."""
     with contextlib.suppress(OSError, ValueError), open(path) as file:
         return int(file.read())
     return None

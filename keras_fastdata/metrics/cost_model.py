@@ -62,12 +62,12 @@ class Costs:
 
     @property
     def build_s(self) -> float:
-        """The time of a build that never waits for a core."""
+        """The time of a build without waits for a core, in seconds."""
         return self.cpu_s + self.blocked_s
 
     @property
     def computing(self) -> float:
-        """The share of a build that needs a core, from 0 to 1."""
+        """The share of the build time that is computing, from 0 to 1."""
         return self.cpu_s / self.build_s if self.build_s > 0 else 1.0
 
     def limits(self, workers: int, cores: float) -> dict[str, float]:
@@ -114,7 +114,7 @@ class Costs:
     def corrected(
         self, seen: Costs, came_s: float, workers: int, cores: float
     ) -> Costs:
-        """Returns these costs, corrected by a trial that took longer.
+        """Returns corrected costs, after a trial that was slower than forecast.
 
         If builds wait, they may wait longer with several workers, and more
         workers make up for that. Other time that the forecast lacked counts as
@@ -142,7 +142,7 @@ class Costs:
         return math.ceil(self.straggler_s / max(period_s, 1e-9))
 
     def useful(self, cores: float, most: int) -> int:
-        """Returns the fewest workers that reach full speed, at most `most`.
+        """Returns the least number of workers for full speed, at most `most`.
 
         As many as are building at any time (Little's law); and some more if
         builds wait, since at times more of them do.
@@ -160,7 +160,7 @@ class Costs:
         return max(1, min(most, math.ceil(workers - _SPARE)))
 
     def why_no_more(self, workers: int, cores: float) -> str:
-        """Names, in a sentence, what would limit twice as many workers."""
+        """Returns a sentence on what would limit twice as many workers."""
         limits = self.limits(2 * workers, cores)
         return _NO_MORE[max(limits, key=lambda limit: limits[limit])]
 
@@ -178,7 +178,7 @@ _NO_MORE = {
 
 
 def shared_s(alone_s: float, beside_s: float) -> float:
-    """Returns how long a build uses an exclusive resource, such as a disk.
+    """Estimates how long a build uses an exclusive resource, such as a disk.
 
     Two workers that each need the resource for s seconds of a build of b
     seconds take turns: a build then takes 2 s instead of b. If 2 s is not more
@@ -195,7 +195,7 @@ def shared_s(alone_s: float, beside_s: float) -> float:
 
 
 def lock_s(held: float, period_s: float, cpu_s: float) -> float:
-    """Returns how long a build holds Python's lock (the GIL).
+    """Returns how many seconds a build holds the GIL.
 
     Args:
         held: Share of the time the lock was held while threads built; NaN if
@@ -217,7 +217,7 @@ class Choice(NamedTuple):
 def choose(
     kinds: dict[bool, Costs], cores: float, most: int, present: bool
 ) -> Choice:
-    """Chooses the kind of workers, and how many of them to use.
+    """Chooses the kind and the number of workers.
 
     The kind in use is kept unless the other one is a tenth quicker.
 
@@ -239,7 +239,7 @@ def choose(
 
 
 def queue_for(workers: int, lookahead: int) -> int | None:
-    """Returns the queue size to advise, or `None` if `lookahead` suffices."""
+    """Returns the queue size to advise; `None` if `lookahead` is enough."""
     return 2 * workers if workers > lookahead else None
 
 
@@ -249,7 +249,7 @@ def call(
     use_multiprocessing: bool,
     max_queue_size: int | None = None,
 ) -> str:
-    """Formats the constructor call that is advised, as Python code."""
+    """Returns the recommended constructor call as Python code."""
     arguments = f"workers={workers}"
     if use_multiprocessing:
         arguments += ", use_multiprocessing=True"

@@ -1,4 +1,4 @@
-"""Measures how many cores this process may use, and how busy they are.
+"""Measures the cores that this process is allowed to use, and their load.
 
 The machine's number of cores misleads: affinity (`taskset`, Slurm, Kubernetes'
 static CPU manager) and the CPU quota of a cgroup (`docker --cpus`, a pod's
@@ -18,7 +18,7 @@ from keras_fastdata.metrics import cgroup
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """How many cores this process may use, and how long they were busy.
+    """The cores that this process is allowed to use, and their busy time.
 
     `busy_cores` compares two readings.
     """
@@ -32,7 +32,7 @@ class Reading:
 
 
 def read() -> Reading:
-    """Reads how many cores are allowed, and how long they were busy.
+    """Reads the number of allowed cores, and their total busy time.
 
     This takes about 0.1 ms.
     """
@@ -54,7 +54,7 @@ def busy_cores(before: Reading, after: Reading) -> float | None:
 
 
 def model() -> str:
-    """Returns the name of the CPU's model; empty if it is unknown."""
+    """Returns the model name of the CPU, or "" if the name is unknown."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
         for line in file:
             name, _, value = line.partition(":")
@@ -71,7 +71,7 @@ def _affinity() -> set[int]:
 
 
 def _cgroup_quota() -> tuple[float | None, str]:
-    """Returns the lowest CPU quota that applies, and its cgroup folder."""
+    """Returns the lowest CPU quota of this process, and its cgroup folder."""
     least: float | None = None
     where = ""
     for folder in cgroup.folders("cpu"):

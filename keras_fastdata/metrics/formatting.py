@@ -1,4 +1,4 @@
-"""Formats figures, texts, batches and tables for people to read."""
+"""Formats numbers, texts, batches and tables for display."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def listed(numbers: list[int], most: int = 5) -> str:
 
 
 def wrapped(text: str, width: int = 0) -> str:
-    """Wraps a text into lines; never within code, or before a unit.
+    """Wraps a text into lines, but not inside code or before a unit.
 
     A `width` of 0 is that of the terminal, at most 80 characters.
     """
@@ -124,7 +124,7 @@ def structure(batch: Any) -> str:
 def html_table(
     rows: Iterable[Sequence[str]], header: Sequence[str] = (), align: str = ""
 ) -> str:
-    """Returns rows of texts, which are escaped, as an HTML table.
+    """Returns an HTML table of texts, and escapes the texts.
 
     `align` says where the texts of all columns but the first stand.
     """
@@ -135,7 +135,7 @@ def html_table(
 
 
 def shortened(text: str, most: int) -> str:
-    """Returns a text in one line of at most `most` characters."""
+    """Shortens a text to one line of at most `most` characters."""
     line = " ".join(text.split())
     return line if len(line) <= most else f"{line[: most - 3]}..."
 

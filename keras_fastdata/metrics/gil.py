@@ -1,4 +1,4 @@
-"""Measures how often a thread has to wait for Python's lock (the GIL).
+"""Measures how often a thread has to wait for the GIL (Python's lock).
 
 A probe thread sleeps for a moment, again and again. After each sleep it needs
 the lock. If other threads run Python code, it gets the lock late: they are
@@ -20,7 +20,7 @@ _IDLE_S = 5.0  # without a batch, after which the probe ends
 
 
 class GilProbe:
-    """Probes Python's lock from a thread, while a recorder counts batches."""
+    """Measures waits for the GIL in a thread, while batches are delivered."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = weakref.ref(recorder)
@@ -29,7 +29,7 @@ class GilProbe:
         self._thread: threading.Thread | None = None
 
     def watch(self) -> None:
-        """Starts the probe's thread, unless it is already running."""
+        """Starts the probe's thread, unless the thread is already running."""
         if self._thread is None or not self._thread.is_alive():
             self._over.clear()
             self._thread = threading.Thread(
@@ -38,9 +38,9 @@ class GilProbe:
             self._thread.start()
 
     def take(self) -> float:
-        """Returns the share of probes that had to wait for Python's lock.
+        """Returns the share of probes that had to wait for the GIL.
 
-        Of those since the previous call; NaN if there was none.
+        Only the probes since the previous call count; NaN without such probes.
         """
         looks, late = self._looks, self._late
         self._looks = self._late = 0

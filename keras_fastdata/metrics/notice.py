@@ -31,7 +31,10 @@ _log = logging.getLogger("keras_fastdata")
 
 
 class Notice:
-    """A message about a wait. A process shows at most one message at a time."""
+    """A message to the user about a long wait.
+
+    A process shows at most one message at a time.
+    """
 
     _visible: Notice | None = None
     _visible_in = 0  # the process; a forked child shows none
@@ -42,7 +45,7 @@ class Notice:
         self._place: _Place | None = None
 
     def look(self, describe: Callable[[], str]) -> None:
-        """Shows or updates the notice, once the wait has become long.
+        """Shows or updates the notice if the wait is already long.
 
         Calls `describe` every half second, from the first second on.
         """
@@ -69,7 +72,7 @@ class Notice:
             Notice._visible = None
 
     def _take_place(self) -> bool:
-        """Tries to become the visible notice; returns whether it is visible."""
+        """Makes this notice the visible one; returns whether this succeeded."""
         pid = os.getpid()
         if Notice._visible is None or Notice._visible_in != pid:
             if not _log.isEnabledFor(logging.WARNING):
@@ -79,7 +82,7 @@ class Notice:
 
 
 class _Place:
-    """A place to show a notice; this base class logs the notice once."""
+    """Logs a notice once; base class of the other ways to show a notice."""
 
     _has_told = False
 
@@ -110,7 +113,7 @@ class _Terminal(_Place):
         self._is_shown = True
 
     def clear(self) -> None:
-        """Erases the line, and moves the cursor back to the line above."""
+        """Erases the notice's line, and moves the cursor to the line above."""
         if self._is_shown:
             self._is_shown = False
             self._console.file.write("\r\x1b[2K\x1b[1A")
@@ -137,7 +140,7 @@ class _Notebook(_Place):
 
 
 def _find_place() -> _Place:
-    """Returns the place where this process can show a notice."""
+    """Returns an object that shows notices in a notebook, terminal or log."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if shell is not None and hasattr(shell, "kernel"):
         return _Notebook()
@@ -149,14 +152,14 @@ def _find_place() -> _Place:
 
 
 class LoadedPackages:
-    """Finds the packages that processes import, by the files that they map."""
+    """Finds out which packages processes import, from their mapped files."""
 
     def __init__(self) -> None:
         self._mapped: collections.Counter[str] | None = None
         self._latest = ""
 
     def latest(self, pids: Iterable[int]) -> str:
-        """Returns the package with the most new file mappings in processes.
+        """Returns the package with the most new file mappings in `pids`.
 
         New means: since the previous call. If there are none, the previous
         result is returned again; the first call returns "".

@@ -9,7 +9,7 @@ from keras_fastdata.metrics.worker_kinds import WorkerKind
 
 @dataclasses.dataclass(frozen=True)
 class WorkerLoss:
-    """The loss of a worker that died, or was replaced.
+    """The death or the replacement of a worker.
 
     Attributes:
         at_s: When the loss was noticed, by `time.monotonic`.

@@ -35,13 +35,13 @@ class Distribution:
         seconds: npt.NDArray[np.float64],
         times: npt.NDArray[np.int64] | int = 1,
     ) -> None:
-        """Adds durations; `times` says how often each of them occurred."""
+        """Adds durations; `times` says how often each duration occurred."""
         ratio = np.maximum(seconds, _LEAST_S) / _LEAST_S
         bucket = np.ceil(np.log(ratio) / _LOG_GROWTH).astype(np.int64)
         np.add.at(self._counts, np.minimum(bucket, _BUCKETS - 1), times)
 
     def quantile(self, share: float) -> float:
-        """Returns the `share` quantile of the durations, or 0 if none exist."""
+        """Returns quantile `share` of the durations; 0 without durations."""
         count = self.count
         if not count:
             return 0.0
@@ -52,7 +52,7 @@ class Distribution:
         return _LEAST_S * math.exp((bucket - 0.5) * _LOG_GROWTH)
 
     def histogram(self) -> list[tuple[float, float, int]]:
-        """Returns `(from, to, count)` of each bucket that is not empty.
+        """Returns `(lower bound, upper bound, count)` of each nonempty bucket.
 
         The bounds are in seconds.
         """

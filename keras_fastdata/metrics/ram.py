@@ -87,6 +87,6 @@ def _cgroup() -> tuple[int | None, int | None, int]:
 
 
 def _reclaimable(folder: str) -> int:
-    """Returns how many bytes of page cache the kernel can free at once."""
+    """Returns the bytes of page cache that the kernel can free immediately."""
     found = cgroup.fields(f"{folder}/memory.stat")
     return found.get("total_inactive_file", found.get("inactive_file", 0))

@@ -33,7 +33,7 @@ SPANS_KEPT = 8192
 
 
 class Span(NamedTuple):
-    """The times and sizes of one batch; times are those of `time.monotonic`."""
+    """The times and sizes of one batch; the clock is `time.monotonic`."""
 
     epoch: int  # the dataset's own count, from 0
     batch: int  # the index in the dataset
@@ -156,9 +156,11 @@ class BatchStats:
     def add_spans(
         self, spans: npt.NDArray[np.float64], times: npt.NDArray[np.int64]
     ) -> None:
-        """Adds spans, of shape `(n, len(Span._fields))`.
+        """Adds the spans of measured batches to the statistics.
 
-        `times` says how many batches each of them stands for.
+        The shape of `spans` is `(n, len(Span._fields))`.
+
+        `times` says how many batches each span stands for.
         """
         column = dict(zip(Span._fields, spans.T, strict=True))
         if not self.batches:
@@ -193,7 +195,7 @@ class BatchStats:
 
 
 class Recorder:
-    """Records the batches that are delivered for one thread.
+    """Records the batches for the Keras calls of one thread.
 
     Args:
         interval_s: Of batches and steps that take less than this, one is
@@ -253,7 +255,7 @@ class Recorder:
         self.source_id = None
 
     def claim_source(self, source_id: object) -> bool:
-        """Makes `source_id` the source of this epoch's batches, if none is yet.
+        """Sets the source of this epoch's batches, if no source is set yet.
 
         Returns whether it is the source. Batches of other sources belong to
         an evaluation in a callback, for example.
@@ -263,20 +265,20 @@ class Recorder:
         return self.source_id is source_id
 
     def expect(self, source_id: object) -> None:
-        """Sets the source of this epoch's batches; see `claim_source`."""
+        """Sets the only source whose batches this epoch records."""
         self.source_id = source_id
 
     def exclude(self, seconds: float) -> None:
-        """Adds time that does not count as part of any training step."""
+        """Excludes `seconds` from the time of training steps."""
         self.excluded_s += seconds
 
     def add_quiesce(self, seconds: float) -> None:
-        """Adds time spent until all workers were idle, for a measurement."""
+        """Adds the seconds that a measurement waited for workers to pause."""
         self.quiesced_s += seconds
 
     @property
     def source(self) -> BatchSource | None:
-        """The loader of the latest batches, or `None` if there is none."""
+        """The loader of the latest batches; `None` without batches."""
         return None if self._source is None else self._source()
 
     def attach_source(
@@ -318,7 +320,7 @@ class Recorder:
                 self._add_spans(_BLOCK)
 
     def add_hook(self, seconds: float) -> None:
-        """Adds the time of a call of `on_epoch_begin` or `on_epoch_end`."""
+        """Adds the duration of one `on_epoch_begin` or `on_epoch_end` call."""
         self.waited_s += seconds
         self.batch_stats.hook_s += seconds
 
@@ -366,7 +368,10 @@ class Recorder:
             self._on_spans(spans)
 
     def spans(self) -> npt.NDArray[np.float64]:
-        """Returns the latest spans, oldest first: `(n, len(Span._fields))`."""
+        """Returns the latest spans as an array, oldest span first.
+
+        Its shape is `(n, len(Span._fields))`.
+        """
         self.flush()
         if self._rung <= SPANS_KEPT:
             return self._ring[: self._rung].copy()
@@ -394,7 +399,7 @@ def _times(
     before: int,
     until: int,
 ) -> npt.NDArray[np.int64]:
-    """Returns, for each measured batch, how many batches it stands for.
+    """Returns how many batches each measured batch represents.
 
     One that took long stands for itself. Others stand for those before them
     that were not measured, and the last of them for those after it.
@@ -425,13 +430,13 @@ _attached: dict[int, list[weakref.ref[Recorder]]] = {}
 
 
 def attach(recorder: Recorder) -> None:
-    """Makes `recorder` receive the batches of the calling thread."""
+    """Makes `recorder` record the batches for the calling thread."""
     present = _attached.setdefault(threading.get_ident(), [])
     present.append(weakref.ref(recorder))
 
 
 def detach(recorder: Recorder) -> None:
-    """Undoes `attach`: the recorder receives no more batches. Idempotent."""
+    """Undoes `attach`: the recorder records no more batches. Idempotent."""
     thread = threading.get_ident()
     present = _attached.get(thread, [])
     present[:] = [r for r in present if r() not in (recorder, None)]
@@ -440,7 +445,7 @@ def detach(recorder: Recorder) -> None:
 
 
 def current_for(thread: int) -> Recorder | None:
-    """Returns the recorder that receives the batches of a thread, if any."""
+    """Returns the recorder attached to a thread, or `None` if there is none."""
     present = _attached.get(thread)
     if not present:
         return None

@@ -1,4 +1,4 @@
-"""Defines the states in the measurement of a single training step.
+"""Defines the states of a sampler, which measures single training steps.
 
     OFF --pause--> PAUSING --isolate--> ISOLATED
     OFF --isolate--> ISOLATED
@@ -14,7 +14,7 @@ from typing import Protocol
 
 
 class SamplingState(enum.Enum):
-    """Whether the workers pause so that a training step can be measured."""
+    """The states of measuring one training step while the workers pause."""
 
     OFF = enum.auto()  # no effect: workers build ahead
     PAUSING = enum.auto()  # pause the workers: the next step may be measured
@@ -22,7 +22,7 @@ class SamplingState(enum.Enum):
 
 
 class Sampler(Protocol):
-    """Decides which steps are measured alone, while the workers pause."""
+    """Decides which training steps are measured while the workers pause."""
 
     @property
     def state(self) -> SamplingState:
@@ -30,7 +30,7 @@ class Sampler(Protocol):
         ...
 
     def before_wait(self) -> None:
-        """Informs the sampler that training now waits for a batch."""
+        """Prepares the sampler for a wait for the next batch."""
         ...
 
     def interrupt(self) -> None:

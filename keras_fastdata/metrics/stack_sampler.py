@@ -52,7 +52,7 @@ class Watched(Protocol):
     owns_process: bool
 
     def add_stack(self, stack: str) -> None:
-        """Receives a folded stack; called in the thread of the sampler."""
+        """Receives a folded stack, in the thread of the sampler."""
         ...
 
 
@@ -67,7 +67,7 @@ class _StackSampler:
         self._thread: tuple[threading.Thread, threading.Lock] | None = None
 
     def watch(self, watched: Watched) -> None:
-        """Starts to sample a thread. Idempotent."""
+        """Starts to sample a thread's call stacks. Idempotent."""
         with self._lock:
             self._watched[watched.thread] = watched
             if self._thread is None or not self._thread[0].is_alive():

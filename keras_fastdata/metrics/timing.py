@@ -1,4 +1,4 @@
-"""Measures when a batch is built, and how the build spends its time.
+"""Measures when a batch is built, and how long the build computes.
 
 A slow build may be computing, waiting (for a disk, a network, the GIL), or
 ready to run without a core. The kernel accounts for all three, for each thread.
@@ -35,7 +35,7 @@ _rng = random.Random()  # the global one is the user's
 
 
 class Timing(NamedTuple):
-    """The times of one build, by `time.monotonic`."""
+    """The times of building one batch; the clock is `time.monotonic`."""
 
     began_s: float  # when `__getitem__` was called
     built_s: float  # when `__getitem__` returned
@@ -55,7 +55,10 @@ class Timing(NamedTuple):
 
 
 def pause_s(asked: int) -> float:
-    """Returns the pause before the next reading, after `asked` readings."""
+    """Returns the seconds between two readings, which grow with `asked`.
+
+    `asked` is the number of readings so far.
+    """
     return INTERVAL_S * min(max(1.0, asked / _ENOUGH), _RARELY)
 
 
@@ -70,7 +73,7 @@ class RunDelay:
         self._thread = 0  # the thread that opened it
 
     def read(self) -> float:
-        """Returns the total delay so far in seconds, or 0 if it is unknown."""
+        """Returns the total delay so far in seconds, or 0 if unknown."""
         thread = threading.get_native_id()
         if thread != self._thread:
             self.close()
@@ -89,7 +92,7 @@ class RunDelay:
 
 
 class Stopwatch:
-    """Measures builds, in the thread that builds the batches.
+    """Measures the building of batches, in the thread that builds them.
 
     If it `owns_process`, the CPU time of all threads counts.
     """
@@ -135,12 +138,12 @@ class Stopwatch:
                 self._ask_first()
 
     def built(self) -> None:
-        """Notes the time at which `__getitem__` returned."""
+        """Records the time at which `__getitem__` returned."""
         if self._interval_s is not None:
             self._built = time.monotonic()
 
     def stop(self) -> Timing | None:
-        """Ends the measurement, after the batch was stored or its build failed.
+        """Ends the measurement, after a batch was stored or its build failed.
 
         Returns the times of the build; `None` if it is not measured.
         """
@@ -160,7 +163,7 @@ class Stopwatch:
         return Timing(began, built, ended, cpu, delay, 0, tuple(stacks))
 
     def add_stack(self, stack: str) -> None:
-        """Keeps a sampled stack of a build in this thread.
+        """Stores a sampled call stack of a build in this thread.
 
         Of more than `_MOST_STACKS`, each is kept with the same probability.
         """

@@ -1,4 +1,4 @@
-"""The kinds of workers, and what the rest of the package asks of each."""
+"""Defines the kinds of workers and their properties."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 
 
 class WorkerKind(enum.StrEnum):
-    """A kind of workers, which is equal to its name, such as "thread"."""
+    """A kind of worker; a member equals its name, such as "thread"."""
 
     noun: str  # one worker in words; empty for the caller itself
     builds_ahead: bool  # whether batches are built before they are asked for

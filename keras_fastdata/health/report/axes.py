@@ -1,4 +1,4 @@
-"""Computes scales, bins and round marks for figures."""
+"""Computes the bins, the scales and the axis marks of charts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Mark(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Histogram:
-    """The number of durations in each bin of a histogram.
+    """A histogram of durations, with linear or logarithmic bins.
 
     Attributes:
         edges: Bounds of the bins in seconds: shape `(bins + 1,)`.
@@ -63,7 +63,7 @@ class Histogram:
 def histogram(
     seconds: npt.NDArray[np.float64], bins: int = 40
 ) -> Histogram | None:
-    """Counts durations in bins. Returns `None` for an empty array."""
+    """Returns a histogram of durations, or `None` for an empty array."""
     if not len(seconds):
         return None
     seen = seconds[seconds >= LEAST_S]
@@ -89,7 +89,7 @@ def histogram(
 
 
 def duration_marks(figure: Histogram, most: int = 5) -> list[Mark]:
-    """Returns axis marks at round durations for a histogram."""
+    """Returns axis marks at round durations, such as 10 ms, for a histogram."""
     low, high = float(figure.edges[0]), float(figure.edges[-1])
     values = _round_ratios(low, high, most) if figure.is_log else []
     if len(values) < 2:
@@ -104,7 +104,7 @@ def duration_marks(figure: Histogram, most: int = 5) -> list[Mark]:
 def time_marks(
     begin_s: float, end_s: float, origin_s: float, most: int = 8
 ) -> list[Mark]:
-    """Returns axis marks at round numbers of seconds since an origin."""
+    """Returns axis marks at round numbers of seconds after `origin_s`."""
     values = round_values(begin_s - origin_s, end_s - origin_s, most)
     step = values[1] - values[0] if len(values) > 1 else 1.0
     return [
@@ -117,7 +117,7 @@ def time_marks(
 
 
 def count_marks(most_value: float, most: int = 4) -> list[Mark]:
-    """Returns axis marks at round whole numbers from 0."""
+    """Returns axis marks at round integers from 0 to `most_value`."""
     values = round_values(0.0, most_value, most)
     return [
         Mark(value / most_value, f"{value:,.0f}")
@@ -127,7 +127,7 @@ def count_marks(most_value: float, most: int = 4) -> list[Mark]:
 
 
 def round_values(low: float, high: float, most: int) -> list[float]:
-    """Returns round numbers from `low` to `high`, at most `most` + 1."""
+    """Returns up to `most + 1` round numbers between `low` and `high`."""
     if not high > low:
         return []
     step = 10.0 ** math.floor(math.log10((high - low) / most))
@@ -152,14 +152,14 @@ def _round_ratios(low: float, high: float, most: int) -> list[float]:
 
 
 def _exact(seconds: float, step: float, unit: float | None = None) -> str:
-    """Formats a duration with enough digits to show steps of `step` seconds."""
+    """Formats a duration with enough digits for multiples of `step` seconds."""
     factor, name = (1.0, "s") if (unit or seconds) >= 1 else (1e3, "ms")
     digits = max(0, -math.floor(math.log10(step * factor) + 1e-9))
     return f"{seconds * factor:,.{digits}f} {name}"
 
 
 class Series(NamedTuple):
-    """The mean, lowest and highest value in each bin of time.
+    """The mean, lowest and highest value in each time bin.
 
     All fields are arrays of shape `(n,)`.
 

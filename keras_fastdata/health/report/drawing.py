@@ -1,4 +1,4 @@
-"""Converts a record into shapes, which the report's template writes as SVG.
+"""Converts a record into shapes for the SVG charts of the report.
 
 Coordinates begin at the top left. The plane is `WIDTH` wide and as high as the
 figure; the page stretches it to its own width.
@@ -29,7 +29,7 @@ _LEAST_OPACITY = 0.35
 
 
 class Box(NamedTuple):
-    """A rectangle in a figure.
+    """A rectangle in a chart.
 
     Attributes:
         what: The class in the style sheet.
@@ -52,7 +52,7 @@ class Box(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
-    """A figure with its axes.
+    """A chart with its shapes, axes, title and legend.
 
     Attributes:
         name: The title.
@@ -82,12 +82,12 @@ class Chart:
 
 
 def timelines(record: Record) -> list[Chart]:
-    """Returns a timeline of training and the workers for each window."""
+    """Returns one timeline chart for each time window of the record."""
     return [_timeline(record, window) for window in windows.windows(record)]
 
 
 def histogram(name: str, seconds: npt.NDArray[np.float64]) -> Chart | None:
-    """Draws a histogram of durations. Returns `None` for an empty array."""
+    """Returns a histogram chart of durations, or `None` for an empty array."""
     figure = axes.histogram(seconds)
     if figure is None:
         return None
@@ -153,7 +153,7 @@ def over_time(record: Record) -> list[Chart]:
 
 
 class _View(NamedTuple):
-    """The interval of time that a chart shows."""
+    """The time interval that a chart shows."""
 
     origin_s: float
     begin_s: float
@@ -262,7 +262,7 @@ def _epochs(record: Record, view: _View) -> Chart:
 
 
 def _waiting(record: Record, view: _View) -> Chart:
-    """Returns a chart of the shares of waiting and computing over time."""
+    """Charts the shares of waiting, compiling and computing over time."""
     bins = min(_BINS, max(_LEAST_BINS, len(record.steps)))
     edges = np.linspace(view.begin_s, view.end_s, bins + 1)
     began = np.array([step.began_s for step in record.steps])
@@ -318,7 +318,7 @@ def _covered(
     begin: npt.NDArray[np.float64],
     end: npt.NDArray[np.float64],
 ) -> npt.NDArray[np.float64]:
-    """Returns for each bin how many of its seconds the intervals cover.
+    """Returns how many seconds of each bin the intervals cover.
 
     The intervals are in order and do not overlap.
     """

@@ -1,4 +1,4 @@
-"""Draws a record with Matplotlib, without Matplotlib's global state."""
+"""Draws a record as a Matplotlib figure, without using `pyplot`."""
 
 from __future__ import annotations
 
@@ -130,7 +130,11 @@ def _draw_timeline(panel: Axes, record: Record) -> None:
 
 
 def _drawn_s(bar: windows.Bar, pixel_s: float) -> float:
-    """Returns the drawn length of a bar, which leaves a gap between builds."""
+    """Returns the length at which to draw a bar, in seconds.
+
+    Builds are shortened, to leave gaps between builds. Other bars get a length
+    of at least a pixel.
+    """
     length_s = bar.end_s - bar.begin_s
     if bar.what == "build":
         return length_s - min(pixel_s, length_s / 4)

@@ -1,4 +1,4 @@
-"""Lays out a flame graph of the functions that builds spend their time in."""
+"""Computes a flame graph of the functions that build batches."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def write_report(record: Record, path: str | os.PathLike[str]) -> None:
 
 
 def require() -> None:
-    """Raises `ImportError` if Jinja2, which reports need, is missing."""
+    """Raises `ImportError` if Jinja2 is not installed."""
     try:
         import jinja2  # noqa: F401
     except ImportError as error:
@@ -116,7 +116,7 @@ def _render(record: Record) -> str:
 
 
 def _view(record: Record) -> dict[str, Any]:
-    """Returns the values of all variables of the page's template."""
+    """Returns the variables of the page's template as a dict by name."""
     summary = record.summary
     phases = summary.phases
     timelines = drawing.timelines(record)
@@ -156,7 +156,7 @@ def _view(record: Record) -> dict[str, Any]:
 
 
 def _stragglers(record: Record) -> list[Slow]:
-    """Returns the builds of the last epoch that took far longer than most."""
+    """Returns batches of the last epoch with unusually long build times."""
     phases = record.summary.phases
     usual_s = phases[-1].build_s_p50 if phases else 0.0
     least_s = max(2 * usual_s, usual_s + _SLOWER_S)

@@ -46,7 +46,7 @@ def summary_html(summary: HealthSummary) -> str:
 
 
 def _conclusions(summary: HealthSummary) -> str:
-    """Returns a paragraph for each conclusion: why, and what to change."""
+    """Returns an HTML paragraph for each finding of the summary."""
     written = []
     for finding in summary.findings:
         lines = [
@@ -62,7 +62,7 @@ def _conclusions(summary: HealthSummary) -> str:
 
 
 def _marked(text: str) -> str:
-    """Escapes a text; what stands between backquotes becomes code."""
+    """Converts a text to HTML; text between backquotes becomes `<code>`."""
     return "".join(
         f"<code>{html.escape(piece)}</code>" if is_code else html.escape(piece)
         for is_code, piece in formatting.prose(text)

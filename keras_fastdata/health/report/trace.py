@@ -58,7 +58,7 @@ class _BuildSlice(NamedTuple):
 
 
 class _Took(NamedTuple):
-    """A step that waits for its batches to be traced.
+    """A training step that waits for the arrows from its batches.
 
     Times are in microseconds.
     """
@@ -103,7 +103,7 @@ class TraceWriter:
             self._file.write(event)
 
     def begin(self, phase: str, epoch: int) -> None:
-        """Notes that an epoch begins, in a phase such as "train"."""
+        """Begins an epoch of a phase such as "train"."""
         self._forget()
         self._phase = phase
 
@@ -131,7 +131,7 @@ class TraceWriter:
             self._settle_origin()
 
     def end(self) -> None:
-        """Notes that an epoch has ended, and draws its remaining arrows."""
+        """Ends an epoch, and draws the epoch's remaining arrows."""
         self._settle_origin()
         self._match(ended=True)
         self._forget()
@@ -144,7 +144,7 @@ class TraceWriter:
         dataset: str,
         losses: Iterable[WorkerLoss] = (),
     ) -> None:
-        """Completes the trace file and gives it its final name. Idempotent.
+        """Completes and renames the trace file. Idempotent.
 
         Args:
             pids: Process ids of workers by index; empty for threads and
@@ -167,7 +167,7 @@ class TraceWriter:
     # -- times ---------------------------------------------------------------
 
     def _settle_origin(self, began_s: float = float("inf")) -> None:
-        """Sets time 0 of the trace, and writes all steps held back so far.
+        """Sets time 0 of the trace, and writes the steps that were held back.
 
         It is the earliest build or step. The model is built from batches that
         were made before its first step.
@@ -318,7 +318,7 @@ class TraceWriter:
 
 
 class _TraceFile:
-    """The file of the trace, with one event per line.
+    """The trace file, with one event per line.
 
     It is not buffered by Python: a forked child would write the buffer again.
     """
@@ -402,7 +402,7 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 def _event(
     phase: str, name: str, process: int, thread: int, **more: Any
 ) -> str:
-    """Returns an event of the trace as JSON."""
+    """Returns a trace event as JSON."""
     return _encode(
         {"ph": phase, "name": name, "pid": process, "tid": thread, **more}
     )
@@ -416,7 +416,7 @@ def _slice(
     ended_us: float,
     arguments: dict[str, Any],
 ) -> str:
-    """Returns, as JSON, a trace event that has a duration."""
+    """Returns a trace event with a duration, as JSON."""
     took_us = round(max(0.0, ended_us - began_us), 3)
     return _event(
         "X", name, process, thread, ts=began_us, dur=took_us, args=arguments

@@ -63,7 +63,7 @@ class Row:
 
 
 class Window(NamedTuple):
-    """A part of a record that one timeline shows.
+    """A time interval of a record that one timeline shows.
 
     The times are those of `time.monotonic`.
 
@@ -79,7 +79,9 @@ class Window(NamedTuple):
 
 
 def windows(record: Record) -> tuple[Window, ...]:
-    """Returns the parts of a record to show; an empty record has none.
+    """Returns the time intervals of a record to show as timelines.
+
+    An empty record has no such intervals.
 
     A short record is shown as a whole. Of a longer one, the windows are the
     beginning, the longest wait after it, and the middle of the last epoch,
@@ -114,7 +116,7 @@ def windows(record: Record) -> tuple[Window, ...]:
 
 
 def rows(record: Record, window: Window, pixel_s: float) -> list[Row]:
-    """Returns the rows of bars in a window: training, then each worker.
+    """Returns a window's rows of bars: first training, then each worker.
 
     Args:
         record: The record.
@@ -160,12 +162,12 @@ def worker_names(record: Record) -> list[str]:
 
 
 def has_queue(record: Record) -> bool:
-    """Whether batches are built ahead of training."""
+    """Returns whether the dataset had a queue of batches built ahead."""
     return record.settings.get("workers") != 0
 
 
 def epochs(record: Record) -> list[tuple[str, float, float]]:
-    """Returns the name, beginning and end of each epoch with known steps."""
+    """Returns the name, beginning and end of each epoch with recorded steps."""
     found: list[tuple[str, float, float]] = []
     before: Step | None = None
     for step in record.steps:
@@ -182,7 +184,7 @@ def epochs(record: Record) -> list[tuple[str, float, float]]:
 
 
 def asked_s(record: Record) -> npt.NDArray[np.float64]:
-    """Returns the times at which training requested each batch."""
+    """Returns the time at which training requested each batch."""
     asked: npt.NDArray[np.float64] = record.column(
         "delivered_s"
     ) - record.column("waited_s")
@@ -206,14 +208,14 @@ def _steps_in_view(record: Record, steps: list[Step]) -> int:
 
 
 def _earliest(steps: list[Step]) -> str:
-    """Returns the title of the timeline of the first recorded steps."""
+    """Returns the title of the timeline that shows the first recorded steps."""
     return "the earliest kept" if steps[0].number > 0 else "the beginning"
 
 
 def _cut(
     name: str, steps: list[Step], first: int, anchor: int, count: int
 ) -> Window:
-    """Returns a window around `anchor`, cut at long breaks between steps."""
+    """Returns a window around `anchor`, cut at long pauses between steps."""
     shown = steps[first : first + count]
     anchor -= first
     lengths = [step.ended_s - step.began_s for step in shown]
@@ -229,7 +231,7 @@ def _cut(
 
 
 def _first_s(record: Record, steps: list[Step]) -> float:
-    """Returns the time of the first step or, if known, of the first build."""
+    """Returns when the first step, or the first build if recorded, began."""
     begin_s = steps[0].began_s
     if len(record.spans) and len(record.spans) == _batches(record):
         return min(begin_s, float(record.column("began_s").min()))
@@ -260,7 +262,7 @@ _DELIVERED = Span._fields.index("delivered_s")
 
 
 def activity(step: Step) -> str:
-    """Returns what a step does with its batch, as one word."""
+    """Returns "compile" if Keras compiled in a step, otherwise "compute"."""
     return "compile" if step.compiled else "compute"
 
 
@@ -349,7 +351,7 @@ def _clip(bars: list[Bar], window: Window) -> list[Bar]:
 
 
 def _merge(bars: list[Bar], pixel_s: float, name: str) -> Iterator[Bar]:
-    """Joins bars that are narrower than a pixel with adjacent bars."""
+    """Merges bars that are narrower than a pixel with adjacent bars."""
     group: list[Bar] = []
     for bar in sorted(bars, key=lambda bar: bar.begin_s):
         if group and not (
