@@ -1,4 +1,4 @@
-"""Reads the call stack.
+"""Reads the call stacks of threads.
 
 No other module reads frames, except for `keras_bridge.keras_internals`, which
 reads Keras's.
@@ -24,7 +24,7 @@ _HEADER = re.compile(r"\s*(@.*|((async\s+)?def\b.*[:(,]\s*))(#.*)?\s*")
 
 
 class Call(NamedTuple):
-    """A function that a thread is in, and the line that it is at."""
+    """One function call in a call stack, with the current line."""
 
     file: str
     line: int
@@ -38,7 +38,10 @@ Place = tuple[Call, ...]  # a thread's stack, innermost first
 
 
 def caller(depth: int) -> tuple[str, str]:
-    """Returns file and name of the function `depth` calls above the caller."""
+    """Returns the file and the name of a function on the call stack.
+
+    The function that calls `caller` has depth 0, its own caller depth 1.
+    """
     code = sys._getframe(depth + 1).f_code
     return code.co_filename, code.co_name
 
@@ -81,7 +84,7 @@ def stack_of(thread: int) -> Place:
 
 
 def place_of(thread: int, outermost: tuple[str, str]) -> Place:
-    """Returns the inner part of a thread's call stack.
+    """Returns a thread's call stack without the outer calls.
 
     Args:
         thread: The thread's `threading.get_ident`.

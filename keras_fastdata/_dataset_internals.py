@@ -1,4 +1,4 @@
-"""Defines the content of a dataset's one private attribute, `_fastdata`.
+"""Defines the content of a dataset's only private attribute, `_fastdata`.
 
 Users' classes may use any name that is not public: `self._loader = ...` and
 `def _state_of(self)` are common. So `FastPyDataset` has public names and
@@ -58,7 +58,7 @@ class Internals:
         self.outside_rng: tuple[int, np.random.Generator] | None = None
 
     def forget_outside_rng(self) -> None:
-        """Resets the generator that `dataset.rng` returns outside of builds."""
+        """Resets the random generator of `dataset.rng` outside of builds."""
         self.outside_rng = None
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
@@ -129,7 +129,7 @@ def settings_in_effect(dataset: build.Dataset) -> Settings:
 
 
 def replace_settings(dataset: build.Dataset, **changes: Any) -> None:
-    """Changes settings, and replaces the workers."""
+    """Changes a dataset's settings, and replaces its workers."""
     internals = internals_of(dataset)
     internals.settings = dataclasses.replace(internals.settings, **changes)
     if internals.loader is not None:
@@ -161,7 +161,7 @@ def version_of(dataset: build.Dataset) -> object | None:
 
 @functools.singledispatch
 def twin_of(dataset: Any) -> Any:
-    """Returns a dataset with the same attributes, and a loader of its own.
+    """Returns a shallow copy of a dataset; the copy has a separate loader.
 
     What is set on the twin does not reach the dataset. A class that keeps its
     progress elsewhere registers its own function.
@@ -204,7 +204,7 @@ def answer(dataset: build.Dataset, name: str) -> Any:
 
 
 def iterate_alone(dataset: build.Dataset) -> Iterator[Any]:
-    """Returns an iterator over one epoch; can be called during a build."""
+    """Returns an iterator over one epoch, even during a batch's build."""
     if _process_role.is_worker():
         return plain_iterator(dataset)
     return iterate(loader_of(dataset), dataset, shuffle=False)

@@ -101,7 +101,7 @@ def names_in(code: types.CodeType) -> frozenset[str]:
 def imports_in(
     code: types.CodeType, package: str | None
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yields the modules that a code object imports, with the names from each.
+    """Yields each module that a code object imports, and the imported names.
 
     Code objects nested inside it are included. Relative imports begin at
     `package`.
@@ -120,7 +120,7 @@ def imports_in(
 
 
 def installed_imports(names: Iterable[str]) -> tuple[str, ...]:
-    """Returns the installed modules that are imported along with others.
+    """Returns the installed modules that an import of `names` also imports.
 
     Only modules that this process has imported count, in the order in which
     they were imported. The user's modules are searched for import statements,
@@ -147,7 +147,7 @@ def installed_imports(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _is_importable(module: Any, name: str) -> bool:
-    """Returns whether importing `name` elsewhere loads a file or folder."""
+    """Returns whether another process can import a module from its files."""
     spec = getattr(module, "__spec__", None)
     if spec is None or spec.name != name or name == "__main__":
         return False
@@ -155,7 +155,7 @@ def _is_importable(module: Any, name: str) -> bool:
 
 
 def _imports_of(module: types.ModuleType, file: str) -> Iterator[str]:
-    """Yields what import statements of a module may have imported.
+    """Yields names of possible modules in a module's import statements.
 
     A statement that has bound no name did not run, such as one that is for
     type checkers alone.
@@ -178,7 +178,7 @@ def _imports_of(module: types.ModuleType, file: str) -> Iterator[str]:
 
 @functools.lru_cache(maxsize=1024)
 def _import_statements(file: str, _: int) -> list[ast.AST]:
-    """Parses a file's import statements outside of functions and classes."""
+    """Returns a file's import statements outside functions and classes."""
     waiting: list[ast.AST] = [ast.parse(pathlib.Path(file).read_bytes())]
     found: list[ast.AST] = []
     for node in waiting:

@@ -44,7 +44,7 @@ def integer(name: str, value: Any, *, least: int, or_else: str = "") -> int:
 
 
 def _as_integer(name: str, value: Any) -> str:
-    """Returns the hint to pass an integer, if `value` can become one."""
+    """Returns a hint for an error message if `value` can be an integer."""
     try:
         number = int(value)
     except (TypeError, ValueError, OverflowError):

@@ -25,7 +25,7 @@ _FILE_MODULE = "__fastdata_file__"
 
 
 class UsageError(Exception):
-    """The target does not exist, or is not a dataset."""
+    """Raised when the target does not exist, or is not a dataset."""
 
 
 def find(target: str) -> FastPyDataset:

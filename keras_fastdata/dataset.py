@@ -591,7 +591,7 @@ _NOTICED_METHODS = (
 
 
 def _noticed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a subclass's method so that the loader is notified of calls.
+    """Wraps a subclass's method to notify the loader of each call.
 
     A call of a hook in `__init__` belongs to making the dataset, and is not
     noticed.

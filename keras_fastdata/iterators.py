@@ -1,4 +1,4 @@
-"""Iterators and generators that several threads may share."""
+"""Iterators and generators that several threads can share."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class ThreadSafeIterator(Iterator[_T], Generic[_T]):
 def threadsafe_generator(
     function: Callable[_P, Iterable[_T]],
 ) -> Callable[_P, ThreadSafeIterator[_T]]:
-    """Decorates a generator function so that threads may share its iterators.
+    """Decorates a generator function so that threads can share its iterators.
 
     Args:
         function: A generator function, or a function that returns an iterable.

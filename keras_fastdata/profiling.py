@@ -207,7 +207,7 @@ Tell = Callable[[int, int, str], None]
 def run(
     dataset: FastPyDataset, batches: int, seconds: float, tell: Tell
 ) -> Profile:
-    """Runs `profile` and reports its progress.
+    """Measures like `profile`, and reports the progress to `tell`.
 
     Args:
         dataset: The dataset.
@@ -278,7 +278,7 @@ class _Trial:
 
     @property
     def build_s(self) -> float:
-        """Time per build, without waiting for a core."""
+        """Time per build, without the time of waiting for a core."""
         return self.cpu_s + self.blocked_s
 
 
@@ -390,7 +390,7 @@ def _settings(
 
 
 def _spans(loader: Loader, dataset: FastPyDataset) -> Iterator[Any]:
-    """Builds epoch after epoch, and yields the times of each batch."""
+    """Builds one epoch after another, and yields each batch's times."""
     for _ in itertools.count():
         epoch = iterate(loader, dataset, shuffle=False)
         epoch.time_batches(0.0)
@@ -622,7 +622,7 @@ def _figure(rate: float | None) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """Replaces numbers that JSON does not have (NaN, infinity) by `None`."""
+    """Replaces NaN and infinity, which JSON does not have, with `None`."""
     if isinstance(value, dict):
         return {name: _finite(part) for name, part in value.items()}
     if isinstance(value, (list, tuple)):

@@ -93,7 +93,7 @@ class SharedList(Sequence[T]):
 
 
 class _ListPickler(pickle.Pickler):
-    """Pickles an item; replaces classes and functions of `__main__`.
+    """Pickles an item; stores classes and functions of `__main__` as numbers.
 
     A number replaces each of them: its index in `SharedList._named`.
     """

@@ -129,12 +129,12 @@ class Segment:
         self._mmap[start : start + 8] = _CLOCK.pack(began_s)
 
     def started_s(self, worker: int) -> float:
-        """Returns the `time.monotonic` when `worker`'s build began, or 0."""
+        """Returns the start time of `worker`'s build, or 0 if none."""
         start = worker * HEARTBEAT_BYTES + 8
         return float(_CLOCK.unpack_from(self._mmap, start)[0])
 
     def drop_pages(self, slot: int) -> None:
-        """Returns a slot's pages to the kernel, which erases the content."""
+        """Frees the memory pages of a slot, which erases the content."""
         start = self._slot_offset(slot)
         self._mmap.madvise(mmap.MADV_REMOVE, start, self.stride)
 
@@ -225,7 +225,7 @@ class Arena:
         return len(self._leased) >= self._hold_limit
 
     def take(self, leave: int = 0) -> int | None:
-        """Takes a slot; returns `None` if at most `leave` slots are free."""
+        """Takes a free slot, or returns `None` if at most `leave` are free."""
         if self._returned:
             self._reclaim()
         if leave and len(self._warm) + len(self._cold) <= leave:

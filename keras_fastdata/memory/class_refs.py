@@ -40,7 +40,7 @@ def is_importable(cls: Any) -> bool:
 def resolve_class(
     module: str, qualname: str, mark: str | None, by_value: bytes
 ) -> Any:
-    """Returns this process's own class, or else unpickles the sent class."""
+    """Finds a class in this process, or unpickles the class that was sent."""
     found = _getattr_path(sys.modules.get(module), qualname)
     if isinstance(found, type):
         return found

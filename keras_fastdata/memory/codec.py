@@ -64,7 +64,7 @@ class Encoded(NamedTuple):
 
 
 class Writer(Protocol):
-    """The interface of `SlotWriter`, which collects the arrays of a batch.
+    """The interface to store the arrays of a batch, as `SlotWriter` does.
 
     A write returns the location and the byte count.
     """
@@ -146,7 +146,7 @@ class SlotWriter:
         return [(first + start, nbytes) for start, nbytes in lies]
 
     def allocate_copy(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Returns a contiguous copy of `array`, made in the slot."""
+        """Copies `array` into the slot, and returns the contiguous copy."""
         target, start = self._allocate(array.nbytes)
         self._address = address_of(target) - start
         copy = target.view(array.dtype).reshape(array.shape)
@@ -154,7 +154,7 @@ class SlotWriter:
         return copy
 
     def copy_retained(self, extents: list[tuple[int, int]]) -> bool:
-        """Copies arrays that the dataset kept and may overwrite later.
+        """Copies arrays that the dataset has kept and could overwrite.
 
         Call it after the batch has died. An array of `empty` that is still
         alive is kept by the dataset. Its bytes are copied to another part of
@@ -190,7 +190,7 @@ class SlotWriter:
 
     @property
     def used(self) -> int:
-        """The number of bytes of the slot in use so far."""
+        """The number of bytes of the slot that are in use so far."""
         return self._used
 
     def _allocate(self, nbytes: int) -> tuple[Bytes, int]:
@@ -234,7 +234,7 @@ def encode(batch: list[Any], writer: Writer) -> Encoded:
 
 
 def decode(encoded: Encoded, arena: Arena, slot: int) -> Any:
-    """Returns the batch in a slot; large arrays are views of the slot.
+    """Reads a batch from a slot; large arrays are views of the slot.
 
     The slot is leased until the last of these views has died. If no array is
     large, or the consumer already holds too many slots, all arrays are copied
@@ -276,7 +276,7 @@ def decode(encoded: Encoded, arena: Arena, slot: int) -> Any:
 
 
 def extents(encoded: Encoded) -> list[tuple[int, int]]:
-    """Returns each array's start in the slot and its number of bytes."""
+    """Returns the start and the number of bytes of each array in the slot."""
     return [*_EXTENT.iter_unpack(encoded.extents)]
 
 
@@ -299,7 +299,7 @@ def read_appended(segment: Segment, slot: int, used: int, nbytes: int) -> bytes:
 def rebuild_array(
     buffer: Any, dtype: Any, shape: tuple[int, ...], order: Literal["C", "F"]
 ) -> npt.NDArray[Any]:
-    """Returns an array over `buffer`; pickled batches call this function."""
+    """Builds an array over `buffer`, while a batch is unpickled."""
     if 0 in shape:
         return np.empty(shape, dtype)
     kind = layout.data_type(dtype)
@@ -332,7 +332,7 @@ def rebuild_jax_sparse(data: Any, indices: Any, shape: Any) -> Any:
 def _write_pickled(
     batch: Any, writer: Writer, extents: list[tuple[int, int]]
 ) -> bytes:
-    """Pickles a batch without its arrays, which go to the writer."""
+    """Pickles a batch; passes the arrays to `writer` instead of pickle."""
 
     def keep(buffer: pickle.PickleBuffer) -> None:
         raw = buffer.raw()

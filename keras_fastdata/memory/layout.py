@@ -1,4 +1,4 @@
-"""Describes plain batches: only arrays in tuples, lists and dicts.
+"""Describes plain batches, which are arrays in tuples, lists and dicts.
 
 Most batches are plain, and a dataset's batches mostly have the same structure.
 The description of a structure can be compared and hashed. It is pickled once
@@ -104,7 +104,7 @@ def pack(description: Any) -> bytes:
 
 
 def unpack(packed: bytes) -> Layout | None:
-    """Returns the layout from `pack`'s bytes, or `None` for a pickled batch."""
+    """Rebuilds a layout from `pack`'s result; `None` for a pickled batch."""
     found = _layouts.get(packed)
     if found is None and packed.startswith(_MARK):
         found = Layout(pickle.loads(packed[len(_MARK) :]))
@@ -144,7 +144,7 @@ def as_json(description: Any) -> Any:
 
 
 def from_json(found: Any) -> Any:
-    """Rebuilds a description, of read-only arrays, from values of `as_json`.
+    """Rebuilds a description of read-only arrays from `as_json`'s result.
 
     The values may come from an untrusted file: only dtypes that `as_json`
     writes are accepted, and no negative lengths. Raises `ValueError`,
@@ -242,7 +242,7 @@ def _name(dtype: np.dtype[Any]) -> Any:
 
 
 def is_extension(dtype: np.dtype[Any]) -> bool:
-    """Whether a dtype's letter and size do not identify the dtype."""
+    """Whether `dtype.str` does not identify the dtype."""
     return dtype.kind == "V" or dtype.isbuiltin == _EXTENSION
 
 

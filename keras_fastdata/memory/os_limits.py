@@ -24,7 +24,7 @@ _REMEDIES = {
 
 @contextlib.contextmanager
 def named(doing: str) -> Iterator[None]:
-    """Converts an `OSError` about a limit to an error that names the limit."""
+    """Raises a `LoaderError` with a remedy for an `OSError` about a limit."""
     try:
         yield
     except OSError as error:

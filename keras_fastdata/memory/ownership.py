@@ -1,4 +1,4 @@
-"""Copies the arrays in a batch to which other objects also refer.
+"""Copies a batch's arrays if objects outside the batch refer to them.
 
 A `__getitem__` may keep a buffer, fill it again for every batch, and return
 it. But batches wait in queues, and tensors may use an array's memory. So an
@@ -22,7 +22,7 @@ _OF_ITS_CONTAINER_ALONE = 2
 
 
 def take(batches: list[Any]) -> Any:
-    """Takes the batch out of a list; copies arrays that others refer to.
+    """Takes a batch out of a list; copies arrays that other objects use.
 
     An array is copied if anything but the batch refers to it, or to the
     memory that it is a view of. Arrays whose memory cannot be written to are
@@ -40,7 +40,7 @@ def take(batches: list[Any]) -> Any:
 
 
 def copied(item: Any) -> Any:
-    """Returns the same structure with a copy of each array.
+    """Returns a copy of a nested structure and of all its arrays.
 
     Containers that `collate` or `keras.tree` know are copied too.
     """
@@ -48,7 +48,7 @@ def copied(item: Any) -> Any:
 
 
 class _KeptArrays:
-    """Finds arrays of a batch that other objects refer to.
+    """Finds a batch's arrays that other objects refer to.
 
     References are counted on `parts[key]` itself, because a local variable
     would add a reference.
@@ -61,7 +61,7 @@ class _KeptArrays:
 
     @property
     def kept(self) -> set[int]:
-        """The ids of the arrays that other objects refer to."""
+        """The ids of all arrays that objects outside the batch refer to."""
         return self._kept.union(k for k, n in self._others.items() if n)
 
     def look_into(self, parts: Any, is_kept: bool) -> None:
@@ -139,7 +139,7 @@ def _is_on_host_of_jax(part: Any) -> bool:
 
 
 def _is_view_tensor(tensor: Any) -> bool:
-    """Whether other tensors or arrays may use a tensor's memory."""
+    """Whether other tensors or arrays could use a tensor's memory."""
     try:
         # Storage that cannot be resized may be an array's memory.
         alone = tensor._base is None and tensor.untyped_storage().resizable()
@@ -164,7 +164,7 @@ def _copy(leaf: Any) -> Any:
 
 
 def map_leaves(function: Callable[[Any], Any], item: Any) -> Any:
-    """Applies `function` to each leaf, and returns the same structure.
+    """Returns a nested structure with `function` applied to each leaf.
 
     Tuples, lists, deques, mappings and classes registered with Keras are
     structures; everything else, `None` included, is a leaf.
@@ -200,13 +200,13 @@ def _is_mapping(item: Any) -> bool:
 
 
 def _leaves(item: Any) -> list[Any]:
-    """Returns an object's leaves, or [] if `keras.tree` cannot split it."""
+    """Returns an object's leaves, or [] if optree cannot split the object."""
     optree = _optree_of(item)
     return optree.tree_leaves(item, namespace="keras") if optree else []
 
 
 def _optree_of(item: Any) -> Any:
-    """Returns the module `optree`, or `None` if it cannot split the item.
+    """Returns the module `optree`, or `None` if optree cannot split `item`.
 
     A class can only be registered with `keras.tree` after optree is imported.
     """

@@ -91,7 +91,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return reduced
 
     def _note(self, obj: Any) -> None:
-        """Stores the name of a module, or of an object's module."""
+        """Adds the name of a module, or of an object's module, to `modules`."""
         is_module = isinstance(obj, types.ModuleType)
         name = getattr(obj, "__name__" if is_module else "__module__", None)
         if self.modules is not None and isinstance(name, str):
@@ -102,7 +102,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _set_class(cls: type, state: tuple[Any, Any]) -> None:
-    """Gives a class the attributes that it has in the training process.
+    """Sets a class's attributes to those in the training process.
 
     Attributes that it had there before, and has no longer, are deleted. Those
     that the worker itself has set stay.
@@ -124,7 +124,7 @@ _received = weakref.WeakKeyDictionary()
 
 
 def _global_name(generator: Any) -> tuple[str, str] | None:
-    """Returns a global generator's module and name, or `None` if not global.
+    """Returns module and name of a random generator; `None` if not global.
 
     An attribute such as `self.draw = np.random.rand` refers to the worker's
     own generator in a worker, which is seeded for each batch.
@@ -205,7 +205,7 @@ def _open_again(path: Any, how: tuple[Any, ...], position: int) -> Any:
 
 
 def _reduce_array(array: npt.NDArray[Any]) -> Reduced:
-    """Returns what pickle needs to rebuild an array.
+    """Returns the pickle reduction of an array.
 
     A view of a memory map is reduced to a part of the file.
     """

@@ -157,7 +157,7 @@ def can_be_written(obj: Any) -> bool:
 
 
 def read_shared_state(fd: int, start: int = 0) -> Any:
-    """Rebuilds the object, with its arrays in a private mapping of the file."""
+    """Rebuilds an object whose arrays are in a private mapping of the file."""
     view = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY))
     pickled, count = _HEADER.unpack_from(view, start)
     extents_at = start + _HEADER.size

@@ -54,10 +54,10 @@ class BatchResult(Protocol):
 
     @property
     def is_lost(self) -> bool:
-        """Whether `open` raises another error, as for a dead worker."""
+        """Whether `open` raises an error that is not the dataset's own."""
 
     def open(self) -> Any:
-        """Returns the batch, or raises the build's error. Call it only once."""
+        """Returns the batch or raises the error; call `open` only once."""
 
     def discard(self) -> None:
         """Drops the batch, and frees its memory."""
@@ -79,13 +79,13 @@ class Builds(Protocol):
     ) -> Any: ...
 
     def adopt(self, newer: Any) -> None:
-        """Replaces the dataset's state by the state in the builder `newer`."""
+        """Replaces the dataset's state with that of the builder `newer`."""
 
     def change(self) -> None:
         """Informs the builder that the dataset has changed."""
 
     def forget(self, thread: int) -> None:
-        """Ignores from now on what a thread that is given up builds."""
+        """Stops tracking the build in a thread that was abandoned."""
 
 
 class WorkerPool(Protocol):
@@ -102,10 +102,10 @@ class WorkerPool(Protocol):
         """Accepts a request, or returns False if the pool has no room."""
 
     def collect(self) -> Iterable[BatchResult]:
-        """Returns the results that are available; waits for no batch."""
+        """Returns the results that are available, without waiting."""
 
     def wait(self, timeout_s: float) -> None:
-        """Waits until `collect` has work to do, at most `timeout_s` seconds.
+        """Waits up to `timeout_s` seconds for a reason to call `collect`.
 
         Workers that are the caller build here. It may be interrupted at any
         point, and nothing is lost; and it ends soon once they are closed.
@@ -124,18 +124,18 @@ class WorkerPool(Protocol):
 
     @property
     def busy(self) -> bool:
-        """Whether workers have requests whose results are not collected."""
+        """Whether workers have requests that `collect` has not answered."""
 
     def change(self) -> None:
         """Makes later builds use the current state of the dataset."""
         return
 
     def expect(self, ahead: int) -> None:
-        """Sets the largest number of batches that are requested ahead."""
+        """Prepares the pool for up to `ahead` outstanding requests."""
         return
 
     def renew_restarts(self) -> None:
-        """Resets the count of worker restarts for a new epoch."""
+        """Resets the count of worker restarts at the start of an epoch."""
         return
 
     def pool_stats(self) -> PoolStats:
@@ -147,7 +147,7 @@ class WorkerPool(Protocol):
 
 @dataclasses.dataclass
 class LocalResult:
-    """The result of one request, as an object in this process's memory."""
+    """A result whose batch is an object in this process's memory."""
 
     request_id: int
     worker: int
@@ -168,7 +168,7 @@ class LocalResult:
 
     @property
     def is_lost(self) -> bool:
-        """Whether there is an error that is no `Exception` of the dataset."""
+        """Whether `open` raises an error that is not the dataset's own."""
         return self.error is not None and not self.by_dataset
 
     def open(self) -> Any:
@@ -185,7 +185,7 @@ class LocalResult:
 def describe_batch(
     dataset: str, request: BatchRequest, worker: str, doing: str = "building"
 ) -> str:
-    """Returns the text of an error note that identifies the batch."""
+    """Returns a sentence that identifies a batch, for an error note."""
     return (
         f"While {doing} batch {request.index} of epoch {request.epoch} of "
         f"{dataset}, in {worker}."

@@ -48,7 +48,7 @@ class _Part(NamedTuple):
 
 
 class _Description(NamedTuple):
-    """The data to rebuild one exception, without its cause and context."""
+    """The data needed to rebuild one exception, without cause and context."""
 
     text: str  # the formatted traceback, used if nothing else can be
     # The pickled exception, or a pickled function that makes it.
@@ -93,12 +93,12 @@ def load_exception(described: bytes) -> BaseException:
 
 
 def note(error: BaseException, text: str) -> None:
-    """Adds a note, even if the exception's class forbids setting attributes."""
+    """Adds a note to an exception, even if it forbids setting attributes."""
     _set_notes(error, [*_notes_of(error), text])
 
 
 def note_causes(error: BaseException) -> None:
-    """Inserts a first note that lists the causes of an exception."""
+    """Adds a note that lists an exception's causes, before its other notes."""
     lines: list[str] = []
     cause = error.__cause__
     while cause is not None and len(lines) < _MAX_CHAIN:
@@ -110,7 +110,7 @@ def note_causes(error: BaseException) -> None:
 
 
 def shorten(error: BaseException) -> None:
-    """Filters this package's frames out of the traceback of an exception.
+    """Removes this package's frames from the traceback of an exception.
 
     A bare `raise` afterwards does not add the caller's frame again.
     `keras.config.disable_traceback_filtering()` keeps all frames.
@@ -128,7 +128,7 @@ def shorten(error: BaseException) -> None:
 
 
 def text_of(error: BaseException) -> str:
-    """Formats the traceback of an exception from the user's first frame on."""
+    """Formats an exception's traceback, starting at the user's first frame."""
     own = error.__traceback__
     try:
         return _text_of(error.with_traceback(_outside_the_package(own)))
@@ -137,7 +137,7 @@ def text_of(error: BaseException) -> str:
 
 
 def safely(convert: Any, value: Any) -> str:
-    """Returns `str(value)` or `repr(value)`, or a placeholder if it raises."""
+    """Returns `convert(value)` as text; a placeholder if `convert` raises."""
     try:
         return str(convert(value))
     except Exception:
@@ -155,7 +155,7 @@ def no_debugger() -> LoaderError:
 
 
 def no_breakpoint(*_: Any, **__: Any) -> None:
-    """Replaces `breakpoint()` in a worker process, to raise an error."""
+    """Raises an error when the user's code calls `breakpoint()` in a worker."""
     if os.environ.get("PYTHONBREAKPOINT") != "0":
         raise no_debugger()
 

@@ -32,7 +32,7 @@ class WorkerExit:
     restarts_used_up: int | None = None
 
     def news(self, restarts: int, most: int) -> str:
-        """Returns the log message for a worker death that fails no batch."""
+        """Returns the log message for a worker's death that raises no error."""
         again = " and its batch is built again" if self.request else ""
         fate = f"is replaced{again}"
         number = f" (restart {restarts} of at most {most} in this epoch)"
@@ -47,7 +47,7 @@ class WorkerExit:
         )
 
     def error(self) -> LoaderError:
-        """Returns the error that the failed batch or batches raise."""
+        """Returns the error that reports the end of the worker to the user."""
         request = self.request
         where = {
             "dataset": self.dataset,

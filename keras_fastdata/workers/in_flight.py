@@ -1,4 +1,4 @@
-"""The in-flight book of a pool: it records each request's state and slot.
+"""Records the state and the slot of each request that a pool accepted.
 
 A request travels as a task. If a worker may have read the task, the request is
 sent again as a new task, with a new task id.
@@ -10,7 +10,7 @@ sent again as a new task, with a new task id.
                                SENT, CANCELLED -recover-> QUARANTINED -> DONE
                                SENT, CANCELLED -recover-> DONE
 
-The book accounts for tasks and slots. It sends nothing itself.
+This book of tasks and slots sends nothing itself.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _NEXT = (
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Task:
-    """One attempt to let a worker build a requested batch."""
+    """One attempt to build a requested batch in a worker."""
 
     request: BatchRequest
     slot: int  # the slot that the batch is built in; -1 if it has none yet
@@ -64,7 +64,7 @@ class Task:
     state: TaskState = TaskState.QUEUED
 
     def note_crash(self) -> None:
-        """Adds a death of a worker to the crashes of the request."""
+        """Counts one more worker death that this request could have caused."""
         self.crashes += 1
         if self.request.interval_s is not None:
             # The times of this build are always recorded.
@@ -72,10 +72,10 @@ class Task:
 
 
 class Slots(Protocol):
-    """The interface of `memory.arena.Arena` to take and free slots."""
+    """The methods of `memory.arena.Arena` that take and free slots."""
 
     def take(self, leave: int = 0) -> int | None:
-        """Takes a slot; returns `None` if at most `leave` slots are free."""
+        """Takes a free slot, or returns `None` if at most `leave` are free."""
 
     def free(self, slot: int) -> None:
         """Marks a slot as free."""
@@ -83,7 +83,7 @@ class Slots(Protocol):
 
 @dataclasses.dataclass
 class _Quarantine:
-    """Slots that stay unused while a worker may still write to them.
+    """Slots that cannot be reused until no worker can write to them.
 
     A worker builds one batch at a time: when it answers a task that was sent
     after `since`, it has finished all earlier tasks.
@@ -185,11 +185,11 @@ class InFlight:
             self._move(task, TaskState.SENT)
 
     def requeue(self, task_ids: Iterable[int]) -> None:
-        """Moves sent but unread tasks to the front of the queue, in order.
+        """Moves sent tasks that no worker has read to the queue's front.
 
-        Cancelled tasks among them are done. A task that was sent while a signal
-        handler raised an exception in `send` is not in the book as sent; it
-        stays as it is, and the pool is closed.
+        Their order stays. Cancelled tasks among them are done. A task that was
+        sent while a signal handler raised an exception in `send` is not in the
+        book as sent; it stays as it is, and the pool is closed.
         """
         found = []
         for task_id in task_ids:
@@ -245,7 +245,7 @@ class InFlight:
         return task.request if task else None
 
     def oldest_unclaimed(self, heartbeats: Collection[int]) -> int | None:
-        """Returns the lowest id of a sent task that is in no heartbeat."""
+        """Returns the lowest id of a sent task that is not in `heartbeats`."""
         unclaimed = (i for i in self._sent if i not in heartbeats)
         return min(unclaimed, default=None)
 
@@ -283,7 +283,7 @@ class InFlight:
         *,
         ended: bool,
     ) -> Task | None:
-        """Requeues the tasks of a lost worker, except the one being built.
+        """Requeues a lost worker's tasks, except for the task being built.
 
         Call `requeue` first, with the tasks that are unread after the death.
 
@@ -345,7 +345,7 @@ class InFlight:
         return [task.request for task in wanted]
 
     def clear(self) -> None:
-        """Removes all tasks, after all workers have ended or are abandoned.
+        """Removes all tasks, after the pool has ended or abandoned its workers.
 
         Slots that an abandoned worker may write to are not used again.
         """
@@ -395,7 +395,7 @@ class InFlight:
         return slot is not None
 
     def _await_for_ever(self, worker: int, latest: _Quarantine) -> None:
-        """Quarantines for ever the slots that an abandoned worker may use.
+        """Permanently quarantines the slots that an abandoned worker could use.
 
         The answers of its replacement, of the same index, do not free them.
         """

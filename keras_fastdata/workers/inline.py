@@ -45,7 +45,10 @@ class InlinePool(WorkerPool):
         return True
 
     def wait(self, timeout_s: float) -> None:
-        """Builds the next batch. A later call repeats an interrupted build."""
+        """Builds the next batch in this thread, because no worker does.
+
+        A later call repeats an interrupted build.
+        """
         with self._lock:
             if self._built is not None:
                 return

@@ -57,7 +57,7 @@ class LoggingConfig:
         return LoggingConfig(levels, logging.root.manager.disable, filters)
 
     def apply(self) -> None:
-        """Sets log levels, and the filters of imported warning categories."""
+        """Applies these log levels and warning filters to this process."""
         for name, level in self.levels.items():
             logging.getLogger(name or None).setLevel(level)
         logging.disable(self.disabled)
@@ -79,7 +79,7 @@ Send = Callable[[MessageKind, bytes], None]
 
 
 def install(send: Send) -> None:
-    """Sends the log records and warnings of this process through `send`."""
+    """Redirects this process's log records and warnings to `send`."""
     sender = _Sender(send)
     logging.root.handlers[:] = [sender]
 
@@ -113,7 +113,7 @@ def install(send: Send) -> None:
 
 
 def take_over() -> None:
-    """Removes the log handlers that the user's modules added on import.
+    """Removes the log handlers that importing the user's modules added.
 
     The training process has imported them too, and its handlers will do.
     """
@@ -127,7 +127,7 @@ def take_over() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _ForwardedWarning:
-    """A warning in the form in which a worker sends it."""
+    """A warning that a worker sends to the training process."""
 
     described: bytes | None  # the instance, as an exception that is taken apart
     text: str  # what it says, should it not be put together
@@ -137,7 +137,7 @@ class _ForwardedWarning:
 
 
 class Receiver:
-    """Logs the records, and issues the warnings, that workers sent."""
+    """Logs the records and issues the warnings that workers have sent."""
 
     def __init__(self) -> None:
         # What is to be handed on, oldest first.

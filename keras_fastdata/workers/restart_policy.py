@@ -39,7 +39,7 @@ class RestartPolicy:
         self.is_over = False
 
     def renew_restarts(self) -> None:
-        """Resets the count of restarts for a new epoch."""
+        """Resets the count of restarts at the start of an epoch."""
         self._restarts = 0
         self._unreplaced.clear()
         self.is_over = False
@@ -87,6 +87,6 @@ class RestartPolicy:
         return None
 
     def end(self) -> WorkerExit:
-        """Returns the latest worker exit, which explains why requests fail."""
+        """Returns the latest `WorkerExit`, as the reason why requests fail."""
         assert self._last is not None
         return self._last

@@ -48,7 +48,7 @@ class DeferredSignals:
                 _set_handler(number, self._catch)
 
     def _restore(self) -> None:
-        """Restores all handlers, then calls those of the delayed signals.
+        """Restores all handlers, and then handles the delayed signals.
 
         Each of them may raise; the others are restored and called as well.
         """
@@ -79,7 +79,7 @@ class DeferredSignals:
 
 
 def _set_handler(number: int, handler: Any) -> None:
-    """Sets the Python handler of a signal; keeps what the kernel calls."""
+    """Sets a signal's Python handler, but keeps the C-level handler."""
     if _sigaction is None:
         signal.signal(number, handler)
         return

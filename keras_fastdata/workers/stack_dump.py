@@ -41,7 +41,7 @@ def enable(fd: int) -> None:
 
 
 def request(pid: int, pidfd: int, fd: int) -> str:
-    """Returns the Python stacks of a process, or why there are none."""
+    """Returns a process's Python stacks; if unavailable, the reason."""
     state = status_of(pid)
     match state.get("State", "")[:1]:
         case "T" | "t":

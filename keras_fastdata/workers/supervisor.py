@@ -84,7 +84,7 @@ class Worker:
         self.state = state
 
     def starts_anew(self, now_s: float) -> None:
-        """Stores the time at which the worker's current start-up step began."""
+        """Stores `now_s` as the start of the worker's next start-up step."""
         self.started_s = now_s
 
     def loaded(self) -> None:
@@ -130,7 +130,7 @@ class Transport(Protocol[W]):
         """Returns the activities of all busy workers that were not killed."""
 
     def has_moved_on(self, worker: W) -> bool:
-        """Whether the worker's activity changed after the last `activities`."""
+        """Whether the activity has changed since `activities` was called."""
 
     def kill(self, worker: W) -> None:
         """Tries to kill a worker."""
@@ -139,10 +139,10 @@ class Transport(Protocol[W]):
         """Stops tracking a worker that was killed but does not end."""
 
     def recover(self, worker: W) -> list[Task]:
-        """Requeues a lost worker's tasks, except those that may have killed it.
+        """Requeues a lost worker's tasks, except for the suspected causes.
 
-        Returns these, the likeliest first. Their state is DONE, and the caller
-        owns their slots.
+        Returns the tasks that may have caused the loss, the likeliest first.
+        Their state is DONE, and the caller owns their slots.
         """
 
 
@@ -284,7 +284,7 @@ class SupervisedPool(WorkerPool, Generic[W]):
 
     @property
     def starting(self) -> int:
-        """How many workers have not loaded the dataset yet."""
+        """The number of workers that have not loaded the dataset yet."""
         workers = list(self._workers.values())
         return sum(w.state is WorkerState.STARTING for w in workers)
 

@@ -42,7 +42,7 @@ _CLOSE_TIMEOUT_S = 5.0  # what a batch being built gets to end
 
 
 class ThreadPool(WorkerPool):
-    """Builds batches in threads of this process; see `PoolPlan`."""
+    """Builds batches in threads; `PoolPlan` documents the arguments."""
 
     def __init__(
         self,
@@ -303,7 +303,7 @@ class _Thread(threading.Thread):
         return given_up
 
     def abandon(self) -> None:
-        """Abandons the thread: it calls no `on_worker_stop` when it ends."""
+        """Abandons the thread, which then ends without `on_worker_stop`."""
         with self._lock:
             self._given_up = True
 

@@ -40,7 +40,7 @@ class Activity:
 
 
 def building(dataset: str, request: BatchRequest, worker: str) -> str:
-    """Describes, for an error message, a batch that is being built."""
+    """Describes the build of a batch, for an error message."""
     return (
         f"Batch {request.index} of epoch {request.epoch} of {dataset}, in "
         f"{worker},"
@@ -48,7 +48,7 @@ def building(dataset: str, request: BatchRequest, worker: str) -> str:
 
 
 def loading(dataset: str, worker: str) -> str:
-    """Describes, for an error message, a dataset that is being loaded."""
+    """Describes the loading of a dataset, for an error message."""
     return f"Loading {dataset}, or its `on_worker_start`, in {worker},"
 
 
@@ -62,7 +62,7 @@ class Expired:
 
 
 class Watchdog:
-    """Finds workers that take too long for a batch or a start.
+    """Finds workers that take too long to start or to build a batch.
 
     Args:
         timeout_s: Seconds that one batch may take, or `None`. Loading the
@@ -81,17 +81,17 @@ class Watchdog:
 
     @property
     def interval_s(self) -> float:
-        """The longest time in seconds between two calls of `look`."""
+        """The maximum number of seconds between two calls of `look`."""
         if self._timeout_s is None:
             return _INTERVAL_S
         return min(_INTERVAL_S, self._timeout_s / 4)
 
     def learn(self, seconds: float) -> None:
-        """Updates the longest time that any batch took."""
+        """Updates the maximum build time with the time of a new batch."""
         self.slowest_s = max(self.slowest_s, seconds)
 
     def begin_look(self) -> bool:
-        """Starts a new interval if `look` is due; returns whether it is."""
+        """Returns whether `look` is due; if so, starts a new interval."""
         now_s = time.monotonic()
         late_s = now_s - self._next_look_s
         if late_s < 0:

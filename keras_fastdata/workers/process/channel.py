@@ -77,7 +77,7 @@ class ProcessWorker(Worker):
         self.seen = _heartbeat_of(self, segment)
 
     def look_for_idle_s(self, unclaimed: int | None, now_s: float) -> float:
-        """Looks at the worker; returns for how long it has made no progress.
+        """Returns for how many seconds the worker has left its work undone.
 
         The work is to deliver the task in its heartbeat, or to take a task that
         is in no heartbeat. Only work that is undone at several looks in a row
@@ -98,7 +98,7 @@ class ProcessWorker(Worker):
 
 
 class Channel:
-    """The `Transport` of a process pool: its sockets and its workers.
+    """Implements `Transport` with worker processes and sockets.
 
     Args:
         plan: How many, started how.
@@ -165,21 +165,21 @@ class Channel:
         self.poll.register(self._results, select.EPOLLIN)
 
     def hang_up(self) -> None:
-        """Shuts the sockets down, which asks every worker to end."""
+        """Shuts the sockets down, as the signal for all workers to end."""
         ends = [self._tasks, self._tasks_taken]
         for end in (*ends, *(w.control for w in self.workers.values())):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
 
     def close_sockets(self) -> None:
-        """Closes the sockets that `open` opened, once no worker is left."""
+        """Closes the sockets from `open`, after all workers are removed."""
         ends = [self._tasks, self._tasks_taken, self._results]
         for end in (*ends, self._results_told):
             end.close()
         self.poll.close()
 
     def close(self) -> None:
-        """Releases the memory and the fork server, once no worker is left."""
+        """Releases memory and fork server, after all workers are removed."""
         self.launcher.close()
         if self._shared_state is not None:
             self._shared_state.close()
@@ -223,7 +223,7 @@ class Channel:
             yield ResultMessage.unpack(bytes(self._buffer[:nbytes]))
 
     def failure_of(self, result: ResultMessage) -> bytes | None:
-        """Stores a part of a start-up error; returns a complete error."""
+        """Joins parts of a start-up error; returns `None` until complete."""
         failure = self._failures.pop(result.worker, b"") + result.body
         if not result.task_id:
             return failure
@@ -372,12 +372,12 @@ class Channel:
     # -- the end of workers -------------------------------------------------
 
     def ended(self, timeout_s: float) -> list[ProcessWorker]:
-        """Waits for an ended worker or a message; returns the ended workers."""
+        """Waits for a message or a worker's end; returns the ended workers."""
         ready = {fd for fd, _ in self.poll.poll(timeout_s)}
         return [w for w in self.workers.values() if w.process.pidfd in ready]
 
     def reap(self, worker: ProcessWorker) -> WorkerEnd:
-        """Releases an ended worker's files and slots; returns how it ended."""
+        """Releases an ended worker's files and slots; returns a `WorkerEnd`."""
         exit_code = worker.process.exit_code(_EXIT_CODE_TIMEOUT_S)
         self._forget(worker)
         for slot in worker.retained_slots:
@@ -400,7 +400,7 @@ class Channel:
 
 
 def _heartbeat_of(worker: Worker, segment: Segment) -> tuple[int, float]:
-    """Returns a worker's current task id and the start time of its build."""
+    """Returns a worker's current task id and the start time of the build."""
     return segment.heartbeat(worker.index), segment.started_s(worker.index)
 
 

@@ -159,7 +159,7 @@ class _Server:
             raise
 
     def _separate(self, forkserver: int) -> bool:
-        """Separates a fork from this process; returns False if it has died."""
+        """Sets up a forked child; returns False if the parent has died."""
         with contextlib.suppress(OSError):
             os.setpgid(0, 0)
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -175,7 +175,7 @@ class _Server:
         return worker_main.main(worker_main.Files(*fds))
 
     def _become_server(self, fds: list[int]) -> int:
-        """Imports packages, and then serves requests as `main` does."""
+        """Imports packages, and then serves fork requests like `main`."""
         requests_fd, imports_fd = fds
         server = _Server(messages.socket_of(requests_fd), self._trainer_pidfd)
         try:
@@ -186,7 +186,7 @@ class _Server:
         return 0
 
     def import_packages(self, fd: int) -> bool:
-        """Imports packages; on failure, tells the trainer and returns False."""
+        """Imports packages, or reports the failure and returns False."""
         wanted: imports.Imports = shared_state.read_shared_state(fd)
         os.close(fd)
         try:
@@ -221,7 +221,7 @@ class _Server:
 
 
 def _set_signals() -> None:
-    """Ignores signals that are for the trainer, and accepts those of a child.
+    """Ignores the signals that only the trainer handles, and resets SIGCHLD.
 
     A package may have changed them.
     """

@@ -37,7 +37,7 @@ _COMMON_DEVICES = {1, 4, 5, *range(136, 144)}
 
 @dataclasses.dataclass(frozen=True)
 class Imports:
-    """The packages that a fork server imports, and the settings it has then.
+    """The packages that a fork server imports, and its process settings.
 
     Two that are equal have the same result.
 
@@ -56,11 +56,11 @@ Stamp = tuple[str, int, int]
 
 
 class NotShareableError(Exception):
-    """Raised when a process must not fork workers after an import."""
+    """Raised when an import has made this process unsafe to fork."""
 
 
 def stamp_of(name: str) -> Stamp:
-    """Returns a package's name, and inode and time of its main file."""
+    """Returns a package's name, and its main file's inode and mtime."""
     module = sys.modules.get(name)
     places = [
         getattr(module, "__file__", None),
@@ -116,7 +116,7 @@ def threads() -> int:
 
 
 def _reason_against(known: set[str], devices: set[str]) -> str:
-    """Returns why this process must not fork workers, or ""."""
+    """Returns the reason not to fork this process; "" if there is none."""
     deadline = time.monotonic() + _SETTLE_S
     while (more := threads() - 1) or _has_children():
         if time.monotonic() > deadline:
@@ -133,7 +133,7 @@ def _reason_against(known: set[str], devices: set[str]) -> str:
 
 
 def _has_children() -> bool:
-    """Returns whether a child process is running; leaves ended ones as is."""
+    """Returns whether a child process is running, without reaping any."""
     pids: list[str] = []
     with (
         contextlib.suppress(FileNotFoundError),
@@ -149,7 +149,7 @@ def _has_children() -> bool:
 
 
 def _devices() -> set[str]:
-    """Returns the open device files, except those that are open anywhere."""
+    """Returns the device files that are open, except for common devices."""
     found = set()
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -161,7 +161,7 @@ def _devices() -> set[str]:
 
 
 def _flush() -> None:
-    """Writes out what is buffered, or else each fork would write it too."""
+    """Writes out buffered output, which each fork would otherwise repeat."""
     worker_main.flush()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).fflush(None)

@@ -1,4 +1,4 @@
-"""Starts worker processes in three ways, and reads their exit codes.
+"""Starts worker processes by three methods, and reads their exit codes.
 
     forkserver   a small process, or one with the packages needed, forks them
     spawn        each is a fresh interpreter, started by the trainer
@@ -99,7 +99,7 @@ class Child(Protocol):
     forkserver: int | None = None
 
     def exit_code(self, timeout_s: float) -> int | None:
-        """Returns the exit code like `Popen.returncode`, or `None` if unknown.
+        """Returns the exit code as in `Popen.returncode`, or `None` if unknown.
 
         To be called once `pidfd` is readable. Kills what it left running.
         """
@@ -121,7 +121,7 @@ class Launcher(Protocol):
         return ""
 
     def is_ready(self, surroundings: worker_main.Surroundings) -> bool:
-        """Returns whether a worker can be started without much waiting.
+        """Returns whether a worker can be started without a long wait.
 
         Where packages are imported first, a call begins the import.
 
@@ -168,7 +168,7 @@ def hash_seed() -> dict[str, str]:
 
 
 def kill(worker: Child, number: int = signal.SIGKILL) -> bool:
-    """Sends a signal to a worker; returns False if not permitted."""
+    """Sends SIGKILL, or `number`, to a worker; returns False if forbidden."""
     try:
         signal.pidfd_send_signal(worker.pidfd, number)
     except PermissionError:
@@ -279,7 +279,7 @@ class ForkserverLauncher(Launcher):
         return self._forkserver
 
     def _leave_dead(self, server: _Forkserver) -> None:
-        """Exchanges a fork server that has ended for one without packages.
+        """Replaces a dead fork server with a fork server without packages.
 
         Raises the current exception if too many ended in a row.
         """
@@ -293,7 +293,7 @@ class ForkserverLauncher(Launcher):
         return _Key(self._worker_env, _rights())
 
     def _key(self, surroundings: worker_main.Surroundings) -> _Key:
-        """Returns the key of the fork server that suits the next worker."""
+        """Returns the key of the fork server to use for the next worker."""
         stamps = {
             top: imports.stamp_of(top)
             for top in {name.partition(".")[0] for name in self._modules}
@@ -318,7 +318,7 @@ class _ForkserverGoneError(LoaderError):
 
 
 class _ThreadsError(LoaderError):
-    """Raised when the fork server has threads, and so must not be forked."""
+    """Raised when the fork server has threads, which makes forks unsafe."""
 
 
 _Rights = tuple[object, ...]
@@ -326,7 +326,7 @@ _OF_RIGHTS = ("Cap", "NoNewPrivs", "Seccomp")  # in /proc/*/status
 
 
 class _Key(NamedTuple):
-    """What workers of one fork server have in common when they are forked.
+    """The properties that all workers of one fork server have at their start.
 
     Attributes:
         worker_env: Environment variables over the clean defaults.
@@ -394,11 +394,11 @@ class _Forkserver:
             self.state = _State.IMPORTING
 
     def fork(self, files: worker_main.Files) -> Child:
-        """Returns a new worker."""
+        """Forks a new worker from the fork server."""
         return self.request(forkserver.FORK, files.all())
 
     def has_imported(self) -> bool:
-        """Returns whether it can fork workers; does not wait until it can.
+        """Returns whether all imports have succeeded, without waiting.
 
         Raises:
             _ForkserverGoneError: It has ended, but not because of an import.
@@ -415,7 +415,7 @@ class _Forkserver:
         return self.state is _State.READY
 
     def refuse_all(self, reason: str) -> None:
-        """Has workers import all packages of this fork server themselves."""
+        """Stops sharing this server's packages; each worker imports them."""
         self.importing = ""
         self._refuse(reason)
 
@@ -465,17 +465,17 @@ class _Forkserver:
 
     @property
     def pid(self) -> int:
-        """The process id, or 0 before it was forked."""
+        """The fork server's process id, or 0 before its start."""
         return 0 if self._child is None else self._child.pid
 
     @property
     def has_ended(self) -> bool:
-        """Whether its process has ended."""
+        """Whether the process of the fork server has ended."""
         child = self._child
         return child is not None and messages.wait_readable(child.pidfd, 0)
 
     def _follow_import(self) -> None:
-        """Begins the import, or reads how far it is."""
+        """Starts the import, or handles the notices of its progress."""
         try:
             if self._child is None:
                 self._begin_import()
@@ -505,7 +505,7 @@ class _Forkserver:
         self._limit_s = time.monotonic() + _IMPORT_TIMEOUT_S
 
     def request(self, kind: bytes, fds: list[int]) -> Child:
-        """Asks for a fork, and returns it."""
+        """Requests a fork, and returns the new process."""
         with self._lock:
             try:
                 socket.send_fds(self._socket, [kind], fds)
@@ -534,7 +534,7 @@ class _Forkserver:
             )
 
     def _await_notice(self, deadline: float) -> None:
-        """Waits briefly for a notice; raises if `deadline` has passed.
+        """Waits about 1 s for a notice; raises an error after `deadline`.
 
         It need not be for the caller. A dataset may be collected at any line
         here, in this thread, and its workers' end be waited for: that takes
@@ -546,7 +546,7 @@ class _Forkserver:
             raise self._is_gone()
 
     def _read_notice(self, wait_s: float) -> bool:
-        """Stores a notice of the fork server; returns False if none came."""
+        """Handles one notice from the server; returns False on a timeout."""
         assert self._child is not None
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
@@ -593,7 +593,7 @@ class _Forkserver:
         return True
 
     def _reap(self, timeout_s: float) -> int | None:
-        """Returns the exit code of the process, or `None` if unknown."""
+        """Returns the fork server's exit code, or `None` if unknown."""
         if self._exit_code is None and self._child is not None:
             self._exit_code = self._child.exit_code(timeout_s)
         return self._exit_code
@@ -611,7 +611,7 @@ class _Forkserver:
         )
 
     def _refuse(self, reason: str) -> None:
-        """Has workers import the current package themselves from now on.
+        """Stops sharing the package being imported; each worker imports it.
 
         If none is being imported, this holds for all packages.
         """
@@ -669,7 +669,7 @@ def forkserver_pids() -> list[int]:
 
 
 def _join(key: _Key) -> _Forkserver:
-    """Returns the fork server of a key, with one more user."""
+    """Returns the fork server for a key, and counts the caller as a user."""
     try:
         with _forkservers_lock:
             found = _forkservers.get(key)
@@ -683,9 +683,10 @@ def _join(key: _Key) -> _Forkserver:
 
 
 def _base_of(key: _Key) -> _Forkserver:
-    """Returns the fork server to fork another one from, with one more user.
+    """Returns the fork server that a new fork server is to be forked from.
 
-    It has the most of the packages that are wanted, and no others.
+    It has the most of the packages that are wanted, and no others. The new
+    fork server counts as one of its users.
     """
     wanted = key.imports
     assert wanted is not None
@@ -716,7 +717,7 @@ def _leave(held: _Forkserver) -> None:
 
 
 def _close_left() -> None:
-    """Closes fork servers without users, unless another thread will do so."""
+    """Closes unused fork servers, unless another thread is closing them."""
     unused: list[_Forkserver] = []
     while _left and _forkservers_lock.acquire(blocking=False):
         try:
@@ -737,7 +738,7 @@ def _close_left() -> None:
 
 
 def _after_fork() -> None:
-    """Leaves the fork servers to the parent, and the lock to its threads."""
+    """Drops the parent's fork servers and lock in a forked child process."""
     global _forkservers_lock
     _forkservers_lock = threading.RLock()
     _forkservers.clear()

@@ -1,4 +1,4 @@
-"""Formats of the messages between the training process and its workers.
+"""Defines the messages between the training process and its workers.
 
 Two socket pairs of type SOCK_SEQPACKET are shared by all workers of a loader.
 A datagram is received whole, by exactly one reader. The task socket is
@@ -164,7 +164,7 @@ class ResultMessage(NamedTuple):
 
 
 def _pack_timing(timing: Timing) -> bytes:
-    """Packs a `Timing`; leaves out stacks that exceed the size limit."""
+    """Serializes a `Timing`, without call stacks beyond the size limit."""
     text = b""
     for stack in timing.stacks:
         line = stack.encode(errors="replace").replace(b"\n", b" ") + b"\n"

@@ -153,7 +153,7 @@ class ProcessPool(supervisor.SupervisedPool[ProcessWorker]):
         self._in_flight.send(self._channel.send)
 
     def _unqueue(self) -> None:
-        """Takes unread tasks out of the task socket, to send them later."""
+        """Moves unread tasks from the task socket back to the queue."""
         self._in_flight.requeue(self._channel.unread())
 
     # -- receiving ----------------------------------------------------------
@@ -187,7 +187,7 @@ class ProcessPool(supervisor.SupervisedPool[ProcessWorker]):
         return done
 
     def _complete(self, result: ResultMessage, done: list[BatchResult]) -> None:
-        """Handles the message that answers a task."""
+        """Handles a worker's answer to a task."""
         task, slot = self._in_flight.complete(result.task_id, result.worker)
         if slot is None:
             return

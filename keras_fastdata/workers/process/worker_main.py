@@ -45,7 +45,7 @@ _OOM_SCORE = 500  # of 1000: the kernel picks a worker before the trainer
 
 @dataclasses.dataclass(frozen=True)
 class Surroundings:
-    """The process-wide settings that a worker has from the training process.
+    """The process-wide settings that workers copy from the training process.
 
     Attributes:
         environ: Environment variables, complete.
@@ -63,7 +63,7 @@ class Surroundings:
 
     @staticmethod
     def of_this_process(environ: Mapping[str, str]) -> Surroundings:
-        """Returns those of this process, with other environment variables."""
+        """Returns this process's settings, but with the given environment."""
         return Surroundings(
             tuple(sorted(environ.items())),
             working_dir(),
@@ -73,7 +73,7 @@ class Surroundings:
         )
 
     def apply(self) -> None:
-        """Gives them to this process, unless its fork server has done so.
+        """Applies the settings, unless the fork server has applied them.
 
         What the packages that it has imported then changed is kept.
         """
@@ -233,7 +233,7 @@ def leave(status: int) -> NoReturn:
 
 
 def flush() -> None:
-    """Writes out what Python has buffered for standard output and error."""
+    """Flushes Python's buffers of standard output and standard error."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
@@ -325,7 +325,7 @@ class _WorkerLoop:
 
     @contextlib.contextmanager
     def _without_heartbeat(self) -> Iterator[None]:
-        """Excludes a wait for the trainer from the batch's elapsed time."""
+        """Excludes the time of the `with` block from the build's duration."""
         worker, segment = self._start.worker, self._segment
         in_main_thread = threading.current_thread() is threading.main_thread()
         # `__getitem__` may have forked this process; the clock is not its own.

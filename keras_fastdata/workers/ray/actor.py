@@ -225,7 +225,7 @@ class Actor:
         return answer, gathered.arrays(extents)
 
     def _fetch(self, state: DatasetState) -> Callable[[], Builds]:
-        """Loads the function that makes the builder from the object store."""
+        """Fetches from the object store a function that makes the builder."""
         import ray
 
         references = [state.pickled, *state.buffers]

@@ -89,7 +89,7 @@ class RayWorker(Worker):
 
     @property
     def capacity(self) -> int:
-        """The number of tasks that the actor may have at once."""
+        """The maximum number of tasks that the actor has at once."""
         alone = any(task.crashes for task, _ in self.assigned)
         return 2 if self.build_s < _QUICK_S and not alone else 1
 
@@ -106,7 +106,7 @@ class RayWorker(Worker):
         self.start = None
 
     def assign(self, task: Task, state: actor.DatasetState) -> None:
-        """Sends a task, and the dataset's state if the actor lacks it."""
+        """Sends a task, and the dataset's state if the actor's is outdated."""
         news = state if self.version < state.version else None
         reference = self.handle.build.remote(task.request, news)
         self.version = state.version
@@ -189,7 +189,7 @@ class WorkerGoneError(Exception):
 
 
 class Actors:
-    """The `Transport` of one pool of Ray actors."""
+    """Implements `Transport` for one pool of Ray actors."""
 
     def __init__(self, plan: RayPlan, dataset: RemoteDataset) -> None:
         # Those that live, by index; the supervisor adds and removes.
@@ -213,7 +213,7 @@ class Actors:
         )
 
     def load(self, worker: RayWorker, location: actor.WorkerLocation) -> None:
-        """Stores an actor's location, and makes the actor load the dataset."""
+        """Stores an actor's location, and calls the actor's `load`."""
         worker.location = location
         worker.pidfd = _pidfd(location)
         start = self._start_of(worker.index)
@@ -236,7 +236,7 @@ class Actors:
         )
 
     def check_start(self, worker: RayWorker, gone: WorkerGoneError) -> None:
-        """Raises if an actor could not be created at all."""
+        """Raises a `LoaderError` if an actor could not be created."""
         if (
             worker.location is not None
             or worker.state is WorkerState.KILLED
@@ -251,7 +251,7 @@ class Actors:
         ) from gone
 
     def check_places(self, now_s: float) -> None:
-        """Raises if the cluster has started no actor within the time limit."""
+        """Raises `LoaderError` if no actor has started within a time limit."""
         limit_s = self._plan.options.timeout_s
         if not self.workers or any(
             worker.location is not None or now_s - worker.started_s <= limit_s
@@ -292,7 +292,7 @@ class Actors:
         return True
 
     def start_backups(self) -> bool:
-        """Lets idle actors build tasks that wait behind a slow batch.
+        """Requeues, for idle actors, tasks that wait behind a slow batch.
 
         Such a batch is built twice, and delivered once. Returns whether there
         is one.
@@ -424,7 +424,7 @@ class Actors:
         return WorkerEnd(how=how, counts=own, blames=not is_node_lost)
 
     def _count_node_loss(self, worker: RayWorker, is_node_lost: bool) -> bool:
-        """Records the loss of a node; returns whether it was counted before.
+        """Records a lost node; returns whether the loss was counted before.
 
         All actors of a node die together, and use up one restart. An actor that
         is lost again counts again.
@@ -469,7 +469,7 @@ def await_ends(workers: Iterable[RayWorker]) -> None:
 
 
 def _text_of(error: Exception) -> str:
-    """Returns the text of a Ray error, without the lines of actor details."""
+    """Returns the text of a Ray error, without the details of the actor."""
     ours = ("class_name:", "actor_id:", "pid:", "namespace:", "ip:")
     lines = (line.strip() for line in str(error).splitlines())
     return " ".join(
@@ -527,7 +527,7 @@ def wait(
 
 
 def _stack_of(handle: Any) -> str:
-    """Asks an actor for its call stack, and waits up to `_STACK_S`."""
+    """Fetches an actor's call stack; waits at most `_STACK_S` seconds."""
     import ray
     from ray import exceptions
 

@@ -68,11 +68,11 @@ class Session:
 
     @property
     def is_shared(self) -> bool:
-        """Whether Ray may keep running after this process has left it."""
+        """Whether Ray can keep running after this process disconnects."""
         return self._member is None or not self._member.is_own
 
     def leave(self, *, stay: bool = False) -> None:
-        """Ends this use of Ray. Idempotent.
+        """Ends the loader's use of Ray. Idempotent.
 
         The last loader disconnects, unless it is to `stay`.
         """
@@ -247,7 +247,7 @@ def _on_loopback() -> Iterator[None]:
 
 
 def _is_unwritable_token(error: OSError) -> bool:
-    """Whether the error is that Ray could not write its token file."""
+    """Whether an error means that Ray could not write its token file."""
     path = os.path.expanduser("~/.ray/auth_token")
     return path.startswith(str(error.filename))
 

@@ -44,7 +44,7 @@ class StoreUsage:
         self._died: collections.deque[_StoreRef] = collections.deque()
 
     def lease(self, arrays: list[Bytes], nbytes: int) -> list[Bytes]:
-        """Returns views of arrays, counted as leased until they are freed."""
+        """Returns views of arrays; counts their bytes until they are freed."""
         answer = [len(arrays), nbytes]
         roots: list[Bytes] = [np.frombuffer(a.data, np.uint8) for a in arrays]
         with self._lock:
@@ -56,7 +56,7 @@ class StoreUsage:
         return roots
 
     def wait(self, nbytes: int) -> None:
-        """Adds `nbytes` (may be negative) to the count of undelivered bytes."""
+        """Changes the count of bytes that wait for delivery by `nbytes`."""
         with self._lock:
             self._undelivered += nbytes
 

@@ -254,7 +254,7 @@ class RayPool(SupervisedPool[RayWorker]):
         ]
 
     def _build_again(self, task: Task, worker: RayWorker) -> list[BatchResult]:
-        """Requeues a batch that Ray has lost; fails it after some attempts."""
+        """Requeues a batch that Ray lost, or fails it after repeated losses."""
         wanted, _ = self._in_flight.complete(task.task_id, worker.index)
         if wanted is None:
             return []
