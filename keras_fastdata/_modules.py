@@ -62,7 +62,7 @@ def is_users_file(file: str) -> bool:
     """
     if file.startswith("<frozen"):
         return False
-    ours = (_STDLIB, os.path.dirname(os.path.dirname(__file__)))
+    ours = (_STDLIB, os.path.dirname(__file__))
     folder = os.path.dirname(os.path.abspath(file))
     inside = any(os.path.join(folder, "").startswith(o + os.sep) for o in ours)
     return not inside and not _has_installed(folder)
