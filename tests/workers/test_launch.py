@@ -17,6 +17,7 @@ import pytest
 from places import LONG_BUT_ON_JAX, quickly
 from samples import Numbered, numbers
 
+import keras_fastdata
 from keras_fastdata import FastPyDataset, LoaderError
 from keras_fastdata.workers import stack_dump, supervisor
 from keras_fastdata.workers.process import launchers, worker_main
@@ -562,3 +563,18 @@ def test_a_default_timeout_for_sockets_does_not_matter(timeout_s, caplog):
     finally:
         socket.setdefaulttimeout(former)
     assert not [m for m in caplog.messages if "replaced" in m]
+
+
+def test_a_worker_finds_the_package_where_the_trainer_has_it(monkeypatch):
+    commands = []
+
+    def record(command, **kwargs):
+        commands.append(command)
+        raise OSError("not started")
+
+    monkeypatch.setattr(subprocess, "Popen", record)
+    monkeypatch.setattr(sys, "path", [])
+    with pytest.raises(OSError, match="not started"):
+        launchers._python("forkserver.main", {}, [])
+    folder = os.path.dirname(os.path.dirname(keras_fastdata.__file__))
+    assert f"[{folder!r}]" in commands[0][-1]

@@ -19,6 +19,7 @@ import logging
 import math
 import multiprocessing.spawn
 import os
+import pathlib
 import select
 import signal
 import socket
@@ -845,13 +846,11 @@ def _python(
             "No Python interpreter is known to start workers with. Name one "
             "with `multiprocessing.set_executable(path)`."
         )
-    package_parent = os.path.dirname(
-        os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    )
+    package_parent = pathlib.Path(__file__).absolute().parents[3]
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     with _own_pidfd() as pidfd, _above_stdio([pidfd, *fds]) as passed:
         code = _BOOTSTRAP.format(
-            path=[package_parent, *_paths()],
+            path=[str(package_parent), *_paths()],
             function=function,
             trainer=passed[0],
             fds=passed[1:],
