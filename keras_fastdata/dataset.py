@@ -55,9 +55,9 @@ _T = TypeVar("_T")
 
 
 class _WhileBuilding(Generic[_T]):
-    """A property such as `rng`, which an instance attribute can override.
+    """A property; an instance attribute of the same name overrides it.
 
-    `epoch` and `rng` are common names in datasets. Python only calls a
+    `rng` and `epoch` are common names in datasets. Python only calls a
     descriptor without `__set__` if the instance has no such attribute.
     """
 

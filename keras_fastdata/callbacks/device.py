@@ -70,7 +70,7 @@ _compiling = _Compiling()
 
 @functools.cache
 def compiling_clock() -> Callable[[], float] | None:
-    """Returns a function that returns the compile time of the calling thread.
+    """Returns a function to read how long its calling thread has compiled.
 
     Returns:
         The function, or `None` if the backend does not tell.

@@ -465,7 +465,7 @@ class _Running:
         self._failed = False
 
     def leads_to(self, key: int, turn: int) -> bool:
-        """Returns whether the next result is of pass `key` and turn `turn`.
+        """Returns whether the generators are at the given pass and turn.
 
         A turn is one batch, or the end marker, of one shard. Turns after the
         end also count: they are requested before the end is known.

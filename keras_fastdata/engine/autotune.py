@@ -152,7 +152,7 @@ class SettingsInEffect:
         self.replace(settings, dataset)
 
     def replace(self, settings: Settings, dataset: build.Dataset) -> None:
-        """Replaces the constructor arguments."""
+        """Takes new settings and a new dataset, as the constructor does."""
         self.now, self.auto = settings, None
         if settings.workers == "auto":
             self.auto = AutoTuner(settings, dataset)

@@ -98,7 +98,7 @@ class _BoundedCache:
         self._refuse("No more batches", reason)
 
     def _refuse(self, which: str, reason: str) -> None:
-        """Logs once that the cache does not store all batches."""
+        """Logs once that some batches are not cached."""
         if self.keeps_all:
             self.keeps_all = False
             _log.warning(

@@ -148,10 +148,10 @@ class Prefetcher:
             self.drain_results(workers)
 
     def _make_room(self, epoch: Epoch) -> bool:
-        """Frees the space of a ready batch; returns `False` if none is ready.
+        """Discards a ready batch to free memory; returns whether there was one.
 
-        It is the last one of the epoch with the most ready batches, which
-        requests it again.
+        The batch is the last one of the epoch with the most ready batches.
+        This epoch requests it again.
         """
         epochs = {*self._open_epochs, epoch}
         epoch = max(epochs, key=lambda epoch: len(epoch.ready))

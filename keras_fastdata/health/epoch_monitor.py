@@ -1,4 +1,4 @@
-"""Measures training in one thread, and returns an `EpochHealth` per epoch.
+"""Measures the epochs of one training, and makes an `EpochHealth` of each.
 
 A recorder hears of batches, a step clock of training steps; at the end of an
 epoch (or a validation, an evaluation, a prediction) both are read, together

@@ -689,7 +689,7 @@ def _hides_waits(facts: Facts) -> bool:
 
 
 def _no_more(facts: Facts) -> str:
-    """Returns a text that explains why other workers are not advised."""
+    """Explains why the advice is not to change the number of workers."""
     if facts.auto:
         return '`workers="auto"` has tried other workers. ' + _CHEAPER
     return f"Other workers would win less than {WORTH:.0%}. {_CHEAPER}"

@@ -90,7 +90,7 @@ def _runs(name: str, trainer: Any, batch: tuple[Any, ...]) -> bool:
 
 
 def _alike(batch: tuple[Any, ...]) -> Any:
-    """Returns a symbolic copy of a batch, with equal row counts."""
+    """Makes symbolic tensors from a batch; all have the same number of rows."""
     count = next(n for part in batch for n in _counts(part) if n is not None)
 
     def change(leaf: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 
 class SamplingState(enum.Enum):
-    """The states of measuring one training step while the workers pause."""
+    """The progress of measuring one training step with paused workers."""
 
     OFF = enum.auto()  # no effect: workers build ahead
     PAUSING = enum.auto()  # pause the workers: the next step may be measured

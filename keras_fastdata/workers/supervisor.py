@@ -130,7 +130,7 @@ class Transport(Protocol[W]):
         """Returns the activities of all busy workers that were not killed."""
 
     def has_moved_on(self, worker: W) -> bool:
-        """Whether the activity has changed since `activities` was called."""
+        """Whether the worker now does something else than in `activities`."""
 
     def kill(self, worker: W) -> None:
         """Tries to kill a worker."""
