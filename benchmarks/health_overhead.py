@@ -2,10 +2,9 @@
 
     python -m benchmarks.health_overhead [--blocks N] [--step-us US]
 
-Batches of 1 KB that are at hand are trained on. A step takes the batch, then
-computes without the GIL, as a model does, for some two thirds of a given time,
-and then waits in a loop until this time is over: the steps of a model differ by
-more than what is to be measured. In one `fit`,
+Batches of 1 KB that are at hand are trained on. A step takes the batch, and
+then waits in a loop until it has taken a given time: a step of a model takes
+longer on a busy machine, by more than what is to be measured. In one `fit`,
 blocks of 400 steps that are measured take turns with blocks that are not. The
 cost is the mean of the middle half of all differences. What LoaderHealth does
 once an epoch is not in these figures.
@@ -14,7 +13,6 @@ once an epoch is not in these figures.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import statistics
 import time
 from collections.abc import Iterator
@@ -26,7 +24,6 @@ from keras_fastdata import FastPyDataset, LoaderHealth
 from keras_fastdata.metrics import recorder
 
 BLOCK = 400  # steps
-WITHOUT_GIL = 2 / 3  # of a step
 WARM_UP = 8  # blocks, in which steps compile and workers start
 PLACES = {
     "inline": {"workers": 0},
@@ -62,11 +59,8 @@ class Steps(keras.Model):
         return self.dense(x)
 
     def make_train_function(self, force: bool = False) -> None:
-        rounds = _rounds_of(self.step_s * WITHOUT_GIL)
-
         def wait() -> None:
             until_s = time.perf_counter() + self.step_s
-            _compute(rounds)
             while time.perf_counter() < until_s:
                 pass
 
@@ -89,18 +83,6 @@ class Steps(keras.Model):
             "tensorflow": tensorflow_step,
             "torch": torch_step,
         }[keras.backend.backend()]
-
-
-def _compute(rounds: int) -> None:
-    """Computes for a time in proportion to `rounds`, without the GIL."""
-    hashlib.pbkdf2_hmac("sha256", b"", b"", rounds)
-
-
-def _rounds_of(seconds: float) -> int:
-    """Returns the rounds of `_compute` that take so long."""
-    began_s = time.perf_counter()
-    _compute(100_000)
-    return max(1, int(100_000 * seconds / (time.perf_counter() - began_s)))
 
 
 class Turns(keras.callbacks.Callback):
