@@ -56,7 +56,17 @@ class Variable:
         return self.home.get(self.name, ABSENT)
 
 
-class _Size(Mapping[str, Any]):
+class _OneValue(Mapping[str, Any]):
+    """A mapping with the same value for every key."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([""])
+
+    def __len__(self) -> int:
+        return 1
+
+
+class _Size(_OneValue):
     """A mapping whose every value is the number of names in another mapping.
 
     A name that is added may hide a variable of a class. Python itself may add
@@ -70,14 +80,8 @@ class _Size(Mapping[str, Any]):
         items = list(self._names.items())
         return sum(not _is_pythons(name, value) for name, value in items)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter([""])
 
-    def __len__(self) -> int:
-        return 1
-
-
-class _Cell(Mapping[str, Any]):
+class _Cell(_OneValue):
     """A mapping whose every value is the content of a closure cell."""
 
     def __init__(self, cell: types.CellType) -> None:
@@ -88,12 +92,6 @@ class _Cell(Mapping[str, Any]):
             return self._cell.cell_contents
         except ValueError:  # not assigned yet
             raise KeyError(name) from None
-
-    def __iter__(self) -> Iterator[str]:
-        return iter([""])
-
-    def __len__(self) -> int:
-        return 1
 
 
 def variables_of(dataset: Any, *, is_here: bool = False) -> list[Variable]:

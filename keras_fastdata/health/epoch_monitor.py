@@ -51,7 +51,7 @@ class MonitoredDataset:
     pool_stats: PoolStats | None
 
     def __str__(self) -> str:
-        parts = [formatting.workers(self.settings.kind, self.settings.workers)]
+        parts = [formatting.workers(self.settings.kind, self.settings.count)]
         if self.num_batches is not None:
             parts.insert(0, formatting.count(self.num_batches, "batch"))
         return f"{self.name}: {', '.join(parts)}"

@@ -282,37 +282,41 @@ def test_settings_of_keras_and_torch_are_carried_to_workers_that_import_them():
     )
 
 
-def test_what_a_script_changes_between_epochs_reaches_the_workers(
-    tmp_path, zygote
+@pytest.mark.parametrize(
+    ("script", "wanted"),
+    [
+        pytest.param(
+            SCRIPT,
+            [
+                "[[1, 1, 1, 1, 1, 1]]",
+                "[[2, 1, 1, 1, 1, 1]]",
+                "[[2, 3, 4, 5, 1, 1]]",
+                "[[2, 3, 4, 5, 6, 7]]",
+            ],
+            id="changes",
+        ),
+        pytest.param(
+            ADDED_SCRIPT,
+            [
+                "[[1, 1, 1, 1]]",
+                "[[2, 1, 1, 1]]",
+                "[[2, 3, 1, 1]]",
+                "[[2, 3, 4, 1]]",
+                "[[2, 3, 4, 5]]",
+                "[[1, 1, 1, 1]]",
+                "[[2, 2, 2, 2]]",
+                "[[2, 2, 2, 10]]",
+            ],
+            id="adds_or_replaces",
+        ),
+    ],
+)
+def test_between_epochs_the_workers_get_what_a_script(
+    script, wanted, tmp_path, zygote
 ):
     path = tmp_path / "script.py"
-    path.write_text(SCRIPT)
+    path.write_text(script)
     ran = zygote.run(path)
-    wanted = [
-        "[[1, 1, 1, 1, 1, 1]]",
-        "[[2, 1, 1, 1, 1, 1]]",
-        "[[2, 3, 4, 5, 1, 1]]",
-        "[[2, 3, 4, 5, 6, 7]]",
-    ]
-    assert ran.stdout.splitlines() == wanted * 2, ran.stderr
-
-
-def test_what_a_script_adds_or_replaces_between_epochs_reaches_the_workers(
-    tmp_path, zygote
-):
-    path = tmp_path / "script.py"
-    path.write_text(ADDED_SCRIPT)
-    ran = zygote.run(path)
-    wanted = [
-        "[[1, 1, 1, 1]]",
-        "[[2, 1, 1, 1]]",
-        "[[2, 3, 1, 1]]",
-        "[[2, 3, 4, 1]]",
-        "[[2, 3, 4, 5]]",
-        "[[1, 1, 1, 1]]",
-        "[[2, 2, 2, 2]]",
-        "[[2, 2, 2, 10]]",
-    ]
     assert ran.stdout.splitlines() == wanted * 2, ran.stderr
 
 
