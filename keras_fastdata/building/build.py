@@ -96,7 +96,7 @@ def checked_length(name: str, length: Any) -> int:
 
 @dataclasses.dataclass
 class Context:
-    """Stores the seed, epoch, index and random generator of one build."""
+    """Stores the seed, epoch, index and random generator of a batch build."""
 
     seed: int
     epoch: int
@@ -179,7 +179,7 @@ def overrides(dataset: Dataset, name: str) -> bool:
 
 
 class _Current(threading.local):
-    """Stores the build context and the consumed datasets of each thread."""
+    """Stores each thread's build context and the datasets that it consumes."""
 
     context: Context | None = None  # the innermost batch that it is building
 
@@ -231,7 +231,7 @@ def is_in_worker(dataset: Dataset) -> bool:
 
 
 def context_for(dataset: Dataset, name: str) -> Context | None:
-    """Returns the caller's build context, or `None` outside of builds.
+    """Returns the build context to which the calling thread belongs, if any.
 
     A thread that `__getitem__` started works on the batch of the dataset whose
     attribute it reads, if only one batch is possible.
@@ -258,7 +258,7 @@ def context_for(dataset: Dataset, name: str) -> Context | None:
 
 
 def _helped(dataset: Dataset) -> list[Context]:
-    """Returns the contexts of the builds that this thread could be helping.
+    """Returns the contexts of all builds that could have started this thread.
 
     They build batches of the dataset, or of a dataset that refers to it. A
     thread that consumes a dataset's batches does not work on them. A worker
@@ -291,7 +291,7 @@ def _consumes(dataset: Dataset | None) -> bool:
 
 
 def forget_context(dataset: Dataset | None) -> None:
-    """Removes the build contexts that an interrupted build left behind.
+    """Removes build contexts that remain after a build was interrupted.
 
     A KeyboardInterrupt may come between any two lines, also between those that
     clean up.
@@ -631,7 +631,7 @@ class Builder:
         )
 
     def change(self) -> None:
-        """Makes the next build search again for random generators."""
+        """Notes a change of the dataset, and drops its random generators."""
         self._generators.forget()
 
     def _reseed(self, epoch: int, index: int) -> None:
@@ -724,7 +724,7 @@ def run_hook(
 
 
 class _Preserved:
-    """Restores random generators outside the dataset after a `with` block."""
+    """Restores random generators that are in globals or class attributes."""
 
     def __init__(self, found: list[held_generators.Held]) -> None:
         self._found = [held.generator for held in found if held.is_outside]

@@ -72,7 +72,7 @@ def crossings() -> int:
 
 
 class _Turn:
-    """A lock for the global random generators that records its owner.
+    """Locks the global random generators; records which thread has the lock.
 
     Attributes:
         lock: Held by that thread, once for each nested build.

@@ -57,7 +57,7 @@ class Variable:
 
 
 class _OneValue(Mapping[str, Any]):
-    """A mapping with the same value for every key."""
+    """A mapping that has the same value for every key."""
 
     def __iter__(self) -> Iterator[str]:
         return iter([""])
@@ -67,7 +67,7 @@ class _OneValue(Mapping[str, Any]):
 
 
 class _Size(_OneValue):
-    """A mapping whose every value is the number of names in another mapping.
+    """Maps every key to the number of names in another mapping.
 
     A name that is added may hide a variable of a class. Python itself may add
     names such as `__slotnames__` at any time.
@@ -82,7 +82,7 @@ class _Size(_OneValue):
 
 
 class _Cell(_OneValue):
-    """A mapping whose every value is the content of a closure cell."""
+    """Maps every key to the content of a closure cell."""
 
     def __init__(self, cell: types.CellType) -> None:
         self._cell = cell

@@ -113,7 +113,7 @@ class DatasetCheckpoint(Callback):
     # -- called by Keras ----------------------------------------------------
 
     def set_params(self, params: Any) -> None:
-        """Finds the other callbacks of the `fit` or `evaluate` that begins.
+        """Accepts Keras's parameters, and finds the other callbacks in use.
 
         Keras calls this method first.
         """
@@ -214,7 +214,7 @@ class DatasetCheckpoint(Callback):
     # -- beside BackupAndRestore ----------------------------------------------
 
     def _save_before(self, backup: keras_bridge.KerasBackup) -> None:
-        """Makes Keras save the data's state each time before the weights.
+        """Registers a function that saves the state before weights are saved.
 
         After a kill in between, the weights are the older ones; and their
         state is still in the file.
@@ -248,7 +248,7 @@ class DatasetCheckpoint(Callback):
             )
 
     def _begin_with(self, epoch: int) -> None:
-        """Moves the dataset to the start of an epoch without a saved state."""
+        """Moves the dataset to the start of `epoch`, if no state was saved."""
         dataset = self._adapter.py_dataset
         if self._adapter.next_epoch == epoch:
             return  # it was trained on until here

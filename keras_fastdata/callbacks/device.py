@@ -14,7 +14,7 @@ from keras_fastdata.metrics import cpu, formatting
 
 
 def is_asynchronous() -> bool:
-    """Returns whether training steps return before their result is computed."""
+    """Returns whether the backend computes training steps asynchronously."""
     import keras
 
     match keras.backend.backend():
@@ -70,7 +70,7 @@ _compiling = _Compiling()
 
 @functools.cache
 def compiling_clock() -> Callable[[], float] | None:
-    """Returns a function to read how long its calling thread has compiled.
+    """Returns a function that reads the current thread's total compile time.
 
     Returns:
         The function, or `None` if the backend does not tell.
@@ -93,7 +93,7 @@ def _add_if_compiling(event: str, seconds: float, **_: Any) -> None:
 
 
 def machine() -> dict[str, str]:
-    """Returns the CPU, its cores, the devices and the versions in use."""
+    """Describes the CPU, the devices and the software versions in use."""
     import keras
 
     backend = keras.backend.backend()

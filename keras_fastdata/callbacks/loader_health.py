@@ -225,7 +225,7 @@ class LoaderHealth(Callback):
     # -- called by Keras ----------------------------------------------------
 
     def set_params(self, params: Any) -> None:
-        """Prepares for the `fit`, `evaluate` or `predict` that begins.
+        """Accepts Keras's parameters, and prepares for a new measurement.
 
         Keras calls this method first. It ends an interrupted measurement.
 
@@ -362,7 +362,7 @@ class LoaderHealth(Callback):
     # -- measuring ----------------------------------------------------------
 
     def _figures_before(self) -> Figures | None:
-        """Returns the values of the earlier run to compare with, if any."""
+        """Returns the measured values of the run to compare with, if any."""
         if self.compare is None:
             return None
         if isinstance(self.compare, HealthSummary):
@@ -506,7 +506,7 @@ class LoaderHealth(Callback):
             self._step = self._train_step = self._monitor.step
 
     def _resume_fit(self, batch: int) -> None:
-        """Resumes the measurement of a `fit` after a nested call has raised."""
+        """Resumes measuring `fit` after a nested call raised an exception."""
         self._end_nested()
         self._train_step(batch)
 
@@ -521,7 +521,7 @@ class LoaderHealth(Callback):
         return health
 
     def _end_training(self) -> None:
-        """Ends the measurement of an epoch's training, unless it has ended."""
+        """Ends the measurement of an epoch's training, if still in progress."""
         if self._monitor is not None and self._monitor.phase == "train":
             self._trained = self._end()
             if self._timer is not None:
@@ -532,7 +532,7 @@ class LoaderHealth(Callback):
                 )
 
     def _conclude(self, health: EpochHealth | None) -> None:
-        """Ends the measurement of an evaluation or prediction.
+        """Ends the measurement of an evaluation or prediction; writes files.
 
         Prints nothing: the progress bar's last line is yet to come.
         """

@@ -64,7 +64,7 @@ class SavedStates:
         return None
 
     def find_moment(self, moment: list[int]) -> Saved | None:
-        """Finds the dataset's state that was saved together with some weights.
+        """Finds the state that was saved together with the weights of `moment`.
 
         Keras may be killed after it saved the weights and before it saved
         their epoch and batch. Then only the optimizer step is compared.

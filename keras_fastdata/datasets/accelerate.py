@@ -21,7 +21,7 @@ _HOOKS = ("on_epoch_begin", "on_epoch_end")
 
 
 def accelerate(dataset: Any, workers: int = 1, **kwargs: Any) -> FastPyDataset:
-    """Wraps a Keras dataset, and builds its batches in this package's workers.
+    """Wraps a Keras dataset so that this package's workers build its batches.
 
     As with `FastPyDataset`, batches go through shared memory, and each comes
     once, in order, with the same bytes for any number of processes. The

@@ -21,7 +21,7 @@ Padding = Any
 
 
 class Padded:
-    """The padding of samples with different shapes; see `SampleDataset`."""
+    """The settings for padding samples of different shapes."""
 
     def __init__(self, to: Padding, value: float) -> None:
         self.to = _checked(to)

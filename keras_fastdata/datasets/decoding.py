@@ -71,7 +71,7 @@ def require() -> None:
 
 @functools.cache
 def _faster(module: str) -> Any:
-    """Imports an optional module; returns `None` if it is not installed."""
+    """Imports a faster, optional module; returns `None` if it is missing."""
     try:
         return importlib.import_module(module)
     except ImportError:

@@ -431,7 +431,7 @@ class GeneratorShards(FastPyDataset):
         """`None`, because the number of batches is unknown."""
 
     def __getitem__(self, index: int) -> Any:
-        """Returns a batch, or an end marker, from the shard that is next.
+        """Returns a batch, or an end marker, from the next shard in turn.
 
         `index` counts the turns of all shards of this worker.
         """
@@ -465,7 +465,7 @@ class _Running:
         self._failed = False
 
     def leads_to(self, key: int, turn: int) -> bool:
-        """Returns whether the generators are at the given pass and turn.
+        """Returns whether `next` can serve a request for a pass and a turn.
 
         A turn is one batch, or the end marker, of one shard. Turns after the
         end also count: they are requested before the end is known.
@@ -494,7 +494,7 @@ class _Running:
             shard.close()
 
     def next(self, *, dropped: bool = False) -> Any:
-        """Returns a batch, or an end marker, from the shard that is next."""
+        """Returns a batch, or an end marker, from the next shard in turn."""
         if self._failed or not self._live:
             raise EndOfData("The generators have ended.")
         self._place %= len(self._live)
@@ -614,7 +614,7 @@ class _Shard:
 
 
 class _Source(NamedTuple):
-    """The user's factory and its accepted parameters, or the given iterator."""
+    """The user's factory or iterator, and the parameters of the factory."""
 
     factory: Any
     is_iterator: bool = False

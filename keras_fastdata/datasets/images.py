@@ -404,7 +404,7 @@ def _labelled_files(
 
 
 def _classes_in(directory: str, wanted: Sequence[str] | None) -> list[str]:
-    """Returns the subfolders to use, in the order of their labels."""
+    """Returns the names of the class folders, in the order of their labels."""
     names = sorted(
         entry.name
         for entry in os.scandir(directory)

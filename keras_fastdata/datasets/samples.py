@@ -46,7 +46,7 @@ class _SampleRng:
 
 
 class _ByHand(threading.local):
-    """Stores the sample that each thread builds outside of a worker."""
+    """Stores each thread's sample context for calls outside of a build."""
 
     part: build.SampleContext | None = None
 

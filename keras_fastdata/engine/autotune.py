@@ -82,7 +82,7 @@ class AutoTuner:
         self._asked_s = time.perf_counter()
 
     def opened(self, timing: Timing | None, worker: int) -> None:
-        """Records the worker and the build times of an opened batch."""
+        """Records a received batch's build times, and which worker built it."""
         self._timing, self._worker = timing, worker
 
     def deliver(self, *, counts: bool) -> bool:
@@ -107,7 +107,7 @@ class AutoTuner:
         return self._tuner.choice != before
 
     def exclude_failed(self, error: Exception) -> bool:
-        """Excludes the current kind of workers, which caused `error`.
+        """Excludes the current kind of workers because of `error`.
 
         Returns whether it did. Inline builds cannot be excluded.
         """
@@ -152,20 +152,20 @@ class SettingsInEffect:
         self.replace(settings, dataset)
 
     def replace(self, settings: Settings, dataset: build.Dataset) -> None:
-        """Takes new settings and a new dataset, as the constructor does."""
+        """Replaces the settings; with `workers="auto"`, tuning starts again."""
         self.now, self.auto = settings, None
         if settings.workers == "auto":
             self.auto = AutoTuner(settings, dataset)
             self.adopt()
 
     def adopt(self) -> None:
-        """Applies the latest choice of `workers="auto"`."""
+        """Applies the latest choice of the tuner for `workers="auto"`."""
         if self.auto is not None:
             self.now = self.auto.settings
 
     @property
     def are_outdated(self) -> bool:
-        """Whether `workers="auto"` changed its choice after `adopt`."""
+        """Whether the tuner has changed its choice since `adopt`."""
         return self.auto is not None and self.auto.settings != self.now
 
     def adopt_without(self, error: Exception) -> bool:

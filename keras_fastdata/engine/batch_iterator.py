@@ -91,7 +91,7 @@ class BatchIterator(Iterator[Any]):
         return batch
 
     def prefetch_next(self, prefetches_next: bool) -> None:
-        """Sets whether to request batches of the next epoch early."""
+        """Sets whether batches of the next epoch are prefetched."""
         self._epoch.set_prefetching(prefetches_next)
 
     def iterate_next(self) -> BatchIterator:
@@ -125,7 +125,7 @@ class BatchIterator(Iterator[Any]):
 
     @property
     def epoch(self) -> int:
-        """The number of this epoch, provisional until the epoch begins."""
+        """The number of this epoch, which can change until the epoch begins."""
         epoch = self._epoch
         if epoch.has_begun and epoch.number is not None:
             return epoch.number
@@ -152,7 +152,7 @@ class BatchIterator(Iterator[Any]):
         return self._epoch.is_from_cache or self._loader.lends_read_only
 
     def take_skipped(self) -> dict[int, str]:
-        """Returns tracebacks of batches skipped since the last call.
+        """Returns the tracebacks of batches skipped since the last call.
 
         The keys are the indices of the batches.
         """
@@ -162,7 +162,7 @@ class BatchIterator(Iterator[Any]):
         return new
 
     def peek(self, count: int) -> dict[int, Any]:
-        """Returns batches 0 to `count` - 1 before the epoch delivers them.
+        """Returns batches 0 to `count` - 1 early; the epoch reuses them later.
 
         When their turn comes, they are not built again. There are fewer if the
         dataset has no more that are good.

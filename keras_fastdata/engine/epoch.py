@@ -97,7 +97,7 @@ class Epoch:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the epoch has begun, which makes its number final."""
+        """Whether the epoch has begun; its number is then final."""
         return self.state is not EpochState.PLANNED
 
     @property
@@ -275,7 +275,7 @@ class Epoch:
         return stored_s - timing.began_s >= interval_s or timing.retries > 0
 
     def knows(self, position: int, index: int) -> bool:
-        """Returns whether a batch needs no request to the workers."""
+        """Returns whether a batch need not be requested from the workers."""
         return (
             position in self.ready
             or position in self.cached
@@ -295,7 +295,7 @@ class Epoch:
         return self.schedule.index_at(self._after_delivery(0) - 1)
 
     def _after_delivery(self, lag: int) -> int:
-        """Returns the position right after the delivery `lag` batches ago."""
+        """Returns the position after all but the last `lag` deliveries."""
         position = self.position
         if not self.skipped:
             return max(self.start, position - lag)
@@ -317,7 +317,7 @@ class Epoch:
 
     @property
     def ahead(self) -> int:
-        """The number of requested and stored batches, next epoch included."""
+        """The number of batches requested or stored, with the next epoch's."""
         ahead = len(self.waiting) + len(self.ready)
         ahead += len(self.peeked) + len(self.remembered)
         if self.next_epoch is not None:

@@ -208,7 +208,7 @@ class Fetcher:
         count: int,
         fetch: Fetch,
     ) -> Any:
-        """Builds the first `count` batches before `epoch` delivers them.
+        """Fetches batches 0 to `count` - 1 early, and stores them for `epoch`.
 
         `ahead` is an epoch that goes through the dataset by index.
 

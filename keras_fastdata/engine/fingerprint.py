@@ -164,7 +164,7 @@ def _digest_of_code(code: Any, found: _Found) -> bytes:
 
 
 def _file_at(path: str | bytes) -> bytes:
-    """Returns a file's path, size and time as bytes, or `b""` if no file."""
+    """Returns the path, size and time of a file; `b""` if none exists."""
     with contextlib.suppress(OSError, ValueError):
         if 0 < len(path) <= _LONGEST:
             found = os.stat(path)
@@ -318,7 +318,7 @@ def _is_users_function(value: Any) -> bool:
 def _named(
     known: str, value: Any, names: list[str], seen: set[int]
 ) -> Iterator[tuple[str, Any]]:
-    """Yields (name, value) for a global variable or a module's variables."""
+    """Yields (name, value) of a variable, or of each variable in a module."""
     if not isinstance(value, types.ModuleType):
         yield known, value
     elif id(value) not in seen and not _is_installed(value.__name__):

@@ -140,7 +140,7 @@ class HookReplay:
     def restore(
         self, dataset: build.Dataset, state: state_dict.State
     ) -> state_dict.State:
-        """Runs the hooks of a state that have not yet run on this dataset.
+        """Runs the hooks of a loaded state that this dataset has not run yet.
 
         Returns the state; if it was at the end of an epoch, the one after the
         end hook.

@@ -143,7 +143,7 @@ class Loader:
 
     @property
     def stacks(self) -> dict[str, int]:
-        """The counts of the folded call stacks seen in slow builds."""
+        """The number of times that each call stack was seen in slow builds."""
         return dict(self._fetcher.results.stacks)
 
     def pool_stats(self) -> PoolStats | None:
@@ -231,7 +231,7 @@ class Loader:
     def peek(
         self, epoch: Epoch, dataset: build.Dataset, count: int
     ) -> dict[int, Any]:
-        """Returns the first `count` batches before the epoch delivers them.
+        """Returns batches 0 to `count` - 1 early; the epoch reuses them later.
 
         Returns:
             The batches by index; fewer than `count` if there are no more.

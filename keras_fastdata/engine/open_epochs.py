@@ -12,7 +12,7 @@ from keras_fastdata.engine.epoch import Epoch
 
 
 class _EpochRef(weakref.ref[Any]):
-    """A weak reference to the iterator of an epoch."""
+    """A weak reference to an iterator, together with the iterator's epoch."""
 
     __slots__ = ("epoch",)
     epoch: Epoch

@@ -12,7 +12,7 @@ from keras_fastdata.workers.signals import DeferredSignals
 
 
 class Place(NamedTuple):
-    """The fields of a `State` that depend on an epoch."""
+    """The fields of a `State` that identify the next batch and its epoch."""
 
     epoch: int
     position: int = 0

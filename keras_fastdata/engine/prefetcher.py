@@ -189,7 +189,7 @@ class Prefetcher:
                 epoch.unplan()
 
     def forget_all(self, workers: WorkerPool | None) -> None:
-        """Cancels all requests, and drops their results."""
+        """Cancels the requests of all epochs, and drops their results."""
         for epoch in self._open_epochs:
             self.forget(workers, epoch)
 

@@ -98,7 +98,7 @@ class Results:
         return self.cache is not None and self.cache.holds(index)
 
     def check_cached(self, epoch: Epoch, index: int) -> None:
-        """Marks the current batch as not cached if the cache lacks it."""
+        """Marks the current batch as not cached if the cache has lost it."""
         if epoch.position in epoch.cached and not self.is_cached(index):
             epoch.cached.discard(epoch.position)
 
@@ -204,7 +204,7 @@ class Results:
 def _add_span(
     epoch: Epoch, index: int, completed: Completed, began_s: float, batch: Any
 ) -> None:
-    """Records the times of a batch, whose opening began at `began_s`."""
+    """Records the times of a batch; `began_s` is when its opening began."""
     opened_s = time.monotonic() - began_s
     done, timing = completed.done, completed.done.timing
     assert timing is not None

@@ -80,7 +80,7 @@ class Situation(NamedTuple):
     costs: Costs
 
     def is_unlike(self, other: Situation, times: float) -> bool:
-        """Returns whether build or step times differ by a factor of `times`."""
+        """Returns whether `other` has very different build or step times."""
         ours, theirs = self.costs, other.costs
         pairs = (ours.build_s, theirs.build_s), (ours.step_s, theirs.step_s)
         least_s = _NOTICED * max(self.period_s, other.period_s)
