@@ -26,7 +26,7 @@ _ABANDONED_S = 24 * 3600.0  # without a write; no writer takes that long
 def replacing(
     path: str | os.PathLike[str], *, durable: bool = False
 ) -> Iterator[BinaryIO]:
-    """Opens a temporary file that replaces `path` at the end of the block.
+    """Opens a temporary file that replaces `path` after the `with` block.
 
     Args:
         path: The file to replace; missing folders are made.

@@ -38,7 +38,7 @@ Place = tuple[Call, ...]  # a thread's stack, innermost first
 
 
 def caller(depth: int) -> tuple[str, str]:
-    """Returns the file and the name of a function on the call stack.
+    """Returns the file and name of the function `depth` calls up the stack.
 
     The function that calls `caller` has depth 0, its own caller depth 1.
     """
@@ -84,7 +84,7 @@ def stack_of(thread: int) -> Place:
 
 
 def place_of(thread: int, outermost: tuple[str, str]) -> Place:
-    """Returns a thread's call stack without the outer calls.
+    """Returns a thread's call stack without the calls outside `outermost`.
 
     Args:
         thread: The thread's `threading.get_ident`.
@@ -137,7 +137,7 @@ def _is_header(file: str, line: int) -> bool:
 
 
 def is_being_made(instance: Any) -> bool:
-    """Whether an object's `__init__` or `__setstate__` is on the call stack."""
+    """Returns whether an object is inside `__init__` or `__setstate__`."""
     for frame, _ in traceback.walk_stack(sys._getframe(1)):
         code = frame.f_code
         if (
@@ -150,7 +150,7 @@ def is_being_made(instance: Any) -> bool:
 
 
 def module_at(filename: str, lineno: int) -> str | None:
-    """Returns the name of the module that is executing a given line.
+    """Returns the name of the module whose code is running at a given line.
 
     Returns `None` if no frame of the call stack is at that line.
     """

@@ -18,5 +18,5 @@ def become_worker() -> None:
 
 
 def is_worker() -> bool:
-    """Whether this process was started to build batches."""
+    """Returns whether this process builds batches for another process."""
     return _worker

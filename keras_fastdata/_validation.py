@@ -44,7 +44,7 @@ def integer(name: str, value: Any, *, least: int, or_else: str = "") -> int:
 
 
 def _as_integer(name: str, value: Any) -> str:
-    """Returns a hint for an error message if `value` can be an integer."""
+    """Suggests an integer in place of `value`; returns "" if there is none."""
     try:
         number = int(value)
     except (TypeError, ValueError, OverflowError):

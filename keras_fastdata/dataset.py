@@ -554,7 +554,7 @@ class FastPyDataset(_Base):
 
     @property
     def use_multiprocessing(self) -> bool:
-        """Whether the workers are currently processes; see the class."""
+        """Whether the workers are currently processes; see the argument."""
         return settings_in_effect(self).use_multiprocessing
 
     @use_multiprocessing.setter
@@ -563,7 +563,7 @@ class FastPyDataset(_Base):
 
     @property
     def max_queue_size(self) -> int:
-        """The maximum number of batches requested ahead; see the class."""
+        """The maximum number of batches requested ahead; see the argument."""
         return internals_of(self).settings.max_queue_size
 
     @max_queue_size.setter

@@ -219,7 +219,7 @@ class Search:
         return True
 
     def lacks(self, later: Search) -> bool:
-        """Returns whether `later` has random generators that this one lacks."""
+        """Returns whether `later` has random generators that `self` lacks."""
         paths = {held.path for held in self.held}
         return any(held.path not in paths for held in later.held)
 

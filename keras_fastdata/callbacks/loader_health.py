@@ -433,7 +433,7 @@ class LoaderHealth(Callback):
         )
 
     def _steps(self, monitor: EpochMonitor) -> tuple[Step, ...]:
-        """Returns the latest steps, preceded by the time before the first step.
+        """Returns the recorded steps; step -1 is the time before these steps.
 
         That time, as a step with number -1 that waits for the first batch and
         builds the model, is left out if later steps are no longer known.

@@ -140,7 +140,7 @@ class _Nested:
 
 
 class _Nothing:
-    """Stacks parts that are `None`, such as missing targets."""
+    """Combines parts that are `None`, such as missing targets, into `None`."""
 
     def put(self, place: int, part: Any) -> None:
         if part is not None:

@@ -208,7 +208,7 @@ class GeneratorDataset(FastPyDataset):
 
     @property
     def num_batches(self) -> int | None:
-        """The number of batches in an epoch; `None` means all of the data."""
+        """The number of batches in an epoch; `None` if unlimited."""
         if not _process_role.is_worker():
             from keras_fastdata import keras_bridge
 
@@ -532,7 +532,7 @@ class _Shard:
         self._held: list[Held] = []  # random generators of the factory
 
     def skip(self, batches: int) -> bool:
-        """Makes the generator skip batches; returns `False` if it cannot."""
+        """Makes the generator skip batches; returns `False` if impossible."""
         can_skip = self._spec.source.takes_start and not self._spec.repeats
         if not can_skip or not batches:
             return False

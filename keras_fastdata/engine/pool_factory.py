@@ -132,7 +132,7 @@ class PoolFactory:
 
 @dataclasses.dataclass
 class _BuilderMaker:
-    """Creates a worker's `Builder`; its pickle contains the dataset."""
+    """A picklable callable that creates a worker's `Builder`."""
 
     _dataset: weakref.ref[build.Dataset]
     _seed: int

@@ -85,7 +85,7 @@ class Figures:
 
 
 def read(path: str | os.PathLike[str]) -> Figures:
-    """Reads the measured values from a page that `LoaderHealth` wrote.
+    """Reads the measured values from an HTML report of `LoaderHealth`.
 
     Raises:
         OSError: The file cannot be read.

@@ -256,7 +256,7 @@ class HealthSummary:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """The findings, by descending time that their advice would save.
+        """The findings, sorted by the time that their advice would save.
 
         There is one on the epochs, and one on the validations if a change of
         their data is worth while.
@@ -329,7 +329,7 @@ class HealthSummary:
 
     @property
     def whole_s(self) -> float:
-        """The duration of the whole call of Keras, in seconds.
+        """The duration of the whole Keras call, in seconds.
 
         For `evaluate` and `predict`, only steps and waits count.
         """

@@ -303,7 +303,7 @@ _ANSWERED = (Kind.IO_BOUND, Kind.GIL_BOUND, Kind.BUILD_CPU_BOUND, *_EXPLAINED)
 
 
 def with_call_of(verdict: Verdict, other: Verdict) -> Verdict:
-    """Copies the advised call of `other` into a verdict that has no call."""
+    """Adds the advice of `other` to a verdict without a constructor call."""
     if not other.call or verdict.call:
         return verdict
     return dataclasses.replace(

@@ -54,7 +54,7 @@ PyDataset = keras.utils.PyDataset
 
 
 def training() -> FitCall:
-    """Returns a description of the running `fit`, with our data adapter.
+    """Describes the running `fit`, including this package's data adapter.
 
     `adapter` is `None` if no `fit` runs, or if its data is no `FastPyDataset`.
     """
@@ -65,7 +65,7 @@ def training() -> FitCall:
 
 
 def register(dataset_class: Any) -> None:
-    """Makes Keras wrap instances of `dataset_class` in our adapter.
+    """Makes Keras use this package's adapter for datasets of a class.
 
     If this Keras is too different, Keras's own adapter builds the batches
     inline: the properties of the dataset tell Keras that there are no workers.

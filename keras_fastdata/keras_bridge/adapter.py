@@ -237,7 +237,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         self.probed_s += seconds
 
     def listener(self) -> recorder.Recorder | None:
-        """Returns the recorder of this `fit`, or `None` without a recorder."""
+        """Returns the recorder attached to this `fit`, or `None` if none is."""
         return recorder.current_for(self.fit_thread)
 
     def standardize(self, batch: Any) -> Any:

@@ -296,7 +296,7 @@ class KerasIterator:
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """The steps that the user wants in each epoch; `None` for no limit."""
+        """The number of steps in each epoch, or `None` for no limit."""
         return getattr(self._get(Feature.RESUME), "steps_per_epoch", None)
 
     @property
@@ -306,7 +306,7 @@ class KerasIterator:
 
     @property
     def continues(self) -> bool:
-        """Whether the next epoch continues the previous epoch's iterator."""
+        """Whether the next epoch uses the previous epoch's iterator further."""
         iterator = self._get(Feature.RESUME)
         return bool(
             iterator is not None
@@ -353,7 +353,7 @@ class KerasIterator:
 
 
 def calling_iterator() -> KerasIterator:
-    """Returns the `EpochIterator` of Keras that called our adapter.
+    """Returns the `EpochIterator` of Keras that called the adapter.
 
     For any other caller, the result is an empty `KerasIterator`.
     """

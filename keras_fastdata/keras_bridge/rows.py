@@ -25,7 +25,7 @@ _PARTS = ("inputs", "targets", "sample weights")
 
 
 def may_differ(batch: Any) -> bool:
-    """Returns whether parts of a batch lack rows, or differ in their number."""
+    """Returns whether parts of a batch have no rows, or unequal row counts."""
     if type(batch) is not tuple:
         return False
     count = None

@@ -38,7 +38,7 @@ class GilProbe:
             self._thread.start()
 
     def take(self) -> float:
-        """Returns the share of probes that had to wait for the GIL.
+        """Returns the share of new probes that had to wait for the GIL.
 
         Only the probes since the previous call count; NaN without such probes.
         """

@@ -72,7 +72,7 @@ class Notice:
             Notice._visible = None
 
     def _take_place(self) -> bool:
-        """Makes this notice the visible one; returns whether this succeeded."""
+        """Makes this notice visible, unless another notice is visible."""
         pid = os.getpid()
         if Notice._visible is None or Notice._visible_in != pid:
             if not _log.isEnabledFor(logging.WARNING):
@@ -159,7 +159,7 @@ class LoadedPackages:
         self._latest = ""
 
     def latest(self, pids: Iterable[int]) -> str:
-        """Returns the package with the most new file mappings in `pids`.
+        """Returns the package of which the processes mapped the most new files.
 
         New means: since the previous call. If there are none, the previous
         result is returned again; the first call returns "".

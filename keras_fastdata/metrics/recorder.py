@@ -255,7 +255,7 @@ class Recorder:
         self.source_id = None
 
     def claim_source(self, source_id: object) -> bool:
-        """Sets the source of this epoch's batches, if no source is set yet.
+        """Sets the source of this epoch's batches, unless a source is set.
 
         Returns whether it is the source. Batches of other sources belong to
         an evaluation in a callback, for example.
@@ -265,7 +265,7 @@ class Recorder:
         return self.source_id is source_id
 
     def expect(self, source_id: object) -> None:
-        """Sets the only source whose batches this epoch records."""
+        """Sets the source whose batches are recorded in this epoch."""
         self.source_id = source_id
 
     def exclude(self, seconds: float) -> None:
@@ -278,7 +278,7 @@ class Recorder:
 
     @property
     def source(self) -> BatchSource | None:
-        """The loader of the latest batches; `None` without batches."""
+        """The loader of the latest batches; `None` before the first batch."""
         return None if self._source is None else self._source()
 
     def attach_source(

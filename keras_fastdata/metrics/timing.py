@@ -55,7 +55,7 @@ class Timing(NamedTuple):
 
 
 def pause_s(asked: int) -> float:
-    """Returns the seconds between two readings, which grow with `asked`.
+    """Returns the seconds to wait after a number of readings until the next.
 
     `asked` is the number of readings so far.
     """

@@ -171,7 +171,7 @@ def _compared(summary: HealthSummary) -> list[tuple[str, str, str, str]]:
 
 
 def _raised(traceback: str) -> str:
-    """Returns the line of a traceback that names the exception."""
+    """Returns the line of a traceback with the name of the exception."""
     lines = traceback.rstrip().splitlines()
     frames = [i for i, line in enumerate(lines) if line.startswith("  ")]
     after = lines[frames[-1] + 1 :] if frames else lines

@@ -58,7 +58,7 @@ class _BuildSlice(NamedTuple):
 
 
 class _Took(NamedTuple):
-    """A training step that waits for the arrows from its batches.
+    """A training step whose batches do not all have an arrow yet.
 
     Times are in microseconds.
     """

@@ -231,7 +231,7 @@ def _cut(
 
 
 def _first_s(record: Record, steps: list[Step]) -> float:
-    """Returns when the first step, or the first build if recorded, began."""
+    """Returns the earlier of the first step's and first build's beginnings."""
     begin_s = steps[0].began_s
     if len(record.spans) and len(record.spans) == _batches(record):
         return min(begin_s, float(record.column("began_s").min()))

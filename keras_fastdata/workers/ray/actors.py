@@ -106,7 +106,7 @@ class RayWorker(Worker):
         self.start = None
 
     def assign(self, task: Task, state: actor.DatasetState) -> None:
-        """Sends a task, and the dataset's state if the actor's is outdated."""
+        """Sends a task, with the dataset if the actor has an older version."""
         news = state if self.version < state.version else None
         reference = self.handle.build.remote(task.request, news)
         self.version = state.version
@@ -292,7 +292,7 @@ class Actors:
         return True
 
     def start_backups(self) -> bool:
-        """Requeues, for idle actors, tasks that wait behind a slow batch.
+        """Requeues tasks that wait behind a slow batch, if actors are idle.
 
         Such a batch is built twice, and delivered once. Returns whether there
         is one.

@@ -122,7 +122,7 @@ def join(options: Options) -> Session:
 
 
 def _has_started_it() -> bool:
-    """Whether this process has started the Ray head node."""
+    """Returns whether this process has started the Ray head node."""
     import ray
 
     try:
@@ -215,7 +215,7 @@ def _probe(address: str, timeout_s: float) -> None:
 
 @contextlib.contextmanager
 def _no_statistics() -> Iterator[None]:
-    """Disables usage reports of a Ray that starts in the `with` block."""
+    """Disables Ray's usage reports if Ray starts in the `with` block."""
     name = "RAY_USAGE_STATS_ENABLED"
     if name in os.environ:
         yield
@@ -247,13 +247,13 @@ def _on_loopback() -> Iterator[None]:
 
 
 def _is_unwritable_token(error: OSError) -> bool:
-    """Whether an error means that Ray could not write its token file."""
+    """Returns whether Ray failed because it could not write its token file."""
     path = os.path.expanduser("~/.ray/auth_token")
     return path.startswith(str(error.filename))
 
 
 def is_alive(node: str) -> bool:
-    """Whether a node is still part of the cluster."""
+    """Returns whether a node is still part of the cluster."""
     import ray
 
     return any(n["NodeID"] == node and n["Alive"] for n in ray.nodes())

@@ -56,7 +56,7 @@ class StoreUsage:
         return roots
 
     def wait(self, nbytes: int) -> None:
-        """Changes the count of bytes that wait for delivery by `nbytes`."""
+        """Adds `nbytes`, which can be negative, to the undelivered bytes."""
         with self._lock:
             self._undelivered += nbytes
 

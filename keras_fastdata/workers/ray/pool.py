@@ -153,7 +153,7 @@ class RayPool(SupervisedPool[RayWorker]):
     # -- giving out requests -------------------------------------------------
 
     def _store_has_room(self) -> bool:
-        """Whether the object store has room for another batch.
+        """Returns whether the object store has room for another batch.
 
         One batch is always allowed. Before any has come, so are as many as
         there are workers.
