@@ -5,12 +5,12 @@
 Batches of 1 KB that are at hand are trained on. A step takes the batch, sleeps
 without the GIL for half of a given time, as a model computes without it, and
 then waits in a loop until this time is over: the steps of a model differ by
-more than what is to be measured. In one `fit`, blocks of 400 steps that are measured take turns with blocks that are not. Of
-each block, steps that took more than twice the median are left out: the machine
-was busy with something else. How many these are is printed, since LoaderHealth
-must not have more. The cost is the mean of the middle half of all differences
-between neighbouring blocks. What LoaderHealth does once an epoch is not in
-these figures.
+more than what is to be measured. In one `fit`, blocks of 400 steps that are
+measured take turns with blocks that are not. Of each block, steps that took
+more than twice the median are left out: the machine was busy with something
+else. Their number is printed, because LoaderHealth must not have more of them.
+The cost is the mean of the middle half of all differences between neighbouring
+blocks. What LoaderHealth does once an epoch is not in these figures.
 """
 
 from __future__ import annotations

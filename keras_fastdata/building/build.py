@@ -385,11 +385,13 @@ class Generators:
     def search_after_build(self, dataset: Dataset) -> bool:
         """Searches again; returns whether a build added a random generator.
 
-        Searches again only after the first build, and if an attribute was
-        replaced.
+        Searches again only after the first build, if an attribute was
+        replaced, and if a container has gained a random generator.
         """
         search = self._search
-        if search is None or (self._is_sure and search.fits(dataset)):
+        if search is None or (
+            self._is_sure and search.fits(dataset) and not search.has_gained()
+        ):
             return False
         self._is_sure = True
         self._search = held_generators.Search(dataset)

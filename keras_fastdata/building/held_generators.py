@@ -36,6 +36,7 @@ from keras_fastdata.building import seeding
 
 _MOST_VISITED = 20_000  # objects in one search
 _MOST_ITEMS = 1_000  # of a container
+_MOST_GROWING = 32  # containers whose growth is noticed
 
 _log = logging.getLogger("keras_fastdata")
 
@@ -190,7 +191,10 @@ class Search:
         known: set[int] = set()
         within: set[int] = set()  # ids of objects that hold a generator
         seedable: list[tuple[_ReachStep, str]] = []
+        self._growing: list[Any] = []  # the containers nearest to the dataset
         for step in _reachable(dataset):
+            if len(self._growing) < _MOST_GROWING and not step.is_outside:
+                self._growing += _growing(step.value)
             make = _kind_of(step.value)
             if make is not None:
                 bits = getattr(step.value, "bit_generator", step.value)
@@ -200,6 +204,7 @@ class Search:
                     self._add(step, make(step.value))
             elif not step.is_outside and (name := _method_of(step.value)):
                 seedable.append((step, name))
+        self._counts = [*map(len, self._growing)]
         for step, name in seedable:
             # An object whose generators were found is seeded through them.
             parts = _parts_of(step.value)
@@ -217,6 +222,25 @@ class Search:
             if attributes.get(name) is not value:
                 return False
         return True
+
+    def has_gained(self) -> bool:
+        """Returns whether a container has gained a random generator.
+
+        Looks at the items that were added to a container. A replaced item is
+        not noticed.
+        """
+        counts = [*map(len, self._growing)]
+        if counts == self._counts:
+            return False
+        former, self._counts = self._counts, counts
+        return any(
+            _kind_of(item) is not None
+            for part, before, count in zip(
+                self._growing, former, counts, strict=True
+            )
+            if before < count <= _MOST_ITEMS
+            for item in _latest(part, count - before)
+        )
 
     def lacks(self, later: Search) -> bool:
         """Returns whether `later` has random generators that `self` lacks."""
@@ -247,6 +271,28 @@ def seeds_its_own(dataset: Any) -> bool:
 def reaches(dataset: Any, part: Any) -> bool:
     """Returns whether a dataset refers to `part`, directly or indirectly."""
     return any(step.value is part for step in _reachable(dataset))
+
+
+def _growing(value: Any) -> list[Any]:
+    """Returns `value` or its attributes, if a build can add items there."""
+    if type(value) in _GROWING_TYPES:
+        return [value]
+    return [_attributes_of(value)] if type(value).__dictoffset__ else []
+
+
+def _latest(container: Any, count: int) -> list[Any]:
+    """Returns the items that were added last to a list, deque or dict."""
+    items = container.values() if isinstance(container, dict) else container
+    try:
+        return list(itertools.islice(reversed(items), count))
+    except RuntimeError:  # a thread of the build adds items
+        return []
+
+
+_GROWING_TYPES = {
+    *(dict, collections.defaultdict, collections.OrderedDict),
+    *(list, collections.deque),
+}
 
 
 # -- the search ----------------------------------------------------------------

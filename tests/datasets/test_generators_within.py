@@ -179,6 +179,72 @@ def test_auto_seeds_a_generator_that_the_first_build_makes(is_deep):
     assert "that the dataset holds" in told[0]
 
 
+class _MakesThemLate(FastPyDataset):
+    """Each build makes a generator of its own, if there is none yet."""
+
+    def __init__(self, keep, **kwargs):
+        super().__init__(**kwargs)
+        self.thing, self._keep = types.SimpleNamespace(by_index={}), keep
+        self.makers = []
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        rng = self._keep(self, index)
+        return np.array([rng.random(), index])
+
+
+def _in_a_dict(dataset, index):
+    found = dataset.thing.by_index
+    return found.setdefault(index, np.random.default_rng(index))
+
+
+def _in_a_list(dataset, index):
+    while len(dataset.makers) <= index:
+        dataset.makers.append(random.Random(7))
+    return dataset.makers[index]
+
+
+def _in_an_object(dataset, index):
+    name = f"rng_{index}"
+    if name not in vars(dataset.thing):
+        setattr(dataset.thing, name, np.random.RandomState(index))
+    return getattr(dataset.thing, name)
+
+
+@pytest.mark.parametrize("keep", [_in_a_dict, _in_a_list, _in_an_object])
+def test_generators_that_later_builds_make_are_seeded(keep):
+    expected = _epochs(_MakesThemLate(keep, seed=1, workers=0), 3)
+    draws = [batch[0] for epoch in expected for batch in epoch]
+    assert len(set(draws)) == 12
+    for count in (1, 2):
+        place = {"workers": count, "use_multiprocessing": True}
+        assert equal(
+            _epochs(_MakesThemLate(keep, seed=1, **place), 3), expected
+        )
+
+
+def test_a_container_that_grows_is_searched_only_for_a_generator(monkeypatch):
+    searched = []
+
+    class Counts(Search):
+        def __init__(self, dataset):
+            searched.append(dataset)
+            super().__init__(dataset)
+
+    def remembers(memory, index):
+        memory[index] = np.random.default_rng(0) if index == 3 else index
+        return index
+
+    monkeypatch.setattr(build.held_generators, "Search", Counts)
+    dataset = Holds({}, remembers)
+    builder = build.Builder(lambda: dataset, 1, private=True)
+    for index in range(6):
+        builder.build(0, index, 0)
+    assert len(searched) == 3  # before and after the first build, after the 4th
+
+
 def test_another_generator_changes_no_others_draws():
     def drawn(**also):
         dataset = Holds(
