@@ -44,7 +44,7 @@ def integer(name: str, value: Any, *, least: int, or_else: str = "") -> int:
 
 
 def _as_integer(name: str, value: Any) -> str:
-    """Suggests an integer in place of `value`; returns "" if there is none."""
+    """Returns advice to pass an integer, or "" if `value` is not integral."""
     try:
         number = int(value)
     except (TypeError, ValueError, OverflowError):

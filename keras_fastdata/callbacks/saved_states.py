@@ -64,7 +64,7 @@ class SavedStates:
         return None
 
     def find_moment(self, moment: list[int]) -> Saved | None:
-        """Finds the state that was saved together with the weights of `moment`.
+        """Finds the saved state that belongs to the given model weights.
 
         Keras may be killed after it saved the weights and before it saved
         their epoch and batch. Then only the optimizer step is compared.

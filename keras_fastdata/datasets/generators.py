@@ -465,7 +465,7 @@ class _Running:
         self._failed = False
 
     def leads_to(self, key: int, turn: int) -> bool:
-        """Returns whether `next` can serve a request for a pass and a turn.
+        """Returns whether `next` returns the result of the given pass and turn.
 
         A turn is one batch, or the end marker, of one shard. Turns after the
         end also count: they are requested before the end is known.

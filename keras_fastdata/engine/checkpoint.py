@@ -32,7 +32,7 @@ class Checkpoint:
 
     @property
     def resumed_order(self) -> bool:
-        """Whether the resumed epoch is shuffled."""
+        """Whether the order of the resumed epoch is shuffled."""
         state = self._position.resumed
         return bool(state is not None and state.shuffle)
 

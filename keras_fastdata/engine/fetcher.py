@@ -250,7 +250,7 @@ class Fetcher:
         return peeked
 
     def _must_wait(self, fetch: Fetch) -> bool:
-        """Returns whether another thread is rebuilding a batch inline.
+        """Returns whether to wait, because another thread rebuilds a batch.
 
         Workers would draw from the generators that this build has seeded.
         """

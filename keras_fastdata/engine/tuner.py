@@ -249,7 +249,7 @@ class Tuner:
         count: int = _TRIAL,
         most: int = _LONG_TRIAL,
     ) -> Generator[None, Sample, Situation]:
-        """Measures `count` batches: `fewest` if slow, up to `most` if quick.
+        """Measures `count` batches, fewer if slow, or more if quick.
 
         `skip` batches do not count, to begin with; and up to as many again,
         until each worker has built one.

@@ -273,7 +273,7 @@ _EpochIterator = _class_at(_ITERATOR)
 
 
 def is_asked_whether_to_shuffle() -> bool:
-    """Returns whether Keras reads `num_batches` only for a warning.
+    """Returns whether Keras is only checking the argument `shuffle`.
 
     `get_data_adapter` does so for a dataset of unknown length: it warns that
     `shuffle=True`, Keras's default, has no effect.
@@ -306,7 +306,7 @@ class KerasIterator:
 
     @property
     def continues(self) -> bool:
-        """Whether the next epoch uses the previous epoch's iterator further."""
+        """Whether the next epoch also uses the previous epoch's iterator."""
         iterator = self._get(Feature.RESUME)
         return bool(
             iterator is not None

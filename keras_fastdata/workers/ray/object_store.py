@@ -23,7 +23,7 @@ from keras_fastdata.workers.ray import actor
 
 
 class _StoreRef(weakref.ref[Any]):
-    """A weak reference to an array in the store, with its batch's counters."""
+    """A weak reference to an array, with the counters of the array's batch."""
 
     __slots__ = ("answer",)
     answer: list[int]  # how many arrays of it are held, and its bytes
