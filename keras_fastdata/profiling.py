@@ -31,6 +31,7 @@ from keras_fastdata.metrics.cost_model import MOST, WAITS, Choice, Costs
 from keras_fastdata.metrics.gil import GilProbe
 from keras_fastdata.metrics.notice import Notice
 from keras_fastdata.metrics.recorder import BatchStats, Recorder
+from keras_fastdata.metrics.worker_kinds import WorkerKind
 
 _WIDTH = 80
 _LABEL = 12  # columns
@@ -46,13 +47,13 @@ class Rate:
     """Batches per second for one kind and number of workers.
 
     Attributes:
-        kind: "inline", "thread" or "process".
+        kind: The kind of workers, such as "thread".
         workers: The number of workers; 0 for inline.
         measured: The measured rate; `None` if it was not tried.
         expected: The highest rate to expect if the cores are free.
     """
 
-    kind: str
+    kind: WorkerKind
     workers: int
     measured: float | None
     expected: float
@@ -290,7 +291,7 @@ def _run(
     total = sum(batches + max(1, workers) for workers, _ in _TRIED)
     before = 0
     for workers, processes in _TRIED:
-        kind = "process" if processes else "thread"
+        kind = WorkerKind.local(workers, processes)
         what = formatting.workers(kind, workers)
         warm = max(1, workers)
         try:
@@ -325,7 +326,7 @@ def _try(
     recorder = Recorder()
     probe = GilProbe(recorder)
     warm = max(1, workers)
-    if settings.kind == "thread" and workers > 1:
+    if settings.kind is WorkerKind.THREAD and workers > 1:
         probe.watch()
     tell(0)
     began_s = time.monotonic()
@@ -441,10 +442,12 @@ def _conclude(
         worker_nbytes=last.worker_nbytes if last else None,
         cores=cores,
         rates=(
-            Rate("inline", 0, inline.rate, 1 / max(inline.build_s, 1e-9)),
+            Rate(
+                WorkerKind.INLINE, 0, inline.rate, 1 / max(inline.build_s, 1e-9)
+            ),
             *(
                 Rate(
-                    "process" if are_processes else "thread",
+                    WorkerKind.local(workers, are_processes),
                     workers,
                     _measured(trials.get((workers, are_processes))),
                     1 / max(costs.period_s(workers, cores), 1e-9),
@@ -554,7 +557,11 @@ def _facts(found: Profile) -> list[tuple[str, str]]:
 
 
 _COLUMNS = ("Batches/s", "workers", "measured", "expected", "")
-_PLURAL = {"inline": "inline", "thread": "threads", "process": "processes"}
+_PLURAL = {
+    WorkerKind.INLINE: "inline",
+    WorkerKind.THREAD: "threads",
+    WorkerKind.PROCESS: "processes",
+}
 
 
 def _table(found: Profile) -> str:
@@ -574,7 +581,7 @@ def _rows(found: Profile) -> Iterator[tuple[str, ...]]:
     for rate in found.rates:
         advised = rate.workers == found.workers and (
             not rate.workers
-            or (rate.kind == "process") == found.use_multiprocessing
+            or rate.kind.has_copies == found.use_multiprocessing
         )
         yield (
             _PLURAL[rate.kind] if rate.kind != shown else "",
@@ -597,8 +604,7 @@ def _notes(found: Profile) -> list[str]:
     was_busy = any(
         rate.measured is not None and rate.measured < _BUSY * rate.expected
         for rate in found.rates
-        if rate.workers
-        and (rate.kind == "process") == found.use_multiprocessing
+        if rate.workers and rate.kind.has_copies == found.use_multiprocessing
     )
     if not was_busy:
         return []

@@ -427,7 +427,7 @@ class LoaderHealth(Callback):
             stacks=pool_stats.stacks if pool_stats else {},
             machine=device.machine(),
             datasets={
-                _DATA.get(phase, "data"): str(dataset)
+                _DATA.get(phase, "data"): dataset.text
                 for phase, dataset in monitor.datasets.items()
             },
         )

@@ -7,6 +7,7 @@ dataset that is being made, in a worker, or while another thread trains.
 
 from __future__ import annotations
 
+import dataclasses
 import html
 from typing import Any
 
@@ -68,7 +69,8 @@ def _facts(dataset: Any) -> dict[str, str]:
     facts = _length(dataset, known)
     if known.structure:
         facts["batch"] = known.structure
-    facts["workers"] = _workers(dataset, known.settings, found)
+    given = getattr(found, "settings", found)
+    facts["workers"] = _workers(dataset, known.settings, given)
     if known.settings.cache is not None:
         facts["cache"] = repr(known.settings.cache)
     shard = known.shard
@@ -97,13 +99,10 @@ def _length(dataset: Any, known: Description | None) -> dict[str, str]:
     return {"length": text}
 
 
-def _workers(dataset: Any, settings: Settings, found: Any) -> str:
+def _workers(dataset: Any, settings: Settings, given: Settings) -> str:
     """Returns the kind and the number of the workers, such as "2 threads"."""
     plan = vars(dataset).get("_fastdata_plan")  # of a `GeneratorDataset`
-    count = getattr(plan, "workers", settings.count)
-    kind = "process" if settings.use_multiprocessing else "thread"
-    if settings.executor == "ray":
-        kind = "ray"
-    text = formatting.workers(kind, count)
-    given = getattr(found, "settings", found)
+    if plan is not None:
+        settings = dataclasses.replace(settings, workers=plan.workers)
+    text = formatting.workers(settings.kind, settings.count)
     return f'{text} (workers="auto")' if given.workers == "auto" else text

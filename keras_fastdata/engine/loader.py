@@ -67,7 +67,8 @@ class Loader:
     """
 
     def __init__(self, dataset: build.Dataset, settings: Settings) -> None:
-        name, reference = type(dataset).__name__, weakref.ref(dataset)
+        name = type(dataset).__name__
+        self._dataset = reference = weakref.ref(dataset)
         self.changes = Changes()  # the changes that the workers do not have yet
         self._in_effect = SettingsInEffect(settings, dataset)
         self._planner = EpochPlanner(reference, name, settings)
@@ -108,6 +109,11 @@ class Loader:
         return self._pool.name
 
     @property
+    def dataset(self) -> build.Dataset | None:
+        """The dataset, or `None` if it was garbage-collected."""
+        return self._dataset()
+
+    @property
     def epoch(self) -> int:
         """The number of the epoch that begins next."""
         return self._position.next_epoch
@@ -131,15 +137,6 @@ class Loader:
         """Returns the number of batches per epoch in this process's shard."""
         shard = self._planner.take_shard(dataset)
         return shard.length(build.length_of(dataset))
-
-    @property
-    def num_batches(self) -> int | None:
-        """The number of batches of the latest epoch in this shard.
-
-        `None` for endless data, and before the first epoch.
-        """
-        schedule = self._position.latest_schedule
-        return None if schedule is None else schedule.num_batches
 
     @property
     def stacks(self) -> dict[str, int]:

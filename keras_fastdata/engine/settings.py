@@ -71,12 +71,9 @@ class Settings:
     @property
     def kind(self) -> WorkerKind:
         """The kind of workers; `INLINE` if `workers` is 0 or "auto"."""
-        if not self.count:
-            return WorkerKind.INLINE
-        if self.executor == "ray":
+        if self.count and self.executor == "ray":
             return WorkerKind.RAY
-        processes = self.use_multiprocessing
-        return WorkerKind.PROCESS if processes else WorkerKind.THREAD
+        return WorkerKind.local(self.count, self.use_multiprocessing)
 
     @property
     def count(self) -> int:

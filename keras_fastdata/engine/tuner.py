@@ -29,6 +29,7 @@ from keras_fastdata.metrics import formatting
 from keras_fastdata.metrics.cost_model import MOST, WAITS, Costs
 from keras_fastdata.metrics.pool_stats import TuningDecision
 from keras_fastdata.metrics.timing import Timing
+from keras_fastdata.metrics.worker_kinds import WorkerKind
 
 _WORTH = 0.93  # of the time per batch: a choice must be as much quicker
 _NEAR = 1.15  # times what can be expected at best: good enough to stop
@@ -54,10 +55,9 @@ class WorkerConfigChoice(NamedTuple):
     are_processes: bool
 
     def __str__(self) -> str:
-        if not self.workers:
-            return "inline"
-        kind = "process" if self.are_processes else "thread"
-        return formatting.count(self.workers, kind)
+        return formatting.workers(
+            WorkerKind.local(self.workers, self.are_processes), self.workers
+        )
 
 
 INLINE = WorkerConfigChoice(0, False)

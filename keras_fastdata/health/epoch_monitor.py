@@ -18,11 +18,12 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from keras_fastdata.display.description import dataset_text
 from keras_fastdata.health.account import EpochTimes
 from keras_fastdata.health.step_clock import EpochTiming, Step, StepClock
 from keras_fastdata.health.summary import EpochHealth
 from keras_fastdata.health.verdict import Facts, judge
-from keras_fastdata.metrics import cpu, formatting, ram
+from keras_fastdata.metrics import cpu, ram
 from keras_fastdata.metrics.gil import GilProbe
 from keras_fastdata.metrics.pool_stats import PoolStats
 from keras_fastdata.metrics.recorder import BatchSource, BatchStats, Recorder
@@ -39,22 +40,16 @@ class MonitoredDataset:
 
     Attributes:
         name: Its class name.
-        num_batches: The batches of its latest epoch; `None` if unknown.
+        text: Its description, as its `repr` has it.
         settings: Its constructor arguments (`engine.settings.Settings`).
         pool_stats: Its workers, at the end of what was measured last, with
             the stacks that were met while it was measured.
     """
 
     name: str
-    num_batches: int | None
+    text: str
     settings: Any
     pool_stats: PoolStats | None
-
-    def __str__(self) -> str:
-        parts = [formatting.workers(self.settings.kind, self.settings.count)]
-        if self.num_batches is not None:
-            parts.insert(0, formatting.count(self.num_batches, "batch"))
-        return f"{self.name}: {', '.join(parts)}"
 
 
 class Sink(Protocol):
@@ -136,7 +131,6 @@ class EpochMonitor:
         self._phase = ""
         self._probe = GilProbe(self.recorder)
         self._settings: Any = None
-        self._batches_per_epoch: int | None = None
         self._saving_s = 0.0  # within what is measured
         self._stacks: dict[str, collections.Counter[str]] = {}  # by phase
         self._stacks_before: weakref.WeakKeyDictionary[
@@ -210,14 +204,17 @@ class EpochMonitor:
         source = self.recorder.source
         if source is not None:
             self._settings = source.settings  # "auto" may have changed them
-            self._batches_per_epoch = source.num_batches
         if not batch_stats.batches:
             return None
         pool_stats = None if source is None else source.pool_stats()
         if source is not None and pool_stats is not None:
             pool_stats = self._add_stacks(phase, source, pool_stats)
+        dataset = None if source is None else source.dataset
         self.datasets[phase] = MonitoredDataset(
-            self._name, self._batches_per_epoch, self._settings, pool_stats
+            self._name,
+            self._name if dataset is None else dataset_text(dataset),
+            self._settings,
+            pool_stats,
         )
         facts = self._facts(phase, timing, pool_stats)
         self.times = self.times._replace(
@@ -240,7 +237,7 @@ class EpochMonitor:
             allowed, busy_cores = pool_stats.cores, None  # nobody tells
         return Facts(
             workers_are=settings.kind,
-            workers=0 if settings.kind == "inline" else settings.workers,
+            workers=settings.count,
             max_queue_size=settings.lookahead,
             batches=batch_stats.batches,
             nbytes=batch_stats.nbytes,
@@ -353,7 +350,7 @@ class EpochMonitor:
         What builds hold of it tells what threads would bring.
         """
         settings = self._settings
-        if settings and settings.kind in ("inline", "thread"):
+        if settings and not settings.kind.has_copies:
             self._probe.watch()
 
     def _weigh(self, pool_stats: PoolStats | None) -> int | None:

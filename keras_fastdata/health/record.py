@@ -35,7 +35,7 @@ class Record:
         skipped: The batches that were left out.
         stacks: How often each folded stack was met in slow builds.
         slowest: The batches of the last epoch that took longest to build.
-        datasets: Name, length and workers of each dataset, by its use.
+        datasets: The description of each dataset, by its use.
         machine: The CPU and the versions of what was used, by name.
     """
 

@@ -102,13 +102,6 @@ class EpochTiming:
     compiled: frozenset[int] = frozenset()
 
 
-def share_saved(wall_s: float, free_s: float) -> float:
-    """Returns the share of `wall_s` that exceeds `free_s`, from 0 to 1."""
-    if wall_s <= 0:
-        return 0.0
-    return min(1.0, max(0.0, 1.0 - free_s / wall_s))
-
-
 class StepClock:
     """Measures the steps of one phase, such as "train", in one thread.
 

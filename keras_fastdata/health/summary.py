@@ -245,16 +245,6 @@ class HealthSummary:
         return self._is_worth(self.saves_s)
 
     @property
-    def conclusion(self) -> tuple[str, str]:
-        """The texts of the verdict's evidence and advice.
-
-        "Nothing to change" replaces advice that would save little.
-        """
-        if self.verdict is None:
-            return "", ""
-        return self._conclude(self.verdict, self.saves_s)
-
-    @property
     def findings(self) -> tuple[Finding, ...]:
         """The findings, sorted by the time that their advice would save.
 

@@ -16,10 +16,10 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from keras_fastdata.health.step_clock import share_saved
 from keras_fastdata.metrics import cost_model, formatting
 from keras_fastdata.metrics.cost_model import TAKE_S, WORTH, Costs
 from keras_fastdata.metrics.recorder import Slow
+from keras_fastdata.metrics.worker_kinds import WorkerKind
 
 WORTH_A_CHANGE = 0.1  # of the wall time; below, faster data hardly matters
 
@@ -94,7 +94,7 @@ class Facts:
     """The measurements of one or several epochs; durations are in seconds.
 
     Attributes:
-        workers_are: "inline", "thread", "process" or "ray".
+        workers_are: The kind of the workers.
         workers: The number of workers; 0 for inline.
         max_queue_size: How many batches may wait to be delivered.
         batches: The number of delivered batches.
@@ -131,7 +131,7 @@ class Facts:
         phase: "train", "validation", "evaluate" or "predict".
     """
 
-    workers_are: str
+    workers_are: WorkerKind
     workers: int
     max_queue_size: int
     batches: int
@@ -174,7 +174,7 @@ class Facts:
     @property
     def data_wait(self) -> float:
         """The share of `lost_s` in the wall time, from 0 to 1."""
-        return share_saved(self.wall_s, self.free_s)
+        return min(1.0, self.lost_s / self.wall_s) if self.wall_s > 0 else 0.0
 
     @property
     def ceiling_speedup(self) -> float:
@@ -213,8 +213,8 @@ class Facts:
         """The CPU time of the training process in seconds, without builds."""
         if math.isnan(self.trainer_cpu_s):
             return 0.0
-        shared = self.workers_are in ("inline", "thread")
-        return max(0.0, self.trainer_cpu_s - shared * self.cpu_s)
+        builds_s = 0.0 if self.workers_are.has_copies else self.cpu_s
+        return max(0.0, self.trainer_cpu_s - builds_s)
 
     @property
     def cores_are_full(self) -> bool:
@@ -360,11 +360,12 @@ def _waits_for_stragglers(facts: Facts) -> bool:
 
 
 def _is_transfer_bound(facts: Facts) -> bool:
-    if facts.workers_are == "ray":
+    if facts.workers_are is WorkerKind.RAY:
         # Ray's transfers are not measured: all time without builds counts.
         return facts.build_s < _IDLE * facts.workers * facts.wall_s
     moving_s = facts.store_s + facts.open_s
-    apart = facts.workers_are == "process" and moving_s > facts.build_s
+    is_moved = facts.workers_are is WorkerKind.PROCESS
+    apart = is_moved and moving_s > facts.build_s
     return apart or _are_at_hand(facts)
 
 
@@ -375,7 +376,7 @@ def _are_at_hand(facts: Facts) -> bool:
 
 def _is_gil_bound(facts: Facts) -> bool:
     return (
-        facts.workers_are == "thread"
+        facts.workers_are is WorkerKind.THREAD
         and facts.workers > 1
         and facts.gil_held > _GIL_HELD
         and facts.cpu_s < _ONE_CORE * facts.wall_s
@@ -440,7 +441,7 @@ def _transfer_bound(facts: Facts) -> tuple[str, str]:
     if nbytes < _LARGE:
         less = "Batches this small cost time each: make them larger, and fewer."
     built = f"Building a batch takes {_per_batch(facts, facts.build_s)}"
-    if facts.workers_are == "ray":
+    if facts.workers_are is WorkerKind.RAY:
         busy = facts.build_s / max(facts.workers * facts.wall_s, 1e-9)
         return (
             f"{built}, and {facts.workers} workers build "
@@ -481,7 +482,7 @@ def _stragglers(facts: Facts) -> tuple[str, str]:
             " One of them came first: what `__getitem__` imports or opens the "
             "first time belongs into `on_worker_start`."
         )
-    if facts.workers_are == "inline":
+    if facts.workers_are is WorkerKind.INLINE:
         return evidence, f"{advice} Workers build ahead of them."
     nbytes = formatting.size(facts.nbytes / max(facts.batches, 1))
     return evidence, (
@@ -519,7 +520,7 @@ def _late_start(facts: Facts) -> tuple[str, str]:
         "epoch is, look at `on_epoch_begin` and `on_epoch_end`: a dataset "
         "that overrides them is built ahead only after they ran."
     )
-    if facts.workers_are == "inline":
+    if facts.workers_are is WorkerKind.INLINE:
         call = cost_model.call(facts.dataset, 1, False)
         advice += f" And `{call}` builds ahead at all."
     return evidence, advice
@@ -584,7 +585,7 @@ def other_workers(facts: Facts) -> tuple[str, float]:
         return "", math.inf  # the training process itself reads a cache
     batches = facts.batches / facts.epochs
     kinds = _costs(facts)
-    present = facts.workers_are in ("process", "ray")
+    present = facts.workers_are.has_copies
     cores = facts.our_cores
     most = int(max(cost_model.MOST, facts.cores, 2 * facts.workers))
     if _hides_waits(facts):
@@ -623,7 +624,7 @@ def other_workers(facts: Facts) -> tuple[str, float]:
     call = cost_model.call(
         facts.dataset,
         workers,
-        are_processes and facts.workers_are != "ray",
+        are_processes and facts.workers_are is not WorkerKind.RAY,
         queue,
     )
     return call, forecast_s
@@ -634,7 +635,7 @@ def _costs(facts: Facts) -> dict[bool, Costs]:
 
     `True` stands for processes, `False` for threads.
     """
-    stored = facts.workers_are in ("process", "ray")
+    stored = facts.workers_are.has_copies
     cpu_s = facts.cpu_s / facts.batches
     busy_s = facts.cpu_s + facts.delay_s
     blocked_s = facts.build_s + facts.store_s - busy_s
@@ -670,7 +671,7 @@ def _costs(facts: Facts) -> dict[bool, Costs]:
         threads, cpu_s=thread_s + moving_s, lock_s=0.0, take_s=take_s
     )
     computes = facts.computing >= _MOST_OF and not _is_transfer_bound(facts)
-    if facts.workers_are == "ray" or (stored and computes):
+    if facts.workers_are is WorkerKind.RAY or (stored and computes):
         # Whether threads would hold Python's lock, processes cannot tell.
         return {True: processes}
     return {False: threads, True: processes}
@@ -682,7 +683,7 @@ def _hides_waits(facts: Facts) -> bool:
     Up to the time that threads compute, these may be waits for something else.
     """
     return (
-        facts.workers_are == "thread"
+        facts.workers_are is WorkerKind.THREAD
         and facts.workers > 1
         and facts.gil_held > _LOCKED
     )

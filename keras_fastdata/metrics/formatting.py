@@ -58,10 +58,9 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'es' if hisses else 's'}"
 
 
-def workers(kind: str, number: int) -> str:
+def workers(kind: WorkerKind, number: int) -> str:
     """Formats a `WorkerKind` and a number: "2 threads", "inline"."""
-    noun = WorkerKind[kind.upper()].noun
-    return count(number, noun) if number and noun else "inline"
+    return count(number, kind.noun) if number and kind.noun else "inline"
 
 
 def cores(number: float) -> str:

@@ -27,3 +27,10 @@ class WorkerKind(enum.StrEnum):
     THREAD = "thread", "thread", True, False, False
     PROCESS = "process", "process", True, True, False
     RAY = "ray", "Ray actor", True, True, True
+
+    @classmethod
+    def local(cls, workers: int, are_processes: bool) -> WorkerKind:
+        """Returns the kind of `workers` workers on this machine."""
+        if not workers:
+            return cls.INLINE
+        return cls.PROCESS if are_processes else cls.THREAD

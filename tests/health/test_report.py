@@ -26,7 +26,7 @@ from health_records import START_S, empty_record, simulated_record
 from samples import Numbered
 
 import keras_fastdata
-from keras_fastdata import LoaderHealth
+from keras_fastdata import GeneratorDataset, LoaderHealth
 from keras_fastdata.health.hot_lines import HotLine
 from keras_fastdata.health.report import axes, drawing, windows
 from keras_fastdata.health.report.figure import plot
@@ -272,10 +272,28 @@ def test_a_real_fit_makes_a_page_and_a_figure(written):
         model.fit(data, epochs=2, callbacks=[health], verbose=0)
     text = _parse(written(health._record)).text
     assert "LoaderHealth: Numbered" in text
-    assert "training data\nNumbered: 8 batches, 2 threads" in text
+    assert f"training data\n{data!r}" in text
     assert "16 batches" in text
     assert "worker 1" in text
     plot(health._record)
+
+
+def _pairs(index, count):
+    """The rows of one shard of four batches of two."""
+    for row in range(index, 8, count):
+        yield np.full(3, row, "float32"), np.zeros(1, "float32")
+
+
+def test_a_page_describes_a_dataset_of_generators_as_its_repr_does(written):
+    health = LoaderHealth(verbose=0)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with GeneratorDataset(_pairs, batch_size=2, workers=2) as data:
+        model.fit(data, callbacks=[health], verbose=0)
+        assert "2 threads" in repr(data)
+        assert (
+            f"training data\n{data!r}" in _parse(written(health._record)).text
+        )
 
 
 # -- what users named --------------------------------------------------------

@@ -12,6 +12,7 @@ from simulated_loads import HAND_OVER_S, INLINE, LOADS, Load, quickest_s
 
 from keras_fastdata.engine.tuner import WorkerConfigChoice
 from keras_fastdata.health.verdict import Facts, judge
+from keras_fastdata.metrics.worker_kinds import WorkerKind
 
 BATCHES = 400
 STARTS = {
@@ -56,7 +57,7 @@ def measured(load, choice, cores, others=0.0):
     python_s = load.python_s + load.step_cpu_s
     busy_cores = others + (cpu_s + load.step_cpu_s) / period_s
     return Facts(
-        workers_are=_kind(choice),
+        workers_are=WorkerKind.local(*choice[:2]),
         workers=choice.workers,
         max_queue_size=10,
         batches=BATCHES,
@@ -81,12 +82,6 @@ def measured(load, choice, cores, others=0.0):
         gil_held=min(1.0, python_s / period_s),
         trainer_cpu_s=BATCHES * in_trainer_s,
     )
-
-
-def _kind(choice):
-    if not choice.workers:
-        return "inline"
-    return "process" if choice.are_processes else "thread"
 
 
 def choice_of(call, present):

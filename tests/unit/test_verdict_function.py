@@ -22,10 +22,11 @@ from keras_fastdata.health.verdict import Facts, Kind, judge, other_workers
 from keras_fastdata.metrics import cost_model, formatting
 from keras_fastdata.metrics.cost_model import Costs
 from keras_fastdata.metrics.recorder import Slow
+from keras_fastdata.metrics.worker_kinds import WorkerKind
 
 # 100 batches in 10 s, of which steps need 2: one process that computes.
 BUSY_BUILDER = Facts(
-    workers_are="process",
+    workers_are=WorkerKind.PROCESS,
     workers=1,
     max_queue_size=10,
     batches=100,
@@ -50,6 +51,7 @@ BUSY_BUILDER = Facts(
 )
 
 
+LOCAL = [kind for kind in WorkerKind if kind is not WorkerKind.RAY]
 EPOCH = simulated_record(epochs=1).summary.epochs[0]
 
 
@@ -59,8 +61,13 @@ def facts(**changes):
 
 IDLE = {"cpu_s": 0.1, "delay_s": 0.0}
 FULL = {"cores": 2, "busy_cores": 1.98}
-RAY = {"workers_are": "ray", "workers": 4, "cores": 64, "busy_cores": None}
-THREADS = {"workers_are": "thread", "workers": 4, "gil_held": 0.9}
+RAY = {
+    "workers_are": WorkerKind.RAY,
+    "workers": 4,
+    "cores": 64,
+    "busy_cores": None,
+}
+THREADS = {"workers_are": WorkerKind.THREAD, "workers": 4, "gil_held": 0.9}
 
 
 @pytest.mark.parametrize(
@@ -69,8 +76,11 @@ THREADS = {"workers_are": "thread", "workers": 4, "gil_held": 0.9}
         ("compute_bound", {"free_s": 9.5}),
         ("compute_bound", {"free_s": 10.5}),
         ("build_cpu_bound", {}),
-        ("build_cpu_bound", {"workers_are": "inline", "workers": 0}),
-        ("build_cpu_bound", {"workers_are": "thread", "gil_held": 0.9}),
+        ("build_cpu_bound", {"workers_are": WorkerKind.INLINE, "workers": 0}),
+        (
+            "build_cpu_bound",
+            {"workers_are": WorkerKind.THREAD, "gil_held": 0.9},
+        ),
         ("build_cpu_bound", {"busy_cores": None}),
         ("build_cpu_bound", THREADS | {"gil_held": 0.1}),
         ("build_cpu_bound", THREADS | {"cpu_s": 25.0, "build_s": 30.0}),
@@ -79,10 +89,10 @@ THREADS = {"workers_are": "thread", "workers": 4, "gil_held": 0.9}
         ("gil_bound", THREADS | {"cpu_s": 2.0}),
         ("io_bound", IDLE),
         ("io_bound", IDLE | FULL),
-        ("io_bound", IDLE | {"workers_are": "thread", "workers": 4}),
+        ("io_bound", IDLE | {"workers_are": WorkerKind.THREAD, "workers": 4}),
         ("cores_full", FULL),
         ("cores_full", FULL | THREADS),
-        ("cores_full", FULL | {"workers_are": "inline", "workers": 0}),
+        ("cores_full", FULL | {"workers_are": WorkerKind.INLINE, "workers": 0}),
         ("cores_full", {"cores": 64, "busy_cores": 60.0}),
         ("cores_full", {"cores": 1, "busy_cores": 0.8}),
         ("transfer_bound", {"store_s": 12.0}),
@@ -149,7 +159,7 @@ def test_a_queue_that_is_too_short_for_the_workers_is_told_with_them(queue):
 
 # Of 65 batches, each 13th takes 0.3 s to build, and the others 2 ms.
 STRAGGLERS = facts(
-    workers_are="thread",
+    workers_are=WorkerKind.THREAD,
     workers=2,
     batches=65,
     nbytes=65_000_000,
@@ -200,7 +210,7 @@ def test_memory_is_told_where_workers_die():
 SECONDS = st.floats(0, 1e5)
 FACTS = st.builds(
     Facts,
-    workers_are=st.sampled_from(["inline", "thread", "process"]),
+    workers_are=st.sampled_from(LOCAL),
     workers=st.integers(0, 64),
     max_queue_size=st.integers(1, 1000),
     batches=st.integers(1, 10**9),
@@ -309,7 +319,7 @@ def test_advice_for_workers_on_ray_is_about_those():
     assert "`executor='local'`" in idle.advice
 
 
-@pytest.mark.parametrize("workers_are", ["thread", "process"])
+@pytest.mark.parametrize("workers_are", [WorkerKind.THREAD, WorkerKind.PROCESS])
 def test_no_more_workers_are_advised_than_have_something_to_do(workers_are):
     few = facts(
         workers_are=workers_are,
@@ -317,7 +327,7 @@ def test_no_more_workers_are_advised_than_have_something_to_do(workers_are):
         build_s=9.0,
         build_s_p50=1.5,
         free_s=0.1,
-        cpu_s=0.1 if workers_are == "thread" else 8.9,
+        cpu_s=0.1 if workers_are is WorkerKind.THREAD else 8.9,
         cores=64,
     )
     advice = judge(few).advice
@@ -534,7 +544,7 @@ def test_processes_that_compute_are_not_answered_by_threads():
 
 
 def test_threads_that_hand_over_slowly_are_not_answered_by_processes():
-    threads = changed(TINY, workers_are="thread", gil_held=0.0)
+    threads = changed(TINY, workers_are=WorkerKind.THREAD, gil_held=0.0)
     assert judge(threads).call == ""
 
 
@@ -639,11 +649,11 @@ def test_the_table_has_a_row_for_each_validation():
     assert "data_wait = waiting / took" in lines[7]
 
 
-@pytest.mark.parametrize("workers_are", ["inline", "thread", "process"])
+@pytest.mark.parametrize("workers_are", LOCAL)
 def test_of_batches_from_a_cache_no_worker_is_said_to_be_slow(workers_are):
     cached = facts(
         workers_are=workers_are,
-        workers=int(workers_are != "inline"),
+        workers=int(workers_are is not WorkerKind.INLINE),
         build_s=0.0,
         build_s_p50=0.0,
         store_s=0.0,
