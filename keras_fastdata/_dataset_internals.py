@@ -76,7 +76,7 @@ def give_internals(dataset: build.Dataset, settings: Settings) -> Internals:
 
 
 def own_internals(dataset: build.Dataset) -> Internals | None:
-    """Returns a dataset's own internals, or `None` if it has none yet.
+    """Returns a dataset's own internals, or `None` before their creation.
 
     A copied dataset at first has the internals of its original.
     """
@@ -204,7 +204,7 @@ def answer(dataset: build.Dataset, name: str) -> Any:
 
 
 def iterate_alone(dataset: build.Dataset) -> Iterator[Any]:
-    """Returns an iterator over one epoch, even during a batch's build."""
+    """Returns an iterator over one epoch, in the trainer or in a worker."""
     if _process_role.is_worker():
         return plain_iterator(dataset)
     return iterate(loader_of(dataset), dataset, shuffle=False)

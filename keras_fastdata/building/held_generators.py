@@ -243,7 +243,7 @@ class Search:
         )
 
     def lacks(self, later: Search) -> bool:
-        """Returns whether `later` has random generators that `self` has not."""
+        """Returns whether `later` has random generators that `self` lacks."""
         paths = {held.path for held in self.held}
         return any(held.path not in paths for held in later.held)
 

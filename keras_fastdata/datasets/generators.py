@@ -401,7 +401,7 @@ class _Spec(NamedTuple):
 
 
 class GeneratorShards(FastPyDataset):
-    """The shards that one worker of a `GeneratorDataset` runs.
+    """The shards whose generators one `GeneratorDataset` worker runs.
 
     A batch is an array of three integers: `_BATCH` or `_LAST`, and checksums
     of all items of the shard, without and with this batch. Unless the shard

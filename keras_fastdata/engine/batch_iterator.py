@@ -18,7 +18,7 @@ from keras_fastdata.workers import exceptions
 def iterate(
     loader: Loader, dataset: build.Dataset, shuffle: bool
 ) -> BatchIterator:
-    """Returns an iterator over one epoch, which begins at the first `next`."""
+    """Returns an iterator over one epoch; the first `next` begins the epoch."""
     if loader.settings.shuffle is not None:
         shuffle = loader.settings.shuffle
     return BatchIterator(loader, dataset, Epoch(shuffle))

@@ -260,7 +260,7 @@ class PoolHandle:
 
     @property
     def _is_forked(self) -> bool:
-        """Whether this process was forked by the owner of the workers."""
+        """Whether this process is a fork of the one that made the workers."""
         return self._pid != os.getpid()
 
     def _become_usable(self) -> None:

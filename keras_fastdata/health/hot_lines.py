@@ -106,7 +106,7 @@ _Paths = list[tuple[list[Line], int]]
 
 
 def _heaviest(paths: _Paths, told: list[list[Line]]) -> tuple[list[Line], int]:
-    """Returns the call path to the next slow line, and its sample count.
+    """Returns the call path with the most samples, and its sample count.
 
     Args:
         paths: Users' lines, outermost first, and how often each was met.

@@ -138,7 +138,7 @@ class Costs:
         return dataclasses.replace(costs, shared_s=came_s)
 
     def bridging(self, period_s: float) -> int:
-        """Returns the queue size that covers the build time of a straggler."""
+        """Returns the queue size that covers the build time of a slow batch."""
         return math.ceil(self.straggler_s / max(period_s, 1e-9))
 
     def useful(self, cores: float, most: int) -> int:
