@@ -262,6 +262,7 @@ class EpochMonitor:
             memory=ram.left_now() if restarts else "",
             dataset=self._name,
             trainer_cpu_s=time.process_time() - self._trainer_cpu_s,
+            elapsed_s=now.at_s - self._cores.at_s,
             start_s=self._start_s,
             auto=pool_stats is not None and bool(pool_stats.decisions),
             take_s=batch_stats.ready_wait_s / batch_stats.ready

@@ -205,7 +205,10 @@ class StepClock:
         compiling_s = sum(step.host_s for step in compiled)
         own_s = sums.own_s - compiling_s
         steps = sums.count - sum(step.calls for step in compiled)
-        wall_s = self._undisturbed_s(compiled)
+        # Neither an estimate nor a noisy sample makes an epoch longer.
+        whole_s = self._mark.at_s - sums.began.at_s - compiling_s
+        whole_s -= self._mark.excluded_s - sums.began.excluded_s
+        wall_s = self._undisturbed_s(whole_s, compiled)
         if steps and not math.isnan(need_s):
             free_s = sums.before_s + steps * need_s
             if self._asynchronous or free_s < _CONTENDED * own_s:
@@ -213,17 +216,14 @@ class StepClock:
         if self._asynchronous:
             # Of the few steps of a short epoch, those may have been sampled
             # at whose end the host met the device.
-            whole_s = self._mark.at_s - sums.began.at_s
-            wall_s = max(wall_s, min(whole_s, own_s))
+            wall_s = max(wall_s, own_s)
+        wall_s = min(wall_s, whole_s)
         numbers = frozenset(step.number for step in compiled)
         return EpochTiming(wall_s, own_s, need_s, compiling_s, numbers)
 
-    def _undisturbed_s(self, compiled: list[_LongStep]) -> float:
-        """Estimates the wall time without sampling and compiling."""
+    def _undisturbed_s(self, wall_s: float, compiled: list[_LongStep]) -> float:
+        """Estimates the wall time without sampling; `wall_s` is with it."""
         sums, mark = self._sums, self._mark
-        wall_s = mark.at_s - sums.began.at_s
-        wall_s -= mark.excluded_s - sums.began.excluded_s
-        wall_s -= sum(step.host_s for step in compiled)
         usual = sums.count - sums.disturbed
         usual -= sum(step.calls for step in compiled)
         if usual <= 0:

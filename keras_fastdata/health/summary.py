@@ -358,19 +358,21 @@ class HealthSummary:
         parts = [_table(self.phases)] if len(self.phases) > 1 else []
         if self.account is not None:
             parts.append(formatting.wrapped(str(self.account)))
-        for finding in self.findings:
-            headline = f"{finding.verdict.kind}: {finding.headline}."
-            texts = headline, finding.evidence, finding.advice
-            parts += map(formatting.wrapped, texts)
-            if finding.hot_lines:
-                line = f"Hottest line: {finding.hot_lines[0]}."
-                parts.append(formatting.wrapped(line))
         if self.shard:
             parts.append(f"This process has {self.shard}.")
         if self.decisions:
             parts.append(formatting.wrapped(str(self.decisions[-1])))
         if self.compared is not None:
             parts.append(comparison.text(self.compared, self.figures))
+        # What is printed last is read first: what to change.
+        for finding in reversed(self.findings):
+            texts = [
+                f"{finding.verdict.kind}: {finding.headline}.",
+                finding.evidence,
+                *(f"Hottest line: {line}." for line in finding.hot_lines[:1]),
+                finding.advice,
+            ]
+            parts += map(formatting.wrapped, filter(None, texts))
         return "\n".join(parts)
 
 

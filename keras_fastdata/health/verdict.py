@@ -122,6 +122,8 @@ class Facts:
         dataset: Class name of the dataset.
         trainer_cpu_s: CPU time of the training process, all its threads; NaN
             if unknown.
+        elapsed_s: Time in which cores were busy with all of this, compiling and
+            sampling included; NaN if unknown.
         start_s: Time to start workers and build the first batch, before the
             first step of a `fit`. It is no part of `wall_s`.
         epochs: The number of epochs.
@@ -157,6 +159,7 @@ class Facts:
     memory: str = ""
     dataset: str = "MyDataset"
     trainer_cpu_s: float = math.nan
+    elapsed_s: float = math.nan
     start_s: float = 0.0
     epochs: int = 1
     auto: bool = False
@@ -217,6 +220,21 @@ class Facts:
         return max(0.0, self.trainer_cpu_s - builds_s)
 
     @property
+    def busy_with(self) -> tuple[float, float, float] | None:
+        """How many cores were busy with training, with builds, and otherwise.
+
+        `None` if unknown.
+        """
+        ours_s = self.step_cpu_s + self.cpu_s
+        known = not math.isnan(self.trainer_cpu_s) and self.elapsed_s > 0
+        if self.busy_cores is None or not known:
+            return None
+        # Some batches were built before the measurement began.
+        ours = min(ours_s / self.elapsed_s, self.busy_cores)
+        builds = ours * self.cpu_s / max(ours_s, 1e-9)
+        return ours - builds, builds, self.busy_cores - ours
+
+    @property
     def cores_are_full(self) -> bool:
         """Whether there is no free core for one more worker."""
         return self.busy_cores is not None and (
@@ -252,7 +270,8 @@ def merge(epochs: Sequence[Facts]) -> Facts:
 _SUMS = (
     *("batches", "nbytes", "wall_s", "free_s", "build_s", "cpu_s", "delay_s"),
     *("store_s", "open_s", "wait_s", "first_wait_s", "hook_s", "retried"),
-    *("retried_wait_s", "restarts", "trainer_cpu_s", "start_s", "epochs"),
+    *("retried_wait_s", "restarts", "trainer_cpu_s", "elapsed_s", "start_s"),
+    "epochs",
 )
 
 
@@ -417,10 +436,16 @@ _CHEAPER = (
 
 
 def _cores_full(facts: Facts) -> tuple[str, str]:
+    users = ", with this, with training and with whatever else runs there"
+    if facts.busy_with is not None:
+        training, builds, others = facts.busy_with
+        users = (
+            f": {training:.1f} with training, {builds:.1f} with builds, "
+            f"{others:.1f} with other programs"
+        )
     evidence = (
         f"{_built(facts)}; {facts.busy_cores or 0.0:.1f} of "
-        f"{formatting.cores(facts.cores)} were busy, with this, with training "
-        "and with whatever else runs there."
+        f"{formatting.cores(facts.cores)} were busy{users}."
     )
     advice = f"More workers would not help. {_CHEAPER}"
     if facts.workers > facts.cores:

@@ -637,7 +637,8 @@ def test_the_last_lines_are_a_table_and_what_to_change(capsys, simulated_time):
     assert "s in all: waiting for data 1" in lines[5]
     assert lines[7].startswith("io_bound: Training waited 1")
     assert lines[8].startswith("Building a batch takes 5")
-    assert any("Use `SlowData(..., workers=" in line for line in lines[9:])
+    last = " ".join(lines[9:])
+    assert re.search(r"Use `SlowData\(.*instead of \S+ m?s\.$", last)
     assert max(map(len, lines)) <= 80
 
 
@@ -876,8 +877,13 @@ def test_the_parts_of_a_real_fit_add_up_to_the_whole(tmp_path):
     assert sum(seconds for _, seconds in account.parts) == pytest.approx(
         account.total_s
     )
-    epochs_s = [e.account.total_s for e in health.summary().epochs]
+    epochs = health.summary().epochs
+    epochs_s = [epoch.account.total_s for epoch in epochs]
     assert sum(epochs_s) <= account.total_s * (1 + 1e-9)
+    for epoch in epochs:
+        columns_s = epoch.wall_s + epoch.account.compiling_s
+        assert columns_s <= epoch.account.total_s
+        assert epoch.wall_s - epoch.waited_s <= epoch.account.steps_s + 1e-9
 
 
 def test_compute_is_named_where_data_is_free(capsys, simulated_time):

@@ -17,10 +17,13 @@ from hypothesis import strategies as st
 
 from keras_fastdata.callbacks.loader_health import _describe
 from keras_fastdata.health.account import TimeAccount
+from keras_fastdata.health.comparison import Figures
+from keras_fastdata.health.hot_lines import HotLine
 from keras_fastdata.health.summary import summarize
 from keras_fastdata.health.verdict import Facts, Kind, judge, other_workers
 from keras_fastdata.metrics import cost_model, formatting
 from keras_fastdata.metrics.cost_model import Costs
+from keras_fastdata.metrics.pool_stats import TuningDecision
 from keras_fastdata.metrics.recorder import Slow
 from keras_fastdata.metrics.worker_kinds import WorkerKind
 
@@ -116,6 +119,33 @@ THREADS = {"workers_are": WorkerKind.THREAD, "workers": 4, "gil_held": 0.9}
 )
 def test_figures_speak_for_a_reason(kind, changes):
     assert judge(facts(**changes)).kind == kind
+
+
+SAID = "0.3 with training, 0.9 with builds, 0.8 with other programs."
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({}, f"2.0 of 2 cores were busy: {SAID}"),
+        # Threads build in the process that trains.
+        ({"workers_are": WorkerKind.THREAD, "trainer_cpu_s": 12.0}, SAID),
+        # Some batches were built before the measurement began.
+        (
+            {"elapsed_s": 5.0},
+            "0.5 with training, 1.5 with builds, 0.0 with other programs.",
+        ),
+        (
+            {"trainer_cpu_s": math.nan},
+            "with this, with training and with whatever else runs there.",
+        ),
+    ],
+)
+def test_full_cores_are_said_to_be_busy_with_training_builds_or_others(
+    changes, told
+):
+    known = {"cpu_s": 9.0, "trainer_cpu_s": 3.0, "elapsed_s": 10.0}
+    assert told in judge(facts(**FULL | known | changes)).evidence
 
 
 def test_the_ceiling_is_told_in_seconds_and_as_a_factor():
@@ -598,8 +628,26 @@ def test_a_validation_that_waits_comes_before_a_training_that_does_not():
     assert "a validation would take about" in first.advice
     assert first.saves_s > second.saves_s == 0.0
     text = str(summary)
-    assert text.index("io_bound: Validation") < text.index("compute_bound: Tr")
+    assert " ".join(text.split()).endswith(first.advice)
+    assert text.index("compute_bound: Tr") < text.index("io_bound: Validation")
     assert max(map(len, text.splitlines())) <= 80
+
+
+def test_the_last_line_is_the_advice_whatever_else_is_said():
+    line = HotLine("data.py", 19, "read", 0.9)
+    decision = TuningDecision(40, "2 threads", True, "It was the best.")
+    summary = dataclasses.replace(
+        summarize([later(0)], []),
+        hot_lines=(line,),
+        decisions=(decision,),
+        shard="shard 1 of 2",
+        compared=Figures(dataset="Photos"),
+    )
+    text = str(summary)
+    advice = formatting.wrapped(summary.findings[0].advice)
+    assert text.endswith(f"\nHottest line: {line}.\n{advice}")
+    said = str(decision), "This process has shard 1 of 2.", "before"
+    assert all(words in " ".join(text.split()) for words in said)
 
 
 def test_a_validation_that_hardly_waits_is_not_mentioned():

@@ -52,7 +52,11 @@ _COLUMNS: tuple[tuple[str, bool, Callable[[EpochHealth], str]], ...] = (
     ("Wait, 95%", False, lambda e: formatting.duration(e.wait_s_p95)),
     ("Queue depth", False, lambda e: f"{e.queue_depth_mean:.1f}"),
     ("Workers busy", False, lambda e: formatting.share(e.worker_utilization)),
-    ("Cores busy", False, lambda e: f"{_known(e.busy_cores)} of {e.cores:g}"),
+    (
+        "Cores busy: training + builds + others",
+        False,
+        lambda epoch: _cores(epoch),
+    ),
     ("Arrays", True, lambda e: formatting.size(e.nbytes)),
     ("Workers' memory", True, lambda e: _size(e.workers_nbytes)),
     ("Shared memory", True, lambda e: formatting.size(e.shared_nbytes)),
@@ -196,8 +200,14 @@ def _shown(name: str, value: Any) -> str:
     return repr(value)
 
 
-def _known(number: float | None) -> str:
-    return "?" if number is None else f"{number:.1f}"
+def _cores(epoch: EpochHealth) -> str:
+    """Returns the busy cores as text, with their use if that is known."""
+    busy = "?" if epoch.busy_cores is None else f"{epoch.busy_cores:.1f}"
+    text = f"{busy} of {epoch.cores:g}"
+    users = None if epoch.facts is None else epoch.facts.busy_with
+    if users is None:
+        return text
+    return f"{text}: {' + '.join(f'{cores:.1f}' for cores in users)}"
 
 
 def _size(nbytes: int | None) -> str:
