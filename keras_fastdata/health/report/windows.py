@@ -231,7 +231,7 @@ def _cut(
 
 
 def _first_s(record: Record, steps: list[Step]) -> float:
-    """Returns the earlier of the first step's and first build's beginnings."""
+    """Returns the start time of the first step, or of an earlier build."""
     begin_s = steps[0].began_s
     if len(record.spans) and len(record.spans) == _batches(record):
         return min(begin_s, float(record.column("began_s").min()))

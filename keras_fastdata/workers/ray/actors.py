@@ -443,7 +443,7 @@ class Actors:
         return True
 
     def stop(self, workers: Iterable[RayWorker]) -> Iterator[actor.Answer]:
-        """Runs `on_worker_stop` in the running actors; yields their answers."""
+        """Runs `on_worker_stop` in all running actors; yields the answers."""
         stopping = [
             worker.handle.stop.remote()
             for worker in workers
