@@ -18,5 +18,5 @@ def become_worker() -> None:
 
 
 def is_worker() -> bool:
-    """Returns whether this process builds batches for another process."""
+    """Returns whether this process is a worker, or a fork server of workers."""
     return _worker

@@ -91,7 +91,7 @@ def unknown_arguments(
 
 
 def check_local(name: str, path: Any, way_out: str = "") -> None:
-    """Raises `ValueError` for an address such as `s3://...`."""
+    """Raises `ValueError` for a path that is not local, such as `s3://...`."""
     text = os.fspath(path)
     if isinstance(text, str) and re.match(r"[a-zA-Z][\w+.-]+://", text):
         raise ValueError(

@@ -600,7 +600,7 @@ def _conclusion(found: Profile) -> str:
 
 
 def _notes(found: Profile) -> list[str]:
-    """Returns warnings that the measurements may be inaccurate."""
+    """Returns warnings about measurements that are possibly inaccurate."""
     was_busy = any(
         rate.measured is not None and rate.measured < _BUSY * rate.expected
         for rate in found.rates

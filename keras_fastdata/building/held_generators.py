@@ -224,7 +224,7 @@ class Search:
         return True
 
     def has_gained(self) -> bool:
-        """Returns whether a container has gained a random generator.
+        """Returns whether a random generator was added to a container.
 
         Looks at the items that were added to a container. A replaced item is
         not noticed.
@@ -274,14 +274,14 @@ def reaches(dataset: Any, part: Any) -> bool:
 
 
 def _growing(value: Any) -> list[Any]:
-    """Returns `value` or its attributes, if a build can add items there."""
+    """Returns the container to which a build can add items, or no container."""
     if type(value) in _GROWING_TYPES:
         return [value]
     return [_attributes_of(value)] if type(value).__dictoffset__ else []
 
 
 def _latest(container: Any, count: int) -> list[Any]:
-    """Returns the items that were added last to a list, deque or dict."""
+    """Returns the `count` items that were last added to a container."""
     items = container.values() if isinstance(container, dict) else container
     try:
         return list(itertools.islice(reversed(items), count))

@@ -222,7 +222,7 @@ class StepClock:
         return EpochTiming(wall_s, own_s, need_s, compiling_s, numbers)
 
     def _undisturbed_s(self, wall_s: float, compiled: list[_LongStep]) -> float:
-        """Estimates the wall time without sampling; `wall_s` is with it."""
+        """Estimates what the wall time `wall_s` would be without sampling."""
         sums, mark = self._sums, self._mark
         usual = sums.count - sums.disturbed
         usual -= sum(step.calls for step in compiled)

@@ -221,7 +221,7 @@ class Facts:
 
     @property
     def busy_with(self) -> tuple[float, float, float] | None:
-        """How many cores were busy with training, with builds, and otherwise.
+        """How many cores were busy with training, builds, and other programs.
 
         `None` if unknown.
         """

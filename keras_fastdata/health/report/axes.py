@@ -47,7 +47,7 @@ class Histogram:
 
     @property
     def lines(self) -> list[tuple[str, float]]:
-        """The name and value of each quantile that lies within the bins."""
+        """The name and value of each quantile to mark in the histogram."""
         named = zip(("median", "p95"), self.quantiles, strict=True)
         return [(name, at) for name, at in named if at >= self.edges[0]]
 

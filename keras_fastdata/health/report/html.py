@@ -201,7 +201,7 @@ def _shown(name: str, value: Any) -> str:
 
 
 def _cores(epoch: EpochHealth) -> str:
-    """Returns the busy cores as text, with their use if that is known."""
+    """Formats the number of busy cores and, if known, what uses them."""
     busy = "?" if epoch.busy_cores is None else f"{epoch.busy_cores:.1f}"
     text = f"{busy} of {epoch.cores:g}"
     users = None if epoch.facts is None else epoch.facts.busy_with
