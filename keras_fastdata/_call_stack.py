@@ -46,8 +46,16 @@ def caller(depth: int) -> tuple[str, str]:
     return code.co_filename, code.co_name
 
 
+def has_gil() -> bool:
+    """Returns whether Python runs with its global lock (the GIL)."""
+    return bool(getattr(sys, "_is_gil_enabled", lambda: True)())
+
+
 def stack_of(thread: int) -> Place:
     """Returns the call stack of a thread; empty if the thread has ended.
+
+    Also empty without the GIL: another thread's frames change while they are
+    read.
 
     CPython 3.11 makes frame objects when they are asked for, and may collect
     garbage at this moment. If a finalizer then gives up the GIL, the other
@@ -59,6 +67,8 @@ def stack_of(thread: int) -> Place:
     Args:
         thread: The thread's `threading.get_ident`.
     """
+    if not has_gil():
+        return ()
     once = [()]
     enabled, was_enabled = itertools.tee(itertools.starmap(gc.isenabled, once))
     innermost = map(

@@ -10,6 +10,8 @@ another dataset. That thread waits for the generators: a deadlock. A waiting
 thread therefore watches the holder's stack. If it does not change for
 `_STUCK_S`, the holder is assumed to wait, and other builds run nested in the
 holder's; from then on this also happens whenever a holder is at that place.
+Without the GIL stacks cannot be read: every holder that takes this long is
+assumed to wait.
 """
 
 from __future__ import annotations
@@ -145,7 +147,8 @@ def _wait_for(turn: _Turn) -> bool:
         if place != before:
             before, since_s = place, now_s
         elif now_s - since_s > _STUCK_S:
-            _waits_at.add(place)
+            if place:
+                _waits_at.add(place)
             _log.warning(
                 "A build of a batch has been in one place for %d s and seems "
                 "to wait for a batch that thread %r builds, which now goes "

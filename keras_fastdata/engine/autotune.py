@@ -11,6 +11,7 @@ import logging
 import os
 import time
 
+from keras_fastdata._call_stack import has_gil
 from keras_fastdata.building import build
 from keras_fastdata.engine.settings import Settings
 from keras_fastdata.engine.tuner import (
@@ -43,6 +44,7 @@ class AutoTuner:
             cpu.read().allowed,
             settings.lookahead,
             WorkerConfigChoice(1, True) if opens else INLINE,
+            has_gil=has_gil(),
         )
         if opens:
             self._exclude(

@@ -101,16 +101,23 @@ class Tuner:
         cores: Cores that this process may use; 1.5 is possible.
         most: Workers that may be of use: the length of the queue.
         first: Where to begin.
+        has_gil: Whether threads take turns at running Python code.
     """
 
     def __init__(
-        self, cores: float, most: int, first: WorkerConfigChoice = INLINE
+        self,
+        cores: float,
+        most: int,
+        first: WorkerConfigChoice = INLINE,
+        *,
+        has_gil: bool = True,
     ) -> None:
         self.choice = self._first = first  # where batches are to be built now
         self.has_converged = False  # whether `choice` is final
         self.decisions: list[TuningDecision] = []  # what was decided, and why
         self._cores = max(cores, 0.1)
         self._most = min(most, MOST)
+        self._has_gil = has_gil
         self._excluded: dict[bool, str] = {}  # processes or threads, and why
         self._batches = 0
         self._set_out()
@@ -213,13 +220,14 @@ class Tuner:
     def _choices(self, found: Situation) -> list[WorkerConfigChoice]:
         """Returns which workers to try, the most promising first.
 
-        Threads suit builds that wait, and processes those that compute.
+        Threads suit builds that wait, and processes those that compute if the
+        GIL makes threads take turns.
         """
         costs = found.costs
         if costs.build_s < _CHEAP * found.period_s:
             return []
         workers = self._useful(costs)
-        processes_first = costs.computing >= WAITS
+        processes_first = self._has_gil and costs.computing >= WAITS
         return [
             WorkerConfigChoice(workers, are_processes)
             for are_processes in (processes_first, not processes_first)

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from keras_fastdata._call_stack import has_gil
 from keras_fastdata.display.description import dataset_text
 from keras_fastdata.health.account import EpochTimes
 from keras_fastdata.health.step_clock import EpochTiming, Step, StepClock
@@ -259,6 +260,7 @@ class EpochMonitor:
             cores=allowed,
             busy_cores=busy_cores,
             gil_held=self._probe.take(),
+            has_gil=has_gil(),
             memory=ram.left_now() if restarts else "",
             dataset=self._name,
             trainer_cpu_s=time.process_time() - self._trainer_cpu_s,

@@ -118,6 +118,7 @@ class Facts:
         busy_cores: How many of these were busy, on average; `None` if unknown.
         gil_held: The share of probes that had to wait for the GIL; NaN if
             unknown.
+        has_gil: Whether Python runs with the GIL.
         memory: A sentence on the memory that is left; may be empty.
         dataset: Class name of the dataset.
         trainer_cpu_s: CPU time of the training process, all its threads; NaN
@@ -156,6 +157,7 @@ class Facts:
     cores: float
     busy_cores: float | None
     gil_held: float = math.nan
+    has_gil: bool = True
     memory: str = ""
     dataset: str = "MyDataset"
     trainer_cpu_s: float = math.nan
@@ -665,7 +667,7 @@ def _costs(facts: Facts) -> dict[bool, Costs]:
     busy_s = facts.cpu_s + facts.delay_s
     blocked_s = facts.build_s + facts.store_s - busy_s
     blocked_s = max(0.0, blocked_s) / facts.batches
-    lock_s = cpu_s
+    lock_s = cpu_s if facts.has_gil else 0.0
     if not math.isnan(facts.gil_held) and not stored:
         # Steps hold it too, if they run in Python.
         lock_s = facts.gil_held * facts.wall_s / facts.batches
@@ -696,7 +698,8 @@ def _costs(facts: Facts) -> dict[bool, Costs]:
         threads, cpu_s=thread_s + moving_s, lock_s=0.0, take_s=take_s
     )
     computes = facts.computing >= _MOST_OF and not _is_transfer_bound(facts)
-    if facts.workers_are is WorkerKind.RAY or (stored and computes):
+    locks = facts.has_gil and stored and computes
+    if facts.workers_are is WorkerKind.RAY or locks:
         # Whether threads would hold Python's lock, processes cannot tell.
         return {True: processes}
     return {False: threads, True: processes}

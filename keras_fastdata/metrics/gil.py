@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 
+from keras_fastdata._call_stack import has_gil
 from keras_fastdata.metrics.recorder import Recorder
 from keras_fastdata.metrics.timing import RunDelay, pause_s
 
@@ -29,8 +30,8 @@ class GilProbe:
         self._thread: threading.Thread | None = None
 
     def watch(self) -> None:
-        """Starts the probe's thread, unless the thread is already running."""
-        if self._thread is None or not self._thread.is_alive():
+        """Starts the probe's thread, unless it runs or there is no GIL."""
+        if has_gil() and (self._thread is None or not self._thread.is_alive()):
             self._over.clear()
             self._thread = threading.Thread(
                 target=self._run, name="keras_fastdata-gil-probe", daemon=True
@@ -41,7 +42,10 @@ class GilProbe:
         """Returns the share of new probes that had to wait for the GIL.
 
         Only the probes since the previous call count; NaN without such probes.
+        0 if Python runs without the GIL.
         """
+        if not has_gil():
+            return 0.0
         looks, late = self._looks, self._late
         self._looks = self._late = 0
         return late / looks if looks else math.nan

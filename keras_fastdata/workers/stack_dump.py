@@ -99,7 +99,8 @@ def of_thread(ident: int) -> str:
     """Returns the Python stack of a thread of this process."""
     stack = _call_stack.stack_of(ident)
     if not stack:
-        return "Its stack cannot be had: it has ended."
+        why = "it has ended" if _call_stack.has_gil() else "Python has no GIL"
+        return f"Its stack cannot be had: {why}."
     summary = traceback.StackSummary.from_list(
         [(call.file, call.line, call.function, None) for call in stack[::-1]]
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import linecache
+import sys
 import threading
 
 import pytest
@@ -134,3 +135,13 @@ def test_a_line_with_work_of_its_own_is_no_header(monkeypatch, line, is_header):
     monkeypatch.setattr(linecache, "getline", lambda *_: line)
     assert _call_stack._is_header("/home/data.py", 1) is is_header
     _call_stack._is_header.cache_clear()
+
+
+@pytest.mark.parametrize("waiting", FILES[:1], indirect=True)
+def test_without_the_lock_no_other_threads_frames_are_read(
+    waiting, monkeypatch
+):
+    assert _call_stack.stack_of(waiting.ident)
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
+    monkeypatch.setattr(sys, "_current_frames", None)
+    assert _call_stack.stack_of(waiting.ident) == ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 import threading
 import time
 
@@ -86,3 +87,10 @@ def test_it_ends_with_its_recorder():
     assert not thread.is_alive()
     probe.close()
     probe.close()
+
+
+def test_a_python_without_it_has_no_probe(probe, monkeypatch):
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
+    probe.watch()
+    assert probe.take() == 0
+    assert not any("gil-probe" in t.name for t in threading.enumerate())

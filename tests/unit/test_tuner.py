@@ -27,13 +27,13 @@ def run(tuner, load, cores, batches, seed=0):
 
 @pytest.mark.parametrize("cores", [1, 1.5, 2, 8])
 @pytest.mark.parametrize("name", LOADS)
-def test_it_is_nearly_as_quick_as_anything_after_200_batches_and_stays_so(
+def test_it_is_nearly_as_quick_as_anything_after_300_batches_and_stays_so(
     name, cores
 ):
     load = LOADS[name]
     for seed in range(10 if FULL else 1):
         tuner = Tuner(cores, QUEUE)
-        run(tuner, load, cores, 200, seed)
+        run(tuner, load, cores, 300, seed)
         assert tuner.has_converged
         found_s = load.period_s(tuner.choice, cores)
         assert found_s <= 1.25 * quickest_s(load, cores), tuner.decisions
@@ -53,6 +53,17 @@ def test_no_more_workers_than_the_cores_that_training_leaves():
     tuner = Tuner(2, QUEUE)
     run(tuner, load, 2, 200)
     assert tuner.choice == WorkerConfigChoice(1, True)
+
+
+def test_threads_build_where_python_has_no_lock():
+    # Copying the batch costs processes something.
+    load = Load(native_s=0.005, store_s=0.001)
+    tuner = Tuner(4, QUEUE, has_gil=False)
+    run(tuner, load, 4, 300)
+    assert tuner.has_converged
+    assert tuner.choice.workers > 1
+    assert not tuner.choice.are_processes
+    assert not any("process" in d.place for d in tuner.decisions)
 
 
 @pytest.mark.parametrize("queue", [2, 3, 10, 100])

@@ -573,6 +573,15 @@ def test_processes_that_compute_are_not_answered_by_threads():
     assert "use_multiprocessing=True" in verdict.call or not verdict.call
 
 
+def test_without_the_lock_processes_that_compute_are_answered_by_threads():
+    copies = facts(
+        workers=4, cores=4, busy_cores=3.0, store_s=5.0, build_s=6.0, cpu_s=10.0
+    )
+    with_lock, without = judge(copies), judge(changed(copies, has_gil=False))
+    assert "workers" not in with_lock.call
+    assert re.fullmatch(r"MyDataset\(\.\.\., workers=\d+\)", without.call)
+
+
 def test_threads_that_hand_over_slowly_are_not_answered_by_processes():
     threads = changed(TINY, workers_are=WorkerKind.THREAD, gil_held=0.0)
     assert judge(threads).call == ""
