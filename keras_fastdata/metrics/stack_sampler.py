@@ -67,7 +67,12 @@ class _StackSampler:
         self._thread: tuple[threading.Thread, threading.Lock] | None = None
 
     def watch(self, watched: Watched) -> None:
-        """Starts to sample a thread's call stacks. Idempotent."""
+        """Starts to sample a thread's call stacks. Idempotent.
+
+        Without the GIL stacks cannot be read, and nothing is sampled.
+        """
+        if not _call_stack.has_gil():
+            return
         with self._lock:
             self._watched[watched.thread] = watched
             if self._thread is None or not self._thread[0].is_alive():
