@@ -23,7 +23,13 @@ from keras_fastdata.display.description import dataset_text
 from keras_fastdata.health.account import EpochTimes
 from keras_fastdata.health.step_clock import EpochTiming, Step, StepClock
 from keras_fastdata.health.summary import EpochHealth
-from keras_fastdata.health.verdict import Facts, judge
+from keras_fastdata.health.verdict import (
+    Facts,
+    Kind,
+    judge,
+    kind_after,
+    kind_of,
+)
 from keras_fastdata.metrics import cpu, ram
 from keras_fastdata.metrics.gil import GilProbe
 from keras_fastdata.metrics.pool_stats import PoolStats
@@ -133,6 +139,7 @@ class EpochMonitor:
         self._probe = GilProbe(self.recorder)
         self._settings: Any = None
         self._saving_s = 0.0  # within what is measured
+        self._latest: dict[str, tuple[Facts, Kind]] = {}  # by phase
         self._stacks: dict[str, collections.Counter[str]] = {}  # by phase
         self._stacks_before: weakref.WeakKeyDictionary[
             BatchSource, dict[str, int]
@@ -284,11 +291,15 @@ class EpochMonitor:
         batch_stats = self.recorder.batch_stats
         busy_s = batch_stats.build_s + batch_stats.store_s
         had_s = max(ended_s - self._began_s, 1e-9) * max(facts.workers, 1)
+        kind = kind_of(facts)
+        if phase in self._latest:
+            kind = kind_after(facts, *self._latest[phase])
+        self._latest[phase] = facts, kind
         return EpochHealth(
             phase=phase,
             epoch=self._epoch,
             batches=batch_stats.batches,
-            verdict=judge(facts),
+            verdict=judge(facts, kind),
             data_wait=facts.data_wait,
             wall_s=facts.wall_s,
             free_s=facts.free_s,

@@ -12,10 +12,13 @@ from keras_fastdata.health.account import TimeAccount
 from keras_fastdata.health.comparison import Figures
 from keras_fastdata.health.hot_lines import HotLine, hot_lines
 from keras_fastdata.health.verdict import (
+    OF_EVERY_BATCH,
+    WORTH_S,
     Facts,
     Kind,
     Verdict,
     judge,
+    kind_of,
     merge,
     with_call_of,
 )
@@ -23,7 +26,6 @@ from keras_fastdata.metrics import formatting
 from keras_fastdata.metrics.cost_model import WORTH
 from keras_fastdata.metrics.pool_stats import PoolStats, TuningDecision
 
-_WORTH_S = 1.0  # of a `fit`: a change that wins less is not advised
 _MOST_ROWS = 12  # of a table; of more epochs, the first and the last
 _COLUMNS = (
     "",
@@ -47,7 +49,10 @@ class EpochHealth:
         phase: "train", "validation", "evaluate" or "predict".
         epoch: Keras's number of the epoch, from 0.
         batches: The number of delivered batches.
-        verdict: Why the epoch took longer than its steps.
+        verdict: Why the epoch took longer than its steps. This stays as it
+            was in the epoch before, unless this epoch waited clearly longer
+            or shorter (by a quarter of its time, or by 5% and a second), or
+            the new reason comes for the second time in a row.
         data_wait: The share of `wall_s` that is waiting for data: what would
             be saved if batches took no time to build.
         wall_s: Duration of steps and waits in seconds, without validation, and
@@ -315,7 +320,7 @@ class HealthSummary:
         return verdict.evidence, f"Nothing to change: it would save {saved}."
 
     def _is_worth(self, saves_s: float) -> bool:
-        return not saves_s < max(_WORTH_S, WORTH * self.whole_s)
+        return not saves_s < max(WORTH_S, WORTH * self.whole_s)
 
     @property
     def whole_s(self) -> float:
@@ -427,6 +432,7 @@ def _verdict_on(epochs: list[EpochHealth]) -> Verdict | None:
     The next epochs will most likely resemble this half.
 
     The first epoch decides where its first batch cost more than all the rest.
+    The verdict is one that these epochs have, as far as it is on all batches.
     """
     if not epochs:
         return None
@@ -434,7 +440,11 @@ def _verdict_on(epochs: list[EpochHealth]) -> Verdict | None:
     facts = [epoch.facts for epoch in recent if epoch.facts is not None]
     if len(facts) < len(recent):
         return max(recent, key=lambda epoch: epoch.lost_s).verdict
-    verdict = judge(merge(facts))
+    merged, shown = merge(facts), [epoch.verdict.kind for epoch in recent]
+    kind = kind_of(merged)
+    if kind not in shown and {kind, shown[-1]} <= OF_EVERY_BATCH:
+        kind = shown[-1]
+    verdict = judge(merged, kind)
     if first.facts is not None:
         late_s = first.start_s + first.facts.first_wait_s
         if late_s > sum(epoch.lost_s for epoch in epochs) / 2:

@@ -22,8 +22,10 @@ from keras_fastdata.metrics.recorder import Slow
 from keras_fastdata.metrics.worker_kinds import WorkerKind
 
 WORTH_A_CHANGE = 0.1  # of the wall time; below, faster data hardly matters
+WORTH_S = 1.0  # of a `fit`: a change that wins less is not advised
 
 _MOST_OF = 0.5
+_CLEARLY = 0.25  # of the time: epochs that differ by less may be alike
 _UNSTABLE_WAIT = 0.3  # of the lost time, spent on batches built again
 _UNSTABLE_RATE = 0.1  # restarts per batch
 _STRAGGLER = 4  # times the median time of builds
@@ -277,12 +279,16 @@ _SUMS = (
 )
 
 
-def judge(facts: Facts) -> Verdict:
+def judge(facts: Facts, kind: Kind | None = None) -> Verdict:
     """Returns the main reason why training waited, with evidence and advice.
 
     All durations in its texts are those of one epoch, on average.
+
+    Args:
+        facts: The measurements.
+        kind: The reason, if it is known already: one of `OF_EVERY_BATCH`.
     """
-    kind = _kind_of(facts)
+    kind = kind or kind_of(facts)
     evidence, advice = _REASONS[kind](facts)
     free_s, wall_s = facts.free_s / facts.epochs, facts.wall_s / facts.epochs
     call, saves_s = "", facts.lost_s / facts.epochs
@@ -323,6 +329,40 @@ _EXPLAINED = (Kind.STRAGGLERS, Kind.TRANSFER_BOUND)
 _ANSWERED = (Kind.IO_BOUND, Kind.GIL_BOUND, Kind.BUILD_CPU_BOUND, *_EXPLAINED)
 
 
+# Kinds that concern every batch. Small differences between epochs decide among
+# these; the other kinds are about events.
+OF_EVERY_BATCH = frozenset(
+    {
+        Kind.COMPUTE_BOUND,
+        Kind.BUILD_CPU_BOUND,
+        Kind.GIL_BOUND,
+        Kind.IO_BOUND,
+        Kind.CORES_FULL,
+        Kind.TRANSFER_BOUND,
+    }
+)
+
+
+def kind_after(facts: Facts, before: Facts, shown: Kind) -> Kind:
+    """Returns the kind to show for an epoch after another one.
+
+    On a busy machine, epochs differ a little without a reason. So an epoch
+    keeps the kind of the epoch before, unless it waited clearly longer or
+    shorter, or its own kind comes for the second time in a row.
+
+    Args:
+        facts: The measurements of the epoch.
+        before: Those of the epoch before.
+        shown: The kind that was shown for the epoch before.
+    """
+    own = kind_of(facts)
+    if own is kind_of(before) or not {own, shown} <= OF_EVERY_BATCH:
+        return own
+    change = abs(facts.data_wait - before.data_wait)
+    is_worth = change >= WORTH and change * facts.wall_s >= WORTH_S
+    return own if is_worth or change >= _CLEARLY else shown
+
+
 def with_call_of(verdict: Verdict, other: Verdict) -> Verdict:
     """Adds the advice of `other` to a verdict without a constructor call."""
     if not other.call or verdict.call:
@@ -335,7 +375,8 @@ def with_call_of(verdict: Verdict, other: Verdict) -> Verdict:
     )
 
 
-def _kind_of(facts: Facts) -> Kind:
+def kind_of(facts: Facts) -> Kind:
+    """Returns the kind of reason that measurements show by themselves."""
     whole_s, lost_s = facts.wall_s + facts.start_s, facts.lost_s + facts.start_s
     if facts.start_s > max(_MOST_OF * lost_s, WORTH_A_CHANGE * whole_s):
         return Kind.LATE_START

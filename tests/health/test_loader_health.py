@@ -893,6 +893,28 @@ def test_compute_is_named_where_data_is_free(capsys, simulated_time):
     assert {kind for *_, kind in found[1:]} == {"compute_bound"}
 
 
+class LateOnce(FreeData):
+    """Is late with each batch of its second epoch, by a sixth of a step."""
+
+    def __getitem__(self, index):
+        if self.epoch == 1:
+            time.sleep(_SLOW_S / 6)
+        return super().__getitem__(index)
+
+
+def test_a_short_epoch_that_waits_a_little_has_the_verdict_of_the_others(
+    capsys, simulated_time
+):
+    health = LoaderHealth()
+    logs = _fit(LateOnce(), health, SlowSteps(), epochs=3)
+    assert logs["data_wait"][1] > 0.1
+    found = _LINE.findall(capsys.readouterr().out)
+    kinds = {kind for *_, kind in found[1:]}
+    summary = health.summary()
+    rows = {epoch.verdict.kind for epoch in summary.epochs[1:]}
+    assert kinds == rows == {summary.verdict.kind} == {"compute_bound"}
+
+
 class Pauses(SlowSteps):
     """Once in an epoch does something that has nothing to do with data."""
 

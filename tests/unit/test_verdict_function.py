@@ -20,7 +20,14 @@ from keras_fastdata.health.account import TimeAccount
 from keras_fastdata.health.comparison import Figures
 from keras_fastdata.health.hot_lines import HotLine
 from keras_fastdata.health.summary import summarize
-from keras_fastdata.health.verdict import Facts, Kind, judge, other_workers
+from keras_fastdata.health.verdict import (
+    Facts,
+    Kind,
+    judge,
+    kind_after,
+    kind_of,
+    other_workers,
+)
 from keras_fastdata.metrics import cost_model, formatting
 from keras_fastdata.metrics.cost_model import Costs
 from keras_fastdata.metrics.pool_stats import TuningDecision
@@ -513,6 +520,78 @@ def test_after_a_cache_has_filled_the_later_epochs_decide():
     summary = summarize(epochs, [])
     assert summary.verdict.kind == "compute_bound"
     assert "workers=" not in str(summary)
+
+
+def _waiting(share, wall_s=1.5, **changes):
+    """Facts of an epoch that waited for a share of its time; cores are full."""
+    return facts(
+        **FULL | changes,
+        wall_s=wall_s,
+        free_s=wall_s * (1 - share),
+        wait_s=wall_s * share,
+        first_wait_s=0.0,
+        slowest=(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("epochs", "kinds"),
+    [
+        ([_waiting(w) for w in (0, 0.15, 0.02)], "compute_bound " * 3),
+        ([_waiting(w) for w in (0.3, 0.07, 0.3)], "cores_full " * 3),
+        (  # for the second time in a row
+            [_waiting(w) for w in (0, 0.15, 0.15)],
+            "compute_bound compute_bound cores_full",
+        ),
+        (  # by a second
+            [_waiting(w, 60.0) for w in (0, 0.15, 0.02)],
+            "compute_bound cores_full compute_bound",
+        ),
+        (  # but by less than 5%
+            [_waiting(w, 60.0) for w in (0.08, 0.12, 0.08)],
+            "compute_bound " * 3,
+        ),
+        (
+            [_waiting(w) for w in (0.9, 0, 0)],
+            "cores_full compute_bound compute_bound",
+        ),
+        (
+            [_waiting(0.9, busy_cores=busy) for busy in (1.9, 1.6, 1.9)],
+            "cores_full " * 3,
+        ),
+        (
+            [_waiting(0.0, start_s=9.0), _waiting(0.0)],
+            "late_start compute_bound",
+        ),
+    ],
+)
+def test_an_epoch_has_another_verdict_only_if_it_is_clearly_different(
+    epochs, kinds
+):
+    shown = []
+    for number, measured in enumerate(epochs):
+        kind = kind_of(measured)
+        if number:
+            kind = kind_after(measured, epochs[number - 1], shown[-1])
+        shown.append(kind)
+        assert judge(measured, kind).kind is kind
+    assert shown == kinds.split()
+
+
+def test_the_verdict_on_a_fit_is_one_of_its_later_epochs():
+    shares = 0.08, 0.125, 0.08, 0.125  # 0.1025 on average
+    epochs = [
+        dataclasses.replace(
+            health(number, _waiting(share)),
+            verdict=judge(_waiting(share), Kind.COMPUTE_BOUND),
+        )
+        for number, share in enumerate(shares)
+    ]
+    verdict = summarize(epochs, []).verdict
+    assert verdict.kind is Kind.COMPUTE_BOUND
+    assert "1.5 s" in verdict.evidence
+    epochs[-1] = health(3, _waiting(0.125))
+    assert summarize(epochs, []).verdict.kind is Kind.CORES_FULL
 
 
 def test_little_time_is_not_worth_advice():
