@@ -310,6 +310,67 @@ def test_an_import_that_draws_random_numbers_changes_no_batch(site):
         np.testing.assert_array_equal(list(dataset), list(inline))
 
 
+GENERATORS = """
+import random
+import numpy as np
+class Random(random.Random):
+    pass
+class Transform:
+    R = np.random.RandomState()
+DRAWN = [random.Random().random, Random().random, Transform.R.rand,
+         np.random.default_rng().random, np.random.Generator(
+             np.random.Philox()).random]
+CHOSEN = [random.Random(3).random, np.random.RandomState(3).rand,
+          np.random.default_rng(3).random,
+          np.random.default_rng(np.random.SeedSequence(3).spawn(1)[0]).random]
+CHOSEN[0].__self__.seed()
+CHOSEN[0].__self__.seed(4)
+"""
+
+
+@kept
+def test_workers_draw_different_numbers_from_generators_of_a_package(
+    site, tmp_path
+):
+    site.package("alpha", GENERATORS)
+    site.package("beta", GENERATORS)
+    kinds = []
+    for name, imported in ("one", "alpha"), ("other", "alpha, beta"):
+        site.module(
+            name,
+            f"""
+import os, pathlib, time
+import {imported}
+from keras_fastdata import FastPyDataset
+
+class Draws(FastPyDataset):
+    def __len__(self):
+        return 2
+    def __getitem__(self, index):
+        # Each of two workers builds one batch.
+        folder = pathlib.Path({str(tmp_path)!r}, "{name}")
+        folder.mkdir(exist_ok=True)
+        (folder / str(index)).touch()
+        while not (folder / str(1 - index)).exists():
+            time.sleep(0.001)
+        draws = {{
+            kind: [draw() for one in ({imported},) for draw in vars(one)[kind]]
+            for kind in ("DRAWN", "CHOSEN")
+        }}
+        return {{"worker": os.getpid(), "alpha": alpha.IMPORTED_BY, **draws}}
+""",
+        )
+        kinds.append(sys.modules[name].Draws)
+    one, other = (kind(**PROCESSES) for kind in kinds)
+    with one, other:
+        for dataset in (one, other):
+            first, second = dataset
+            assert_shared([first, second], "alpha")
+            np.testing.assert_array_equal(first["CHOSEN"], second["CHOSEN"])
+            drawn = [*first["DRAWN"], *second["DRAWN"]]
+            assert len(set(drawn)) == len(drawn)
+
+
 @kept
 def test_handlers_of_a_package_for_forks_run_in_each_worker(site):
     site.package(

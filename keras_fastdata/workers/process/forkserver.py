@@ -172,6 +172,7 @@ class _Server:
 
     def _become_worker(self, fds: list[int]) -> int:
         os.close(self._trainer_pidfd)
+        imports.reseed()
         return worker_main.main(worker_main.Files(*fds))
 
     def _become_server(self, fds: list[int]) -> int:

@@ -7,6 +7,9 @@ forked. So it ends after an import that
 - raises,
 - leaves a thread, a running process or an open device behind, or
 - imports a module of the user's, which may change until the next worker.
+
+Each worker replaces the seeds that packages drew for their random generators.
+Else all workers would draw the same numbers.
 """
 
 from __future__ import annotations
@@ -18,11 +21,16 @@ import gc
 import importlib
 import logging
 import os
+import random
 import stat
 import sys
 import time
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
 
 from keras_fastdata._modules import is_users
 from keras_fastdata.workers import exceptions
@@ -33,6 +41,12 @@ _LOOK_S = 0.01
 # Major numbers of character devices that are open in any process: null, zero
 # and random; terminals.
 _COMMON_DEVICES = {1, 4, 5, *range(136, 144)}
+_MOST_BITS = 64  # of a seed that a package chose; NumPy draws 128
+
+# The packages' random generators without a chosen seed: Python's, and the bit
+# generators of NumPy's.
+_unseeded: weakref.WeakSet[random.Random] = weakref.WeakSet()
+_unseeded_bits: list[Any] = []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +108,8 @@ def run(imports: Imports, begin: Callable[[int], None]) -> None:
     for number, name in enumerate(imports.names):
         begin(number)
         try:
-            importlib.import_module(name)
+            with _noting_unseeded():
+                importlib.import_module(name)
         except BaseException as error:
             text = f"its import raised {type(error).__name__}: {error}"
             raise NotShareableError(text) from error
@@ -103,8 +118,43 @@ def run(imports: Imports, begin: Callable[[int], None]) -> None:
         known |= sys.modules.keys()
     warnings.simplefilter("ignore")  # a package may have set its own filters
     _flush()
+    _unseeded_bits.extend(filter(_is_unseeded, gc.get_objects()))
     gc.freeze()
     gc.enable()
+
+
+def reseed() -> None:
+    """Gives the packages' unseeded random generators new seeds."""
+    for generator in _unseeded:
+        generator.seed()
+    kind: Any = np.random.BitGenerator
+    for bits in _unseeded_bits:
+        fresh = type(bits)()
+        kind.__setstate__(bits, (fresh.state, fresh.seed_seq))
+
+
+@contextlib.contextmanager
+def _noting_unseeded() -> Iterator[None]:
+    """Notes each `random.Random` that is made or seeded without a seed."""
+    seed = random.Random.seed
+
+    def note(self: random.Random, a: Any = None, version: int = 2) -> None:
+        seed(self, a, version)
+        (_unseeded.add if a is None else _unseeded.discard)(self)
+
+    random.Random.seed = note  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        random.Random.seed = seed  # type: ignore[method-assign]
+
+
+def _is_unseeded(value: Any) -> bool:
+    """Returns whether a value is a bit generator with a seed drawn by NumPy."""
+    if not issubclass(type(value), np.random.BitGenerator):
+        return False
+    entropy = getattr(value.seed_seq, "entropy", None)
+    return isinstance(entropy, int) and entropy.bit_length() > _MOST_BITS
 
 
 def threads() -> int:
