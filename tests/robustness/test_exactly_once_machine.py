@@ -304,7 +304,12 @@ def _slots(dataset):
         *arena._warm,
         *arena._cold,
         *arena._leased,
-        *(task.slot for tasks in in_flight._tasks for task in tasks.values()),
+        *(
+            task.slot
+            for tasks in in_flight._tasks
+            for task in tasks.values()
+            if task.slot >= 0  # a lost batch may wait for a worker and a slot
+        ),
         *(slot for w in workers._workers.values() for slot in w.retained_slots),
         *(done._task.slot for done in ready if hasattr(done, "_task")),
     ]
