@@ -1,6 +1,6 @@
 """Trains for minutes while everything goes wrong, and counts what was survived.
 
-    python -m benchmarks.soak [--minutes N] [--seed N]
+    python -m benchmarks.soak [--minutes N] [--seed N] [--start-method NAME]
 
 A real `fit`, with validation, of which every batch is compared with what it
 must be: its place in the epoch, its bytes, its random draws. Meanwhile workers
@@ -246,6 +246,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--start-method")
     arguments = parser.parse_args()
     checker = Checker(arguments.seed)
     logging.getLogger("keras_fastdata").addHandler(Stuck(checker))
@@ -254,6 +255,7 @@ def main() -> int:
         stuck=0.0005,
         workers=2,
         use_multiprocessing=True,
+        start_method=arguments.start_method,
         seed=arguments.seed,
         batch_timeout=TIMEOUT_S,
     )
@@ -275,7 +277,7 @@ def main() -> int:
         print(f"{before[name]:8.0f} -> {value:.0f}  {name}")
         if more > slack:
             grown.append(name)
-    left = [*forkservers()]
+    left = [*forkservers(), *workers()]
     for line in checker.wrong[:20]:
         print("WRONG:", line)
     print(

@@ -29,10 +29,11 @@ def forkservers() -> list[int]:
 
 
 def workers() -> list[int]:
-    """The worker processes of this one."""
+    """The worker processes of this one, and what else it has started."""
     servers = forkservers()
-    forks = [fork for server in servers for fork in children(server)]
-    return [fork for fork in forks if fork not in servers]
+    parents = [os.getpid(), *servers]
+    found = [child for parent in parents for child in children(parent)]
+    return [child for child in found if child not in servers]
 
 
 class Trouble(threading.Thread):
