@@ -4,8 +4,8 @@ All take a workload and yield nested NumPy arrays, in order, epoch after epoch.
 Where it can be chosen, 8 batches are made ahead.
 
 - fastdata: `FastPyDataset` with worker processes. "fastdata empty" builds in
-  memory from `self.empty`, "fastdata threads" has threads, "fastdata ray" has
-  Ray actors.
+  memory from `self.empty`, "fastdata threads" has threads, "fastdata portable"
+  has `start_method="portable"`, "fastdata ray" has Ray actors.
 - stock inline, stock threads, stock processes: `keras.utils.PyDataset`,
   through the adapter that `fit` uses (a plain `for` over one has no workers).
   One thread is no thread to Keras, so threads need two producers.
@@ -128,6 +128,13 @@ class FastdataThreads(Fastdata):
     """Ours, with threads."""
 
     processes = False
+
+
+class FastdataPortable(Fastdata):
+    """Ours, with processes as every system has them."""
+
+    def more(self) -> dict[str, Any]:
+        return {"start_method": "portable"}
 
 
 class FastdataRay(Fastdata):
@@ -366,6 +373,7 @@ LOADERS: dict[str, type[Loader]] = {
     "fastdata": Fastdata,
     "fastdata empty": FastdataEmpty,
     "fastdata threads": FastdataThreads,
+    "fastdata portable": FastdataPortable,
     "fastdata ray": FastdataRay,
     "stock inline": Stock,
     "stock threads": StockThreads,

@@ -31,7 +31,7 @@ from collections.abc import Iterator
 
 from benchmarks import harness, peers, processes
 from benchmarks.workloads import Filled, Waiting, touch
-from keras_fastdata.workers.process import launchers
+from keras_fastdata.workers import environment
 
 FIGURES = (
     harness.Figure("cold_ms", "cold ms"),
@@ -112,7 +112,7 @@ def _with_keras(name: str) -> dict[str, float]:
     began = time.perf_counter()
     subprocess.run(
         [sys.executable, "-c", "import keras"],
-        env=launchers.environment(None),
+        env=environment.of_worker(None),
         stderr=subprocess.DEVNULL,
         check=True,
     )

@@ -8,6 +8,10 @@ not import Keras. So the fork server and the workers call `become_worker` first.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from typing import Any
+
 _worker = False
 
 
@@ -20,3 +24,9 @@ def become_worker() -> None:
 def is_worker() -> bool:
     """Returns whether this process is a worker, or a fork server of workers."""
     return _worker
+
+
+def at_fork(**hooks: Callable[[], Any]) -> None:
+    """Registers hooks as `os.register_at_fork` does, where processes fork."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(**hooks)

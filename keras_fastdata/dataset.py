@@ -121,7 +121,9 @@ class FastPyDataset(_Base):
             in milliseconds from a small clean process, which has imported the
             packages that the dataset's module imports. "spawn": each a fresh
             interpreter. "fork": copies of the training process, for a dataset
-            that cannot be pickled; it warns of the risk.
+            that cannot be pickled; it warns of the risk. "portable": like
+            "spawn", but with nothing that only Linux has; this is the default
+            where the system lacks or forbids a part that the others need.
         batch_timeout: Seconds that a batch may take, more than 0. A worker
             process that takes longer is killed and replaced, and the Python
             stack at which it was stuck is logged. A thread cannot be

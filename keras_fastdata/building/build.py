@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import os
 import random
 import threading
 import types
@@ -21,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from keras_fastdata import _process_role
 from keras_fastdata._validation import integer
 from keras_fastdata.building import global_rng, held_generators, seeding
 from keras_fastdata.building.global_rng import preserved_globals
@@ -324,7 +324,7 @@ def _after_fork() -> None:
     _enter(_current.context)
 
 
-os.register_at_fork(after_in_child=_after_fork)
+_process_role.at_fork(after_in_child=_after_fork)
 
 
 class _Building:

@@ -17,13 +17,12 @@ assumed to wait.
 from __future__ import annotations
 
 import logging
-import os
 import random
 import threading
 import time
 from typing import Any
 
-from keras_fastdata import _call_stack
+from keras_fastdata import _call_stack, _process_role
 from keras_fastdata.building import mt19937, seeding
 
 _LOOK_S = 0.05  # between two looks at the holder's stack
@@ -172,4 +171,4 @@ def _after_fork() -> None:
     _turns[:] = [turn for turn in _turns if turn.lock._is_owned()] or [_Turn()]
 
 
-os.register_at_fork(after_in_child=_after_fork)
+_process_role.at_fork(after_in_child=_after_fork)

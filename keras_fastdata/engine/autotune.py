@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import time
 
 from keras_fastdata._call_stack import has_gil
@@ -38,8 +37,6 @@ class AutoTuner:
             build.overrides(dataset, name)
             for name in ("on_worker_start", "on_worker_stop")
         )
-        can_fork = hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
-        opens = opens and can_fork
         self._tuner = Tuner(
             cpu.read().allowed,
             settings.lookahead,
@@ -50,8 +47,6 @@ class AutoTuner:
             self._exclude(
                 False, "`on_worker_start` opens what is a worker's own."
             )
-        if not can_fork:
-            self._exclude(True, "No processes on this platform.")
         self._timing: Timing | None = None
         self._worker = 0
         self._asked_s = self._returned_s = 0.0

@@ -14,10 +14,13 @@ from keras_fastdata.engine.autotune import SettingsInEffect
 from keras_fastdata.engine.outside_state import OutsideState, Told
 from keras_fastdata.engine.planner import EpochPlanner
 from keras_fastdata.engine.settings import Settings
+from keras_fastdata.errors import LoaderError
 from keras_fastdata.metrics.worker_kinds import WorkerKind
 from keras_fastdata.workers import log_forwarding
-from keras_fastdata.workers.base import WorkerPool
+from keras_fastdata.workers.base import PoolPlan, WorkerPool
 from keras_fastdata.workers.inline import InlinePool
+from keras_fastdata.workers.portable import requirements
+from keras_fastdata.workers.process.pool import ProcessPool
 from keras_fastdata.workers.thread import ThreadPool
 
 
@@ -91,13 +94,31 @@ class PoolFactory:
 
             plan = RayPlan(options=Options.of(settings.ray_options), **common)
             return RayPool(plan, maker, self._receiver)
-        # Needs what only POSIX has.
-        from keras_fastdata.workers.process.channel import ProcessPlan
-        from keras_fastdata.workers.process.pool import ProcessPool
+        return self._create_process_pool(settings.start_method, common, maker)
 
-        method = settings.start_method or "forkserver"
-        local = ProcessPlan(start_method=method, **common)
-        return ProcessPool(local, maker, self._receiver)
+    def _create_process_pool(
+        self,
+        method: str | None,
+        common: dict[str, Any],
+        maker: Callable[[], build.Builder],
+    ) -> WorkerPool:
+        """Creates processes by the best means that the system has."""
+        lacking = requirements.lacking()
+        if method not in (None, "spawn", "portable") and lacking:
+            raise LoaderError(
+                f"`start_method={method!r}` needs {', '.join(lacking)}, which "
+                "the system lacks or refuses. Leave `start_method` out."
+            )
+        if method == "portable" or lacking:
+            from keras_fastdata.workers.portable.channel import PipeChannel
+
+            plan = PoolPlan(**common)
+            pipes = PipeChannel(plan, maker)
+            return ProcessPool(plan, pipes, self._receiver)
+        from keras_fastdata.workers.process.channel import Channel, ProcessPlan
+
+        local = ProcessPlan(start_method=method or "forkserver", **common)
+        return ProcessPool(local, Channel(local, maker), self._receiver)
 
     def _builder(self, threads: int) -> build.Builder:
         return build.Builder(

@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from keras_fastdata import _process_role
 from keras_fastdata.building import build
 from keras_fastdata.engine.prefetcher import Prefetcher
 from keras_fastdata.errors import LoaderError
@@ -90,7 +91,7 @@ def _after_fork() -> None:
         lock.renew()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+_process_role.at_fork(after_in_child=_after_fork)
 
 
 class PoolHandle:

@@ -19,7 +19,7 @@ from keras_fastdata.metrics.worker_kinds import WorkerKind
 from keras_fastdata.workers.ray.options import Options
 
 MAX_WORKERS = 1024  # as many lines as the arena's heartbeats has
-START_METHODS = ("forkserver", "spawn", "fork")
+START_METHODS = ("forkserver", "spawn", "fork", "portable")
 _LONGEST_QUEUE = 1024  # batches; a dataset may have no end
 
 
@@ -171,10 +171,10 @@ class Settings:
 
 def _start_method(name: str, value: Any) -> Any:
     one_of(name, value, START_METHODS)
-    if value != "spawn" and not hasattr(os, "fork"):
+    if value in ("forkserver", "fork") and not hasattr(os, "fork"):
         raise ValueError(
             f"`{name}={value!r}` needs fork, which this platform lacks. "
-            "Use threads (`use_multiprocessing=False`)."
+            "Leave it out."
         )
     return value
 

@@ -37,6 +37,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
+from keras_fastdata import _process_role
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.memory import os_limits
 
@@ -57,11 +58,20 @@ USUAL_STRIDE = 1 << 32  # slots are smaller under a limit on address space
 Bytes = npt.NDArray[np.uint8]
 
 
-class _SlotRef(weakref.ref[Any]):
+class SlotRef(weakref.ref[Any]):
     """A weak reference to a batch's root array, with the slot's number."""
 
     __slots__ = ("slot",)
     slot: int
+
+
+def slot_ref(
+    root: Bytes, slot: int, returned: Callable[[SlotRef], None]
+) -> SlotRef:
+    """Makes a reference that `returned` gets when the root array dies."""
+    reference = SlotRef(root, returned)
+    reference.slot = slot
+    return reference
 
 
 class _File:
@@ -74,7 +84,55 @@ class _File:
         close(self.fd)
 
 
-class Segment:
+class Heartbeats:
+    """Stores which task each worker builds, and since when.
+
+    Args:
+        memory: Shared memory that begins with one line for each worker.
+    """
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._mmap = memory
+
+    def set_heartbeat(self, worker: int, task_id: int) -> None:
+        """Stores the id of the task that `worker` builds, or 0 if none."""
+        line = worker * HEARTBEAT_BYTES
+        self._mmap[line : line + 8] = task_id.to_bytes(8, "little")
+
+    def heartbeat(self, worker: int) -> int:
+        """Returns the id of the task that `worker` builds, or 0 if none."""
+        line = worker * HEARTBEAT_BYTES
+        return int.from_bytes(self._mmap[line : line + 8], "little")
+
+    def both(self, worker: int) -> tuple[int, float]:
+        """Returns `worker`'s task and the start time of its build."""
+        return self.heartbeat(worker), self.started_s(worker)
+
+    def set_unwanted(self, worker: int, task_id: int) -> None:
+        """Stores the last task that `worker` must not build, or 0 if none."""
+        start = worker * HEARTBEAT_BYTES + 16
+        self._mmap[start : start + 8] = task_id.to_bytes(8, "little")
+
+    def unwanted(self, worker: int) -> int:
+        """Returns the last task that `worker` must not build, or 0 if none."""
+        start = worker * HEARTBEAT_BYTES + 16
+        return int.from_bytes(self._mmap[start : start + 8], "little")
+
+    def set_started(self, worker: int, began_s: float) -> None:
+        """Stores the start time of `worker`'s build, or 0 after the build.
+
+        Call `set_heartbeat` first: readers read the task before the time.
+        """
+        start = worker * HEARTBEAT_BYTES + 8
+        self._mmap[start : start + 8] = _CLOCK.pack(began_s)
+
+    def started_s(self, worker: int) -> float:
+        """Returns the start time of `worker`'s build, or 0 if none."""
+        start = worker * HEARTBEAT_BYTES + 8
+        return float(_CLOCK.unpack_from(self._mmap, start)[0])
+
+
+class Segment(Heartbeats):
     """Maps the shared memory of one loader into one process.
 
     Args:
@@ -85,7 +143,7 @@ class Segment:
     def __init__(self, fd: int, stride: int) -> None:
         self.stride = stride
         size = os.fstat(fd).st_size
-        self._mmap = mmap.mmap(fd, size)
+        super().__init__(mmap.mmap(fd, size))
         # A core dump would otherwise fill each hole with a page.
         self._mmap.madvise(mmap.MADV_DONTDUMP)
         # The file; `None` once it is closed.
@@ -109,29 +167,6 @@ class Segment:
         """
         offset = self._slot_offset(slot) + start
         return np.frombuffer(self._mmap, np.uint8, nbytes, offset)
-
-    def set_heartbeat(self, worker: int, task_id: int) -> None:
-        """Stores the id of the task that `worker` builds, or 0 if none."""
-        line = worker * HEARTBEAT_BYTES
-        self._mmap[line : line + 8] = task_id.to_bytes(8, "little")
-
-    def heartbeat(self, worker: int) -> int:
-        """Returns the id of the task that `worker` builds, or 0 if none."""
-        line = worker * HEARTBEAT_BYTES
-        return int.from_bytes(self._mmap[line : line + 8], "little")
-
-    def set_started(self, worker: int, began_s: float) -> None:
-        """Stores the start time of `worker`'s build, or 0 after the build.
-
-        Call `set_heartbeat` first: readers read the task before the time.
-        """
-        start = worker * HEARTBEAT_BYTES + 8
-        self._mmap[start : start + 8] = _CLOCK.pack(began_s)
-
-    def started_s(self, worker: int) -> float:
-        """Returns the start time of `worker`'s build, or 0 if none."""
-        start = worker * HEARTBEAT_BYTES + 8
-        return float(_CLOCK.unpack_from(self._mmap, start)[0])
 
     def drop_pages(self, slot: int) -> None:
         """Frees the memory pages of a slot, which erases the content."""
@@ -206,8 +241,8 @@ class Arena:
         # likely to be in the CPU's caches.
         self._warm: collections.deque[int] = collections.deque()
         self._cold = list(reversed(range(slots)))
-        self._leased: dict[int, _SlotRef] = {}
-        self._returned: collections.deque[_SlotRef] = collections.deque()
+        self._leased: dict[int, SlotRef] = {}
+        self._returned: collections.deque[SlotRef] = collections.deque()
         self._private: set[int] = set()
         self._seen_by_forks: set[int] = set()  # lacked memory for a copy
         _make_private_before_forks(self)
@@ -251,9 +286,7 @@ class Arena:
     def lease(self, slot: int, nbytes: int) -> Bytes:
         """Leases a slot, and returns an array over the slot's first bytes."""
         root = self.segment.root(slot, 0, nbytes)
-        lease = _SlotRef(root, self._returned.append)
-        lease.slot = slot
-        self._leased[slot] = lease
+        self._leased[slot] = slot_ref(root, slot, self._returned.append)
         return root
 
     def make_private(self, *, copy: bool = True) -> None:
@@ -308,7 +341,7 @@ def _make_private_before_forks(arena: Arena) -> None:
     """Registers an arena to make its leased slots private before each fork."""
     if not _arenas:
         # Again in the child: another thread may have leased one in between.
-        os.register_at_fork(
+        _process_role.at_fork(
             before=_make_all_private, after_in_child=_make_all_private
         )
     living = [ref for ref in _arenas if ref() is not None]
@@ -377,12 +410,6 @@ def count_of(shape: SupportsIndex | Sequence[SupportsIndex]) -> int:
 
 def memfd(name: str) -> int:
     """Creates an anonymous file, and returns the file's descriptor."""
-    if not hasattr(os, "memfd_create"):
-        raise LoaderError(
-            "Worker processes need Linux: their batches travel through "
-            "anonymous shared memory (memfd_create), which this platform "
-            "lacks. Use `use_multiprocessing=False` for threads."
-        )
     with (
         os_limits.named("Shared memory could not be made"),
         os_limits.allowed("memfd_create"),

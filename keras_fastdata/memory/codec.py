@@ -29,7 +29,6 @@ from keras_fastdata.errors import LoaderError
 from keras_fastdata.memory import class_refs, layout
 from keras_fastdata.memory.arena import (
     USUAL_STRIDE,
-    Arena,
     Bytes,
     Segment,
     address_of,
@@ -81,6 +80,31 @@ class Writer(Protocol):
 
     @property
     def used(self) -> int: ...
+
+
+class Lender(Protocol):
+    """The interface to lease slots, as `memory.arena.Arena` does."""
+
+    @property
+    def segment(self) -> Roots:
+        """The memory of the slots."""
+
+    @property
+    def crowded(self) -> bool:
+        """Whether the consumer holds the maximum number of slots or more."""
+
+    def lease(self, slot: int, nbytes: int) -> Bytes:
+        """Leases a slot, and returns an array over the slot's first bytes."""
+
+    def free(self, slot: int) -> None:
+        """Frees a slot that is not leased."""
+
+
+class Roots(Protocol):
+    """The interface to read slots, as `memory.arena.Segment` does."""
+
+    def root(self, slot: int, start: int, nbytes: int) -> Bytes:
+        """Returns a new array over part of a slot."""
 
 
 class SlotWriter:
@@ -233,7 +257,7 @@ def encode(batch: list[Any], writer: Writer) -> Encoded:
     return Encoded(structure, packed, writer.used, retained)
 
 
-def decode(encoded: Encoded, arena: Arena, slot: int) -> Any:
+def decode(encoded: Encoded, arena: Lender, slot: int) -> Any:
     """Reads a batch from a slot; large arrays are views of the slot.
 
     The slot is leased until the last of these views has died. If no array is
@@ -288,7 +312,7 @@ def assemble(structure: bytes, buffers: list[Bytes]) -> Any:
     return pickle.loads(structure, buffers=buffers)
 
 
-def read_appended(segment: Segment, slot: int, used: int, nbytes: int) -> bytes:
+def read_appended(segment: Roots, slot: int, used: int, nbytes: int) -> bytes:
     """Returns the message body that `SlotWriter.append` wrote into a slot.
 
     The arrays before the body take the slot's first `used` bytes.

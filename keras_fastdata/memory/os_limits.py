@@ -17,6 +17,8 @@ _REMEDIES = {
     "or lower `workers`.",
     errno.ENOMEM: "Free memory, or raise the limit on address space "
     "(`ulimit -v unlimited`).",
+    errno.ENOSPC: "Shared memory is full (`/dev/shm`, or the folder of "
+    "temporary files). Enlarge it, or lower `workers` or `max_queue_size`.",
     errno.EFBIG: "Raise the limit on file size (`ulimit -f unlimited`), "
     "which counts for shared memory too, or use threads.",
 }

@@ -12,21 +12,24 @@ state of the object is appended, and refers to the arrays that did not change:
 
 from __future__ import annotations
 
+import errno
 import io
 import mmap
 import os
 import pickle
 import struct
+import tempfile
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from keras_fastdata.memory import os_limits, reducers
-from keras_fastdata.memory.arena import Bytes, address_of, memfd, round_up
+from keras_fastdata.memory.arena import Bytes, address_of, round_up
 
 _HEADER = struct.Struct("<QQ")  # bytes of the pickle, number of buffers
 _EXTENT = struct.Struct("<QQ")  # start in the file, number of bytes
 _COMPARED = 1 << 20  # bytes at a time
+_IN_MEMORY = "/dev/shm"  # a file system in memory, where there is one
 _SPARE = 1 << 24  # bytes of old states that may stay; or half a state
 
 
@@ -87,7 +90,7 @@ class SharedState:
         for at in range(0, buffer.nbytes, _COMPARED):
             here = buffer[at : at + _COMPARED]
             there = scratch[: here.nbytes]
-            if os.preadv(self.fd, [there], extent.start + at) < here.nbytes:
+            if not _read_at(self.fd, there, extent.start + at):
                 return False
             if not np.array_equal(_bytes_of(here), _bytes_of(there)):
                 return False
@@ -96,7 +99,7 @@ class SharedState:
     def _write(self, pickled: memoryview, buffers: list[memoryview]) -> None:
         """Writes a state into a new file."""
         with os_limits.named("The dataset could not be put in shared memory"):
-            fd = memfd("keras_fastdata-dataset")
+            fd = anonymous_file("keras_fastdata-dataset")
         old, self.fd = self.fd, fd
         old_end, self._end = self._end, 0
         try:
@@ -127,7 +130,7 @@ class SharedState:
         head = _HEADER.pack(pickled.nbytes, len(buffers))
         head += b"".join(_EXTENT.pack(*extent) for extent in extents)
         with os_limits.named("The dataset could not be put in shared memory"):
-            os.ftruncate(self.fd, end)
+            os.truncate(self.fd, end)
             _write_at(self.fd, memoryview(head), start)
             _write_at(self.fd, pickled, table)
             for extent, buffer in fresh:
@@ -198,7 +201,39 @@ def _bytes_of(view: memoryview) -> Bytes:
 
 
 def _write_at(fd: int, view: memoryview, offset: int) -> None:
+    os.lseek(fd, offset, os.SEEK_SET)
     while view.nbytes:
-        written = os.pwrite(fd, view, offset)
-        offset += written
+        written = os.write(fd, view)
         view = view[written:]
+
+
+def _read_at(fd: int, view: memoryview, offset: int) -> bool:
+    """Fills `view` from a file; returns False if the file ends before that."""
+    os.lseek(fd, offset, os.SEEK_SET)
+    with io.FileIO(fd, closefd=False) as file:
+        while view.nbytes:
+            read = file.readinto(view)
+            if not read:
+                return False
+            view = view[read:]
+    return True
+
+
+def anonymous_file(name: str) -> int:
+    """Returns the descriptor of a new file in memory, which has no path.
+
+    Where the system has no such files, it is a temporary file. The system
+    deletes the file with the last process that has it open.
+
+    Args:
+        name: What tools show for the file, where they can.
+    """
+    if hasattr(os, "memfd_create"):
+        try:
+            return os.memfd_create(name, os.MFD_CLOEXEC)
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.EPERM):
+                raise
+    folder = _IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else None
+    with tempfile.TemporaryFile(prefix=name, dir=folder) as file:
+        return os.dup(file.fileno())

@@ -29,7 +29,7 @@ import threading
 import time
 from typing import Protocol
 
-from keras_fastdata import _call_stack
+from keras_fastdata import _call_stack, _process_role
 
 SLOW_S = 0.005
 # Looking at a stack takes some 50 us with cold caches, the exchange of the GIL
@@ -144,6 +144,5 @@ class _StackSampler:
 
 _sampler = _StackSampler()
 watch, ignore, end = _sampler.watch, _sampler.ignore, _sampler.end
-if hasattr(os, "register_at_fork"):
-    # Python warns of a fork beside threads; and the child has no thread.
-    os.register_at_fork(before=end, after_in_child=_sampler.__init__)  # type: ignore[misc]
+# Python warns of a fork beside threads; and the child has no thread.
+_process_role.at_fork(before=end, after_in_child=_sampler.__init__)  # type: ignore[misc]

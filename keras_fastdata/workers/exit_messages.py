@@ -14,6 +14,8 @@ from keras_fastdata.metrics import ram
 from keras_fastdata.workers.base import BatchRequest
 from keras_fastdata.workers.watchdog import Expired
 
+_SIGKILL = getattr(signal, "SIGKILL", 9)  # Windows has no such name
+
 
 @dataclasses.dataclass(frozen=True)
 class WorkerExit:
@@ -127,7 +129,7 @@ def _how(exit_code: int | None) -> str:
 
 
 def _remedy(exit_code: int | None) -> str:
-    if exit_code == -signal.SIGKILL:
+    if exit_code == -_SIGKILL:
         return (
             "The kernel kills processes when memory runs out, and so do job "
             f"schedulers. {ram.left_now()} If that is little, lower "

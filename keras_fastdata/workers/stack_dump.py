@@ -71,12 +71,12 @@ def request(pid: int, pidfd: int, fd: int) -> str:
             break
         time.sleep(_QUIET_S / 5)
     written = os.pread(fd, min(seen - start, _MAX_BYTES), start)
-    return _users_part(written.decode("utf-8", "replace")) or (
+    return users_part(written.decode("utf-8", "replace")) or (
         "It does not answer, so its stack cannot be had."
     )
 
 
-def _users_part(dump: str) -> str:
+def users_part(dump: str) -> str:
     """Returns the lines of a stack dump that show the user's code."""
     threads: list[list[str]] = []
     for line in dump.splitlines():

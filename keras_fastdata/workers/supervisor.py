@@ -62,7 +62,7 @@ class Worker:
     state: WorkerState = WorkerState.STARTING  # where the worker stands
     # The activity that took too long, if the worker was killed.
     expired: Expired | None = None
-    killed_s: float = 0.0  # time of the kill, by `time.monotonic`
+    killed_s: float = 0.0  # time of the kill, by `time.monotonic`, or 0
 
     @property
     def pid(self) -> int:
@@ -185,10 +185,7 @@ class Supervisor(Generic[W]):
             self._transport.kill(worker)
         done: list[BatchResult] = []
         for worker in list(self._workers.values()):
-            if (
-                worker.state is WorkerState.KILLED
-                and now_s - worker.killed_s > GRACE_S
-            ):
+            if worker.killed_s and now_s - worker.killed_s > GRACE_S:
                 end = self._transport.abandon(worker)
                 done += self.on_exit(worker, end, WorkerState.ABANDONED)
         return done

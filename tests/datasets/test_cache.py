@@ -11,7 +11,6 @@ import logging
 import os
 import pathlib
 import re
-import resource
 import struct
 import subprocess
 import sys
@@ -931,6 +930,8 @@ def test_a_file_that_is_removed_meanwhile_is_built_again(
 
 
 def test_all_of_an_epoch_can_be_held_with_few_descriptors(cached, built):
+    import resource  # POSIX only; the other tests run without it
+
     before = len(os.listdir("/proc/self/fd"))
     dataset = cached(length=250)
     list(dataset)

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("kept_forkserver")
 @pytest.fixture(
     params=[
         pytest.param(place, marks=pytest.mark.long)
-        if place == "spawn"  # it gets its state as with a fork server
+        if place in ("spawn", "portable")  # they start Python again and again
         else place
         for place in EVERY_KIND
     ]

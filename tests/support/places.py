@@ -30,8 +30,10 @@ _PROCESS = KINDS["process"]
 EVERY_KIND = {
     **KINDS,
     "spawn": {**_PROCESS, "start_method": "spawn"},
-    "fork": {**_PROCESS, "start_method": "fork"},
+    "portable": {**_PROCESS, "start_method": "portable"},
 }
+if hasattr(os, "fork"):
+    EVERY_KIND["fork"] = {**_PROCESS, "start_method": "fork"}
 # The same, by how many there are.
 PLACES = {
     "inline": {"workers": 0},

@@ -102,7 +102,7 @@ class Deadly(Numbered):
     def die(self):
         match self.how:
             case "sigkill":
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), 9)  # SIGKILL, where it has a name
             case "sigsegv":
                 os.kill(os.getpid(), signal.SIGSEGV)
             case "sigabrt":

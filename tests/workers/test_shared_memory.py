@@ -324,10 +324,10 @@ def test_what_a_process_forked_in_a_build_writes_stays_in_it():
 
 
 def test_a_process_forked_in_a_build_leaves_the_clock_of_its_worker_alone():
-    worker = object.__new__(worker_main._WorkerLoop)
+    worker = object.__new__(worker_main._SocketLoop)
     worker._start = worker_main.WorkerStart.__new__(worker_main.WorkerStart)
     object.__setattr__(worker._start, "worker", 0)
-    worker._segment = None  # whoever looks at it raises an error
+    worker._heartbeats = None  # whoever looks at it raises an error
     worker._pid = os.getppid()
     with worker._without_heartbeat():
         pass

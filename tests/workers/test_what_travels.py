@@ -20,7 +20,6 @@ import zipfile
 import h5py
 import keras
 import numpy as np
-import psutil
 import pytest
 from samples import Holds, MapsAFile, hold, rest_of, row
 
@@ -31,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("kept_forkserver")
 PROCESS = {"workers": 1, "use_multiprocessing": True}
 
 
-def assert_travels(thing, use, start_method="forkserver"):
+def assert_travels(thing, use, start_method=None):
     """A worker makes of a thing what the training process makes of it."""
     with Holds(thing, use, start_method=start_method, **PROCESS) as dataset:
         there = list(dataset)
@@ -395,6 +394,8 @@ def test_a_culprit_that_a_function_refers_to_is_named():
 
 
 def test_a_refused_dataset_leaves_no_process():
+    import psutil  # needs `resource`; the other tests run without it
+
     before = psutil.Process().children()
     assert_refused(queue.Queue(), "dataset.thing", "queue.Queue")
     assert psutil.Process().children() == before

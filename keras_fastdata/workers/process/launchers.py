@@ -14,12 +14,9 @@ import collections
 import contextlib
 import enum
 import fcntl
-import functools
 import logging
 import math
-import multiprocessing.spawn
 import os
-import pathlib
 import select
 import signal
 import socket
@@ -31,12 +28,13 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple, Protocol
 
+from keras_fastdata import _process_role
 from keras_fastdata._modules import installed_imports
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.memory import os_limits
 from keras_fastdata.memory.arena import Segment
 from keras_fastdata.memory.shared_state import write_shared_state
-from keras_fastdata.workers import stack_dump
+from keras_fastdata.workers import environment, stack_dump
 from keras_fastdata.workers.base import Builds
 from keras_fastdata.workers.process import (
     forkserver,
@@ -54,28 +52,6 @@ _END_TIMEOUT_S = 5.0  # for the kernel to deliver SIGKILL
 _IMPORT_TIMEOUT_S = 120.0  # for one package, before each worker imports it
 
 _log = logging.getLogger("keras_fastdata")
-
-# A worker sees no accelerator, and does not multiply the cores by the threads
-# of BLAS and OpenMP. `worker_env` overrides.
-NO_ACCELERATOR = {
-    "CUDA_VISIBLE_DEVICES": "",
-    "HIP_VISIBLE_DEVICES": "",
-    "JAX_PLATFORMS": "cpu",
-}
-CLEAN_ENVIRONMENT = {
-    **NO_ACCELERATOR,
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "BLIS_NUM_THREADS": "1",
-    "NUMEXPR_NUM_THREADS": "1",
-    "VECLIB_MAXIMUM_THREADS": "1",
-    # glibc hands large arrays back to the kernel when they are freed, and has
-    # every page of the next one zeroed anew. Keeping up to 256 MiB made
-    # batches of 38.5 MB from np.random.rand come a fifth faster.
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 28),
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 28),
-}
 
 _BOOTSTRAP = (
     "import sys; sys.path.extend(p for p in {path!r} if p not in sys.path); "
@@ -142,30 +118,12 @@ class Launcher(Protocol):
         return
 
 
-def environment(worker_env: Mapping[str, str] | None) -> dict[str, str]:
-    """Returns the environment variables of a new worker."""
-    clean = {**CLEAN_ENVIRONMENT, **hash_seed()}
-    return {**os.environ, **clean, **(worker_env or {})}
-
-
 def surroundings(
     worker_env: Mapping[str, str] | None,
 ) -> worker_main.Surroundings:
     """Returns the process-wide settings of a new worker."""
-    environ = environment(worker_env)
+    environ = environment.of_worker(worker_env)
     return worker_main.Surroundings.of_this_process(environ)
-
-
-@functools.cache
-def hash_seed() -> dict[str, str]:
-    """Returns the PYTHONHASHSEED of workers, which fixes the order of sets.
-
-    It is the trainer's where that was given one. One that Python has drawn
-    cannot be given to another process.
-    """
-    name = "PYTHONHASHSEED"
-    seed = os.environ.get(name, "")
-    return {name: seed if seed.isdecimal() else "0"}
 
 
 def kill(worker: Child, number: int = signal.SIGKILL) -> bool:
@@ -387,7 +345,7 @@ class _Forkserver:
             with theirs:
                 process = _python(
                     "forkserver.main",
-                    environment(dict(key.worker_env)),
+                    environment.of_worker(dict(key.worker_env)),
                     [theirs.fileno()],
                 )
             self._child = _DirectChild(process.pid, process)
@@ -746,7 +704,7 @@ def _after_fork() -> None:
     _left.clear()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+_process_role.at_fork(after_in_child=_after_fork)
 
 
 # -- spawn ---------------------------------------------------------------------
@@ -759,7 +717,7 @@ class SpawnLauncher(Launcher):
         self._worker_env = worker_env
 
     def start(self, files: worker_main.Files) -> Child:
-        env = environment(self._worker_env)
+        env = environment.of_worker(self._worker_env)
         process = _python("worker_main.spawned", env, files.all())
         return _DirectChild(process.pid, process)
 
@@ -840,33 +798,21 @@ def _python(
 
     The function gets a pidfd of this process, and descriptors like `fds`.
     """
-    executable = os.fsdecode(multiprocessing.spawn.get_executable() or "")
-    if not executable:
-        raise LoaderError(
-            "No Python interpreter is known to start workers with. Name one "
-            "with `multiprocessing.set_executable(path)`."
-        )
-    package_parent = pathlib.Path(__file__).absolute().parents[3]
-    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    interpreter = environment.interpreter()
     with _own_pidfd() as pidfd, _above_stdio([pidfd, *fds]) as passed:
         code = _BOOTSTRAP.format(
-            path=[str(package_parent), *_paths()],
+            path=environment.import_paths(),
             function=function,
             trainer=passed[0],
             fds=passed[1:],
         )
         return subprocess.Popen(
-            [executable, *flags, "-P", "-c", code],
+            [*interpreter, code],
             env=env,
             stdin=subprocess.DEVNULL,
             pass_fds=passed,
             process_group=0,  # Ctrl-C in the terminal is for the trainer
         )
-
-
-def _paths() -> list[str]:
-    """Returns the entries of `sys.path` that are strings."""
-    return [path for path in sys.path if isinstance(path, str)]
 
 
 def _pidfd_of(pid: int) -> int:

@@ -60,6 +60,7 @@ class MessageKind(enum.IntEnum):
     START_FAILED = 5  # it could not be loaded, or `on_worker_start` raised
     LOG = 6  # a log record
     WARNING = 7  # a warning
+    MEMORY = 8  # new memory for the slot of a task; see `portable`
 
 
 _KINDS = {int(kind): kind for kind in MessageKind}

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from keras_fastdata.memory import codec
-from keras_fastdata.memory.arena import Arena
 from keras_fastdata.metrics.pool_stats import PoolStats
 from keras_fastdata.metrics.timing import Timing
 from keras_fastdata.metrics.worker_kinds import WorkerKind
@@ -24,17 +23,11 @@ from keras_fastdata.workers import exceptions, log_forwarding, supervisor
 from keras_fastdata.workers.base import (
     BatchRequest,
     BatchResult,
-    Builds,
     LocalResult,
+    PoolPlan,
     describe_batch,
 )
 from keras_fastdata.workers.in_flight import Task
-from keras_fastdata.workers.process import messages
-from keras_fastdata.workers.process.channel import (
-    Channel,
-    ProcessPlan,
-    ProcessWorker,
-)
 from keras_fastdata.workers.process.messages import (
     RETAINED,
     SPILLED,
@@ -42,6 +35,7 @@ from keras_fastdata.workers.process.messages import (
     ResultMessage,
 )
 from keras_fastdata.workers.signals import DeferredSignals
+from keras_fastdata.workers.slot_channel import SlotChannel, W
 from keras_fastdata.workers.supervisor import WorkerState
 
 _ANSWERS = {MessageKind.BATCH, MessageKind.FAILURE, MessageKind.STALE}
@@ -58,7 +52,7 @@ class SlotResult:
     _dataset: str
     _task: Task
     _encoded: codec.Encoded
-    _arena: Arena
+    _arena: codec.Lender
     by_dataset = is_lost = False
 
     def open(self) -> Any:
@@ -75,19 +69,25 @@ class SlotResult:
         self._arena.free(self._task.slot)
 
 
-class ProcessPool(supervisor.SupervisedPool[ProcessWorker]):
-    """Builds batches in worker processes; `Channel` documents the arguments."""
+class ProcessPool(supervisor.SupervisedPool[W]):
+    """Builds batches in worker processes.
+
+    Args:
+        plan: How many, started how.
+        channel: Starts and reaches them.
+        receiver: Hands on what they log, and warn of.
+    """
 
     def __init__(
         self,
-        plan: ProcessPlan,
-        make_builder: Callable[[], Builds],
+        plan: PoolPlan,
+        channel: SlotChannel[W],
         receiver: log_forwarding.Receiver,
     ) -> None:
         self._plan = plan
-        self._channel = Channel(plan, make_builder)
-        self._arena = self._channel.arena
-        super().__init__(plan, self._channel, receiver)
+        self._channel = channel
+        self._arena = channel.arena
+        super().__init__(plan, channel, receiver)
 
     # -- what the engine calls ----------------------------------------------
 
@@ -98,12 +98,7 @@ class ProcessPool(supervisor.SupervisedPool[ProcessWorker]):
         return True
 
     def wait(self, timeout_s: float) -> None:
-        poll = self._channel.poll
-        try:
-            poll.poll(min(timeout_s, self._watchdog.interval_s))
-        except (OSError, ValueError):
-            if not poll.closed:  # by whoever has ended the workers
-                raise
+        self._channel.wait(min(timeout_s, self._watchdog.interval_s))
 
     def cancel(self, request_ids: Iterable[int]) -> None:
         gone = set(request_ids)
@@ -127,7 +122,7 @@ class ProcessPool(supervisor.SupervisedPool[ProcessWorker]):
         self._arena.keep_warm(ahead + self._plan.count)
 
     def pool_stats(self) -> PoolStats:
-        count, importing = self._plan.count, self._channel.launcher.importing
+        count, importing = self._plan.count, self._channel.importing
         waiting = count - len(self._workers) if importing else 0
         return PoolStats(
             WorkerKind.PROCESS,
@@ -251,7 +246,7 @@ class ProcessPool(supervisor.SupervisedPool[ProcessWorker]):
         channel, remove = self._channel, self._supervisor.remove
         if self._workers:
             self._unqueue()
-        channel.hang_up()
+        channel.ask_to_end()
         deadline = time.monotonic() + supervisor.GRACE_S
         while self._workers and time.monotonic() < deadline:
             ended = channel.ended(0.1)
@@ -264,17 +259,15 @@ class ProcessPool(supervisor.SupervisedPool[ProcessWorker]):
         deadline = time.monotonic() + supervisor.GRACE_S
         for worker in list(self._workers.values()):
             left_s = max(0.0, deadline - time.monotonic())
-            if messages.wait_readable(worker.process.pidfd, left_s):
-                channel.reap(worker)
+            if channel.end(worker, left_s):
                 remove(worker, WorkerState.EXITED)
         self._drop_results()
         for worker in list(self._workers.values()):
             channel.abandon(worker)
-            heartbeat = self._arena.segment.heartbeat(worker.index)
-            self._in_flight.recover(worker.index, heartbeat, {}, ended=False)
+            channel.keep_slots_of(worker)
             remove(worker, WorkerState.ABANDONED)
         self._in_flight.clear()
-        channel.close_sockets()
+        channel.forget_workers()
 
     def _drop_results(self) -> None:
         """Discards waiting results, but keeps log records and warnings."""

@@ -12,7 +12,6 @@ import dataclasses
 import errno
 import gc
 import os
-import resource
 import signal
 import socket
 import sys
@@ -24,7 +23,7 @@ from typing import Any, NoReturn
 from keras_fastdata import _process_role
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.memory import codec, os_limits, shared_state
-from keras_fastdata.memory.arena import Segment
+from keras_fastdata.memory.arena import Heartbeats, Segment
 from keras_fastdata.metrics.timing import Stopwatch
 from keras_fastdata.workers import exceptions, log_forwarding, stack_dump
 from keras_fastdata.workers.base import BatchRequest, Builds, describe_batch
@@ -39,7 +38,17 @@ from keras_fastdata.workers.process.messages import (
 
 # What a whole job, or a terminal, is sent. It is for the trainer to answer;
 # the fork server and the workers end when it does.
-NOT_FOR_US = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+NOT_FOR_US = tuple(
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGBREAK")
+    if hasattr(signal, name)
+)
+_ACTIONS = {
+    # Printing to a terminal that others have (`stty tostop`) stops nobody.
+    "SIGTTOU": signal.SIG_IGN,
+    "SIGCHLD": signal.SIG_DFL,
+    "SIGTERM": signal.SIG_DFL,
+}
 _OOM_SCORE = 500  # of 1000: the kernel picks a worker before the trainer
 
 
@@ -172,10 +181,10 @@ def main(
             os.close(files.start)
             if trainer_pidfd is not None:
                 _die_with(trainer_pidfd)
-            _set_up(start)
-            worker = _WorkerLoop(files, start, results, segment)
+            set_up(start)
+            worker = _SocketLoop(files, start, results, segment)
     except Exception as error:
-        _send_failure(results, messages.NOBODY, error)
+        send_failure(results.send, messages.NOBODY, error)
         return 1
     log_forwarding.install(worker.tell)
     if not worker.load(make_builder):
@@ -206,6 +215,8 @@ def forked(
         os.setpgid(0, 0)
     # The trainer's objects hold these descriptors too. Its limit must not
     # keep this process from having its own.
+    import resource
+
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     own_pidfd = os.dup(trainer_pidfd)
@@ -286,27 +297,51 @@ def _map(fd: int, stride: int, inherited: Segment | None) -> Segment:
         return inherited
 
 
-class _WorkerLoop:
+class WorkerLoop:
+    """Loads the dataset and builds batches, in one worker.
+
+    A subclass receives and sends the messages.
+
+    Args:
+        start: The settings of the worker.
+        heartbeats: Stores which task the worker builds, and since when.
+        dataset_fd: A file with the pickled maker of the builder, which is
+            closed after it is read.
+    """
+
     def __init__(
-        self,
-        files: Files,
-        start: WorkerStart,
-        results: socket.socket,
-        segment: Segment | None,
+        self, start: WorkerStart, heartbeats: Heartbeats, dataset_fd: int
     ) -> None:
         self._start = start
         self._version = start.version
-        self._dataset_fd = files.dataset
-        self._segment = _map(files.arena, start.stride, segment)
+        self._dataset_fd = dataset_fd
+        self._heartbeats = heartbeats
         self._writers: list[codec.SlotWriter] = []  # with arrays alive
-        os.register_at_fork(after_in_child=self._leave_slots)
-        self._tasks = messages.socket_of(files.tasks)
-        self._results = results
-        self._control = messages.socket_of(files.control)
+        _process_role.at_fork(after_in_child=self._leave_slots)
         self._in_place = True
         self._stopwatch = Stopwatch(owns_process=True)
         self._pid = os.getpid()
         self._name = f"worker {start.worker} (pid {os.getpid()})"
+
+    def _next_task(self) -> TaskMessage | None:
+        """Waits for a task; returns `None` if there are no more tasks."""
+        raise NotImplementedError
+
+    def _send(self, message: bytes, *, may_wait: bool = True) -> None:
+        """Sends a message to the trainer.
+
+        Raises:
+            BlockingIOError: There is no room for it, and `may_wait` is False.
+        """
+        raise NotImplementedError
+
+    def _writer(self, task: TaskMessage) -> codec.SlotWriter:
+        """Returns the writer for the slot of a task."""
+        raise NotImplementedError
+
+    def _update(self) -> None:
+        """Reads and applies the next version of the dataset's state."""
+        raise NotImplementedError
 
     def _leave_slots(self) -> None:
         """Makes slot memory private in a child that the dataset has forked."""
@@ -318,25 +353,26 @@ class _WorkerLoop:
         message = ResultMessage(kind, self._start.worker, body=body).pack()
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             try:
-                self._results.send(message, socket.MSG_DONTWAIT)
+                self._send(message, may_wait=False)
             except BlockingIOError:
                 with self._without_heartbeat():
-                    self._results.send(message)
+                    self._send(message)
 
     @contextlib.contextmanager
     def _without_heartbeat(self) -> Iterator[None]:
         """Excludes the time of the `with` block from the build's duration."""
-        worker, segment = self._start.worker, self._segment
+        worker, heartbeats = self._start.worker, self._heartbeats
         in_main_thread = threading.current_thread() is threading.main_thread()
         # `__getitem__` may have forked this process; the clock is not its own.
         if not in_main_thread or os.getpid() != self._pid:
             yield
             return
-        began, stopped = segment.started_s(worker), time.monotonic()
-        segment.set_started(worker, 0)
+        began, stopped = heartbeats.started_s(worker), time.monotonic()
+        heartbeats.set_started(worker, 0)
         yield
         if began:
-            segment.set_started(worker, began + time.monotonic() - stopped)
+            waited_s = time.monotonic() - stopped
+            heartbeats.set_started(worker, began + waited_s)
 
     def load(self, make_builder: Callable[[], Builds] | None) -> bool:
         """Loads the dataset; on failure, reports the error to the trainer."""
@@ -365,15 +401,14 @@ class _WorkerLoop:
             f"While {self._start.dataset} was loaded or its "
             f"`on_worker_start` ran, in {self._name}.",
         )
-        _send_failure(self._results, self._start.worker, error)
+        send_failure(self._send, self._start.worker, error)
 
     def serve(self) -> None:
-        """Builds requested batches until the task socket is shut down."""
-        receive, note = self._tasks.recv, self._segment.set_heartbeat
-        clock = self._segment.set_started
+        """Builds requested batches until there are no more tasks."""
+        receive, note = self._next_task, self._heartbeats.set_heartbeat
+        clock = self._heartbeats.set_started
         worker = self._start.worker
-        while datagram := receive(messages.TASK.size):
-            task = TaskMessage.unpack(datagram)
+        while (task := receive()) is not None:
             note(worker, task.task_id)
             clock(worker, time.monotonic())
             while self._version < task.version:
@@ -390,7 +425,7 @@ class _WorkerLoop:
                 result = self._build(task)
             # From here it may wait for the trainer, which is nobody's fault.
             clock(worker, 0)
-            self._results.send(result.pack())
+            self._send(result.pack())
             note(worker, 0)
 
     def stop(self) -> None:
@@ -398,7 +433,7 @@ class _WorkerLoop:
         self._builder.stop(self._start.worker)
 
     def _build(self, task: TaskMessage) -> ResultMessage:
-        writer = codec.SlotWriter(self._segment, task.slot, self._in_place)
+        writer = self._writer(task)
         self._writers.append(writer)
         batch: list[Any] = []
         kind, extents = MessageKind.BATCH, b""
@@ -436,13 +471,13 @@ class _WorkerLoop:
             timing=self._stopwatch.stop(),
         )
         try:
-            return _fitted(result, writer)
+            return self._fitted(result, writer)
         except LoaderError as error:  # there is no room in the slot for it
             body = exceptions.dump_exception(error)
         result = result._replace(
             kind=MessageKind.FAILURE, extents=b"", body=body
         )
-        return _fitted(result, writer)
+        return self._fitted(result, writer)
 
     def _build_in_this_process(
         self, task: TaskMessage, writer: codec.SlotWriter
@@ -456,8 +491,50 @@ class _WorkerLoop:
                 # `__getitem__` has forked this one, and let it return.
                 leave(1)
 
+    def _fitted(
+        self, result: ResultMessage, writer: codec.SlotWriter
+    ) -> ResultMessage:
+        """Moves result data that exceeds the message size into the slot."""
+        extents, body = result.extents, result.body
+        if len(extents) + len(body) <= messages.MAX_INLINE_BYTES:
+            return result
+        writer.append(extents + body)
+        return result._replace(
+            flags=result.flags | SPILLED,
+            extents=b"",
+            body=b"",
+            extents_nbytes=len(extents),
+            body_nbytes=len(body),
+        )
+
+
+class _SocketLoop(WorkerLoop):
+    """Runs a worker that shares sockets and slots with other workers."""
+
+    def __init__(
+        self,
+        files: Files,
+        start: WorkerStart,
+        results: socket.socket,
+        segment: Segment | None,
+    ) -> None:
+        self._segment = _map(files.arena, start.stride, segment)
+        super().__init__(start, self._segment, files.dataset)
+        self._tasks = messages.socket_of(files.tasks)
+        self._results = results
+        self._control = messages.socket_of(files.control)
+
+    def _next_task(self) -> TaskMessage | None:
+        datagram = self._tasks.recv(messages.TASK.size)
+        return TaskMessage.unpack(datagram) if datagram else None
+
+    def _send(self, message: bytes, *, may_wait: bool = True) -> None:
+        self._results.send(message, 0 if may_wait else socket.MSG_DONTWAIT)
+
+    def _writer(self, task: TaskMessage) -> codec.SlotWriter:
+        return codec.SlotWriter(self._segment, task.slot, self._in_place)
+
     def _update(self) -> None:
-        """Reads and applies the next version of the dataset's state."""
         datagram, fds, flags, _ = socket.recv_fds(
             self._control, 64, 1, socket.MSG_CMSG_CLOEXEC
         )
@@ -476,23 +553,8 @@ class _WorkerLoop:
         self._version = version
 
 
-def _fitted(result: ResultMessage, writer: codec.SlotWriter) -> ResultMessage:
-    """Moves result data that exceeds the message size into the slot."""
-    extents, body = result.extents, result.body
-    if len(extents) + len(body) <= messages.MAX_INLINE_BYTES:
-        return result
-    writer.append(extents + body)
-    return result._replace(
-        flags=result.flags | SPILLED,
-        extents=b"",
-        body=b"",
-        extents_nbytes=len(extents),
-        body_nbytes=len(body),
-    )
-
-
-def _send_failure(
-    results: socket.socket, worker: int, error: BaseException
+def send_failure(
+    send: Callable[[bytes], object], worker: int, error: BaseException
 ) -> None:
     """Reports the error that ends a worker, in one or more messages."""
     body = exceptions.dump_exception(error)
@@ -503,10 +565,10 @@ def _send_failure(
             MessageKind.START_FAILED, worker, follow, body=part
         )
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            results.send(message.pack())
+            send(message.pack())
 
 
-def _set_up(start: WorkerStart) -> None:
+def set_up(start: WorkerStart) -> None:
     """Sets up a worker's environment, paths, signals and streams."""
     start.surroundings.apply()
     start.logging_config.apply()
@@ -514,10 +576,9 @@ def _set_up(start: WorkerStart) -> None:
     # worker starts gets the default action back, as exec resets handlers.
     for number in NOT_FOR_US:
         signal.signal(number, lambda *_: None)
-    # Printing to a terminal that others have (`stty tostop`) stops nobody.
-    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for name, action in _ACTIONS.items():
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), action)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError, ValueError):
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -528,8 +589,8 @@ def _set_up(start: WorkerStart) -> None:
         f.write(str(_OOM_SCORE))
     # When a worker wakes, it does not push the training thread off its core:
     # their turns get longer, and the caches stay warm.
-    if os.sched_getscheduler(0) == os.SCHED_OTHER:
-        with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, AttributeError):
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     sys.breakpointhook = exceptions.no_breakpoint
     # A fork has the trainer's; nobody could tell whom a line is for.

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.metrics.timing import Timing
-from keras_fastdata.workers import log_forwarding, supervisor
+from keras_fastdata.workers import environment, log_forwarding, supervisor
 from keras_fastdata.workers.base import PoolPlan
 from keras_fastdata.workers.in_flight import InFlight, Task, TaskState
-from keras_fastdata.workers.process import launchers, messages, worker_main
+from keras_fastdata.workers.process import messages, worker_main
 from keras_fastdata.workers.ray import actor, cluster
 from keras_fastdata.workers.ray.object_store import RemoteDataset
 from keras_fastdata.workers.ray.options import Options
@@ -483,13 +483,13 @@ def _actor_maker(plan: RayPlan) -> Callable[[], Any]:
 
     options = dict(plan.options.actor)
     runtime_env = dict(options.pop("runtime_env", None) or {})
-    clean = launchers.CLEAN_ENVIRONMENT
+    clean = environment.CLEAN_ENVIRONMENT
     if options.get("num_gpus"):
-        seen = launchers.NO_ACCELERATOR
+        seen = environment.NO_ACCELERATOR
         clean = {name: clean[name] for name in clean if name not in seen}
     runtime_env["env_vars"] = {
         **clean,
-        **launchers.hash_seed(),
+        **environment.hash_seed(),
         **runtime_env.get("env_vars", {}),
         **(plan.worker_env or {}),
     }

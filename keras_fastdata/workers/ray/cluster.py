@@ -20,6 +20,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from keras_fastdata import _process_role
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.workers.ray.options import Options
 
@@ -50,7 +51,7 @@ def _after_fork() -> None:
     _is_inherited = ray is not None and ray.is_initialized()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+_process_role.at_fork(after_in_child=_after_fork)
 
 
 class Session:
