@@ -344,7 +344,7 @@ OF_EVERY_BATCH = frozenset(
 
 
 def kind_after(facts: Facts, before: Facts, shown: Kind) -> Kind:
-    """Returns the kind to show for an epoch after another one.
+    """Returns the reason to show for an epoch, given the previous reason.
 
     On a busy machine, epochs differ a little without a reason. So an epoch
     keeps the kind of the epoch before, unless it waited clearly longer or
@@ -376,7 +376,7 @@ def with_call_of(verdict: Verdict, other: Verdict) -> Verdict:
 
 
 def kind_of(facts: Facts) -> Kind:
-    """Returns the kind of reason that measurements show by themselves."""
+    """Determines the main reason for waiting from the measurements."""
     whole_s, lost_s = facts.wall_s + facts.start_s, facts.lost_s + facts.start_s
     if facts.start_s > max(_MOST_OF * lost_s, WORTH_A_CHANGE * whole_s):
         return Kind.LATE_START

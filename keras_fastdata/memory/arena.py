@@ -68,14 +68,14 @@ class SlotRef(weakref.ref[Any]):
 def slot_ref(
     root: Bytes, slot: int, returned: Callable[[SlotRef], None]
 ) -> SlotRef:
-    """Makes a reference that `returned` gets when the root array dies."""
+    """Creates a `SlotRef` that is passed to `returned` when the array dies."""
     reference = SlotRef(root, returned)
     reference.slot = slot
     return reference
 
 
 class _File:
-    """Owns a file descriptor, and closes it with the last reference."""
+    """Owns a file descriptor, and closes it when this object is deleted."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -85,7 +85,7 @@ class _File:
 
 
 class Heartbeats:
-    """Stores which task each worker builds, and since when.
+    """Stores the task that each worker builds, and when the build started.
 
     Args:
         memory: Shared memory that begins with one line for each worker.
@@ -105,16 +105,16 @@ class Heartbeats:
         return int.from_bytes(self._mmap[line : line + 8], "little")
 
     def both(self, worker: int) -> tuple[int, float]:
-        """Returns `worker`'s task and the start time of its build."""
+        """Returns the task that `worker` builds, and the build's start time."""
         return self.heartbeat(worker), self.started_s(worker)
 
     def set_unwanted(self, worker: int, task_id: int) -> None:
-        """Stores the last task that `worker` must not build, or 0 if none."""
+        """Stores the highest task id that `worker` must skip, or 0 if none."""
         start = worker * HEARTBEAT_BYTES + 16
         self._mmap[start : start + 8] = task_id.to_bytes(8, "little")
 
     def unwanted(self, worker: int) -> int:
-        """Returns the last task that `worker` must not build, or 0 if none."""
+        """Returns the highest task id that `worker` must skip, or 0 if none."""
         start = worker * HEARTBEAT_BYTES + 16
         return int.from_bytes(self._mmap[start : start + 8], "little")
 

@@ -28,7 +28,7 @@ _SLOTS = 256  # at least
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Block:
-    """A part of shared memory that one worker has created."""
+    """A block of shared memory that one worker creates."""
 
     number: int  # chosen by the training process
     owner: int  # the number of the worker process
@@ -68,7 +68,7 @@ class BlockArena:
 
     @property
     def segment(self) -> BlockArena:
-        """This object, which has the method `root`."""
+        """This object itself, which implements a segment's method `root`."""
         return self
 
     @property
@@ -115,7 +115,7 @@ class BlockArena:
     # -- the blocks of each worker -------------------------------------------
 
     def add_owner(self) -> int:
-        """Adds a worker process, and returns its number as an owner."""
+        """Registers a worker process, and returns its number as an owner."""
         self._last_owner += 1
         self._idle[self._last_owner] = []
         self._dropped[self._last_owner] = []
@@ -130,7 +130,7 @@ class BlockArena:
         self._dropped.pop(owner, None)
 
     def bind(self, slot: int, owner: int) -> int:
-        """Binds a slot to a block of one worker; returns the block's number."""
+        """Assigns a worker's block to a slot; returns the block's number."""
         idle = self._idle[owner]
         if idle:
             block = idle.pop()
@@ -149,12 +149,12 @@ class BlockArena:
             named_memory.remove(name)
 
     def forget(self, task_ids: Iterable[int]) -> None:
-        """Removes the names of memory that a dead worker has created."""
+        """Removes the names of the shared memory that a dead worker created."""
         for task_id in task_ids:
             named_memory.remove(f"{self.prefix}{task_id:x}")
 
     def take_dropped(self, owner: int) -> list[int]:
-        """Returns the numbers of blocks that a worker is to drop."""
+        """Removes and returns the numbers of blocks that a worker must drop."""
         numbers, self._dropped[owner] = self._dropped[owner], []
         return numbers
 
@@ -178,7 +178,7 @@ class BlockArena:
             self.remove_owner(owner)
 
     def leave_to_forks(self) -> None:
-        """Marks leased blocks as not to be used again: a fork may read them."""
+        """Marks leased blocks as not reusable, since a fork could read them."""
         for slot in list(self._leased):
             if (block := self._bound.get(slot)) is not None:
                 block.is_inherited = True

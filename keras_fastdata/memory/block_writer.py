@@ -43,11 +43,11 @@ class Blocks:
         self._largest = 0
 
     def get(self, number: int) -> mmap.mmap | None:
-        """Returns a block, or `None` if it is not created yet."""
+        """Returns the memory of a block, or `None` before its creation."""
         return self._blocks.get(number)
 
     def make(self, number: int, task_id: int, nbytes: int) -> mmap.mmap:
-        """Creates memory for a block, in place of its former memory."""
+        """Creates new memory for a block, and replaces any former memory."""
         name = f"{self._prefix}{task_id:x}"
         self._largest = max(self._largest, int(nbytes * _GROWTH))
         size = round_up(self._largest, mmap.PAGESIZE)
@@ -64,7 +64,7 @@ class Blocks:
         self._blocks.pop(number, None)
 
     def remove_names(self) -> None:
-        """Removes the names that a dead training process has left."""
+        """Removes the names of all blocks after the training process died."""
         for name in self._names:
             named_memory.remove(name)
 
@@ -84,7 +84,7 @@ class _GrowingBlock:
 
     @property
     def stride(self) -> int:
-        """The number of bytes of the block."""
+        """The size of the block in bytes."""
         return 0 if self._memory is None else len(self._memory)
 
     def root(self, slot: int, start: int, nbytes: int) -> Bytes:
@@ -93,7 +93,7 @@ class _GrowingBlock:
         return np.frombuffer(self._memory, np.uint8, nbytes, start)
 
     def grow(self, nbytes: int, used: int) -> None:
-        """Replaces the memory by a larger one, and copies the used part."""
+        """Replaces the memory with larger memory, and copies the used part."""
         old = self._memory
         self._memory = self._blocks.make(*self._key, nbytes)
         self.is_new = True
@@ -128,7 +128,7 @@ class BlockWriter(SlotWriter):
 
     @property
     def made_nbytes(self) -> int:
-        """The size of the memory that was created for this batch, or 0."""
+        """The size of the memory created for this batch; 0 if none."""
         return self._segment.stride if self._segment.is_new else 0
 
     def empty(
@@ -165,7 +165,7 @@ class BlockWriter(SlotWriter):
             return self._place(nbytes)
 
     def _place(self, nbytes: int) -> tuple[Bytes, int]:
-        """Returns the next part of the block, after a growth if needed."""
+        """Allocates the next part of the block, which grows if necessary."""
         start, block = round_up(self._used), self._segment
         if start + nbytes > block.stride:
             if self._address:

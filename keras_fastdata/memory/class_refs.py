@@ -33,7 +33,7 @@ def reduce_class(cls: type) -> Any:
 
 
 def is_importable(cls: Any) -> bool:
-    """Whether another process can import a class or function by its name."""
+    """Returns whether another process can import a class or function."""
     return cls.__module__ != "__main__" and _lookup(cls.__module__, cls) is cls
 
 

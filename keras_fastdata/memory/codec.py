@@ -63,7 +63,7 @@ class Encoded(NamedTuple):
 
 
 class Writer(Protocol):
-    """The interface to store the arrays of a batch, as `SlotWriter` does.
+    """The methods that `encode` needs to store the arrays of a batch.
 
     A write returns the location and the byte count.
     """
@@ -83,7 +83,7 @@ class Writer(Protocol):
 
 
 class Lender(Protocol):
-    """The interface to lease slots, as `memory.arena.Arena` does."""
+    """The methods of an arena that `decode` needs to lease slots."""
 
     @property
     def segment(self) -> Roots:
@@ -101,7 +101,7 @@ class Lender(Protocol):
 
 
 class Roots(Protocol):
-    """The interface to read slots, as `memory.arena.Segment` does."""
+    """The method of a segment that returns arrays over slots."""
 
     def root(self, slot: int, start: int, nbytes: int) -> Bytes:
         """Returns a new array over part of a slot."""
@@ -323,7 +323,7 @@ def read_appended(segment: Roots, slot: int, used: int, nbytes: int) -> bytes:
 def rebuild_array(
     buffer: Any, dtype: Any, shape: tuple[int, ...], order: Literal["C", "F"]
 ) -> npt.NDArray[Any]:
-    """Builds an array over `buffer`, while a batch is unpickled."""
+    """Creates an array that uses the memory of `buffer`, during unpickling."""
     if 0 in shape:
         return np.empty(shape, dtype)
     kind = layout.data_type(dtype)

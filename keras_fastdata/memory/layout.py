@@ -242,7 +242,7 @@ def _name(dtype: np.dtype[Any]) -> Any:
 
 
 def is_extension(dtype: np.dtype[Any]) -> bool:
-    """Whether `dtype.str` does not identify the dtype."""
+    """Returns whether `dtype.str` is not enough to identify the dtype."""
     return dtype.kind == "V" or dtype.isbuiltin == _EXTENSION
 
 

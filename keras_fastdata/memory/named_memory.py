@@ -23,7 +23,7 @@ with contextlib.suppress(ImportError):
 
 
 def new_prefix() -> str:
-    """Returns a new begin of names, which no other process uses."""
+    """Returns a new, random prefix for the names of shared memory."""
     # macOS allows 30 characters, with the task id.
     return f"kfd_{secrets.token_hex(4)}_"
 
@@ -82,5 +82,5 @@ def remove(name: str) -> None:
 
 
 def _tag(name: str, nbytes: int) -> str:
-    """Returns the name on Windows, where a larger memory needs a new name."""
+    """Returns the name to use on Windows, which also contains the size."""
     return f"{name}_{nbytes:x}"

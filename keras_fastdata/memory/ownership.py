@@ -103,7 +103,7 @@ class _KeptArrays:
 
 
 def _is_view(array: Any) -> bool:
-    """Whether an array is a view of memory that other objects refer to."""
+    """Returns whether an array is a view of memory that is used elsewhere."""
     while isinstance(array.base, np.ndarray):
         if sys.getrefcount(array.base) > _OF_ITS_CONTAINER_ALONE:
             return True
@@ -112,7 +112,7 @@ def _is_view(array: Any) -> bool:
 
 
 def _is_constant(array: Any) -> bool:
-    """Whether no code can write to an array's memory."""
+    """Returns whether no code can write to an array's memory."""
     while isinstance(array.base, np.ndarray) and not array.flags.writeable:
         array = array.base
     if array.flags.writeable:
@@ -129,7 +129,7 @@ def _is_tensor(part: Any) -> bool:
 
 
 def _is_on_host_of_jax(part: Any) -> bool:
-    """Whether an object is a JAX array in CPU memory."""
+    """Returns whether an object is a JAX array in CPU memory."""
     jax = sys.modules.get("jax")
     if jax is None or not isinstance(part, jax.Array):
         return False
@@ -139,7 +139,7 @@ def _is_on_host_of_jax(part: Any) -> bool:
 
 
 def _is_view_tensor(tensor: Any) -> bool:
-    """Whether other tensors or arrays could use a tensor's memory."""
+    """Returns whether other tensors or arrays could use a tensor's memory."""
     try:
         # Storage that cannot be resized may be an array's memory.
         alone = tensor._base is None and tensor.untyped_storage().resizable()
@@ -195,7 +195,7 @@ def map_leaves(function: Callable[[Any], Any], item: Any) -> Any:
 
 
 def _is_mapping(item: Any) -> bool:
-    """Whether an object is a mapping, but not a sparse matrix."""
+    """Returns whether an object is a mapping, but not a sparse matrix."""
     return isinstance(item, Mapping) and not hasattr(item, "shape")
 
 

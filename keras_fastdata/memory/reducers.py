@@ -102,7 +102,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _set_class(cls: type, state: tuple[Any, Any]) -> None:
-    """Sets a class's attributes to those in the training process.
+    """Gives a class in a worker the attributes that the trainer's class has.
 
     Attributes that it had there before, and has no longer, are deleted. Those
     that the worker itself has set stay.
@@ -124,7 +124,7 @@ _received = weakref.WeakKeyDictionary()
 
 
 def _global_name(generator: Any) -> tuple[str, str] | None:
-    """Returns module and name of a random generator; `None` if not global.
+    """Returns a global random generator's module and name; else `None`.
 
     An attribute such as `self.draw = np.random.rand` refers to the worker's
     own generator in a worker, which is seeded for each batch.
@@ -265,7 +265,7 @@ def _map_again(
 
 
 def _is_mapped_at(root: Any) -> bool:
-    """Whether a memory map's path still leads to the mapped file."""
+    """Returns whether a memory map's path still leads to the mapped file."""
     if root.filename is None:
         return False
     address = root.__array_interface__["data"][0]

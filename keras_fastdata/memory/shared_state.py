@@ -83,7 +83,7 @@ class SharedState:
         return None
 
     def _holds(self, extent: _Extent, buffer: memoryview) -> bool:
-        """Whether a part of the file has the same bytes as a buffer."""
+        """Returns whether a part of the file has the same bytes as a buffer."""
         if extent.nbytes != buffer.nbytes:
             return False
         scratch = memoryview(bytearray(min(buffer.nbytes, _COMPARED)))
@@ -150,7 +150,7 @@ def write_shared_state(obj: Any) -> int:
 
 
 def can_be_written(obj: Any) -> bool:
-    """Whether `write_shared_state` can pickle `obj`."""
+    """Returns whether `write_shared_state` can pickle `obj`."""
     try:
         pickle_in_parts(obj)
     except Exception:
@@ -160,7 +160,7 @@ def can_be_written(obj: Any) -> bool:
 
 
 def read_shared_state(fd: int, start: int = 0) -> Any:
-    """Rebuilds an object whose arrays are in a private mapping of the file."""
+    """Rebuilds an object; its arrays use a private mapping of the file."""
     view = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY))
     pickled, count = _HEADER.unpack_from(view, start)
     extents_at = start + _HEADER.size
@@ -208,7 +208,7 @@ def _write_at(fd: int, view: memoryview, offset: int) -> None:
 
 
 def _read_at(fd: int, view: memoryview, offset: int) -> bool:
-    """Fills `view` from a file; returns False if the file ends before that."""
+    """Fills `view` from a file; returns False if the file is too short."""
     os.lseek(fd, offset, os.SEEK_SET)
     with io.FileIO(fd, closefd=False) as file:
         while view.nbytes:
@@ -220,7 +220,7 @@ def _read_at(fd: int, view: memoryview, offset: int) -> bool:
 
 
 def anonymous_file(name: str) -> int:
-    """Returns the descriptor of a new file in memory, which has no path.
+    """Creates a file without a path, and returns the file's descriptor.
 
     Where the system has no such files, it is a temporary file. The system
     deletes the file with the last process that has it open.

@@ -79,7 +79,7 @@ class Builds(Protocol):
     ) -> Any: ...
 
     def adopt(self, newer: Any) -> None:
-        """Replaces the dataset's state with that of the builder `newer`."""
+        """Replaces the dataset's state by the state in the builder `newer`."""
 
     def change(self) -> None:
         """Informs the builder that the dataset has changed."""

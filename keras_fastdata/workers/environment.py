@@ -66,7 +66,7 @@ def interpreter() -> list[str]:
 
 
 def import_paths() -> list[str]:
-    """Returns the folders to import from until `sys.path` is complete."""
+    """Returns the folders that a worker imports from at its very start."""
     package_parent = pathlib.Path(__file__).absolute().parents[2]
     paths = [path for path in sys.path if isinstance(path, str)]
     return [str(package_parent), *paths]

@@ -362,7 +362,7 @@ def _link(
     error: BaseException,
     links: tuple[BaseException | None, BaseException | None, bool],
 ) -> None:
-    """Sets `__cause__`, `__context__` and `__suppress_context__`."""
+    """Sets the cause and the context of an exception."""
     cause, context, suppress = links
     if context is not None or cause is not None:
         _set(error, "__context__", cause if context is None else context)

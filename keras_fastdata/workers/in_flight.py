@@ -185,7 +185,7 @@ class InFlight:
             self._move(task, TaskState.SENT)
 
     def requeue(self, task_ids: Iterable[int]) -> None:
-        """Moves sent tasks that no worker has read to the queue's front.
+        """Moves sent but unread tasks back to the front of the queue.
 
         Their order stays. Cancelled tasks among them are done. A task that was
         sent while a signal handler raised an exception in `send` is not in the
@@ -216,7 +216,7 @@ class InFlight:
         return len(self._queued) + len(self._sent) + len(self._cancelled)
 
     def is_out(self, request_ids: Collection[int]) -> bool:
-        """Whether any of the given requests is queued or sent."""
+        """Returns whether any of the given requests is queued or sent."""
         return any(
             task.request.request_id in request_ids for task in self._wanted()
         )

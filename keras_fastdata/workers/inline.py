@@ -1,4 +1,4 @@
-"""Builds batches in the calling thread, on request (`workers=0`).
+"""Builds batches in the thread that requests them (`workers=0`).
 
 `wait` builds them, because the engine holds no lock while it waits.
 """
@@ -45,7 +45,7 @@ class InlinePool(WorkerPool):
         return True
 
     def wait(self, timeout_s: float) -> None:
-        """Builds the next batch in this thread, because no worker does.
+        """Builds the next batch in the calling thread; no other thread builds.
 
         A later call repeats an interrupted build.
         """

@@ -50,7 +50,7 @@ class RestartPolicy:
         return tuple(self._losses)
 
     def replaces(self, worker: int) -> bool:
-        """Whether a dead worker is to be replaced."""
+        """Returns whether to replace a dead worker."""
         return worker not in self._unreplaced
 
     def record(self, worker: int, pid: int, *, counts: bool = True) -> None:
@@ -87,6 +87,6 @@ class RestartPolicy:
         return None
 
     def end(self) -> WorkerExit:
-        """Returns the latest `WorkerExit`, as the reason why requests fail."""
+        """Returns how the last worker ended, as the reason for failures."""
         assert self._last is not None
         return self._last

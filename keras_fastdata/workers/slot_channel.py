@@ -47,7 +47,7 @@ class SlotWorker(Worker):
         return f"worker {self.index} (pid {self.pid})"
 
     def has_been_told(self, version: int) -> None:
-        """Stores the version of the dataset's state that was sent to it."""
+        """Stores the version of the dataset's state last sent to the worker."""
         self.version = version
 
     def look(self, heartbeats: Heartbeats) -> None:
@@ -104,7 +104,7 @@ class SlotChannel(Transport[W], Generic[W]):
 
     @property
     def importing(self) -> str:
-        """The package that is imported before workers start, or ""."""
+        """The package that is imported before workers start, or "" if none."""
         return ""
 
     def open(self) -> None:
@@ -158,7 +158,7 @@ class SlotChannel(Transport[W], Generic[W]):
         raise NotImplementedError
 
     def keep_slots_of(self, worker: W) -> None:
-        """Never uses again the slots that an abandoned worker may write to."""
+        """Prevents the reuse of slots that an abandoned worker can write to."""
         raise NotImplementedError
 
     def ask_to_end(self) -> None:
@@ -166,7 +166,7 @@ class SlotChannel(Transport[W], Generic[W]):
         raise NotImplementedError
 
     def forget_workers(self) -> None:
-        """Closes the connections from `open`, after workers are removed."""
+        """Closes the connections made by `open`, after workers are removed."""
 
     def close(self) -> None:
         """Releases all resources, after all workers are removed."""
@@ -177,7 +177,7 @@ class SlotChannel(Transport[W], Generic[W]):
         raise NotImplementedError
 
     def _unclaimed(self) -> Callable[[W], int | None]:
-        """Returns a function that finds a worker's oldest unbegun task."""
+        """Returns a function that finds the oldest unread task of a worker."""
         raise NotImplementedError
 
     # -- shared -------------------------------------------

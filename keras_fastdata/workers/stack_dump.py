@@ -41,7 +41,7 @@ def enable(fd: int) -> None:
 
 
 def request(pid: int, pidfd: int, fd: int) -> str:
-    """Returns a process's Python stacks; if unavailable, the reason."""
+    """Returns a process's Python stacks, or why they are unavailable."""
     state = status_of(pid)
     match state.get("State", "")[:1]:
         case "T" | "t":

@@ -84,7 +84,7 @@ class Worker:
         self.state = state
 
     def starts_anew(self, now_s: float) -> None:
-        """Stores `now_s` as the start of the worker's next start-up step."""
+        """Restarts the measurement of the worker's start-up time at `now_s`."""
         self.started_s = now_s
 
     def loaded(self) -> None:
@@ -130,7 +130,7 @@ class Transport(Protocol[W]):
         """Returns the activities of all busy workers that were not killed."""
 
     def has_moved_on(self, worker: W) -> bool:
-        """Whether the worker now does something else than in `activities`."""
+        """Returns whether the worker's task has changed since `activities`."""
 
     def kill(self, worker: W) -> None:
         """Tries to kill a worker."""
@@ -139,7 +139,7 @@ class Transport(Protocol[W]):
         """Stops tracking a worker that was killed but does not end."""
 
     def recover(self, worker: W) -> list[Task]:
-        """Requeues a lost worker's tasks, except for the suspected causes.
+        """Requeues a lost worker's tasks, except tasks that could be the cause.
 
         Returns the tasks that may have caused the loss, the likeliest first.
         Their state is DONE, and the caller owns their slots.

@@ -1,4 +1,4 @@
-"""Starts worker processes, and reaches each of them by pipes of its own.
+"""Starts worker processes, and connects each worker by its own pipes.
 
     trainer --task, version, block to drop--> task pipe of one worker
     trainer <--message-- result pipe of the worker
@@ -241,7 +241,7 @@ class PipeChannel(SlotChannel[PipeWorker]):
                 raise
 
     def _ready(self, timeout_s: float) -> list[PipeWorker]:
-        """Waits for messages; returns the workers with a message or an end."""
+        """Waits for messages; returns workers that sent one or have ended."""
         ends: dict[object, PipeWorker] = {
             worker.results.pipe: worker
             for worker in list(self.workers.values())
@@ -323,7 +323,7 @@ class PipeChannel(SlotChannel[PipeWorker]):
         return functools.partial(self._stack_of, worker)
 
     def _stack_of(self, worker: PipeWorker) -> str:
-        """Asks a worker for its stacks, and waits up to a second for them."""
+        """Requests a worker's stacks, and waits up to a second for them."""
         question = _QUESTION.pack(next(self._questions))
         deadline = time.monotonic() + _STACK_TIMEOUT_S
         pipe = worker.answers.pipe
@@ -412,7 +412,7 @@ class PipeChannel(SlotChannel[PipeWorker]):
 
 
 def _written_stack(stacks: int) -> str:
-    """Reads the stacks that a worker has written; returns "" for none."""
+    """Reads the stacks that a worker has written; returns "" if none."""
     with contextlib.suppress(OSError, ValueError):
         # A read would move the offset at which the worker writes.
         size = os.fstat(stacks).st_size

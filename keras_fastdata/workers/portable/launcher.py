@@ -36,7 +36,7 @@ with contextlib.suppress(ImportError):
 def start(
     environ: dict[str, str], files: Sequence[int], pipes: Sequence[Connection]
 ) -> subprocess.Popen[bytes]:
-    """Starts a worker, which gets the given descriptors and ends of pipes."""
+    """Starts a worker that inherits the given descriptors and pipe ends."""
     handles = [_handle_of(fd) for fd in files]
     ends = [end.fileno() for end in pipes]
     code = _BOOTSTRAP.format(

@@ -47,7 +47,7 @@ class Inbox:
         self._parts: list[bytes] = []
 
     def receive_part(self) -> bytes | None:
-        """Waits for a part of a message; returns a complete message or `None`.
+        """Waits for a part of a message; returns a message once complete.
 
         Raises:
             EOFError: The writer has ended. (Also `OSError`.)
@@ -61,7 +61,7 @@ class Inbox:
         return message
 
     def receive(self) -> bytes:
-        """Waits for a message.
+        """Waits for a message, and returns the message.
 
         Raises:
             EOFError: The writer has ended. (Also `OSError`.)

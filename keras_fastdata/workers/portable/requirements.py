@@ -43,7 +43,7 @@ def _can_import(name: str) -> bool:
 
 
 def _tried(make: Callable[[], int]) -> bool:
-    """Whether the system permits a call, even if the call fails."""
+    """Returns whether the system permits a call, even if the call fails."""
     try:
         os.close(make())
     except OSError as error:

@@ -53,7 +53,7 @@ class PipeStart(WorkerStart):
 
 
 def run(trainer: int, files: Sequence[int], pipes: Sequence[int]) -> NoReturn:
-    """Runs a worker until the training process closes its pipe.
+    """Runs a worker until the training process closes the task pipe.
 
     Args:
         trainer: The training process's id.
@@ -160,7 +160,7 @@ def _restart_timer(stacks: int) -> None:
 
 
 class _PipeLoop(WorkerLoop):
-    """Runs a worker that has pipes and shared memory of its own."""
+    """Runs a worker that has its own pipes and its own shared memory."""
 
     def __init__(
         self,

@@ -135,7 +135,7 @@ def reseed() -> None:
 
 @contextlib.contextmanager
 def _noting_unseeded() -> Iterator[None]:
-    """Notes each `random.Random` that is made or seeded without a seed."""
+    """Records `random.Random` objects that the `with` block leaves unseeded."""
     seed = random.Random.seed
 
     def note(self: random.Random, a: Any = None, version: int = 2) -> None:

@@ -434,7 +434,7 @@ class _Forkserver:
         return child is not None and messages.wait_readable(child.pidfd, 0)
 
     def _follow_import(self) -> None:
-        """Starts the import, or handles the notices of its progress."""
+        """Starts the imports, or handles the notices about their progress."""
         try:
             if self._child is None:
                 self._begin_import()
@@ -642,7 +642,7 @@ def _join(key: _Key) -> _Forkserver:
 
 
 def _base_of(key: _Key) -> _Forkserver:
-    """Returns the fork server that a new fork server is to be forked from.
+    """Returns the fork server from which to fork a new fork server.
 
     It has the most of the packages that are wanted, and no others. The new
     fork server counts as one of its users.

@@ -148,7 +148,7 @@ class ProcessPool(supervisor.SupervisedPool[W]):
         self._in_flight.send(self._channel.send)
 
     def _unqueue(self) -> None:
-        """Moves unread tasks from the task socket back to the queue."""
+        """Moves sent tasks that no worker has read back to the queue."""
         self._in_flight.requeue(self._channel.unread())
 
     # -- receiving ----------------------------------------------------------

@@ -344,7 +344,7 @@ class WorkerLoop:
         raise NotImplementedError
 
     def _leave_slots(self) -> None:
-        """Makes slot memory private in a child that the dataset has forked."""
+        """Makes slot memory private in a process that the dataset forks."""
         for writer in self._writers:
             writer.make_private()
 
