@@ -65,6 +65,7 @@ class Step(NamedTuple):
         sampled: Whether the device had done all before and after it.
         calls: How many these were.
         compiled: Whether one of them compiled, as the end of the epoch showed.
+        excluded_s: Its seconds that belong to no step, such as saving.
     """
 
     phase: str
@@ -76,11 +77,13 @@ class Step(NamedTuple):
     sampled: bool
     calls: int = 1
     compiled: bool = False
+    excluded_s: float = 0.0
 
     @property
     def own_s(self) -> float:
         """The seconds of the step without the wait for data."""
-        return max(0.0, self.ended_s - self.began_s - self.waited_s)
+        took_s = self.ended_s - self.began_s
+        return max(0.0, took_s - self.waited_s - self.excluded_s)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,6 +282,7 @@ class StepClock:
             self._synchronize()
             now_s = time.monotonic()
         self._mark = mark = self._read(now_s)
+        excluded_s = mark.excluded_s - before.excluded_s
         waited_s = mark.no_step_s - before.no_step_s
         own_s = max(0.0, now_s - before.at_s - waited_s)
         sums.own_s += own_s
@@ -293,9 +297,10 @@ class StepClock:
                     self._number,
                     before.at_s,
                     now_s,
-                    waited_s,
+                    mark.waited_s - before.waited_s,
                     is_isolated,
                     self._calls,
+                    excluded_s=excluded_s,
                 )
             )
             quiesced_s = mark.quiesced_s - before.quiesced_s
@@ -308,7 +313,7 @@ class StepClock:
                 pause_s = _PAUSE_S * max(1.0, sums.fresh / _ENOUGH)
                 self._next_s = now_s + max(pause_s, cost_s)
             self._unmet += self._calls
-            whole_s = own_s + waited_s - (mark.excluded_s - before.excluded_s)
+            whole_s = own_s + waited_s - excluded_s
             whole_s -= mark.hook_s - before.hook_s  # no other step has one
             if self.state is not SamplingState.OFF and not compiles:
                 sums.disturbed += self._calls

@@ -118,6 +118,11 @@ class EpochHealth:
         return self.wall_s * self.data_wait
 
     @property
+    def slowed_s(self) -> float:
+        """The seconds of `waited_s` by which builds slow down the steps."""
+        return 0.0 if self.facts is None else self.facts.slowed_s
+
+    @property
     def lost_s(self) -> float:
         """The sum of `waited_s` and `start_s`."""
         return self.waited_s + self.start_s

@@ -179,6 +179,11 @@ class Facts:
         return max(0.0, self.wall_s - self.free_s)
 
     @property
+    def slowed_s(self) -> float:
+        """The seconds of `lost_s` by which builds slow down the steps."""
+        return max(0.0, self.lost_s - self.wait_s - self.hook_s)
+
+    @property
     def data_wait(self) -> float:
         """The share of `lost_s` in the wall time, from 0 to 1."""
         return min(1.0, self.lost_s / self.wall_s) if self.wall_s > 0 else 0.0
@@ -291,7 +296,8 @@ def judge(facts: Facts, kind: Kind | None = None) -> Verdict:
     kind = kind or kind_of(facts)
     evidence, advice = _REASONS[kind](facts)
     free_s, wall_s = facts.free_s / facts.epochs, facts.wall_s / facts.epochs
-    call, saves_s = "", facts.lost_s / facts.epochs
+    lost_s = facts.lost_s
+    call, saves_s = "", lost_s / facts.epochs
     noun = _NOUNS[facts.phase]
     forecast_s = math.nan
     if kind is Kind.LATE_START:
@@ -301,6 +307,9 @@ def judge(facts: Facts, kind: Kind | None = None) -> Verdict:
             f"Steps and waits of {noun} take {formatting.duration(wall_s)}, "
             f"the steps alone {formatting.duration(free_s)}"
         )
+        if kind is not Kind.COMPUTE_BOUND and facts.slowed_s > _SOME * lost_s:
+            slowed = formatting.duration(facts.slowed_s / facts.epochs)
+            both += f"; beside builds, they take {slowed} longer"
         evidence = f"{evidence} {both}." if evidence else f"{both}: {_CEILING}."
     if kind in _ANSWERED:
         call, promised_s = other_workers(facts)

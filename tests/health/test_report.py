@@ -22,11 +22,17 @@ import tomllib
 import keras
 import numpy as np
 import pytest
-from health_records import START_S, empty_record, simulated_record
+from health_records import (
+    BUSY_BUILDER,
+    START_S,
+    empty_record,
+    simulated_record,
+)
 from samples import Numbered
 
 import keras_fastdata
 from keras_fastdata import GeneratorDataset, LoaderHealth
+from keras_fastdata.health.account import TimeAccount
 from keras_fastdata.health.hot_lines import HotLine
 from keras_fastdata.health.report import axes, drawing, windows
 from keras_fastdata.health.report.figure import plot
@@ -485,6 +491,87 @@ def test_waiting_and_computing_fill_every_step():
     assert filled == pytest.approx(drawing.WIDTH * drawing.HEIGHT, rel=0.02)
 
 
+def _slowed(beside_s=0.008, device_s=0.0):
+    """A run whose host sees no more waiting than the account has.
+
+    Builds slow down each step by `beside_s`, and for `device_s` of each wait
+    the device still computes.
+    """
+    record = simulated_record(workers=1, epochs=2, batches=40, build_s=0.03)
+    epochs = []
+    for epoch in record.summary.epochs:
+        steps = [step for step in record.steps if step.epoch == epoch.epoch]
+        wait_s = sum(step.waited_s for step in steps)
+        lost_s = wait_s + len(steps) * (beside_s - device_s)
+        facts = dataclasses.replace(
+            BUSY_BUILDER,
+            wall_s=epoch.wall_s,
+            free_s=epoch.wall_s - lost_s,
+            wait_s=wait_s,
+        )
+        changes = {"facts": facts, "data_wait": facts.data_wait}
+        epochs.append(
+            dataclasses.replace(epoch, **changes, step_s=0.01 - beside_s)
+        )
+    account = TimeAccount(
+        steps_s=sum(epoch.wall_s - epoch.waited_s for epoch in epochs),
+        waiting_s=sum(epoch.waited_s for epoch in epochs),
+    )
+    summary = summarize(epochs, [], None, account)
+    return dataclasses.replace(record, summary=summary)
+
+
+@pytest.mark.parametrize(
+    ("record", "parts"),
+    [
+        (_slowed(), {"wait", "slowed", "compute"}),
+        (_slowed(beside_s=0.0), {"wait", "compute"}),
+        (_slowed(beside_s=0.0, device_s=0.004), {"wait", "compute"}),
+    ],
+    ids=["builds beside steps", "no step is slower", "device computes"],
+)
+def test_the_charts_divide_the_time_as_the_account_does(record, parts):
+    begin_s, end_s = record.steps[0].began_s, record.steps[-1].ended_s
+    charts = {chart.name: chart for chart in drawing.over_time(record)}
+    per_s = drawing.WIDTH * drawing.HEIGHT / (end_s - begin_s)
+    drawn = collections.Counter()
+    for box in charts["Training"].boxes:
+        drawn[box.what] += box.width * box.height / per_s
+    assert set(drawn) == parts
+    account = record.summary.account
+    lost_s = drawn["wait"] + drawn["slowed"]
+    assert lost_s == pytest.approx(account.waiting_s, rel=0.01)
+    assert drawn["compute"] == pytest.approx(account.steps_s, rel=0.01)
+    window = windows.Window("all", begin_s, end_s)
+    training = windows.rows(record, window, pixel_s=1e-9)[0]
+    barred = collections.Counter()
+    for bar in training.bars:
+        barred[bar.what] += bar.end_s - bar.begin_s
+    assert barred == pytest.approx(drawn, rel=0.01)
+
+
+def test_saving_is_neither_waiting_nor_computing():
+    record = simulated_record(epochs=1, batches=30)
+    *steps, last = record.steps
+    saves = last._replace(ended_s=last.ended_s + 9.0, excluded_s=9.0)
+    record = dataclasses.replace(record, steps=(*steps, saves))
+    window = windows.Window("all", steps[0].began_s, saves.ended_s)
+    bars = windows.rows(record, window, pixel_s=1e-9)[0].bars
+    assert max(bar.end_s for bar in bars) == pytest.approx(last.ended_s)
+
+
+def test_the_page_says_how_long_builds_slow_the_steps_down(written):
+    record = _slowed()
+    slowed_s = sum(epoch.slowed_s for epoch in record.summary.epochs)
+    told = formatting.duration(slowed_s)
+    page = written(record)
+    assert f"{told} of it: builds slow the steps down" in _parse(page).text
+    assert '<i class="slowed"></i>slowed down by builds' in page
+    page = written(_slowed(beside_s=0.0))
+    assert "slow the steps" not in page
+    assert "slowed down by" not in page
+
+
 def test_batches_built_in_the_caller_have_no_queue():
     record = simulated_record(workers=1)
     record.settings["workers"] = 0
@@ -881,6 +968,28 @@ def test_the_line_of_the_mean_stands_out_from_what_is_behind_it(shown, scheme):
     assert line == key
     assert abs(line - plane) > 70
     assert abs(line - (opacity * box + (1 - opacity) * plane)) > 70
+
+
+@_in_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_lines_of_a_histogram_stand_out_from_its_bars(shown, scheme):
+    browser = shown(simulated_record())
+    browser.execute_cdp_cmd(
+        "Emulation.setEmulatedMedia",
+        {"features": [{"name": "prefers-color-scheme", "value": scheme}]},
+    )
+    colors = browser.execute_script(
+        """
+        const of = (css, name) =>
+          getComputedStyle(document.querySelector(css))[name];
+        return [of("line.median", "stroke"),
+                of(".chart svg", "backgroundColor"),
+                of("rect.bin", "fill"), of("rect.bin", "fillOpacity")]
+        """
+    )
+    line, plane, box = map(_brightness, colors[:3])
+    opacity = float(colors[3])
+    assert abs(line - (opacity * box + (1 - opacity) * plane)) > 90
 
 
 def _brightness(color):

@@ -18,9 +18,10 @@ from keras_fastdata.health.account import TimeAccount
 from keras_fastdata.health.record import Record
 from keras_fastdata.health.step_clock import Step
 from keras_fastdata.health.summary import EpochHealth, summarize
-from keras_fastdata.health.verdict import Kind, Verdict
+from keras_fastdata.health.verdict import Facts, Kind, Verdict
 from keras_fastdata.metrics.pool_stats import WorkerLoss
 from keras_fastdata.metrics.recorder import Skipped, Slow, Span
+from keras_fastdata.metrics.worker_kinds import WorkerKind
 
 START_S = 5000.0
 _COPY_S = 0.0008
@@ -29,6 +30,33 @@ _VERDICT = Verdict(
     "Building a batch takes 50 ms, and 90% of that it waits for files.",
     "Waiting needs no core: pass `workers=8`: 2.0 s an epoch at best.",
     2.5,
+)
+
+
+# 100 batches in 10 s, of which steps need 2: one process that computes.
+BUSY_BUILDER = Facts(
+    workers_are=WorkerKind.PROCESS,
+    workers=1,
+    max_queue_size=10,
+    batches=100,
+    nbytes=100_000_000,
+    wall_s=10.0,
+    free_s=2.0,
+    build_s=9.5,
+    cpu_s=9.3,
+    delay_s=0.1,
+    store_s=0.1,
+    open_s=0.0,
+    wait_s=8.0,
+    build_s_p50=0.095,
+    first_wait_s=0.1,
+    hook_s=0.0,
+    retried=0,
+    retried_wait_s=0.0,
+    restarts=0,
+    slowest=(Slow(0.1, 17, 0.1),),
+    cores=8,
+    busy_cores=1.5,
 )
 
 

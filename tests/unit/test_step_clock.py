@@ -400,6 +400,10 @@ def test_time_aside_belongs_to_no_epoch(world):
     real.recorder.exclude(10)
     stretch = real.clock.end()
     assert stretch.wall_s == pytest.approx(5 * (0.02 + 2 * HOST_S), rel=0.01)
+    last = real.seen[-1]
+    assert last.excluded_s == 10
+    assert last.waited_s == pytest.approx(0.01)
+    assert last.own_s == pytest.approx(0.01 + 2 * HOST_S)
 
 
 def test_steps_outside_an_epoch_are_not_looked_at(world):

@@ -11,7 +11,7 @@ import re
 
 import places
 import pytest
-from health_records import simulated_record
+from health_records import BUSY_BUILDER, simulated_record
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -33,33 +33,6 @@ from keras_fastdata.metrics.cost_model import Costs
 from keras_fastdata.metrics.pool_stats import TuningDecision
 from keras_fastdata.metrics.recorder import Slow
 from keras_fastdata.metrics.worker_kinds import WorkerKind
-
-# 100 batches in 10 s, of which steps need 2: one process that computes.
-BUSY_BUILDER = Facts(
-    workers_are=WorkerKind.PROCESS,
-    workers=1,
-    max_queue_size=10,
-    batches=100,
-    nbytes=100_000_000,
-    wall_s=10.0,
-    free_s=2.0,
-    build_s=9.5,
-    cpu_s=9.3,
-    delay_s=0.1,
-    store_s=0.1,
-    open_s=0.0,
-    wait_s=8.0,
-    build_s_p50=0.095,
-    first_wait_s=0.1,
-    hook_s=0.0,
-    retried=0,
-    retried_wait_s=0.0,
-    restarts=0,
-    slowest=(Slow(0.1, 17, 0.1),),
-    cores=8,
-    busy_cores=1.5,
-)
-
 
 LOCAL = [kind for kind in WorkerKind if kind is not WorkerKind.RAY]
 EPOCH = simulated_record(epochs=1).summary.epochs[0]
@@ -153,6 +126,17 @@ def test_full_cores_are_said_to_be_busy_with_training_builds_or_others(
 ):
     known = {"cpu_s": 9.0, "trainer_cpu_s": 3.0, "elapsed_s": 10.0}
     assert told in judge(facts(**FULL | known | changes)).evidence
+
+
+def test_steps_that_builds_slow_down_are_told():
+    slower = facts(wait_s=5.0)
+    assert slower.slowed_s == pytest.approx(3.0)
+    told = "the steps alone 2.0 s; beside builds, they take 3.0 s longer."
+    assert judge(slower).evidence.endswith(told)
+    both = changed(slower, wall_s=20.0, free_s=4.0, wait_s=10.0, epochs=2)
+    assert judge(both).evidence.endswith(told)
+    assert "beside builds" not in judge(facts()).evidence
+    assert "beside builds" not in judge(facts(free_s=9.5, wait_s=0)).evidence
 
 
 def test_the_ceiling_is_told_in_seconds_and_as_a_factor():

@@ -26,6 +26,13 @@ _LEAST_WIDTH = 0.8  # of a visible shape
 _QUANTILES = {"median": "median", "p95": "95% are within"}
 _GAP = 1.0  # between batches
 _LEAST_OPACITY = 0.35
+_SEEN = 0.005  # of the time; less is not drawn
+_VERBS = {
+    "wait": "waits for data",
+    "slowed": "is slowed down by builds",
+    "compile": "compiles",
+    "compute": "computes",
+}
 
 
 class Box(NamedTuple):
@@ -214,7 +221,7 @@ def _timeline(record: Record, window: windows.Window) -> Chart:
         waiting=sum(
             bar.share * (bar.end_s - bar.begin_s)
             for bar in rows[0].bars
-            if bar.what == "wait"
+            if bar.what in ("wait", "slowed")
         )
         / (view.end_s - view.begin_s),
     )
@@ -231,12 +238,20 @@ def _keys(record: Record) -> Iterator[tuple[str, str]]:
     if any(step.compiled for step in record.steps):
         yield "compile", "training compiles"
     yield "wait", "training waits for data"
+    if _is_slowed(record):
+        yield "slowed", "slowed down by builds, counted as waiting"
     yield "build", "a batch is built"
     if record.settings.get("use_multiprocessing"):
         yield "copy", "and copied to shared memory"
     yield "idle", "idle"
     if record.lost:
         yield "lost", "lost, until replaced"
+
+
+def _is_slowed(record: Record) -> bool:
+    """Returns whether builds slow any step down visibly."""
+    phases = record.summary.phases
+    return any(phase.slowed_s > _SEEN * phase.wall_s for phase in phases)
 
 
 def _epochs(record: Record, view: _View) -> Chart:
@@ -262,19 +277,22 @@ def _epochs(record: Record, view: _View) -> Chart:
 
 
 def _waiting(record: Record, view: _View) -> Chart:
-    """Charts the shares of waiting, compiling and computing over time."""
+    """Charts the parts of the steps over time."""
     bins = min(_BINS, max(_LEAST_BINS, len(record.steps)))
     edges = np.linspace(view.begin_s, view.end_s, bins + 1)
     began = np.array([step.began_s for step in record.steps])
     ended = np.array([step.ended_s for step in record.steps])
-    waited = np.array([step.waited_s for step in record.steps])
+    ended -= np.array([step.excluded_s for step in record.steps])
+    waited, slowed = windows.waits(record)
     turned = np.minimum(began + waited, ended)
+    slower = np.maximum(ended - slowed, turned)
     bin_s = edges[1] - edges[0]
     is_compiling = np.array([step.compiled for step in record.steps])
-    computed = np.where(is_compiling, turned, ended)
+    computed = np.where(is_compiling, turned, slower)
     shares = {
         "wait": _covered(edges, began, turned) / bin_s,
-        "compile": _covered(edges, computed, ended) / bin_s,
+        "slowed": _covered(edges, slower, ended) / bin_s,
+        "compile": _covered(edges, computed, slower) / bin_s,
         "compute": _covered(edges, turned, computed) / bin_s,
     }
     boxes = []
@@ -283,7 +301,7 @@ def _waiting(record: Record, view: _View) -> Chart:
         when = view.between(edges[place], edges[place + 1])
         for what, found in shares.items():
             share = float(found[place])
-            if share < 0.005:
+            if share < _SEEN:
                 continue
             height = min(top, _rounded(HEIGHT * share))
             top = _rounded(top - height)
@@ -295,20 +313,21 @@ def _waiting(record: Record, view: _View) -> Chart:
                     _rounded(WIDTH / bins),
                     height,
                     1.0,
-                    f"{what}s {formatting.share(share)} of the time ({when})",
+                    f"{_VERBS[what]} {formatting.share(share)} of the time "
+                    f"({when})",
                 )
             )
     return Chart(
         "Training",
-        "share of the time that it waits for data, compiles, and computes",
+        "shares of the time, counted as in the table of epochs",
         HEIGHT,
         tuple(boxes),
         view.marks(),
         tuple(axes.Mark(s, formatting.share(s)) for s in (0.0, 0.5, 1.0)),
-        keys=(
-            ("wait", "waits for data"),
-            *([("compile", "compiles")] if is_compiling.any() else []),
-            ("compute", "computes"),
+        keys=tuple(
+            (what, verb)
+            for what, verb in _VERBS.items()
+            if any(box.what == what for box in boxes)
         ),
     )
 

@@ -22,6 +22,7 @@ _COLORS = {
     "compute": "#009e73",
     "compile": "#cc79a7",
     "wait": "#e69f00",
+    "slowed": "#f0e442",
     "build": "#0072b2",
     "copy": "#56b4e9",
     "lost": "#cc3311",
@@ -30,12 +31,14 @@ _LABELS = {
     "compute": "training computes",
     "compile": "compiles",
     "wait": "waits for data",
+    "slowed": "slowed by builds",
     "build": "worker builds",
     "copy": "copies",
     "lost": "lost",
 }
 _WIDTH_IN = 11.0
 _PIXELS = 900  # of the timeline's width
+_BINS_ALPHA = 0.55  # of histograms: lines stand out from their bars
 
 
 def plot(record: Record) -> Figure:
@@ -112,9 +115,8 @@ def _draw_timeline(panel: Axes, record: Record) -> None:
     panel.set_facecolor("#eef0f3")
     which = "" if len(parts) == 1 else f", {part.name}"
     panel.set_title(f"timeline{which}", loc="left", fontsize="medium")
-    hidden = {"lost"} if not record.lost else set()
-    if not any(step.compiled for step in record.steps):
-        hidden.add("compile")
+    seen = {bar.what for row in rows for bar in row.bars}
+    hidden = {"lost", "compile", "slowed"} - seen
     panel.legend(
         handles=[
             Patch(color=_COLORS[what], label=_LABELS[what])
@@ -148,7 +150,10 @@ def _draw_histogram(
     if figure is None:
         _say_empty(panel, name)
         return
-    panel.stairs(figure.counts, figure.edges, fill=True, color=_COLORS["build"])
+    color = _COLORS["build"]
+    panel.stairs(
+        figure.counts, figure.edges, fill=True, color=color, alpha=_BINS_ALPHA
+    )
     if figure.is_log:
         panel.set_xscale("log")
     low, high = float(figure.edges[0]), float(figure.edges[-1])

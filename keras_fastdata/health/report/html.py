@@ -23,6 +23,7 @@ from keras_fastdata.health.summary import (
     HealthSummary,
 )
 from keras_fastdata.metrics import formatting
+from keras_fastdata.metrics.cost_model import WORTH
 from keras_fastdata.metrics.recorder import Slow, Span
 
 _MOST_SLOW = 12
@@ -52,11 +53,7 @@ _COLUMNS: tuple[tuple[str, bool, Callable[[EpochHealth], str]], ...] = (
     ("Wait, 95%", False, lambda e: formatting.duration(e.wait_s_p95)),
     ("Queue depth", False, lambda e: f"{e.queue_depth_mean:.1f}"),
     ("Workers busy", False, lambda e: formatting.share(e.worker_utilization)),
-    (
-        "Cores busy: training + builds + others",
-        False,
-        lambda epoch: _cores(epoch),
-    ),
+    ("Cores busy", False, lambda e: _cores(e)),
     ("Arrays", True, lambda e: formatting.size(e.nbytes)),
     ("Workers' memory", True, lambda e: _size(e.workers_nbytes)),
     ("Shared memory", True, lambda e: formatting.size(e.shared_nbytes)),
@@ -137,6 +134,7 @@ def _view(record: Record) -> dict[str, Any]:
         "figures": summary.figures.to_json(),
         "compared": _compared(summary),
         "account_colours": _ACCOUNT_COLOURS,
+        "slowed": _slowed(summary),
         "took_s": record.ended_s - record.began_s,
         "timelines": timelines,
         "most_waiting": max((c.waiting for c in timelines), default=0.0),
@@ -157,6 +155,21 @@ def _view(record: Record) -> dict[str, Any]:
         "retried": _retried(record),
         "width": drawing.WIDTH,
     }
+
+
+def _slowed(summary: HealthSummary) -> dict[str, float]:
+    """Returns by name the parts of the account that contain slower steps.
+
+    The values are the seconds by which builds slow the steps down.
+    """
+    seconds = {
+        "waiting for data": sum(e.slowed_s for e in summary.epochs),
+        "validation waiting for data": sum(
+            e.slowed_s for e in summary.validations
+        ),
+    }
+    least_s = WORTH * summary.whole_s
+    return {name: s for name, s in seconds.items() if s > least_s}
 
 
 def _stragglers(record: Record) -> list[Slow]:

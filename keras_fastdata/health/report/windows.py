@@ -17,10 +17,11 @@ import numpy.typing as npt
 
 from keras_fastdata.health.record import Record
 from keras_fastdata.health.step_clock import Step
+from keras_fastdata.health.summary import EpochHealth
 from keras_fastdata.metrics import formatting
 from keras_fastdata.metrics.recorder import Span
 
-_KINDS = ("lost", "build", "copy", "compute", "compile", "wait")
+_KINDS = ("lost", "build", "copy", "compute", "compile", "slowed", "wait")
 MOST_ROWS = 64  # of workers; more could not be distinguished
 _FEW_STEPS = 60  # a record with no more is shown as a whole
 _STEPS = 40  # in a window, or as many as
@@ -32,8 +33,8 @@ class Bar(NamedTuple):
     """An activity with its beginning and end, drawn as a bar.
 
     Attributes:
-        what: "build", "copy" or "lost" for a worker; "compute", "compile" or
-            "wait" for training.
+        what: "build", "copy" or "lost" for a worker; "compute", "compile",
+            "slowed" or "wait" for training.
         begin_s: The beginning, by `time.monotonic`.
         end_s: The end, by `time.monotonic`.
         share: The share of that time that it fills; below 1 if merged.
@@ -266,9 +267,60 @@ def activity(step: Step) -> str:
     return "compile" if step.compiled else "compute"
 
 
+def waits(
+    record: Record,
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Divides the steps of a record as the account of the time does.
+
+    While the host waits for a batch, the device may still compute: this part
+    of a wait belongs to the steps. And builds may slow down the steps beside
+    them: this counts as waiting. Both are known of a whole epoch, and are
+    divided among its steps.
+
+    Returns:
+        For each step, its seconds of waiting for a batch, and the seconds by
+        which builds slow it down.
+    """
+    steps = record.steps
+    waited = np.array([step.waited_s for step in steps])
+    slowed = np.zeros(len(steps))
+    places: dict[tuple[str, int], list[int]] = {}
+    for place, step in enumerate(steps):
+        if step.number >= 0:
+            places.setdefault((step.phase, step.epoch), []).append(place)
+    for epoch in record.summary.phases:
+        mine = places.get((epoch.phase, epoch.epoch))
+        if not mine:
+            continue
+        first, last = steps[mine[0]], steps[mine[-1]]
+        kept = 1.0 - first.number / (last.number + last.calls)
+        waited_s = kept * (epoch.waited_s - epoch.slowed_s)
+        waited[mine] *= min(1.0, waited_s / max(waited[mine].sum(), 1e-9))
+        slowed[mine] = _slowed([steps[i] for i in mine], epoch, kept)
+    return waited, slowed
+
+
+def _slowed(
+    steps: list[Step], epoch: EpochHealth, kept: float
+) -> npt.NDArray[np.float64]:
+    """Divides what builds cost an epoch's steps among these."""
+    beside = [not (step.compiled or step.sampled) for step in steps]
+    own = np.array([step.own_s for step in steps]) * beside
+    need = np.nan_to_num(epoch.step_s * np.array([s.calls for s in steps]))
+    extra = np.maximum(own - need, 0.0)
+    slowed_s = kept * epoch.slowed_s
+    if extra.sum() < slowed_s:
+        extra = own
+    most_s = float(extra.sum())
+    extra *= min(slowed_s, most_s) / max(most_s, 1e-9)
+    return extra
+
+
 def _of_steps(record: Record, window: Window) -> list[Bar]:
     bars = []
-    for step in record.steps:
+    for step, waited_s, slowed_s in zip(
+        record.steps, *waits(record), strict=True
+    ):
         if step.ended_s < window.begin_s or step.began_s > window.end_s:
             continue
         title = f"step {step.number} of {step.phase} {step.epoch + 1}: "
@@ -276,21 +328,31 @@ def _of_steps(record: Record, window: Window) -> list[Bar]:
             title = "before the first step: "
         if step.calls > 1:
             title = f"{step.calls} steps from {title.removeprefix('step ')}"
-        turn_s = min(step.began_s + step.waited_s, step.ended_s)
+        turn_s = min(step.began_s + waited_s, step.ended_s)
+        ended_s = max(turn_s, step.ended_s - step.excluded_s)
+        own_s = max(0.0, ended_s - turn_s - slowed_s)
         bars += [
             Bar(
                 "wait",
                 step.began_s,
                 turn_s,
                 1.0,
-                f"{title}waits {formatting.duration(step.waited_s)} for data",
+                f"{title}waits {formatting.duration(waited_s)} for data",
             ),
             Bar(
                 activity(step),
                 turn_s,
-                step.ended_s,
+                turn_s + own_s,
                 1.0,
-                f"{title}{activity(step)}s {formatting.duration(step.own_s)}",
+                f"{title}{activity(step)}s {formatting.duration(own_s)}",
+            ),
+            Bar(
+                "slowed",
+                turn_s + own_s,
+                ended_s,
+                1.0,
+                f"{title}builds slow it down by "
+                f"{formatting.duration(ended_s - turn_s - own_s)}",
             ),
         ]
     return _clip(bars, window)
