@@ -38,7 +38,7 @@ Place = tuple[Call, ...]  # a thread's stack, innermost first
 
 
 def caller(depth: int) -> tuple[str, str]:
-    """Returns the file and name of the function `depth` calls up the stack.
+    """Returns the file and name of the function `depth` levels up the stack.
 
     The function that calls `caller` has depth 0, its own caller depth 1.
     """
@@ -147,7 +147,7 @@ def _is_header(file: str, line: int) -> bool:
 
 
 def is_being_made(instance: Any) -> bool:
-    """Returns whether an object is inside `__init__` or `__setstate__`."""
+    """Returns whether an object's `__init__` or `__setstate__` is running."""
     for frame, _ in traceback.walk_stack(sys._getframe(1)):
         code = frame.f_code
         if (

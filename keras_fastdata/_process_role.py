@@ -27,6 +27,6 @@ def is_worker() -> bool:
 
 
 def at_fork(**hooks: Callable[[], Any]) -> None:
-    """Registers hooks as `os.register_at_fork` does, where processes fork."""
+    """Registers hooks for forks, on systems where processes can fork."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(**hooks)

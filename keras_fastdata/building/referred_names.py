@@ -243,7 +243,7 @@ class _VariableSearch:
 
 
 def _is_pythons(name: str, value: Any) -> bool:
-    """Returns whether Python itself could have set this class attribute."""
+    """Returns whether Python itself could have set a class attribute."""
     is_special = name.startswith("__") and name.endswith("__")
     return is_special and not isinstance(value, types.FunctionType)
 

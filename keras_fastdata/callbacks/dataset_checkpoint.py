@@ -248,7 +248,7 @@ class DatasetCheckpoint(Callback):
             )
 
     def _begin_with(self, epoch: int) -> None:
-        """Moves the dataset to the start of `epoch`, if no state was saved."""
+        """Moves the dataset to the start of `epoch` without a saved state."""
         dataset = self._adapter.py_dataset
         if self._adapter.next_epoch == epoch:
             return  # it was trained on until here

@@ -208,7 +208,7 @@ class GeneratorDataset(FastPyDataset):
 
     @property
     def num_batches(self) -> int | None:
-        """The number of batches in an epoch; `None` if unlimited."""
+        """The number of batches in an epoch, or `None` for all of the data."""
         if not _process_role.is_worker():
             from keras_fastdata import keras_bridge
 

@@ -164,7 +164,7 @@ def _digest_of_code(code: Any, found: _Found) -> bytes:
 
 
 def _file_at(path: str | bytes) -> bytes:
-    """Returns the path, size and time of a file; `b""` if none exists."""
+    """Returns a file's path, size and mtime, or `b""` if there is no file."""
     with contextlib.suppress(OSError, ValueError):
         if 0 < len(path) <= _LONGEST:
             found = os.stat(path)

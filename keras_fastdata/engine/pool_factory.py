@@ -102,7 +102,7 @@ class PoolFactory:
         common: dict[str, Any],
         maker: Callable[[], build.Builder],
     ) -> WorkerPool:
-        """Creates processes by the best means that the system has."""
+        """Creates worker processes in the best way that the system supports."""
         lacking = requirements.lacking()
         if method not in (None, "spawn", "portable") and lacking:
             raise LoaderError(

@@ -204,7 +204,7 @@ class Results:
 def _add_span(
     epoch: Epoch, index: int, completed: Completed, began_s: float, batch: Any
 ) -> None:
-    """Records the times of a batch; `began_s` is when its opening began."""
+    """Records the times of a batch; reading its result began at `began_s`."""
     opened_s = time.monotonic() - began_s
     done, timing = completed.done, completed.done.timing
     assert timing is not None

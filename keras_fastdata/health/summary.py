@@ -256,7 +256,7 @@ class HealthSummary:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """The findings, sorted by the time that their advice would save.
+        """The findings, those with the largest possible saving of time first.
 
         There is one on the epochs, and one on the validations if a change of
         their data is worth while.

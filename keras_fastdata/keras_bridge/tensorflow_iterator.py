@@ -183,7 +183,7 @@ class DirectIterator(tf.data.Iterator):  # type: ignore[misc]
             return tf.experimental.Optional.empty(self.element_spec)
 
     def tensors(self) -> list[tf.Tensor]:
-        """Returns the iterator's number, and the tensors of the next batch."""
+        """Returns this iterator's number in `_living`, and the next tensors."""
         return [self._number, *self._source.fetch_in_graph()]
 
     def try_to_fetch(self) -> list[Any]:

@@ -30,7 +30,7 @@ class GilProbe:
         self._thread: threading.Thread | None = None
 
     def watch(self) -> None:
-        """Starts the probe's thread, unless it runs or there is no GIL."""
+        """Starts the probe's thread, unless it runs or Python has no GIL."""
         if has_gil() and (self._thread is None or not self._thread.is_alive()):
             self._over.clear()
             self._thread = threading.Thread(
@@ -39,7 +39,7 @@ class GilProbe:
             self._thread.start()
 
     def take(self) -> float:
-        """Returns the share of new probes that had to wait for the GIL.
+        """Returns the share of probes since the last call that had to wait.
 
         Only the probes since the previous call count; NaN without such probes.
         0 if Python runs without the GIL.

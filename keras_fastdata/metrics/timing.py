@@ -55,7 +55,7 @@ class Timing(NamedTuple):
 
 
 def pause_s(asked: int) -> float:
-    """Returns the seconds to wait after a number of readings until the next.
+    """Returns how many seconds to wait before the next reading.
 
     `asked` is the number of readings so far.
     """

@@ -54,7 +54,7 @@ class BatchResult(Protocol):
 
     @property
     def is_lost(self) -> bool:
-        """Whether `open` raises an error that is not the dataset's own."""
+        """Whether the batch is lost because of an error outside the dataset."""
 
     def open(self) -> Any:
         """Returns the batch or raises the error; call `open` only once."""
@@ -105,7 +105,7 @@ class WorkerPool(Protocol):
         """Returns the results that are available, without waiting."""
 
     def wait(self, timeout_s: float) -> None:
-        """Waits up to `timeout_s` seconds for a reason to call `collect`.
+        """Waits up to `timeout_s` seconds until there can be new results.
 
         Workers that are the caller build here. It may be interrupted at any
         point, and nothing is lost; and it ends soon once they are closed.
@@ -168,7 +168,7 @@ class LocalResult:
 
     @property
     def is_lost(self) -> bool:
-        """Whether `open` raises an error that is not the dataset's own."""
+        """Whether the batch is lost because of an error outside the dataset."""
         return self.error is not None and not self.by_dataset
 
     def open(self) -> Any:

@@ -54,7 +54,7 @@ def hash_seed() -> dict[str, str]:
 
 
 def interpreter() -> list[str]:
-    """Returns the command to start Python; the code to run comes after it."""
+    """Returns the command that starts Python, without the code to run."""
     executable = os.fsdecode(multiprocessing.spawn.get_executable() or "")
     if not executable:
         raise LoaderError(

@@ -96,7 +96,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def end_this_worker(status: int) -> None:
-    """Ends this process and, where groups exist, its child processes."""
+    """Ends this process and, if process groups exist, its child processes."""
     if hasattr(os, "killpg"):
         os.killpg(0, _KILL)
     os._exit(status)
