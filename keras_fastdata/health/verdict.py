@@ -180,7 +180,7 @@ class Facts:
 
     @property
     def slowed_s(self) -> float:
-        """The seconds of `lost_s` by which builds slow down the steps."""
+        """The part of `lost_s` by which builds slow down steps, in seconds."""
         return max(0.0, self.lost_s - self.wait_s - self.hook_s)
 
     @property
@@ -353,7 +353,7 @@ OF_EVERY_BATCH = frozenset(
 
 
 def kind_after(facts: Facts, before: Facts, shown: Kind) -> Kind:
-    """Returns the reason to show for an epoch, given the previous reason.
+    """Chooses the reason for waiting to report for an epoch.
 
     On a busy machine, epochs differ a little without a reason. So an epoch
     keeps the kind of the epoch before, unless it waited clearly longer or

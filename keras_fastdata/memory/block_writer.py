@@ -165,7 +165,7 @@ class BlockWriter(SlotWriter):
             return self._place(nbytes)
 
     def _place(self, nbytes: int) -> tuple[Bytes, int]:
-        """Allocates the next part of the block, which grows if necessary."""
+        """Allocates the next part of the block; grows the block if needed."""
         start, block = round_up(self._used), self._segment
         if start + nbytes > block.stride:
             if self._address:

@@ -34,7 +34,7 @@ class WorkerExit:
     restarts_used_up: int | None = None
 
     def news(self, restarts: int, most: int) -> str:
-        """Returns the log message for a worker's death that raises no error."""
+        """Returns the log message for a worker's death without an error."""
         again = " and its batch is built again" if self.request else ""
         fate = f"is replaced{again}"
         number = f" (restart {restarts} of at most {most} in this epoch)"

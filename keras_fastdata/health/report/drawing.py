@@ -249,7 +249,7 @@ def _keys(record: Record) -> Iterator[tuple[str, str]]:
 
 
 def _is_slowed(record: Record) -> bool:
-    """Returns whether builds slow any step down visibly."""
+    """Returns whether building batches slows down the steps of any phase."""
     phases = record.summary.phases
     return any(phase.slowed_s > _SEEN * phase.wall_s for phase in phases)
 
@@ -277,7 +277,7 @@ def _epochs(record: Record, view: _View) -> Chart:
 
 
 def _waiting(record: Record, view: _View) -> Chart:
-    """Charts the parts of the steps over time."""
+    """Charts the shares of waiting, computing and compiling in the steps."""
     bins = min(_BINS, max(_LEAST_BINS, len(record.steps)))
     edges = np.linspace(view.begin_s, view.end_s, bins + 1)
     began = np.array([step.began_s for step in record.steps])

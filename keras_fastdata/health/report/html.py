@@ -158,7 +158,7 @@ def _view(record: Record) -> dict[str, Any]:
 
 
 def _slowed(summary: HealthSummary) -> dict[str, float]:
-    """Returns by name the parts of the account that contain slower steps.
+    """Returns the seconds by which builds slow down steps, by account part.
 
     The values are the seconds by which builds slow the steps down.
     """

@@ -270,7 +270,7 @@ def activity(step: Step) -> str:
 def waits(
     record: Record,
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Divides the steps of a record as the account of the time does.
+    """Returns each step's seconds of waiting, and of slowdown by builds.
 
     While the host waits for a batch, the device may still compute: this part
     of a wait belongs to the steps. And builds may slow down the steps beside
@@ -303,7 +303,7 @@ def waits(
 def _slowed(
     steps: list[Step], epoch: EpochHealth, kept: float
 ) -> npt.NDArray[np.float64]:
-    """Divides what builds cost an epoch's steps among these."""
+    """Divides the slowdown of an epoch by builds among the epoch's steps."""
     beside = [not (step.compiled or step.sampled) for step in steps]
     own = np.array([step.own_s for step in steps]) * beside
     need = np.nan_to_num(epoch.step_s * np.array([s.calls for s in steps]))
