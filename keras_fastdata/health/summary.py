@@ -119,7 +119,7 @@ class EpochHealth:
 
     @property
     def slowed_s(self) -> float:
-        """The seconds of `waited_s` by which builds slow down the steps."""
+        """The seconds of `waited_s` that are due to steps slowed by builds."""
         return 0.0 if self.facts is None else self.facts.slowed_s
 
     @property
