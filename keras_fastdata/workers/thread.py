@@ -3,13 +3,15 @@
     submit -> requests (queue) -> thread: build -> results (deque) -> collect
 
 The threads are daemons, so that a batch which never ends cannot keep the
-interpreter alive, and hold no reference to the dataset between requests.
+interpreter alive, and hold no reference to the dataset between requests. They
+build in a copy of the caller's context, which includes NumPy's `seterr`.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import contextvars
 import functools
 import os
 import queue
@@ -65,6 +67,7 @@ class ThreadPool(WorkerPool):
             "A stuck thread cannot be replaced; a worker process can "
             "(`use_multiprocessing=True, batch_timeout=...`).",
         )
+        self._context = contextvars.copy_context()
         self._threads: list[_Thread] = []
         with DeferredSignals():
             for worker in range(count):
@@ -124,6 +127,13 @@ class ThreadPool(WorkerPool):
     def busy(self) -> bool:
         return self._given > 0
 
+    def change(self) -> None:
+        # A thread of TensorFlow's, which may ask for batches, has an empty one.
+        if threading.current_thread() is threading.main_thread():
+            self._context = contextvars.copy_context()
+            for thread in self._threads:
+                thread.context = self._context.copy()
+
     def pool_stats(self) -> PoolStats:
         return PoolStats(WorkerKind.THREAD, len(self._threads))
 
@@ -139,6 +149,7 @@ class ThreadPool(WorkerPool):
             self._requests,
             self._results,
             self._cancelled,
+            self._context.copy(),
         )
         thread.start()
         return thread
@@ -241,7 +252,11 @@ _START_FAILED = 0  # the request id of a failure that belongs to no request
 
 
 class _Thread(threading.Thread):
-    """One worker thread."""
+    """One worker thread.
+
+    Attributes:
+        context: The context variables for the next build.
+    """
 
     def __init__(
         self,
@@ -251,8 +266,10 @@ class _Thread(threading.Thread):
         requests: queue.SimpleQueue[BatchRequest | None],
         results: _Results,
         cancelled: set[int],
+        context: contextvars.Context,
     ) -> None:
         super().__init__(name=f"keras_fastdata-{dataset}-{worker}", daemon=True)
+        self.context = context
         self._builder = builder
         self._dataset = dataset
         self._worker = worker
@@ -314,10 +331,10 @@ class _Thread(threading.Thread):
     def run(self) -> None:
         try:
             while (request := self._requests.get()) is not None:
-                if not self._serve(request):
+                if not self.context.run(self._serve, request):
                     return
             if self._stops():
-                self._builder.stop(self._worker)
+                self.context.run(self._builder.stop, self._worker)
         except ReferenceError:
             # The dataset was collected; nobody is waiting.
             return

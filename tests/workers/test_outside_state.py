@@ -14,6 +14,7 @@ import outside_samples
 import pytest
 from outside_samples import Frameworks, Referring
 from PIL import Image, ImageFile
+from places import EVERY_KIND
 
 from keras_fastdata import FastPyDataset
 from keras_fastdata._modules import is_users
@@ -259,6 +260,30 @@ def test_settings_of_frameworks_are_carried_and_nothing_is_imported(patch):
             assert _walk(dataset) == "[['PIL'], 'warn', True, None]"
     finally:
         np.seterr(**before)
+
+
+class Divided(FastPyDataset):
+    """Returns what a division by zero gives."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        try:
+            return np.ones((1, 1)) / np.zeros((1, 1))
+        except FloatingPointError:
+            return np.zeros((1, 1))
+
+
+@pytest.mark.parametrize("kind", EVERY_KIND)
+def test_numpy_errors_are_treated_alike_in_every_kind_of_workers(kind):
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Flatten()])
+    with Divided(**EVERY_KIND[kind]) as dataset:
+        for action, result in ("raise", 0), ("ignore", np.inf), ("raise", 0):
+            with np.errstate(divide=action):
+                predicted = model.predict(dataset, verbose=0)
+                np.testing.assert_array_equal(list(dataset), [[[result]]] * 4)
+                np.testing.assert_array_equal(predicted, [[result]] * 4)
 
 
 @pytest.mark.long
