@@ -1,6 +1,7 @@
 """Trains for minutes while everything goes wrong, and counts what was survived.
 
-    python -m benchmarks.soak [--minutes N] [--seed N] [--start-method NAME]
+    python -m benchmarks.soak [--minutes N] [--seed N] [--pause S]
+        [--start-method NAME]
 
 A real `fit`, with validation, of which every batch is compared with what it
 must be: its place in the epoch, its bytes, its random draws. Meanwhile workers
@@ -198,7 +199,8 @@ def figures(dataset: Soaked) -> dict[str, float]:
 
 
 # How much more is still no growth: the allocators of the backend breathe.
-SLACK = {"memory": 60, "mappings": 60, "descriptors": 6}
+# And a worker, which has up to 5 descriptors here, may be missing at a look.
+SLACK = {"memory": 60, "mappings": 60, "descriptors": 10}
 
 
 def _pss_mb(pid: int) -> float:
@@ -246,6 +248,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--pause",
+        type=float,
+        default=0.3,
+        help="seconds between two kills, more than a worker takes to start",
+    )
     parser.add_argument("--start-method")
     arguments = parser.parse_args()
     checker = Checker(arguments.seed)
@@ -259,7 +267,7 @@ def main() -> int:
         seed=arguments.seed,
         batch_timeout=TIMEOUT_S,
     )
-    trouble = Trouble(arguments.seed, 0.3, KINDS)
+    trouble = Trouble(arguments.seed, arguments.pause, KINDS)
     with dataset, trouble:
         total_s = arguments.minutes * 60
         train(dataset, checker, time.monotonic() + min(WARM_UP_S, total_s / 2))
