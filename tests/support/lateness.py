@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from keras_fastdata.workers import watchdog
+from keras_fastdata.workers.slot_channel import SlotWorker
 
 _LATE_S = 1000.0
 _SETTLED_S = 0.3  # from where it says that it is stuck, to where it is stuck
@@ -39,4 +40,5 @@ def only_the_stuck_are_late(monkeypatch, is_stuck):
 
 def worker_of(activity):
     """The process id of a worker, the identity of a thread, or an actor."""
-    return activity.stack.args[0]
+    found = activity.stack.args[0]
+    return found.pid if isinstance(found, SlotWorker) else found
