@@ -24,9 +24,12 @@ _OTHER_KINDS = {
     "forkserver",
 }
 _LEFT_OUT = {  # by a part of the test's id
+    "fork": "it forks",
     "do_not_overlap": "it makes the memory of the other processes",
     "three_ways_out": "one of the ways is a fork",
     "a_refused_dataset_leaves_no_process": "it needs psutil, for Linux",
+    "memory_map_travels_by_path": "it travels by value without `/proc`",
+    "h5py_files_groups_and_datasets": "it reads `/proc`",
     "with_few_descriptors": "it sets a limit on descriptors",
     "settings_of_keras_and_torch": "PyTorch for Linux needs `MAP_PRIVATE`",
 }
@@ -64,7 +67,7 @@ def pytest_terminal_summary(terminalreporter):
 def _reason(item):
     """Returns why a test is left out, or ""."""
     params = item.callspec.params if hasattr(item, "callspec") else {}
-    if any(p in _OTHER_KINDS for p in params.values() if isinstance(p, str)):
+    if any(map(_is_other_kind, params.values())):
         return "it has no worker processes, or asks for forks"
     if item.get_closest_marker("long"):
         return "it is long"
@@ -73,6 +76,12 @@ def _reason(item):
         return "a fixture forks processes"
     found = [why for part, why in _LEFT_OUT.items() if part in item.nodeid]
     return found[0] if found else ""
+
+
+def _is_other_kind(parameter):
+    if isinstance(parameter, dict):
+        parameter = parameter.get("start_method")
+    return isinstance(parameter, str) and parameter in _OTHER_KINDS
 
 
 @pytest.fixture
