@@ -250,7 +250,7 @@ class EpochMonitor:
             batches=batch_stats.batches,
             nbytes=batch_stats.nbytes,
             wall_s=timing.wall_s,
-            free_s=_free_s(timing, batch_stats),
+            free_s=_free_s(timing, batch_stats, self._busy_s()),
             build_s=batch_stats.build_s,
             cpu_s=batch_stats.cpu_s,
             delay_s=batch_stats.delay_s,
@@ -289,7 +289,6 @@ class EpochMonitor:
         ended_s: float,
     ) -> EpochHealth:
         batch_stats = self.recorder.batch_stats
-        busy_s = batch_stats.build_s + batch_stats.store_s
         had_s = max(ended_s - self._began_s, 1e-9) * max(facts.workers, 1)
         kind = kind_of(facts)
         if phase in self._latest:
@@ -308,7 +307,7 @@ class EpochMonitor:
             build_s_p95=batch_stats.build.quantile(0.95),
             wait_s_p95=batch_stats.wait.quantile(0.95),
             queue_depth_mean=batch_stats.depth / batch_stats.batches,
-            worker_utilization=min(1.0, busy_s / had_s),
+            worker_utilization=min(1.0, self._busy_s() / had_s),
             nbytes=batch_stats.nbytes,
             restarts=facts.restarts,
             skipped=self.recorder.skips - self._skips,
@@ -319,6 +318,11 @@ class EpochMonitor:
             shared_nbytes=0 if pool_stats is None else pool_stats.shared_nbytes,
             facts=facts,
         )
+
+    def _busy_s(self) -> float:
+        """Returns the time of all builds, without the one before the epoch."""
+        stats = self.recorder.batch_stats
+        return max(0.0, stats.build_s + stats.store_s - self._start_s)
 
     def add_saving(self, seconds: float) -> None:
         """Excludes the time of a callback's save from the training steps."""
@@ -378,7 +382,9 @@ class EpochMonitor:
         return self._workers_nbytes
 
 
-def _free_s(timing: EpochTiming, batch_stats: BatchStats) -> float:
+def _free_s(
+    timing: EpochTiming, batch_stats: BatchStats, busy_s: float
+) -> float:
     """Estimates an epoch's duration if building batches took no time.
 
     The result is at most the measured time.
@@ -386,12 +392,7 @@ def _free_s(timing: EpochTiming, batch_stats: BatchStats) -> float:
     That saves no more than the waits, and what may have slowed the steps down:
     building. All else that took time is of others' doing.
     """
-    most_s = (
-        batch_stats.wait_s
-        + batch_stats.hook_s
-        + batch_stats.build_s
-        + batch_stats.store_s
-    )
+    most_s = batch_stats.wait_s + batch_stats.hook_s + busy_s
     free_s = max(timing.free_s, timing.wall_s - most_s)
     return min(free_s, timing.wall_s)
 

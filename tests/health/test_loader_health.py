@@ -960,6 +960,19 @@ def test_time_that_neither_waits_nor_builds_took_is_not_lost_to_data(
 
 
 @on_each_backend
+def test_the_build_before_the_first_step_slows_no_step_down(simulated_time):
+    health = LoaderHealth(verbose=0)
+    model = keras.Sequential([keras.layers.Dense(1)])  # which fit builds
+    model.compile("sgd", "mse")
+    with SlowFirst() as data:
+        model.fit(data, callbacks=[health, Pauses()], verbose=0)
+    (epoch,) = health.summary().epochs
+    assert epoch.start_s == pytest.approx(8.0, abs=0.1)
+    assert epoch.waited_s < _SLOW_S
+    assert epoch.worker_utilization < 0.5
+
+
+@on_each_backend
 @pytest.mark.skipif(
     keras.backend.backend() != "jax", reason="of JAX's dispatch"
 )

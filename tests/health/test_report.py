@@ -885,8 +885,22 @@ def test_a_phone_need_not_scroll_sideways(shown, make):
 def test_no_table_is_cut_on_a_phone(shown, all_columns):
     line = HotLine("data.py", 19, "read_a_rather_long_name" * 4, 0.9)
     record = _validates()
+    full = dataclasses.replace(
+        BUSY_BUILDER,
+        cores=64,
+        busy_cores=63.0,
+        cpu_s=120.0,
+        trainer_cpu_s=100.0,
+        elapsed_s=10.0,
+    )
     summary = dataclasses.replace(
-        record.summary, hot_lines=(line,), compared=record.summary.figures
+        record.summary,
+        epochs=tuple(
+            dataclasses.replace(epoch, facts=full, cores=64)
+            for epoch in record.summary.epochs
+        ),
+        hot_lines=(line,),
+        compared=record.summary.figures,
     )
     stacks = {"read (data.py:19)": 30}
     record = dataclasses.replace(record, summary=summary, stacks=stacks)
@@ -903,6 +917,9 @@ def test_no_table_is_cut_on_a_phone(shown, all_columns):
         """
     )
     assert cut == []
+    busy = "td[data-name='Cores busy']"
+    text = browser.find_element("css selector", busy).text
+    assert text == "10.0 + 12.0 + 41.0 of 64"
     cells = browser.find_elements("css selector", ".stacks td[data-name]")
     visible = [cell for cell in cells if cell.is_displayed()]
     phases, rare = 6, 8

@@ -216,11 +216,10 @@ def _shown(name: str, value: Any) -> str:
 def _cores(epoch: EpochHealth) -> str:
     """Formats the number of busy cores and, if known, what uses them."""
     busy = "?" if epoch.busy_cores is None else f"{epoch.busy_cores:.1f}"
-    text = f"{busy} of {epoch.cores:g}"
     users = None if epoch.facts is None else epoch.facts.busy_with
-    if users is None:
-        return text
-    return f"{text}: {' + '.join(f'{cores:.1f}' for cores in users)}"
+    if users is not None:
+        busy = " + ".join(f"{cores:.1f}" for cores in users)
+    return f"{busy} of {epoch.cores:g}"
 
 
 def _size(nbytes: int | None) -> str:
