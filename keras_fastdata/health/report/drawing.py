@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +26,16 @@ _QUANTILES = {"median": "median", "p95": "95% are within"}
 _GAP = 1.0  # between batches
 _LEAST_OPACITY = 0.35
 _SEEN = 0.005  # of the time; less is not drawn
+_ROW_KEYS = {
+    "compute": "training computes",
+    "compile": "training compiles",
+    "wait": "training waits for data",
+    "slowed": "slowed down by builds, counted as waiting",
+    "build": "a batch is built",
+    "copy": "and copied to shared memory",
+    "idle": "idle",
+    "lost": "lost, until replaced",
+}
 _VERBS = {
     "wait": "waits for data",
     "slowed": "is slowed down by builds",
@@ -217,7 +226,11 @@ def _timeline(record: Record, window: windows.Window) -> Chart:
             (row.name, row.title, height)
             for row, height in zip(rows, heights, strict=True)
         ),
-        keys=tuple(_keys(record)),
+        keys=tuple(
+            (what, label)
+            for what, label in _ROW_KEYS.items()
+            if what == "idle" or any(box.what == what for box in boxes)
+        ),
         waiting=sum(
             bar.share * (bar.end_s - bar.begin_s)
             for bar in rows[0].bars
@@ -231,27 +244,6 @@ def _heights(rows: int) -> list[int]:
     """Returns the height of the training row and of each worker's row."""
     height = 22 if rows <= 9 else 15 if rows <= 18 else 11
     return [22, *[height] * (rows - 1)]
-
-
-def _keys(record: Record) -> Iterator[tuple[str, str]]:
-    yield "compute", "training computes"
-    if any(step.compiled for step in record.steps):
-        yield "compile", "training compiles"
-    yield "wait", "training waits for data"
-    if _is_slowed(record):
-        yield "slowed", "slowed down by builds, counted as waiting"
-    yield "build", "a batch is built"
-    if record.settings.get("use_multiprocessing"):
-        yield "copy", "and copied to shared memory"
-    yield "idle", "idle"
-    if record.lost:
-        yield "lost", "lost, until replaced"
-
-
-def _is_slowed(record: Record) -> bool:
-    """Returns whether building batches slows down the steps of any phase."""
-    phases = record.summary.phases
-    return any(phase.slowed_s > _SEEN * phase.wall_s for phase in phases)
 
 
 def _epochs(record: Record, view: _View) -> Chart:
