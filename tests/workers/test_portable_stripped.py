@@ -35,9 +35,8 @@ for module in pkgutil.walk_packages(keras_fastdata.__path__, "keras_fastdata."):
 # that leaves out tests of other kinds of workers, and long tests.
 _CONTRACT = {
     "datasets": """
-        accelerate array_dataset cache generator_dataset generators_within
-        image_dataset iterators resume sample_dataset seeding shared_list skip
-        state
+        array_dataset cache generator_dataset image_dataset resume
+        sample_dataset seeding skip state
     """,
     "keras_bridge": "batch_kinds next_epoch settings shards",
     "workers": """

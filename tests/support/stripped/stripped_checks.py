@@ -19,19 +19,26 @@ import pytest
 import sitecustomize
 
 _SETTLE_S = 60.0  # for what was asked to end to be gone
-_OTHER_KINDS = {
-    *("inline", "thread", "1 thread", "4 threads", "fork", "spawn"),
-    "forkserver",
+# "spawn" stands for portable workers, where these are the only ones.
+_PROCESSES = {
+    *("process", "1 process", "2 processes", "4 processes"),
+    *("portable", "spawn"),
 }
+_OTHER_KINDS = {
+    *("inline", "thread", "1 thread", "4 threads", "fork", "forkserver"),
+}
+# In these files, tests without such a parameter are of processes, too.
+_OF_PROCESSES = (
+    *("test_skip", "test_state", "test_auto_workers", "test_exceptions_at_st"),
+    *("test_log_forw", "test_outside_state", "test_portable_deaths"),
+    *("test_shared_state", "test_what_travels"),
+)
 _LEFT_OUT = {  # by a part of the test's id
     "fork": "it forks",
-    "do_not_overlap": "it makes the memory of the other processes",
     "three_ways_out": "one of the ways is a fork",
     "a_refused_dataset_leaves_no_process": "it needs psutil, for Linux",
     "memory_map_travels_by_path": "it travels by value without `/proc`",
     "h5py_files_groups_and_datasets": "it reads `/proc`",
-    "with_few_descriptors": "it sets a limit on descriptors",
-    "settings_of_keras_and_torch": "PyTorch for Linux needs `MAP_PRIVATE`",
 }
 _reasons: collections.Counter[str] = collections.Counter()
 
@@ -67,9 +74,12 @@ def pytest_terminal_summary(terminalreporter):
 def _reason(item):
     """Returns why a test is left out, or ""."""
     params = item.callspec.params if hasattr(item, "callspec") else {}
-    if any(map(_is_other_kind, params.values())):
-        return "it has no worker processes, or asks for forks"
-    if item.get_closest_marker("long"):
+    kinds = {_kind_of(value) for value in params.values()}
+    is_of_processes = item.path.name.startswith(_OF_PROCESSES)
+    if kinds & _OTHER_KINDS or not (kinds & _PROCESSES or is_of_processes):
+        return "it is not of processes, or asks for a way to start them"
+    is_of_deaths = "portable_deaths" in item.nodeid
+    if item.get_closest_marker("long") and not is_of_deaths:
         return "it is long"
     known = {*item._fixtureinfo.name2fixturedefs, "request"}
     if not known.issuperset(item.fixturenames):
@@ -78,10 +88,12 @@ def _reason(item):
     return found[0] if found else ""
 
 
-def _is_other_kind(parameter):
+def _kind_of(parameter):
+    """Returns the kind of workers that a parameter of a test may name."""
     if isinstance(parameter, dict):
-        parameter = parameter.get("start_method")
-    return isinstance(parameter, str) and parameter in _OTHER_KINDS
+        default = "process" if parameter.get("use_multiprocessing") else ""
+        return parameter.get("start_method", default)
+    return parameter if isinstance(parameter, str) else ""
 
 
 @pytest.fixture
