@@ -13,6 +13,7 @@ import sys
 
 import numpy as np
 import pytest
+from places import NO_TRAINING, quickly
 from portable_samples import (
     LARGE,
     EndsItsResults,
@@ -124,14 +125,14 @@ def test_hooks_of_workers_run_when_they_start_and_stop(tmp_path):
 # -- deaths --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ENDS)
+@pytest.mark.parametrize("how", quickly(ENDS, "sigkill"))
 def test_a_worker_that_ends_is_replaced_and_no_batch_is_lost(how, tmp_path):
     with Deadly(tmp_path / "deaths", how=how, **TWO) as dataset:
         assert numbers(dataset) == list(range(10))
         assert numbers(dataset) == list(range(10))
 
 
-@pytest.mark.parametrize("how", ENDS)
+@pytest.mark.parametrize("how", quickly(ENDS, "sigkill"))
 def test_a_batch_that_ends_two_workers_is_named(how, tmp_path):
     dataset = Deadly(tmp_path / "deaths", how=how, times=99, **TWO)
     with dataset:
@@ -185,9 +186,14 @@ def test_a_stuck_worker_is_replaced_and_its_line_is_logged(tmp_path, caplog):
 def test_a_worker_without_results_that_cannot_be_killed_is_left_behind(
     tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr(launcher, "kill", lambda process: None)
+    pid, kill = tmp_path / "pid", launcher.kill
+
+    def kill_others(process):
+        if pid.read_text() != str(process.pid):
+            kill(process)
+
+    monkeypatch.setattr(launcher, "kill", kill_others)
     monkeypatch.setattr(supervisor, "GRACE_S", 0.2)
-    pid = tmp_path / "pid"
     with EndsItsResults(pid, **TWO) as dataset:
         assert [int(batch[0]) for batch in dataset] == list(range(6))
     text = f"(pid {pid.read_text()}) of EndsItsResults does not end"
@@ -199,7 +205,9 @@ def test_a_worker_without_results_that_cannot_be_killed_is_left_behind(
 # -- the end of the trainer ----------------------------------------------------
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "signum", quickly([signal.SIGKILL, signal.SIGTERM], signal.SIGKILL)
+)
 def test_a_trainer_that_a_signal_ends_leaves_nothing(signum, zygote):
     script = f"fit({endless('portable')}, Tell())\n"
     with Trainer(zygote, script) as trainer:
@@ -259,7 +267,11 @@ def test_a_script_needs_no_main_guard(tmp_path):
     )
     done = subprocess.run(
         [sys.executable, script],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        env={
+            **os.environ,
+            **NO_TRAINING,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        },
         capture_output=True,
         text=True,
         check=True,
