@@ -12,13 +12,11 @@ from keras_fastdata.health.account import TimeAccount
 from keras_fastdata.health.comparison import Figures
 from keras_fastdata.health.hot_lines import HotLine, hot_lines
 from keras_fastdata.health.verdict import (
-    OF_EVERY_BATCH,
     WORTH_S,
     Facts,
     Kind,
     Verdict,
     judge,
-    kind_of,
     merge,
     with_call_of,
 )
@@ -49,10 +47,10 @@ class EpochHealth:
         phase: "train", "validation", "evaluate" or "predict".
         epoch: Keras's number of the epoch, from 0.
         batches: The number of delivered batches.
-        verdict: Why the epoch took longer than its steps. This stays as it
-            was in the epoch before, unless this epoch waited clearly longer
-            or shorter (by a quarter of its time, or by 5% and a second), or
-            the new reason comes for the second time in a row.
+        verdict: Why the epoch took longer than its steps. The reason stays as
+            it was in the epoch before, unless this epoch is clearly different
+            (waiting, for example, by a quarter of its time, or by 5% and a
+            second), or the new reason comes for the second time in a row.
         data_wait: The share of `wall_s` that is waiting for data: what would
             be saved if batches took no time to build.
         wall_s: Duration of steps and waits in seconds, without validation, and
@@ -437,7 +435,7 @@ def _verdict_on(epochs: list[EpochHealth]) -> Verdict | None:
     The next epochs will most likely resemble this half.
 
     The first epoch decides where its first batch cost more than all the rest.
-    The verdict is one that these epochs have, as far as it is on all batches.
+    If none of these epochs is said to wait, then nor are they together.
     """
     if not epochs:
         return None
@@ -445,11 +443,10 @@ def _verdict_on(epochs: list[EpochHealth]) -> Verdict | None:
     facts = [epoch.facts for epoch in recent if epoch.facts is not None]
     if len(facts) < len(recent):
         return max(recent, key=lambda epoch: epoch.lost_s).verdict
-    merged, shown = merge(facts), [epoch.verdict.kind for epoch in recent]
-    kind = kind_of(merged)
-    if kind not in shown and {kind, shown[-1]} <= OF_EVERY_BATCH:
-        kind = shown[-1]
-    verdict = judge(merged, kind)
+    none_waits = {epoch.verdict.kind for epoch in recent} == {
+        Kind.COMPUTE_BOUND
+    }
+    verdict = judge(merge(facts), Kind.COMPUTE_BOUND if none_waits else None)
     if first.facts is not None:
         late_s = first.start_s + first.facts.first_wait_s
         if late_s > sum(epoch.lost_s for epoch in epochs) / 2:

@@ -25,7 +25,8 @@ WORTH_A_CHANGE = 0.1  # of the wall time; below, faster data hardly matters
 WORTH_S = 1.0  # of a `fit`: a change that wins less is not advised
 
 _MOST_OF = 0.5
-_CLEARLY = 0.25  # of the time: epochs that differ by less may be alike
+_CLEARLY = 0.25  # of the time or the cores: less may be by chance
+_COMPUTING_ALIKE = 0.1  # of builds: likewise, and of the GIL's time
 _UNSTABLE_WAIT = 0.3  # of the lost time, spent on batches built again
 _UNSTABLE_RATE = 0.1  # restarts per batch
 _STRAGGLER = 4  # times the median time of builds
@@ -356,8 +357,8 @@ def kind_after(facts: Facts, before: Facts, shown: Kind) -> Kind:
     """Chooses the reason for waiting to report for an epoch.
 
     On a busy machine, epochs differ a little without a reason. So an epoch
-    keeps the kind of the epoch before, unless it waited clearly longer or
-    shorter, or its own kind comes for the second time in a row.
+    keeps the kind of the epoch before if only small differences speak against
+    it, and its own kind does not come for the second time in a row.
 
     Args:
         facts: The measurements of the epoch.
@@ -367,9 +368,26 @@ def kind_after(facts: Facts, before: Facts, shown: Kind) -> Kind:
     own = kind_of(facts)
     if own is kind_of(before) or not {own, shown} <= OF_EVERY_BATCH:
         return own
+    return shown if kind_of(_nearly(facts, before)) is shown else own
+
+
+def _nearly(facts: Facts, before: Facts) -> Facts:
+    """Returns `facts`, with values of `before` where these differ little."""
+    alike = facts
     change = abs(facts.data_wait - before.data_wait)
     is_worth = change >= WORTH and change * facts.wall_s >= WORTH_S
-    return own if is_worth or change >= _CLEARLY else shown
+    if change < _CLEARLY and not is_worth:
+        free_s = facts.wall_s * (1 - before.data_wait)
+        alike = dataclasses.replace(alike, free_s=free_s)
+    if abs(facts.computing - before.computing) < _COMPUTING_ALIKE:
+        had_s = facts.build_s + facts.store_s - facts.delay_s
+        cpu_s = had_s * before.computing
+        alike = dataclasses.replace(alike, cpu_s=cpu_s)
+    if abs(facts.free_cores - before.free_cores) < _CLEARLY * facts.cores:
+        alike = dataclasses.replace(alike, busy_cores=before.busy_cores)
+    if abs(facts.gil_held - before.gil_held) < _COMPUTING_ALIKE:
+        alike = dataclasses.replace(alike, gil_held=before.gil_held)
+    return alike
 
 
 def with_call_of(verdict: Verdict, other: Verdict) -> Verdict:

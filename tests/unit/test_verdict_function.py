@@ -506,6 +506,9 @@ def test_after_a_cache_has_filled_the_later_epochs_decide():
     assert "workers=" not in str(summary)
 
 
+GIL_BOUND = THREADS | {"cpu_s": 1.5, "busy_cores": 1.2}
+
+
 def _waiting(share, wall_s=1.5, **changes):
     """Facts of an epoch that waited for a share of its time; cores are full."""
     return facts(
@@ -528,7 +531,7 @@ def _waiting(share, wall_s=1.5, **changes):
             "compute_bound compute_bound cores_full",
         ),
         (  # by a second
-            [_waiting(w, 60.0) for w in (0, 0.15, 0.02)],
+            [_waiting(w, 60.0) for w in (0, 0.16, 0.02)],
             "compute_bound cores_full compute_bound",
         ),
         (  # but by less than 5%
@@ -542,6 +545,17 @@ def _waiting(share, wall_s=1.5, **changes):
         (
             [_waiting(0.9, busy_cores=busy) for busy in (1.9, 1.6, 1.9)],
             "cores_full " * 3,
+        ),
+        (
+            [_waiting(0.9, cpu_s=s) for s in (2.2, 1.7, 0.5, 1.7)],
+            "cores_full cores_full io_bound io_bound",
+        ),
+        (
+            [
+                _waiting(0.9, **GIL_BOUND | {"gil_held": held})
+                for held in (0.4, 0.32, 0.1)
+            ],
+            "gil_bound gil_bound io_bound",
         ),
         (
             [_waiting(0.0, start_s=9.0), _waiting(0.0)],
@@ -562,7 +576,7 @@ def test_an_epoch_has_another_verdict_only_if_it_is_clearly_different(
     assert shown == kinds.split()
 
 
-def test_the_verdict_on_a_fit_is_one_of_its_later_epochs():
+def test_a_fit_of_which_no_later_epoch_waits_does_not_wait():
     shares = 0.08, 0.125, 0.08, 0.125  # 0.1025 on average
     epochs = [
         dataclasses.replace(
