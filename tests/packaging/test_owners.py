@@ -16,6 +16,7 @@ _FIELDS_OF_OTHERS = {
     ("memory/reducers.py", "mode"): "NumPy's `memmap`",
     ("memory/reducers.py", "writeable"): "an array's flags",
     ("workers/log_forwarding.py", "args"): "a log record",
+    ("workers/process/imports.py", "seed"): "Python's `random.Random`",
 }
 
 
