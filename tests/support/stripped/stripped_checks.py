@@ -38,6 +38,7 @@ _LEFT_OUT = {  # by a part of the test's id
     "three_ways_out": "one of the ways is a fork",
     "a_refused_dataset_leaves_no_process": "it needs psutil, for Linux",
     "memory_map_travels_by_path": "it travels by value without `/proc`",
+    "does_not_move_the_table": "it reads `/proc`",
     "h5py_files_groups_and_datasets": "it reads `/proc`",
 }
 _reasons: collections.Counter[str] = collections.Counter()
