@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any, SupportsIndex
@@ -40,6 +41,7 @@ class Blocks:
         self._prefix = prefix
         self._blocks: dict[int, mmap.mmap] = {}
         self._names: list[str] = []
+        self._lock = threading.Lock()
         self._largest = 0
 
     def get(self, number: int) -> mmap.mmap | None:
@@ -51,11 +53,14 @@ class Blocks:
         name = f"{self._prefix}{task_id:x}"
         self._largest = max(self._largest, int(nbytes * _GROWTH))
         size = round_up(self._largest, mmap.PAGESIZE)
-        if name in self._names:  # a batch has outgrown its block twice
-            named_memory.remove(name)
-        else:
-            self._names.append(name)
-        with os_limits.named("Shared memory for a batch could not be made"):
+        with (
+            self._lock,
+            os_limits.named("Shared memory for a batch could not be made"),
+        ):
+            if name in self._names:  # a batch has outgrown its block twice
+                named_memory.remove(name)
+            else:
+                self._names.append(name)
             self._blocks[number] = named_memory.create(name, size)
         return self._blocks[number]
 
@@ -64,7 +69,11 @@ class Blocks:
         self._blocks.pop(number, None)
 
     def remove_names(self) -> None:
-        """Removes the names of all blocks after the training process died."""
+        """Removes the names that a dead training process has left.
+
+        Call it last: no thread can create a block after this.
+        """
+        self._lock.acquire()
         for name in self._names:
             named_memory.remove(name)
 

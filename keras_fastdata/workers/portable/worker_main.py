@@ -105,6 +105,8 @@ def _main(
         loop.serve()
     loop.stop()
     worker_main.flush()
+    if not loop.is_asked_to_end:  # the trainer has ended
+        blocks.remove_names()
     launcher.end_this_worker(0)
     return 0
 
@@ -178,6 +180,7 @@ class _PipeLoop(WorkerLoop):
         self._tasks, self._results = tasks, results
         self._blocks = blocks
         self._latest = start.version, start.state
+        self.is_asked_to_end = False
 
     def _next_task(self) -> TaskMessage | None:
         worker, heartbeats = self._start.worker, self._heartbeats
@@ -188,6 +191,7 @@ class _PipeLoop(WorkerLoop):
                 return None
             kind, body = message[:1], message[1:]
             if kind == END:
+                self.is_asked_to_end = True
                 return None
             if kind == DROP:
                 (number,) = DROPPED.unpack(body)
