@@ -202,6 +202,17 @@ def test_a_worker_without_results_that_cannot_be_killed_is_left_behind(
         os.waitpid(int(pid.read_text()), 0)
 
 
+def test_a_worker_whose_task_pipe_has_ended_leaves_no_name():
+    with Sized([LARGE] * 50, **ONE) as dataset:
+        next(iter(dataset))
+        channel = dataset._fastdata.loader._pool.workers._channel
+        (worker,) = channel.workers.values()
+        worker.tasks.pipe.close()
+        worker.process.wait()
+        names = os.listdir("/dev/shm")
+        assert not [n for n in names if n.startswith(channel.arena.prefix)]
+
+
 # -- the end of the trainer ----------------------------------------------------
 
 
