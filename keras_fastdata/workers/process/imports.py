@@ -118,7 +118,10 @@ def run(imports: Imports, begin: Callable[[int], None]) -> None:
         known |= sys.modules.keys()
     warnings.simplefilter("ignore")  # a package may have set its own filters
     _flush()
-    _unseeded_bits.extend(filter(_is_unseeded, gc.get_objects()))
+    kinds = {*_subclasses_of(np.random.BitGenerator)}
+    # There may be some 100,000 objects, so that most are left out first.
+    bits = [value for value in gc.get_objects() if type(value) in kinds]
+    _unseeded_bits.extend(filter(_is_unseeded, bits))
     gc.freeze()
     gc.enable()
 
@@ -149,11 +152,16 @@ def _noting_unseeded() -> Iterator[None]:
         random.Random.seed = seed  # type: ignore[method-assign]
 
 
-def _is_unseeded(value: Any) -> bool:
-    """Returns whether a value is a bit generator with a seed drawn by NumPy."""
-    if not issubclass(type(value), np.random.BitGenerator):
-        return False
-    entropy = getattr(value.seed_seq, "entropy", None)
+def _subclasses_of(kind: type) -> Iterator[type]:
+    """Yields all direct and indirect subclasses of a class."""
+    for subclass in kind.__subclasses__():
+        yield subclass
+        yield from _subclasses_of(subclass)
+
+
+def _is_unseeded(bits: Any) -> bool:
+    """Returns whether NumPy drew the seed of a bit generator."""
+    entropy = getattr(bits.seed_seq, "entropy", None)
     return isinstance(entropy, int) and entropy.bit_length() > _MOST_BITS
 
 
