@@ -155,7 +155,7 @@ def _is_importable(module: Any, name: str) -> bool:
 
 
 def _imports_of(module: types.ModuleType, file: str) -> Iterator[str]:
-    """Yields the names in a module's import statements that can be modules.
+    """Yields the names of modules that a module's import statements may name.
 
     A statement that has bound no name did not run, such as one that is for
     type checkers alone.

@@ -547,7 +547,7 @@ class FastPyDataset(_Base):
 
     @property
     def workers(self) -> int:
-        """The current number of workers; see the argument `workers`."""
+        """The current number of workers, as the argument `workers` has it."""
         return settings_in_effect(self).count
 
     @workers.setter
@@ -556,7 +556,7 @@ class FastPyDataset(_Base):
 
     @property
     def use_multiprocessing(self) -> bool:
-        """Whether the workers are currently processes; see the argument."""
+        """Whether the current workers are processes, and not threads."""
         return settings_in_effect(self).use_multiprocessing
 
     @use_multiprocessing.setter
@@ -565,7 +565,7 @@ class FastPyDataset(_Base):
 
     @property
     def max_queue_size(self) -> int:
-        """The maximum number of batches requested ahead; see the argument."""
+        """The maximum number of batches that are requested ahead."""
         return internals_of(self).settings.max_queue_size
 
     @max_queue_size.setter

@@ -193,7 +193,7 @@ def _range_of(rows: _Array) -> str:
 def _draw_images(
     dataset: Any, title: str, parts: list[Part], images: list[Part], shown: int
 ) -> Figure:
-    """Draws a grid of images, with the labels of each sample above."""
+    """Draws a grid of images; the titles are the labels of their samples."""
     per_sample = len(images)
     columns = math.ceil(math.sqrt(shown / per_sample)) or 1
     rows = math.ceil(shown / columns)

@@ -275,7 +275,7 @@ class Epoch:
         return stored_s - timing.began_s >= interval_s or timing.retries > 0
 
     def knows(self, position: int, index: int) -> bool:
-        """Returns whether a batch need not be requested from the workers."""
+        """Returns whether a batch is here already, cached, or to be skipped."""
         return (
             position in self.ready
             or position in self.cached

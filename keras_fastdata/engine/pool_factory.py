@@ -173,7 +173,7 @@ class _BuilderMaker:
 def _maker_in_worker(
     _: Told, dataset: build.Dataset, seed: int, cached: bool
 ) -> Callable[[], build.Builder]:
-    """Unpickles a `_BuilderMaker` as a function that returns a `Builder`."""
+    """Returns the function that replaces a `_BuilderMaker` in a worker."""
     return functools.partial(build.builder_in_worker, dataset, seed, cached)
 
 

@@ -184,7 +184,7 @@ class PoolHandle:
         return self.workers
 
     def replace(self) -> None:
-        """Drops the current workers; `ensure` then creates new workers."""
+        """Drops the workers; the next call of `ensure` creates new ones."""
         self._drop()
         self._move_to(IN_CALL)
 

@@ -136,7 +136,7 @@ class Tuner:
             raise
 
     def is_excluded(self, *, processes: bool) -> bool:
-        """Returns whether a kind of workers is excluded."""
+        """Returns whether processes, or threads, must not be chosen."""
         return processes in self._excluded
 
     def exclude(self, *, processes: bool, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Measures how long training steps take without waiting for data.
+"""Measures the time of training steps, without their waits for data.
 
     on_train_batch_begin i ------------------ on_train_batch_begin i + 1
             [ wait for a batch | compute, callbacks, progress bar ]

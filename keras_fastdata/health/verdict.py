@@ -354,7 +354,7 @@ OF_EVERY_BATCH = frozenset(
 
 
 def kind_after(facts: Facts, before: Facts, shown: Kind) -> Kind:
-    """Chooses the reason for waiting to report for an epoch.
+    """Chooses the reason that is reported for the waits of an epoch.
 
     On a busy machine, epochs differ a little without a reason. So an epoch
     keeps the kind of the epoch before if only small differences speak against

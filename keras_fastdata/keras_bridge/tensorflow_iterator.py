@@ -1,4 +1,4 @@
-"""Defines iterators that give TensorFlow's `fit` batches without a copy.
+"""Defines iterators that pass batches to TensorFlow without a copy.
 
 `tf.data.Dataset.from_generator` requests each batch from a thread of its own
 and copies it. These iterators fetch batches in the thread that trains, and do
@@ -306,7 +306,7 @@ class _Traced:
         self._first: list[tf.Tensor] | None = first
 
     def tensors(self) -> list[tf.Tensor]:
-        """Returns the tensors that this argument represents."""
+        """Returns the tensors that represent this iterator in a graph."""
         return list(self._tensors)
 
     def __tf_tracing_type__(self, _: Any) -> _IteratorType:

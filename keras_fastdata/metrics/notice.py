@@ -159,10 +159,13 @@ class LoadedPackages:
         self._latest = ""
 
     def latest(self, pids: Iterable[int]) -> str:
-        """Returns the package of which the processes mapped the most new files.
+        """Returns the package with the most files mapped since the last call.
 
-        New means: since the previous call. If there are none, the previous
-        result is returned again; the first call returns "".
+        Without such files, returns the previous result. The first call returns
+        "".
+
+        Args:
+            pids: The processes that map the files.
         """
         mapped: collections.Counter[str] = collections.Counter()
         for pid in pids:

@@ -30,7 +30,7 @@ class WorkerKind(enum.StrEnum):
 
     @classmethod
     def local(cls, workers: int, are_processes: bool) -> WorkerKind:
-        """Returns `INLINE` for 0 workers, otherwise `PROCESS` or `THREAD`."""
+        """Returns the kind of local workers: `INLINE` if there are none."""
         if not workers:
             return cls.INLINE
         return cls.PROCESS if are_processes else cls.THREAD

@@ -130,7 +130,7 @@ class Transport(Protocol[W]):
         """Returns the activities of all busy workers that were not killed."""
 
     def has_moved_on(self, worker: W) -> bool:
-        """Returns whether the worker's task has changed since `activities`."""
+        """Returns whether the worker has finished the task in `activities`."""
 
     def kill(self, worker: W) -> None:
         """Tries to kill a worker."""

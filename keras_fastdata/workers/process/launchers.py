@@ -374,7 +374,7 @@ class _Forkserver:
         return self.state is _State.READY
 
     def refuse_all(self, reason: str) -> None:
-        """Stops sharing this server's packages; each worker imports them."""
+        """Has each further worker import the packages for itself."""
         self.importing = ""
         self._refuse(reason)
 
