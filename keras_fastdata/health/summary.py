@@ -373,13 +373,15 @@ class HealthSummary:
         if self.compared is not None:
             parts.append(comparison.text(self.compared, self.figures))
         # What is printed last is read first: what to change.
-        for finding in reversed(self.findings):
-            texts = [
-                f"{finding.verdict.kind}: {finding.headline}.",
-                finding.evidence,
-                *(f"Hottest line: {line}." for line in finding.hot_lines[:1]),
-                finding.advice,
-            ]
+        findings = self.findings
+        for finding in reversed(findings):
+            texts = [f"{finding.verdict.kind}: {finding.headline}."]
+            needs_change = finding.verdict.kind is not Kind.COMPUTE_BOUND
+            if needs_change or finding is findings[0]:
+                hottest = finding.hot_lines[:1]
+                texts.append(finding.evidence)
+                texts += [f"Hottest line: {line}." for line in hottest]
+                texts.append(finding.advice)
             parts += map(formatting.wrapped, filter(None, texts))
         return "\n".join(parts)
 

@@ -702,6 +702,7 @@ def validated(training, validation):
 
 
 IDLE = changed(SLEEPERS, free_s=SLEEPERS.wall_s, wait_s=0.0)
+IDLE_ADVICE = "A faster model or device would help, faster data would not."
 
 
 def test_a_validation_that_waits_comes_before_a_training_that_does_not():
@@ -716,6 +717,11 @@ def test_a_validation_that_waits_comes_before_a_training_that_does_not():
     text = str(summary)
     assert " ".join(text.split()).endswith(first.advice)
     assert text.index("compute_bound: Tr") < text.index("io_bound: Validation")
+    # "Faster data would not help" is true of the training data alone.
+    assert second.advice not in " ".join(text.split())
+    assert IDLE_ADVICE in str(
+        validated(IDLE, changed(IDLE, phase="validation"))
+    )
     assert max(map(len, text.splitlines())) <= 80
 
 
