@@ -152,7 +152,7 @@ def _noting_unseeded() -> Iterator[None]:
         random.Random.seed = seed  # type: ignore[method-assign]
 
 
-def _subclasses_of(kind: type) -> Iterator[type]:
+def _subclasses_of(kind: Any) -> Iterator[Any]:
     """Yields all direct and indirect subclasses of a class."""
     for subclass in kind.__subclasses__():
         yield subclass
