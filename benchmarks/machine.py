@@ -15,6 +15,7 @@ PACKAGES = (
     "torch",
     "numpy",
     "grain",
+    "loky",
     "spdl-core",
     "ray",
 )

@@ -14,6 +14,7 @@ Where it can be chosen, 8 batches are made ahead.
   shared memory, where arrays would be pickled; `.numpy()` is free.
 - grain: `mp_prefetch`, with no reading threads, as its documentation advises
   for data that is in memory already.
+- loky: batches are submitted ahead to an executor, and come through its pipe.
 - spdl: `iterate_in_subprocess` with a `SharedMemorySegmentPool`. It has one
   producer; two are two of them, taken in turns.
 - tf generator: `tf.data.Dataset.from_generator`, prefetched. Two producers are
@@ -250,6 +251,30 @@ class Grain(Loader):
             batches.close()
 
 
+class Loky(Loader):
+    """An executor of loky's processes."""
+
+    needs = ("loky",)
+
+    def open(self) -> None:
+        import loky
+
+        self.executor = loky.ProcessPoolExecutor(max_workers=self.workers)
+
+    def __iter__(self) -> Iterator[Any]:
+        submit = functools.partial(self.executor.submit, self.workload)
+        ahead: collections.deque[Any] = collections.deque()
+        for index in range(self.batches):
+            ahead.append(submit(index))
+            if len(ahead) > max(self.ahead, self.workers):
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
+
+    def close(self) -> None:
+        self.executor.shutdown(wait=True, kill_workers=True)
+
+
 class Spdl(Loader):
     """SPDL's subprocesses, each with its pool of shared memory."""
 
@@ -380,6 +405,7 @@ LOADERS: dict[str, type[Loader]] = {
     "stock processes": StockProcesses,
     "torch": Torch,
     "grain": Grain,
+    "loky": Loky,
     "spdl": Spdl,
     "tf generator": TfGenerator,
     "ray": Ray,

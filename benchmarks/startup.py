@@ -61,7 +61,7 @@ def cases() -> Iterator[harness.Case]:
     yield from harness.combine(
         what=["module with Keras"],
         backend=["tensorflow"],
-        loader=("fastdata", "stock processes", "torch"),
+        loader=("fastdata", "stock processes", "torch", "grain", "loky"),
     )
     yield from harness.combine(what=["restart"], loader=peers.WITH_PROCESSES)
 
