@@ -26,6 +26,7 @@ WORTH_S = 1.0  # of a `fit`: a change that wins less is not advised
 
 _MOST_OF = 0.5
 _CLEARLY = 0.25  # of the time or the cores: less may be by chance
+_MANY_CORES = 0.3  # of the cores: other programs that use more are named
 _COMPUTING_ALIKE = 0.1  # of builds: likewise, and of the GIL's time
 _UNSTABLE_WAIT = 0.3  # of the lost time, spent on batches built again
 _UNSTABLE_RATE = 0.1  # restarts per batch
@@ -507,8 +508,13 @@ _CHEAPER = (
 
 def _cores_full(facts: Facts) -> tuple[str, str]:
     users = ", with this, with training and with whatever else runs there"
+    first = ""
     if facts.busy_with is not None:
         training, builds, others = facts.busy_with
+        if others > _MANY_CORES * facts.cores:
+            first = (
+                "End other programs on this machine, or wait for their end. "
+            )
         users = (
             f": {training:.1f} with training, {builds:.1f} with builds, "
             f"{others:.1f} with other programs"
@@ -517,7 +523,7 @@ def _cores_full(facts: Facts) -> tuple[str, str]:
         f"{_built(facts)}; {facts.busy_cores or 0.0:.1f} of "
         f"{formatting.cores(facts.cores)} were busy{users}."
     )
-    advice = f"More workers would not help. {_CHEAPER}"
+    advice = f"{first}More workers would not help. {_CHEAPER}"
     if facts.workers > facts.cores:
         advice += (
             f" And {facts.workers} workers on "

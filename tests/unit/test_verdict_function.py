@@ -125,7 +125,11 @@ def test_full_cores_are_said_to_be_busy_with_training_builds_or_others(
     changes, told
 ):
     known = {"cpu_s": 9.0, "trainer_cpu_s": 3.0, "elapsed_s": 10.0}
-    assert told in judge(facts(**FULL | known | changes)).evidence
+    verdict = judge(facts(**FULL | known | changes))
+    assert told in verdict.evidence
+    # The other programs have 40% of the cores, if they are known to have any.
+    advises = verdict.advice.startswith("End other programs on this machine")
+    assert advises == ("0.8 with other programs" in told)
 
 
 def test_steps_that_builds_slow_down_are_told():
