@@ -9,7 +9,6 @@ import errno
 import mmap
 import os
 import threading
-import weakref
 from collections.abc import Sequence
 from typing import Any, SupportsIndex
 
@@ -154,8 +153,7 @@ class BlockWriter(SlotWriter):
                 if fits or may_grow:
                     self._is_lent = True
                     root, start = self._place(nbytes)
-                    self._address = address_of(root) - start
-                    self._made.append((weakref.ref(root), start, nbytes))
+                    self._note_made(root, start)
                     return root.view(kind).reshape(shape)
         # The block may not grow: the dataset has arrays over it.
         return aligned_empty(shape, kind)

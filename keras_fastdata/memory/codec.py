@@ -135,9 +135,13 @@ class SlotWriter:
         if not self._in_place or kind.hasobject or nbytes < SMALL_BYTES:
             return aligned_empty(shape, kind)
         root, start = self._allocate(nbytes)
-        self._address = address_of(root) - start
-        self._made.append((weakref.ref(root), start, nbytes))
+        self._note_made(root, start)
         return root.view(kind).reshape(shape)
+
+    def _note_made(self, root: Bytes, start: int) -> None:
+        """Remembers memory of the slot that `empty` returns, with its place."""
+        self._address = address_of(root) - start
+        self._made.append((weakref.ref(root), start, root.nbytes))
 
     def write(self, source: Bytes) -> tuple[int, int]:
         """Copies bytes into the slot unless they are already in the slot."""

@@ -963,23 +963,30 @@ def test_the_page_follows_the_colours_of_the_system(shown):
     assert dark_page < 100 < 200 < dark_text
 
 
-@_in_browser
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_line_of_the_mean_stands_out_from_what_is_behind_it(shown, scheme):
-    browser = shown(simulated_record())
+def _styles(browser, scheme, wanted):
+    """The computed styles of the first elements, in a color scheme."""
     browser.execute_cdp_cmd(
         "Emulation.setEmulatedMedia",
         {"features": [{"name": "prefers-color-scheme", "value": scheme}]},
     )
-    colors = browser.execute_script(
-        """
-        const of = (css, name) =>
-          getComputedStyle(document.querySelector(css))[name];
-        return [of("polyline.mean", "stroke"), of("i.mean", "backgroundColor"),
-                of(".chart svg", "backgroundColor"), of("rect.range", "fill"),
-                of("rect.range", "fillOpacity")]
-        """
+    return browser.execute_script(
+        "return arguments[0].map(([css, name]) =>"
+        " getComputedStyle(document.querySelector(css))[name])",
+        wanted,
     )
+
+
+@_in_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_line_of_the_mean_stands_out_from_what_is_behind_it(shown, scheme):
+    wanted = [
+        ("polyline.mean", "stroke"),
+        ("i.mean", "backgroundColor"),
+        (".chart svg", "backgroundColor"),
+        ("rect.range", "fill"),
+        ("rect.range", "fillOpacity"),
+    ]
+    colors = _styles(shown(simulated_record()), scheme, wanted)
     line, key, plane, box = map(_brightness, colors[:4])
     opacity = float(colors[4])
     assert line == key
@@ -990,20 +997,13 @@ def test_the_line_of_the_mean_stands_out_from_what_is_behind_it(shown, scheme):
 @_in_browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_lines_of_a_histogram_stand_out_from_its_bars(shown, scheme):
-    browser = shown(simulated_record())
-    browser.execute_cdp_cmd(
-        "Emulation.setEmulatedMedia",
-        {"features": [{"name": "prefers-color-scheme", "value": scheme}]},
-    )
-    colors = browser.execute_script(
-        """
-        const of = (css, name) =>
-          getComputedStyle(document.querySelector(css))[name];
-        return [of("line.median", "stroke"),
-                of(".chart svg", "backgroundColor"),
-                of("rect.bin", "fill"), of("rect.bin", "fillOpacity")]
-        """
-    )
+    wanted = [
+        ("line.median", "stroke"),
+        (".chart svg", "backgroundColor"),
+        ("rect.bin", "fill"),
+        ("rect.bin", "fillOpacity"),
+    ]
+    colors = _styles(shown(simulated_record()), scheme, wanted)
     line, plane, box = map(_brightness, colors[:3])
     opacity = float(colors[3])
     assert abs(line - (opacity * box + (1 - opacity) * plane)) > 90
