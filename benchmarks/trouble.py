@@ -10,7 +10,7 @@ import signal
 import threading
 from collections.abc import Callable
 
-from keras_fastdata.workers.process import launchers
+from keras_fastdata.workers.process import forkserver_client
 
 
 def children(pid: int) -> list[int]:
@@ -25,7 +25,7 @@ def children(pid: int) -> list[int]:
 
 def forkservers() -> list[int]:
     """The processes that fork this one's workers."""
-    return launchers.forkserver_pids()
+    return forkserver_client.forkserver_pids()
 
 
 def workers() -> list[int]:

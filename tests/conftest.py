@@ -28,7 +28,7 @@ import pytest
 import trainers
 from places import FULL
 
-from keras_fastdata.workers.process import launchers
+from keras_fastdata.workers.process import children, launchers
 
 _SETTLE_S = 60.0  # for what was asked to end to be gone
 _MOST_HOLDERS = 60  # that are told of
@@ -177,7 +177,7 @@ def kept_forkserver(_held_forkservers):
         held.pop().close()
     if not held:
         with pytest.MonkeyPatch.context() as patch:
-            text = launchers._BOOTSTRAP
+            text = children._BOOTSTRAP
             assert "; {function}(" in text
             patch.setattr(
                 launchers,

@@ -19,10 +19,9 @@ from collections.abc import Callable
 from typing import Any
 
 from keras_fastdata import _call_stack
-from keras_fastdata.workers import exceptions
+from keras_fastdata.workers import exceptions, messages
 from keras_fastdata.workers.base import ONCE
-from keras_fastdata.workers.process import messages
-from keras_fastdata.workers.process.messages import MessageKind
+from keras_fastdata.workers.messages import MessageKind
 
 KINDS = {MessageKind.LOG, MessageKind.WARNING}  # of what is handed on
 

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 from keras_fastdata.memory.arena import Heartbeats
 from keras_fastdata.workers.base import PoolPlan
 from keras_fastdata.workers.in_flight import Task
-from keras_fastdata.workers.process.messages import ResultMessage
+from keras_fastdata.workers.messages import ResultMessage
 from keras_fastdata.workers.supervisor import (
     Transport,
     Worker,

@@ -41,7 +41,7 @@ from crash_samples import (
 from places import FULL, quickly
 
 from keras_fastdata import WorkerDiedError
-from keras_fastdata.workers.process import launchers
+from keras_fastdata.workers.process import forkserver_client
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`start_method='fork'`"),
@@ -333,7 +333,7 @@ def test_a_forkserver_that_dies_before_it_reads_a_request_is_started_again(
     killed = []
 
     def send_fds(sock, buffers, fds, *rest):
-        if killed or list(buffers) != [launchers.forkserver.FORK]:
+        if killed or list(buffers) != [forkserver_client.forkserver.FORK]:
             return sent(sock, buffers, fds, *rest)
         (forkserver,) = psutil.Process().children()
         forkserver.suspend()
@@ -343,8 +343,8 @@ def test_a_forkserver_that_dies_before_it_reads_a_request_is_started_again(
         killed.append(forkserver)
         return count
 
-    sent = launchers.socket.send_fds
-    monkeypatch.setattr(launchers.socket, "send_fds", send_fds)
+    sent = forkserver_client.socket.send_fds
+    monkeypatch.setattr(forkserver_client.socket, "send_fds", send_fds)
     with Drawn(**PROCESSES) as dataset:
         _assert_same(list(dataset), undisturbed[0])
         _assert_same(list(dataset), undisturbed[1])

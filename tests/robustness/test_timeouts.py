@@ -44,7 +44,7 @@ from keras_fastdata import BatchTimeoutError
 from keras_fastdata.memory.arena import Arena
 from keras_fastdata.workers import stack_dump, supervisor, thread, watchdog
 from keras_fastdata.workers.base import BatchRequest
-from keras_fastdata.workers.process import channel, launchers
+from keras_fastdata.workers.process import channel, children
 
 TIMEOUT_S = 0.75
 # Where nobody is stuck: longer than any batch here may take.
@@ -616,7 +616,7 @@ def test_a_worker_that_survives_being_killed_is_left_behind(
         tmp_path, {2: "stops"}, length=40, batch_timeout=TIMEOUT_S, **TWO
     )
     with monkeypatch.context() as patch:
-        patch.setattr(launchers, "kill", lambda *_: True)
+        patch.setattr(children, "kill", lambda *_: True)
         try:
             _check_what_is_left_behind(dataset, behind, caplog)
         finally:
@@ -641,7 +641,7 @@ def test_new_forks_get_no_slot_of_one_that_was_left_behind(
         next(batches)
         while not (tmp_path / "stops-2").exists():
             time.sleep(0.01)
-        patch.setattr(launchers, "kill", lambda *_: True)
+        patch.setattr(children, "kill", lambda *_: True)
         try:
             dataset.level = 1  # so that the next batch needs new forks
             assert len(_indices(batches)) == 39

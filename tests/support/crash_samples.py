@@ -22,7 +22,7 @@ import psutil  # noqa: F401 - a package, which a fork server imports first
 
 from keras_fastdata import FastPyDataset
 from keras_fastdata.memory.arena import Segment
-from keras_fastdata.workers.process import messages
+from keras_fastdata.workers import messages
 
 SIGNALS = {
     "sigkill": signal.SIGKILL,

@@ -13,7 +13,7 @@ import time
 import numpy as np
 
 from keras_fastdata import FastPyDataset
-from keras_fastdata.workers.process import worker_main
+from keras_fastdata.workers import worker_loop
 
 LARGE = 200_000  # elements; more than is copied on delivery
 
@@ -156,7 +156,7 @@ class EndsItsResults(FastPyDataset):
         if index == 3 and not self.pid.exists():
             self.pid.write_text(str(os.getpid()))
             for each in gc.get_objects():
-                if isinstance(each, worker_main.WorkerLoop):
+                if isinstance(each, worker_loop.WorkerLoop):
                     each._results.pipe.close()
             time.sleep(600)
         return np.array([index])

@@ -23,7 +23,7 @@ import pytest
 from trainers import Trainer
 
 from keras_fastdata import _modules as modules
-from keras_fastdata.workers.process import imports, launchers
+from keras_fastdata.workers.process import forkserver_client, imports
 
 PROCESSES = {"workers": 2, "use_multiprocessing": True}
 kept = pytest.mark.usefixtures("kept_forkserver")
@@ -464,7 +464,7 @@ def test_workers_import_a_package_themselves_where_sharing_it_fails(
 
 @kept
 def test_an_import_that_hangs_is_given_up(site, caplog, monkeypatch):
-    monkeypatch.setattr(launchers, "_IMPORT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(forkserver_client, "_IMPORT_TIMEOUT_S", 0.5)
     site.trouble("stuck", "threading.Event().wait()")
     with site.dataset("stuck")(**PROCESSES) as dataset:
         assert_own(told(dataset), "stuck")

@@ -19,8 +19,16 @@ from samples import Numbered, numbers
 
 import keras_fastdata
 from keras_fastdata import FastPyDataset, LoaderError
-from keras_fastdata.workers import environment, stack_dump, supervisor
-from keras_fastdata.workers.process import launchers, worker_main
+from keras_fastdata.workers import (
+    environment,
+    stack_dump,
+    supervisor,
+    worker_process,
+)
+from keras_fastdata.workers.process import (
+    children,
+    forkserver_client,
+)
 
 PROCESSES = {"workers": 2, "use_multiprocessing": True}
 # Of the tests that are not about a fork server.
@@ -251,11 +259,13 @@ def test_datasets_that_two_threads_collect_end_their_fork_servers(monkeypatch):
     # Each thread collects a dataset while it starts workers of another.
     def join(**worker_env):
         worker_env = tuple(worker_env.items())
-        return launchers._join(launchers._Key(worker_env, launchers._rights()))
+        return forkserver_client.join(
+            forkserver_client.Key(worker_env, forkserver_client.rights())
+        )
 
     one, other = join(), join(OTHER="1")
     forking, joining = threading.Event(), threading.Event()
-    python, joined = launchers._python, []
+    python, joined = children.start_python, []
 
     def collect_and_start(*arguments):
         joining.set()
@@ -267,9 +277,9 @@ def test_datasets_that_two_threads_collect_end_their_fork_servers(monkeypatch):
         with one._lock:
             forking.set()
             assert joining.wait(60)
-            launchers._leave(other)
+            forkserver_client.leave(other)
 
-    monkeypatch.setattr(launchers, "_python", collect_and_start)
+    monkeypatch.setattr(forkserver_client, "start_python", collect_and_start)
     threads = [
         threading.Thread(target=target, daemon=True)
         for target in (
@@ -282,9 +292,9 @@ def test_datasets_that_two_threads_collect_end_their_fork_servers(monkeypatch):
     for thread in threads:
         thread.join(60)
         assert not thread.is_alive()
-    assert other.state is launchers._State.GONE
+    assert other.state is forkserver_client._State.GONE
     for server in (one, *joined):
-        launchers._leave(server)
+        forkserver_client.leave(server)
     assert not psutil.Process().children()
 
 
@@ -341,7 +351,7 @@ def test_a_script_without_standard_streams_loads(method, tmp_path):
 
 def test_close_does_not_wait_for_a_process_that_the_user_forked(monkeypatch):
     # If it waited for the fork server's end, it would do so for ever.
-    monkeypatch.setattr(launchers, "_END_TIMEOUT_S", None)
+    monkeypatch.setattr(forkserver_client, "_END_TIMEOUT_S", None)
     dataset = Numbered(**PROCESSES)
     next(iter(dataset))
     read, write = os.pipe()
@@ -459,9 +469,9 @@ def test_the_hash_seed_of_workers_is_the_trainers_if_it_was_given(
 def test_the_umask_is_known_without_proc_too(monkeypatch):
     before = os.umask(0o027)
     try:
-        assert worker_main._umask() == 0o027
+        assert worker_process._umask() == 0o027
         monkeypatch.setattr(stack_dump, "status_of", lambda pid: {})
-        assert worker_main._umask() == 0o027
+        assert worker_process._umask() == 0o027
         assert os.umask(0o027) == 0o027
     finally:
         os.umask(before)
@@ -577,6 +587,6 @@ def test_a_worker_finds_the_package_where_the_trainer_has_it(monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", record)
     monkeypatch.setattr(sys, "path", [])
     with pytest.raises(OSError, match="not started"):
-        launchers._python("forkserver.main", {}, [])
+        children.start_python("forkserver.main", {}, [])
     folder = os.path.dirname(os.path.dirname(keras_fastdata.__file__))
     assert f"[{folder!r}]" in commands[0][-1]

@@ -18,6 +18,8 @@ _STRIPPED = _ROOT / "tests" / "support" / "stripped"
 # These are not imported where the system lacks what they need.
 _LEFT_OUT = {
     "keras_fastdata.workers.process.channel",
+    "keras_fastdata.workers.process.children",
+    "keras_fastdata.workers.process.forkserver_client",
     "keras_fastdata.workers.process.launchers",
 }
 _IMPORTS = """

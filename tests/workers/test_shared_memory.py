@@ -28,6 +28,7 @@ from samples import KeepsItsBuffer, Numbered, Sized, numbers
 from keras_fastdata import FastPyDataset
 from keras_fastdata.building import build
 from keras_fastdata.memory import arena
+from keras_fastdata.workers import worker_process
 from keras_fastdata.workers.process import worker_main
 
 # The long way round, in the full run.
@@ -325,7 +326,9 @@ def test_what_a_process_forked_in_a_build_writes_stays_in_it():
 
 def test_a_process_forked_in_a_build_leaves_the_clock_of_its_worker_alone():
     worker = object.__new__(worker_main._SocketLoop)
-    worker._start = worker_main.WorkerStart.__new__(worker_main.WorkerStart)
+    worker._start = worker_process.WorkerStart.__new__(
+        worker_process.WorkerStart
+    )
     object.__setattr__(worker._start, "worker", 0)
     worker._heartbeats = None  # whoever looks at it raises an error
     worker._pid = os.getppid()

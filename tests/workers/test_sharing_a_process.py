@@ -28,7 +28,7 @@ from trainers import START_METHODS, Trainer, endless
 
 from keras_fastdata import FastPyDataset
 from keras_fastdata.memory import arena
-from keras_fastdata.workers.process import launchers
+from keras_fastdata.workers.process import forkserver_client
 
 pytestmark = pytest.mark.usefixtures("kept_forkserver")
 
@@ -388,7 +388,7 @@ def test_a_dataset_is_collected_while_a_worker_of_another_is_forked(
     dropped = Numbered(**PROCESSES)
     next(iter(dropped))
     dropped.itself = dropped
-    send_fds = launchers.socket.send_fds
+    send_fds = forkserver_client.socket.send_fds
 
     def send_and_collect(*arguments):
         # As the collector may, at any allocation.
@@ -400,7 +400,9 @@ def test_a_dataset_is_collected_while_a_worker_of_another_is_forked(
     try:
         del dropped
         with Numbered(**PROCESSES) as dataset:
-            monkeypatch.setattr(launchers.socket, "send_fds", send_and_collect)
+            monkeypatch.setattr(
+                forkserver_client.socket, "send_fds", send_and_collect
+            )
             assert numbers(dataset) == list(range(10))
             _wait_until(lambda: len(workers()) == 2)
     finally:

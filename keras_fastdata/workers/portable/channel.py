@@ -33,9 +33,10 @@ from keras_fastdata.memory.shared_state import (
     anonymous_file,
     write_shared_state,
 )
-from keras_fastdata.workers import environment, stack_dump
+from keras_fastdata.workers import environment, messages, stack_dump
 from keras_fastdata.workers.base import Builds, PoolPlan
 from keras_fastdata.workers.in_flight import InFlight, Task
+from keras_fastdata.workers.messages import MessageKind, ResultMessage
 from keras_fastdata.workers.portable import launcher
 from keras_fastdata.workers.portable.pipes import Inbox, Outbox
 from keras_fastdata.workers.portable.worker_main import (
@@ -47,11 +48,9 @@ from keras_fastdata.workers.portable.worker_main import (
     VERSION,
     PipeStart,
 )
-from keras_fastdata.workers.process import messages
-from keras_fastdata.workers.process.messages import MessageKind, ResultMessage
-from keras_fastdata.workers.process.worker_main import Surroundings
 from keras_fastdata.workers.slot_channel import SlotChannel, SlotWorker
 from keras_fastdata.workers.supervisor import WorkerEnd, WorkerState
+from keras_fastdata.workers.worker_process import Surroundings
 
 _EXIT_TIMEOUT_S = 0.1  # for a process whose pipe is closed to end
 _STACK_TIMEOUT_S = 1.0  # for a stuck worker to write its stacks

@@ -22,16 +22,21 @@ from keras_fastdata.memory import os_limits, shared_state
 from keras_fastdata.memory.arena import HEARTBEATS_BYTES, Heartbeats
 from keras_fastdata.memory.block_writer import Blocks, BlockWriter
 from keras_fastdata.memory.codec import SlotWriter
-from keras_fastdata.workers import log_forwarding
-from keras_fastdata.workers.portable import launcher
-from keras_fastdata.workers.portable.pipes import Inbox, Outbox
-from keras_fastdata.workers.process import messages, worker_main
-from keras_fastdata.workers.process.messages import (
+from keras_fastdata.workers import (
+    log_forwarding,
+    messages,
+    worker_loop,
+    worker_process,
+)
+from keras_fastdata.workers.messages import (
     MessageKind,
     ResultMessage,
     TaskMessage,
 )
-from keras_fastdata.workers.process.worker_main import WorkerLoop, WorkerStart
+from keras_fastdata.workers.portable import launcher
+from keras_fastdata.workers.portable.pipes import Inbox, Outbox
+from keras_fastdata.workers.worker_loop import WorkerLoop
+from keras_fastdata.workers.worker_process import WorkerStart
 
 # The first byte of a message to a worker.
 TASK, VERSION, DROP, END = b"T", b"V", b"D", b"E"
@@ -69,7 +74,7 @@ def run(trainer: int, files: Sequence[int], pipes: Sequence[int]) -> NoReturn:
         launcher.inherited_pipe(end, writes=True) for end in pipes[2:]
     )
     outbox = Outbox(results)
-    worker_main.run_and_leave(
+    worker_process.run_and_leave(
         lambda: _main(
             trainer,
             (start, dataset, heartbeats, stacks),
@@ -93,10 +98,10 @@ def _main(
             os.close(files[0])
             blocks = Blocks(start.prefix)
             _answer_in_thread(trainer, *questions, blocks, files[3])
-            worker_main.set_up(start)
+            worker_process.set_up(start)
             loop = _PipeLoop(start, files, tasks, results, blocks)
     except Exception as error:
-        worker_main.send_failure(results.send, messages.NOBODY, error)
+        worker_loop.send_failure(results.send, messages.NOBODY, error)
         return 1
     log_forwarding.install(loop.tell)
     if not loop.load(None):
@@ -104,7 +109,7 @@ def _main(
     with contextlib.suppress(BrokenPipeError, ConnectionResetError, EOFError):
         loop.serve()
     loop.stop()
-    worker_main.flush()
+    worker_process.flush()
     if not loop.is_asked_to_end:  # the trainer has ended
         blocks.remove_names()
     launcher.end_this_worker(0)

@@ -24,11 +24,16 @@ from collections.abc import Callable, Iterator
 from keras_fastdata.memory import os_limits
 from keras_fastdata.memory.arena import Arena, memfd
 from keras_fastdata.memory.shared_state import SharedState, write_shared_state
-from keras_fastdata.workers import stack_dump
+from keras_fastdata.workers import messages, stack_dump, worker_process
 from keras_fastdata.workers.base import Builds, PoolPlan
 from keras_fastdata.workers.in_flight import InFlight, Task
-from keras_fastdata.workers.process import launchers, messages, worker_main
-from keras_fastdata.workers.process.messages import ResultMessage, TaskMessage
+from keras_fastdata.workers.messages import ResultMessage, TaskMessage
+from keras_fastdata.workers.process import (
+    children,
+    launchers,
+    sockets,
+    worker_main,
+)
 from keras_fastdata.workers.slot_channel import SlotChannel, SlotWorker
 from keras_fastdata.workers.supervisor import WorkerEnd, WorkerState
 
@@ -50,7 +55,7 @@ class ProcessPlan(PoolPlan):
 class ProcessWorker(SlotWorker):
     """The training process's record of one worker process."""
 
-    process: launchers.Child  # as it was launched
+    process: children.Child  # as it was launched
     control: socket.socket  # the training process's end of its control socket
     stacks: int  # the file that it writes its stacks into
 
@@ -114,8 +119,8 @@ class Channel(SlotChannel[ProcessWorker]):
     # -- sockets ------------------------------------------------------------
 
     def open(self) -> None:
-        self._tasks, self._tasks_taken = messages.socket_pair()
-        self._results, self._results_told = messages.socket_pair()
+        self._tasks, self._tasks_taken = sockets.socket_pair()
+        self._results, self._results_told = sockets.socket_pair()
         # Unlike a poll object, it stands being used by a signal handler, or
         # another thread, that ends the workers while they are waited for.
         self._poll = select.epoll()
@@ -216,11 +221,11 @@ class Channel(SlotChannel[ProcessWorker]):
         ):
             if not self.launcher.is_ready(surroundings):
                 return None
-            control, theirs = messages.socket_pair()
+            control, theirs = sockets.socket_pair()
             undo.callback(control.close)
             handed.callback(theirs.close)
             start_fd = write_shared_state(
-                worker_main.WorkerStart(
+                worker_process.WorkerStart(
                     *(index, self._plan.dataset, self._version),
                     state=state.start if state else 0,
                     stride=segment.stride,
@@ -244,7 +249,7 @@ class Channel(SlotChannel[ProcessWorker]):
                 return None
             undo.callback(os.close, process.pidfd)
             undo.callback(process.exit_code, _EXIT_CODE_TIMEOUT_S)
-            undo.callback(launchers.kill, process)
+            undo.callback(children.kill, process)
             self._poll.register(process.pidfd, select.EPOLLIN)
             undo.pop_all()
         return ProcessWorker(
@@ -268,7 +273,7 @@ class Channel(SlotChannel[ProcessWorker]):
         return lambda _: oldest  # any of them might have taken it
 
     def kill(self, worker: ProcessWorker) -> None:
-        launchers.kill(worker.process)
+        children.kill(worker.process)
 
     def abandon(self, worker: ProcessWorker) -> WorkerEnd:
         why = _why_abandoned(worker.process)
@@ -317,7 +322,7 @@ class Channel(SlotChannel[ProcessWorker]):
         return WorkerEnd(counts=not is_known, blames=False)
 
     def end(self, worker: ProcessWorker, timeout_s: float) -> bool:
-        if not messages.wait_readable(worker.process.pidfd, timeout_s):
+        if not sockets.wait_readable(worker.process.pidfd, timeout_s):
             return False
         self.reap(worker)
         return True
@@ -334,9 +339,9 @@ class Channel(SlotChannel[ProcessWorker]):
         worker.control.close()
 
 
-def _why_abandoned(process: launchers.Child) -> str:
+def _why_abandoned(process: children.Child) -> str:
     """Returns the reason why a killed worker has not ended."""
-    if launchers.kill(process, 0):
+    if children.kill(process, 0):
         return (
             "does not end, although it was killed (SIGKILL). It is left "
             "behind; it ends when the system call it is in does."

@@ -37,7 +37,12 @@ import time
 from collections.abc import Callable
 
 from keras_fastdata.memory import shared_state
-from keras_fastdata.workers.process import imports, messages, worker_main
+from keras_fastdata.workers import worker_process
+from keras_fastdata.workers.process import (
+    imports,
+    sockets,
+    worker_main,
+)
 
 FORK, DERIVE = b"F", b"D"
 # What it tells: a kind, a process id, and an exit code or an errno, or 0.
@@ -58,7 +63,7 @@ def main(trainer_pidfd: int, fds: list[int]) -> None:
     for fd in (requests_fd, trainer_pidfd):
         os.set_inheritable(fd, False)
     _set_signals()
-    forkserver = _Server(messages.socket_of(requests_fd), trainer_pidfd)
+    forkserver = _Server(sockets.socket_of(requests_fd), trainer_pidfd)
     gc.collect()
     gc.freeze()
     try:
@@ -92,7 +97,7 @@ class _Server:
         # A derived fork server does the same now, unless it is importing.
         deadline = time.monotonic() + _REAP_TIMEOUT_S
         for pidfd in self._derived:
-            messages.wait_readable(pidfd, max(0.0, deadline - time.monotonic()))
+            sockets.wait_readable(pidfd, max(0.0, deadline - time.monotonic()))
         for pid in self._workers.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
@@ -100,7 +105,7 @@ class _Server:
         deadline = time.monotonic() + _REAP_TIMEOUT_S
         for pidfd, pid in self._workers.items():
             left_s = max(0.0, deadline - time.monotonic())
-            if messages.wait_readable(pidfd, left_s):
+            if sockets.wait_readable(pidfd, left_s):
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, 0)
         self._requests.close()
@@ -146,7 +151,7 @@ class _Server:
         forkserver = os.getpid()
         pid = os.fork()
         if not pid:
-            worker_main.run_and_leave(
+            worker_process.run_and_leave(
                 lambda: become(fds) if self._separate(forkserver) else 1
             )
         with contextlib.suppress(OSError):
@@ -178,7 +183,7 @@ class _Server:
     def _become_server(self, fds: list[int]) -> int:
         """Imports packages, and then serves fork requests like `main`."""
         requests_fd, imports_fd = fds
-        server = _Server(messages.socket_of(requests_fd), self._trainer_pidfd)
+        server = _Server(sockets.socket_of(requests_fd), self._trainer_pidfd)
         try:
             if server.import_packages(imports_fd):
                 server.run()
@@ -226,6 +231,6 @@ def _set_signals() -> None:
 
     A package may have changed them.
     """
-    for number in worker_main.NOT_FOR_US:
+    for number in worker_process.NOT_FOR_US:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or no child could be met

@@ -33,8 +33,7 @@ from typing import Any
 import numpy as np
 
 from keras_fastdata._modules import is_users
-from keras_fastdata.workers import exceptions
-from keras_fastdata.workers.process import worker_main
+from keras_fastdata.workers import exceptions, worker_process
 
 _SETTLE_S = 1.0  # for threads and processes that are about to end
 _LOOK_S = 0.01
@@ -63,7 +62,7 @@ class Imports:
 
     names: tuple[str, ...]
     stamps: tuple[Stamp, ...]
-    surroundings: worker_main.Surroundings
+    surroundings: worker_process.Surroundings
 
 
 Stamp = tuple[str, int, int]
@@ -220,6 +219,6 @@ def _devices() -> set[str]:
 
 def _flush() -> None:
     """Writes out buffered output, which each fork would otherwise repeat."""
-    worker_main.flush()
+    worker_process.flush()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).fflush(None)

@@ -28,7 +28,7 @@ from keras_fastdata.workers.base import (
     describe_batch,
 )
 from keras_fastdata.workers.in_flight import Task
-from keras_fastdata.workers.process.messages import (
+from keras_fastdata.workers.messages import (
     RETAINED,
     SPILLED,
     MessageKind,

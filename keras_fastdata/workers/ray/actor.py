@@ -27,7 +27,7 @@ from keras_fastdata.memory.arena import Bytes, aligned_empty
 from keras_fastdata.metrics.timing import Stopwatch, Timing
 from keras_fastdata.workers import exceptions, log_forwarding, stack_dump
 from keras_fastdata.workers.base import BatchRequest, Builds, describe_batch
-from keras_fastdata.workers.process.messages import MessageKind
+from keras_fastdata.workers.messages import MessageKind
 from keras_fastdata.workers.ray import cluster
 
 # Smaller arrays of the dataset travel in its pickle, and the worker may write

@@ -21,10 +21,15 @@ from typing import Any, NamedTuple
 
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.metrics.timing import Timing
-from keras_fastdata.workers import environment, log_forwarding, supervisor
+from keras_fastdata.workers import (
+    environment,
+    log_forwarding,
+    supervisor,
+    worker_process,
+)
 from keras_fastdata.workers.base import PoolPlan
 from keras_fastdata.workers.in_flight import InFlight, Task, TaskState
-from keras_fastdata.workers.process import messages, worker_main
+from keras_fastdata.workers.process import sockets
 from keras_fastdata.workers.ray import actor, cluster
 from keras_fastdata.workers.ray.object_store import RemoteDataset
 from keras_fastdata.workers.ray.options import Options
@@ -228,7 +233,7 @@ class Actors:
             index,
             self._plan.dataset,
             self._dataset.state,
-            worker_main.working_dir() if leads else None,
+            worker_process.working_dir() if leads else None,
             list(sys.path),
             leads,
             list(getattr(sys, "argv", [])),
@@ -465,7 +470,7 @@ def await_ends(workers: Iterable[RayWorker]) -> None:
     for worker in workers:
         if worker.pidfd >= 0:
             left_s = max(0.0, deadline - time.monotonic())
-            messages.wait_readable(worker.pidfd, left_s)
+            sockets.wait_readable(worker.pidfd, left_s)
 
 
 def _text_of(error: Exception) -> str:

@@ -1,21 +1,16 @@
 """Defines the messages between the training process and its workers.
 
-Two socket pairs of type SOCK_SEQPACKET are shared by all workers of a loader.
-A datagram is received whole, by exactly one reader. The task socket is
-therefore a work queue that needs no lock and no feeder thread, and a killed
-worker can take nothing with it but the request in its hand.
+How they travel is the pools' matter: by sockets, pipes, or actors' results.
 
-    trainer --Task--> task socket --> whichever worker is free
-    trainer <--Result, log-- result socket <-- every worker
-    trainer --version + descriptor--> control socket of one worker
+    trainer --TaskMessage--> a worker
+    trainer <--ResultMessage, log record-- every worker
+    trainer --version of the dataset's state--> a worker
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-import select
-import socket
 import struct
 from typing import NamedTuple
 
@@ -26,28 +21,6 @@ MAX_INLINE_BYTES = 32 * 1024
 MAX_DATAGRAM_BYTES = 160 * 1024
 RECEIVE_BYTES = 192 * 1024
 NOBODY = 0xFFFF  # in place of a worker's index, before it knows its own
-
-
-def socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Returns two connected sockets in blocking mode."""
-    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    for end in ends:
-        end.setblocking(True)
-    return ends
-
-
-def socket_of(fd: int) -> socket.socket:
-    """Wraps a descriptor from another process in a blocking socket."""
-    end = socket.socket(fileno=fd)
-    end.setblocking(True)
-    return end
-
-
-def wait_readable(fd: int, timeout_s: float | None = None) -> bool:
-    """Waits until a descriptor is readable; returns False on a timeout."""
-    poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
 
 
 class MessageKind(enum.IntEnum):
