@@ -32,12 +32,8 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from keras_fastdata.keras_bridge.batches import IteratorBatches
-from keras_fastdata.memory.arena import (
-    ALIGNMENT,
-    Bytes,
-    address_of,
-    aligned_empty,
-)
+from keras_fastdata.memory.arena import ALIGNMENT, address_of, aligned_empty
+from keras_fastdata.memory.leases import Bytes
 
 # Larger memory would come fresh from the kernel each time, which is slow.
 _KEPT_BYTES = 1 << 20

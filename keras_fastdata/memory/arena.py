@@ -8,10 +8,7 @@ a descriptor of its own. The heartbeats come first: the task that each worker
 builds, and the time at which it began.
 
 Invariant: the training process alone decides which slot is free, and a slot is
-free only after the last array over it has died. A weak reference to the root
-array of the batch reports that death. The reference's callback is
-`deque.append`, which is C code: it runs in the thread that drops the array,
-takes no lock, and has no Python frame that could swallow a KeyboardInterrupt.
+free only after the last array over it has died (see `leases`).
 
 A forked process must have batches of its own, like all other memory. Before a
 fork, leased slots are therefore made private: their pages become a copy that
@@ -40,6 +37,7 @@ import numpy.typing as npt
 from keras_fastdata import _process_role
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.memory import os_limits
+from keras_fastdata.memory.leases import Bytes, Leases
 
 ALIGNMENT = 64  # bytes; what TensorFlow and JAX need to take an array as it is
 HEARTBEATS_BYTES = 1 << 16  # one 64-byte line for each of up to 1,024 workers
@@ -54,24 +52,6 @@ _ADDRESS_SPACE = 1 << 42  # 4 TiB of the 128 TiB a process has on x86-64
 _LEAST_STRIDE = 1 << 24  # 16 MiB; with less address space, mapping fails
 
 USUAL_STRIDE = 1 << 32  # slots are smaller under a limit on address space
-
-Bytes = npt.NDArray[np.uint8]
-
-
-class SlotRef(weakref.ref[Any]):
-    """A weak reference to a batch's root array, with the slot's number."""
-
-    __slots__ = ("slot",)
-    slot: int
-
-
-def slot_ref(
-    root: Bytes, slot: int, returned: Callable[[SlotRef], None]
-) -> SlotRef:
-    """Creates a `SlotRef` that is passed to `returned` when the array dies."""
-    reference = SlotRef(root, returned)
-    reference.slot = slot
-    return reference
 
 
 class _File:
@@ -221,7 +201,7 @@ class Segment(Heartbeats):
         return HEARTBEATS_BYTES + slot * self.stride
 
 
-class Arena:
+class Arena(Leases):
     """Tracks, in the training process, which slots are free or leased.
 
     Args:
@@ -234,15 +214,13 @@ class Arena:
     def __init__(self, warm_slots: int, hold_limit: int) -> None:
         slots = max(_LEAST_SLOTS, 4 * (warm_slots + hold_limit))
         slots = min(slots, _MOST_SLOTS)
+        super().__init__(min(hold_limit, slots // 2))
         self.segment = _reserve_segment(slots)
         self._warm_slots = warm_slots
-        self._hold_limit = min(hold_limit, slots // 2)
         # Last in, first out: the slot used last has its pages, and is most
         # likely to be in the CPU's caches.
         self._warm: collections.deque[int] = collections.deque()
         self._cold = list(reversed(range(slots)))
-        self._leased: dict[int, SlotRef] = {}
-        self._returned: collections.deque[SlotRef] = collections.deque()
         self._private: set[int] = set()
         self._seen_by_forks: set[int] = set()  # lacked memory for a copy
         _make_private_before_forks(self)
@@ -252,12 +230,6 @@ class Arena:
         """The number of bytes of memory that the slots use now."""
         file = self.segment.file
         return 0 if file is None else os.fstat(file.fd).st_blocks * 512
-
-    @property
-    def crowded(self) -> bool:
-        """Whether the consumer holds the maximum number of slots or more."""
-        self._reclaim()
-        return len(self._leased) >= self._hold_limit
 
     def take(self, leave: int = 0) -> int | None:
         """Takes a free slot, or returns `None` if at most `leave` are free."""
@@ -270,7 +242,6 @@ class Arena:
         return self._cold.pop() if self._cold else None
 
     def free(self, slot: int) -> None:
-        """Frees a slot that is not leased."""
         self._warm.append(slot)
         if len(self._warm) > self._warm_slots:
             self.keep_warm(self._warm_slots)
@@ -283,11 +254,8 @@ class Arena:
             self.segment.drop_pages(coldest)
             self._cold.append(coldest)
 
-    def lease(self, slot: int, nbytes: int) -> Bytes:
-        """Leases a slot, and returns an array over the slot's first bytes."""
-        root = self.segment.root(slot, 0, nbytes)
-        self._leased[slot] = slot_ref(root, slot, self._returned.append)
-        return root
+    def root(self, slot: int, start: int, nbytes: int) -> Bytes:
+        return self.segment.root(slot, start, nbytes)
 
     def make_private(self, *, copy: bool = True) -> None:
         """Makes all leased slots private; see `Segment.make_private`.
@@ -314,16 +282,10 @@ class Arena:
         self.make_private(copy=False)
         self.segment.close()
 
-    def _reclaim(self) -> None:
-        while self._returned:
-            slot = self._returned.popleft().slot
-            if slot in self._private and not self._make_shared(slot):
-                continue  # still counted as leased
-            del self._leased[slot]
-            self.free(slot)
-
-    def _make_shared(self, slot: int) -> bool:
+    def _may_be_used_again(self, slot: int) -> bool:
         """Makes a private slot shared again; returns whether this succeeded."""
+        if slot not in self._private:
+            return True
         if slot in self._seen_by_forks:
             return False
         try:

@@ -11,7 +11,6 @@ Runs in the training process. `block_writer` is the worker's side.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import mmap
 import weakref
@@ -21,7 +20,7 @@ import numpy as np
 
 from keras_fastdata import _process_role
 from keras_fastdata.memory import named_memory
-from keras_fastdata.memory.arena import Bytes, SlotRef, slot_ref
+from keras_fastdata.memory.leases import Bytes, Leases
 
 _SLOTS = 256  # at least
 
@@ -40,7 +39,7 @@ class _Block:
         return 0 if self.memory is None else len(self.memory)
 
 
-class BlockArena:
+class BlockArena(Leases):
     """Tracks which slots and blocks are free, in use, or leased.
 
     Args:
@@ -54,16 +53,14 @@ class BlockArena:
 
     def __init__(self, warm_slots: int, hold_limit: int) -> None:
         slots = max(_SLOTS, 4 * (warm_slots + hold_limit))
+        super().__init__(min(hold_limit, slots // 2))
         self.prefix = named_memory.new_prefix()
         self._warm_slots = warm_slots
-        self._hold_limit = min(hold_limit, slots // 2)
         self._free = list(range(slots))
         self._bound: dict[int, _Block] = {}  # by slot
         self._idle: dict[int, list[_Block]] = {}  # by owner, latest last
         self._dropped: dict[int, list[int]] = {}  # numbers, by owner
         self._last_number = self._last_owner = 0
-        self._leased: dict[int, SlotRef] = {}
-        self._returned: collections.deque[SlotRef] = collections.deque()
         _arenas.add(self)
 
     @property
@@ -79,12 +76,6 @@ class BlockArena:
             blocks += idle
         return sum(block.nbytes for block in blocks)
 
-    @property
-    def crowded(self) -> bool:
-        """Whether the consumer holds the maximum number of slots or more."""
-        self._reclaim()
-        return len(self._leased) >= self._hold_limit
-
     def take(self, leave: int = 0) -> int | None:
         """Takes a free slot, or returns `None` if at most `leave` are free."""
         if self._returned:
@@ -92,7 +83,6 @@ class BlockArena:
         return self._free.pop() if len(self._free) > leave else None
 
     def free(self, slot: int) -> None:
-        """Frees a slot that is not leased."""
         block = self._bound.pop(slot, None)
         self._free.append(slot)
         # The owner may have been removed.
@@ -161,16 +151,9 @@ class BlockArena:
     # -- batches -------------------------------------------------------------
 
     def root(self, slot: int, start: int, nbytes: int) -> Bytes:
-        """Returns a new array over part of a slot."""
         memory = self._bound[slot].memory
         assert memory is not None
         return np.frombuffer(memory, np.uint8, nbytes, start)
-
-    def lease(self, slot: int, nbytes: int) -> Bytes:
-        """Leases a slot, and returns an array over the slot's first bytes."""
-        root = self.root(slot, 0, nbytes)
-        self._leased[slot] = slot_ref(root, slot, self._returned.append)
-        return root
 
     def close(self) -> None:
         """Drops all blocks; existing arrays stay valid."""
@@ -182,12 +165,6 @@ class BlockArena:
         for slot in list(self._leased):
             if (block := self._bound.get(slot)) is not None:
                 block.is_inherited = True
-
-    def _reclaim(self) -> None:
-        while self._returned:
-            slot = self._returned.popleft().slot
-            del self._leased[slot]
-            self.free(slot)
 
 
 _arenas: weakref.WeakSet[BlockArena] = weakref.WeakSet()

@@ -18,13 +18,13 @@ import numpy.typing as npt
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.memory import named_memory, os_limits
 from keras_fastdata.memory.arena import (
-    Bytes,
     address_of,
     aligned_empty,
     count_of,
     round_up,
 )
 from keras_fastdata.memory.codec import SMALL_BYTES, SlotWriter
+from keras_fastdata.memory.leases import Bytes
 
 _GROWTH = 1.25  # so that batches of slightly different sizes fit
 

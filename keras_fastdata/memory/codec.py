@@ -29,7 +29,6 @@ from keras_fastdata.errors import LoaderError
 from keras_fastdata.memory import class_refs, layout
 from keras_fastdata.memory.arena import (
     USUAL_STRIDE,
-    Bytes,
     Segment,
     address_of,
     aligned_copy,
@@ -37,6 +36,7 @@ from keras_fastdata.memory.arena import (
     count_of,
     round_up,
 )
+from keras_fastdata.memory.leases import Bytes
 
 # Smaller arrays are copied on delivery, so that a consumer who keeps the labels
 # does not keep the slot with the images. Such a copy costs about 2 us.

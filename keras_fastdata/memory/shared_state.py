@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from keras_fastdata.memory import os_limits, reducers
-from keras_fastdata.memory.arena import Bytes, address_of, round_up
+from keras_fastdata.memory.arena import address_of, round_up
+from keras_fastdata.memory.leases import Bytes
 
 _HEADER = struct.Struct("<QQ")  # bytes of the pickle, number of buffers
 _EXTENT = struct.Struct("<QQ")  # start in the file, number of bytes

@@ -23,7 +23,8 @@ import numpy.typing as npt
 
 from keras_fastdata import _process_role
 from keras_fastdata.memory import codec
-from keras_fastdata.memory.arena import Bytes, aligned_empty
+from keras_fastdata.memory.arena import aligned_empty
+from keras_fastdata.memory.leases import Bytes
 from keras_fastdata.metrics.timing import Stopwatch, Timing
 from keras_fastdata.workers import exceptions, log_forwarding, stack_dump
 from keras_fastdata.workers.base import BatchRequest, Builds, describe_batch

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from keras_fastdata.memory import codec, shared_state
-from keras_fastdata.memory.arena import Bytes, aligned_copy
+from keras_fastdata.memory.arena import aligned_copy
+from keras_fastdata.memory.leases import Bytes
 from keras_fastdata.metrics.timing import Timing
 from keras_fastdata.workers import exceptions
 from keras_fastdata.workers.ray import actor
