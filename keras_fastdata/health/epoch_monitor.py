@@ -290,9 +290,8 @@ class EpochMonitor:
     ) -> EpochHealth:
         batch_stats = self.recorder.batch_stats
         had_s = max(ended_s - self._began_s, 1e-9) * max(facts.workers, 1)
-        kind = kind_of(facts)
-        if phase in self._latest:
-            kind = kind_after(facts, *self._latest[phase])
+        latest = self._latest.get(phase)
+        kind = kind_after(facts, *latest) if latest else kind_of(facts)
         self._latest[phase] = facts, kind
         return EpochHealth(
             phase=phase,
