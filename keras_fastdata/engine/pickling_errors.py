@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import types
 import weakref
 from collections.abc import Iterator
@@ -15,6 +16,10 @@ from keras_fastdata.memory import reducers, shared_state
 
 _MAX_DEPTH = 6  # of attributes of attributes
 _MAX_ITEMS = 100  # of a container that is searched
+_FORK = (
+    " `start_method='fork'` pickles nothing, but all workers then share what "
+    "this process has open."
+)
 
 
 @contextlib.contextmanager
@@ -42,8 +47,7 @@ def explained(dataset: weakref.ref[Any]) -> Iterator[None]:
             "Ways out: make it in `on_worker_start`, which runs in each "
             "worker, and not in `__init__`; leave it out in `__getstate__` "
             "and make it again in `__setstate__`; or use threads "
-            "(`use_multiprocessing=False`). `start_method='fork'` pickles "
-            "nothing, but all workers then share what this process has open.",
+            f"(`use_multiprocessing=False`).{_FORK * hasattr(os, 'fork')}",
             path=path,
             type_name=kind,
         ) from error
