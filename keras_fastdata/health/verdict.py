@@ -708,6 +708,14 @@ def other_workers(facts: Facts) -> tuple[str, float]:
     modelled_s = batches * kinds[present].period_s(
         facts.workers, cores, facts.max_queue_size
     )
+    longer = max(1.0, steady_s / max(modelled_s, 1e-9))
+    limits = kinds[present].limits(max(1, facts.workers), cores)
+    if (
+        are_processes
+        and facts.workers
+        and max(limits.values()) == limits["lock"]
+    ):
+        longer = 1.0  # threads also lose time when they pass on Python's lock
     forecast_s = (
         late_s
         + first_s
@@ -716,7 +724,7 @@ def other_workers(facts: Facts) -> tuple[str, float]:
             workers,
             cores,
             queue or facts.max_queue_size,
-            longer=max(1.0, steady_s / max(modelled_s, 1e-9)),
+            longer=longer,
         )
     )
     forecast_s = max(facts.free_s / facts.epochs, forecast_s, facts.build_s_p50)

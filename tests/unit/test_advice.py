@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
@@ -107,6 +108,24 @@ def test_the_recommended_call_is_nearly_the_best_and_as_forecast(
     if verdict.call:
         forecast_s = verdict.forecast_s / BATCHES
         assert forecast_s == pytest.approx(came_s, rel=0.2), verdict
+
+
+def test_time_that_threads_lose_with_the_lock_is_not_forecast_of_processes():
+    load = Load(python_s=0.005, step_cpu_s=5e-4)
+    facts = measured(load, STARTS["thread"], 2)
+    lost_s = 0.35 * facts.wall_s
+    verdict = judge(
+        dataclasses.replace(
+            facts,
+            wall_s=facts.wall_s + lost_s,
+            wait_s=facts.wait_s + lost_s,
+            gil_held=facts.gil_held / 1.35,
+        )
+    )
+    choice = choice_of(verdict.call, STARTS["thread"])
+    assert choice.are_processes
+    came_s = load.period_s(choice, 2)
+    assert verdict.forecast_s / BATCHES == pytest.approx(came_s, rel=0.2)
 
 
 @pytest.mark.parametrize("start", STARTS)
