@@ -67,7 +67,7 @@ class _OneValue(Mapping[str, Any]):
 
 
 class _Size(_OneValue):
-    """Maps every key to the number of names in another mapping.
+    """Maps every key to the number of names in `names`, to show additions.
 
     A name that is added may hide a variable of a class. Python itself may add
     names such as `__slotnames__` at any time.

@@ -98,7 +98,7 @@ class SavedStates:
 
 
 def _checked(saved: Any) -> Saved:
-    """Validates a state from the file, except the value of "dataset".
+    """Validates a state from the file, except the content of "dataset".
 
     Raises:
         ValueError: The state is damaged; or a `KeyError` or `TypeError`.

@@ -167,7 +167,7 @@ class _WrappedWithHooks(_Wrapped):
 
 
 def _has_hook(dataset: Any, name: str) -> bool:
-    """Returns whether a dataset itself defines the epoch hook `name`.
+    """Returns whether a dataset defines the epoch hook `name`.
 
     The empty hooks of Keras's `PyDataset` do not count.
     """

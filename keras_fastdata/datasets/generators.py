@@ -624,7 +624,7 @@ class _Source(NamedTuple):
 
     @staticmethod
     def of(factory: Any) -> _Source:
-        """Inspects the argument `factory`; raises `TypeError` if invalid."""
+        """Creates a `_Source`; raises `TypeError` for an invalid `factory`."""
         if hasattr(factory, "__next__"):
             return _Source(factory, is_iterator=True)
         if not callable(factory):

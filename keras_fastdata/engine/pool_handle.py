@@ -130,7 +130,8 @@ class PoolHandle:
         """Drops invalid workers, then calls `step` while holding the lock.
 
         The step must not wait. Only if it `nests`, it may run during another
-        step of this thread, which a signal handler has interrupted.
+        step of this thread, which a signal handler has interrupted; then the
+        workers stay as they are.
         """
         lock = self._lock.own()
         if lock._is_owned():

@@ -46,7 +46,7 @@ class Shard:
         return place if num_batches is None else place % num_batches
 
     def position(self, place: int) -> int:
-        """Returns how many of the first `place` batches are in this shard.
+        """Returns how many of an epoch's first `place` batches this shard has.
 
         Raises:
             ValueError: Other shards have more, or fewer, of them.

@@ -365,7 +365,7 @@ class StepClock:
 
 
 class _ClockReading(NamedTuple):
-    """The time, and the total seconds of waiting and compiling so far."""
+    """The time, and the total seconds so far that belong to no step."""
 
     at_s: float
     waited_s: float

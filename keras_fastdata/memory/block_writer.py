@@ -44,7 +44,7 @@ class Blocks:
         self._largest = 0
 
     def get(self, number: int) -> mmap.mmap | None:
-        """Returns the memory of a block, or `None` before its creation."""
+        """Returns the memory of a block, or `None` if it has none."""
         return self._blocks.get(number)
 
     def make(self, number: int, task_id: int, nbytes: int) -> mmap.mmap:

@@ -97,7 +97,7 @@ class Lender(Protocol):
         """Leases a slot, and returns an array over the slot's first bytes."""
 
     def free(self, slot: int) -> None:
-        """Frees a slot that is not leased."""
+        """Frees a slot that was taken and is not leased."""
 
 
 class Roots(Protocol):

@@ -44,7 +44,7 @@ class Leases:
         raise NotImplementedError
 
     def free(self, slot: int) -> None:
-        """Frees a slot that is not leased."""
+        """Frees a slot that was taken and is not leased."""
         raise NotImplementedError
 
     @property

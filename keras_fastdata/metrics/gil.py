@@ -21,7 +21,7 @@ _IDLE_S = 5.0  # without a batch, after which the probe ends
 
 
 class GilProbe:
-    """Measures waits for the GIL in a thread, while batches are delivered."""
+    """Measures how often threads wait for the GIL, by a thread of its own."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = weakref.ref(recorder)

@@ -43,10 +43,10 @@ def of_worker(worker_env: Mapping[str, str] | None) -> dict[str, str]:
 
 @functools.cache
 def hash_seed() -> dict[str, str]:
-    """Returns the PYTHONHASHSEED of workers, which fixes the order of sets.
+    """Returns the variable PYTHONHASHSEED of workers, for the order of sets.
 
-    It is the trainer's where that was given one. One that Python has drawn
-    cannot be given to another process.
+    Its value is the trainer's where that was given one. One that Python has
+    drawn cannot be given to another process.
     """
     name = "PYTHONHASHSEED"
     seed = os.environ.get(name, "")

@@ -303,7 +303,7 @@ def waits(
 def _slowed(
     steps: list[Step], epoch: EpochHealth, kept: float
 ) -> npt.NDArray[np.float64]:
-    """Divides the slowdown of an epoch by builds among the epoch's steps."""
+    """Splits the time by which builds slowed an epoch among its steps."""
     beside = [not (step.compiled or step.sampled) for step in steps]
     own = np.array([step.own_s for step in steps]) * beside
     need = np.nan_to_num(epoch.step_s * np.array([s.calls for s in steps]))

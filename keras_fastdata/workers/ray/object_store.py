@@ -45,7 +45,7 @@ class StoreUsage:
         self._died: collections.deque[_StoreRef] = collections.deque()
 
     def lease(self, arrays: list[Bytes], nbytes: int) -> list[Bytes]:
-        """Returns views of arrays. `leased` counts them until all have died."""
+        """Returns views of arrays; `leased` counts them until all have died."""
         answer = [len(arrays), nbytes]
         roots: list[Bytes] = [np.frombuffer(a.data, np.uint8) for a in arrays]
         with self._lock:
