@@ -180,7 +180,7 @@ def kept_forkserver(_held_forkservers):
             text = children._BOOTSTRAP
             assert "; {function}(" in text
             patch.setattr(
-                launchers,
+                children,
                 "_BOOTSTRAP",
                 text.replace("; {function}(", "; import pytest; {function}("),
             )

@@ -705,17 +705,6 @@ def other_workers(facts: Facts) -> tuple[str, float]:
     late_s = max(0.0, facts.first_wait_s / facts.epochs - facts.build_s_p50)
     late_s += facts.hook_s / facts.epochs
     steady_s = wall_s - late_s - (first_s if facts.workers else 0.0)
-    modelled_s = batches * kinds[present].period_s(
-        facts.workers, cores, facts.max_queue_size
-    )
-    longer = max(1.0, steady_s / max(modelled_s, 1e-9))
-    limits = kinds[present].limits(max(1, facts.workers), cores)
-    if (
-        are_processes
-        and facts.workers
-        and max(limits.values()) == limits["lock"]
-    ):
-        longer = 1.0  # threads also lose time when they pass on Python's lock
     forecast_s = (
         late_s
         + first_s
@@ -724,7 +713,7 @@ def other_workers(facts: Facts) -> tuple[str, float]:
             workers,
             cores,
             queue or facts.max_queue_size,
-            longer=longer,
+            longer=_longer(facts, kinds[present], are_processes, steady_s),
         )
     )
     forecast_s = max(facts.free_s / facts.epochs, forecast_s, facts.build_s_p50)
@@ -737,6 +726,25 @@ def other_workers(facts: Facts) -> tuple[str, float]:
         queue,
     )
     return call, forecast_s
+
+
+def _longer(
+    facts: Facts, costs: Costs, are_processes: bool, steady_s: float
+) -> float:
+    """Returns how many times longer builds take than `costs` say.
+
+    Threads also lose time when they pass on Python's lock. This is not
+    expected of the advised workers if these `are_processes`.
+    """
+    limits = costs.limits(max(1, facts.workers), facts.our_cores)
+    is_lock = facts.workers > 0 and max(limits.values()) == limits["lock"]
+    if is_lock and are_processes:
+        return 1.0
+    period_s = costs.period_s(
+        facts.workers, facts.our_cores, facts.max_queue_size
+    )
+    modelled_s = facts.batches / facts.epochs * period_s
+    return max(1.0, steady_s / max(modelled_s, 1e-9))
 
 
 def _costs(facts: Facts) -> dict[bool, Costs]:
