@@ -73,29 +73,43 @@ def _cell(*values, quick):
 # The quick run has each cause at one moment, each moment with one cause, and
 # each start method with one of both.
 # A fork unpickles nothing, neither when it starts nor after a change.
-CELLS_INSIDE = [
-    _cell(
-        moment,
-        how,
-        start_method,
-        quick=(moment, how) == ("building", "sigkill")
-        or (start_method == "forkserver" and moment == "building")
-        or (start_method == "forkserver" and how == "sigkill"),
-    )
-    for moment in INSIDE
-    for how in CAUSES
-    for start_method in START_METHODS
-    if start_method != "fork" or moment not in ("unpickled", "changed")
-] + [
-    # The fork server is what "forkserver" has.
-    _cell(
-        moment,
-        "forkserver",
-        "forkserver",
-        quick=moment in ("starting", "building"),
-    )
-    for moment in INSIDE
-]
+CELLS_INSIDE = (
+    [
+        _cell(
+            moment,
+            how,
+            start_method,
+            quick=(moment, how) == ("building", "sigkill")
+            or (start_method == "forkserver" and moment == "building")
+            or (start_method == "forkserver" and how == "sigkill"),
+        )
+        for moment in INSIDE
+        for how in CAUSES
+        for start_method in START_METHODS
+        if start_method != "fork" or moment not in ("unpickled", "changed")
+    ]
+    + [
+        # The fork server is what "forkserver" has.
+        _cell(
+            moment,
+            "forkserver",
+            "forkserver",
+            quick=moment in ("starting", "building"),
+        )
+        for moment in INSIDE
+    ]
+    + [
+        # The fork server has imported a package for the workers.
+        _cell(
+            moment,
+            how,
+            "sharing",
+            quick=(moment, how) == ("building", "sigkill"),
+        )
+        for moment in INSIDE
+        for how in [*CAUSES, "forkserver"]
+    ]
+)
 # sys.exit would end the thread that has waited for the word, not the process.
 CELLS_OUTSIDE = [
     _cell(
@@ -124,9 +138,15 @@ def test_a_death_in_the_midst_of_work_changes_no_byte(
     moment, how, start_method, undisturbed, tmp_path
 ):
     fate = Fate(tmp_path, how)
-    dataset = INSIDE[moment](fate, start_method=start_method, **PROCESSES)
+    shares = start_method == "sharing"
+    method = "forkserver" if shares else start_method
+    dataset = INSIDE[moment](fate, start_method=method, **PROCESSES)
+    if shares:
+        dataset.of_a_package = psutil.Error
     with dataset:
         _assert_same(list(dataset), undisturbed[0])
+        keys = [*forkserver_client._forkservers]
+        assert shares is any(key.imports is not None for key in keys)
         if moment == "changed":
             dataset.change()
         _assert_same(list(dataset), undisturbed[1])
