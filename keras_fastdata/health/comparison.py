@@ -145,9 +145,9 @@ def _rate(number: float) -> str:
 _ROWS: tuple[tuple[str, str, Any, bool | None], ...] = (
     ("workers", "workers", None, None),
     ("verdict", "verdict", None, None),
-    ("an epoch's steps and waits", "epoch_s", formatting.duration, False),
-    ("data_wait", "data_wait", formatting.share, None),
-    ("batches per second", "batches_per_s", _rate, True),
+    ("a later epoch, median", "epoch_s", formatting.duration, False),
+    ("data_wait, later epochs", "data_wait", formatting.share, None),
+    ("batches/s, later epochs", "batches_per_s", _rate, True),
     ("build, median", "build_s", formatting.duration, False),
     ("first batch", "first_batch_s", formatting.duration, False),
     ("the whole fit", "total_s", formatting.duration, False),

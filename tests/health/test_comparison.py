@@ -62,9 +62,9 @@ def test_each_figure_has_its_former_and_present_value_and_the_change():
     assert comparison.rows(_BEFORE, _NOW) == [
         ("workers", "1 thread", "8 threads", ""),
         ("verdict", "io_bound", "compute_bound", ""),
-        ("an epoch's steps and waits", "4.0 s", "1.0 s", "4.0 times faster"),
-        ("data_wait", "80%", "10%", ""),
-        ("batches per second", "10.0", "40.0", "4.0 times faster"),
+        ("a later epoch, median", "4.0 s", "1.0 s", "4.0 times faster"),
+        ("data_wait, later epochs", "80%", "10%", ""),
+        ("batches/s, later epochs", "10.0", "40.0", "4.0 times faster"),
         ("build, median", "100 ms", "150 ms", "1.50 times slower"),
         ("the whole fit", "20.0 s", "20.4 s", "the same"),
     ]
