@@ -29,6 +29,8 @@ from keras_fastdata.engine.pool_handle import ForkSafeLock
 from keras_fastdata.engine.settings import Settings
 from keras_fastdata.engine.state_dict import State
 from keras_fastdata.errors import EndOfData
+from keras_fastdata.metrics.recorder import WorkersWithin
+from keras_fastdata.metrics.worker_kinds import NO_LIMIT, WorkerLimit
 
 # Names whose values differ between epochs, and those that depend on the seed.
 _VARYING = frozenset(["rng", "rng_for", "epoch_order", "epoch"])
@@ -179,6 +181,24 @@ def make_twin(dataset: Any, **changes: Any) -> Any:
     vars(twin).update(vars(dataset))
     give_internals(twin, dataclasses.replace(settings, **changes))
     return twin
+
+
+@functools.singledispatch
+def workers_within(dataset: Any) -> WorkersWithin | None:
+    """Returns the workers that a dataset waits for in its builds, or `None`.
+
+    A class that has such workers registers a function.
+    """
+    return None
+
+
+@functools.singledispatch
+def worker_limit(dataset: Any) -> WorkerLimit:
+    """Returns which workers a dataset can use.
+
+    A class that cannot use any number of any kind registers a function.
+    """
+    return NO_LIMIT
 
 
 @functools.singledispatch

@@ -32,8 +32,10 @@ from keras_fastdata.health.step_clock import Step
 from keras_fastdata.health.summary import (
     EpochHealth,
     HealthSummary,
+    slower_steps,
     summarize,
 )
+from keras_fastdata.health.verdict import kind_of
 from keras_fastdata.metrics import formatting, recorder
 from keras_fastdata.metrics.cost_model import WORTH
 from keras_fastdata.metrics.pool_stats import PoolStats
@@ -62,8 +64,10 @@ class LoaderHealth(Callback):
     account of the time since `fit` was called, whose parts add up (also in
     `summary()`, for each epoch too), and what to change; advice that would
     save less than a second, or 5%, is left out. The seconds of waiting are the
-    same everywhere. In a `fit` without a `FastPyDataset` nothing is added and
-    nothing printed. After `evaluate` or `predict` ask for `summary()`.
+    same everywhere; the first batch of a `fit`, and epoch hooks, which an
+    epoch counts as waiting, are parts of their own in the account. In a `fit`
+    without a `FastPyDataset` nothing is added and nothing printed. After
+    `evaluate` or `predict` ask for `summary()`.
 
     With `on_error="skip"`, `skipped` in the logs is the number of batches
     that the epoch and its validation left out, once there was one; and the
@@ -74,8 +78,14 @@ class LoaderHealth(Callback):
     and then so many that it costs at most 1% of the time: the workers rest,
     and the device is synchronized before and after. So time in which the
     device computes while a batch is fetched is not taken for waiting, and what
-    builds cost the steps beside them is. Steps that compile
-    are left out, and so is validation, which is measured on its own.
+    builds cost the steps beside them is: that is waiting too, and where it is
+    most of it, console and page say how many seconds of waiting are steps that
+    builds slow down. Steps that compile are left out, and so is validation,
+    which is measured on its own. A `GeneratorDataset` is measured in the
+    workers that run its generators.
+
+    If the verdict on the whole differs from that on an epoch, it says which
+    epochs it is on. Each verdict says so if other programs leave no core free.
 
     With a `keras.callbacks.TensorBoard` beside it, scalars named `loader/...`
     are in its event files: `data_wait`, `batches_per_s`, `build_s_p50`,
@@ -355,6 +365,11 @@ class LoaderHealth(Callback):
             self._timer.end_callbacks(time.monotonic())
         self._move_to(Measured.IDLE)
         summary = self.summary()
+        if self._record is not None:
+            # The page accounts for the same time as the console.
+            self._record = dataclasses.replace(
+                self._record, summary=summary, ended_s=time.monotonic()
+            )
         if self.verbose and summary.verdict is not None:
             print(summary, flush=True)
         self._write_files()
@@ -560,11 +575,16 @@ def _describe(health: EpochHealth, skipped: int) -> str:
     They have its waiting, the whole of which `data_wait` is a share, what else
     took at least 0.1 s and 5% of the epoch, and the number of skipped batches.
     """
+    slower = slower_steps(health.slowed_s, health.waited_s, health.wall_s)
+    kind = str(health.verdict.kind)
+    if health.facts is not None and kind != kind_of(health.facts):
+        kind = f"still {kind}"  # this epoch alone would have another one
     lines = [
         f"LoaderHealth: {health.name} waited "
         f"{formatting.duration(health.waited_s)} of "
         f"{formatting.duration(health.wall_s)} for data "
-        f"({formatting.share(health.data_wait)}, {health.verdict.kind})."
+        f"({formatting.share(health.data_wait)}, {kind})"
+        f"{slower}."
     ]
     if health.account is not None:
         others = dataclasses.replace(

@@ -19,10 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from keras_fastdata._call_stack import has_gil
+from keras_fastdata._dataset_internals import worker_limit
 from keras_fastdata.display.description import dataset_text
 from keras_fastdata.health.account import EpochTimes
 from keras_fastdata.health.step_clock import EpochTiming, Step, StepClock
-from keras_fastdata.health.summary import EpochHealth
+from keras_fastdata.health.summary import EpochHealth, name_of
 from keras_fastdata.health.verdict import (
     Facts,
     Kind,
@@ -236,6 +237,7 @@ class EpochMonitor:
     ) -> Facts:
         """Returns the measurements that the verdict is based on."""
         settings, batch_stats = self._settings, self.recorder.batch_stats
+        source = self.recorder.source
         losses = () if pool_stats is None else pool_stats.losses
         restarts = sum(loss.at_s >= self._began_s for loss in losses)
         now = cpu.read()
@@ -278,6 +280,7 @@ class EpochMonitor:
             if batch_stats.ready
             else math.nan,
             phase=phase,
+            limit=worker_limit(None if source is None else source.dataset),
         )
 
     def _health(
@@ -297,7 +300,7 @@ class EpochMonitor:
             phase=phase,
             epoch=self._epoch,
             batches=batch_stats.batches,
-            verdict=judge(facts, kind),
+            verdict=judge(facts, kind, name_of(phase, self._epoch)),
             data_wait=facts.data_wait,
             wall_s=facts.wall_s,
             free_s=facts.free_s,
@@ -319,9 +322,12 @@ class EpochMonitor:
         )
 
     def _busy_s(self) -> float:
-        """Returns the time of all builds, without the one before the epoch."""
+        """Returns the time of all builds, without those before the epoch."""
         stats = self.recorder.batch_stats
-        return max(0.0, stats.build_s + stats.store_s - self._start_s)
+        # Workers started then, too; a model is built from two batches at most.
+        before_s = sum(slow.build_s for slow in stats.slowest[:2])
+        before_s = min(before_s, self._start_s)
+        return max(0.0, stats.build_s + stats.store_s - before_s)
 
     def add_saving(self, seconds: float) -> None:
         """Excludes the time of a callback's save from the training steps."""

@@ -12,6 +12,7 @@ from keras_fastdata.health.account import TimeAccount
 from keras_fastdata.health.comparison import Figures
 from keras_fastdata.health.hot_lines import HotLine, hot_lines
 from keras_fastdata.health.verdict import (
+    OF_EVERY_BATCH,
     WORTH_S,
     Facts,
     Kind,
@@ -25,6 +26,7 @@ from keras_fastdata.metrics.cost_model import WORTH
 from keras_fastdata.metrics.pool_stats import PoolStats, TuningDecision
 
 _MOST_ROWS = 12  # of a table; of more epochs, the first and the last
+_MOST_NAMES = 4  # of epochs that do not follow each other; of more, how many
 _COLUMNS = (
     "",
     "took",
@@ -34,8 +36,11 @@ _COLUMNS = (
     "build",
     "busy",
 )
-NOTE = (
+_NOTE = (
     "took: steps and their waits, without compiling; data_wait = waiting / took"
+)
+_LEGEND = (
+    "build: the median of a batch; busy: how much of the time workers build"
 )
 
 
@@ -112,18 +117,30 @@ class EpochHealth:
 
     @property
     def waited_s(self) -> float:
-        """The total wait for data between the steps, in seconds."""
+        """The seconds of `wall_s` that are waiting for data.
+
+        These are the waits between the steps, and `slowed_s`.
+        """
         return self.wall_s * self.data_wait
 
     @property
     def slowed_s(self) -> float:
-        """The seconds of `waited_s` that are due to steps slowed by builds."""
+        """The seconds of `waited_s` by which builds slow down the steps."""
         return 0.0 if self.facts is None else self.facts.slowed_s
 
     @property
     def lost_s(self) -> float:
         """The sum of `waited_s` and `start_s`."""
         return self.waited_s + self.start_s
+
+    @property
+    def late_s(self) -> float:
+        """The seconds of `lost_s` before the first batch, with epoch hooks."""
+        if self.facts is None:
+            return self.lost_s
+        facts = self.facts
+        late_s = self.start_s + facts.first_wait_s + facts.hook_s
+        return min(late_s, self.lost_s)
 
     @property
     def batches_per_s(self) -> float:
@@ -133,10 +150,14 @@ class EpochHealth:
     @property
     def name(self) -> str:
         """A name such as "epoch 3"; epochs count from 1, as in Keras's logs."""
-        if self.phase in ("train", "validation"):
-            what = "epoch" if self.phase == "train" else "validation"
-            return f"{what} {self.epoch + 1}"
-        return self.phase
+        return name_of(self.phase, self.epoch)
+
+
+def name_of(phase: str, epoch: int) -> str:
+    """Returns a name such as "epoch 3"; `epoch` counts from 0."""
+    if phase == "train":
+        return f"epoch {epoch + 1}"
+    return f"validation {epoch + 1}" if phase == "validation" else phase
 
 
 class Finding(NamedTuple):
@@ -145,9 +166,10 @@ class Finding(NamedTuple):
     Attributes:
         phase: "Training", "Validation", "The evaluation" or "The prediction".
         verdict: The reason.
-        headline: The seconds of waiting out of those of the whole `fit`, and
-            the longest other part if it took longer, as a sentence without a
-            full stop.
+        headline: The seconds of waiting out of those of the whole `fit`, how
+            much of it is steps that builds slow down, if it is most, and the
+            longest other part if it took longer, as a sentence without a full
+            stop.
         evidence: The figures that support the verdict, as text.
         advice: What to change, as text; "Nothing to change" if it would save
             little.
@@ -238,6 +260,28 @@ class HealthSummary:
         )
 
     @property
+    def note(self) -> str:
+        """What the columns of a table of epochs mean, without a full stop.
+
+        It names what the epochs count as waiting, and `account` by itself.
+        """
+        account = self.account
+        if account is None or not self.epochs:
+            return _NOTE
+        first_s = account.first_batch_s - self.epochs[0].start_s
+        both = {
+            "the first batch of the fit": first_s,
+            "epoch hooks": account.hooks_s,
+        }
+        least_s = WORTH * sum(phase.waited_s for phase in self.phases)
+        found = " and ".join(
+            f"{name} ({formatting.duration(seconds)})"
+            for name, seconds in both.items()
+            if seconds > least_s
+        )
+        return f"{_NOTE}; waiting includes {found}" if found else _NOTE
+
+    @property
     def validation_verdict(self) -> Verdict | None:
         """The verdict on the validations, or `None` without validations."""
         return _verdict_on(list(self.validations))
@@ -294,19 +338,20 @@ class HealthSummary:
         account = self.account
         waited_s, awaited = sum(phase.waited_s for phase in phases), "data"
         start_s = phases[0].start_s
-        if account is not None:
-            is_validation = phases[0].phase == "validation"
-            waited_s = account.waiting_s
-            if is_validation:
-                waited_s = account.validation_wait_s
-            start_s = account.first_batch_s
-        if verdict.kind is Kind.LATE_START and start_s > waited_s:
+        if account is not None and phases[0].phase == "validation":
+            waited_s = account.validation_wait_s
+        elif account is not None:
+            waited_s, start_s = account.waiting_s, account.first_batch_s
+        if verdict.kind not in OF_EVERY_BATCH and start_s > waited_s:
             waited_s, awaited = start_s, "its first batch"
         text = (
             f"{_PHASES[phases[0].phase]} waited "
             f"{formatting.duration(waited_s)} of "
             f"{formatting.duration(self.whole_s)} for {awaited}"
         )
+        if awaited == "data":
+            slowed_s = min(waited_s, sum(phase.slowed_s for phase in phases))
+            text += slower_steps(slowed_s, waited_s, self.whole_s)
         for name, seconds in account.parts[:1] if account else ():
             if seconds > waited_s:
                 text += f"; {name} took {formatting.duration(seconds)}"
@@ -316,11 +361,12 @@ class HealthSummary:
         always = Kind.COMPUTE_BOUND, Kind.UNSTABLE_WORKERS
         if verdict.kind in always or self._is_worth(saves_s):
             return verdict.evidence, verdict.advice
-        saved = (
+        advice = (
+            f"Nothing to change in the data: at most "
             f"{formatting.duration(saves_s)} of "
-            f"{formatting.duration(self.whole_s)}"
+            f"{formatting.duration(self.whole_s)} would be saved."
         )
-        return verdict.evidence, f"Nothing to change: it would save {saved}."
+        return verdict.evidence, f"{verdict.others} {advice}".lstrip()
 
     def _is_worth(self, saves_s: float) -> bool:
         return not saves_s < max(WORTH_S, WORTH * self.whole_s)
@@ -363,7 +409,10 @@ class HealthSummary:
     def __str__(self) -> str:
         if self.verdict is None:
             return "LoaderHealth: no batch of a FastPyDataset was seen."
-        parts = [_table(self.phases)] if len(self.phases) > 1 else []
+        parts = []
+        if len(self.phases) > 1:
+            parts = [*_table(self.phases), formatting.wrapped(self.note)]
+            parts.append(_LEGEND)
         if self.account is not None:
             parts.append(formatting.wrapped(str(self.account)))
         if self.shard:
@@ -428,16 +477,28 @@ def _saves_s(verdict: Verdict | None, phases: Sequence[EpochHealth]) -> float:
     if verdict is None or verdict.kind is Kind.COMPUTE_BOUND:
         return 0.0
     lost_s = sum(phase.lost_s for phase in phases)
-    return min(verdict.saves_s * len(phases), lost_s)
+    if verdict.kind in OF_EVERY_BATCH:
+        waited_s = sum(phase.waited_s for phase in phases)
+        return min(verdict.saves_s * len(phases), waited_s)
+    if verdict.kind is not Kind.LATE_START:
+        return min(verdict.saves_s * len(phases), lost_s)
+    saves_s = sum(phase.late_s for phase in phases)
+    if verdict.call:
+        later = phases[1:]
+        saves_s += sum(max(0, e.wall_s - verdict.forecast_s) for e in later)
+    return min(saves_s, lost_s)
 
 
 def _verdict_on(epochs: list[EpochHealth]) -> Verdict | None:
     """Returns a verdict on the later half of the epochs.
 
-    The next epochs will most likely resemble this half.
+    The next epochs will most likely resemble this half. Where its epochs have
+    one reason, so have they together.
 
     The first epoch decides where its first batch cost more than all the rest.
-    If none of these epochs is said to wait, then nor are they together.
+
+    If an epoch has another reason than the whole, the evidence says which
+    epochs the verdict is on.
     """
     if not epochs:
         return None
@@ -445,15 +506,68 @@ def _verdict_on(epochs: list[EpochHealth]) -> Verdict | None:
     facts = [epoch.facts for epoch in recent if epoch.facts is not None]
     if len(facts) < len(recent):
         return max(recent, key=lambda epoch: epoch.lost_s).verdict
-    none_waits = {epoch.verdict.kind for epoch in recent} == {
-        Kind.COMPUTE_BOUND
-    }
-    verdict = judge(merge(facts), Kind.COMPUTE_BOUND if none_waits else None)
-    if first.facts is not None:
+    kinds = {epoch.verdict.kind for epoch in recent}
+    name = _names(recent)
+    verdict = judge(
+        merge(facts), kinds.pop() if len(kinds) == 1 else None, name
+    )
+    note = _note(verdict.kind, recent, name)
+    if first.facts is not None and first.verdict.kind not in OF_EVERY_BATCH:
         late_s = first.start_s + first.facts.first_wait_s
         if late_s > sum(epoch.lost_s for epoch in epochs) / 2:
-            return with_call_of(first.verdict, verdict)
-    return verdict
+            verdict = with_call_of(first.verdict, verdict, name)
+            note = (
+                f"This verdict is on {first.name}, whose first batch was "
+                "waited for longer than all others of the fit together."
+            )
+    if all(epoch.verdict.kind is verdict.kind for epoch in epochs):
+        return verdict
+    return dataclasses.replace(verdict, evidence=f"{verdict.evidence} {note}")
+
+
+def _note(kind: Kind, recent: Sequence[EpochHealth], name: str) -> str:
+    """Says which epochs a verdict is on, and which of these differ from it."""
+    together = " together" if len(recent) > 1 else ""
+    note = (
+        f"This verdict is on {name}{together}: "
+        f"{formatting.share(_data_wait(recent))} of the time is waiting."
+    )
+    apart: dict[Kind, list[EpochHealth]] = {}
+    for epoch in recent:
+        if epoch.verdict.kind is not kind:
+            apart.setdefault(epoch.verdict.kind, []).append(epoch)
+    if not apart:
+        return note
+    own = ", ".join(
+        f"{_names(epochs)} {'is' if len(epochs) == 1 else 'are'} `{other}`"
+        for other, epochs in apart.items()
+    )
+    return f"{note} Looked at one by one, {own}."
+
+
+def _names(phases: Sequence[EpochHealth]) -> str:
+    """Names epochs: "epoch 3", "epochs 2 and 3", "epochs 2 to 5"."""
+    if len(phases) == 1:
+        return phases[0].name
+    noun = phases[0].name.split()[0]
+    numbers = [phase.epoch + 1 for phase in phases]
+    first, last = numbers[0], numbers[-1]
+    if len(numbers) > 2 and last - first == len(numbers) - 1:
+        return f"{noun}s {first} to {last}"
+    if len(numbers) > _MOST_NAMES:
+        return f"{len(numbers)} {noun}s from {first} to {last}"
+    return f"{noun}s {', '.join(map(str, numbers[:-1]))} and {last}"
+
+
+def slower_steps(slowed_s: float, waited_s: float, whole_s: float) -> str:
+    """Returns such as ", 3.1 s of it in steps that builds slow down".
+
+    Empty if that is not most of the waiting, or little of the whole time.
+    """
+    if slowed_s <= max(waited_s / 2, WORTH * whole_s):
+        return ""
+    slowed = formatting.duration(slowed_s)
+    return f", {slowed} of it in steps that builds slow down"
 
 
 def abridged(
@@ -466,22 +580,21 @@ def abridged(
     return [*phases[:half], None, *phases[-half:]]
 
 
-def _table(phases: Sequence[EpochHealth]) -> str:
-    """Returns a plain-text table of the phases, at most 80 columns wide."""
+def _table(phases: Sequence[EpochHealth]) -> list[str]:
+    """Returns the lines of a table of the phases, at most 80 columns wide."""
     rest = ("",) * (len(_COLUMNS) - 1)
     rows = [_COLUMNS] + [
         ("...", *rest) if phase is None else _row(phase)
         for phase in abridged(phases)
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
+    return [
         "  ".join(
             cell.ljust(width) if place in (0, 4) else cell.rjust(width)
             for place, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
     ]
-    return "\n".join([*lines, NOTE])
 
 
 def _row(phase: EpochHealth) -> tuple[str, ...]:

@@ -19,7 +19,11 @@ from collections.abc import Sequence
 from keras_fastdata.metrics import cost_model, formatting
 from keras_fastdata.metrics.cost_model import TAKE_S, WORTH, Costs
 from keras_fastdata.metrics.recorder import Slow
-from keras_fastdata.metrics.worker_kinds import WorkerKind
+from keras_fastdata.metrics.worker_kinds import (
+    NO_LIMIT,
+    WorkerKind,
+    WorkerLimit,
+)
 
 WORTH_A_CHANGE = 0.1  # of the wall time; below, faster data hardly matters
 WORTH_S = 1.0  # of a `fit`: a change that wins less is not advised
@@ -79,6 +83,8 @@ class Verdict:
             unknown.
         forecast_s: The forecast duration of an epoch with `call`, in seconds;
             NaN without one.
+        others: A sentence on other programs, if they use many of the cores and
+            no core is free; `advice` contains it. Otherwise empty.
     """
 
     kind: Kind
@@ -88,6 +94,7 @@ class Verdict:
     call: str = ""
     saves_s: float = math.nan
     forecast_s: float = math.nan
+    others: str = ""
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.evidence} {self.advice}"
@@ -136,6 +143,7 @@ class Facts:
         take_s: The mean wait for a batch that lay ready, which handing it over
             takes; NaN if unknown.
         phase: "train", "validation", "evaluate" or "predict".
+        limit: Which workers the dataset can use.
     """
 
     workers_are: WorkerKind
@@ -171,6 +179,7 @@ class Facts:
     auto: bool = False
     take_s: float = math.nan
     phase: str = "train"
+    limit: WorkerLimit = NO_LIMIT
 
     @property
     def lost_s(self) -> float:
@@ -184,6 +193,11 @@ class Facts:
     def slowed_s(self) -> float:
         """The part of `lost_s` by which builds slow down steps, in seconds."""
         return max(0.0, self.lost_s - self.wait_s - self.hook_s)
+
+    @property
+    def are_steps_slowed(self) -> bool:
+        """Whether most of `lost_s` is steps that builds slow down."""
+        return self.slowed_s > _MOST_OF * self.lost_s
 
     @property
     def data_wait(self) -> float:
@@ -286,48 +300,77 @@ _SUMS = (
 )
 
 
-def judge(facts: Facts, kind: Kind | None = None) -> Verdict:
+def judge(facts: Facts, kind: Kind | None = None, name: str = "") -> Verdict:
     """Returns the main reason why training waited, with evidence and advice.
 
     All durations in its texts are those of one epoch, on average.
 
     Args:
         facts: The measurements.
-        kind: The reason, if it is known already: one of `OF_EVERY_BATCH`.
+        kind: The reason, if it is known already.
+        name: What was measured, such as "epoch 3" or "epochs 2 and 3".
     """
     kind = kind or kind_of(facts)
     evidence, advice = _REASONS[kind](facts)
-    free_s, wall_s = facts.free_s / facts.epochs, facts.wall_s / facts.epochs
-    lost_s = facts.lost_s
-    call, saves_s = "", lost_s / facts.epochs
-    noun = _NOUNS[facts.phase]
+    call, saves_s = "", facts.lost_s / facts.epochs
     forecast_s = math.nan
     if kind is Kind.LATE_START:
         saves_s += facts.start_s / facts.epochs
     else:
-        both = (
-            f"Steps and waits of {noun} take {formatting.duration(wall_s)}, "
-            f"the steps alone {formatting.duration(free_s)}"
-        )
-        if kind is not Kind.COMPUTE_BOUND and facts.slowed_s > _SOME * lost_s:
-            slowed = formatting.duration(facts.slowed_s / facts.epochs)
-            both += f"; beside builds, they take {slowed} longer"
+        both = _steps_and_waits(facts, name)
         evidence = f"{evidence} {both}." if evidence else f"{both}: {_CEILING}."
+        is_slowed = facts.slowed_s > _SOME * facts.lost_s
+        if kind is not Kind.COMPUTE_BOUND and is_slowed:
+            evidence += f" {_slower_steps(facts)}"
     if kind in _ANSWERED:
-        call, promised_s = other_workers(facts)
-        if call:
-            forecast_s = promised_s
-            saves_s = wall_s - forecast_s
-            use = (
-                f"Use `{call}`: {noun} would take about "
-                f"{formatting.duration(forecast_s)} instead of "
+        wall_s = facts.wall_s / facts.epochs
+        (call, forecast_s), use = other_workers(facts), "Use"
+        found, promised_s = call, forecast_s
+        if not call:
+            forecast_s = math.nan
+            if facts.limit.how_more:
+                no_limit = dataclasses.replace(facts, limit=NO_LIMIT)
+                found, promised_s = other_workers(no_limit)
+                use = f"{facts.limit.how_more} Then use"
+        if found:
+            saves_s = wall_s - promised_s
+            use += (
+                f" `{found}`: {_NOUNS[facts.phase]} would take about "
+                f"{formatting.duration(promised_s)} instead of "
                 f"{formatting.duration(wall_s)}."
             )
             advice = f"{advice} {use}" if kind in _EXPLAINED else use
-    speedup = max(1.0, facts.ceiling_speedup)
-    return Verdict(kind, evidence, advice, speedup, call, saves_s, forecast_s)
+    others = _others(facts)
+    if others:
+        # What is certain to help comes first.
+        advice = f"{advice} {others}" if call else f"{others} {advice}"
+    return Verdict(
+        kind,
+        evidence,
+        advice,
+        max(1.0, facts.ceiling_speedup),
+        call,
+        saves_s,
+        forecast_s,
+        others,
+    )
 
 
+def _steps_and_waits(facts: Facts, name: str) -> str:
+    """Says how long an epoch takes, and which epochs that is known of."""
+    whose = _NOUNS[facts.phase]
+    took = formatting.duration(facts.wall_s / facts.epochs)
+    if facts.epochs > 1 and name:
+        took += f" on average ({name})"
+    elif name and facts.phase in _NUMBERED:
+        whose = name
+    return (
+        f"Steps and waits of {whose} take {took}, the steps alone "
+        f"{formatting.duration(facts.free_s / facts.epochs)}"
+    )
+
+
+_NUMBERED = ("train", "validation")  # phases that one `fit` has many of
 _NOUNS = {
     "train": "an epoch",
     "validation": "a validation",
@@ -391,13 +434,17 @@ def _nearly(facts: Facts, before: Facts) -> Facts:
     return alike
 
 
-def with_call_of(verdict: Verdict, other: Verdict) -> Verdict:
-    """Adds the advice of `other` to a verdict without a constructor call."""
+def with_call_of(verdict: Verdict, other: Verdict, name: str) -> Verdict:
+    """Adds the advice of `other` to a verdict without a constructor call.
+
+    `name` is what `other` was found from, such as "epochs 2 and 3".
+    """
     if not other.call or verdict.call:
         return verdict
+    advice = other.advice.replace(other.others, "").strip()
     return dataclasses.replace(
         verdict,
-        advice=f"{verdict.advice} For the epochs after that: {other.advice}",
+        advice=f"{verdict.advice} For later epochs, such as {name}: {advice}",
         call=other.call,
         forecast_s=other.forecast_s,
     )
@@ -498,23 +545,70 @@ def _io_bound(facts: Facts) -> tuple[str, str]:
     return evidence, _no_more(facts)
 
 
-_CEILING = "the ceiling is reached"
-_CHEAPER = (
-    "Make the work cheaper: store what is expensive already prepared; where a "
-    "model trains on an accelerator, hand over uint8 and augment in the model. "
-    "Or give the process more cores."
-)
+_CEILING = "training hardly waits for data"
+
+
+def _cheaper(facts: Facts) -> str:
+    """Advises to compute less in a build."""
+    why = processes = ""
+    if facts.are_steps_slowed and _hold_lock(facts):
+        why = ", which leaves Python's lock to the steps"
+        if facts.limit.are_processes:
+            processes = (
+                "Use processes (`use_multiprocessing=True`), which have locks "
+                "of their own. "
+            )
+    elif facts.are_steps_slowed:
+        why = ", which leaves more of the cores to the steps"
+    return (
+        f"{processes}Make builds cheaper{why}: store what is expensive already "
+        "prepared; where a model trains on an accelerator, hand over uint8 and "
+        "augment in the model. Or give the process more cores."
+    )
+
+
+def _hold_lock(facts: Facts) -> bool:
+    """Returns whether threads that build keep Python's lock from steps."""
+    is_thread = facts.workers_are is WorkerKind.THREAD
+    return is_thread and facts.gil_held > _GIL_HELD
+
+
+def _slower_steps(facts: Facts) -> str:
+    """Says how much of the waiting is steps that builds slow down, and why."""
+    if _hold_lock(facts):
+        why = "threads that build hold Python's lock (the GIL) meanwhile"
+    else:
+        is_inline = facts.workers_are is WorkerKind.INLINE
+        used = "the cores" if facts.cores_are_full else "cores and memory"
+        why = f"{'builds' if is_inline else 'workers'} use {used} meanwhile"
+    slowed_s, lost_s = facts.slowed_s, facts.lost_s
+    beside = _per_batch(facts, facts.free_s + slowed_s)
+    return (
+        f"{formatting.duration(slowed_s / facts.epochs)} of "
+        f"{_NOUNS[facts.phase]}'s "
+        f"{formatting.duration(lost_s / facts.epochs)} of waiting are slower "
+        f"steps: {why}, so a step takes {beside} instead of "
+        f"{_per_batch(facts, facts.free_s)}."
+    )
+
+
+def _others(facts: Facts) -> str:
+    """Returns a sentence on other programs, if they take the cores."""
+    if facts.busy_with is None or not facts.cores_are_full:
+        return ""
+    others = facts.busy_with[2]
+    if others <= _MANY_CORES * facts.cores:
+        return ""
+    return (
+        f"Other programs use {others:.1f} of {formatting.cores(facts.cores)}: "
+        "end them, or wait for their end."
+    )
 
 
 def _cores_full(facts: Facts) -> tuple[str, str]:
     users = ", with this, with training and with whatever else runs there"
-    first = ""
     if facts.busy_with is not None:
         training, builds, others = facts.busy_with
-        if others > _MANY_CORES * facts.cores:
-            first = (
-                "End other programs on this machine, or wait for their end. "
-            )
         users = (
             f": {training:.1f} with training, {builds:.1f} with builds, "
             f"{others:.1f} with other programs"
@@ -523,7 +617,7 @@ def _cores_full(facts: Facts) -> tuple[str, str]:
         f"{_built(facts)}; {facts.busy_cores or 0.0:.1f} of "
         f"{formatting.cores(facts.cores)} were busy{users}."
     )
-    advice = f"{first}More workers would not help. {_CHEAPER}"
+    advice = f"More workers would not help. {_cheaper(facts)}"
     if facts.workers > facts.cores:
         advice += (
             f" And {facts.workers} workers on "
@@ -570,9 +664,10 @@ def _transfer_bound(facts: Facts) -> tuple[str, str]:
 
 def _stragglers(facts: Facts) -> tuple[str, str]:
     slow = facts.stragglers
+    indices = list(dict.fromkeys(s.batch for s in slow))  # of several epochs
     evidence = (
-        f"{formatting.count(len(slow), 'batch')} (index "
-        f"{formatting.listed([s.batch for s in slow])}) took up to "
+        f"{formatting.count(len(indices), 'batch')} (index "
+        f"{formatting.listed(indices)}) took up to "
         f"{formatting.duration(slow[0].build_s)} to build, the others around "
         f"{formatting.duration(facts.build_s_p50)}; most of the waiting was "
         "for these."
@@ -593,15 +688,18 @@ def _stragglers(facts: Facts) -> tuple[str, str]:
 
 
 def _late_start(facts: Facts) -> tuple[str, str]:
+    first_s = facts.first_wait_s / facts.epochs
+    others_s = max(0.0, facts.wait_s / facts.epochs - first_s)
     evidence = (
-        f"The first batch was waited for "
-        f"{formatting.duration(facts.first_wait_s)}, all others together "
-        f"{formatting.duration(max(0.0, facts.wait_s - facts.first_wait_s))}."
+        f"The first batch of an epoch was waited for "
+        f"{formatting.duration(first_s)}, all others together "
+        f"{formatting.duration(others_s)}."
     )
     if facts.hook_s > facts.first_wait_s:
         evidence = (
             f"`on_epoch_begin` and `on_epoch_end` of the dataset took "
-            f"{formatting.duration(facts.hook_s)}. {evidence}"
+            f"{formatting.duration(facts.hook_s / facts.epochs)} in each "
+            f"epoch. {evidence}"
         )
     if facts.start_s > facts.first_wait_s:
         evidence = (
@@ -628,13 +726,14 @@ def _late_start(facts: Facts) -> tuple[str, str]:
 
 
 def _too_few_batches(facts: Facts) -> tuple[str, str]:
+    batches = round(facts.batches / facts.epochs)
     evidence = (
-        f"{formatting.count(facts.batches, 'batch')} for {facts.workers} "
+        f"{formatting.count(batches, 'batch')} for {facts.workers} "
         "workers: they build all at once, and training waits for the first."
     )
     advice = (
         "Smaller batches, and more of them, let training begin earlier. More "
-        f"than `workers={facts.batches}` have nothing to do. Longer epochs "
+        f"than `workers={batches}` have nothing to do. Longer epochs "
         "(more `steps_per_epoch`, or a `__len__` that covers the data several "
         "times) begin less often."
     )
@@ -687,10 +786,14 @@ def other_workers(facts: Facts) -> tuple[str, float]:
     batches = facts.batches / facts.epochs
     kinds = _costs(facts)
     present = facts.workers_are.has_copies
+    if not facts.limit.are_processes:
+        del kinds[True]
     cores = facts.our_cores
     most = int(max(cost_model.MOST, facts.cores, 2 * facts.workers))
     if _hides_waits(facts):
         most = min(most, math.ceil(2 * cores))
+    if facts.limit.most is not None:
+        most = min(most, facts.limit.most)
     workers, are_processes, period_s = cost_model.choose(
         kinds, cores, max(1, min(most, math.ceil(batches) - 1)), present
     )
@@ -810,8 +913,8 @@ def _hides_waits(facts: Facts) -> bool:
 def _no_more(facts: Facts) -> str:
     """Explains why the advice is not to change the number of workers."""
     if facts.auto:
-        return '`workers="auto"` has tried other workers. ' + _CHEAPER
-    return f"Other workers would win less than {WORTH:.0%}. {_CHEAPER}"
+        return f'`workers="auto"` has tried other workers. {_cheaper(facts)}'
+    return f"Other workers would win less than {WORTH:.0%}. {_cheaper(facts)}"
 
 
 def _built(facts: Facts) -> str:
@@ -821,8 +924,8 @@ def _built(facts: Facts) -> str:
     computing = min(1.0 - delay, facts.cpu_s / had_s)
     idle = 1.0 - delay - computing
     text = (
-        f"Building a batch takes {_per_batch(facts, facts.build_s)}: "
-        f"{formatting.share(computing)} computing, "
+        f"Building a batch takes {_per_batch(facts, facts.build_s)} on "
+        f"average: {formatting.share(computing)} computing, "
     )
     if delay >= WORTH:
         text += f"{formatting.share(delay)} waiting for a core, "

@@ -95,7 +95,30 @@ class BatchSource(Protocol):
     @property
     def dataset(self) -> Any: ...
 
+    @property
+    def stacks(self) -> dict[str, int]: ...
+
     def pool_stats(self) -> PoolStats | None: ...
+
+
+class WorkersWithin(BatchSource, Protocol):
+    """The workers that a dataset has of its own, and waits for in its builds.
+
+    The waits would else be taken for builds in the caller. The thread that
+    fetches the batches calls these methods.
+    """
+
+    def time_batches(self, interval_s: float | None) -> None:
+        """Sets how often a batch is measured, as in `BatchIterator`."""
+
+    def pause_after(self, pauses: bool) -> None:
+        """Sets whether the workers pause after the next batch."""
+
+    def quiesce_s(self) -> float:
+        """Returns how long the workers took to pause after the latest batch."""
+
+    def span_of(self, epoch: int, index: int | None) -> Span | None:
+        """Returns the times of a recent batch, if it was measured."""
 
 
 class BatchStats:

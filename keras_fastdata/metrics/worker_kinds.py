@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from typing import NamedTuple
 
 
 class WorkerKind(enum.StrEnum):
@@ -34,3 +35,20 @@ class WorkerKind(enum.StrEnum):
         if not workers:
             return cls.INLINE
         return cls.PROCESS if are_processes else cls.THREAD
+
+
+class WorkerLimit(NamedTuple):
+    """The workers that a dataset can use.
+
+    Attributes:
+        most: The most workers; `None` for any number.
+        are_processes: Whether they can be processes.
+        how_more: What to change so that it can use more, as a sentence.
+    """
+
+    most: int | None = None
+    are_processes: bool = True
+    how_more: str = ""
+
+
+NO_LIMIT = WorkerLimit()

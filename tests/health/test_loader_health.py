@@ -633,11 +633,11 @@ def test_the_last_lines_are_a_table_and_what_to_change(capsys, simulated_time):
     lines = lines[table:]
     assert lines[0].split()[:3] == ["took", "waiting", "data_wait"]
     assert [line.split()[1] for line in lines[1:4]] == ["1", "2", "3"]
-    assert lines[5].startswith("12.")
-    assert "s in all: waiting for data 1" in lines[5]
-    assert lines[7].startswith("io_bound: Training waited 1")
-    assert lines[8].startswith("Building a batch takes 5")
-    last = " ".join(lines[9:])
+    assert lines[6].startswith("12.")
+    assert "s in all: waiting for data 1" in lines[6]
+    assert lines[8].startswith("io_bound: Training waited 1")
+    assert lines[9].startswith("Building a batch takes 5")
+    last = " ".join(lines[10:])
     assert re.search(r"Use `SlowData\(.*instead of \S+ m?s\.$", last)
     assert max(map(len, lines)) <= 80
 

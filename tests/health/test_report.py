@@ -565,10 +565,10 @@ def test_the_page_says_how_long_builds_slow_the_steps_down(written):
     slowed_s = sum(epoch.slowed_s for epoch in record.summary.epochs)
     told = formatting.duration(slowed_s)
     page = written(record)
-    assert f"{told} of it: builds slow the steps down" in _parse(page).text
+    assert f"{told} of it in steps that builds slow down" in _parse(page).text
     assert '<i class="slowed"></i>slowed down by builds' in page
     page = written(_slowed(beside_s=0.0))
-    assert "slow the steps" not in page
+    assert "builds slow" not in page
     assert "slowed down by" not in page
 
 

@@ -32,7 +32,7 @@ from keras_fastdata.metrics import cost_model, formatting
 from keras_fastdata.metrics.cost_model import Costs
 from keras_fastdata.metrics.pool_stats import TuningDecision
 from keras_fastdata.metrics.recorder import Slow
-from keras_fastdata.metrics.worker_kinds import WorkerKind
+from keras_fastdata.metrics.worker_kinds import WorkerKind, WorkerLimit
 
 LOCAL = [kind for kind in WorkerKind if kind is not WorkerKind.RAY]
 EPOCH = simulated_record(epochs=1).summary.epochs[0]
@@ -128,19 +128,118 @@ def test_full_cores_are_said_to_be_busy_with_training_builds_or_others(
     verdict = judge(facts(**FULL | known | changes))
     assert told in verdict.evidence
     # The other programs have 40% of the cores, if they are known to have any.
-    advises = verdict.advice.startswith("End other programs on this machine")
+    advises = verdict.advice.startswith(OTHERS)
     assert advises == ("0.8 with other programs" in told)
+
+
+OTHERS = "Other programs use 0.8 of 2 cores: end them, or wait for their end. "
+CROWDED = FULL | {"cpu_s": 9.0, "trainer_cpu_s": 3.0, "elapsed_s": 10.0}
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_other_programs_that_fill_the_cores_are_told_for_each_reason(kind):
+    slow = (Slow(4.0, 17, 3.0),)
+    verdict = judge(facts(**CROWDED, slowest=slow), kind)
+    assert OTHERS.strip() == verdict.others
+    # A call that helps in any case comes first.
+    begins, ends = verdict.advice.startswith, verdict.advice.endswith
+    assert (ends if verdict.call else begins)(verdict.others)
+    idle = judge(facts(**CROWDED | {"cores": 8}, slowest=slow), kind)
+    assert (idle.others, "Other programs" in str(idle)) == ("", False)
+
+
+def test_other_programs_are_told_where_there_is_nothing_else_to_change():
+    little = facts(**CROWDED, wall_s=10.0, free_s=8.9, wait_s=1.0)
+    account = TimeAccount(steps_s=1000.0)
+    (finding,) = summarize([health(0, little)], [], None, account).findings
+    assert finding.advice.startswith(f"{OTHERS}Nothing to change in the data")
 
 
 def test_steps_that_builds_slow_down_are_told():
     slower = facts(wait_s=5.0)
     assert slower.slowed_s == pytest.approx(3.0)
-    told = "the steps alone 2.0 s; beside builds, they take 3.0 s longer."
+    told = (
+        "the steps alone 2.0 s. 3.0 s of an epoch's 8.0 s of waiting are "
+        "slower steps: workers use cores and memory meanwhile, so a step takes "
+        "50.0 ms instead of 20.0 ms."
+    )
     assert judge(slower).evidence.endswith(told)
-    both = changed(slower, wall_s=20.0, free_s=4.0, wait_s=10.0, epochs=2)
+    both = changed(
+        slower, wall_s=20.0, free_s=4.0, wait_s=10.0, epochs=2, batches=200
+    )
     assert judge(both).evidence.endswith(told)
-    assert "beside builds" not in judge(facts()).evidence
-    assert "beside builds" not in judge(facts(free_s=9.5, wait_s=0)).evidence
+    assert "slower steps" not in judge(facts()).evidence
+    assert "slower steps" not in judge(facts(free_s=9.5, wait_s=0)).evidence
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        (FULL, "workers use the cores meanwhile"),
+        (
+            FULL | {"workers_are": WorkerKind.INLINE, "workers": 0},
+            "builds use the cores meanwhile",
+        ),
+        (THREADS, "threads that build hold Python's lock (the GIL) meanwhile"),
+    ],
+)
+def test_it_is_said_what_slows_the_steps_down(changes, why):
+    assert f": {why}, so a step" in judge(facts(**changes, wait_s=5)).evidence
+
+
+def test_cheaper_builds_are_advised_where_most_of_the_waiting_is_slow_steps():
+    words = "Make builds cheaper, which leaves more of the cores to the steps:"
+    assert words in judge(facts(**FULL, wait_s=1.0)).advice
+    assert words not in judge(facts(**FULL)).advice
+    threads = facts(**FULL | THREADS, wait_s=1.0)
+    words = "Use processes (`use_multiprocessing=True`), which have locks of"
+    assert words in judge(threads).advice
+    assert "cheaper, which leaves Python's lock" in judge(threads).advice
+    alone = changed(threads, limit=WorkerLimit(1, False, "Pass a function."))
+    assert words not in judge(alone).advice
+    assert "Make builds cheaper:" in judge(facts(**FULL)).advice
+
+
+def test_the_headline_and_the_line_of_an_epoch_have_the_slower_steps():
+    slower = health(0, facts(**FULL, wait_s=1.0))
+    (finding,) = summarize([slower], []).findings
+    told = ", 7.0 s of it in steps that builds slow down"
+    assert finding.headline == f"Training waited 8.0 s of 10.0 s for data{told}"
+    line = " ".join(_describe(slower, 0).split())
+    assert line.endswith(f"for data (80%, cores_full){told}.")
+    waits = health(0, facts(**FULL))
+    assert "of it" not in summarize([waits], []).findings[0].headline
+    assert "of it" not in _describe(waits, 0)
+    # Most of a little waiting is little.
+    little = health(0, facts(free_s=9.7, wait_s=0.1))
+    assert "of it" not in _describe(little, 0)
+
+
+def test_it_is_named_which_epochs_a_duration_is_of():
+    (finding,) = summarize([health(0, facts())], []).findings
+    told = "Steps and waits of epoch 1 take 10.0 s, the steps alone 2.0 s."
+    assert finding.evidence.endswith(told)
+    epochs = [health(number, facts()) for number in range(3)]
+    told = "an epoch take 10.0 s on average (epochs 2 and 3), the steps alone"
+    assert told in summarize(epochs, []).findings[0].evidence
+    epochs = [health(number, facts()) for number in range(5)]
+    told = "on average (epochs 3 to 5)"
+    assert told in summarize(epochs, []).findings[0].evidence
+    validations = [
+        dataclasses.replace(
+            health(number, facts(phase="validation")), phase="validation"
+        )
+        for number in (1, 3, 5, 7)
+    ]
+    verdict = summarize(epochs, validations).validation_verdict
+    assert "of a validation take 10.0 s on average (validations 6 and 8)" in (
+        verdict.evidence
+    )
+    alone = dataclasses.replace(
+        health(0, facts(phase="evaluate")), phase="evaluate"
+    )
+    (finding,) = summarize([alone], []).findings
+    assert "Steps and waits of the evaluation take 10.0 s" in finding.evidence
 
 
 def test_the_ceiling_is_told_in_seconds_and_as_a_factor():
@@ -456,6 +555,22 @@ def test_steps_that_compute_on_the_same_cores_limit_what_is_promised():
     assert together_s >= (9.3 + 2.0) / 2
 
 
+def test_advice_keeps_to_the_workers_that_a_dataset_can_use():
+    sleepers = changed(SLEEPERS, workers_are=WorkerKind.THREAD, workers=1)
+    assert "workers=16" in judge(sleepers).call
+    two = changed(sleepers, limit=WorkerLimit(2, True, "Raise `num_shards`."))
+    assert judge(two).call == "Sleepers(..., workers=2)"
+    one = changed(sleepers, limit=WorkerLimit(1, False, "Pass a function."))
+    verdict = judge(one)
+    assert (verdict.kind, verdict.call) == ("io_bound", "")
+    assert "Pass a function. Then use `Sleepers(..., workers=1" in (
+        verdict.advice
+    )
+    assert verdict.saves_s == judge(sleepers).saves_s
+    inline = changed(one, workers_are=WorkerKind.INLINE, workers=0, free_s=0.6)
+    assert "use_multiprocessing" not in judge(inline).advice
+
+
 def test_a_fit_whose_workers_were_chosen_by_measuring_gets_no_others():
     verdict = judge(changed(SLEEPERS, auto=True))
     assert verdict.call == ""
@@ -490,13 +605,13 @@ def test_no_forecast_is_below_the_steps_nor_above_what_was_measured(data):
 # -- a whole fit ---------------------------------------------------------------
 
 
-def health(number, measured):
+def health(number, measured, kind=None):
     return dataclasses.replace(
         EPOCH,
         epoch=number,
         wall_s=measured.wall_s,
         data_wait=measured.data_wait,
-        verdict=judge(measured),
+        verdict=judge(measured, kind, f"epoch {number + 1}"),
         facts=measured,
     )
 
@@ -580,20 +695,118 @@ def test_an_epoch_has_another_verdict_only_if_it_is_clearly_different(
     assert shown == kinds.split()
 
 
+def test_the_line_of_an_epoch_says_if_it_keeps_the_verdict_of_the_one_before():
+    waits = _waiting(0.21)
+    line = _describe(health(1, waits, Kind.COMPUTE_BOUND), 0)
+    assert line.endswith("for data (21%, still\ncompute_bound).")
+    assert "(21%, cores_full)" in _describe(health(1, waits), 0)
+
+
 def test_a_fit_of_which_no_later_epoch_waits_does_not_wait():
     shares = 0.08, 0.125, 0.08, 0.125  # 0.1025 on average
     epochs = [
-        dataclasses.replace(
-            health(number, _waiting(share)),
-            verdict=judge(_waiting(share), Kind.COMPUTE_BOUND),
-        )
+        health(number, _waiting(share), Kind.COMPUTE_BOUND)
         for number, share in enumerate(shares)
     ]
     verdict = summarize(epochs, []).verdict
     assert verdict.kind is Kind.COMPUTE_BOUND
     assert "1.5 s" in verdict.evidence
+    assert "This verdict is on" not in verdict.evidence
     epochs[-1] = health(3, _waiting(0.125))
     assert summarize(epochs, []).verdict.kind is Kind.CORES_FULL
+
+
+def test_where_later_epochs_have_one_reason_so_have_they_together():
+    epochs = [
+        health(number, _waiting(share), Kind.CORES_FULL)
+        for number, share in enumerate((0.3, 0.11, 0.05))
+    ]
+    verdict = summarize(epochs, []).verdict  # of 8%, taken together
+    assert verdict.kind is Kind.CORES_FULL
+    assert "This verdict is on" not in verdict.evidence
+
+
+def test_a_reason_that_is_not_that_of_each_epoch_says_why():
+    shares = 0.6, 0.12, 0.04, 0.08
+    kinds = "cores_full", "cores_full", "compute_bound", "cores_full"
+    epochs = [
+        health(number, _waiting(share), Kind(kind))
+        for number, (share, kind) in enumerate(zip(shares, kinds, strict=True))
+    ]
+    summary = summarize(epochs[:3], [])
+    assert summary.verdict.kind == "compute_bound"
+    told = (
+        "This verdict is on epochs 2 and 3 together: 8% of the time is "
+        "waiting. Looked at one by one, epoch 2 is `cores_full`."
+    )
+    assert summary.verdict.evidence.endswith(told)
+    assert summary.findings[0].evidence.endswith(told)
+    assert told in " ".join(str(summary).split())
+    # After a cache was filled, the later half decides.
+    verdict = summarize([epochs[0], epochs[2]], []).verdict
+    assert verdict.evidence.endswith(
+        "This verdict is on epoch 3: 4% of the time is waiting."
+    )
+
+
+def test_a_late_first_batch_that_decides_says_so():
+    late = changed(SLEEPERS, start_s=8.0)
+    verdict = summarize([health(0, late), later(1), later(2)], []).verdict
+    assert verdict.evidence.endswith(
+        "This verdict is on epoch 1, whose first batch was waited for longer "
+        "than all others of the fit together."
+    )
+    assert "For later epochs, such as epochs 2 and 3: Use `" in verdict.advice
+    (finding,) = summarize([health(0, late)], []).findings
+    assert "This verdict" not in finding.evidence
+
+
+def test_no_more_is_saved_than_was_waited_where_each_batch_is_slow():
+    started = changed(SLEEPERS, start_s=0.9)
+    summary = summarize([health(0, started), health(1, SLEEPERS)], [])
+    assert summary.verdict.kind == "io_bound"
+    waited_s = sum(epoch.waited_s for epoch in summary.epochs)
+    costly = dataclasses.replace(summary.verdict, saves_s=9.0)
+    assert dataclasses.replace(summary, verdict=costly).saves_s == waited_s
+
+
+def test_a_late_start_is_saved_once():
+    late = changed(IDLE, start_s=2.0, first_wait_s=0.0)
+    epochs = [health(0, late), health(1, IDLE), health(2, IDLE)]
+    waits = changed(IDLE, free_s=0.6, first_wait_s=0.0, auto=True)
+    epochs += [health(number, waits) for number in range(3, 5)]
+    summary = summarize(epochs, [])
+    assert summary.verdict.kind == "late_start"
+    assert summary.saves_s == pytest.approx(2.0)
+    late = changed(SLEEPERS, start_s=8.0)
+    with_call = summarize([health(0, late), *map(later, (1, 2))], [])
+    wins_s = SLEEPERS.wall_s - with_call.verdict.forecast_s
+    assert with_call.saves_s == pytest.approx(8.0 + 3 * 0.02 + 2 * wins_s)
+
+
+def test_what_concerns_every_batch_is_found_from_the_later_epochs():
+    """Even if the first batch of the fit cost more than all other waits."""
+    few = {"batches": 6, "workers": 4, "slowest": (), "build_s_p50": 1.0}
+    first = facts(**few, first_wait_s=5.0, wait_s=8.0)
+    assert kind_of(first) == "build_cpu_bound"
+    idle = changed(IDLE, batches=6)
+    epochs = [health(0, first), *(health(number, idle) for number in (1, 2))]
+    assert summarize(epochs, []).verdict.kind is Kind.COMPUTE_BOUND
+
+
+def test_figures_of_several_epochs_are_told_as_those_of_one():
+    changes = {"epochs": 3, "wall_s": 30.0, "free_s": 6.0, "wait_s": 24.0}
+    late = judge(facts(**changes, batches=300, first_wait_s=15.0))
+    assert late.kind == "late_start"
+    assert "The first batch of an epoch was waited for 5.0 s" in late.evidence
+    assert "all others together 3.0 s" in late.evidence
+    few = judge(facts(**changes, batches=12, workers=4, slowest=()))
+    assert few.kind == "too_few_batches"
+    assert few.evidence.startswith("4 batches for 4 workers")
+    assert "`workers=4` have nothing" in few.advice
+    twice = (Slow(8.0, 17, 7.0), Slow(7.5, 17, 6.0))
+    slow = judge(facts(**changes, batches=300, slowest=twice))
+    assert slow.evidence.startswith("1 batch (index 17) took up to 8.0 s")
 
 
 def test_little_time_is_not_worth_advice():
@@ -768,12 +981,48 @@ def test_the_headline_has_the_longest_part_of_a_fit_and_its_seconds():
     assert finding.headline == "Training waited 6.5 s of 8.0 s for data"
 
 
+def test_the_headline_is_on_the_first_batch_where_that_decides():
+    slow = (Slow(8.0, 17, 8.0),)
+    first = changed(
+        SLEEPERS, wall_s=9.0, wait_s=8.9, first_wait_s=8.0, slowest=slow
+    )
+    assert kind_of(first) == "stragglers"
+    account = TimeAccount(first_batch_s=8.0, waiting_s=0.1, steps_s=1.0)
+    summary = summarize([health(0, first), health(1, IDLE)], [], None, account)
+    told = "Training waited 8.0 s of 9.1 s for its first batch"
+    assert summary.findings[0].headline == told
+    late = changed(SLEEPERS, phase="validation", wall_s=4.0, first_wait_s=3.5)
+    validation = dataclasses.replace(health(0, late), phase="validation")
+    account = dataclasses.replace(account, validation_wait_s=3.9)
+    summary = summarize([health(0, first)], [validation], None, account)
+    told = "Validation waited 3.9 s of 13.0 s for data"
+    (finding,) = (f for f in summary.findings if f.phase == "Validation")
+    assert finding.verdict.kind == "late_start"
+    assert finding.headline.startswith(told)
+
+
+def test_the_table_names_what_the_account_lists_by_itself():
+    account = TimeAccount(first_batch_s=2.5, hooks_s=0.01, waiting_s=1.0)
+    summary = summarize([later(0), later(1)], [], None, account)
+    said = "; waiting includes the first batch of the fit (2.5 s)"
+    assert summary.note.endswith(f"waiting / took{said}")
+    assert said in " ".join(str(summary).split())
+    assert said in summary._repr_html_()
+    account = TimeAccount(first_batch_s=0.01, hooks_s=0.5, waiting_s=1.0)
+    summary = dataclasses.replace(summary, account=account)
+    assert summary.note.endswith("waiting includes epoch hooks (500 ms)")
+    account = TimeAccount(first_batch_s=0.01, waiting_s=2.0)
+    summary = dataclasses.replace(summary, account=account)
+    assert summary.note.endswith("data_wait = waiting / took")
+
+
 def test_advice_that_saves_little_says_so_in_seconds_of_the_fit():
     summary = summarize([later(0)], [], None, TimeAccount(steps_s=1000.0))
     (finding,) = summary.findings
     saves = formatting.duration(finding.saves_s)
     assert finding.advice == (
-        f"Nothing to change: it would save {saves} of 17 min."
+        f"Nothing to change in the data: at most {saves} of 17 min would be "
+        "saved."
     )
 
 

@@ -18,7 +18,6 @@ from keras_fastdata.health import comparison
 from keras_fastdata.health.record import Record
 from keras_fastdata.health.report import drawing, flame
 from keras_fastdata.health.summary import (
-    NOTE,
     EpochHealth,
     HealthSummary,
 )
@@ -135,14 +134,16 @@ def _view(record: Record) -> dict[str, Any]:
         "compared": _compared(summary),
         "account_colours": _ACCOUNT_COLOURS,
         "slowed": _slowed(summary),
-        "took_s": record.ended_s - record.began_s,
+        "took_s": summary.account.total_s
+        if summary.account is not None
+        else record.ended_s - record.began_s,
         "timelines": timelines,
         "most_waiting": max((c.waiting for c in timelines), default=0.0),
         "over_time": drawing.over_time(record),
         "histograms": [chart for chart in histograms if chart],
         "phases": phases,
         "columns": _COLUMNS,
-        "epochs_note": NOTE,
+        "epochs_note": summary.note,
         "batches": sum(phase.batches for phase in phases),
         "settings": _settings(record),
         "hot_lines": summary.hot_lines,

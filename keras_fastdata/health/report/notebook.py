@@ -6,7 +6,6 @@ import html
 
 from keras_fastdata.health import comparison
 from keras_fastdata.health.summary import (
-    NOTE,
     EpochHealth,
     HealthSummary,
     abridged,
@@ -90,7 +89,7 @@ def _table(summary: HealthSummary) -> str:
         ("...", *rest) if phase is None else _cells(phase)
         for phase in abridged(summary.phases)
     )
-    return f"{formatting.html_table(rows, _COLUMNS)}<p>{NOTE}</p>"
+    return f"{formatting.html_table(rows, _COLUMNS)}<p>{summary.note}</p>"
 
 
 def _cells(phase: EpochHealth) -> tuple[str, ...]:
