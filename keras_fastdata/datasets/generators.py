@@ -23,6 +23,8 @@ import dataclasses
 import inspect
 import itertools
 import random
+import time
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -38,6 +40,8 @@ from keras_fastdata._dataset_internals import (
     make_twin,
     state_dict_of,
     twin_of,
+    worker_limit,
+    workers_within,
 )
 from keras_fastdata._validation import (
     arguments_of,
@@ -49,10 +53,15 @@ from keras_fastdata.building.held_generators import Held, Search, seeds_its_own
 from keras_fastdata.dataset import FastPyDataset
 from keras_fastdata.datasets.collate import Padded, Padding, collate
 from keras_fastdata.datasets.sampling import GENERATOR_KEY
+from keras_fastdata.engine.batch_iterator import BatchIterator
+from keras_fastdata.engine.settings import Settings
 from keras_fastdata.engine.sharding import has_random_access
 from keras_fastdata.engine.state_dict import State
 from keras_fastdata.errors import EndOfData, LoaderError
 from keras_fastdata.memory.ownership import copied
+from keras_fastdata.metrics.pool_stats import PoolStats
+from keras_fastdata.metrics.recorder import Span, WorkersWithin
+from keras_fastdata.metrics.worker_kinds import WorkerLimit
 from keras_fastdata.workers import exceptions
 
 _BATCH, _LAST = 0, 1  # the result of a shard's turn
@@ -60,9 +69,17 @@ _UNKNOWN = -1  # the checksum if the factory skipped the batches before
 # Batches that are kept with `restart=False`: `fit` asks again for its first
 # batches if a hook changed the dataset after Keras had looked at them.
 _ASKED_FOR_AGAIN = 2
+# What can be split among workers, in words.
+_FACTORY = (
+    "a function `factory(shard_index, num_shards)`, which makes a generator of "
+    "one part of the items"
+)
 # Arguments of `FastPyDataset` that have no meaning here.
 _REFUSED = ("shuffle", "cache", "cache_bytes", "cache_version", "on_error")
 _CHECKED = 1024  # bytes at each end of an array that a checksum covers
+_SPANS = 8  # of the latest batches; `fit` may get its first ones again
+_QUIESCE_S = 1.0  # for workers to finish what they are at
+_LOOK_S = 0.0005  # between two looks at workers that finish
 
 
 class GeneratorDataset(FastPyDataset):
@@ -161,7 +178,8 @@ class GeneratorDataset(FastPyDataset):
         batch_size = _optional("batch_size", batch_size)
         num_batches = _optional("num_batches", num_batches)
         source = _Source.of(factory)
-        num_shards = _optional("num_shards", num_shards) or max(1, workers)
+        asked = _optional("num_shards", num_shards)
+        limit, num_shards = source.limit(asked), asked or max(1, workers)
         source.check(num_shards, kwargs.get("use_multiprocessing", False))
         restarts = source.restarts(restart, num_batches)
         count = min(max(1, workers), num_shards)
@@ -188,7 +206,7 @@ class GeneratorDataset(FastPyDataset):
             for index in range(count)
         ]
         self._fastdata_plan = _Plan(
-            restarts, num_shards, num_batches, shards, count if workers else 0
+            restarts, num_shards, num_batches, shards, workers and count, limit
         )
 
     @property  # type: ignore[misc]
@@ -233,11 +251,11 @@ class GeneratorDataset(FastPyDataset):
             rng = answer(self, "rng_for")(GENERATOR_KEY)
             turns = _Turns(plan.shards, int(rng.integers(2**63)))
             for _ in range(index):
-                turns.next()
+                turns.next(plan.measured)
             plan.turns = turns
         turns.place = place
         try:
-            batch = turns.next()
+            batch = turns.next(plan.measured)
         except EndOfData:
             if plan.num_batches is None:
                 raise
@@ -245,6 +263,8 @@ class GeneratorDataset(FastPyDataset):
             plan.turns = None  # which shard is next is unknown
             raise
         else:
+            if plan.measured is not None:
+                plan.measured.note(epoch[1], index)
             turns.place = epoch, index + 1
             if not plan.restarts:
                 turns.latest.append((place, batch))
@@ -295,10 +315,12 @@ class _Plan:
     num_batches: int | None  # of an epoch; `None`: all of them
     shards: list[GeneratorShards]  # one object for each worker
     workers: int  # 0 if the caller builds
+    limit: WorkerLimit  # which workers the source of the items can use
     turns: _Turns | None = None  # the present pass over the shards
+    measured: _Measured | None = None  # the workers, once `fit` has had them
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "turns": None}
+        return {**vars(self), "turns": None, "measured": None}
 
 
 @has_random_access.register
@@ -327,9 +349,24 @@ def _(dataset: GeneratorDataset) -> Any:
     for each in shards:
         vars(each).pop("_running", None)  # the generators of the original
     twin._fastdata_plan = dataclasses.replace(
-        plan, shards=shards, workers=0, turns=None
+        plan, shards=shards, workers=0, turns=None, measured=None
     )
     return twin
+
+
+@workers_within.register
+def _(dataset: GeneratorDataset) -> WorkersWithin | None:
+    plan = dataset._fastdata_plan
+    if not plan.workers:
+        return None
+    if plan.measured is None:
+        plan.measured = _Measured(dataset)
+    return plan.measured
+
+
+@worker_limit.register
+def _(dataset: GeneratorDataset) -> WorkerLimit:
+    return dataset._fastdata_plan.limit
 
 
 @state_dict_of.register
@@ -363,15 +400,17 @@ class _Turns:
         self._live = list(range(shards[0].spec.num_shards))
         self._turn = 0  # position in `_live`
 
-    def next(self) -> Any:
+    def next(self, measured: _Measured | None) -> Any:
         """Returns the next batch; raises `EndOfData` after the last batch."""
         while self._live:
             self._turn %= len(self._live)
             shard = self._live[self._turn]
             # That worker's shards take the same turns: this shard is next.
-            (what, before, after), *batch = next(
-                self._rounds[shard % len(self._rounds)]
-            )
+            worker = shard % len(self._rounds)
+            shards = self._rounds[worker]
+            if measured is not None:
+                measured.begin_wait(worker, shards)
+            (what, before, after), *batch = next(shards)
             known = self._chains.get(shard, 0)
             if _UNKNOWN not in (before, known) and before != known:
                 raise LoaderError(
@@ -387,6 +426,123 @@ class _Turns:
                 return batch[0]
             del self._live[self._turn]
         raise EndOfData("All generators have ended.")
+
+
+class _Measured:
+    """The workers of a `GeneratorDataset`, as `LoaderHealth` measures them."""
+
+    def __init__(self, dataset: GeneratorDataset) -> None:
+        self.name = type(dataset).__name__
+        self._dataset = weakref.ref(dataset)
+        self._count = dataset._fastdata_plan.workers
+        self._shards = dataset._fastdata_plan.shards
+        self._interval_s: float | None = None
+        self._pauses = self._paused = False
+        self._quiesce_s = 0.0
+        # The worker of the latest batch, and what iterates over its batches.
+        self._worker = 0
+        self._iterator: Iterator[Any] | None = None
+        # The latest spans, by epoch and index.
+        self._spans: dict[tuple[int, int], Span] = {}
+
+    @property
+    def settings(self) -> Settings:
+        """The constructor arguments, with the workers that are in use."""
+        dataset = self._dataset() or self._shards[0]
+        settings = internals_of(dataset).settings
+        return dataclasses.replace(settings, workers=self._count)
+
+    @property
+    def dataset(self) -> Any:
+        """The dataset, or `None` if it was garbage-collected."""
+        return self._dataset()
+
+    @property
+    def stacks(self) -> dict[str, int]:
+        """The number of times that each call stack was seen in slow builds."""
+        found: collections.Counter[str] = collections.Counter()
+        for shards in self._shards:
+            found.update(loader_of(shards).stacks)
+        return dict(found)
+
+    def pool_stats(self) -> PoolStats | None:
+        """Returns statistics of the workers, or `None` if there are none."""
+        found = {
+            worker: pool_stats
+            for worker, shards in enumerate(self._shards)
+            if (pool_stats := loader_of(shards).pool_stats()) is not None
+        }
+        if not found:
+            return None
+        losses = [
+            dataclasses.replace(loss, worker=worker)
+            for worker, pool_stats in found.items()
+            for loss in pool_stats.losses
+        ]
+        return dataclasses.replace(
+            next(iter(found.values())),
+            count=self._count,
+            pids={
+                worker: pid
+                for worker, pool_stats in found.items()
+                for pid in pool_stats.pids.values()
+            },
+            losses=tuple(sorted(losses, key=lambda loss: loss.at_s)),
+            shared_nbytes=sum(each.shared_nbytes for each in found.values()),
+            shard="",
+            stacks=self.stacks,
+            starting=sum(each.starting for each in found.values()),
+        )
+
+    # -- as `WorkersWithin` --------------------------------------------------
+
+    def time_batches(self, interval_s: float | None) -> None:
+        self._interval_s = interval_s
+
+    def pause_after(self, pauses: bool) -> None:
+        self._pauses, self._quiesce_s = pauses, 0.0
+
+    def quiesce_s(self) -> float:
+        return self._quiesce_s
+
+    def span_of(self, epoch: int, index: int | None) -> Span | None:
+        return None if index is None else self._spans.get((epoch, index))
+
+    # -- as the dataset builds -----------------------------------------------
+
+    def begin_wait(self, worker: int, shards: Iterator[Any]) -> None:
+        """Prepares a worker's iterator, before its next batch is waited for."""
+        self._worker, self._iterator = worker, shards
+        if isinstance(shards, BatchIterator):
+            shards.time_batches(self._interval_s)
+        if self._paused:
+            self._paused = False
+            for each in self._shards:
+                loader_of(each).pausing.resume()
+
+    def note(self, epoch: int, index: int) -> None:
+        """Takes the times of a batch, and lets the workers pause if asked."""
+        self._spans.pop((epoch, index), None)
+        iterator = self._iterator
+        if isinstance(iterator, BatchIterator) and iterator.span is not None:
+            span = iterator.span
+            self._spans[epoch, index] = span._replace(
+                epoch=epoch, batch=index, worker=self._worker
+            )
+            while len(self._spans) > _SPANS:
+                del self._spans[next(iter(self._spans))]
+        if self._pauses:
+            self._pause()
+
+    def _pause(self) -> None:
+        """Pauses the workers, and waits until they have finished a batch."""
+        self._paused = True
+        began_s = time.monotonic()
+        while sum(loader_of(each).pausing.pause() for each in self._shards):
+            if time.monotonic() - began_s > _QUIESCE_S:
+                break
+            time.sleep(_LOOK_S)
+        self._quiesce_s = time.monotonic() - began_s
 
 
 class _Spec(NamedTuple):
@@ -681,6 +837,18 @@ class _Source(NamedTuple):
                 "worker calls it; or use a thread of this process, with "
                 "`use_multiprocessing=False`."
             )
+
+    def limit(self, num_shards: int | None) -> WorkerLimit:
+        """Returns which workers can use the source.
+
+        `num_shards` is `None` if there is one shard for each worker.
+        """
+        if self.is_iterator:
+            return WorkerLimit(1, False, f"Pass {_FACTORY}, not an iterator.")
+        if not self.takes_shards:
+            return WorkerLimit(1, True, f"Pass {_FACTORY}.")
+        how_more = "Raise `num_shards`, which changes the order of batches."
+        return WorkerLimit(num_shards, True, how_more if num_shards else "")
 
     def restarts(self, asked: bool | None, num_batches: int | None) -> bool:
         """Returns whether every epoch makes new generators.

@@ -30,6 +30,7 @@ from keras_fastdata.engine.epoch import Epoch, Finish
 from keras_fastdata.engine.fetcher import NEW, Fetch, Fetcher
 from keras_fastdata.engine.hook_replay import Changes, HookReplay
 from keras_fastdata.engine.open_epochs import OpenEpochs
+from keras_fastdata.engine.pausing import Pausing
 from keras_fastdata.engine.planner import EpochPlanner
 from keras_fastdata.engine.pool_factory import PoolFactory
 from keras_fastdata.engine.pool_handle import PoolHandle
@@ -79,6 +80,7 @@ class Loader:
             reference, name, self._in_effect, self._planner
         )
         self._pool = PoolHandle(reference, name, self._prefetcher)
+        self.pausing = Pausing(self._pool, self._prefetcher)
         self.hooks = HookReplay(
             dataset, self._planner, self._position, self.changes
         )

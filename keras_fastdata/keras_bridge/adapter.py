@@ -22,7 +22,11 @@ from typing import Any
 
 import keras
 
-from keras_fastdata._dataset_internals import loader_of, state_dict_of
+from keras_fastdata._dataset_internals import (
+    loader_of,
+    state_dict_of,
+    workers_within,
+)
 from keras_fastdata.building import build
 from keras_fastdata.engine.batch_iterator import BatchIterator, iterate
 from keras_fastdata.errors import LoaderError
@@ -83,8 +87,12 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         # How many seconds Keras then waited for batches, to build the model
         # with.
         self.probed_s = 0.0
-        # How often each stack was met in slow builds before.
-        self.stacks_before: dict[str, int] = loader_of(x).stacks
+        # The workers of the dataset itself, if it waits for them in builds.
+        self.within = workers_within(x)
+        # What a recorder is told of, and how often each stack was met in its
+        # slow builds before.
+        self.source: recorder.BatchSource = self.within or loader_of(x)
+        self.stacks_before = self.source.stacks
         self._signature: Any = None
         # Weakly: whoever iterates holds it, and it holds this adapter.
         self._latest: weakref.ref[IteratorBatches] | None = None
@@ -230,6 +238,8 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
             # that exists by now belongs to a `fit` that was broken off.
             interval_s = 0.0
         found.time_batches(interval_s)
+        if self.within is not None:
+            self.within.time_batches(interval_s)
         return found
 
     def add_probe(self, seconds: float) -> None:

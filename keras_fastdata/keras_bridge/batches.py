@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import keras
 import numpy as np
 
-from keras_fastdata._dataset_internals import loader_of
 from keras_fastdata.engine.batch_iterator import BatchIterator
 from keras_fastdata.errors import DatasetPicklingError
 from keras_fastdata.metrics import recorder
@@ -51,10 +50,11 @@ class IteratorBatches(Iterator[Any]):
         began_s = time.monotonic()
         if self._iterator is None:
             self._iterator = adapter.take_iterator(self)
+        pauses = state is not SamplingState.OFF
+        if adapter.within is not None:
+            adapter.within.pause_after(pauses)
         try:
-            batch = self._iterator.fetch(
-                pause_after=state is not SamplingState.OFF
-            )
+            batch = self._iterator.fetch(pause_after=pauses)
         except StopIteration:
             self._over = True
             self._check_end(self._iterator)
@@ -139,9 +139,11 @@ class IteratorBatches(Iterator[Any]):
             listener.exclude(waited_s)
             return
         span, quiesce_s = iterator.span, iterator.quiesce_s
+        if adapter.within is not None:
+            span = adapter.within.span_of(iterator.epoch, iterator.index)
+            quiesce_s = adapter.within.quiesce_s()
         if span is not None:
-            loader = loader_of(adapter.py_dataset)
-            listener.attach_source(loader, adapter.stacks_before)
+            listener.attach_source(adapter.source, adapter.stacks_before)
         if quiesce_s:
             listener.add_quiesce(quiesce_s)
             waited_s -= quiesce_s

@@ -20,13 +20,21 @@ import threading
 import time
 from pathlib import Path
 
+import generator_samples
 import keras
 import numpy as np
+import places
 import pytest
 from keras_facts import with_steps_per_execution
 from samples import Numbered
 
-from keras_fastdata import ArrayDataset, LoaderHealth, keras_bridge
+from keras_fastdata import (
+    ArrayDataset,
+    GeneratorDataset,
+    LoaderHealth,
+    keras_bridge,
+)
+from keras_fastdata._dataset_internals import loader_of
 from keras_fastdata.callbacks import device, loader_health, saving_time
 from keras_fastdata.engine.loader import Loader
 from keras_fastdata.health import epoch_monitor, step_clock
@@ -34,6 +42,8 @@ from keras_fastdata.health.account import TimeAccount
 from keras_fastdata.health.measured import Measured
 from keras_fastdata.keras_bridge import adapter, batches
 from keras_fastdata.metrics import cpu, formatting, recorder, timing
+from keras_fastdata.metrics.sampling import SamplingState
+from keras_fastdata.metrics.worker_kinds import WorkerKind
 from keras_fastdata.workers.process.pool import ProcessPool
 from keras_fastdata.workers.thread import ThreadPool
 
@@ -610,6 +620,63 @@ def test_evaluate_and_predict_are_measured_and_print_nothing(capsys):
         model.predict(np.zeros((4, 3)), callbacks=[health], verbose=0)
         assert health.summary().epochs == ()
     assert capsys.readouterr().out == ""
+
+
+# -- generators, which have workers of their own ------------------------------
+
+
+@pytest.mark.parametrize("kind", places.KINDS)
+def test_generators_are_measured_in_the_workers_that_run_them(kind):
+    health = LoaderHealth(verbose=0)
+    factory = generator_samples.SlowPairs(0.011)
+    arguments = {**places.KINDS[kind], "batch_size": 2}
+    with GeneratorDataset(factory, **arguments) as dataset:
+        epochs = 2
+        _fit(dataset, health, epochs=epochs)
+        facts = health.summary().epochs[-1].facts
+        assert (facts.workers_are, facts.workers) == (
+            WorkerKind.local(dataset.workers, dataset.use_multiprocessing),
+            dataset.workers,
+        )
+        record = health._record
+        workers = max(1, dataset.workers)
+        assert set(record.column("worker")) == set(range(workers))
+        assert record.settings["workers"] == dataset.workers
+        assert len(record.pids) == (workers if kind == "process" else 0)
+        # A build takes as long as its items, however long it is waited for.
+        builds = record.column("built_s") - record.column("began_s")
+        assert builds.min() > 0.02
+        assert facts.build_s == pytest.approx(builds[-12:].sum())
+        assert [int(n) for n in record.column("batch")] == [*range(12)] * 2
+        while not health.summary().hot_lines:  # too few samples
+            epochs *= 2
+            _fit(dataset, health, epochs=epochs)
+    (hottest, *_) = health.summary().hot_lines
+    assert hottest.source == "time.sleep(self.seconds)"
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_workers_of_generators_pause_while_a_step_is_measured(kind):
+    busy, steps = [], []
+
+    class Watching(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if health._monitor._clock.state is SamplingState.ISOLATED:
+                steps.append(batch)
+                busy.extend(_pools_are_busy())
+
+    def _pools_are_busy():
+        shards = dataset._fastdata_plan.shards
+        return [loader_of(each)._pool.workers.busy for each in shards]
+
+    health = LoaderHealth(verbose=0)
+    factory = generator_samples.SlowPairs(0.002)
+    arguments = {**places.KINDS[kind], "batch_size": 2}
+    with GeneratorDataset(factory, **arguments) as dataset:
+        _fit(dataset, health, Watching(), epochs=2)
+        assert steps
+        assert not any(busy)
+        assert [len(list(dataset)) for _ in range(2)] == [12, 12]
 
 
 # -- what is printed ---------------------------------------------------------

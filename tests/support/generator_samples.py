@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import time
 from pathlib import Path
 
 import numpy as np
@@ -70,6 +71,18 @@ def labelled(shard_index, num_shards):
 def endless(shard_index, num_shards):
     while True:
         yield from labelled(shard_index, num_shards)
+
+
+class SlowPairs:
+    """The rows of 12 batches of two, each of which is waited for."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def __call__(self, shard_index, num_shards):
+        for row in range(shard_index, 24, num_shards):
+            time.sleep(self.seconds)
+            yield np.full(3, row, "float32"), np.zeros(1, "float32")
 
 
 class Dying:
