@@ -397,6 +397,9 @@ class _Turns:
         for one in shards:
             one.begin_pass(key)
             self._rounds.append(iterate_alone(one))
+        for each in self._rounds:
+            if len(self._rounds) > 1 and isinstance(each, BatchIterator):
+                each.request()  # or it would begin only at its first turn
         self._live = list(range(shards[0].spec.num_shards))
         self._turn = 0  # position in `_live`
 

@@ -90,6 +90,10 @@ class BatchIterator(Iterator[Any]):
         self.span, self.quiesce_s = self._epoch.span, self._epoch.quiesce_s
         return batch
 
+    def request(self) -> None:
+        """Begins the epoch, and requests its first batches from the workers."""
+        self._loader.request(self._epoch, self._dataset)
+
     def prefetch_next(self, prefetches_next: bool) -> None:
         """Sets whether batches of the next epoch are prefetched."""
         self._epoch.set_prefetching(prefetches_next)

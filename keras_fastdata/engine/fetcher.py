@@ -173,12 +173,12 @@ class Fetcher:
                 ):
                     return Outcome.PENDING
                 if epoch.issued <= epoch.position:
-                    self._fill(workers, epoch)
+                    self.fill(workers, epoch)
                 batch = self._fetch(workers, epoch, index, fetch)
             if batch is Outcome.PENDING:
                 is_requested = fetch.phase is AWAITING
                 if is_requested and prefetcher.should_fill(epoch):
-                    self._fill(workers, epoch)
+                    self.fill(workers, epoch)
                 return batch
             if batch is Outcome.CACHE_MISS:
                 continue
@@ -194,7 +194,7 @@ class Fetcher:
                 self.results.note_structure(batch)
             self._position.note_delivery(epoch)
             if fetch.is_thorough or prefetcher.should_fill(epoch):
-                self._fill(workers, epoch)
+                self.fill(workers, epoch)
             return batch
         workers.resume()
         self.finish(epoch, Finish.EXHAUSTED)
@@ -271,7 +271,7 @@ class Fetcher:
         self._prefetcher.apply_settings()
         self._pool.invalidate()
 
-    def _fill(self, workers: WorkerPool, epoch: Epoch) -> None:
+    def fill(self, workers: WorkerPool, epoch: Epoch) -> None:
         """Requests batches of `epoch` and, if possible, of the next epoch."""
         cache = self.results.cache
         if (
@@ -350,7 +350,7 @@ class Fetcher:
         if not epoch.knows(position, index):
             workers.resume()
         if fetch.phase is not PAUSING:
-            self._fill(workers, epoch)
+            self.fill(workers, epoch)
         self._prefetcher.drain_results(workers)
         if not epoch.knows(position, index):
             self._prefetcher.require(workers, epoch, position, index)

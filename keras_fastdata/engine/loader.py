@@ -188,6 +188,12 @@ class Loader:
         """Registers an epoch until its iterator is garbage-collected."""
         self._epochs.register(iterator, epoch)
 
+    def request(self, epoch: Epoch, dataset: build.Dataset) -> None:
+        """Begins an epoch, and requests its first batches."""
+        with self._fetcher.begin(False) as fetch:
+            prepare, fill = self._prepare, self._fetcher.fill
+            self._pool.run(lambda: fill(prepare(epoch, dataset, fetch), epoch))
+
     def deliver(
         self, epoch: Epoch, dataset: build.Dataset, pause_after: bool = False
     ) -> Any:
@@ -200,10 +206,9 @@ class Loader:
             self._in_effect.auto.ask()
         epoch.begin_request()
         self._pool.check_shutdown()
-        run, step = self._pool.run, self._deliver
         with self._fetcher.begin(pause_after) as fetch:
-            step_args = epoch, dataset, fetch, counts
-            while (batch := run(step, *step_args)) is Outcome.PENDING:
+            run, args = self._pool.run, (epoch, dataset, fetch, counts)
+            while (batch := run(self._deliver, *args)) is Outcome.PENDING:
                 self._fetcher.wait(fetch, epoch)
             return batch
 
@@ -240,9 +245,8 @@ class Loader:
             self._epochs.peeking(ahead),
             self._fetcher.begin(False, is_thorough=True) as fetch,
         ):
-            run, step = self._pool.run, self._peek
-            step_args = epoch, dataset, ahead, count, fetch
-            while (peeked := run(step, *step_args)) is Outcome.PENDING:
+            run, args = self._pool.run, (epoch, dataset, ahead, count, fetch)
+            while (peeked := run(self._peek, *args)) is Outcome.PENDING:
                 self._fetcher.wait(fetch, ahead)
             assert isinstance(peeked, dict)
             return peeked

@@ -197,6 +197,17 @@ def test_a_remainder_may_be_left_out():
     assert np.ravel(found).tolist() == [0, 2, 4, 1, 3, 5]
 
 
+def test_all_workers_begin_at_once_in_each_epoch():
+    together = threading.Barrier(4, timeout=60)
+
+    def meeting(shard_index, num_shards):
+        together.wait()
+        yield shard_index
+
+    with GeneratorDataset(meeting, workers=4) as dataset:
+        assert epochs(dataset, 2) == [[0, 1, 2, 3]] * 2
+
+
 def test_ragged_items_are_padded():
     dataset = GeneratorDataset(ragged, 3, pad_to="longest", pad_value=-1)
     assert epochs(dataset, 1) == [[[[1, -1, -1], [1, 1, 1], [1, 1, -1]]]]
