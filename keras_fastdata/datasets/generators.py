@@ -249,7 +249,8 @@ class GeneratorDataset(FastPyDataset):
                 return batch
         if turns is None or (turns.place != place and plan.restarts):
             rng = answer(self, "rng_for")(GENERATOR_KEY)
-            turns = _Turns(plan.shards, int(rng.integers(2**63)))
+            key = int(rng.integers(2**63))
+            turns = _Turns(plan.shards, key, plan.measured)
             for _ in range(index):
                 turns.next(plan.measured)
             plan.turns = turns
@@ -385,7 +386,12 @@ def _(dataset: GeneratorDataset, state: State) -> dict[str, Any]:
 class _Turns:
     """One pass over the data of all shards, in round-robin order."""
 
-    def __init__(self, shards: list[GeneratorShards], key: int) -> None:
+    def __init__(
+        self,
+        shards: list[GeneratorShards],
+        key: int,
+        measured: _Measured | None,
+    ) -> None:
         # The dataset's seed and epoch, and the index of the next batch.
         self.place = (-1, -1), 0
         # The last batches, each with its place.
@@ -397,8 +403,10 @@ class _Turns:
         for one in shards:
             one.begin_pass(key)
             self._rounds.append(iterate_alone(one))
-        for each in self._rounds:
+        for worker, each in enumerate(self._rounds):
             if len(self._rounds) > 1 and isinstance(each, BatchIterator):
+                if measured is not None:
+                    measured.begin_wait(worker, each)
                 each.request()  # or it would begin only at its first turn
         self._live = list(range(shards[0].spec.num_shards))
         self._turn = 0  # position in `_live`
