@@ -49,6 +49,7 @@ from keras_fastdata._validation import (
     integer,
     unknown_arguments,
 )
+from keras_fastdata.building import seeding
 from keras_fastdata.building.held_generators import Held, Search, seeds_its_own
 from keras_fastdata.dataset import FastPyDataset
 from keras_fastdata.datasets.collate import Padded, Padding, collate
@@ -95,8 +96,8 @@ class GeneratorDataset(FastPyDataset):
     `factory` may also have these parameters, which are passed by name:
 
     - `rng`, a `np.random.Generator` that depends on seed, epoch and shard.
-      `np.random` and `random` are also seeded before every batch, except in
-      threads.
+      `np.random`, `random` and torch's default generator are also seeded
+      before every batch, except in threads.
     - `start`, the number of items that the generator shall skip. It is used
       when a worker with one shard died. Without it, a new generator yields
       all items again, and those already delivered are dropped; for
@@ -767,13 +768,15 @@ class _Shard:
         return [] if short and spec.drop_remainder else items
 
     def _seed(self) -> None:
-        """Seeds the random generators of NumPy, Python and `factory`."""
+        """Seeds the generators of NumPy, Python, torch and `factory`."""
         if self._owner.workers and not self._owner.use_multiprocessing:
             return  # the threads of a process share the global generators
         key = *self._stream, self._round, self._position
-        words = np.random.SeedSequence(key).generate_state(8)
+        words = np.random.SeedSequence(key).generate_state(10)
         np.random.seed(words[:4])
-        random.seed(words[4:].tobytes())
+        random.seed(words[4:8].tobytes())
+        if (torch := seeding.loaded_torch()) is not None:
+            torch.default_generator.manual_seed(int(words[8:].view("u8")[0]))
         if self._generator is None:
             self._held = Search(self._spec.source.factory).held
         for held in self._held:

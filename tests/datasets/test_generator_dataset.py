@@ -119,6 +119,29 @@ def test_what_is_drawn_does_not_depend_on_the_workers(place):
     assert len(set(drawn)) == 26
 
 
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_torch_is_seeded_for_each_shard():
+    torch = pytest.importorskip("torch")
+
+    def draws(shard_index, num_shards):
+        for _ in range(3):
+            yield torch.rand(()).item()
+
+    # A fork has torch; a fresh worker would take seconds to import it.
+    forks = {"use_multiprocessing": True, "start_method": "fork"}
+    found = [
+        epochs(GeneratorDataset(draws, num_shards=2, seed=seed, **place), 2)
+        for seed, place in [
+            (1, {"workers": 0}),
+            (1, {"workers": 2, **forks}),
+            (2, {"workers": 0}),
+        ]
+    ]
+    assert found[0] == found[1]
+    drawn = [x for epoch in (*found[0], *found[2]) for x in epoch]
+    assert len(set(drawn)) == len(drawn) == 24
+
+
 @somewhere
 def test_an_order_that_is_drawn_is_another_in_each_epoch(place):
     dataset = GeneratorDataset(shuffled, num_shards=1, seed=0, **PLACES[place])
