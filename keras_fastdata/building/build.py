@@ -386,7 +386,7 @@ class Generators:
         """Searches again; returns whether a build added a random generator.
 
         Searches again only after the first build, if an attribute was
-        replaced, and if a container has gained a random generator.
+        replaced, and if a container or a global may have gained a generator.
         """
         search = self._search
         if search is None or (
@@ -526,9 +526,10 @@ class Builder:
             positions, states = _positions(torch), self._states()
             try:
                 batch = self._made(context)
-                if not self._generators.search_after_build(self.dataset):
+                if self._generators.search_after_build(self.dataset):
+                    tell("the random generators that the dataset holds")
+                elif seeding.loaded_torch() is torch:
                     return batch
-                tell("the random generators that the dataset holds")
                 context.rewind_rng()
             finally:
                 if positions != _positions(torch):
@@ -542,11 +543,14 @@ class Builder:
     def _seeded(self, context: Context) -> Any:
         """Seeds all random generators, and builds the batch.
 
-        If the first build creates generators, it is repeated with these seeded.
+        If a build creates generators or imports torch, it is repeated with
+        these seeded.
         """
+        torch = seeding.loaded_torch()
         self._reseed(context.epoch, context.index)
         batch = self._made(context)
-        if self._generators.search_after_build(self.dataset):
+        makes_some = self._generators.search_after_build(self.dataset)
+        if makes_some or seeding.loaded_torch() is not torch:
             del batch
             context.rewind_rng()
             self._reseed(context.epoch, context.index)

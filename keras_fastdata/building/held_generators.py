@@ -37,6 +37,7 @@ from keras_fastdata.building import seeding
 _MOST_VISITED = 20_000  # objects in one search
 _MOST_ITEMS = 1_000  # of a container
 _MOST_GROWING = 32  # containers whose growth is noticed
+_MOST_WATCHED = 64  # items of containers whose replacement is noticed
 
 _log = logging.getLogger("keras_fastdata")
 
@@ -191,10 +192,17 @@ class Search:
         known: set[int] = set()
         within: set[int] = set()  # ids of objects that hold a generator
         seedable: list[tuple[_ReachStep, str]] = []
-        self._growing: list[Any] = []  # the containers nearest to the dataset
-        for step in _reachable(dataset):
-            if len(self._growing) < _MOST_GROWING and not step.is_outside:
-                self._growing += _growing(step.value)
+        # The containers nearest to the dataset, each with whether it is the
+        # attributes of an object.
+        self._growing: list[tuple[Any, bool]] = []
+        watched = _watched(attributes)
+        unset: list[_Item] = []  # globals and class attributes
+        for step in _reachable(dataset, unset):
+            if len(self._growing) < _MOST_GROWING:
+                for container in _growing(step.value):
+                    is_object = container is not step.value
+                    self._growing.append((container, is_object))
+                    watched += _watched(container)
             make = _kind_of(step.value)
             if make is not None:
                 bits = getattr(step.value, "bit_generator", step.value)
@@ -204,7 +212,9 @@ class Search:
                     self._add(step, make(step.value))
             elif not step.is_outside and (name := _method_of(step.value)):
                 seedable.append((step, name))
-        self._counts = [*map(len, self._growing)]
+        self._counts = [len(part) for part, _ in self._growing]
+        # `None` and generators, which a build can replace.
+        self._watched = (unset + watched)[:_MOST_WATCHED]
         for step, name in seedable:
             # An object whose generators were found is seeded through them.
             parts = _parts_of(step.value)
@@ -224,18 +234,25 @@ class Search:
         return True
 
     def has_gained(self) -> bool:
-        """Returns whether a random generator was added to a container.
+        """Returns whether a container or a global may have a new generator.
 
-        Looks at the items that were added to a container. A replaced item is
-        not noticed.
+        Looks at items that were added to a container, and at those that were
+        `None` or a generator before.
         """
-        counts = [*map(len, self._growing)]
+        is_replaced = False
+        for place, item in enumerate(self._watched):
+            if (value := item.now()) is not item.value:
+                self._watched[place] = item._replace(value=value)
+                is_replaced |= _may_hold(value)
+        if is_replaced:
+            return True
+        counts = [len(part) for part, _ in self._growing]
         if counts == self._counts:
             return False
         former, self._counts = self._counts, counts
         return any(
-            _kind_of(item) is not None
-            for part, before, count in zip(
+            _may_hold(item) if is_object else _kind_of(item) is not None
+            for (part, is_object), before, count in zip(
                 self._growing, former, counts, strict=True
             )
             if before < count <= _MOST_ITEMS
@@ -273,11 +290,55 @@ def reaches(dataset: Any, part: Any) -> bool:
     return any(step.value is part for step in _reachable(dataset))
 
 
+class _Item(NamedTuple):
+    """An item of a container, or a variable, that a build can replace."""
+
+    home: Any  # a mapping, a list or a deque
+    key: Any  # the key or index in it
+    value: Any  # the item at the latest look
+
+    def now(self) -> Any:
+        """Returns the present item, or `None` if it does not exist."""
+        if not isinstance(self.home, _SEQUENCES):
+            return self.home.get(self.key)
+        try:
+            return self.home[self.key]
+        except IndexError:
+            return None
+
+
+def _watched(container: Any) -> list[_Item]:
+    """Returns the items of a container that are `None` or a generator."""
+    items: Any = enumerate(container)
+    if not isinstance(container, _SEQUENCES):
+        items = container.items()
+    try:
+        some = list(itertools.islice(items, _MOST_ITEMS))
+    except RuntimeError:  # a thread of the build adds items
+        return []
+    return [
+        _Item(container, key, value)
+        for key, value in some
+        if value is None or _kind_of(value) is not None
+    ]
+
+
+def _may_hold(value: Any) -> bool:
+    """Returns whether an object is or may refer to a random generator."""
+    return (
+        type(value) not in _LEAF_TYPES
+        and not isinstance(value, (*_LEAVES, np.ndarray))
+        and not _is_leaf(type(value))
+    )
+
+
 def _growing(value: Any) -> list[Any]:
     """Returns the container to which a build can add items, or no container."""
     if type(value) in _GROWING_TYPES:
         return [value]
-    return [_attributes_of(value)] if type(value).__dictoffset__ else []
+    if isinstance(value, (type, types.FunctionType)):
+        return []
+    return [_attributes_of(value)] if _has_attributes(value) else []
 
 
 def _latest(container: Any, count: int) -> list[Any]:
@@ -289,9 +350,10 @@ def _latest(container: Any, count: int) -> list[Any]:
         return []
 
 
+_SEQUENCES = (list, collections.deque)
 _GROWING_TYPES = {
     *(dict, collections.defaultdict, collections.OrderedDict),
-    *(list, collections.deque),
+    *_SEQUENCES,
 }
 
 
@@ -314,8 +376,13 @@ class _ReachStep(NamedTuple):
         return found
 
 
-def _reachable(dataset: Any) -> Iterator[_ReachStep]:
-    """Yields the objects that a dataset refers to; global objects come last."""
+def _reachable(
+    dataset: Any, unset: list[_Item] | None = None
+) -> Iterator[_ReachStep]:
+    """Yields the objects that a dataset refers to; global objects come last.
+
+    Adds the variables and class attributes that are `None` to `unset`.
+    """
     inside: collections.deque[_ReachStep] = collections.deque()
     outside: collections.deque[_ReachStep] = collections.deque()
     seen = {id(dataset)}
@@ -335,7 +402,9 @@ def _reachable(dataset: Any) -> Iterator[_ReachStep]:
         for name, part in _parts_of(value):
             meet(name, part, step, is_out)
         # The path of a global must not depend on the function that names it.
-        for name, part in _named_by(value):
+        for name, part, home, key in _named_by(value):
+            if part is None and unset is not None:
+                unset.append(_Item(home, key, None))
             meet(name, part, None, True)
 
     open_up(dataset, None)
@@ -410,12 +479,23 @@ def _class_name(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
+def _has_attributes(value: Any) -> bool:
+    return bool(type(value).__dictoffset__) or isinstance(
+        value, threading.local
+    )
+
+
 def _attributes_of(value: Any) -> dict[str, Any]:
-    """Returns an object's `__dict__` without calling its `__getattr__`."""
-    if not type(value).__dictoffset__:
+    """Returns an object's `__dict__` without calling its `__getattr__`.
+
+    That of a `threading.local` is the calling thread's.
+    """
+    if not _has_attributes(value):
         return {}
+    is_local = isinstance(value, threading.local)
+    read = (threading.local if is_local else object).__getattribute__
     try:
-        found = object.__getattribute__(value, "__dict__")
+        found = read(value, "__dict__")
     except Exception:
         return {}
     return found if isinstance(found, dict) else {}
@@ -432,8 +512,11 @@ def _slots_of(kind: Any) -> tuple[Any, ...]:
     )
 
 
-def _named_by(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the objects that a user's class or function refers to by name."""
+def _named_by(value: Any) -> Iterator[tuple[str, Any, Any, str]]:
+    """Yields the objects that a user's class or function refers to by name.
+
+    Each with its path, and with the variables that have it, and its name there.
+    """
     if isinstance(value, types.FunctionType):
         if is_users(value.__globals__.get("__name__") or ""):
             names = names_in(value.__code__)
@@ -450,21 +533,21 @@ def _named_by(value: Any) -> Iterator[tuple[str, Any]]:
                     inner = inner or getattr(part, "fget", None)
                     inner = inner or getattr(part, "func", None)
                     path = f"{base.__qualname__}.{name}"
-                    yield path, part if inner is None else inner
+                    part = part if inner is None else inner
+                    yield path, part, vars(base), name
 
 
 def _globals_of(
     found: dict[str, Any], names: frozenset[str]
-) -> Iterator[tuple[str, Any]]:
+) -> Iterator[tuple[str, Any, Any, str]]:
     for name in sorted(names & found.keys()):
         part = found.get(name)
         if not isinstance(part, types.ModuleType):
-            yield f"{found.get('__name__')}:{name}", part
+            yield f"{found.get('__name__')}:{name}", part, found, name
         elif is_users(part.__name__):
-            yield from (
-                (f"{part.__name__}:{inner}", vars(part)[inner])
-                for inner in sorted(names & vars(part).keys())
-            )
+            home = vars(part)
+            for inner in sorted(names & home.keys()):
+                yield f"{part.__name__}:{inner}", home[inner], home, inner
 
 
 def _is_leaf(kind: type) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import random
+import sys
+import threading
 import types
 import warnings
 import weakref
@@ -225,6 +227,130 @@ def test_generators_that_later_builds_make_are_seeded(keep):
         )
 
 
+def _draws(thing, use, indices):
+    """What a worker draws that builds these batches, by index."""
+    dataset = Holds(thing, use)
+    builder = build.Builder(lambda: dataset, 1, private=True)
+    return {index: float(builder.build(0, index, 0)) for index in indices}
+
+
+def _late(make_home, name):
+    """Draws from a generator that takes the place of `None` from batch 2 on."""
+
+    def draw(thing, index):
+        if index < 2:
+            return index
+        home = make_home(thing)
+        if home[name] is None:
+            home[name] = np.random.default_rng(0)
+        return home[name].random()
+
+    return draw
+
+
+def _of_a_global(thing, index):
+    global _RNG
+    if index < 2:
+        return index
+    if _RNG is None:
+        _RNG = np.random.default_rng(0)
+    return _RNG.random()
+
+
+class _WithClassAttribute:
+    rng = None
+
+    def draw(self, index):
+        if index < 2:
+            return index
+        if type(self).rng is None:
+            type(self).rng = np.random.default_rng(0)
+        return type(self).rng.random()
+
+
+def _of_an_object(thing, index):
+    if index < 2:
+        return index
+    if thing.rng is None:
+        thing.rng = Slots()
+    return thing.rng.rng.random()
+
+
+_RNG = None
+
+
+@pytest.mark.parametrize(
+    ("thing", "use"),
+    [
+        (lambda: types.SimpleNamespace(rng=None), _late(vars, "rng")),
+        (lambda: {"rng": None}, _late(lambda thing: thing, "rng")),
+        (lambda: [None], _late(lambda thing: thing, 0)),
+        (lambda: None, _of_a_global),
+        (_WithClassAttribute, _WithClassAttribute.draw),
+        (lambda: types.SimpleNamespace(rng=None), _of_an_object),
+    ],
+    ids=["attribute", "dict", "list", "global", "class", "in an object"],
+)
+def test_one_that_takes_the_place_of_none_is_seeded(thing, use, monkeypatch):
+    found = []
+    for indices in ([0, 2, 1, 3], [1, 3, 0, 2]):
+        with monkeypatch.context() as patch:
+            patch.setitem(globals(), "_RNG", None)
+            patch.setattr(_WithClassAttribute, "rng", None)
+            found.append(_draws(thing(), use, indices))
+    assert found[0] == found[1]
+    assert len(set(found[0].values())) == 4
+
+
+def test_one_that_each_build_replaces_within_an_object_is_seeded():
+    def draw(thing, _):
+        thing.rng = np.random.default_rng(thing.rng.integers(2**40))
+        return thing.rng.random()
+
+    def thing():
+        return types.SimpleNamespace(rng=np.random.default_rng(0))
+
+    indices = [0, 1, 2, 3]
+    assert _draws(thing(), draw, indices) == _draws(
+        thing(), draw, reversed(indices)
+    )
+
+
+def test_one_in_an_attribute_of_a_thread_is_seeded():
+    def draw(thing, _):
+        if not hasattr(thing, "rng"):
+            thing.rng = np.random.default_rng(0)
+        return thing.rng.random()
+
+    indices = [0, 1, 2, 3]
+    assert _draws(threading.local(), draw, indices) == _draws(
+        threading.local(), draw, reversed(indices)
+    )
+
+
+def test_torch_is_seeded_for_the_batch_that_imports_it(monkeypatch):
+    class Torch(types.ModuleType):
+        Generator = type("Generator", (), {})
+        Tensor = type("Tensor", (), {})
+
+        def __init__(self):
+            super().__init__("torch")
+            self.default_generator = random.Random()
+            self.default_generator.manual_seed = self.default_generator.seed
+
+    def draw(thing, _):
+        torch = sys.modules.setdefault("torch", Torch())
+        return torch.default_generator.random()
+
+    found = []
+    for indices in ([0, 1], [1, 0]):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, "torch", None)
+            del sys.modules["torch"]
+            found.append(_draws(None, draw, indices))
+    assert found[0] == found[1]
+
+
 def test_a_container_that_grows_is_searched_only_for_a_generator(monkeypatch):
     searched = []
 
@@ -234,7 +360,8 @@ def test_a_container_that_grows_is_searched_only_for_a_generator(monkeypatch):
             super().__init__(dataset)
 
     def remembers(memory, index):
-        memory[index] = np.random.default_rng(0) if index == 3 else index
+        item = np.random.default_rng(0) if index == 3 else index
+        memory.setdefault(index, item)
         return index
 
     monkeypatch.setattr(build.held_generators, "Search", Counts)
