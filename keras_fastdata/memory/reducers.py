@@ -3,6 +3,7 @@
     locks, conditions, `threading.local`    made again, in their first state
     files open for reading                  opened again, at the same position
     `np.memmap`, and views of one           mapped again
+    arrays that share memory                views of one array
     h5py files, groups and datasets         opened again
     cached functions of `__main__`          wrapped again, with an empty cache
     the global random generators            the worker's own
@@ -36,6 +37,8 @@ import cloudpickle
 import numpy as np
 import numpy.typing as npt
 
+from keras_fastdata.memory.shared_arrays import SharedArrays
+
 Reduced = str | tuple[Any, ...]
 
 # They consist of locks and plain attributes, so that pickling would succeed.
@@ -65,11 +68,21 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     Attributes:
         modules: Collects the names of the modules that the pickle refers to,
             unless it is `None`.
+        arrays: Reduces arrays that share memory, unless it is `None`.
     """
 
     modules: set[str] | None = None
+    arrays: SharedArrays | None = None
+
+    def observe(self, modules: set[str] | None, arrays: SharedArrays) -> None:
+        """Sets what collects modules' names, and what reduces arrays."""
+        self.modules, self.arrays = modules, arrays
 
     def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is np.ndarray and self.arrays is not None:
+            view = self.arrays.reduce(obj)
+            if view is not None:
+                return view
         if self.modules is not None and isinstance(obj, _OF_MODULES):
             self._note(obj)
         if type(obj).__name__ in _GENERATORS and (name := _global_name(obj)):

@@ -26,6 +26,7 @@ import numpy as np
 from keras_fastdata.memory import os_limits, reducers
 from keras_fastdata.memory.arena import address_of, round_up
 from keras_fastdata.memory.leases import Bytes
+from keras_fastdata.memory.shared_arrays import SharedArrays
 
 _HEADER = struct.Struct("<QQ")  # bytes of the pickle, number of buffers
 _EXTENT = struct.Struct("<QQ")  # start in the file, number of bytes
@@ -180,12 +181,20 @@ def pickle_in_parts(
 
     Adds the names of the modules that the pickle refers to to `modules`.
     """
+    arrays = SharedArrays()
+    parts = _pickled(obj, modules, arrays)
+    return _pickled(obj, modules, arrays) if arrays.find_spans() else parts
+
+
+def _pickled(
+    obj: Any, modules: set[str] | None, arrays: SharedArrays
+) -> tuple[memoryview, list[memoryview]]:
     buffers: list[memoryview] = []
     stream = io.BytesIO()
     pickler = reducers.Pickler(
         stream, protocol=5, buffer_callback=lambda b: buffers.append(b.raw())
     )
-    pickler.modules = modules
+    pickler.observe(modules, arrays)
     pickler.dump(obj)
     return stream.getbuffer(), buffers
 

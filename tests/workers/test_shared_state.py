@@ -212,3 +212,54 @@ def test_an_index_that_is_shuffled_each_epoch_does_not_move_the_table(method):
             dataset.mark_changed()
         (nbytes,) = _state_files().values()
     assert nbytes < 9 * MB
+
+
+@pytest.mark.parametrize(
+    ("make", "views"),
+    [
+        (lambda: np.zeros((8, 4), "float32"), lambda a: (a[:4], a[4:])),
+        (lambda: np.zeros((8, 4), "float32"), lambda a: (a[:, :3], a[:, 3:])),
+        (lambda: np.zeros((8, 4), ">i2"), lambda a: (a.T, a[::-1, ::2])),
+        (lambda: np.zeros((8, 4), order="F"), lambda a: (a[1:], a.view("i8"))),
+        (lambda: np.zeros(8, [("a", "i1"), ("b", "f8")]), lambda a: (a["b"],)),
+    ],
+    ids=["rows", "columns", "strides", "fortran", "fields"],
+)
+def test_arrays_that_share_memory_still_do(make, views, payload_of):
+    whole = make()
+    payload = payload_of({"whole": whole, "views": views(whole)})
+    found = latest(payload)
+    found["whole"][...] = whole[...] = 5
+    for one, other in zip(found["views"], views(whole), strict=True):
+        assert np.shares_memory(one, found["whole"])
+        assert one.dtype == other.dtype
+        assert np.array_equal(one, other)
+
+
+def test_parts_of_an_array_that_do_not_overlap_are_sent_without_the_rest(
+    payload_of,
+):
+    table = np.zeros((1000, 1000))
+    columns = [table[:, 0], table[:, 999]]
+    assert size(payload_of([*columns, table[:2]])) < MB
+
+
+def test_a_view_that_cannot_be_written_to_stays_so(payload_of):
+    whole = np.zeros(9)
+    fixed = whole[2:]
+    fixed.flags.writeable = False
+    found = latest(payload_of([whole, fixed]))
+    assert [array.flags.writeable for array in found] == [True, False]
+    assert np.shares_memory(*found)
+
+
+def test_arrays_that_share_memory_are_written_again_only_if_they_change(
+    payload_of,
+):
+    whole = np.zeros(1000)
+    views = [whole, whole[:500], whole[400:]]
+    payload = payload_of(views)
+    assert not renewed(payload, views)
+    whole[450] = 1
+    assert renewed(payload, views)
+    assert [array.max() for array in latest(payload)] == [1, 1, 1]
