@@ -2,7 +2,8 @@
 
 A `__getitem__` may keep a buffer, fill it again for every batch, and return
 it. But batches wait in queues, and tensors may use an array's memory. So an
-array that something else still refers to is copied.
+array that something else still refers to is copied, and so is a list or dict.
+Sparse matrices and tables, whose arrays are not looked for, are always copied.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 
 _MEMORIES = (memoryview, bytearray, array.array)
+_TABLES = ("scipy", "pandas")  # packages of sparse matrices and tables
 # One reference of the container, and one of the call of `getrefcount`.
 _OF_ITS_CONTAINER_ALONE = 2
 
@@ -32,7 +34,7 @@ def take(batches: list[Any]) -> Any:
     search.look_into(batches, False)
     kept = search.kept
     batch = batches.pop()
-    if not kept:
+    if not kept and not search.has_kept_containers:
         return batch
     return map_leaves(
         lambda leaf: _copy(leaf) if id(leaf) in kept else leaf, batch
@@ -55,6 +57,8 @@ class _KeptArrays:
     """
 
     def __init__(self) -> None:
+        # Whether other objects refer to a list, deque or mapping.
+        self.has_kept_containers = False
         self._kept: set[int] = set()
         # References to an array, minus those that were found in the batch.
         self._others: dict[int, int] = {}
@@ -75,6 +79,8 @@ class _KeptArrays:
             part = parts[key]
             if isinstance(part, np.ndarray):
                 is_view = part.base is not None and _is_view(part)
+                # Its mask is another array, which may be filled again.
+                is_view = is_view or isinstance(part, np.ma.MaskedArray)
                 may_be_filled = is_kept or is_view or others
                 if may_be_filled and not _is_constant(part):
                     self._add(part, others, is_kept or is_view)
@@ -82,11 +88,15 @@ class _KeptArrays:
                 part, (tuple, list, collections.deque)
             ) or _is_mapping(part):
                 self.look_into(part, is_kept or others > 0)
+                if others and not isinstance(part, tuple):
+                    self.has_kept_containers = True
             elif isinstance(part, _MEMORIES):
                 if not memoryview(part).readonly:
                     self._add(part, others, True)
             elif _is_tensor(part):
                 self._add(part, others, is_kept or _is_view_tensor(part))
+            elif _is_table(part):
+                self._add(part, others, True)
             elif _is_on_host_of_jax(part):
                 # `jax.device_put` may use the memory of an array of NumPy's.
                 self._add(part, others, True)
@@ -128,6 +138,12 @@ def _is_tensor(part: Any) -> bool:
     return torch is not None and isinstance(part, torch.Tensor)
 
 
+def _is_table(part: Any) -> bool:
+    """Returns whether an object is a sparse matrix of SciPy or a table."""
+    package = type(part).__module__.partition(".")[0]
+    return package in _TABLES and hasattr(part, "copy")
+
+
 def _is_on_host_of_jax(part: Any) -> bool:
     """Returns whether an object is a JAX array in CPU memory."""
     jax = sys.modules.get("jax")
@@ -149,7 +165,7 @@ def _is_view_tensor(tensor: Any) -> bool:
 
 
 def _copy(leaf: Any) -> Any:
-    if isinstance(leaf, np.ndarray):
+    if isinstance(leaf, np.ndarray) or _is_table(leaf):
         return leaf.copy()
     if isinstance(leaf, memoryview):
         return np.array(leaf)

@@ -129,6 +129,48 @@ def test_a_kept_buffer_of_another_kind_is_copied_as_what_it_is(kept):
     assert batch[0] is not kept
 
 
+@pytest.mark.parametrize(
+    "kept", [[1, 2], {"a": 1}, collections.deque([1]), {"a": [1, None]}]
+)
+def test_a_structure_of_numbers_that_somebody_keeps_is_copied(kept):
+    batch = take([(kept, 0)])
+    assert batch[0] == kept
+    assert batch[0] is not kept
+
+
+def test_a_mask_that_is_filled_again_is_copied():
+    mask = np.zeros(3, bool)
+    batch = take([(np.ma.array(np.ones(3), mask=mask, copy=False),)])
+    mask[:] = True
+    assert batch[0].tolist() == [1, 1, 1]
+
+
+def test_a_sparse_matrix_that_is_filled_again_is_copied():
+    kept = scipy.sparse.csr_matrix(np.eye(3))
+    batch = take([{"x": kept}])
+    kept.data[:] = 7
+    assert batch["x"].max() == 1
+
+
+class Table:
+    """As one of pandas."""
+
+    __module__ = "pandas.core.frame"
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def copy(self):
+        return Table(list(self.rows))
+
+
+def test_a_table_that_is_filled_again_is_copied():
+    kept = Table([1, 2])
+    batch = take([(kept, ones())])
+    kept.rows[:] = [7, 7]
+    assert batch[0].rows == [1, 2]
+
+
 def test_an_array_that_cannot_be_written_to_is_not_copied(tmp_path):
     np.save(tmp_path / "x.npy", BUFFER)
     mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
