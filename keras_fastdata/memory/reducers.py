@@ -83,8 +83,6 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             view = self.arrays.reduce(obj)
             if view is not None:
                 return view
-        if self.modules is not None and isinstance(obj, _OF_MODULES):
-            self._note(obj)
         if type(obj).__name__ in _GENERATORS and (name := _global_name(obj)):
             return _global_generator, name
         if isinstance(obj, LIVE):
@@ -101,6 +99,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(reduced, tuple) and len(reduced) == _BY_VALUE:
             *rebuild, state, _, _, set_state = reduced
             return *rebuild, (set_state, state), None, None, _set_class
+        # What travels by value needs no import of the module that defines it.
+        if reduced is NotImplemented and isinstance(obj, _OF_MODULES):
+            self._note(obj)
         return reduced
 
     def _note(self, obj: Any) -> None:

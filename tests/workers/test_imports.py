@@ -226,6 +226,30 @@ def test_a_dataset_has_no_packages_of_another(site):
 
 
 @kept
+def test_the_module_of_a_class_that_travels_by_value_is_not_imported(site):
+    site.package("alpha")
+    site.module(
+        "makes",
+        """
+import os
+import sys
+import alpha
+from keras_fastdata import FastPyDataset
+
+def make(**kwargs):
+    class Local(FastPyDataset):
+        def __len__(self):
+            return 4
+        def __getitem__(self, index):
+            return {"found": [*{"alpha", "makes"} & {*sys.modules}]}
+    return Local(**kwargs)
+""",
+    )
+    with sys.modules["makes"].make(**PROCESSES) as dataset:
+        assert [batch["found"] for batch in dataset] == [[]] * 4
+
+
+@kept
 def test_a_module_of_the_user_may_change_between_two_datasets(site):
     site.package("alpha")
     before = site.dataset("alpha", more="'before'")
