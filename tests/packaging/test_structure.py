@@ -533,10 +533,12 @@ print(json.dumps([loaded("keras"), before == state()]))
 
 
 def test_a_generator_of_the_users_under_np_random_is_no_reason_to_warn(
-    tmp_path,
+    tmp_path, zygote
 ):
-    script = """
-import warnings, numpy
+    script = tmp_path / "imports.py"
+    script.write_text(
+        """
+import json, warnings, numpy
 numpy.random.set_bit_generator(numpy.random.PCG64(1))
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
@@ -547,7 +549,9 @@ numpy.random.set_bit_generator(numpy.random.PCG64(1))
 ours = [str(w.message) for w in caught if "legacy" in str(w.message)]
 print(json.dumps([ours, drawn == numpy.random.rand()]))
 """
-    assert _in_a_fresh_process(script, tmp_path) == [[], True]
+    )
+    done = zygote.run(script)
+    assert done.stdout == "[[], true]\n", done.stderr
 
 
 def test_a_worker_imports_every_public_name_without_keras(tmp_path):

@@ -69,3 +69,16 @@ class Frameworks(FastPyDataset):
 
             found += [str(torch.get_default_dtype())]
         return np.array([repr(found)])
+
+
+class Divided(FastPyDataset):
+    """Returns what a division by zero gives."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        try:
+            return np.ones((1, 1)) / np.zeros((1, 1))
+        except FloatingPointError:
+            return np.zeros((1, 1))

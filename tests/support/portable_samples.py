@@ -76,7 +76,7 @@ class Large(FastPyDataset):
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
-        self.table = np.zeros(1 << 23)
+        self.table = np.zeros(1 << 21)
 
     def __len__(self):
         return 3

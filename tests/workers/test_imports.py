@@ -20,12 +20,14 @@ import keras
 import numpy as np
 import psutil
 import pytest
+from places import quickly
 from trainers import Trainer
 
 from keras_fastdata import _modules as modules
 from keras_fastdata.workers.process import forkserver_client, imports
 
 PROCESSES = {"workers": 2, "use_multiprocessing": True}
+_ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
 kept = pytest.mark.usefixtures("kept_forkserver")
 
 NOTE = "import os\nIMPORTED_BY = os.getpid()\n"
@@ -599,7 +601,12 @@ def test_a_wait_for_an_import_is_named(site, importing):
 
 @pytest.mark.backend
 @pytest.mark.parametrize(
-    "package", ["keras", "jax", "torch", "tensorflow", "sklearn", "h5py"]
+    "package",
+    quickly(
+        ["keras", "jax", "torch", "tensorflow", "sklearn", "h5py"],
+        "keras",  # which imports its backend
+        *(["sklearn", "h5py"] if _ON_TENSORFLOW else []),
+    ),
 )
 def test_workers_share_the_packages_of_every_training(
     package, site, caplog, capfd

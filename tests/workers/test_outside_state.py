@@ -12,7 +12,7 @@ import numpy as np
 import outside_config as conf
 import outside_samples
 import pytest
-from outside_samples import Frameworks, Referring
+from outside_samples import Divided, Frameworks, Referring
 from PIL import Image, ImageFile
 from places import EVERY_KIND
 
@@ -260,19 +260,6 @@ def test_settings_of_frameworks_are_carried_and_nothing_is_imported(patch):
             assert _walk(dataset) == "[['PIL'], 'warn', True, None]"
     finally:
         np.seterr(**before)
-
-
-class Divided(FastPyDataset):
-    """Returns what a division by zero gives."""
-
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        try:
-            return np.ones((1, 1)) / np.zeros((1, 1))
-        except FloatingPointError:
-            return np.zeros((1, 1))
 
 
 @pytest.mark.parametrize("kind", EVERY_KIND)
