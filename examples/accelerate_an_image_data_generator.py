@@ -37,7 +37,7 @@ from keras_fastdata import accelerate
 
 SIDE = 128
 IMAGES = 320  # of each photograph
-EPOCHS = 4
+EPOCHS = 2
 
 
 def write_images(folder, rng):

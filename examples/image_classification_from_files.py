@@ -128,7 +128,7 @@ validation_data = DigitFiles(
 ## Build the model
 """
 
-EPOCHS = 20
+EPOCHS = 12
 
 model = keras.Sequential(
     [

@@ -42,7 +42,7 @@ from keras_fastdata import GeneratorDataset
 
 FILES = 8
 LINES = 3000  # in a file
-EPOCHS = 5
+EPOCHS = 3
 
 digits = load_digits()
 pixels = digits.images.astype("uint8")
