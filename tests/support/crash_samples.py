@@ -18,7 +18,6 @@ import threading
 import time
 
 import numpy as np
-import psutil  # noqa: F401 - a package, which a fork server imports first
 
 from keras_fastdata import FastPyDataset
 from keras_fastdata.memory.arena import Segment
