@@ -20,11 +20,8 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
-import inspect
 import itertools
 import random
-import time
-import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -45,7 +42,6 @@ from keras_fastdata._dataset_internals import (
 )
 from keras_fastdata._validation import (
     arguments_of,
-    boolean,
     integer,
     unknown_arguments,
 )
@@ -53,15 +49,15 @@ from keras_fastdata.building import seeding
 from keras_fastdata.building.held_generators import Held, Search, seeds_its_own
 from keras_fastdata.dataset import FastPyDataset
 from keras_fastdata.datasets.collate import Padded, Padding, collate
+from keras_fastdata.datasets.generator_source import GeneratorSource
+from keras_fastdata.datasets.generator_workers import GeneratorWorkers
 from keras_fastdata.datasets.sampling import GENERATOR_KEY
 from keras_fastdata.engine.batch_iterator import BatchIterator
-from keras_fastdata.engine.settings import Settings
 from keras_fastdata.engine.sharding import has_random_access
 from keras_fastdata.engine.state_dict import State
 from keras_fastdata.errors import EndOfData, LoaderError
 from keras_fastdata.memory.ownership import copied
-from keras_fastdata.metrics.pool_stats import PoolStats
-from keras_fastdata.metrics.recorder import Span, WorkersWithin
+from keras_fastdata.metrics.recorder import WorkersWithin
 from keras_fastdata.metrics.worker_kinds import WorkerLimit
 from keras_fastdata.workers import exceptions
 
@@ -70,17 +66,9 @@ _UNKNOWN = -1  # the checksum if the factory skipped the batches before
 # Batches that are kept with `restart=False`: `fit` asks again for its first
 # batches if a hook changed the dataset after Keras had looked at them.
 _ASKED_FOR_AGAIN = 2
-# What can be split among workers, in words.
-_FACTORY = (
-    "a function `factory(shard_index, num_shards)`, which makes a generator of "
-    "one part of the items"
-)
 # Arguments of `FastPyDataset` that have no meaning here.
 _REFUSED = ("shuffle", "cache", "cache_bytes", "cache_version", "on_error")
 _CHECKED = 1024  # bytes at each end of an array that a checksum covers
-_SPANS = 8  # of the latest batches; `fit` may get its first ones again
-_QUIESCE_S = 1.0  # for workers to finish what they are at
-_LOOK_S = 0.0005  # between two looks at workers that finish
 
 
 class GeneratorDataset(FastPyDataset):
@@ -178,7 +166,7 @@ class GeneratorDataset(FastPyDataset):
         workers = integer("workers", workers, least=0)
         batch_size = _optional("batch_size", batch_size)
         num_batches = _optional("num_batches", num_batches)
-        source = _Source.of(factory)
+        source = GeneratorSource.of(factory)
         asked = _optional("num_shards", num_shards)
         limit, num_shards = source.limit(asked), asked or max(1, workers)
         source.check(num_shards, kwargs.get("use_multiprocessing", False))
@@ -319,7 +307,9 @@ class _Plan:
     workers: int  # 0 if the caller builds
     limit: WorkerLimit  # which workers the source of the items can use
     turns: _Turns | None = None  # the present pass over the shards
-    measured: _Measured | None = None  # the workers, once `fit` has had them
+    measured: GeneratorWorkers | None = (
+        None  # the workers, once `fit` has had them
+    )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "turns": None, "measured": None}
@@ -362,7 +352,7 @@ def _(dataset: GeneratorDataset) -> WorkersWithin | None:
     if not plan.workers:
         return None
     if plan.measured is None:
-        plan.measured = _Measured(dataset)
+        plan.measured = GeneratorWorkers(dataset, plan.shards)
     return plan.measured
 
 
@@ -391,7 +381,7 @@ class _Turns:
         self,
         shards: list[GeneratorShards],
         key: int,
-        measured: _Measured | None,
+        measured: GeneratorWorkers | None,
     ) -> None:
         # The dataset's seed and epoch, and the index of the next batch.
         self.place = (-1, -1), 0
@@ -412,7 +402,7 @@ class _Turns:
         self._live = list(range(shards[0].spec.num_shards))
         self._turn = 0  # position in `_live`
 
-    def next(self, measured: _Measured | None) -> Any:
+    def next(self, measured: GeneratorWorkers | None) -> Any:
         """Returns the next batch; raises `EndOfData` after the last batch."""
         while self._live:
             self._turn %= len(self._live)
@@ -440,127 +430,10 @@ class _Turns:
         raise EndOfData("All generators have ended.")
 
 
-class _Measured:
-    """The workers of a `GeneratorDataset`, as `LoaderHealth` measures them."""
-
-    def __init__(self, dataset: GeneratorDataset) -> None:
-        self.name = type(dataset).__name__
-        self._dataset = weakref.ref(dataset)
-        self._count = dataset._fastdata_plan.workers
-        self._shards = dataset._fastdata_plan.shards
-        self._interval_s: float | None = None
-        self._pauses = self._paused = False
-        self._quiesce_s = 0.0
-        # The worker of the latest batch, and what iterates over its batches.
-        self._worker = 0
-        self._iterator: Iterator[Any] | None = None
-        # The latest spans, by epoch and index.
-        self._spans: dict[tuple[int, int], Span] = {}
-
-    @property
-    def settings(self) -> Settings:
-        """The constructor arguments, with the workers that are in use."""
-        dataset = self._dataset() or self._shards[0]
-        settings = internals_of(dataset).settings
-        return dataclasses.replace(settings, workers=self._count)
-
-    @property
-    def dataset(self) -> Any:
-        """The dataset, or `None` if it was garbage-collected."""
-        return self._dataset()
-
-    @property
-    def stacks(self) -> dict[str, int]:
-        """The number of times that each call stack was seen in slow builds."""
-        found: collections.Counter[str] = collections.Counter()
-        for shards in self._shards:
-            found.update(loader_of(shards).stacks)
-        return dict(found)
-
-    def pool_stats(self) -> PoolStats | None:
-        """Returns statistics of the workers, or `None` if there are none."""
-        found = {
-            worker: pool_stats
-            for worker, shards in enumerate(self._shards)
-            if (pool_stats := loader_of(shards).pool_stats()) is not None
-        }
-        if not found:
-            return None
-        losses = [
-            dataclasses.replace(loss, worker=worker)
-            for worker, pool_stats in found.items()
-            for loss in pool_stats.losses
-        ]
-        return dataclasses.replace(
-            next(iter(found.values())),
-            count=self._count,
-            pids={
-                worker: pid
-                for worker, pool_stats in found.items()
-                for pid in pool_stats.pids.values()
-            },
-            losses=tuple(sorted(losses, key=lambda loss: loss.at_s)),
-            shared_nbytes=sum(each.shared_nbytes for each in found.values()),
-            shard="",
-            stacks=self.stacks,
-            starting=sum(each.starting for each in found.values()),
-        )
-
-    # -- as `WorkersWithin` --------------------------------------------------
-
-    def time_batches(self, interval_s: float | None) -> None:
-        self._interval_s = interval_s
-
-    def pause_after(self, pauses: bool) -> None:
-        self._pauses, self._quiesce_s = pauses, 0.0
-
-    def quiesce_s(self) -> float:
-        return self._quiesce_s
-
-    def span_of(self, epoch: int, index: int | None) -> Span | None:
-        return None if index is None else self._spans.get((epoch, index))
-
-    # -- as the dataset builds -----------------------------------------------
-
-    def begin_wait(self, worker: int, shards: Iterator[Any]) -> None:
-        """Prepares a worker's iterator, before its next batch is waited for."""
-        self._worker, self._iterator = worker, shards
-        if isinstance(shards, BatchIterator):
-            shards.time_batches(self._interval_s)
-        if self._paused:
-            self._paused = False
-            for each in self._shards:
-                loader_of(each).pausing.resume()
-
-    def note(self, epoch: int, index: int) -> None:
-        """Takes the times of a batch, and lets the workers pause if asked."""
-        self._spans.pop((epoch, index), None)
-        iterator = self._iterator
-        if isinstance(iterator, BatchIterator) and iterator.span is not None:
-            span = iterator.span
-            self._spans[epoch, index] = span._replace(
-                epoch=epoch, batch=index, worker=self._worker
-            )
-            while len(self._spans) > _SPANS:
-                del self._spans[next(iter(self._spans))]
-        if self._pauses:
-            self._pause()
-
-    def _pause(self) -> None:
-        """Pauses the workers, and waits until they have finished a batch."""
-        self._paused = True
-        began_s = time.monotonic()
-        while sum(loader_of(each).pausing.pause() for each in self._shards):
-            if time.monotonic() - began_s > _QUIESCE_S:
-                break
-            time.sleep(_LOOK_S)
-        self._quiesce_s = time.monotonic() - began_s
-
-
 class _Spec(NamedTuple):
     """The settings that the shards of all workers share."""
 
-    source: _Source
+    source: GeneratorSource
     num_shards: int  # of all workers
     batch_size: int | None  # items; `None` if an item is a batch
     drop_remainder: bool
@@ -783,130 +656,6 @@ class _Shard:
             held.reseed(0, *key)
 
 
-class _Source(NamedTuple):
-    """The user's factory or iterator, and the parameters of the factory."""
-
-    factory: Any
-    is_iterator: bool = False
-    takes_shards: bool = False  # `shard_index` and `num_shards`
-    takes_rng: bool = False
-    takes_start: bool = False
-
-    @staticmethod
-    def of(factory: Any) -> _Source:
-        """Creates a `_Source`; raises `TypeError` for an invalid `factory`."""
-        if hasattr(factory, "__next__"):
-            return _Source(factory, is_iterator=True)
-        if not callable(factory):
-            raise TypeError(
-                "`factory` must be a function that makes a generator, or an "
-                f"iterator. Received a {type(factory).__name__}. Pass an "
-                "object with numbered items to `SampleDataset`; pass "
-                "`lambda: iter(it)` for an iterable that serves any number of "
-                "passes."
-            )
-        try:
-            parameters = dict(inspect.signature(factory).parameters)
-        except ValueError:
-            return _Source(factory)  # a function in C may have no signature
-        rng = _pop_parameter(parameters, "rng", factory)
-        start = _pop_parameter(parameters, "start", factory)
-        kinds = inspect.Parameter
-        positional = (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
-        variable = (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)
-        rest = parameters.values()
-        needed = [p for p in rest if p.default is p.empty]
-        needed = [p for p in needed if p.kind not in variable]
-        first = [p for p in rest if p.kind in positional][:2]
-        many = any(p.kind is kinds.VAR_POSITIONAL for p in rest)
-        named = [p.name for p in first] == ["shard_index", "num_shards"]
-        # Positional parameters that have defaults are for the user.
-        wanted = [p.default is p.empty for p in first]
-        shards = many or named or wanted == [True, True]
-        if any(p not in (first if shards else []) for p in needed):
-            names = ", ".join(p.name for p in needed)
-            raise TypeError(
-                "`factory` must be callable as `factory()` or as "
-                f"`factory(shard_index, num_shards)`; it needs ({names}). "
-                "`functools.partial` fills in the others."
-            )
-        return _Source(factory, False, shards, rng, start)
-
-    def check(self, num_shards: int, processes: bool) -> None:
-        """Raises `ValueError` if the workers cannot use the source."""
-        if num_shards > 1 and not self.takes_shards:
-            what = "iterator" if self.is_iterator else "factory"
-            raise ValueError(
-                f"This {what} cannot be split among {num_shards} workers or "
-                "shards: each would give the same items. Pass a function "
-                "`factory(shard_index, num_shards)` that makes a generator of "
-                "one item in `num_shards`, or of some of the files; or use "
-                "`workers=1`."
-            )
-        if processes and self.is_iterator:
-            raise ValueError(
-                "An iterator cannot go to a worker process: it cannot be "
-                "copied, and each copy would give the same items. Pass the "
-                "function that makes it, without calling it, so that the "
-                "worker calls it; or use a thread of this process, with "
-                "`use_multiprocessing=False`."
-            )
-
-    def limit(self, num_shards: int | None) -> WorkerLimit:
-        """Returns which workers can use the source.
-
-        `num_shards` is `None` if there is one shard for each worker.
-        """
-        if self.is_iterator:
-            return WorkerLimit(1, False, f"Pass {_FACTORY}, not an iterator.")
-        if not self.takes_shards:
-            return WorkerLimit(1, True, f"Pass {_FACTORY}.")
-        how_more = "Raise `num_shards`, which changes the order of batches."
-        return WorkerLimit(num_shards, True, how_more if num_shards else "")
-
-    def restarts(self, asked: bool | None, num_batches: int | None) -> bool:
-        """Returns whether every epoch makes new generators.
-
-        Raises `ValueError` if the argument `restart` does not suit the source.
-        """
-        restarts = boolean(
-            "restart", not self.is_iterator if asked is None else asked
-        )
-        if restarts and self.is_iterator:
-            raise ValueError(
-                "`restart=True` needs a function that makes a generator; an "
-                "iterator can be iterated through once."
-            )
-        if not restarts and num_batches is None and not self.is_iterator:
-            raise ValueError(
-                "`restart=False` needs `num_batches`, the number of batches "
-                "after which an epoch ends and the next one goes on."
-            )
-        return restarts
-
-    def make(
-        self, index: int, num_shards: int, stream: tuple[int, ...], start: int
-    ) -> Iterator[Any]:
-        """Creates a generator, or returns the user's iterator unchanged."""
-        if self.is_iterator:
-            iterator: Iterator[Any] = self.factory
-            return iterator
-        named: dict[str, Any] = {}
-        if self.takes_rng:
-            named["rng"] = np.random.default_rng(stream)
-        if self.takes_start:
-            named["start"] = start
-        shard = (index, num_shards) if self.takes_shards else ()
-        made = self.factory(*shard, **named)
-        try:
-            return iter(made)
-        except TypeError:
-            raise TypeError(
-                "`factory` must return a generator or another iterable. It "
-                f"returned a {type(made).__name__}."
-            ) from None
-
-
 def _check_kwargs(kind: type, workers: Any, kwargs: Mapping[str, Any]) -> None:
     """Raises an error for an argument that a `GeneratorDataset` cannot use."""
     if "shuffle" in kwargs:
@@ -938,15 +687,6 @@ def _check_kwargs(kind: type, workers: Any, kwargs: Mapping[str, Any]) -> None:
 def _optional(name: str, value: Any) -> int | None:
     """Checks that an argument is `None` or an integer of at least 1."""
     return None if value is None else integer(name, value, least=1)
-
-
-def _pop_parameter(parameters: dict[str, Any], name: str, factory: Any) -> bool:
-    """Removes parameter `name`; returns whether to pass an argument for it."""
-    found = parameters.get(name)
-    if found is None or name in getattr(factory, "keywords", {}):
-        return False
-    del parameters[name]
-    return found.default in (inspect.Parameter.empty, None, 0)
 
 
 def _checksum(part: Any, before: int) -> int:

@@ -36,7 +36,7 @@ from keras_fastdata import (
 )
 from keras_fastdata._dataset_internals import loader_of
 from keras_fastdata.callbacks import device, loader_health, saving_time
-from keras_fastdata.datasets import generators
+from keras_fastdata.datasets import generator_workers
 from keras_fastdata.engine.loader import Loader
 from keras_fastdata.health import epoch_monitor, step_clock
 from keras_fastdata.health.account import TimeAccount
@@ -660,7 +660,7 @@ def test_generators_are_measured_in_the_workers_that_run_them(kind):
 def test_workers_of_generators_pause_while_a_step_is_measured(
     kind, monkeypatch
 ):
-    monkeypatch.setattr(generators, "_QUIESCE_S", 120.0)
+    monkeypatch.setattr(generator_workers, "_QUIESCE_S", 120.0)
     busy, steps = [], []
 
     class Watching(keras.callbacks.Callback):
