@@ -59,7 +59,8 @@ _ESTIMATED_S = 2.1 * _WAIT_S
 _TIME = r"[\d.]+ (?:s|ms)"
 _LINE = re.compile(
     rf"LoaderHealth: (\w+(?: \d+)?) waited ({_TIME}) of {_TIME} for data "
-    rf"\((\d+)%, (\w+)\)\."
+    rf"\((\d+)%, (?:still )?(\w+)\)"
+    rf"(?:, {_TIME} of it in steps that builds slow down)?\."
 )
 
 
