@@ -46,7 +46,7 @@ class LostStateMonitor:
         self._next = self._builds + 1
 
     def count_build(self) -> bool:
-        """Counts a build; returns whether to call `look` after this build."""
+        """Counts a build; returns whether to look at attributes after it."""
         self._builds += 1
         return self._builds >= self._next
 

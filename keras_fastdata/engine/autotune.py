@@ -129,7 +129,7 @@ class AutoTuner:
         )
 
     def on_global_rng(self, what: str) -> None:
-        """Excludes threads, because they would share random generators."""
+        """Rules out worker threads, which would share random generators."""
         self._exclude(False, f"No threads, which would share {what}.")
 
     def _exclude(self, processes: bool, reason: str) -> None:

@@ -140,7 +140,7 @@ class Epoch:
         self.is_quiet = is_quiet
 
     def note_change(self) -> None:
-        """Drops all data that a change of the dataset has made invalid.
+        """Drops what the epoch has from before a change of the dataset.
 
         The order stays, if the epoch has passed its first position.
         """

@@ -95,7 +95,7 @@ class HookReplay:
     def call(
         self, dataset: build.Dataset, name: str, hook: Callable[[], Any]
     ) -> Any:
-        """Runs a hook that the user's own training loop calls.
+        """Runs a hook now, in place of the user's own call of the hook.
 
         Skips a hook that has run before the state that was loaded.
         """

@@ -173,7 +173,7 @@ class _BuilderMaker:
 def _maker_in_worker(
     _: Told, dataset: build.Dataset, seed: int, cached: bool
 ) -> Callable[[], build.Builder]:
-    """Returns the function that replaces a `_BuilderMaker` in a worker."""
+    """Returns what a pickled `_BuilderMaker` becomes in a worker."""
     return functools.partial(build.builder_in_worker, dataset, seed, cached)
 
 

@@ -96,7 +96,7 @@ class Prefetcher:
         return not 0 <= room < self._few or epoch.issued <= epoch.position
 
     def leaves_little(self, held: int) -> bool:
-        """Returns whether `held` batches exceed half of the lookahead."""
+        """Returns whether `held` batches leave less than half the lookahead."""
         return 1 < self._lookahead < 2 * held
 
     def issue(

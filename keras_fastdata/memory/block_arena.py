@@ -70,7 +70,7 @@ class BlockArena(Leases):
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes of memory that the blocks use now."""
+        """The total size in bytes of all blocks, idle ones included."""
         blocks = [*self._bound.values()]
         for idle in list(self._idle.values()):
             blocks += idle

@@ -65,4 +65,4 @@ class PoolStats:
     # been in use; see `metrics.stack_sampler`.
     stacks: dict[str, int] = dataclasses.field(default_factory=dict)
     starting: int = 0  # how many workers have not loaded the dataset yet
-    importing: str = ""  # the module that is imported before workers start
+    importing: str = ""  # the module being imported for new workers

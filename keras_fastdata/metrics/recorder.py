@@ -109,7 +109,7 @@ class WorkersWithin(BatchSource, Protocol):
     """
 
     def time_batches(self, interval_s: float | None) -> None:
-        """Sets how often a batch is measured, as in `BatchIterator`."""
+        """Sets how often times are recorded; see `BatchIterator`."""
 
     def pause_after(self, pauses: bool) -> None:
         """Sets whether the workers pause after the next batch."""

@@ -104,7 +104,7 @@ class SlotChannel(Transport[W], Generic[W]):
 
     @property
     def importing(self) -> str:
-        """The package that is imported before workers start, or "" if none."""
+        """The package being imported for new workers now, or "" if none."""
         return ""
 
     def open(self) -> None:

@@ -49,7 +49,7 @@ class Launcher(Protocol):
     """The interface to start worker processes by one start method.
 
     Attributes:
-        importing: The package that is imported before workers start, or "".
+        importing: The package being imported for new workers now, or "".
     """
 
     @property
