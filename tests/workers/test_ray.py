@@ -547,9 +547,11 @@ def test_a_node_that_ends_in_mid_epoch_changes_no_byte(
     nodes, graceful, tmp_path, caplog
 ):
     gated = {"gated": range(3, 40), "length": 40, "workers": 8}
+    # There are as many cores as workers: that node gets two of these.
+    of_each = {"ray_options": {"num_cpus": 1}}
     with (
         _another_node(nodes) as node,
-        _on_ray(ray_samples.Gated, tmp_path, **gated) as dataset,
+        _on_ray(ray_samples.Gated, tmp_path, **gated, **of_each) as dataset,
     ):
 
         def lost():
