@@ -339,7 +339,9 @@ def _queue():
     return queue.SimpleQueue()
 
 
-WAYS_OUT = ("on_worker_start", "__getstate__", "start_method='fork'")
+WAYS_OUT = ["on_worker_start", "__getstate__"]
+if hasattr(os, "fork"):
+    WAYS_OUT.append("start_method='fork'")
 
 
 @pytest.mark.parametrize("path", UNPICKLABLE)
