@@ -37,7 +37,11 @@ import cloudpickle
 import numpy as np
 import numpy.typing as npt
 
-from keras_fastdata.memory.shared_arrays import SharedArrays
+from keras_fastdata.memory.shared_arrays import (
+    SharedArrays,
+    owner_of,
+    view_again,
+)
 
 Reduced = str | tuple[Any, ...]
 
@@ -223,12 +227,11 @@ def _reduce_array(array: npt.NDArray[Any]) -> Reduced:
 
     A view of a memory map is reduced to a part of the file.
     """
-    root: Any = array
-    while isinstance(root.base, np.ndarray):
-        root = root.base
+    root = owner_of(array)
+    memory: Any = root.base
     if (
         isinstance(root, np.memmap)
-        and isinstance(root.base, mmap.mmap)
+        and isinstance(memory, mmap.mmap)
         and array.size
         and not array.dtype.hasobject
         # A copy-on-write map may differ from its file.
@@ -269,11 +272,11 @@ def _map_again(
     writeable: bool,
 ) -> npt.NDArray[Any]:
     raw = np.memmap(path, np.uint8, mode, offset, (nbytes,))
-    array: Any = np.ndarray(shape, dtype, raw, start, strides)
+    writeable = writeable and mode != "r"
+    array: Any = view_again(raw, start, shape, dtype, strides, writeable)
     if cls is np.memmap:
         array = array.view(np.memmap)
         array.filename, array.mode, array.offset = path, mode, offset
-    array.flags.writeable = writeable and mode != "r"
     result: npt.NDArray[Any] = array
     return result
 

@@ -39,7 +39,7 @@ class SharedArrays:
         views: dict[int, list[npt.NDArray[Any]]] = {}
         owners: dict[int, npt.NDArray[Any]] = {}
         for array in seen:
-            owner = _owner_of(array)
+            owner = owner_of(array)
             owners[id(owner)] = owner
             views.setdefault(id(owner), []).append(array)
         for key, owner in owners.items():
@@ -55,7 +55,7 @@ class SharedArrays:
         if not self._spans:
             self._seen.append(array)
             return None
-        spans = self._spans.get(id(_owner_of(array)))
+        spans = self._spans.get(id(owner_of(array)))
         if not spans or not array.nbytes:
             return None
         low, high = np.lib.array_utils.byte_bounds(array)
@@ -63,7 +63,7 @@ class SharedArrays:
         span = spans[place - 1] if place else spans[0]
         if array is span.array or low < span.low or high > span.high:
             return None
-        return _view_again, (
+        return view_again, (
             span.array,
             array.__array_interface__["data"][0] - span.low,
             array.shape,
@@ -73,7 +73,7 @@ class SharedArrays:
         )
 
 
-def _owner_of(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def owner_of(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Returns the array that an array is a view of, or the array itself."""
     owner = array
     while isinstance(owner.base, np.ndarray):
@@ -125,7 +125,7 @@ def _overlaps(
     return spans
 
 
-def _view_again(
+def view_again(
     raw: npt.NDArray[np.uint8],
     start: int,
     shape: tuple[int, ...],
@@ -133,6 +133,7 @@ def _view_again(
     strides: tuple[int, ...],
     writeable: bool,
 ) -> npt.NDArray[Any]:
+    """Creates an array over `raw`, from byte `start` on."""
     array: npt.NDArray[Any] = np.ndarray(shape, dtype, raw, start, strides)
     if not writeable:
         array.flags.writeable = False

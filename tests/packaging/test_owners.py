@@ -14,7 +14,6 @@ _FIELDS_OF_OTHERS = {
     ("keras_bridge/__init__.py", "workers"): "Keras's `PyDataset`",
     ("memory/reducers.py", "filename"): "NumPy's `memmap`",
     ("memory/reducers.py", "mode"): "NumPy's `memmap`",
-    ("memory/reducers.py", "writeable"): "an array's flags",
     ("memory/shared_arrays.py", "writeable"): "an array's flags",
     ("workers/log_forwarding.py", "args"): "a log record",
     ("workers/process/imports.py", "seed"): "Python's `random.Random`",
