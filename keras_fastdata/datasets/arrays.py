@@ -11,10 +11,10 @@ import numpy.typing as npt
 
 from keras_fastdata._dataset_internals import answer
 from keras_fastdata.building import build
+from keras_fastdata.datasets.order import Indices, Sampler
 from keras_fastdata.datasets.sampling import (
-    Indices,
     SampledDataset,
-    Sampler,
+    labels_of,
     overridable_property,
     take_transform,
     transformed,
@@ -46,8 +46,10 @@ class ArrayDataset(SampledDataset):
             samples every epoch. `False`: the order of the arrays. `None`: the
             order of the arrays, and `fit(shuffle=True)` shuffles whole
             batches, which suits files.
-        sampler: As in `SampleDataset`: weights, or a function.
-        **kwargs: Arguments of `FastPyDataset`.
+        sampler: As in `SampleDataset`. Labels are `y`.
+        **kwargs: `samples_per_epoch`, `replacement`, `bucket_by` and
+            `bucket_batches` as in `SampleDataset`, and the arguments of
+            `FastPyDataset`.
 
     Raises:
         TypeError: An argument is unknown or of the wrong type.
@@ -129,6 +131,17 @@ class ArrayDataset(SampledDataset):
             return batch[0]
         # In a tuple, Keras would take the second of two inputs for targets.
         return tuple(batch)
+
+
+@labels_of.register
+def _(dataset: ArrayDataset) -> Any:
+    if len(dataset.arrays) < 2 or not hasattr(dataset.arrays[1], "shape"):
+        raise ValueError(
+            f"`sampler` is about classes, and this {type(dataset).__name__} "
+            "has no `y` with one label for each row. Pass weights: "
+            "`sampler=1 / np.bincount(labels)[labels]`."
+        )
+    return dataset.arrays[1]
 
 
 def _rows(array: Any, indices: Indices, empty: build.Empty) -> npt.NDArray[Any]:

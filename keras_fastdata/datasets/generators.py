@@ -51,7 +51,7 @@ from keras_fastdata.dataset import FastPyDataset
 from keras_fastdata.datasets.collate import Padded, Padding, collate
 from keras_fastdata.datasets.generator_source import GeneratorSource
 from keras_fastdata.datasets.generator_workers import GeneratorWorkers
-from keras_fastdata.datasets.sampling import GENERATOR_KEY
+from keras_fastdata.datasets.order import GENERATOR_KEY
 from keras_fastdata.engine.batch_iterator import BatchIterator
 from keras_fastdata.engine.sharding import has_random_access
 from keras_fastdata.engine.state_dict import State

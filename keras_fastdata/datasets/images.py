@@ -12,9 +12,10 @@ import numpy.typing as npt
 
 from keras_fastdata._validation import check_local, one_of
 from keras_fastdata.datasets import decoding
+from keras_fastdata.datasets.order import Sampler
 from keras_fastdata.datasets.samples import SampleDataset
 from keras_fastdata.datasets.sampling import (
-    Sampler,
+    labels_of,
     overridable_property,
     take_transform,
     transformed,
@@ -62,7 +63,8 @@ class ImageFileDataset(SampleDataset):
         drop_remainder: As in `SampleDataset`.
         shuffle: As in `SampleDataset`.
         sampler: As in `SampleDataset`.
-        **kwargs: Arguments of `FastPyDataset`. Decoding does not hold
+        **kwargs: `samples_per_epoch` and `replacement` as in `SampleDataset`,
+            and the arguments of `FastPyDataset`. Decoding does not hold
             Python's lock, so that threads are as fast as processes.
 
     Attributes:
@@ -266,6 +268,16 @@ class ImageFileDataset(SampleDataset):
             row[label] = 1
             return image, row
         return image, label
+
+
+@labels_of.register
+def _(dataset: ImageFileDataset) -> Any:
+    if dataset.labels is None:
+        raise ValueError(
+            f"`sampler` is about classes, and this {type(dataset).__name__} "
+            "has no `labels`."
+        )
+    return dataset.labels
 
 
 def _read(dataset: ImageFileDataset, path: str) -> Image:

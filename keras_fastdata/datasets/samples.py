@@ -16,12 +16,13 @@ from keras_fastdata._dataset_internals import answer
 from keras_fastdata.building import build
 from keras_fastdata.dataset import FastPyDataset
 from keras_fastdata.datasets.collate import Padded, Padding, collate
+from keras_fastdata.datasets.order import SAMPLE, Sampler
 from keras_fastdata.datasets.sampling import (
-    SAMPLE,
     SampledDataset,
-    Sampler,
     for_iterables,
     overridable_property,
+    part_lengths_of,
+    samples_of,
 )
 from keras_fastdata.workers import exceptions
 
@@ -81,13 +82,41 @@ class SampleDataset(SampledDataset):
             `False`: in order. In both cases `fit(shuffle=)` has no effect.
             `None`: in order, and `fit(shuffle=True)`, Keras's default,
             shuffles whole batches.
-        sampler: Draws the samples of an epoch, in place of `shuffle`. An array
-            with a weight of at least 0 for each sample: `num_samples` samples
-            are drawn with replacement, in proportion to the weights. Or a
-            function `sampler(rng, num_samples)` that returns `num_samples`
-            indices, drawn from the NumPy generator `rng`. Each process that
-            builds batches calls it in each epoch; all must get the same
-            result.
+        sampler: Draws the samples of an epoch, in place of `shuffle`.
+            An array with a weight of at least 0 for each sample: samples are
+            drawn in proportion to the weights.
+            "balanced": all classes come equally often, to within one or two
+            samples from the epoch's beginning to any place in it, and all
+            samples of a class equally often. A dict with a weight of at least
+            0 for each class: classes come in proportion to these; a class
+            that is not in it has 1. Both are for datasets that know their
+            labels, as `ArrayDataset` and `ImageFileDataset` do.
+            A function `sampler(rng, n)` that returns n indices, drawn from
+            the NumPy generator `rng`, where n is the number of samples in an
+            epoch. Each process that builds batches calls it in each epoch;
+            all must get the same result. A method of the dataset may read
+            `self.epoch`: so a curriculum begins with the easy samples.
+        samples_per_epoch: The number of samples in an epoch, at least 1. If
+            it is more than there are, samples come again, each equally often
+            to within one. If it is less, an epoch has the first ones of its
+            order. `None`: each sample comes once; with a `sampler`, as many
+            come as there are.
+        replacement: With an array of weights: whether a sample can be drawn
+            again. `False`: an epoch has each sample with a weight above 0
+            once, or `samples_per_epoch` of them, and heavy ones come early.
+            Defaults to `True`.
+        shuffle_window: With `shuffle=True`, and a source of parts that are
+            best read together, such as `sources.Parquet`: how many samples
+            are shuffled together, at least 1. Parts come in random order, and
+            each window of so many samples is shuffled. `None`: all samples
+            are shuffled together.
+        bucket_by: The length of each sample: an array of numbers, or a
+            function of a sample, which is called once for each. A batch then
+            has samples of similar length, so that less is padded. `None`:
+            lengths do not matter.
+        bucket_batches: With `bucket_by`: how many batches are sorted by length
+            together, at least 1. More of them pad less, fewer are more
+            random. Defaults to 100.
         **kwargs: Arguments of `FastPyDataset`.
 
     Raises:
@@ -169,7 +198,7 @@ def _samples_of(
     if together is not None and _is_inherited(dataset, "get_sample"):
         yield from together(indices.tolist())
         return
-    draws_again = dataset._fastdata_order.draws_again
+    draws_again = dataset._fastdata_order.order_of(dataset).draws_again
     for place, index in enumerate(indices.tolist()):
         # A sample that is drawn twice gets another generator each time.
         drawn = (first + place,) if draws_again else ()
@@ -185,6 +214,19 @@ def _samples_of(
         finally:
             context.part = outer
         yield sample
+
+
+@samples_of.register
+def _(dataset: SampleDataset) -> Iterator[Any]:
+    return map(dataset.get_sample, range(dataset.num_samples))
+
+
+@part_lengths_of.register
+def _(dataset: SampleDataset) -> Any:
+    lengths = getattr(dataset.source, "part_lengths", None)
+    if lengths is None:
+        return part_lengths_of.dispatch(object)(dataset)
+    return lengths
 
 
 def _source_of(dataset: SampleDataset, missing: str) -> Any:

@@ -1,16 +1,15 @@
-"""Computes the order of samples in an epoch, one batch at a time.
+"""The base class of the datasets whose batches consist of samples.
 
 Positions number the samples of an epoch; batch k begins at position
-`k * batch_size`. The sample at a position depends only on seed, epoch and
-position.
+`k * batch_size`. An order (`datasets/order.py`) knows the sample at a position.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
+import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
@@ -18,21 +17,11 @@ import numpy.typing as npt
 
 from keras_fastdata._dataset_internals import answer, version_of
 from keras_fastdata._validation import boolean, integer
-from keras_fastdata.building.permutation import Permutation
 from keras_fastdata.dataset import FastPyDataset
+from keras_fastdata.datasets import order as orders
+from keras_fastdata.datasets.order import Indices, Order, Sampler
 
-Indices = npt.NDArray[np.int64]
-Sampler = Callable[[np.random.Generator, int], npt.ArrayLike]
 _T = TypeVar("_T")
-
-_DRAWN = 4096  # positions whose random numbers are drawn together
-_EPOCHS_KEPT = 2  # the present epoch, and the next one
-
-# First elements of this package's keys for `rng_for`; users' are smaller.
-_WEIGHTS = 1 << 62
-_SAMPLER = _WEIGHTS + 1
-SAMPLE = _WEIGHTS + 2
-GENERATOR_KEY = _WEIGHTS + 3
 
 
 class overridable_property(Generic[_T]):  # noqa: N801 - a decorator
@@ -67,34 +56,41 @@ class SampledDataset(FastPyDataset):
         *,
         drop_remainder: bool,
         shuffle: bool | None,
-        sampler: Sampler | npt.ArrayLike | None,
+        sampler: Sampler | npt.ArrayLike | Mapping[Any, float] | str | None,
+        shuffle_window: int | None = None,
+        replacement: bool = True,
+        samples_per_epoch: int | None = None,
+        bucket_by: Callable[[Any], int] | npt.ArrayLike | str | None = None,
+        bucket_batches: int = 100,
         **kwargs: Any,
     ) -> None:
-        order = None if shuffle is None and sampler is None else False
-        super().__init__(shuffle=order, **kwargs)
-        self.batch_size = integer("batch_size", batch_size, least=1)
-        self.drop_remainder = bool(drop_remainder)
+        batch_size = integer("batch_size", batch_size, least=1)
         shuffles = shuffle is not None and boolean("shuffle", shuffle)
-        if shuffles and sampler is not None:
-            raise ValueError(
-                "`sampler` draws the samples of an epoch in an order of its "
-                "own; leave out `shuffle`."
-            )
-        self._fastdata_order = _Order(shuffles)
-        if callable(sampler):
-            self._fastdata_order.sampler = sampler
-        elif sampler is not None:
-            self._fastdata_order.shares = _cumulated(sampler)
+        sampling = Sampling(
+            shuffles,
+            _checked_sampler(sampler),
+            window=_optional("shuffle_window", shuffle_window),
+            replaces=boolean("replacement", replacement),
+            per_epoch=_optional("samples_per_epoch", samples_per_epoch),
+            bucket_by=bucket_by,
+            bucket_batches=integer("bucket_batches", bucket_batches, least=1),
+        )
+        decides = shuffle is not None or sampler is not None
+        super().__init__(shuffle=False if decides else None, **kwargs)
+        self.batch_size = batch_size
+        self.drop_remainder = bool(drop_remainder)
+        self._fastdata_order = sampling
 
     @overridable_property
     def num_samples(self) -> int:
-        """The number of samples in an epoch."""
+        """The number of samples."""
         raise NotImplementedError(
             f"{type(self).__name__} must define the property `num_samples`."
         )
 
     def __len__(self) -> int:
-        whole, rest = divmod(self.num_samples, self.batch_size)
+        length = self._fastdata_order.order_of(self).length(self.num_samples)
+        whole, rest = divmod(length, self.batch_size)
         return whole + bool(rest and not self.drop_remainder)
 
     def sample_indices(self, index: int) -> Indices:
@@ -114,49 +110,189 @@ class SampledDataset(FastPyDataset):
                 f"There is no batch {index}; {type(self).__name__} has "
                 f"{len(self)}."
             )
+        count, order = self.num_samples, self._fastdata_order.order_of(self)
         start = index * self.batch_size
-        stop = min(start + self.batch_size, self.num_samples)
-        positions = np.arange(start, stop, dtype=np.int64)
-        order = self._fastdata_order
-        if order.sampler is not None:
-            return _sampled(self, order.sampler)[positions]
-        if order.shares is not None:
-            return _drawn_by_weight(self, positions, order.shares)
-        if order.shuffles:
-            whole: Permutation = answer(self, "epoch_order")(self.num_samples)
-            return whole.at(positions)
-        return positions
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {
-            **vars(self),
-            "_fastdata_order": copy.copy(self._fastdata_order),
-        }
+        stop = min(start + self.batch_size, order.length(count))
+        return order.at(np.arange(start, stop), _epoch_of(self, count))
 
 
 @dataclasses.dataclass(eq=False)
-class _Order:
-    """Stores a dataset's sampling settings, and how to call `transform`.
+class Sampling:
+    """The arguments that decide on the order of samples, and that order.
 
-    Pickles and copies leave out `drawn` and `transform`.
+    `SampleDataset` describes the arguments.
+
+    Attributes:
+        order: The order, and the labels that it was made for, if any; `None`
+            before its first use.
+        transform: The latest function of `transform`, and whether it takes
+            `rng`. For a method, its function, which does not refer to the
+            dataset. Pickles and copies leave it out.
     """
 
     shuffles: bool
-    sampler: Sampler | None = None
-    shares: npt.NDArray[np.float64] | None = None  # cumulated weights
-    # What `sampler` drew, by epoch, and for which version, seed and length.
-    drawn: tuple[Any, dict[int, Indices]] = (None, {})
-    # The latest function, and whether it takes `rng`. For a method, its
-    # function, which does not refer to the dataset.
+    sampler: Any  # a function, weights, weights of classes, or "balanced"
+    window: int | None = None
+    replaces: bool = True
+    per_epoch: int | None = None
+    bucket_by: Any = None
+    bucket_batches: int = 100
+    order: tuple[Any, Order] | None = None
     transform: tuple[Any, bool] = (None, False)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "drawn": (None, {}), "transform": (None, False)}
+    def __post_init__(self) -> None:
+        if self.shuffles and self.sampler is not None:
+            raise ValueError(
+                "`sampler` draws the samples of an epoch in an order of its "
+                "own; leave out `shuffle`."
+            )
+        if not self.replaces and not isinstance(self.sampler, np.ndarray):
+            raise ValueError(
+                "`replacement=False` needs `sampler`, an array of weights."
+            )
+        if self.window is None:
+            return
+        if not self.shuffles or self.per_epoch is not None:
+            raise ValueError(
+                "`shuffle_window` says how far `shuffle=True` moves samples. "
+                "It needs `shuffle=True`, and no `sampler` or "
+                "`samples_per_epoch`."
+            )
 
-    @property
-    def draws_again(self) -> bool:
-        """Whether a sample can occur more than once in an epoch."""
-        return self.sampler is not None or self.shares is not None
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "transform": (None, False)}
+
+    def order_of(self, dataset: SampledDataset) -> Order:
+        """Returns the order of a dataset's samples; the first call makes it."""
+        by_class = isinstance(self.sampler, (str, dict))
+        labels = labels_of(dataset) if by_class else None
+        if self.order is None or self.order[0] is not labels:
+            self.order = labels, self._bucketed(dataset, labels)
+        return self.order[1]
+
+    def _bucketed(self, dataset: SampledDataset, labels: Any) -> Order:
+        order = self._make(dataset, labels)
+        if self.bucket_by is None:
+            return order
+        return orders.Bucketed(
+            order,
+            _lengths_of(dataset, self.bucket_by),
+            dataset.batch_size,
+            self.bucket_batches,
+            order.is_random,
+        )
+
+    def _make(self, dataset: SampledDataset, labels: Any) -> Order:
+        if labels is not None:
+            return _by_class(labels, self.sampler, self.per_epoch)
+        if callable(self.sampler):
+            return orders.Sampled(self.sampler, self.per_epoch)
+        if self.sampler is not None and self.replaces:
+            return orders.Weighted(self.sampler, self.per_epoch)
+        if self.sampler is not None:
+            return orders.WeightedOnce(self.sampler, self.per_epoch)
+        if self.window is not None:
+            return orders.ShuffledInWindows(
+                part_lengths_of(dataset), self.window
+            )
+        kind = orders.Shuffled if self.shuffles else orders.InOrder
+        return kind(self.per_epoch)
+
+
+def _epoch_of(dataset: SampledDataset, count: int) -> orders.Epoch:
+    return orders.Epoch(
+        count, version_of(dataset), functools.partial(answer, dataset)
+    )
+
+
+@functools.singledispatch
+def labels_of(dataset: Any) -> Any:
+    """Returns the label of each sample, for a `sampler` that is about classes.
+
+    A class that knows its labels registers a function.
+    """
+    raise ValueError(_needs_labels(dataset))
+
+
+def _needs_labels(dataset: Any) -> str:
+    return (
+        f"This {type(dataset).__name__} does not know the labels of its "
+        "samples, which `sampler` is about. Pass weights: "
+        "`sampler=1 / np.bincount(labels)[labels]`."
+    )
+
+
+@functools.singledispatch
+def part_lengths_of(dataset: Any) -> Any:
+    """Returns the lengths of runs of samples that are best read together.
+
+    A class that knows such parts registers a function.
+    """
+    raise ValueError(
+        f"`shuffle_window` is for a source of parts that are best read "
+        f"together, and this {type(dataset).__name__} has none. Leave it out."
+    )
+
+
+def _by_class(
+    labels: Any, sampler: str | dict[Any, float], per_epoch: int | None
+) -> Order:
+    """Returns an order in which classes come as often as their weights say."""
+    found = np.asarray(labels)
+    if found.ndim != 1:
+        raise ValueError(
+            "`sampler` needs one label for each sample. The labels are an "
+            f"array of shape {found.shape}; pass weights instead."
+        )
+    classes, numbers = np.unique(found, return_inverse=True)
+    members = np.argsort(numbers, kind="stable")
+    groups = np.split(members, np.cumsum(np.bincount(numbers))[:-1])
+    weights = dict.fromkeys(classes.tolist(), 1.0)
+    if isinstance(sampler, dict):
+        if unknown := sampler.keys() - weights.keys():
+            raise ValueError(
+                f"`sampler` has weights for {sorted(unknown)}, and the labels "
+                f"are {list(weights)}."
+            )
+        weights.update(sampler)
+    chosen = [
+        (group, weight)
+        for group, weight in zip(groups, weights.values(), strict=True)
+        if weight
+    ]
+    length = len(found) if per_epoch is None else per_epoch
+    return orders.Mixed(
+        [group for group, _ in chosen],
+        [weight for _, weight in chosen],
+        length,
+        shuffles=True,
+        count=len(found),
+    )
+
+
+def _lengths_of(dataset: SampledDataset, by: Any) -> npt.NDArray[Any]:
+    """Returns the length of each sample, as `bucket_by` says."""
+    if callable(by):
+        by = [by(sample) for sample in samples_of(dataset)]
+    found = np.asarray(by)
+    if found.ndim != 1 or found.dtype.kind not in "iuf":
+        raise ValueError(
+            "`bucket_by` must be a length for each sample, or a function that "
+            f"returns the length of a sample. Received: {by!r}"
+        )
+    return found
+
+
+@functools.singledispatch
+def samples_of(dataset: Any) -> Iterator[Any]:
+    """Yields all samples of a dataset, to learn their lengths.
+
+    A class that has samples one by one registers a function.
+    """
+    raise ValueError(
+        f"{type(dataset).__name__} has rows, not samples. Pass `bucket_by` an "
+        "array with a length for each row."
+    )
 
 
 def take_transform(
@@ -186,51 +322,6 @@ def transformed(dataset: SampledDataset, *parts: Any) -> Any:
     return transform(*parts, rng=dataset.rng) if draws else transform(*parts)
 
 
-def _drawn_by_weight(
-    dataset: SampledDataset, positions: Indices, shares: npt.NDArray[np.float64]
-) -> Indices:
-    if len(shares) != dataset.num_samples:
-        raise ValueError(
-            f"`sampler` has {len(shares)} weights for {dataset.num_samples} "
-            "samples; pass one for each."
-        )
-    rng_for = answer(dataset, "rng_for")
-    blocks = np.unique(positions // _DRAWN)
-    numbers = np.concatenate(
-        [rng_for(_WEIGHTS, int(b)).random(_DRAWN) for b in blocks]
-    )
-    found = numbers[positions - blocks[0] * _DRAWN]
-    return np.asarray(np.searchsorted(shares, found, "right"), np.int64)
-
-
-def _sampled(dataset: SampledDataset, sampler: Sampler) -> Indices:
-    epoch, order = answer(dataset, "epoch"), dataset._fastdata_order
-    count = dataset.num_samples
-    # A thread may still build for the seed before that of a loaded state.
-    version = version_of(dataset), answer(dataset, "seed"), count
-    drawn_for, drawn = order.drawn
-    if drawn_for != version:
-        drawn = {}
-    if epoch in drawn:
-        return drawn[epoch]
-    found = np.asarray(sampler(answer(dataset, "rng_for")(_SAMPLER), count))
-    if found.shape != (count,) or found.dtype.kind not in "iu":
-        raise ValueError(
-            f"`sampler` must return {count} indices, the number of samples. It "
-            f"returned an array of shape {found.shape} and dtype {found.dtype}."
-        )
-    if count and not 0 <= found.min() <= found.max() < count:
-        raise ValueError(
-            f"`sampler` returned indices from {found.min()} to {found.max()}; "
-            f"there are {count} samples, from 0 on."
-        )
-    drawn = {**drawn, epoch: found.astype(np.int64)}
-    kept = sorted(drawn)[-_EPOCHS_KEPT:]
-    # One assignment, because threads share the dataset.
-    order.drawn = version, {e: drawn[e] for e in kept}
-    return drawn[epoch]
-
-
 def for_iterables(name: str, source: Any, batching: str) -> str:
     """Returns a hint for an error message if `source` is iterable, else "".
 
@@ -250,27 +341,36 @@ def for_iterables(name: str, source: Any, batching: str) -> str:
     return f" {hint}`GeneratorDataset({made}{batching})`."
 
 
-def _cumulated(weights: Any) -> npt.NDArray[np.float64]:
-    """Returns the cumulative sums of weights, scaled to end at 1."""
+def _optional(name: str, value: Any) -> int | None:
+    return None if value is None else integer(name, value, least=1)
+
+
+def _checked_sampler(sampler: Any) -> Any:
+    """Checks and normalizes the argument `sampler`."""
+    if sampler is None or callable(sampler):
+        return sampler
     wanted = (
-        "`sampler` must be a function or an array of weights, one for each "
-        "sample."
+        "`sampler` must be an array with a weight of at least 0 for each "
+        'sample, a function, "balanced", or a dict with a weight for each '
+        "class."
     )
+    is_dict = isinstance(sampler, Mapping)
+    if isinstance(sampler, str) and sampler == "balanced":
+        return sampler
     try:
-        found = np.asarray(weights, np.float64)
+        values = list(sampler.values()) if is_dict else sampler
+        found = np.array(values, np.float64)
     except (TypeError, ValueError):
         raise TypeError(
-            f"{wanted} Received: {weights!r} (of type "
-            f"{type(weights).__name__}). For classes that come equally often "
-            "pass `sampler=1 / np.bincount(labels)[labels]`."
+            f"{wanted} Received: {sampler!r} (of type {type(sampler).__name__})"
         ) from None
     if found.ndim != 1:
         raise ValueError(f"{wanted} Received an array of shape {found.shape}.")
-    sums: npt.NDArray[np.float64] = np.cumsum(found)
-    if not len(sums) or not 0 < sums[-1] < np.inf or found.min() < 0:
+    if not 0 < found.sum() < np.inf or found.min() < 0:
         raise ValueError(
             "The weights of `sampler` must be finite, at least 0, and not all "
             f"0. Received: {found}"
         )
-    sums /= sums[-1]
-    return sums
+    if is_dict:
+        return dict(zip(sampler, found.tolist(), strict=True))
+    return found

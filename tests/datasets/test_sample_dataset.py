@@ -457,9 +457,9 @@ class LikeTensorFlows:
             r"`GeneratorDataset\(source\.as_numpy_iterator, batch_size=32\)`",
         ),
         (
-            functools.partial(SampleDataset, [1], sampler="balanced"),
-            TypeError,
-            r"Received: 'balanced' .*np\.bincount\(labels\)\[labels\]`\.$",
+            lambda: len(SampleDataset([1], sampler="balanced")),
+            ValueError,
+            r"does not know the labels .*np\.bincount\(labels\)\[labels\]`\.$",
         ),
         (functools.partial(SampleDataset, [1], 0), ValueError, "at least 1"),
         (functools.partial(SampleDataset, [1], 2.5), TypeError, "2.5"),
@@ -476,7 +476,39 @@ class LikeTensorFlows:
         (
             functools.partial(SampleDataset, [1], sampler=[[1]]),
             ValueError,
-            "one for each",
+            "for each sample",
+        ),
+        (
+            functools.partial(SampleDataset, [1], sampler="even"),
+            TypeError,
+            "Received: 'even'",
+        ),
+        (
+            functools.partial(SampleDataset, [1], shuffle_window=8),
+            ValueError,
+            "needs `shuffle=True`",
+        ),
+        (
+            lambda: len(SampleDataset([1], shuffle=True, shuffle_window=8)),
+            ValueError,
+            "source of parts",
+        ),
+        (
+            functools.partial(SampleDataset, [1], replacement=False),
+            ValueError,
+            "needs `sampler`",
+        ),
+        (
+            lambda: len(
+                SampleDataset(
+                    *([1, 2], 1),
+                    sampler=[1, 0],
+                    replacement=False,
+                    samples_per_epoch=2,
+                )
+            ),
+            ValueError,
+            "without replacement there are 1 samples",
         ),
         (
             functools.partial(SampleDataset, Table([1], labels=[0])),

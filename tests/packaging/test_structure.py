@@ -40,6 +40,7 @@ _ROOMS = [
     "health",
     "iterators",
     "shared_list",
+    "sources",
     "display",
     "keras_bridge",
     "_dataset_internals",
