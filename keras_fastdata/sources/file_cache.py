@@ -5,9 +5,9 @@
     .NAME.lock   locked by the process that makes the entry
     .size        the size of all entries; locked to add or evict entries
 
-The locks are those of `flock`: the kernel frees them when their holder dies.
-Where the system has none, two processes may both make an entry, and an entry
-counts as in use for an hour after its last use.
+The kernel frees a lock (of `flock`) when its holder dies. Where there are no
+locks, several processes may make the same entry, and an entry counts as in use
+for an hour.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ fcntl: Any = None
 if os.name == "posix":
     fcntl = importlib.import_module("fcntl")
 
-_UNKNOWN_USE_NS = 3600 * 10**9
-# What `flock` raises on file systems that do not have it.
+_IN_USE_NS = 3600 * 10**9  # where there are no locks
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
-_DIGITS = 20  # of a size in bytes
+_DIGITS = 20  # of the size of all entries
+
+_cleaned: set[str] = set()  # folders, by this process
 
 
 class FileCache:
     """Keeps files that are costly to make, in a folder of this user.
 
     Args:
-        folder: The folder. It is made, with the mode 0700.
+        parent: The directory to make the folder in.
         most: The most bytes of all entries together. The least recently used
-            ones are evicted. Entries in use stay, even if they are larger.
+            entries are evicted. Those in use stay, even if they are larger.
     """
 
-    def __init__(self, folder: str, most: int) -> None:
-        self._folder = folder
+    def __init__(self, parent: str, most: int) -> None:
+        self._folder = os.path.join(parent, f"keras_fastdata-{_user()}")
         self._most = most
-        self._has_cleaned = False
 
     @contextlib.contextmanager
     def entry(
@@ -56,7 +56,8 @@ class FileCache:
     ) -> Iterator[str]:
         """Gives the path of an entry, which `make(path)` writes if needed.
 
-        It ends in `suffix`, and stays until the end of the `with` block.
+        The path ends in `suffix`. The entry stays until the end of the `with`
+        block.
         """
         encoded = key.encode("utf-8", "surrogatepass")
         name = hashlib.sha256(encoded).hexdigest()[:40] + suffix
@@ -71,129 +72,119 @@ class FileCache:
                     raise
                 # Somebody has removed the folder.
         try:
-            with contextlib.suppress(OSError):  # read-only, or removed
+            with contextlib.suppress(OSError):  # not writable, or removed
                 os.utime(path)
             yield path
         finally:
             held.close()
-            with contextlib.suppress(OSError):  # the next time will do
+            with contextlib.suppress(OSError):
                 self._trim()
 
     def _check_folder(self) -> None:
         """Makes the folder; raises `PermissionError` if others may write."""
-        try:
+        with self._named_errors():
+            os.makedirs(self._folder, 0o700, exist_ok=True)
             found = os.lstat(self._folder)
-        except FileNotFoundError:
-            with self._explained():
-                os.makedirs(self._folder, 0o700, exist_ok=True)
-                found = os.lstat(self._folder)
         is_ours = found.st_uid == _user() and not found.st_mode & 0o022
-        if not stat.S_ISDIR(found.st_mode) or not (is_ours or fcntl is None):
+        if not stat.S_ISDIR(found.st_mode) or (fcntl and not is_ours):
             raise PermissionError(
-                f"The cache directory {self._folder} is not a directory that "
-                "this user alone may write to. Remove it, or pass another "
-                "`cache_dir`."
+                f"The cache directory {self._folder} must be this user's, and "
+                "others must not be able to write there. Remove it, or pass "
+                "another `cache_dir`."
             )
 
     @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _named_errors(self) -> Iterator[None]:
         """Raises errors about the disk or the folder with a remedy."""
         try:
             yield
         except OSError as error:
-            at = str(error.filename or "")
+            is_ours = str(error.filename).startswith(
+                os.path.dirname(self._folder)
+            )
             if error.errno in _FULL:
-                remedy = "Free space on its disk, or pass a smaller "
-                remedy += "`cache_bytes` or another `cache_dir`"
-            elif error.errno in _REFUSED and at.startswith(self._folder):
+                remedy = "Free space on the disk, or pass a smaller "
+                remedy += "`cache_bytes`, or another `cache_dir`."
+            elif is_ours and error.errno in _REFUSED:
                 remedy = "Let this user write there, or pass another "
-                remedy += "`cache_dir`"
+                remedy += "`cache_dir`."
             else:
                 raise
             raise OSError(
                 error.errno,
                 f"The cache directory {self._folder} cannot be written to: "
-                f"{error.strerror}. {remedy}.",
+                f"{error.strerror}. {remedy}",
             ) from error
 
     # -- making entries ------------------------------------------------------
 
     def _make(self, name: str, make: Callable[[str], Any]) -> _Held:
         """Makes an entry, or waits for the process that makes it."""
+        start = os.path.join(self._folder, f".{name}")
         path = os.path.join(self._folder, name)
-        lock_path = os.path.join(self._folder, f".{name}.lock")
-        with self._explained():
-            lock = _locked(lock_path, create=True)
-            assert lock is not None
+        with self._named_errors():
+            lock = _made_and_locked(f"{start}.lock")
             try:
-                if not self._has_cleaned:
-                    self._has_cleaned = True
+                if self._folder not in _cleaned:
+                    _cleaned.add(self._folder)
                     self._remove_leftovers()
-                made = _locked(path, shared=True) or self._write(path, make)
+                if held := _locked(path, shared=True):
+                    return held  # of another process
+                temporary = f"{start}.tmp"
+                if not _has_locks(self._folder):
+                    temporary = _atomic_write.name_beside(path)
+                _remove(temporary)  # a killed process may have left it
+                try:
+                    make(temporary)
+                    return self._add(temporary, path)
+                except BaseException:
+                    _remove(temporary)
+                    raise
             finally:
-                with contextlib.suppress(OSError):
-                    os.unlink(lock_path)
+                _remove(f"{start}.lock")
                 lock.close()
-        return made
 
-    def _write(self, path: str, make: Callable[[str], Any]) -> _Held:
-        """Makes an entry, under its lock; returns it with a shared lock."""
-        temporary = _atomic_write.name_beside(path)
-        if _has_locks(self._folder):
-            folder, name = os.path.split(path)
-            temporary = os.path.join(folder, f".{name}.tmp")
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)  # of a process that was killed
+    def _add(self, temporary: str, path: str) -> _Held:
+        """Renames a new file, after others were evicted for it."""
+        os.chmod(temporary, 0o600)
+        added = _Held(os.open(temporary, os.O_RDWR))
         try:
-            make(temporary)
-            os.chmod(temporary, 0o600)
-            made = _Held(os.open(temporary, os.O_RDWR))
-            try:
-                os.fsync(made.fd)  # else a power failure may leave it empty
-                made.lock(shared=True)
-                self._add(temporary, path, os.fstat(made.fd).st_size)
-            except BaseException:
-                made.close()
-                raise
+            os.fsync(added.fd)  # else a power failure may leave it empty
+            _flock(added.fd, shared=True)
+            size = os.fstat(added.fd).st_size
+            with self._total_locked() as fd:
+                total = _read_total(fd)
+                if total is None or total + size > self._most:
+                    total = self._evict(self._most - size)
+                # If this process dies in between, the total is too large until
+                # the next eviction. Otherwise it would be too small.
+                _write_total(fd, total + size)
+                os.replace(temporary, path)
         except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
+            added.close()
             raise
-        return made
+        return added
 
-    # -- the size of all -----------------------------------------------------
-
-    def _add(self, temporary: str, path: str, size: int) -> None:
-        """Renames a new entry, after others were evicted for it."""
-        with self._size_locked() as file:
-            total = _total(file)
-            if total is None or total + size > self._most:
-                total = self._evict(self._most - size)
-            # If this process dies in between, the size is too large until the
-            # next eviction. The other way round it would be too small.
-            _write_total(file, total + size)
-            os.replace(temporary, path)
-
-    def _trim(self) -> None:
-        """Evicts entries that could not be evicted before, as in use."""
-        path = os.path.join(self._folder, ".size")
-        file = os.open(path, os.O_RDONLY)
-        try:
-            total = _total(file)
-        finally:
-            os.close(file)
-        if total is None or total > self._most:
-            with self._size_locked() as file:
-                _write_total(file, self._evict(self._most))
+    # -- evicting entries ----------------------------------------------------
 
     @contextlib.contextmanager
-    def _size_locked(self) -> Iterator[int]:
-        lock = _locked(os.path.join(self._folder, ".size"), create=True)
-        assert lock is not None
+    def _total_locked(self) -> Iterator[int]:
+        lock = _made_and_locked(os.path.join(self._folder, ".size"))
         try:
             yield lock.fd
         finally:
             lock.close()
+
+    def _trim(self) -> None:
+        """Evicts what could not be evicted before, because it was in use."""
+        fd = os.open(os.path.join(self._folder, ".size"), os.O_RDONLY)
+        try:
+            total = _read_total(fd)
+        finally:
+            os.close(fd)
+        if total is None or total > self._most:
+            with self._total_locked() as fd:
+                _write_total(fd, self._evict(self._most))
 
     def _evict(self, most: int) -> int:
         """Evicts unused entries until at most `most` bytes are left.
@@ -204,71 +195,65 @@ class FileCache:
         self._remove_leftovers()
         now = time.time_ns()
         found = []
-        with os.scandir(self._folder) as entries:
-            for entry in entries:
-                if entry.name.startswith("."):
-                    continue
+        with os.scandir(self._folder) as files:
+            for file in files:
                 with contextlib.suppress(FileNotFoundError):
-                    about = entry.stat(follow_symlinks=False)
-                    used = about.st_mtime_ns
-                    # A time to come is of a clock that was wrong.
-                    used = used if used <= now else 0
-                    found.append((used, about.st_size, entry.path))
+                    if not file.name.startswith("."):
+                        about = file.stat(follow_symlinks=False)
+                        used = about.st_mtime_ns
+                        # A time to come was set by a clock that was wrong.
+                        used = used if used <= now else 0
+                        found.append((used, about.st_size, file.path))
         total = sum(size for _, size, _ in found)
+        oldest = now - (0 if _has_locks(self._folder) else _IN_USE_NS)
         for used, size, path in sorted(found):
             # Of small entries, more are evicted: to look at all takes time.
             spare = most >> 4 if size < most >> 10 else 0
-            if total <= most - spare:
+            if total <= most - spare or used > oldest:
                 break
-            if _remove_unused(path, used, now):
+            if held := _locked(path, wait=False):
+                _remove(path)
+                held.close()
                 total -= size
         return total
 
     def _remove_leftovers(self) -> None:
-        """Removes what killed processes have left of their unmade entries."""
+        """Removes what killed processes have left of unmade entries."""
         if not _has_locks(self._folder):
             _atomic_write.remove_abandoned(self._folder)
             return
-        names = {
-            name.removesuffix(".tmp").removesuffix(".lock")
-            for name in os.listdir(self._folder)
-            if name.startswith(".") and name.endswith((".tmp", ".lock"))
-        }
-        for name in names:
-            start = os.path.join(self._folder, name)
-            lock = _locked(f"{start}.lock", create=True, wait=False)
-            if lock is not None:
-                for suffix in (".tmp", ".lock"):
-                    with contextlib.suppress(OSError):
-                        os.unlink(start + suffix)
-                lock.close()
+        for name in os.listdir(self._folder):
+            start, suffix = os.path.splitext(name)
+            if name.startswith(".") and suffix in (".tmp", ".lock"):
+                start = os.path.join(self._folder, start)
+                lock = _locked(f"{start}.lock", create=True, wait=False)
+                if lock is not None:
+                    _remove(f"{start}.tmp")
+                    _remove(f"{start}.lock")
+                    lock.close()
 
 
-# -- locks -------------------------------------------------------------------
+# -- files and locks ---------------------------------------------------------
 
 
 class _Held:
-    """An open file, with or without a lock."""
+    """An open file that this process may have locked."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
         _held.add(self)
 
-    def lock(self, *, shared: bool = False, wait: bool = True) -> bool:
-        """Locks the file; returns whether that has succeeded."""
-        return _flock(self.fd, shared=shared, wait=wait)
-
     def close(self) -> None:
-        fd = self.abandon()
+        """Frees the lock, even if a forked process has a copy of the file."""
+        fd = self.leave()
         if fd >= 0:
-            if fcntl is not None:
-                # A process that was forked just now may have a copy.
+            if fcntl:
                 with contextlib.suppress(OSError):
                     fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
 
-    def abandon(self) -> int:
-        """Returns the descriptor, which is the caller's to close."""
+    def leave(self) -> int:
+        """Returns the descriptor, or -1, for the caller to close."""
         _held.discard(self)
         fd, self.fd = self.fd, -1
         return fd
@@ -277,27 +262,27 @@ class _Held:
 _held: set[_Held] = set()
 
 
-def _leave_to_parent() -> None:
-    """Closes a forked process's copies of its parent's locks."""
+def _leave_all() -> None:
+    """Closes a forked process's copies of its parent's locked files."""
     for held in list(_held):
-        os.close(held.abandon())
+        os.close(held.leave())
 
 
-_process_role.at_fork(after_in_child=_leave_to_parent)
+_process_role.at_fork(after_in_child=_leave_all)
 
 
 def _locked(
     path: str, *, create: bool = False, shared: bool = False, wait: bool = True
 ) -> _Held | None:
-    """Opens and locks a file that has not been removed meanwhile.
+    """Opens and locks a file, which nobody has removed meanwhile.
 
     Returns:
-        The file; or `None` if there is none and `create` is False, or if
-        others have locked it and `wait` is False.
+        The file. `None` if there is none and `create` is False, or if others
+        have locked it and `wait` is False.
     """
     flags = os.O_RDONLY if shared else os.O_RDWR
     flags |= os.O_CREAT if create else 0
-    flags |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+    flags |= getattr(os, "O_NOFOLLOW", 0)
     while True:
         try:
             held = _Held(os.open(path, flags, 0o600))
@@ -305,44 +290,43 @@ def _locked(
             if create:
                 raise
             return None
-        try:
-            if not held.lock(shared=shared, wait=wait):
-                held.close()
+        with contextlib.ExitStack() as stack:
+            stack.callback(held.close)
+            if not _flock(held.fd, shared=shared, wait=wait):
                 return None
-            if os.path.samestat(os.fstat(held.fd), os.lstat(path)):
-                return held
-        except FileNotFoundError:
-            pass
-        except BaseException:
-            held.close()
-            raise
-        held.close()
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(held.fd), os.lstat(path)):
+                    stack.pop_all()
+                    return held
 
 
-def _flock(fd: int, *, shared: bool, wait: bool) -> bool:
-    """Locks an open file, where that is possible."""
-    if fcntl is None:
-        return True
-    how = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-    try:
-        fcntl.flock(fd, how if wait else how | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
+def _made_and_locked(path: str) -> _Held:
+    lock = _locked(path, create=True)
+    assert lock is not None
+    return lock
+
+
+def _flock(fd: int, *, shared: bool = False, wait: bool = True) -> bool:
+    """Locks an open file; returns False if others have locked it."""
+    if fcntl:
+        how = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+        try:
+            fcntl.flock(fd, how if wait else how | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
     return True
 
 
 def _has_locks(folder: str) -> bool:
     """Returns whether files in a folder can be locked."""
-    if fcntl is None:
+    if not fcntl:
         return False
     fd = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
     except OSError as error:
         return error.errno not in _NO_LOCKS
     finally:
@@ -350,26 +334,13 @@ def _has_locks(folder: str) -> bool:
     return True
 
 
-def _remove_unused(path: str, used: int, now: int) -> bool:
-    """Removes an entry unless a process uses it; returns whether it did."""
-    if not _has_locks(os.path.dirname(path)):
-        if now - used < _UNKNOWN_USE_NS:
-            return False
-        held = None
-    elif (held := _locked(path, wait=False)) is None:
-        return False
-    try:
+def _remove(path: str) -> None:
+    with contextlib.suppress(OSError):
         os.unlink(path)
-    except OSError:
-        return False
-    finally:
-        if held is not None:
-            held.close()
-    return True
 
 
-def _total(fd: int) -> int | None:
-    """Returns the size that the open file `.size` has; `None` if damaged."""
+def _read_total(fd: int) -> int | None:
+    """Returns the size of all entries, or `None` if the file is damaged."""
     text = os.read(fd, _DIGITS + 1)
     return int(text) if len(text) == _DIGITS and text.isdigit() else None
 
@@ -380,5 +351,5 @@ def _write_total(fd: int, total: int) -> None:
 
 
 def _user() -> int:
-    """Returns the number of this user; 0 where users have none."""
+    """Returns the number of this user; 0 where users have no numbers."""
     return os.geteuid() if hasattr(os, "geteuid") else 0
