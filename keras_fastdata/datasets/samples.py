@@ -383,9 +383,13 @@ def _samples_of(
 @samples_of.register
 def _(dataset: SampleDataset) -> Iterator[Any]:
     count = dataset.num_samples
+    if not _gives_columns(dataset):
+        yield from map(dataset.get_sample, range(count))
+        return
     for first in range(0, count, _AT_ONCE):
         indices = np.arange(first, min(first + _AT_ONCE, count))
-        yield from _samples_of(dataset, indices, first)
+        rows = rows_of(_columns_of(dataset, indices), len(indices))
+        yield from (_finished(dataset, row) for row in rows)
 
 
 @sample_of.register
