@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from keras_fastdata.datasets.collate import Empty, Padded, collate
+from keras_fastdata.datasets.collate import Empty, Padded, collate_columns
 from keras_fastdata.sources.source import Column
 
 _REMEDY = (
@@ -92,30 +92,24 @@ def stack_columns(
         ValueError: A column has nulls, lists of different lengths, or values
             that are neither numbers nor strings.
     """
-    return {
-        name: _stack_column(name, column, indices, empty, pad)
-        for (name, column), pad in zip(
-            columns.items(), padded.of(list(columns)), strict=True
-        )
+    usable = {
+        name: _usable(name, column, indices) for name, column in columns.items()
     }
+    batch: dict[str, Any] = collate_columns(usable, indices, empty, padded)
+    return batch
 
 
-def _stack_column(
-    name: str,
-    column: Any,
-    indices: npt.NDArray[Any],
-    empty: Empty,
-    padded: Padded,
-) -> Any:
+def _usable(name: str, column: Any, indices: npt.NDArray[Any]) -> Any:
+    """Returns a column as numbers and strings that a batch can have."""
     if isinstance(column, Mapping):
-        return stack_columns(column, indices, empty, padded)
-    if isinstance(column, np.ndarray) and column.dtype.kind == "O":
+        return {
+            f"{key}": _usable(f"{name}.{key}", part, indices)
+            for key, part in column.items()
+        }
+    if isinstance(column, list):
+        return [_usable(name, row, indices) for row in column]
+    if column.dtype.kind == "O":
         column = _texts(name, column, indices)
-    is_padded = padded.to is not None and column[0].ndim
-    if isinstance(column, list) or is_padded:
-        samples = ({name: sample} for sample in column)
-        by_name = Padded({name: padded.to}, padded.value)
-        column = collate(samples, indices, empty, by_name)[name]
     if column.dtype == np.float64:
         return column.astype(np.float32)
     if column.dtype.kind in "mMV":

@@ -42,8 +42,6 @@ from keras_fastdata.sources.arrow import objects, rows_of
 from keras_fastdata.sources.tables import as_source
 from keras_fastdata.workers import exceptions
 
-_READ = 1 << 14  # rows that are read at once to learn a column
-
 
 class _SampleRng:
     """The property `rng`, which gives each sample its random generator.
@@ -71,6 +69,7 @@ class _ByHand(threading.local):
 
 
 _by_hand = _ByHand()
+_AT_ONCE = 1024  # samples that are read together to learn their lengths
 
 
 class SampleDataset(SampledDataset):
@@ -266,6 +265,9 @@ class SampleDataset(SampledDataset):
     def get_sample(self, index: int) -> Any:
         """Returns the sample at `index`, from 0 to `num_samples - 1`."""
         source = _source_of(self, "get_sample(self, index)")
+        if hasattr(source, "get_columns"):
+            (row,) = rows_of(_columns_of(self, np.array([index])), 1)
+            return _finished(self, row)
         return _finished(self, source[index])
 
     def __getitem__(self, index: int) -> Any:
@@ -381,7 +383,14 @@ def _samples_of(
 
 @samples_of.register
 def _(dataset: SampleDataset) -> Iterator[Any]:
-    return map(dataset.get_sample, range(dataset.num_samples))
+    count = dataset.num_samples
+    if not _gives_columns(dataset):
+        yield from map(dataset.get_sample, range(count))
+        return
+    for first in range(0, count, _AT_ONCE):
+        indices = np.arange(first, min(first + _AT_ONCE, count))
+        rows = rows_of(_columns_of(dataset, indices), len(indices))
+        yield from (_finished(dataset, row) for row in rows)
 
 
 @sample_of.register
@@ -404,8 +413,8 @@ def _(dataset: SampleDataset, name: str) -> npt.NDArray[Any]:
         return found
     Choice.of(name, None).read(dataset.source.columns)
     parts = []
-    for start in range(0, len(dataset.source), _READ):
-        stop = min(start + _READ, len(dataset.source))
+    for start in range(0, len(dataset.source), _AT_ONCE):
+        stop = min(start + _AT_ONCE, len(dataset.source))
         columns = dataset.source.get_columns(np.arange(start, stop), [name])
         column: Any = columns[name]
         is_flat = isinstance(column, np.ndarray) and column.ndim == 1

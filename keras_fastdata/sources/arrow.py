@@ -87,16 +87,20 @@ class ArrowParts(ColumnRows):
     def __init__(self, dataset: Any) -> None:
         self.columns = checked_names(dataset.schema.names)
         self._schema = dataset.schema
-        self._parts = [
-            part
-            for file in dataset.get_fragments()
-            for part in (
-                file.split_by_row_group()
-                if hasattr(file, "split_by_row_group")
-                else [file]
+        self._parts: list[Any] = []
+        self.part_lengths: list[int] = []
+        for file in dataset.get_fragments():
+            if hasattr(file, "split_by_row_group"):
+                self._parts += file.split_by_row_group()
+                self.part_lengths += [g.num_rows for g in file.row_groups]
+            else:
+                self._parts.append(file)
+                self.part_lengths.append(file.count_rows())
+        if sum(self.part_lengths) != dataset.count_rows():
+            raise ValueError(
+                "This `pyarrow.dataset` has a filter, so that the numbers of "
+                "its rows are not known. Pass `source.to_table()`."
             )
-        ]
-        self.part_lengths = [part.count_rows() for part in self._parts]
         self._ends = np.cumsum(self.part_lengths, dtype=np.int64)
         self._lock = threading.Lock()
         self._kept: collections.OrderedDict[Any, Any] = (
@@ -260,7 +264,8 @@ def _bounds(lengths: npt.NDArray[Any]) -> Iterable[tuple[int, int]]:
 def rows_of(columns: Mapping[str, Column], count: int) -> list[dict[str, Any]]:
     """Returns the samples of a batch of columns, each a dict of its values.
 
-    A float64 becomes a Python float, which a batch has as float32.
+    A float64 becomes a Python float, and an array of these float32, so that
+    a batch of samples has the dtypes of a batch of columns.
     """
     parts = {name: _values(column, count) for name, column in columns.items()}
     return [
@@ -272,6 +277,8 @@ def rows_of(columns: Mapping[str, Column], count: int) -> list[dict[str, Any]]:
 def _values(column: Any, count: int) -> Any:
     if isinstance(column, dict):
         return rows_of(column, count)
-    if isinstance(column, list) or column.ndim > 1:
+    if isinstance(column, list):
+        return [_values(each, 2) for each in column]
+    if column.dtype != np.float64:
         return column
-    return column.tolist() if column.dtype == np.float64 else column
+    return column.tolist() if column.ndim == 1 else column.astype(np.float32)
