@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from keras_fastdata._validation import check_local, one_of
-from keras_fastdata.datasets import decoding
+from keras_fastdata.datasets import decoding, directories
+from keras_fastdata.datasets.directories import FileDataset
 from keras_fastdata.datasets.order import Sampler
-from keras_fastdata.datasets.samples import SampleDataset
-from keras_fastdata.datasets.sampling import (
-    labels_of,
-    overridable_property,
-    take_transform,
-    transformed,
-)
-from keras_fastdata.shared_list import SharedList
-from keras_fastdata.workers import exceptions
 
 FORMATS = (".bmp", ".gif", ".jpeg", ".jpg", ".png")
 
 Image = npt.NDArray[Any]
 
 
-class ImageFileDataset(SampleDataset):
+class ImageFileDataset(FileDataset):
     """Builds batches of images from image files.
 
     A batch is `images`, or `(images, labels)`. Images have the shape `(n,
@@ -115,19 +107,16 @@ class ImageFileDataset(SampleDataset):
         **kwargs: Any,
     ) -> None:
         super().__init__(
-            None,
+            _checked_paths(paths, decoder),
+            labels,
             batch_size,
+            transform,
             drop_remainder=drop_remainder,
             shuffle=shuffle,
             sampler=sampler,
             **kwargs,
         )
-        self.paths = SharedList(_checked_paths(paths, decoder))
-        self.labels = _labels_of(labels, len(self.paths))
-        self._fastdata_one_hot = 0  # the number of classes, if one-hot
-        self.class_names: list[str] | None = None
-        self.image_size = _size_of(image_size)
-        take_transform(self, transform)
+        self.image_size = size_of(image_size)
         one_of("color_mode", color_mode, tuple(decoding.MODES))
         one_of("interpolation", interpolation, tuple(decoding.RESAMPLING))
         self.color_mode, self.interpolation = color_mode, interpolation
@@ -207,77 +196,38 @@ class ImageFileDataset(SampleDataset):
             ValueError: There are no images, or arguments contradict each
                 other.
         """
-        check_local("directory", directory)
-        _check_split(validation_split, subset, shuffle, seed)
-        folder = os.fspath(directory)
-        paths, numbers, names = _labelled_files(
-            folder, labels, label_mode, class_names, follow_links
+        folder = directories.Folder(
+            directory,
+            labels,
+            label_mode,
+            class_names,
+            shuffle,
+            seed,
+            validation_split,
+            subset,
+            follow_links,
+            verbose,
         )
-        if verbose:
-            classes = f" belonging to {len(names)} classes" if names else ""
-            print(f"Found {len(paths)} files{classes}.")
-        made: list[Any] = []
-        parts = _parts(len(paths), validation_split, subset, shuffle, seed)
-        for part, places in parts.items():
-            if verbose and part:
-                print(f"Using {len(places)} files for {part}.")
-            if not len(places):
-                raise ValueError(
-                    f"No images found in directory {directory}, or too few to "
-                    f"split. Files must end in one of {', '.join(FORMATS)}."
-                )
-            dataset = cls(
-                [paths[place] for place in places],
-                None if numbers is None else numbers[places],
+
+        def make(paths: list[str], numbers: Any, shuffles: bool) -> Any:
+            return cls(
+                paths,
+                numbers,
                 image_size,
                 batch_size,
                 color_mode=color_mode,
                 interpolation=interpolation,
                 crop_to_aspect_ratio=crop_to_aspect_ratio,
                 pad_to_aspect_ratio=pad_to_aspect_ratio,
-                shuffle=shuffle and not made,
+                shuffle=shuffles,
                 seed=seed,
                 **kwargs,
             )
-            dataset.class_names = names
-            if label_mode == "categorical" and names is not None:
-                dataset._fastdata_one_hot = len(names)
-            made.append(dataset)
-        return made[0] if len(made) == 1 else tuple(made)
 
-    @overridable_property
-    def num_samples(self) -> int:
-        """The number of files."""
-        return len(self.paths)
+        return folder.datasets(make, "images", FORMATS)
 
-    def get_sample(self, index: int) -> Any:
-        """Returns image `index`, or `(image, label)` if there are labels."""
-        path = self.paths[index]
-        try:
-            image = _read(self, path)
-        except Exception as error:
-            exceptions.note(error, f"While reading {path}.")
-            raise
-        if self.transform is not None:
-            image = transformed(self, image)
-        if self.labels is None:
-            return image
-        label = self.labels[index]
-        if self._fastdata_one_hot:
-            row = np.zeros(self._fastdata_one_hot, "float32")
-            row[label] = 1
-            return image, row
-        return image, label
-
-
-@labels_of.register
-def _(dataset: ImageFileDataset) -> Any:
-    if dataset.labels is None:
-        raise ValueError(
-            f"`sampler` is about classes, and this {type(dataset).__name__} "
-            "has no `labels`."
-        )
-    return dataset.labels
+    def _fastdata_read(self, path: str) -> Image:
+        return _read(self, path)
 
 
 def _read(dataset: ImageFileDataset, path: str) -> Image:
@@ -321,32 +271,8 @@ def _checked_paths(paths: Any, decoder: Any) -> list[str]:
     return files
 
 
-def _labels_of(labels: npt.ArrayLike | None, count: int) -> Any:
-    if labels is None:
-        return None
-    found = np.asarray(labels)
-    if found.dtype.kind not in "biuf":
-        raise TypeError(
-            f"`labels` must be numbers. Received dtype {found.dtype}; number "
-            "the classes, or use `ImageFileDataset.from_directory`."
-        )
-    if found.shape[:1] != (count,):
-        raise ValueError(
-            f"`labels` must have one label for each of the {count} paths. "
-            f"Received an array of shape {found.shape}."
-        )
-    if found.dtype.kind == "f":
-        return found.astype("float32", copy=False)
-    narrow = found.astype("int32", copy=False)
-    if (narrow != found).any():
-        raise ValueError(
-            "Integer `labels` arrive as int32. Received: from "
-            f"{found.min()} to {found.max()}."
-        )
-    return narrow
-
-
-def _size_of(image_size: int | Sequence[int]) -> tuple[int, int]:
+def size_of(image_size: int | Sequence[int]) -> tuple[int, int]:
+    """Returns height and width; raises `ValueError` if they are invalid."""
     given: Any = image_size
     try:
         sides = [operator.index(side) for side in given]
@@ -358,128 +284,3 @@ def _size_of(image_size: int | Sequence[int]) -> tuple[int, int]:
             f"{image_size!r}"
         )
     return int(sides[0]), int(sides[1])
-
-
-# -- folders -----------------------------------------------------------------
-
-
-def _labelled_files(
-    directory: str,
-    labels: Sequence[int] | str | None,
-    mode: str | None,
-    class_names: Sequence[str] | None,
-    follow_links: bool,
-) -> tuple[list[str], npt.NDArray[Any] | None, list[str] | None]:
-    """Returns the paths, labels and class names of the images in a folder.
-
-    The order is the same as in Keras.
-    """
-    if mode is not None:
-        one_of("label_mode", mode, ("int", "binary", "categorical"))
-    if class_names is not None and labels != "inferred":
-        raise ValueError('`class_names` needs `labels="inferred"`.')
-    if mode is None or labels is None:
-        return list(_files_below(directory, follow_links)), None, None
-    if isinstance(labels, str):
-        one_of("labels", labels, ("inferred",))
-        names = _classes_in(directory, class_names)
-        found = [
-            list(_files_below(os.path.join(directory, name), follow_links))
-            for name in names
-        ]
-        paths = [path for files in found for path in files]
-        numbers = np.repeat(np.arange(len(names)), [len(f) for f in found])
-    else:
-        paths = list(_files_below(directory, follow_links))
-        numbers = np.asarray(labels)
-        if numbers.shape != (len(paths),):
-            raise ValueError(
-                f"`labels` must have one label for each of the {len(paths)} "
-                f"files in {directory}. Received {len(labels)}."
-            )
-        names = [str(number) for number in np.unique(numbers)]
-    count = len(names)
-    if mode == "binary":
-        if count != 2:
-            raise ValueError(
-                '`label_mode="binary"` needs two classes. There are '
-                f"{count}: {names}"
-            )
-        numbers = numbers.astype("float32")[:, np.newaxis]
-    elif mode == "categorical" and not np.isin(numbers, range(count)).all():
-        raise ValueError(
-            f'`label_mode="categorical"` needs labels from 0 to {count - 1}, '
-            f"one for each of {count} classes. Received: from "
-            f"{numbers.min()} to {numbers.max()}."
-        )
-    return paths, numbers, names
-
-
-def _classes_in(directory: str, wanted: Sequence[str] | None) -> list[str]:
-    """Returns the names of the class folders, in the order of their labels."""
-    names = sorted(
-        entry.name
-        for entry in os.scandir(directory)
-        if entry.is_dir() and not entry.name.startswith(".")
-    )
-    if wanted is None:
-        return names
-    if missing := [name for name in wanted if name not in names]:
-        raise ValueError(
-            f"`class_names` must be folders of {directory}. It has no "
-            f"{missing}; it has {names}."
-        )
-    return list(wanted)
-
-
-def _files_below(directory: str, follow_links: bool) -> Iterator[str]:
-    for root, _, names in sorted(
-        os.walk(directory, followlinks=follow_links), key=lambda found: found[0]
-    ):
-        for name in sorted(names):
-            if name.lower().endswith(FORMATS):
-                yield os.path.join(root, name)
-
-
-def _parts(
-    count: int,
-    share: float | None,
-    subset: str | None,
-    shuffle: bool,
-    seed: int | None,
-) -> dict[str, npt.NDArray[np.int64]]:
-    """Returns the indices of each subset's files, as a dict by subset name.
-
-    Without a split, the only name is empty.
-    """
-    order = np.arange(count)
-    if not share:
-        return {"": order}
-    # The split is drawn, rounded down and taken from the end, as in Keras.
-    if shuffle:
-        np.random.RandomState(seed).shuffle(order)
-    split = count - int(share * count)
-    parts = {"training": order[:split], "validation": order[split:]}
-    return parts if subset == "both" else {str(subset): parts[str(subset)]}
-
-
-def _check_split(
-    share: float | None, subset: str | None, shuffle: bool, seed: int | None
-) -> None:
-    if share is not None and not 0 < share < 1:
-        raise ValueError(
-            f"`validation_split` must be between 0 and 1. Received: {share}"
-        )
-    if (share is None) != (subset is None):
-        raise ValueError(
-            "`validation_split` is the share of files for validation, and "
-            "`subset` chooses one of the two parts; pass both or neither."
-        )
-    if subset is not None:
-        one_of("subset", subset, ("training", "validation", "both"))
-        if shuffle and seed is None:
-            raise ValueError(
-                "Pass a `seed`, so that the training and the validation "
-                "subset come from one split and have no file in common; or "
-                "`shuffle=False`."
-            )

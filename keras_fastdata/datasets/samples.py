@@ -22,6 +22,7 @@ from keras_fastdata.datasets.sampling import (
     for_iterables,
     overridable_property,
     part_lengths_of,
+    sample_of,
     samples_of,
 )
 from keras_fastdata.workers import exceptions
@@ -241,6 +242,11 @@ def _samples_of(
 @samples_of.register
 def _(dataset: SampleDataset) -> Iterator[Any]:
     return map(dataset.get_sample, range(dataset.num_samples))
+
+
+@sample_of.register
+def _(dataset: SampleDataset, index: int) -> Any:
+    return dataset.get_sample(index)
 
 
 @part_lengths_of.register
