@@ -188,18 +188,7 @@ class GeneratorDataset(FastPyDataset):
             Padded(pad_to, pad_value, truncate, pad_to_multiple_of, mask),
             repeats=not restarts and not source.is_iterator,
         )
-        shards = [
-            GeneratorShards(
-                spec,
-                range(index, num_shards, count),
-                workers=min(1, workers),
-                seed=0,  # draws depend on `GeneratorShards.key` instead
-                max_queue_size=max_queue_size
-                and max(1, (max_queue_size + count - 1 - index) // count),
-                **kwargs,
-            )
-            for index in range(count)
-        ]
+        shards = _shards_of(spec, count, workers, max_queue_size, kwargs)
         self._fastdata_plan = _Plan(
             restarts, num_shards, num_batches, shards, workers and count, limit
         )
@@ -660,6 +649,28 @@ class _Shard:
             self._held = Search(self._spec.source.factory).held
         for held in self._held:
             held.reseed(0, *key)
+
+
+def _shards_of(
+    spec: _Spec,
+    count: int,
+    workers: int,
+    max_queue_size: int,
+    kwargs: Mapping[str, Any],
+) -> list[GeneratorShards]:
+    """Returns the datasets of `count` workers, each with its shards."""
+    return [
+        GeneratorShards(
+            spec,
+            range(index, spec.num_shards, count),
+            workers=min(1, workers),
+            seed=0,  # draws depend on `GeneratorShards.key` instead
+            max_queue_size=max_queue_size
+            and max(1, (max_queue_size + count - 1 - index) // count),
+            **kwargs,
+        )
+        for index in range(count)
+    ]
 
 
 def _check_kwargs(kind: type, workers: Any, kwargs: Mapping[str, Any]) -> None:
