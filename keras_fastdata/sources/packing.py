@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from keras_fastdata._validation import integer, one_of
 from keras_fastdata.sources.source import Indices
+from keras_fastdata.sources.tables import as_source
 
 _TOKENS = "tokens"
 _PLACES = ("segment_ids", "positions")
@@ -37,9 +38,10 @@ class Packed:
     shuffle=True)` shuffles them.
 
     Args:
-        source: Samples by index. Each is a sequence: an array or a list, with
-            tokens along its first axis. Or a dict of such sequences, which
-            are equally long: tokens, targets, weights.
+        source: Samples by index, or a table, as `SampleDataset` takes it. Each
+            sample is a sequence: an array or a list, with tokens along its
+            first axis. Or a dict of such sequences, which are equally long:
+            tokens, targets, weights.
         length: The length of a row in tokens, at least 1.
         lengths: The number of tokens of each sample, as integers. `None`:
             every sample is read once, to learn it.
@@ -101,7 +103,7 @@ class Packed:
         pad_value: float = 0,
     ) -> None:
         one_of("too_long", too_long, ("error", "split", "cut", "drop"))
-        self._source = source
+        self._source = source = as_source(source)
         self._length = integer("length", length, least=1)
         self._pad_value = pad_value
         first = source[0] if len(source) else ()

@@ -216,6 +216,19 @@ def test_columns_of_a_table_are_read_for_a_whole_batch():
     ]
 
 
+def test_a_table_is_packed_as_it_is():
+    polars = pytest.importorskip("polars")
+    texts = numbered([5, 4, 3])
+    frame = polars.DataFrame(
+        {"text": [text.tolist() for text in texts], "label": [0, 1, 0]}
+    )
+    packed = sources.Packed(frame, 8, features=["text"])
+    assert [row["text"].tolist() for row in packed] == [
+        [*texts[0], *texts[2]],
+        [*texts[1], 0, 0, 0, 0],
+    ]
+
+
 def test_samples_are_fetched_together_where_the_source_can():
     source = Together(numbered([5, 4, 3]))
     packed = sources.Packed(source, 8)
