@@ -48,7 +48,7 @@ from keras_fastdata._validation import (
 from keras_fastdata.building import seeding
 from keras_fastdata.building.held_generators import Held, Search, seeds_its_own
 from keras_fastdata.dataset import FastPyDataset
-from keras_fastdata.datasets.collate import Padded, Padding, collate
+from keras_fastdata.datasets.collate import Mask, Padded, Padding, collate
 from keras_fastdata.datasets.generator_source import GeneratorSource
 from keras_fastdata.datasets.generator_workers import GeneratorWorkers
 from keras_fastdata.datasets.order import GENERATOR_KEY
@@ -109,6 +109,9 @@ class GeneratorDataset(FastPyDataset):
             batch of every shard. Defaults to `False`.
         pad_to: As in `SampleDataset`.
         pad_value: As in `SampleDataset`.
+        truncate: As in `SampleDataset`.
+        pad_to_multiple_of: As in `SampleDataset`.
+        mask: As in `SampleDataset`.
         workers: Where generators run. 0: in the caller. n >= 1: ahead of
             time, in n threads, or n processes with `use_multiprocessing=True`.
             There are never more workers than shards. Defaults to 1.
@@ -148,6 +151,9 @@ class GeneratorDataset(FastPyDataset):
         drop_remainder: bool = False,
         pad_to: Padding = None,
         pad_value: float = 0,
+        truncate: bool | int = False,
+        pad_to_multiple_of: int | tuple[int | None, ...] | None = None,
+        mask: Mask | None = None,
         workers: int = 1,
         seed: int | None = None,
         max_queue_size: int = 10,
@@ -179,7 +185,7 @@ class GeneratorDataset(FastPyDataset):
             num_shards,
             batch_size,
             bool(drop_remainder),
-            Padded(pad_to, pad_value),
+            Padded(pad_to, pad_value, truncate, pad_to_multiple_of, mask),
             repeats=not restarts and not source.is_iterator,
         )
         shards = [

@@ -15,13 +15,14 @@ import numpy.typing as npt
 from keras_fastdata._dataset_internals import answer
 from keras_fastdata.building import build
 from keras_fastdata.dataset import FastPyDataset
-from keras_fastdata.datasets.collate import Padded, Padding, collate
+from keras_fastdata.datasets.collate import Mask, Padded, Padding, collate
 from keras_fastdata.datasets.order import SAMPLE, Sampler
 from keras_fastdata.datasets.sampling import (
     SampledDataset,
     for_iterables,
     overridable_property,
     part_lengths_of,
+    sample_of,
     samples_of,
 )
 from keras_fastdata.workers import exceptions
@@ -78,6 +79,17 @@ class SampleDataset(SampledDataset):
             an axis as it is. Or a structure of these like that of a sample.
             A longer sample is an error. `None`: shapes must be equal.
         pad_value: The value that fills the padding. Defaults to 0.
+        truncate: `True`: what is longer than the length in `pad_to` is cut, at
+            the end. An integer: the first axis of parts that are padded is cut
+            to that length, also with "longest". Defaults to `False`.
+        pad_to_multiple_of: With "longest": an integer to a multiple of which
+            the first axis is padded, so that fewer different shapes occur. Or
+            a tuple for the first axes. `None`: no multiple.
+        mask: The name of a boolean array that inputs get, if they are a dict
+            and padded: shape `(samples, length)`, `True` where there is data
+            along the first axis of a sample, `False` where there is padding.
+            Or a dict with such a name for each part. `None`: no mask. A sample
+            `(x, y)` has the inputs `x`.
         shuffle: `True`: samples come in a new random order every epoch.
             `False`: in order. In both cases `fit(shuffle=)` has no effect.
             `None`: in order, and `fit(shuffle=True)`, Keras's default,
@@ -143,6 +155,12 @@ class SampleDataset(SampledDataset):
     >>> SampleDataset(ragged, pad_to="longest")[0]
     array([[1, 2, 3],
            [4, 5, 0]])
+    >>> SampleDataset(
+    ...     [{"tokens": row} for row in ragged],
+    ...     pad_to="longest", mask="padding_mask",
+    ... )[0]["padding_mask"]
+    array([[ True,  True,  True],
+           [ True,  True, False]])
     """
 
     rng = _SampleRng()
@@ -155,6 +173,9 @@ class SampleDataset(SampledDataset):
         drop_remainder: bool = False,
         pad_to: Padding = None,
         pad_value: float = 0,
+        truncate: bool | int = False,
+        pad_to_multiple_of: int | tuple[int | None, ...] | None = None,
+        mask: Mask | None = None,
         shuffle: bool | None = None,
         sampler: Sampler | npt.ArrayLike | None = None,
         **kwargs: Any,
@@ -168,7 +189,9 @@ class SampleDataset(SampledDataset):
         )
         source = _checked_source(self, source)
         self.source = source
-        self._fastdata_padded = Padded(pad_to, pad_value)
+        self._fastdata_padded = Padded(
+            pad_to, pad_value, truncate, pad_to_multiple_of, mask
+        )
 
     @overridable_property
     def num_samples(self) -> int:
@@ -219,6 +242,11 @@ def _samples_of(
 @samples_of.register
 def _(dataset: SampleDataset) -> Iterator[Any]:
     return map(dataset.get_sample, range(dataset.num_samples))
+
+
+@sample_of.register
+def _(dataset: SampleDataset, index: int) -> Any:
+    return dataset.get_sample(index)
 
 
 @part_lengths_of.register
