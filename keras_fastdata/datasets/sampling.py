@@ -390,17 +390,16 @@ def for_iterables(name: str, source: Any, batching: str) -> str:
     `source` was passed as the argument `name`. The hint shows the further
     arguments `batching`.
     """
-    if hasattr(source, "as_numpy_iterator"):  # a tf.data.Dataset
-        hint = "`fit` takes it as it is; for workers of this package pass "
-        made = f"{name}.as_numpy_iterator"
-    elif hasattr(source, "__next__"):
+    if hasattr(source, "__next__"):
         hint = "Pass the function that makes it, without calling it: "
-        made = "function"
+        name = "function"
+    elif hasattr(source, "as_numpy_iterator"):  # a tf.data.Dataset
+        hint = "`fit` takes it as it is; for threads of this package pass "
     elif hasattr(source, "__iter__"):
-        hint, made = "For an iterable, use ", f"lambda: iter({name})"
+        hint = "For an iterable, use "
     else:
         return ""
-    return f" {hint}`GeneratorDataset({made}{batching})`."
+    return f" {hint}`GeneratorDataset({name}{batching})`."
 
 
 def _optional(name: str, value: Any) -> int | None:
