@@ -81,9 +81,9 @@ class Storage:
         attempts: int = 5,
         timeout_s: float = 60.0,
     ) -> None:
-        if cache_dir is None:
-            cache_dir = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        parent = os.path.abspath(os.path.expanduser(cache_dir))
+        parent = None
+        if cache_dir is not None:
+            parent = os.path.abspath(os.path.expanduser(os.fspath(cache_dir)))
         self._keeps = integer("cache_bytes", cache_bytes, least=0) > 0
         self._cache = FileCache(parent, cache_bytes)
         self._remote = RemoteFiles(
