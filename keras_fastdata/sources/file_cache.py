@@ -41,14 +41,22 @@ class FileCache:
     """Keeps files that are costly to make, in a folder of this user.
 
     Args:
-        parent: The directory to make the folder in.
+        parent: The directory to make the folder in; `None` is the user's
+            directory of caches.
         most: The most bytes of all entries together. The least recently used
             entries are evicted. Those in use stay, even if they are larger.
     """
 
-    def __init__(self, parent: str, most: int) -> None:
-        self._folder = os.path.join(parent, f"keras_fastdata-{_user()}")
+    def __init__(self, parent: str | None, most: int) -> None:
+        self._parent = parent
         self._most = most
+
+    @property
+    def _folder(self) -> str:
+        """The folder, which another host may have elsewhere."""
+        parent = self._parent or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        parent = os.path.expanduser(parent)
+        return os.path.join(parent, f"keras_fastdata-{_user()}")
 
     @contextlib.contextmanager
     def entry(
