@@ -356,6 +356,7 @@ def _read_total(fd: int) -> int | None:
 def _write_total(fd: int, total: int) -> None:
     os.lseek(fd, 0, os.SEEK_SET)
     os.write(fd, b"%0*d" % (_DIGITS, total))
+    os.ftruncate(fd, _DIGITS)
 
 
 def _user() -> int:
