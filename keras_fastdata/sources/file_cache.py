@@ -19,6 +19,7 @@ import importlib
 import os
 import stat
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -81,7 +82,8 @@ class FileCache:
                 # Somebody has removed the folder.
         try:
             with contextlib.suppress(OSError):  # not writable, or removed
-                os.utime(path)
+                now = time.time_ns()  # the system's own time has steps
+                os.utime(path, ns=(now, now))
             yield path
         finally:
             held.close()
@@ -266,8 +268,10 @@ class _Held:
         fd, self.fd = self.fd, -1
         return fd
 
+    __del__ = close  # after a KeyboardInterrupt that came just then
 
-_held: set[_Held] = set()
+
+_held: weakref.WeakSet[_Held] = weakref.WeakSet()
 
 
 def _leave_all() -> None:

@@ -542,7 +542,7 @@ def read_only(monkeypatch, folder):
             raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
         return real(path, flags, *args, **kwargs)
 
-    def refuse_to_touch(path, *_):
+    def refuse_to_touch(path, **_):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
 
     monkeypatch.setattr(os, "open", refuse)
