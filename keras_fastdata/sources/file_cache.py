@@ -18,6 +18,7 @@ import hashlib
 import importlib
 import os
 import stat
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -143,13 +144,17 @@ class FileCache:
                 temporary = f"{start}.tmp"
                 if not _has_locks(self._folder):
                     temporary = _atomic_write.name_beside(path)
-                _remove(temporary)  # a killed process may have left it
-                try:
-                    make(temporary)
-                    return self._add(temporary, path)
-                except BaseException:
-                    _remove(temporary)
-                    raise
+                while True:
+                    _remove(temporary)  # a killed process may have left it
+                    try:
+                        make(temporary)
+                        return self._add(temporary, path)
+                    except BaseException as error:
+                        _remove(temporary)
+                        if getattr(error, "errno", None) not in _FULL:
+                            raise
+                        if not self._halve():
+                            raise
             finally:
                 _remove(f"{start}.lock")
                 lock.close()
@@ -195,6 +200,14 @@ class FileCache:
         if total is None or total > self._most:
             with self._total_locked() as fd:
                 _write_total(fd, self._evict(self._most))
+
+    def _halve(self) -> bool:
+        """Evicts unused entries of a full disk; returns whether it could."""
+        with self._total_locked() as fd:
+            before = self._evict(sys.maxsize)
+            left = self._evict(before // 2)
+            _write_total(fd, left)
+        return left < before
 
     def _evict(self, most: int) -> int:
         """Evicts unused entries until at most `most` bytes are left.

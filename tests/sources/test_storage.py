@@ -520,7 +520,24 @@ def test_a_full_disk_is_named_with_what_to_do(code, tmp_path):
     ):
         pass
     assert caught.value.errno == code
-    assert hidden(tmp_path) == set()
+    assert hidden(tmp_path) == {".size"}
+
+
+def test_on_a_full_disk_entries_make_room_for_others(tmp_path, notes):
+    storage = Storage(cache_dir=tmp_path)
+    for key in "abcd":
+        use(storage, notes, key)
+
+    def make(path):
+        if len(entries(tmp_path)) > 2:
+            refuse(errno.ENOSPC)(path)
+        Make(notes, "e")(path)
+
+    with storage.entry("e", make) as path:
+        assert read(path) == content_of("e")
+    assert sum(entries(tmp_path).values()) == 3000 == total(tmp_path)
+    use(storage, notes, "d")
+    assert made(notes) == [*"abcde"]
 
 
 def test_another_error_of_make_is_its_own(tmp_path):
