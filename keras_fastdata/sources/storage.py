@@ -131,6 +131,17 @@ class Storage:
             raise FileNotFoundError(f"No file matches {pattern!r}.")
         return sorted(found)
 
+    def version(self, path: str) -> str:
+        """Returns a text that changes when the file does.
+
+        Raises the same errors as `read`.
+        """
+        if is_remote(path):
+            found = self._remote.version(path)
+            return f"{found.tag} {found.size}"
+        about = os.stat(path)
+        return f"{about.st_size} {about.st_mtime_ns}"
+
     def read(self, path: str) -> bytes:
         """Returns the content of a file.
 
