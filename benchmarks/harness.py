@@ -44,6 +44,7 @@ NAMES = (
     "samples",
     "images",
     "formats",
+    "packing",
 )
 
 Case = dict[str, Any]

@@ -20,6 +20,7 @@ from keras_fastdata.datasets.sampling import (
     take_transform,
     transformed,
 )
+from keras_fastdata.datasets.windows import Windows
 from keras_fastdata.memory.ownership import map_leaves
 
 
@@ -165,6 +166,8 @@ def _rows(array: Any, indices: Indices, empty: build.Empty) -> npt.NDArray[Any]:
             f"`sample_indices` has samples from {indices.min()} to "
             f"{indices.max()}; there are {count}."
         )
+    if isinstance(array, Windows):
+        return array.rows(indices, empty)
     if _is_sparse(array):
         return array[indices]  # type: ignore[no-any-return]
     if not isinstance(array, np.ndarray):

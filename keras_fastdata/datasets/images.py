@@ -16,8 +16,6 @@ from keras_fastdata.datasets.directories import FileDataset
 from keras_fastdata.datasets.order import Sampler
 from keras_fastdata.sources.storage import Storage, is_remote
 
-FORMATS = (".bmp", ".gif", ".jpeg", ".jpg", ".png")
-
 Image = npt.NDArray[Any]
 
 
@@ -123,14 +121,9 @@ class ImageFileDataset(FileDataset):
             **kwargs,
         )
         self.image_size = size_of(image_size)
-        one_of("color_mode", color_mode, tuple(decoding.MODES))
+        decoding.check(color_mode, crop_to_aspect_ratio, pad_to_aspect_ratio)
         one_of("interpolation", interpolation, tuple(decoding.RESAMPLING))
         self.color_mode, self.interpolation = color_mode, interpolation
-        if crop_to_aspect_ratio and pad_to_aspect_ratio:
-            raise ValueError(
-                "Only one of `crop_to_aspect_ratio` and `pad_to_aspect_ratio` "
-                "may be True."
-            )
         self.crop_to_aspect_ratio = bool(crop_to_aspect_ratio)
         self.pad_to_aspect_ratio = bool(pad_to_aspect_ratio)
         self.dtype = np.dtype(dtype)
@@ -217,7 +210,7 @@ class ImageFileDataset(FileDataset):
             verbose,
         )
 
-        def make(paths: list[str], numbers: Any, shuffles: bool) -> Any:
+        def make(paths: list[str], numbers: Any, **how: Any) -> Any:
             return cls(
                 paths,
                 numbers,
@@ -227,12 +220,11 @@ class ImageFileDataset(FileDataset):
                 interpolation=interpolation,
                 crop_to_aspect_ratio=crop_to_aspect_ratio,
                 pad_to_aspect_ratio=pad_to_aspect_ratio,
-                shuffle=shuffles,
-                seed=seed,
+                **how,
                 **kwargs,
             )
 
-        return folder.datasets(make, "images", FORMATS)
+        return folder.datasets(make, "images", decoding.FORMATS)
 
     def _fastdata_read(self, path: str) -> Image:
         if self.storage is None:

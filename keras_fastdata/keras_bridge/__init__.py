@@ -42,6 +42,7 @@ __all__ = [
     "callbacks_beside",
     "get_random_seed",
     "has",
+    "image_data_format",
     "is_asked_whether_to_shuffle",
     "is_within_fit",
     "register",
@@ -51,6 +52,7 @@ __all__ = [
 ]
 
 PyDataset = keras.utils.PyDataset
+image_data_format = keras.config.image_data_format
 
 
 def training() -> FitCall:

@@ -7,16 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from keras_fastdata.sources.array_record import ArrayRecord
+    from keras_fastdata.sources.packing import Packed
     from keras_fastdata.sources.parquet import Parquet
+    from keras_fastdata.sources.storage import Storage
     from keras_fastdata.sources.tar import Tar
     from keras_fastdata.sources.tfrecord import TFRecord
 
-__all__ = ["ArrayRecord", "Parquet", "TFRecord", "Tar"]
+__all__ = ["ArrayRecord", "Packed", "Parquet", "Storage", "TFRecord", "Tar"]
 
 # A name's module is imported when the name is first used.
 _HOMES = {
     "ArrayRecord": "array_record",
+    "Packed": "packing",
     "Parquet": "parquet",
+    "Storage": "storage",
     "TFRecord": "tfrecord",
     "Tar": "tar",
 }

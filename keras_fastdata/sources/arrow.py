@@ -87,16 +87,20 @@ class ArrowParts(ColumnRows):
     def __init__(self, dataset: Any) -> None:
         self.columns = checked_names(dataset.schema.names)
         self._schema = dataset.schema
-        self._parts = [
-            part
-            for file in dataset.get_fragments()
-            for part in (
-                file.split_by_row_group()
-                if hasattr(file, "split_by_row_group")
-                else [file]
+        self._parts: list[Any] = []
+        self.part_lengths: list[int] = []
+        for file in dataset.get_fragments():
+            if hasattr(file, "split_by_row_group"):
+                self._parts += file.split_by_row_group()
+                self.part_lengths += [g.num_rows for g in file.row_groups]
+            else:
+                self._parts.append(file)
+                self.part_lengths.append(file.count_rows())
+        if sum(self.part_lengths) != dataset.count_rows():
+            raise ValueError(
+                "This `pyarrow.dataset` has a filter, so that the numbers of "
+                "its rows are not known. Pass `source.to_table()`."
             )
-        ]
-        self.part_lengths = [part.count_rows() for part in self._parts]
         self._ends = np.cumsum(self.part_lengths, dtype=np.int64)
         self._lock = threading.Lock()
         self._kept: collections.OrderedDict[Any, Any] = (
