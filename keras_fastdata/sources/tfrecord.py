@@ -253,7 +253,7 @@ def _masked(sums: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
     return turned + np.uint32(0xA282EAD8)  # without what exceeds 32 bits
 
 
-def _scan(local: str) -> Arrays:
+def _scan(local: str, path: str) -> Arrays:
     """Returns where the data of each record of a file start, and how long."""
     places = [0]  # of the headers, and of the end
     size = os.path.getsize(local)
@@ -280,7 +280,7 @@ def _scan(local: str) -> Arrays:
         if memory[:2] in _COMPRESSED:
             what = "has no length, as the file is compressed"
         raise ValueError(
-            f"Record {number} of {local} {what}, at byte "
+            f"Record {number} of {path} {what}, at byte "
             f"{[*places, end][number]}. Write the file again, without "
             "compression, or leave it out of `paths`."
         )
