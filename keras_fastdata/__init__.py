@@ -89,8 +89,13 @@ _HOMES = {
 }
 
 
+_MODULES = ("combine", "sources")  # `keras_fastdata.combine.mix(...)`
+
+
 def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
+    if name in _MODULES:
+        return importlib.import_module(f"keras_fastdata.{name}")
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # Importing Keras draws from `random` and `np.random`.

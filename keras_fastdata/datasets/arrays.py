@@ -16,6 +16,7 @@ from keras_fastdata.datasets.sampling import (
     SampledDataset,
     labels_of,
     overridable_property,
+    sample_of,
     take_transform,
     transformed,
 )
@@ -120,18 +121,30 @@ class ArrayDataset(SampledDataset):
         return self._fastdata_count
 
     def __getitem__(self, index: int) -> Any:
-        indices = self.sample_indices(index)
-        empty = answer(self, "empty")
-        batch = [
-            map_leaves(lambda leaf: _rows(leaf, indices, empty), part)
-            for part in self.arrays
-        ]
-        if self.transform is not None:
-            return transformed(self, *batch)
-        if len(batch) == 1 and not isinstance(batch[0], (tuple, list)):
-            return batch[0]
-        # In a tuple, Keras would take the second of two inputs for targets.
-        return tuple(batch)
+        return _batch_of(
+            self, self.sample_indices(index), answer(self, "empty")
+        )
+
+
+def _batch_of(
+    dataset: ArrayDataset, indices: Indices, empty: build.Empty
+) -> Any:
+    batch = [
+        map_leaves(lambda leaf: _rows(leaf, indices, empty), part)
+        for part in dataset.arrays
+    ]
+    if dataset.transform is not None:
+        return transformed(dataset, *batch)
+    if len(batch) == 1 and not isinstance(batch[0], (tuple, list)):
+        return batch[0]
+    # In a tuple, Keras would take the second of two inputs for targets.
+    return tuple(batch)
+
+
+@sample_of.register
+def _(dataset: ArrayDataset, index: int) -> Any:
+    batch = _batch_of(dataset, np.asarray([index]), np.empty)
+    return map_leaves(lambda leaf: leaf[0], batch)
 
 
 @labels_of.register

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from keras_fastdata._validation import check_local, one_of
+from keras_fastdata._validation import one_of
 from keras_fastdata.datasets import decoding, directories
 from keras_fastdata.datasets.directories import FileDataset
 from keras_fastdata.datasets.order import Sampler
+from keras_fastdata.sources.storage import Storage, is_remote
 
 Image = npt.NDArray[Any]
 
@@ -29,8 +30,9 @@ class ImageFileDataset(FileDataset):
     resizes in a fifth of it; values may then differ by a few of 255.
 
     Args:
-        paths: Paths of the files, one for each sample; with a `decoder`,
-            anything that the decoder can read.
+        paths: Paths of the files, one for each sample, also such as
+            `s3://bucket/name`; with a `decoder`, anything that the decoder can
+            read.
         labels: A number, or an array of numbers, for each file; or `None`.
             Integers arrive as int32, others as float32.
         image_size: Height and width, or one integer for both. Defaults to
@@ -50,6 +52,9 @@ class ImageFileDataset(FileDataset):
         decoder: A function `decoder(path, image_size)` that reads a file in
             place of Pillow. It returns an array of shape `(height, width,
             channels)`, of `dtype` or of a type that `dtype` can hold.
+        storage: The `keras_fastdata.sources.Storage` that fetches files such
+            as `s3://bucket/name` and keeps them on disk. `None` makes one; a
+            `decoder` then gets such paths as they are.
         drop_remainder: As in `SampleDataset`.
         shuffle: As in `SampleDataset`.
         sampler: As in `SampleDataset`.
@@ -99,6 +104,7 @@ class ImageFileDataset(FileDataset):
         pad_to_aspect_ratio: bool = False,
         dtype: npt.DTypeLike = "uint8",
         decoder: Callable[..., Any] | None = None,
+        storage: Storage | None = None,
         drop_remainder: bool = False,
         shuffle: bool | None = None,
         sampler: Sampler | npt.ArrayLike | None = None,
@@ -126,6 +132,8 @@ class ImageFileDataset(FileDataset):
                 f"`dtype` must hold 0 to 255. Received: {self.dtype}"
             )
         self.decoder = decoder
+        is_far = decoder is None and any(map(is_remote, self.paths))
+        self.storage = Storage() if storage is None and is_far else storage
 
     @classmethod
     def from_directory(
@@ -219,7 +227,10 @@ class ImageFileDataset(FileDataset):
         return folder.datasets(make, "images", decoding.FORMATS)
 
     def _fastdata_read(self, path: str) -> Image:
-        return _read(self, path)
+        if self.storage is None:
+            return _read(self, path)
+        with self.storage.local(path) as local:
+            return _read(self, local)
 
 
 def _read(dataset: ImageFileDataset, path: str) -> Image:
@@ -256,10 +267,6 @@ def _checked_paths(paths: Any, decoder: Any) -> list[str]:
     files = [os.fspath(path) for path in paths]
     if decoder is None:
         decoding.require()
-        way_out = "; or pass a `decoder(path, image_size)` that reads it from "
-        way_out += "where it is"
-        for path in files:
-            check_local("paths", path, way_out)
     return files
 
 

@@ -53,6 +53,10 @@ class Epoch:
         self._version = version
         self._ask = ask
 
+    def of(self, count: int) -> Epoch:
+        """Returns the same epoch of another number of samples."""
+        return Epoch(count, self._version, self._ask)
+
     @property
     def key(self) -> Hashable:
         """What all that is drawn depends on."""
@@ -114,6 +118,13 @@ class _Recent(Generic[_T]):
             # One assignment, because threads share the order.
             self._found = {**dict(kept), key: found}
         return found
+
+
+def pick(samples: range | Indices, places: Indices) -> Indices:
+    """Returns the samples at some places of a list of samples."""
+    if isinstance(samples, range):
+        return samples.start + samples.step * places
+    return samples[places]
 
 
 class InOrder:
@@ -180,7 +191,9 @@ class ShuffledInWindows:
     draws_again = False
     is_random = True
 
-    def __init__(self, part_lengths: Sequence[int], window: int) -> None:
+    def __init__(
+        self, part_lengths: Sequence[int] | Indices, window: int
+    ) -> None:
         self._lengths = np.asarray(part_lengths, np.int64)
         self._starts = np.cumsum(self._lengths) - self._lengths
         self._window = window
@@ -462,9 +475,7 @@ class Mixed:
                 order = self._order(group, int(cycle), epoch)
                 shuffled[mine] = order.at(places[mine])
             places = shuffled
-        if isinstance(members, range):
-            return members.start + places
-        return members[places]
+        return pick(members, places)
 
     def _order(self, group: int, cycle: int, epoch: Epoch) -> Permutation:
         return self._orders.get(
@@ -473,6 +484,44 @@ class Mixed:
                 len(self._groups[group]), _GROUP, group, cycle
             ),
         )
+
+
+class Subset:
+    """Another order, of some of the samples.
+
+    Args:
+        order: The order of the places in `samples`.
+        samples: The indices of the samples.
+    """
+
+    def __init__(self, order: Order, samples: range | Indices) -> None:
+        self._order = order
+        self._samples = samples
+        self._most = 0
+        if len(samples):
+            ends = samples[:: max(1, len(samples) - 1)]
+            is_range = isinstance(samples, range)
+            self._most = int(np.max(ends if is_range else samples)) + 1
+
+    @property
+    def draws_again(self) -> bool:
+        return self._order.draws_again
+
+    @property
+    def is_random(self) -> bool:
+        return self._order.is_random
+
+    def length(self, count: int) -> int:
+        if self._most > count:
+            raise ValueError(
+                f"This part of a dataset has sample {self._most - 1}, and the "
+                f"dataset has {count} samples."
+            )
+        return self._order.length(len(self._samples))
+
+    def at(self, positions: Indices, epoch: Epoch) -> Indices:
+        places = self._order.at(positions, epoch.of(len(self._samples)))
+        return pick(self._samples, places)
 
 
 class Bucketed:

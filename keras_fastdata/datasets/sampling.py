@@ -23,6 +23,14 @@ from keras_fastdata.datasets.order import Indices, Order, Sampler
 
 _T = TypeVar("_T")
 
+# The arguments that decide which samples come, and in which order.
+ORDER_ARGUMENTS = frozenset(
+    {
+        *("shuffle", "shuffle_window", "sampler", "samples_per_epoch"),
+        *("replacement", "bucket_by", "bucket_batches"),
+    }
+)
+
 
 class overridable_property(Generic[_T]):  # noqa: N801 - a decorator
     """A property that an instance attribute of the same name overrides."""
@@ -123,8 +131,10 @@ class Sampling:
     `SampleDataset` describes the arguments.
 
     Attributes:
-        order: The order, and the labels that it was made for, if any; `None`
-            before its first use.
+        subset: The samples that belong to the dataset; `None` for all.
+        given: An order that the arguments do not describe, or `None`.
+        order: The order, and the dataset's version that it was made for, which
+            a worker does not know; `None` before its first use.
         transform: The latest function of `transform`, and whether it takes
             `rng`. For a method, its function, which does not refer to the
             dataset. Pickles and copies leave it out.
@@ -137,6 +147,8 @@ class Sampling:
     per_epoch: int | None = None
     bucket_by: Any = None
     bucket_batches: int = 100
+    subset: range | Indices | None = None
+    given: Order | None = None
     order: tuple[Any, Order] | None = None
     transform: tuple[Any, bool] = (None, False)
 
@@ -160,41 +172,71 @@ class Sampling:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "transform": (None, False)}
+        order = self.order and (None, self.order[1])
+        return {**vars(self), "order": order, "transform": (None, False)}
 
     def order_of(self, dataset: SampledDataset) -> Order:
         """Returns the order of a dataset's samples; the first call makes it."""
-        by_class = isinstance(self.sampler, (str, dict))
-        labels = labels_of(dataset) if by_class else None
-        if self.order is None or self.order[0] is not labels:
-            self.order = labels, self._bucketed(dataset, labels)
+        if self.given is not None:
+            return self.given
+        version = version_of(dataset)
+        if self.order is None or self.order[0] not in (None, version):
+            self.order = version, self._whole(dataset)
         return self.order[1]
 
-    def _bucketed(self, dataset: SampledDataset, labels: Any) -> Order:
-        order = self._make(dataset, labels)
-        if self.bucket_by is None:
-            return order
-        return orders.Bucketed(
-            order,
-            _lengths_of(dataset, self.bucket_by),
-            dataset.batch_size,
-            self.bucket_batches,
-            order.is_random,
+    def give(self, order: Order) -> None:
+        """Sets an order that the arguments do not describe."""
+        self.given = order
+
+    def of(self, samples: range | Indices) -> Sampling:
+        """Returns the same arguments for some of the dataset's samples."""
+        whole = self.subset
+        if isinstance(whole, range) and isinstance(samples, range):
+            samples = whole[samples.start : samples.stop : samples.step]
+        elif whole is not None:
+            samples = orders.pick(whole, np.asarray(samples))
+        return dataclasses.replace(self, subset=samples, order=None)
+
+    def _whole(self, dataset: SampledDataset) -> Order:
+        order = self._make(dataset)
+        if self.bucket_by is not None:
+            lengths = _lengths_of(dataset, self.bucket_by)
+            order = orders.Bucketed(
+                order,
+                self._part(lengths),
+                dataset.batch_size,
+                self.bucket_batches,
+                order.is_random,
+            )
+        return (
+            order if self.subset is None else orders.Subset(order, self.subset)
         )
 
-    def _make(self, dataset: SampledDataset, labels: Any) -> Order:
-        if labels is not None:
+    def _part(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Returns the values that belong to the samples of the subset."""
+        if isinstance(self.subset, range):
+            subset = self.subset
+            return values[subset.start : subset.stop : subset.step]
+        return values if self.subset is None else values[self.subset]
+
+    def _make(self, dataset: SampledDataset) -> Order:
+        if isinstance(self.sampler, (str, dict)):
+            labels = self._part(_checked_labels(labels_of(dataset)))
             return _by_class(labels, self.sampler, self.per_epoch)
         if callable(self.sampler):
             return orders.Sampled(self.sampler, self.per_epoch)
         if self.sampler is not None and self.replaces:
-            return orders.Weighted(self.sampler, self.per_epoch)
+            return orders.Weighted(self._part(self.sampler), self.per_epoch)
         if self.sampler is not None:
-            return orders.WeightedOnce(self.sampler, self.per_epoch)
+            return orders.WeightedOnce(self._part(self.sampler), self.per_epoch)
         if self.window is not None:
-            return orders.ShuffledInWindows(
-                part_lengths_of(dataset), self.window
-            )
+            lengths = np.asarray(part_lengths_of(dataset), np.int64)
+            if self.subset is not None:
+                parts = self._part(np.repeat(np.arange(len(lengths)), lengths))
+                # Where the subset jumps to and fro, parts are shorter.
+                cuts = np.flatnonzero(np.diff(parts)) + 1
+                lengths = np.diff(np.concatenate([[0], cuts, [len(parts)]]))
+            return orders.ShuffledInWindows(lengths, self.window)
         kind = orders.Shuffled if self.shuffles else orders.InOrder
         return kind(self.per_epoch)
 
@@ -235,16 +277,12 @@ def part_lengths_of(dataset: Any) -> Any:
 
 
 def _by_class(
-    labels: Any, sampler: str | dict[Any, float], per_epoch: int | None
+    labels: npt.NDArray[Any],
+    sampler: str | dict[Any, float],
+    per_epoch: int | None,
 ) -> Order:
     """Returns an order in which classes come as often as their weights say."""
-    found = np.asarray(labels)
-    if found.ndim != 1:
-        raise ValueError(
-            "`sampler` needs one label for each sample. The labels are an "
-            f"array of shape {found.shape}; pass weights instead."
-        )
-    classes, numbers = np.unique(found, return_inverse=True)
+    classes, numbers = np.unique(labels, return_inverse=True)
     members = np.argsort(numbers, kind="stable")
     groups = np.split(members, np.cumsum(np.bincount(numbers))[:-1])
     weights = dict.fromkeys(classes.tolist(), 1.0)
@@ -260,18 +298,32 @@ def _by_class(
         for group, weight in zip(groups, weights.values(), strict=True)
         if weight
     ]
-    length = len(found) if per_epoch is None else per_epoch
+    length = len(labels) if per_epoch is None else per_epoch
     return orders.Mixed(
         [group for group, _ in chosen],
         [weight for _, weight in chosen],
         length,
         shuffles=True,
-        count=len(found),
+        count=len(labels),
     )
+
+
+def _checked_labels(labels: Any) -> npt.NDArray[Any]:
+    found = np.asarray(labels)
+    if found.ndim != 1:
+        raise ValueError(
+            "`sampler` needs one label for each sample. The labels are an "
+            f"array of shape {found.shape}; pass weights instead."
+        )
+    return found
 
 
 def _lengths_of(dataset: SampledDataset, by: Any) -> npt.NDArray[Any]:
     """Returns the length of each sample, as `bucket_by` says."""
+    if isinstance(by, str):
+        by = column_of(dataset, by)
+        if by.dtype.kind == "O":
+            by = [len(row) for row in by]
     if callable(by):
         by = [by(sample) for sample in samples_of(dataset)]
     found = np.asarray(by)
@@ -281,6 +333,20 @@ def _lengths_of(dataset: SampledDataset, by: Any) -> npt.NDArray[Any]:
             f"returns the length of a sample. Received: {by!r}"
         )
     return found
+
+
+@functools.singledispatch
+def column_of(dataset: Any, name: str) -> npt.NDArray[Any]:
+    """Returns a whole column of a dataset's source.
+
+    Lists of different lengths come in an array of objects. A class whose
+    source can have columns registers a function.
+    """
+    raise ValueError(
+        f"`bucket_by` names a column, {name!r}, and the samples of this "
+        f"{type(dataset).__name__} are no rows of a table. Pass an array with "
+        "a length for each sample, or a function of a sample."
+    )
 
 
 @functools.singledispatch
@@ -314,12 +380,26 @@ def transformed(dataset: SampledDataset, *parts: Any) -> Any:
     function = getattr(transform, "__func__", transform)
     known, draws = order.transform
     if known is not function:
-        try:
-            draws = "rng" in inspect.signature(transform).parameters
-        except ValueError:
-            draws = False  # a function written in C may have no signature
+        draws = takes_rng(transform)
         order.transform = function, draws
     return transform(*parts, rng=dataset.rng) if draws else transform(*parts)
+
+
+def takes_rng(function: Callable[..., Any]) -> bool:
+    """Returns whether a user's function has a parameter `rng`."""
+    try:
+        return "rng" in inspect.signature(function).parameters
+    except ValueError:
+        return False  # a function written in C may have no signature
+
+
+@functools.singledispatch
+def sample_of(dataset: Any, index: int) -> Any:
+    """Returns a sample of a dataset, as it is in a batch.
+
+    Each class of datasets with samples registers a function.
+    """
+    raise NotImplementedError(f"{type(dataset).__name__} has no samples.")
 
 
 def for_iterables(name: str, source: Any, batching: str) -> str:
@@ -328,17 +408,16 @@ def for_iterables(name: str, source: Any, batching: str) -> str:
     `source` was passed as the argument `name`. The hint shows the further
     arguments `batching`.
     """
-    if hasattr(source, "as_numpy_iterator"):  # a tf.data.Dataset
-        hint = "`fit` takes it as it is; for workers of this package pass "
-        made = f"{name}.as_numpy_iterator"
-    elif hasattr(source, "__next__"):
+    if hasattr(source, "__next__"):
         hint = "Pass the function that makes it, without calling it: "
-        made = "function"
+        name = "function"
+    elif hasattr(source, "as_numpy_iterator"):  # a tf.data.Dataset
+        hint = "`fit` takes it as it is; for threads of this package pass "
     elif hasattr(source, "__iter__"):
-        hint, made = "For an iterable, use ", f"lambda: iter({name})"
+        hint = "For an iterable, use "
     else:
         return ""
-    return f" {hint}`GeneratorDataset({made}{batching})`."
+    return f" {hint}`GeneratorDataset({name}{batching})`."
 
 
 def _optional(name: str, value: Any) -> int | None:

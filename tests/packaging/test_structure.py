@@ -34,6 +34,7 @@ _ROOMS = [
     "__main__",
     "profiling",
     "cli_target",
+    "combine",
     "datasets",
     "dataset",
     "callbacks",

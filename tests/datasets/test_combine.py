@@ -1,0 +1,386 @@
+"""Datasets of datasets."""
+
+from __future__ import annotations
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+from matrix import assert_exactly_once, in_every_way, same
+from places import PLACES, everywhere
+
+import keras_fastdata
+from keras_fastdata import (
+    ArrayDataset,
+    FastPyDataset,
+    SampleDataset,
+    accelerate,
+    combine,
+)
+
+pytestmark = pytest.mark.usefixtures("kept_forkserver")
+
+
+def numbers(*bounds, **kwargs):
+    return SampleDataset(range(*bounds), **{"batch_size": 3, **kwargs})
+
+
+class Hooked(FastPyDataset):
+    """Four batches of what its hooks have counted."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.began = self.ended = self.started = 0
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return np.asarray([index, self.began, self.started])
+
+    def on_epoch_begin(self):
+        self.began += 1
+
+    def on_worker_start(self):
+        self.started += 1
+
+
+class Batches(FastPyDataset):
+    """Batches of one number."""
+
+    def __init__(self, *bounds, **kwargs):
+        super().__init__(**kwargs)
+        self.numbers = range(*bounds)
+
+    def __len__(self):
+        return len(self.numbers)
+
+    def __getitem__(self, index):
+        return np.asarray([self.numbers[index]])
+
+
+class Noisy(SampleDataset):
+    num_samples = 5
+
+    def get_sample(self, index):
+        return self.rng.random()
+
+
+def flat(dataset):
+    with dataset:
+        return np.concatenate([np.ravel(batch) for batch in dataset]).tolist()
+
+
+def is_small(number):
+    return number % 10 < 5
+
+
+def add(number, rng=None):
+    return number + (100 if rng is None else rng.integers(1000))
+
+
+# -- samples -----------------------------------------------------------------
+
+
+@in_every_way
+def test_concatenated_samples(place, way):
+    make = functools.partial(
+        combine.concat, [numbers(4), numbers(4, 20)], batch_size=3
+    )
+    assert_exactly_once(make, np.asarray, 20, place, way)
+
+
+@in_every_way
+def test_mixed_samples(place, way):
+    make = functools.partial(
+        combine.mix, [numbers(4), numbers(4, 20)], [1, 4], batch_size=3
+    )
+    assert_exactly_once(make, np.asarray, 20, place, way)
+
+
+@in_every_way
+def test_mapped_parts_of_samples(place, way):
+    def make(shuffle, **kwargs):
+        whole = numbers(30, shuffle=shuffle)
+        part = combine.skip(combine.take(whole, 25), 5)
+        return combine.map(part, lambda n: n - 5, **kwargs)
+
+    assert_exactly_once(make, np.asarray, 20, place, way)
+
+
+@in_every_way
+def test_batches_of_several_datasets(place, way):
+    make = functools.partial(
+        combine.concat, [Batches(7), Batches(7, 12)], shuffle=None
+    )
+
+    def in_order(shuffle, **kwargs):
+        return make(**kwargs)
+
+    assert_exactly_once(in_order, np.asarray, 12, place, way)
+
+
+def test_parts_keep_what_the_dataset_is():
+    class Squares(SampleDataset):
+        num_samples = 10
+
+        def get_sample(self, index):
+            return index**2
+
+    part = combine.take(Squares(batch_size=4, workers=0), 6)
+    assert type(part) is Squares
+    assert len(part) == 2
+    assert flat(part) == [0, 1, 4, 9, 16, 25]
+    rows = combine.skip(ArrayDataset(np.arange(9), np.arange(9) % 2), 7)
+    same(list(rows), [(np.asarray([7, 8]), np.asarray([1, 0]))])
+
+
+def test_a_part_is_shuffled_within_itself():
+    part = combine.skip(numbers(20, shuffle=True, seed=1, workers=0), 12)
+    found = flat(part)
+    assert sorted(found) == [*range(12, 20)]
+    assert found != sorted(found)
+
+
+def test_a_part_is_balanced_and_weighted_by_its_own_samples():
+    labels = np.arange(20) % 4
+    rows = functools.partial(ArrayDataset, np.arange(20), labels, workers=0)
+    part = combine.take(rows(sampler="balanced"), 6)
+    ((x, y),) = list(part)
+    assert np.ptp(np.bincount(y)) <= 1
+    assert x.max() < 6
+    weights = (np.arange(20) == 3) + 0.0
+    ((x, _),) = list(combine.take(rows(sampler=weights), 6))
+    assert x.tolist() == [3] * 6
+    longest = combine.skip(
+        numbers(20, bucket_by=np.arange(20)[::-1], workers=0), 14
+    )
+    assert flat(longest) == [19, 18, 17, 16, 15, 14]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_two_parts_divide_the_samples(shuffle):
+    whole = numbers(20, workers=0)
+    one, other = combine.split(whole, 0.7, shuffle=shuffle, seed=4)
+    found = flat(one), flat(other)
+    assert [len(part) for part in found] == [14, 6]
+    assert sorted(found[0] + found[1]) == [*range(20)]
+    assert (found[0] == [*range(14)]) != shuffle
+    again = combine.split(whole, 0.7, shuffle=shuffle, seed=4)
+    assert tuple(map(flat, again)) == found
+
+
+@pytest.mark.parametrize("share", [0.001, 0.999])
+def test_each_part_has_a_sample(share):
+    parts = combine.split(numbers(5, workers=0), share)
+    assert sorted(len(flat(part)) for part in parts) == [1, 4]
+
+
+def test_a_filter_asks_once_for_each_sample():
+    asked = []
+
+    def keep(number):
+        asked.append(int(number))
+        return number % 3 == 1
+
+    part = combine.filter(numbers(10, workers=0), keep)
+    assert flat(part) == flat(part) == [1, 4, 7]
+    assert asked == [*range(10)]
+
+
+def test_what_nothing_is_left_of_is_empty():
+    part = combine.filter(numbers(10, workers=0), lambda number: False)
+    assert len(part) == 0
+    assert list(part) == []
+
+
+def test_samples_of_several_datasets_draw_their_own_numbers():
+    noisy = Noisy(batch_size=3, seed=1, workers=0)
+    found = flat(combine.concat([noisy, noisy]))
+    assert len(set(found)) == 10
+    assert found == flat(combine.concat([noisy, noisy], batch_size=2))
+
+
+def test_a_mapped_function_may_draw():
+    found = flat(combine.map(numbers(8, seed=3, workers=0), add))
+    assert len({n % 7 for n in found}) > 1
+    again = combine.map(numbers(8, batch_size=2, seed=3, workers=0), add)
+    assert found == flat(again)
+
+
+def test_a_mix_has_the_arguments_of_its_first_dataset():
+    ragged = SampleDataset(
+        [np.ones(n) for n in (1, 3)],
+        batch_size=2,
+        pad_to="longest",
+        pad_value=7,
+        workers=0,
+    )
+    (batch,) = combine.concat(
+        [combine.take(ragged, 1), combine.skip(ragged, 1)]
+    )
+    assert batch.tolist() == [[1, 7, 7], [1, 1, 1]]
+    given = combine.concat([ragged], batch_size=1, workers=3)
+    assert repr(given).count("3 threads") == 1
+    given.close()
+
+
+@everywhere
+def test_a_mix_of_shuffled_samples_differs_between_epochs(place):
+    members = [numbers(8), numbers(100, 104)]
+    make = functools.partial(
+        combine.mix, members, [2, 1], shuffle=True, seed=9, batch_size=6
+    )
+    with make(**PLACES[place]) as dataset:
+        epochs = [list(dataset), list(dataset)]
+    for epoch in epochs:
+        for batch in epoch:
+            assert sum(batch >= 100) == 2
+    first, second = (np.concatenate(epoch).tolist() for epoch in epochs)
+    assert first != second
+    assert sorted(first) == [*range(8), *range(100, 104)]
+
+
+@pytest.mark.backend
+def test_fit_does_not_tear_a_mix_apart():
+    seen = []
+
+    def noted(sample):
+        seen.append(int(sample[1]))
+        return sample
+
+    many = SampleDataset([(np.ones(2, "float32"), 0)] * 30, 4, workers=0)
+    few = SampleDataset([(np.ones(2, "float32"), 1)] * 10, 4, workers=0)
+    dataset = combine.map(combine.mix([many, few], [3, 1]), noted)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    model.fit(dataset, epochs=2, verbose=0)
+    batches = np.asarray(seen[-40:]).reshape(10, 4)
+    assert (batches.sum(axis=1) == 1).all()
+
+
+# -- batches -----------------------------------------------------------------
+
+
+def test_batches_are_mixed_in_proportion():
+    members = [Batches(12), Batches(100, 104)]
+    with combine.mix(members, [3, 1], workers=0) as dataset:
+        found = flat(dataset)
+    assert len(found) == 16
+    assert [sum(n >= 100 for n in found[k : k + 4]) for k in (0, 4, 8)] == [
+        1
+    ] * 3
+    with combine.mix(members, stop="all", shuffle=True, seed=1) as dataset:
+        found = flat(dataset)
+    assert {*found} == {*range(12), *range(100, 104)}
+
+
+def test_samples_may_be_combined_by_batches():
+    members = [numbers(5, workers=0), numbers(10, 14, batch_size=2)]
+    with combine.concat(members, by="batches") as dataset:
+        found = [batch.tolist() for batch in dataset]
+    assert found == [[0, 1, 2], [3, 4], [10, 11], [12, 13]]
+
+
+def test_parts_of_batches():
+    with combine.skip(Batches(9, workers=0), 6) as dataset:
+        assert flat(dataset) == [6, 7, 8]
+    kept = combine.filter(Batches(20, workers=0), lambda b: is_small(b[0]))
+    assert flat(kept) == [0, 1, 2, 3, 4, 10, 11, 12, 13, 14]
+    assert flat(combine.map(Batches(3, workers=0), add)) != [0, 1, 2]
+
+
+@everywhere
+def test_hooks_of_the_datasets_are_called(place):
+    hooked = Hooked(**PLACES[place])
+    model = keras.Sequential([keras.layers.Lambda(lambda x: x)])
+    model.compile("sgd", "mse")
+    with combine.concat([hooked, Batches(3)], **PLACES[place]) as dataset:
+        dataset.on_epoch_begin()
+        first = next(iter(dataset))
+    assert first[1] == 1
+    assert first[2] >= 1
+
+
+def test_a_sequence_of_keras_is_taken_after_accelerate():
+    class Plain:
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, index):
+            return np.asarray([index])
+
+    with pytest.raises(TypeError, match=r"accelerate\(\.\.\.\)"):
+        combine.concat([Plain()])
+    assert flat(combine.concat([accelerate(Plain(), workers=0)])) == [0, 1]
+
+
+# -- what cannot be meant ----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "said"),
+    [
+        (lambda: combine.concat([]), TypeError, "at least one"),
+        (lambda: combine.concat(numbers(3)), TypeError, "a list"),
+        (
+            lambda: combine.concat([Batches(2)], by="samples"),
+            ValueError,
+            r"Batches has no samples.*by=\"batches\"",
+        ),
+        (
+            lambda: combine.mix([numbers(3)], [1, 2]),
+            ValueError,
+            "2 numbers for 1 datasets",
+        ),
+        (
+            lambda: combine.mix([numbers(3), numbers(3)], [1, 0]),
+            ValueError,
+            "above 0",
+        ),
+        (
+            lambda: combine.mix([numbers(3), numbers(0)]),
+            ValueError,
+            "Number 1 of `datasets` is empty",
+        ),
+        (lambda: combine.mix([numbers(3)], stop="never"), ValueError, "never"),
+        (lambda: combine.mix([numbers(3)], stop=0), ValueError, "at least 1"),
+        (
+            lambda: combine.take(combine.mix([numbers(3)]), 2),
+            ValueError,
+            "A mix has no parts",
+        ),
+        (
+            lambda: combine.concat([combine.mix([numbers(3)]), numbers(3)]),
+            ValueError,
+            r"the proportions would be lost.*by=\"batches\"",
+        ),
+        (
+            lambda: combine.map(numbers(3), add, shuffle=True),
+            TypeError,
+            "pass `shuffle` to that dataset",
+        ),
+        (lambda: combine.take(numbers(3), -1), ValueError, "at least 0"),
+        (lambda: combine.split(numbers(3), 1), ValueError, "between 0 and 1"),
+        (lambda: combine.split(numbers(1), 0.5), ValueError, "at least 2"),
+    ],
+)
+def test_what_cannot_be_combined_is_refused(make, error, said):
+    with pytest.raises(error, match=said):
+        make()
+
+
+def test_a_dataset_without_end_has_no_parts():
+    class Endless(FastPyDataset):
+        num_batches = None
+
+        def __getitem__(self, index):
+            return np.asarray([index])
+
+    with pytest.raises(ValueError, match="does not know how many"):
+        combine.take(Endless(), 3)
+
+
+def test_the_module_is_there_without_its_import():
+    assert keras_fastdata.combine is combine
