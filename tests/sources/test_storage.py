@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import pickle
+import random
 import stat
 import sys
 import threading
@@ -17,6 +18,7 @@ from storage_samples import (
     Make,
     content_of,
     holds,
+    last,
     makes,
     process,
     read,
@@ -713,6 +715,41 @@ def test_many_processes_read_only_right_bytes_and_keep_the_bound(
             )[1]
             for seed in range(workers)
         ]
-        assert [connection.recv() for connection in said] == [[]] * workers
+        assert [*map(last, said)] == [[]] * workers
     assert hidden(tmp_path) == {".size"}
     assert sum(entries(tmp_path).values()) == total(tmp_path) <= max(limits)
+
+
+@pytest.mark.parametrize(
+    "kills", [3, pytest.param(100, marks=pytest.mark.long)]
+)
+def test_processes_that_are_killed_leave_only_right_bytes(kills, tmp_path):
+    keys = ["k" * length for length in range(30)]
+    rng = random.Random(kills)
+    with contextlib.ExitStack() as stack:
+        running = []
+        for seed in range(kills + 2):
+            arguments = tmp_path, 4000, seed, 10**6, keys
+            running.append(stack.enter_context(process(wanders, *arguments)))
+            if len(running) > 2:
+                killed, said = running.pop(0)
+                for _ in range(rng.randrange(20)):
+                    assert isinstance(said.recv(), int)
+                killed.kill()
+    with process(wanders, tmp_path, 4000, 0, 100, keys) as (_, said):
+        assert last(said) == []
+    assert hidden(tmp_path) == {".size"}
+    assert sum(entries(tmp_path).values()) <= total(tmp_path) <= 4000
+
+
+def test_an_interrupt_frees_what_was_locked(tmp_path, notes):
+    storage = Storage(cache_dir=tmp_path)
+
+    def interrupt(path):
+        Make(notes, "a")(path)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), storage.entry("a", interrupt):
+        pass
+    assert hidden(tmp_path) == set()
+    use(storage, notes, "a")
