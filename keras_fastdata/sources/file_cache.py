@@ -103,7 +103,7 @@ class FileCache:
             raise PermissionError(
                 f"The cache directory {self._folder} must be this user's, and "
                 "others must not be able to write there. Remove it, or pass "
-                "another `cache_dir`."
+                "another `cache_dir` to `Storage`."
             )
 
     @contextlib.contextmanager
@@ -116,11 +116,11 @@ class FileCache:
                 os.path.dirname(self._folder)
             )
             if error.errno in _FULL:
-                remedy = "Free space on the disk, or pass a smaller "
-                remedy += "`cache_bytes`, or another `cache_dir`."
+                remedy = "Free space on the disk, or pass `Storage` a smaller "
+                remedy += "`cache_bytes` or another `cache_dir`."
             elif is_ours and error.errno in _REFUSED:
                 remedy = "Let this user write there, or pass another "
-                remedy += "`cache_dir`."
+                remedy += "`cache_dir` to `Storage`."
             else:
                 raise
             raise OSError(
