@@ -250,12 +250,16 @@ class SampleDataset(SampledDataset):
         )
         take_transform(self, transform)
         _take_collate(self, collate)
+        if transform is not None and not _is_inherited(self, "get_sample"):
+            raise TypeError(
+                f"{type(self).__name__} has a `get_sample` of its own, so that "
+                "`transform` would not be called. Call it in `get_sample`."
+            )
         source = _checked_source(self, source)
         self.source = source
         if hasattr(source, "get_columns") and _is_inherited(self, "get_sample"):
-            # The transform may make the label.
-            label = None if self.transform is not None else label
-            Choice.of(columns, label).read(source.columns)
+            choice = self._fastdata_choice
+            choice.read(source.columns, self.transform is not None)
 
     @overridable_property
     def num_samples(self) -> int:
@@ -308,7 +312,8 @@ def _columns_of(
     dataset: SampleDataset, indices: npt.NDArray[np.int64]
 ) -> Mapping[str, Any]:
     source = dataset.source
-    names = dataset._fastdata_choice.read(source.columns)
+    makes = dataset.transform is not None
+    names = dataset._fastdata_choice.read(source.columns, makes)
     columns: Mapping[str, Any] = source.get_columns(indices, names)
     return columns
 
@@ -343,7 +348,8 @@ def _finished(dataset: SampleDataset, sample: Any) -> Any:
             "`source.to_iter_dataset()` to `GeneratorDataset`."
         )
     if not hasattr(dataset.source, "get_columns"):
-        sample = dataset._fastdata_choice.select(sample)
+        makes = dataset.transform is not None
+        sample = dataset._fastdata_choice.select(sample, makes)
     if dataset.transform is not None:
         sample = transformed(dataset, sample)
     return tidied(sample)
