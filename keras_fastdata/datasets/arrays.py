@@ -218,7 +218,14 @@ def _usable(leaf: Any, name: str) -> Any:
     if _is_sparse(leaf):
         return leaf.tocsr()  # the format whose rows can be indexed
     if hasattr(leaf, "to_numpy"):
+        is_table = hasattr(leaf, "columns")
         leaf = leaf.to_numpy()
+        if is_table and leaf.dtype.kind not in "biufc":
+            raise TypeError(
+                f"`{name}` is a table whose columns are not all numbers. Pass "
+                "it to `SampleDataset(table, label=...)`, which has an array "
+                "for each column, or pass those that are numbers."
+            )
     elif not isinstance(leaf, np.ndarray) and (
         # A number, a string or a tensor; but not a dataset in a file.
         not hasattr(leaf, "shape") or hasattr(leaf, "device")

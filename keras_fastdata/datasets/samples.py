@@ -22,7 +22,7 @@ from keras_fastdata.building import build
 from keras_fastdata.dataset import FastPyDataset
 from keras_fastdata.datasets.collate import Mask, Padded, Padding
 from keras_fastdata.datasets.collate import collate as collate_samples
-from keras_fastdata.datasets.columns import Choice, stack_columns, tidied
+from keras_fastdata.datasets.columns import ColumnChoice, stack_columns, tidied
 from keras_fastdata.datasets.iterables import is_torch_iterable
 from keras_fastdata.datasets.order import SAMPLE, Sampler
 from keras_fastdata.datasets.sampling import (
@@ -244,18 +244,22 @@ class SampleDataset(SampledDataset):
             sampler=sampler,
             **kwargs,
         )
-        self._fastdata_choice = Choice.of(columns, label)
+        self._fastdata_choice = ColumnChoice.of(columns, label)
         self._fastdata_padded = Padded(
             pad_to, pad_value, truncate, pad_to_multiple_of, mask
         )
         take_transform(self, transform)
         _take_collate(self, collate)
+        if transform is not None and not _is_inherited(self, "get_sample"):
+            raise TypeError(
+                f"{type(self).__name__} has a `get_sample` of its own, so that "
+                "`transform` would not be called. Call it in `get_sample`."
+            )
         source = _checked_source(self, source)
         self.source = source
         if hasattr(source, "get_columns") and _is_inherited(self, "get_sample"):
-            # The transform may make the label.
-            label = None if self.transform is not None else label
-            Choice.of(columns, label).read(source.columns)
+            choice = self._fastdata_choice
+            choice.read(source.columns, self.transform is not None)
 
     @overridable_property
     def num_samples(self) -> int:
@@ -308,7 +312,8 @@ def _columns_of(
     dataset: SampleDataset, indices: npt.NDArray[np.int64]
 ) -> Mapping[str, Any]:
     source = dataset.source
-    names = dataset._fastdata_choice.read(source.columns)
+    makes = dataset.transform is not None
+    names = dataset._fastdata_choice.read(source.columns, makes)
     columns: Mapping[str, Any] = source.get_columns(indices, names)
     return columns
 
@@ -343,7 +348,8 @@ def _finished(dataset: SampleDataset, sample: Any) -> Any:
             "`source.to_iter_dataset()` to `GeneratorDataset`."
         )
     if not hasattr(dataset.source, "get_columns"):
-        sample = dataset._fastdata_choice.select(sample)
+        makes = dataset.transform is not None
+        sample = dataset._fastdata_choice.select(sample, makes)
     if dataset.transform is not None:
         sample = transformed(dataset, sample)
     return tidied(sample)
@@ -411,7 +417,7 @@ def _(dataset: SampleDataset, name: str) -> npt.NDArray[Any]:
     if not _gives_columns(dataset):
         found: npt.NDArray[Any] = column_of.dispatch(object)(dataset, name)
         return found
-    Choice.of(name, None).read(dataset.source.columns)
+    ColumnChoice.of(name, None).read(dataset.source.columns)
     parts = []
     for start in range(0, len(dataset.source), _AT_ONCE):
         stop = min(start + _AT_ONCE, len(dataset.source))

@@ -91,13 +91,13 @@ def _reader(local: str) -> Any:
     )
 
 
-def _scan(local: str) -> Arrays:
+def _scan(local: str, path: str) -> Arrays:
     reader = _reader(local)
     if not reader.ok():
         try:
             reader.read([0])  # raises the error that the reader has had
         except (RuntimeError, IndexError) as error:
-            raise _damaged(local, error) from error
+            raise _damaged(path, error) from error
     return {"records": np.array([reader.num_records()], np.int64)}
 
 

@@ -18,7 +18,9 @@ import hashlib
 import importlib
 import os
 import stat
+import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -81,7 +83,8 @@ class FileCache:
                 # Somebody has removed the folder.
         try:
             with contextlib.suppress(OSError):  # not writable, or removed
-                os.utime(path)
+                now = time.time_ns()  # the system's own time has steps
+                os.utime(path, ns=(now, now))
             yield path
         finally:
             held.close()
@@ -141,13 +144,17 @@ class FileCache:
                 temporary = f"{start}.tmp"
                 if not _has_locks(self._folder):
                     temporary = _atomic_write.name_beside(path)
-                _remove(temporary)  # a killed process may have left it
-                try:
-                    make(temporary)
-                    return self._add(temporary, path)
-                except BaseException:
-                    _remove(temporary)
-                    raise
+                while True:
+                    _remove(temporary)  # a killed process may have left it
+                    try:
+                        make(temporary)
+                        return self._add(temporary, path)
+                    except BaseException as error:
+                        _remove(temporary)
+                        if getattr(error, "errno", None) not in _FULL:
+                            raise
+                        if not self._halve():
+                            raise
             finally:
                 _remove(f"{start}.lock")
                 lock.close()
@@ -193,6 +200,14 @@ class FileCache:
         if total is None or total > self._most:
             with self._total_locked() as fd:
                 _write_total(fd, self._evict(self._most))
+
+    def _halve(self) -> bool:
+        """Evicts unused entries of a full disk; returns whether it could."""
+        with self._total_locked() as fd:
+            before = self._evict(sys.maxsize)
+            left = self._evict(before // 2)
+            _write_total(fd, left)
+        return left < before
 
     def _evict(self, most: int) -> int:
         """Evicts unused entries until at most `most` bytes are left.
@@ -266,8 +281,10 @@ class _Held:
         fd, self.fd = self.fd, -1
         return fd
 
+    __del__ = close  # after a KeyboardInterrupt that came just then
 
-_held: set[_Held] = set()
+
+_held: weakref.WeakSet[_Held] = weakref.WeakSet()
 
 
 def _leave_all() -> None:
@@ -356,6 +373,7 @@ def _read_total(fd: int) -> int | None:
 def _write_total(fd: int, total: int) -> None:
     os.lseek(fd, 0, os.SEEK_SET)
     os.write(fd, b"%0*d" % (_DIGITS, total))
+    os.ftruncate(fd, _DIGITS)
 
 
 def _user() -> int:

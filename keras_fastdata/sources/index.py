@@ -17,13 +17,15 @@ from keras_fastdata.sources.source import Indices
 from keras_fastdata.sources.storage import Paths, Storage, is_remote
 
 Arrays = dict[str, npt.NDArray[Any]]
-# Reads a local file. Its results have one dimension; the first one has an
-# element for each sample, or for each group of samples.
-Scan = Callable[[str], Arrays]
+# Reads a local file, and takes its path for error messages. Its results have
+# one dimension; the first one has an element for each sample, or for each group
+# of samples.
+Scan = Callable[[str, str], Arrays]
 
 _T = TypeVar("_T")
 
 _REQUESTS = 16  # at the same time
+_GROUP = 64  # files whose index is kept together; each one kept takes 5 ms
 _ALIGNMENT = 64  # bytes
 _COUNTS = "counts"
 
@@ -48,7 +50,7 @@ class Index:
         self.paths = self.storage.find(paths)
         self._kind = kind
         self._scan = scan
-        self._versions = self._of_each(self.storage.version)
+        self._versions = self._of_each(self.storage.version, self.paths)
         self._arrays: Arrays | None = None
         self.counts = self.arrays[_COUNTS].copy()
 
@@ -56,11 +58,7 @@ class Index:
     def arrays(self) -> Arrays:
         """The arrays that `scan` returns, those of all files joined."""
         if self._arrays is None:
-            keys = [self.key(number) for number in range(len(self.paths))]
-            whole = hashlib.sha256("\n".join(keys).encode()).hexdigest()
-            key = f"{self._kind} {whole}"
-            with self.storage.entry(key, self._make_whole) as path:
-                self._arrays = _opened(path)
+            self._arrays = self._kept(range(len(self.paths)))
         return self._arrays
 
     def key(self, number: int) -> str:
@@ -79,31 +77,39 @@ class Index:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_arrays": None}
 
-    def _make_whole(self, target: str) -> None:
-        numbers = dict(zip(self.paths, range(len(self.paths)), strict=True))
-        parts = self._of_each(lambda path: self._scanned(numbers[path]))
-        names = list(parts[0])
-        joined = {
-            name: np.concatenate([part[name] for part in parts])
-            for name in names
-        }
-        counts = [len(part[names[0]]) for part in parts]
-        _write(target, {**joined, _COUNTS: np.array(counts, np.int64)})
+    def _kept(self, files: range) -> Arrays:
+        """Returns the arrays of some files, which are made if needed."""
+        keys = "\n".join(map(self.key, files))
+        key = f"{self._kind} {hashlib.sha256(keys.encode()).hexdigest()}"
 
-    def _scanned(self, number: int) -> Arrays:
         def make(target: str) -> None:
-            with self.storage.local(self.paths[number]) as local:
-                _write(target, self._scan(local))
+            if len(files) > _GROUP:  # a file more changes one group alone
+                starts = range(0, len(files), _GROUP)
+                parts = [self._kept(files[n : n + _GROUP]) for n in starts]
+            else:
+                paths = self.paths[files.start : files.stop]
+                parts = self._of_each(self._scanned, paths)
+            joined = {
+                name: np.concatenate([part[name] for part in parts])
+                for name in parts[0]
+            }
+            _write(target, joined)
 
-        with self.storage.entry(self.key(number), make) as path:
+        with self.storage.entry(key, make) as path:
             return _opened(path)
 
-    def _of_each(self, ask: Callable[[str], _T]) -> list[_T]:
+    def _scanned(self, path: str) -> Arrays:
+        with self.storage.local(path) as local:
+            arrays = self._scan(local, path)
+        count = len(next(iter(arrays.values())))
+        return {**arrays, _COUNTS: np.array([count], np.int64)}
+
+    def _of_each(self, ask: Callable[[str], _T], paths: list[str]) -> list[_T]:
         """Returns `ask(path)` for each file, of remote ones several at once."""
-        if not any(map(is_remote, self.paths)):
-            return list(map(ask, self.paths))
+        if not any(map(is_remote, paths)):
+            return list(map(ask, paths))
         with futures.ThreadPoolExecutor(_REQUESTS) as pool:
-            return list(pool.map(ask, self.paths))
+            return list(pool.map(ask, paths))
 
 
 def _write(target: str, arrays: Arrays) -> None:

@@ -311,7 +311,7 @@ def _gathered(found: list[Column], places: list[Indices]) -> Column:
     return listed
 
 
-def _scan(local: str) -> Arrays:
+def _scan(local: str, path: str) -> Arrays:
     """Returns the rows and the decoded bytes of each row group."""
     import pyarrow.parquet as pq
 
@@ -319,7 +319,7 @@ def _scan(local: str) -> Arrays:
         found = pq.read_metadata(local)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"The footer of {local} cannot be read: {error} The file is "
+            f"The footer of {path} cannot be read: {error} The file is "
             "damaged, not complete, or no Parquet file. Write it again, or "
             "leave it out of `paths`."
         ) from error

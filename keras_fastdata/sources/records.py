@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -55,16 +55,19 @@ class Records:
         for file, places, _ in self._by_part(indices):
             self._index.check(file)
             path = self._index.paths[file]
-            ranges = np.stack([places, starts[places], ends[places]], 1)
+            sizes = (ends - starts)[places].tolist()
+            ranges = zip(
+                places.tolist(), starts[places].tolist(), sizes, strict=True
+            )
             with self._index.storage.local(path) as local:
-                _read_ranges(local, path, ranges.tolist(), found)
+                _read_ranges(local, path, ranges, found)
         return found
 
 
 def _read_ranges(
     local: str,
     path: str,
-    ranges: list[list[int]],
+    ranges: Iterable[tuple[int, int, int]],
     found: list[bytes],
 ) -> None:
     """Reads ranges of a file, each into its place of `found`."""
@@ -72,19 +75,13 @@ def _read_ranges(
     # the process if the file became shorter.
     handle = os.open(local, os.O_RDONLY)
     try:
-        for place, start, end in ranges:
-            data = os.pread(handle, end - start, start)
-            while len(data) < end - start:  # large, or the end of the file
-                more = os.pread(
-                    handle, end - start - len(data), start + len(data)
+        for place, start, size in ranges:
+            data = found[place] = os.pread(handle, size, start)
+            if len(data) != size:
+                raise ValueError(
+                    f"{path} ends at byte {start + len(data)}, within a "
+                    f"sample that ends at byte {start + size}. It has "
+                    "changed: make the source again."
                 )
-                if not more:
-                    raise ValueError(
-                        f"{path} ends at byte {start + len(data)}, within a "
-                        f"sample that ends at byte {end}. It has changed: "
-                        "make the source again."
-                    )
-                data += more
-            found[place] = data
     finally:
         os.close(handle)

@@ -203,7 +203,7 @@ class RemoteFiles:
         if not issubclass(kind, fsspec.asyn.AsyncFileSystem):
             return kind(**self._options)  # `fsspec` keeps one for each thread
         options = dict(self._options)
-        if protocol in ("s3", "s3a"):
+        if is_s3 := protocol in ("s3", "s3a"):
             # botocore would try again as well, and draw from `random`.
             config = options.get("config_kwargs", {})
             once = {"retries": {"total_max_attempts": 1}}
@@ -211,9 +211,10 @@ class RemoteFiles:
         with self._lock:
             if protocol not in self._systems:
                 # `fsspec` would keep it, with its connections, for ever.
-                self._systems[protocol] = kind(
-                    skip_instance_cache=True, **options
-                )
+                system = kind(skip_instance_cache=True, **options)
+                if is_s3:
+                    system.retries = 1  # s3fs would try again as well
+                self._systems[protocol] = system
             return self._systems[protocol]
 
 

@@ -187,13 +187,13 @@ def _decoder(name: str, given: str | Decoder) -> Decoder:
 # -- the index ---------------------------------------------------------------
 
 
-def _scan(local: str) -> Arrays:
+def _scan(local: str, path: str) -> Arrays:
     """Returns the samples of a shard, and where their files lie."""
     keys: list[bytes] = []
     counts: list[int] = []
     rows: list[tuple[bytes, int, int]] = []
     present: set[str] = set()
-    for name, offset, size in _members(local):
+    for name, offset, size in _members(local, path):
         found = _KEY_AND_FIELD.fullmatch(name)
         if found is None or _META.match(name):
             continue
@@ -204,7 +204,7 @@ def _scan(local: str) -> Arrays:
             present = set()
         if field in present:
             raise ValueError(
-                f"{local} has two files {name!r} in one sample. Give the files "
+                f"{path} has two files {name!r} in one sample. Give the files "
                 "of different samples different names before the first dot."
             )
         present.add(field)
@@ -220,16 +220,16 @@ def _scan(local: str) -> Arrays:
     }
 
 
-def _members(local: str) -> list[_Member]:
+def _members(local: str, path: str) -> list[_Member]:
     """Returns the files in a shard."""
     memory = _mapped(local)
     if memory[:2] in _COMPRESSED:
         raise ValueError(
-            f"{local} is compressed, so that no sample can be read by itself. "
+            f"{path} is compressed, so that no sample can be read by itself. "
             "Write it without compression."
         )
     found = _plain_members(memory)
-    return _all_members(local, memory) if found is None else found
+    return _all_members(local, path, memory) if found is None else found
 
 
 def _mapped(local: str) -> Memory:
@@ -294,7 +294,7 @@ def _texts(rows: npt.NDArray[np.uint8]) -> list[bytes]:
     return [text.partition(b"\0")[0] for text in texts]
 
 
-def _all_members(local: str, memory: Memory) -> list[_Member]:
+def _all_members(local: str, path: str, memory: Memory) -> list[_Member]:
     """Returns the files in a shard, with all that tar files can have."""
     found: list[_Member] = []
     fault: Any = "the data of its last file are cut off"
@@ -311,6 +311,6 @@ def _all_members(local: str, memory: Memory) -> list[_Member]:
         if end <= len(memory) and not any(memory[end : end + _BLOCK]):
             return found
     raise ValueError(
-        f"{local} is damaged after file {len(found)}, at byte {end} or later: "
+        f"{path} is damaged after file {len(found)}, at byte {end} or later: "
         f"{fault}. Write or copy it again, or leave it out of `paths`."
     )

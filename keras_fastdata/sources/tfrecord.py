@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import mmap
 import os
@@ -22,19 +23,18 @@ from keras_fastdata.sources.storage import Paths, Storage
 _HEADER = 12  # bytes
 _FOOTER = 4
 _COMPRESSED = (b"\x1f\x8b", b"\x78\x9c", b"\x78\x01", b"\x78\xda")
-_LISTS = {
-    "bytes_list": "BytesList",
-    "float_list": "FloatList",
-    "int64_list": "Int64List",
-}
-
-
+_DTYPES = {"bytes_list": object, "float_list": np.float32}
+_DTYPES["int64_list"] = np.int64
 # The messages of `tf.train.Example`: a type and a name for each field.
 _MESSAGES = {
     "BytesList": ["repeated bytes value"],
     "FloatList": ["repeated float value"],
     "Int64List": ["repeated int64 value"],
-    "Feature": [f"optional {kind} {name}" for name, kind in _LISTS.items()],
+    "Feature": [
+        "optional BytesList bytes_list",
+        "optional FloatList float_list",
+        "optional Int64List int64_list",
+    ],
     "FeatureEntry": ["optional string key", "optional Feature value"],
     "Features": ["repeated Features.FeatureEntry feature"],
     "Example": ["optional Features features"],
@@ -114,9 +114,11 @@ class TFRecord(Records):
         ends = starts + arrays["length"][indices] + _FOOTER
         records = self._read(indices, starts, ends)
         found = [record[:-_FOOTER] for record in records]
-        wanted = b"".join([record[-_FOOTER:] for record in records])
+        whole = np.frombuffer(b"".join(records), np.uint8)
+        ends = np.cumsum(np.fromiter(map(len, records), np.int64, len(records)))
+        wanted = whole[ends[:, None] + np.arange(-_FOOTER, 0)].view("<u4")[:, 0]
         sums = np.fromiter(map(crc32c, found), np.uint32, len(found))
-        damaged = _masked(sums) != np.frombuffer(wanted, "<u4")
+        damaged = _masked(sums) != wanted
         if damaged.any():
             place = int(np.flatnonzero(damaged)[0])
             raise ValueError(
@@ -169,12 +171,10 @@ class _Examples(TFRecord):
     def _column(self, name: str, parsed: list[Any], indices: Indices) -> Column:
         shape = self._shapes[name]
         features = [feature[name] for feature in parsed]
-        kind = _kind(features)
-        lists = [getattr(feature, kind) for feature in features]
-        lengths = np.array([len(each.value) for each in lists], np.int64)
-        count = None if shape is None else math.prod(shape)
-        if count is not None and (lengths != count).any():
-            place = int(np.flatnonzero(lengths != count)[0])
+        kind, lengths, values = _values_of(features)
+        wrong = lengths != (lengths if shape is None else math.prod(shape))
+        if wrong.any():
+            place = int(wrong.argmax())
             raise ValueError(
                 f"{self._name(int(indices[place]))} has {lengths[place]} "
                 f"values of feature {name!r} in a {kind}, and its shape in "
@@ -182,36 +182,42 @@ class _Examples(TFRecord):
                 "number of values differs. The record has the features "
                 f"{sorted(parsed[place])}."
             )
-        values = _joined(kind, lists)
+        if shape is None and len(set(lengths.tolist())) == 1:
+            shape = (int(lengths[0]),)
         if shape is not None:
-            return values.reshape(len(lists), *shape)
-        if len(set(lengths.tolist())) == 1:
-            return values.reshape(len(lists), -1)
-        return np.split(values, np.cumsum(lengths)[:-1])
+            return values.reshape(len(features), *shape)
+        return np.split(values, np.cumsum(lengths))[: len(features)]
 
 
-def _kind(features: list[Any]) -> str:
-    """Returns which list the values of a feature are in."""
-    for feature in features:
-        for kind in _LISTS:
-            if feature.HasField(kind):
-                return kind
-    return "float_list"
+def _values_of(
+    features: list[Any],
+) -> tuple[str, npt.NDArray[np.int64], npt.NDArray[Any]]:
+    """Returns in which list values are, how many each, and all of them."""
+    count = len(features)
+    kinds = (k for f in features for k in _DTYPES if f.HasField(k))
+    kind = next(kinds, "float_list")
 
+    def joined() -> tuple[Any, bool]:
+        # Messages that follow one another are parsed as one, whose values are
+        # those of all. NumPy converts long lists much faster than short ones.
+        parts = [feature.SerializeToString() for feature in features]
+        whole = _messages()["Feature"].FromString(b"".join(parts))
+        return getattr(whole, kind).value, len(set(map(len, parts))) == 1
 
-def _joined(kind: str, lists: list[Any]) -> npt.NDArray[Any]:
-    """Returns the values of several lists of a feature, one after the other."""
-    if kind == "bytes_list":
-        values = [value for each in lists for value in each.value]
-        texts = np.empty(len(values), object)
-        texts[:] = values
-        return texts
-    # Messages that follow one another are parsed as one, whose values are
-    # those of all. NumPy converts long lists much faster than short ones.
-    whole = b"".join([each.SerializeToString() for each in lists])
-    values = _messages()[_LISTS[kind]].FromString(whole).value
-    dtype = np.float32 if kind == "float_list" else np.int64
-    return np.array(values, dtype)
+    if kind == "float_list":
+        values, even = joined()
+        if even and not len(values) % count:
+            lengths = np.full(count, len(values) // count)
+            return kind, lengths, np.array(values, np.float32)
+    lists = [getattr(feature, kind).value for feature in features]
+    lengths = np.fromiter(map(len, lists), np.int64, count)
+    if kind == "bytes_list" or lengths.max(initial=0) < 2:
+        values = [*itertools.chain.from_iterable(lists)]
+    else:
+        values, _ = joined()
+    found = np.empty(len(values), _DTYPES[kind])
+    found[:] = values
+    return kind, lengths, found
 
 
 def _shape(name: str, given: Any) -> tuple[int, ...] | None:
@@ -247,7 +253,7 @@ def _masked(sums: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
     return turned + np.uint32(0xA282EAD8)  # without what exceeds 32 bits
 
 
-def _scan(local: str) -> Arrays:
+def _scan(local: str, path: str) -> Arrays:
     """Returns where the data of each record of a file start, and how long."""
     places = [0]  # of the headers, and of the end
     size = os.path.getsize(local)
@@ -274,7 +280,7 @@ def _scan(local: str) -> Arrays:
         if memory[:2] in _COMPRESSED:
             what = "has no length, as the file is compressed"
         raise ValueError(
-            f"Record {number} of {local} {what}, at byte "
+            f"Record {number} of {path} {what}, at byte "
             f"{[*places, end][number]}. Write the file again, without "
             "compression, or leave it out of `paths`."
         )

@@ -14,7 +14,7 @@ from matrix import assert_exactly_once, in_every_way
 from PIL import Image
 
 from keras_fastdata import SampleDataset, sources
-from keras_fastdata.sources import tar
+from keras_fastdata.sources import index, tar
 from keras_fastdata.sources.storage import Storage
 
 pytestmark = pytest.mark.usefixtures("kept_forkserver")
@@ -85,17 +85,18 @@ def test_a_pickled_source_gives_the_same_samples(tmp_path, storage):
 
 def test_the_index_is_made_once(tmp_path, storage, monkeypatch):
     paths = shards(tmp_path, 3, 2)
+    monkeypatch.setattr(index, "_GROUP", 2)
     sources.Tar(paths, storage=storage)
     scanned = []
     scan = tar._members
     monkeypatch.setattr(
-        tar, "_members", lambda path: scanned.append(path) or scan(path)
+        tar, "_members", lambda *args: scanned.append(args[1]) or scan(*args)
     )
     assert len(sources.Tar(paths, storage=storage)) == 6
     assert scanned == []
     write(tmp_path / "003.tar", ("a.cls", b"1"))
-    assert len(sources.Tar(paths, storage=storage)) == 7
-    assert scanned == [str(tmp_path / "003.tar")]
+    assert sources.Tar(paths, storage=storage).part_lengths == [2, 2, 2, 1]
+    assert scanned == [str(tmp_path / f"00{n}.tar") for n in (2, 3)]
 
 
 # -- which files are a sample ------------------------------------------------
@@ -159,7 +160,7 @@ def test_the_quick_way_finds_what_the_library_finds(tmp_path):
     path = str(tmp_path / "000.tar")
     memory = tar._mapped(path)
     quick = tar._plain_members(memory)
-    assert quick == tar._all_members(path, memory)
+    assert quick == tar._all_members(path, path, memory)
     assert len(quick) == 100
 
 

@@ -66,7 +66,9 @@ class FileServer:
         )
         self._server.daemon_threads = False  # closed once they have ended
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.02,)
+        )
         self._thread.start()
         return self
 
@@ -113,7 +115,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         """Status, headers and content of what was asked for."""
         if self.files.upstream is not None:
             return self._forwarded()
-        content = self.files.files.get(self.path)
+        content = self.files.files.get(self.path.partition("?")[0])
         if content is None:
             return 404, {"Content-Length": "0"}, b""
         status, headers, body = 200, {}, content
