@@ -43,6 +43,7 @@ NAMES = (
     "scale",
     "samples",
     "images",
+    "formats",
     "packing",
 )
 

@@ -19,36 +19,41 @@ _REMEDY = (
 )
 
 
-class Choice(NamedTuple):
+class ColumnChoice(NamedTuple):
     """The arguments `columns` and `label`."""
 
     columns: str | list[str] | None
     label: str | list[str] | None
 
     @staticmethod
-    def of(columns: Any, label: Any) -> Choice:
+    def of(columns: Any, label: Any) -> ColumnChoice:
         """Checks the arguments; raises `TypeError` for unsuitable ones."""
-        return Choice(_names("columns", columns), _names("label", label))
+        return ColumnChoice(_names("columns", columns), _names("label", label))
 
-    def read(self, available: Iterable[str]) -> list[str]:
+    def read(self, available: Iterable[str], makes: bool = False) -> list[str]:
         """Returns the names to read of those that there are.
+
+        With `makes`, a `transform` may make a label that is not there.
 
         Raises:
             ValueError: There is no such name.
         """
         available = list(available)
-        for argument, names in (
-            ("columns", _listed(self.columns)),
-            ("label", _listed(self.label)),
-        ):
+        columns, labels = _listed(self.columns), _listed(self.label)
+        if makes:
+            labels = [name for name in labels if name in available]
+        for argument, names in ("columns", columns), ("label", labels):
             if unknown := [name for name in names if name not in available]:
                 raise _unknown(argument, unknown, available)
         if self.columns is None:
             return available
-        return list(dict.fromkeys(_listed(self.columns) + _listed(self.label)))
+        return list(dict.fromkeys(columns + labels))
 
-    def select(self, sample: Any) -> Any:
-        """Returns a sample of the source with the chosen parts alone."""
+    def select(self, sample: Any, makes: bool = False) -> Any:
+        """Returns a sample of the source with the chosen parts alone.
+
+        `makes` is as in `read`.
+        """
         if self == (None, None):
             return sample
         if not isinstance(sample, Mapping):
@@ -57,7 +62,7 @@ class Choice(NamedTuple):
                 f"source has a {type(sample).__name__}; give the sample names "
                 "in a `transform`, or leave these arguments out."
             )
-        return {name: sample[name] for name in self.read(sample)}
+        return {name: sample[name] for name in self.read(sample, makes)}
 
     def split(self, batch: Any) -> Any:
         """Splits a batch of named parts into inputs and targets."""
@@ -92,20 +97,25 @@ def stack_columns(
         ValueError: A column has nulls, lists of different lengths, or values
             that are neither numbers nor strings.
     """
-    usable = {
-        name: _usable(name, column, indices) for name, column in columns.items()
-    }
-    batch: dict[str, Any] = collate_columns(usable, indices, empty, padded)
-    return batch
+    pads = padded.of(list(columns))
+    done: dict[str, Any] = {}  # those that are not padded
+    rest: dict[str, Any] = {}
+    for (name, column), pad in zip(columns.items(), pads, strict=True):
+        if isinstance(column, Mapping):
+            done[name] = stack_columns(column, indices, empty, pad)
+            continue
+        column = _usable(name, column, indices)
+        is_text = not isinstance(column, list) and column.dtype.kind in "OSU"
+        (done if is_text else rest)[name] = column
+    to = padded.to
+    if isinstance(to, dict):
+        to = {name: part for name, part in to.items() if name in rest}
+    rest = collate_columns(rest, indices, empty, padded.like(to, padded.mask))
+    return {name: done.get(name, rest.get(name)) for name in columns} | rest
 
 
 def _usable(name: str, column: Any, indices: npt.NDArray[Any]) -> Any:
     """Returns a column as numbers and strings that a batch can have."""
-    if isinstance(column, Mapping):
-        return {
-            f"{key}": _usable(f"{name}.{key}", part, indices)
-            for key, part in column.items()
-        }
     if isinstance(column, list):
         return [_usable(name, row, indices) for row in column]
     if column.dtype.kind == "O":

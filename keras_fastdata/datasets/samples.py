@@ -22,11 +22,12 @@ from keras_fastdata.building import build
 from keras_fastdata.dataset import FastPyDataset
 from keras_fastdata.datasets.collate import Mask, Padded, Padding
 from keras_fastdata.datasets.collate import collate as collate_samples
-from keras_fastdata.datasets.columns import Choice, stack_columns, tidied
+from keras_fastdata.datasets.columns import ColumnChoice, stack_columns, tidied
 from keras_fastdata.datasets.iterables import is_torch_iterable
 from keras_fastdata.datasets.order import SAMPLE, Sampler
 from keras_fastdata.datasets.sampling import (
     SampledDataset,
+    column_of,
     for_iterables,
     labels_of,
     overridable_property,
@@ -37,7 +38,7 @@ from keras_fastdata.datasets.sampling import (
     takes_rng,
     transformed,
 )
-from keras_fastdata.sources.arrow import rows_of
+from keras_fastdata.sources.arrow import objects, rows_of
 from keras_fastdata.sources.tables import as_source
 from keras_fastdata.workers import exceptions
 
@@ -169,9 +170,10 @@ class SampleDataset(SampledDataset):
             each window of so many samples is shuffled. `None`: all samples
             are shuffled together.
         bucket_by: The length of each sample: an array of numbers, or a
-            function of a sample, which is called once for each. A batch then
-            has samples of similar length, so that less is padded. `None`:
-            lengths do not matter.
+            function of a sample, which is called once for each, or the name
+            of a column, of lengths or of lists. A batch then has samples of
+            similar length, so that less is padded. `None`: lengths do not
+            matter.
         bucket_batches: With `bucket_by`: how many batches are sorted by length
             together, at least 1. More of them pad less, fewer are more
             random. Defaults to 100.
@@ -215,7 +217,6 @@ class SampleDataset(SampledDataset):
     rng = _SampleRng()
     # The argument `collate`, a method of a subclass, or `None`.
     collate: Callable[..., Any] | None = None
-    _fastdata_labels: Any = None  # of all samples of a table, once needed
 
     def __init__(
         self,
@@ -243,18 +244,22 @@ class SampleDataset(SampledDataset):
             sampler=sampler,
             **kwargs,
         )
-        self._fastdata_choice = Choice.of(columns, label)
+        self._fastdata_choice = ColumnChoice.of(columns, label)
         self._fastdata_padded = Padded(
             pad_to, pad_value, truncate, pad_to_multiple_of, mask
         )
         take_transform(self, transform)
         _take_collate(self, collate)
+        if transform is not None and not _is_inherited(self, "get_sample"):
+            raise TypeError(
+                f"{type(self).__name__} has a `get_sample` of its own, so that "
+                "`transform` would not be called. Call it in `get_sample`."
+            )
         source = _checked_source(self, source)
         self.source = source
         if hasattr(source, "get_columns") and _is_inherited(self, "get_sample"):
-            # The transform may make the label.
-            label = None if self.transform is not None else label
-            Choice.of(columns, label).read(source.columns)
+            choice = self._fastdata_choice
+            choice.read(source.columns, self.transform is not None)
 
     @overridable_property
     def num_samples(self) -> int:
@@ -307,7 +312,8 @@ def _columns_of(
     dataset: SampleDataset, indices: npt.NDArray[np.int64]
 ) -> Mapping[str, Any]:
     source = dataset.source
-    names = dataset._fastdata_choice.read(source.columns)
+    makes = dataset.transform is not None
+    names = dataset._fastdata_choice.read(source.columns, makes)
     columns: Mapping[str, Any] = source.get_columns(indices, names)
     return columns
 
@@ -342,7 +348,8 @@ def _finished(dataset: SampleDataset, sample: Any) -> Any:
             "`source.to_iter_dataset()` to `GeneratorDataset`."
         )
     if not hasattr(dataset.source, "get_columns"):
-        sample = dataset._fastdata_choice.select(sample)
+        makes = dataset.transform is not None
+        sample = dataset._fastdata_choice.select(sample, makes)
     if dataset.transform is not None:
         sample = transformed(dataset, sample)
     return tidied(sample)
@@ -383,9 +390,13 @@ def _samples_of(
 @samples_of.register
 def _(dataset: SampleDataset) -> Iterator[Any]:
     count = dataset.num_samples
+    if not _gives_columns(dataset):
+        yield from map(dataset.get_sample, range(count))
+        return
     for first in range(0, count, _AT_ONCE):
         indices = np.arange(first, min(first + _AT_ONCE, count))
-        yield from _samples_of(dataset, indices, first)
+        rows = rows_of(_columns_of(dataset, indices), len(indices))
+        yield from (_finished(dataset, row) for row in rows)
 
 
 @sample_of.register
@@ -396,13 +407,25 @@ def _(dataset: SampleDataset, index: int) -> Any:
 @labels_of.register
 def _(dataset: SampleDataset) -> Any:
     label = dataset._fastdata_choice.label
-    if not isinstance(label, str) or not _gives_columns(dataset):
-        return labels_of.dispatch(object)(dataset)
-    source = dataset.source
-    if dataset._fastdata_labels is None:
-        found = source.get_columns(np.arange(len(source)), [label])
-        vars(dataset)["_fastdata_labels"] = found[label]
-    return dataset._fastdata_labels
+    if isinstance(label, str) and _gives_columns(dataset):
+        return column_of(dataset, label)
+    return labels_of.dispatch(object)(dataset)
+
+
+@column_of.register
+def _(dataset: SampleDataset, name: str) -> npt.NDArray[Any]:
+    if not _gives_columns(dataset):
+        found: npt.NDArray[Any] = column_of.dispatch(object)(dataset, name)
+        return found
+    ColumnChoice.of(name, None).read(dataset.source.columns)
+    parts = []
+    for start in range(0, len(dataset.source), _AT_ONCE):
+        stop = min(start + _AT_ONCE, len(dataset.source))
+        columns = dataset.source.get_columns(np.arange(start, stop), [name])
+        column: Any = columns[name]
+        is_flat = isinstance(column, np.ndarray) and column.ndim == 1
+        parts.append(column if is_flat else objects(list(column)))
+    return np.concatenate(parts) if parts else np.empty(0)
 
 
 @part_lengths_of.register

@@ -128,7 +128,12 @@ class PandasTable(ColumnRows):
         self.columns = checked_names(frame.columns)
         self._length = len(frame)
         # A frame takes longer to give rows of a column than its arrays do.
-        self._arrays = {name: frame[name].array for name in self.columns}
+        self._arrays = {
+            name: column.to_numpy()
+            if isinstance(column.dtype, np.dtype)
+            else column.array
+            for name, column in frame.items()
+        }
 
     def __len__(self) -> int:
         return self._length
@@ -144,9 +149,12 @@ class PandasTable(ColumnRows):
 
 def _of_pandas(taken: Any) -> Any:
     """Converts a pandas array to a column."""
-    if isinstance(taken.dtype, np.dtype) and taken.dtype.kind != "O":
-        return taken.to_numpy()  # NaN is a number here
-    absent = taken.isna()
+    if isinstance(taken, np.ndarray):
+        if taken.dtype.kind != "O":
+            return taken  # NaN is a number here
+        absent = np.array([_is_absent(value) for value in taken])
+    else:
+        absent = taken.isna()
     if absent.any():
         values = taken.astype(object).tolist()
         return objects(
@@ -158,6 +166,11 @@ def _of_pandas(taken: Any) -> Any:
     if all(isinstance(v, (list, tuple, np.ndarray)) for v in found):
         return stacked([np.asarray(value) for value in found])
     return found
+
+
+def _is_absent(value: Any) -> bool:
+    """Returns whether an object is what pandas writes for a missing one."""
+    return value is None or (isinstance(value, float) and value != value)
 
 
 class HuggingFaceTable(ColumnRows):
