@@ -606,6 +606,7 @@ print(json.dumps([
         ("keras_fastdata.iterators", 4),
         ("keras_fastdata.profiling", 4),
         ("keras_fastdata.shared_list", 3),
+        ("keras_fastdata.sources.packing", 7),
     ],
 )
 def test_the_examples_in_docstrings_do_what_they_show(module, least, capsys):
