@@ -46,8 +46,8 @@ def run() -> int:
 def _compiled_model() -> Any:
     model = keras.Sequential(
         [
-            keras.Input((48, 48, 1)),
-            keras.layers.Conv2D(16, 9, strides=4, activation="relu"),
+            keras.Input((32, 32, 1)),
+            keras.layers.Conv2D(8, 5, strides=4, activation="relu"),
             keras.layers.GlobalMaxPooling2D(),
             keras.layers.Dense(4, activation="softmax"),
         ]

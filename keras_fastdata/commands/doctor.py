@@ -28,6 +28,7 @@ _TRIAL_S = 240.0
 _LITTLE_MEMORY = 2 << 30
 _LITTLE_SHARED_MEMORY = 256 << 20
 _FEW_FILES = 256
+_SHARED_MEMORY = "/dev/shm"
 _FOR = {  # what an extra is for
     "images": "decodes images faster",
     "report": "writes reports, and draws samples",
@@ -274,7 +275,7 @@ def _system() -> Iterator[Finding]:
 def _dev_shm(is_needed: bool) -> Finding:
     users = 'Ray and `start_method="portable"`'
     level = Level.BROKEN if is_needed else Level.NOTE
-    path = "/dev/shm"
+    path = _SHARED_MEMORY
     if not os.path.isdir(path) or not os.access(path, os.W_OK | os.X_OK):
         state = "cannot be written to" if os.path.isdir(path) else "is missing"
         return Finding(

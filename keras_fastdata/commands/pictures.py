@@ -11,7 +11,7 @@ from keras_fastdata.dataset import FastPyDataset
 
 BATCHES = 30
 READ_S = 0.06
-_SIDE, _ROWS = 48, 32
+_SIDE, _ROWS = 32, 32
 
 
 class Pictures(FastPyDataset):
