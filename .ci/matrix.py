@@ -111,7 +111,7 @@ def run(python, keras, backend):
                 [*command, *TESTS.split()],
                 env={
                     **os.environ,
-                    "PYTHONPATH": folder,
+                    "PYTHONPATH": os.pathsep.join([folder, os.getcwd()]),
                     "KERAS_BACKEND": backend,
                 },
                 stdout=file,
