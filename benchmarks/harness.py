@@ -43,6 +43,8 @@ NAMES = (
     "scale",
     "samples",
     "images",
+    "formats",
+    "packing",
 )
 
 Case = dict[str, Any]

@@ -18,6 +18,9 @@ PACKAGES = (
     "loky",
     "spdl-core",
     "ray",
+    "pyarrow",
+    "datasets",
+    "webdataset",
 )
 
 

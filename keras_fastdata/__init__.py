@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from keras_fastdata.datasets.generators import GeneratorDataset
     from keras_fastdata.datasets.images import ImageFileDataset
     from keras_fastdata.datasets.samples import SampleDataset
+    from keras_fastdata.datasets.twins import (
+        audio_dataset_from_directory,
+        image_dataset_from_directory,
+        text_dataset_from_directory,
+        timeseries_dataset_from_array,
+    )
     from keras_fastdata.errors import (
         BatchTimeoutError,
         DatasetPicklingError,
@@ -48,8 +54,12 @@ __all__ = [
     "ThreadSafeIterator",
     "WorkerDiedError",
     "accelerate",
+    "audio_dataset_from_directory",
+    "image_dataset_from_directory",
     "profile",
+    "text_dataset_from_directory",
     "threadsafe_generator",
+    "timeseries_dataset_from_array",
 ]
 
 # A name's module is imported when the name is first used: a worker that
@@ -70,8 +80,12 @@ _HOMES = {
     "ThreadSafeIterator": "keras_fastdata.iterators",
     "WorkerDiedError": "keras_fastdata.errors",
     "accelerate": "keras_fastdata.datasets.accelerate",
+    "audio_dataset_from_directory": "keras_fastdata.datasets.twins",
+    "image_dataset_from_directory": "keras_fastdata.datasets.twins",
     "profile": "keras_fastdata.profiling",
+    "text_dataset_from_directory": "keras_fastdata.datasets.twins",
     "threadsafe_generator": "keras_fastdata.iterators",
+    "timeseries_dataset_from_array": "keras_fastdata.datasets.twins",
 }
 
 

@@ -215,7 +215,13 @@ def filter(dataset: FastPyDataset, function: Function) -> Any:
     return _part(dataset, np.asarray(kept, np.int64))
 
 
-def map(dataset: FastPyDataset, function: Function, **kwargs: Any) -> Any:
+def map(
+    dataset: FastPyDataset,
+    function: Function,
+    *,
+    by: str | None = None,
+    **kwargs: Any,
+) -> Any:
     """Returns a dataset of what a function makes of samples, or batches.
 
     Args:
@@ -223,15 +229,17 @@ def map(dataset: FastPyDataset, function: Function, **kwargs: Any) -> Any:
         function: Gets a sample and returns a sample, each time one is built,
             in a worker. If it has a parameter `rng`, it receives the NumPy
             generator of the sample.
+        by: As in `concat`. By batches, the function gets a whole batch, which
+            suits a table, whose columns it computes with.
         **kwargs: Arguments as of `concat`, but none about the order of
             samples: that is as in `dataset`.
     """
-    if isinstance(dataset, SampledDataset):
-        if taken := ORDER_ARGUMENTS & kwargs.keys():
-            raise TypeError(
-                f"`map` keeps the order of `dataset`; pass `{min(taken)}` to "
-                "that dataset."
-            )
+    if taken := ORDER_ARGUMENTS & kwargs.keys():
+        raise TypeError(
+            f"`map` keeps the order of `dataset`; pass `{min(taken)}` to that "
+            "dataset."
+        )
+    if _are_of_samples([dataset], by, keeps_order=True):
         return _MappedSamples(dataset, function, _arguments(dataset, kwargs))
     return _CombinedBatches([dataset], orders.InOrder(), kwargs, function)
 
@@ -320,7 +328,7 @@ class _MappedSamples(SampleDataset):
 
     def __init__(
         self,
-        dataset: SampledDataset,
+        dataset: Any,
         function: Function,
         arguments: dict[str, Any],
     ) -> None:
@@ -335,7 +343,7 @@ class _MappedSamples(SampleDataset):
 
     @property
     def num_samples(self) -> int:
-        return self._fastdata_mapped.num_samples
+        return int(self._fastdata_mapped.num_samples)
 
     def get_sample(self, index: int) -> Any:
         found = sample_of(self._fastdata_mapped, index)
@@ -419,7 +427,9 @@ def _is_of_samples(dataset: FastPyDataset) -> bool:
     return isinstance(dataset, SampledDataset)
 
 
-def _are_of_samples(members: list[FastPyDataset], by: str | None) -> bool:
+def _are_of_samples(
+    members: list[FastPyDataset], by: str | None, keeps_order: bool = False
+) -> bool:
     if by is not None:
         one_of("by", by, ("samples", "batches"))
     without = [type(m).__name__ for m in members if not _is_of_samples(m)]
@@ -428,7 +438,8 @@ def _are_of_samples(members: list[FastPyDataset], by: str | None) -> bool:
             f'{without[0]} has no samples, only batches; pass `by="batches"`.'
         )
     of_samples = by != "batches" and not without
-    if of_samples and any(_is_mixed(member) for member in members):
+    is_mixed = any(_is_mixed(member) for member in members)
+    if of_samples and is_mixed and not keeps_order:
         raise ValueError(
             "One of `datasets` is a mix. Of its samples, the proportions would "
             'be lost: pass the datasets of that mix, or `by="batches"`.'

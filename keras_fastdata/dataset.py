@@ -80,6 +80,23 @@ class _WhileBuilding(Generic[_T]):
         return answer(dataset, self._name)
 
 
+class _ElementSpec:
+    """The structure of a batch, with a `keras.KerasTensor` for each array.
+
+    The shape has `None` for the first axis, and for each axis whose length
+    differs between the first two batches and the last one. These batches are
+    built in the caller, as by `show`, each time that the property is read.
+    An attribute of the instance with this name overrides the property.
+    """
+
+    def __get__(self, dataset: FastPyDataset | None, owner: type) -> Any:
+        if dataset is None:
+            return self
+        from keras_fastdata.display.element_spec import element_spec
+
+        return element_spec(dataset)
+
+
 class FastPyDataset(_Base):
     """A Keras dataset whose batches are built by threads or processes.
 
@@ -510,6 +527,8 @@ class FastPyDataset(_Base):
         return samples.draw(
             self, integer("index", index, least=0), integer("n", n, least=1)
         )
+
+    element_spec = _ElementSpec()
 
     @reprlib.recursive_repr()
     def __repr__(self) -> str:

@@ -26,7 +26,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,6 +35,7 @@ from keras_fastdata._modules import is_users, names_in
 from keras_fastdata.building import seeding
 
 _MOST_VISITED = 20_000  # objects in one search
+_TRIES = 3  # to read a container that another thread changes
 _MOST_ITEMS = 1_000  # of a container
 _MOST_GROWING = 32  # containers whose growth is noticed
 _MOST_WATCHED = 64  # items of containers whose replacement is noticed
@@ -422,19 +423,17 @@ def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
     """Yields (name, object) for each object that `value` contains."""
     items: Any = ()
     if isinstance(value, dict):
-        keys = itertools.islice(list(value), _MOST_ITEMS)
-        for number, key in enumerate(keys):
+        for number, key in enumerate(_first_items(value)):
             yield f"[{_key_name(key, number)}]", dict.get(value, key)
     elif isinstance(value, (list, tuple, collections.deque)):
-        items = itertools.islice(value, _MOST_ITEMS)
+        items = _first_items(value)
     elif isinstance(value, (set, frozenset)):
         # The order of a set depends on addresses.
-        some = itertools.islice(list(value), _MOST_ITEMS)
-        for item in sorted(some, key=_class_name):
+        for item in sorted(_first_items(value), key=_class_name):
             yield "{}", item
     elif isinstance(value, np.ndarray):
         if value.dtype == object:
-            items = itertools.islice(value.flat, _MOST_ITEMS)
+            items = _first_items(value.flat)
     elif isinstance(value, types.FunctionType):
         yield ".__defaults__", value.__defaults__
         yield ".__kwdefaults__", value.__kwdefaults__
@@ -464,6 +463,14 @@ def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
     for slot in _slots_of(kind):
         with contextlib.suppress(AttributeError):  # not assigned
             yield f".{slot.__name__}", slot.__get__(value)
+
+
+def _first_items(container: Iterable[Any]) -> list[Any]:
+    """Returns the first items of a container, or none if it keeps changing."""
+    for _ in range(_TRIES):
+        with contextlib.suppress(RuntimeError):  # a thread changed its size
+            return list(itertools.islice(container, _MOST_ITEMS))
+    return []
 
 
 def _key_name(key: Any, number: int) -> str:
@@ -557,8 +564,20 @@ def _is_leaf(kind: type) -> bool:
     return kind.__module__.partition(".")[0] in _OPAQUE
 
 
-# Arrays and tables; they hold no random generators.
-_OPAQUE = {"tensorflow", "jax", "jaxlib", "pandas", "pyarrow", "h5py"}
+# Packages whose objects hold no random generators: arrays, tables and the like.
+_OPAQUE = {
+    *("tensorflow", "jax", "jaxlib", "pandas", "polars", "pyarrow", "h5py"),
+    # File systems and connections, which threads of their own change.
+    *(
+        "fsspec",
+        "s3fs",
+        "gcsfs",
+        "aiobotocore",
+        "botocore",
+        "aiohttp",
+        "asyncio",
+    ),
+}
 _LEAF_TYPES = {
     *(str, bytes, bytearray, int, float, complex, bool),
     *(type(None), type(...), slice, range, property),

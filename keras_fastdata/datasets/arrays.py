@@ -20,6 +20,7 @@ from keras_fastdata.datasets.sampling import (
     take_transform,
     transformed,
 )
+from keras_fastdata.datasets.windows import Windows
 from keras_fastdata.memory.ownership import map_leaves
 
 
@@ -165,6 +166,8 @@ def _rows(array: Any, indices: Indices, empty: build.Empty) -> npt.NDArray[Any]:
             f"`sample_indices` has samples from {indices.min()} to "
             f"{indices.max()}; there are {count}."
         )
+    if isinstance(array, Windows):
+        return array.rows(indices, empty)
     if _is_sparse(array):
         return array[indices]  # type: ignore[no-any-return]
     if not isinstance(array, np.ndarray):
@@ -215,7 +218,14 @@ def _usable(leaf: Any, name: str) -> Any:
     if _is_sparse(leaf):
         return leaf.tocsr()  # the format whose rows can be indexed
     if hasattr(leaf, "to_numpy"):
+        is_table = hasattr(leaf, "columns")
         leaf = leaf.to_numpy()
+        if is_table and leaf.dtype.kind not in "biufc":
+            raise TypeError(
+                f"`{name}` is a table whose columns are not all numbers. Pass "
+                "it to `SampleDataset(table, label=...)`, which has an array "
+                "for each column, or pass those that are numbers."
+            )
     elif not isinstance(leaf, np.ndarray) and (
         # A number, a string or a tensor; but not a dataset in a file.
         not hasattr(leaf, "shape") or hasattr(leaf, "device")

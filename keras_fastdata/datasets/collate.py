@@ -161,7 +161,7 @@ def collate(
     arrays of the batch.
     """
 
-    def stack_of(part: Any, padded: Padded, where: str) -> _Stack:
+    def leaf(part: Any, padded: Padded, where: str) -> _Stack:
         first = _as_array(part)
         if first.dtype.kind in _TEXT or (padded.to == "longest" and first.ndim):
             return _Gathered([], empty, padded, where)
@@ -176,7 +176,7 @@ def collate(
                 break
             if stack is None:
                 kinds = (tuple, list, Mapping)
-                stack = _stack_like(sample, kinds, stack_of, padded)
+                stack = _stack_like(sample, kinds, leaf, padded, "")
             stack.put(place, sample)
         if stack is not None and count == len(indices):
             return stack.batch()
@@ -201,11 +201,12 @@ def collate_columns(
     needs no padding is returned itself.
     """
 
-    def stack_of(part: Any, padded: Padded, where: str) -> _Stack:
+    def leaf(part: Any, padded: Padded, where: str) -> _Stack:
         return _Gathered(part, empty, padded, where)
 
     try:
-        return _stack_like(columns, (tuple, Mapping), stack_of, padded).batch()
+        kinds = (tuple, Mapping)
+        return _stack_like(columns, kinds, leaf, padded, "").batch()
     except _MisfitError as misfit:
         raise _named(misfit, indices) from None
 
@@ -294,9 +295,10 @@ class _Nested:
     def __init__(
         self,
         sample: Any,
+        kinds: tuple[type, ...],
+        leaf: _Leaf,
         padded: Padded,
         where: str,
-        stack_like: Callable[[Any, Padded, str], _Stack],
     ) -> None:
         self._kind = type(sample)
         self._where = where
@@ -309,7 +311,7 @@ class _Nested:
             # Of `(inputs, targets)`, the inputs get the mask.
             each[0], self._mask = each[0].like(each[0].to, padded.mask), None
         self._parts = [
-            stack_like(sample[key], pad, f"{where}[{key!r}]")
+            _stack_like(sample[key], kinds, leaf, pad, f"{where}[{key!r}]")
             for key, pad in zip(self._keys, each, strict=True)
         ]
 
@@ -446,11 +448,7 @@ class _Gathered:
     lengths: _Lengths | None = None
 
     def __init__(
-        self,
-        rows: Any,
-        empty: Empty,
-        padded: Padded,
-        where: str,
+        self, rows: Any, empty: Empty, padded: Padded, where: str
     ) -> None:
         self._rows = rows
         self._empty = empty
@@ -469,26 +467,23 @@ class _Gathered:
 
 
 _Stack = _Nested | _Nothing | _Column | _Gathered
+_Leaf = Callable[[Any, Padded, str], _Stack]
 
 
 def _stack_like(
     sample: Any,
     kinds: tuple[type, ...],
-    stack_of: Callable[[Any, Padded, str], _Stack],
+    leaf: _Leaf,
     padded: Padded,
-    where: str = "",
+    where: str,
 ) -> _Stack:
     """Returns a stack for samples like this one.
 
-    Objects of `kinds` are nested structures. `stack_of` makes the stack of any
+    Objects of `kinds` are nested structures. `leaf` makes the stack of any
     other part.
     """
-
-    def stack_like(part: Any, padded: Padded, where: str) -> _Stack:
-        return _stack_like(part, kinds, stack_of, padded, where)
-
     if isinstance(sample, kinds):
-        return _Nested(sample, padded, where, stack_like)
+        return _Nested(sample, kinds, leaf, padded, where)
     if padded.mask is not None:
         raise ValueError(
             "`mask` adds a part to inputs that are a dict, and these are "
@@ -497,7 +492,7 @@ def _stack_like(
             "`pad_value`: `keras.layers.Masking`, or `mask_zero=True` of "
             "`keras.layers.Embedding`."
         )
-    return _Nothing() if sample is None else stack_of(sample, padded, where)
+    return _Nothing() if sample is None else leaf(sample, padded, where)
 
 
 def _common(rows: Column, where: str) -> tuple[list[_Shape], np.dtype[Any]]:

@@ -18,6 +18,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from keras_fastdata._validation import one_of
+
+FORMATS = (".bmp", ".gif", ".jpeg", ".jpg", ".png")
 MODES = {"rgb": "RGB", "rgba": "RGBA", "grayscale": "L"}
 # Names of filters in cykooz_resizer, and in Pillow.
 RESAMPLING = {
@@ -67,6 +70,51 @@ def require() -> None:
             "'keras-fastdata[images]'`, which is Pillow with two packages "
             "that make it faster."
         ) from None
+
+
+def check(color_mode: str, crops: bool, pads: bool) -> None:
+    """Raises `ValueError` unless arguments about an image's form are valid."""
+    one_of("color_mode", color_mode, tuple(MODES))
+    if crops and pads:
+        raise ValueError(
+            "Only one of `crop_to_aspect_ratio` and `pad_to_aspect_ratio` may "
+            "be True."
+        )
+
+
+def decode_as_tensorflow(path: str, mode: str) -> Any:
+    """Reads an image file as `tf.io.decode_image` does.
+
+    It ignores EXIF orientation and transparency. simplejpeg has the DCT that
+    TensorFlow uses for JPEGs; without it, values differ by a few of 255.
+
+    Args:
+        path: The file. Of a moving GIF the first picture is read.
+        mode: A key of `MODES`.
+
+    Returns:
+        A uint8 array `(height, width, channels)`, possibly read-only.
+    """
+    from PIL import Image
+
+    with Image.open(path) as image:
+        simplejpeg = _faster("simplejpeg")
+        is_jpeg = image.format in ("JPEG", "MPO") and image.mode in ("RGB", "L")
+        if is_jpeg and simplejpeg is not None:
+            with open(path, "rb") as file:
+                data = file.read()
+            name = "GRAY" if mode == "grayscale" else MODES[mode]
+            return simplejpeg.decode_jpeg(data, name, fastdct=True)
+        if mode == "grayscale" and image.format == "JPEG":
+            image.draft("L", image.size)
+        plain = _in_bytes(image)
+        if mode == "grayscale" and plain.mode not in ("L", "LA", "1"):
+            # The weights of libpng.
+            colours = np.asarray(plain.convert("RGB")).astype(np.int32)
+            grey = colours @ np.array([9797, 19234, 3737], np.int32) >> 15
+            return grey.astype(np.uint8)[:, :, np.newaxis]
+        found = np.asarray(plain.convert(MODES[mode]))
+    return found[:, :, np.newaxis] if found.ndim == 2 else found
 
 
 @functools.cache

@@ -109,14 +109,14 @@ class Folder:
 
     def datasets(
         self,
-        make: Callable[[list[str], Any, bool], _Made],
+        make: Callable[..., _Made],
         noun: str,
         formats: tuple[str, ...],
     ) -> Any:
         """Returns a dataset of the files, or two for `subset="both"`.
 
         Args:
-            make: Returns a dataset: `make(paths, labels, shuffle)`.
+            make: Returns a dataset: `make(paths, labels, shuffle=, seed=)`.
             noun: What the files are, for messages.
             formats: How the names of files end, in small letters.
         """
@@ -149,7 +149,8 @@ class Folder:
             dataset = make(
                 [paths[place] for place in places],
                 None if numbers is None else numbers[places],
-                self.shuffle and not made,
+                shuffle=self.shuffle and not made,
+                seed=self.seed,
             )
             dataset.class_names = names
             if self.label_mode == "categorical" and names is not None:

@@ -1,4 +1,4 @@
-"""The source of the items of a `GeneratorDataset`: a factory or an iterator."""
+"""The source of a `GeneratorDataset`: a factory, an iterable, an iterator."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from keras_fastdata._validation import boolean
+from keras_fastdata.datasets.iterables import Passes
 from keras_fastdata.metrics.worker_kinds import WorkerLimit
 
 # What can be split among workers, in words.
@@ -19,7 +20,10 @@ _FACTORY = (
 
 
 class GeneratorSource(NamedTuple):
-    """The user's factory or iterator, and the parameters of the factory."""
+    """The user's factory or iterator, and the parameters of the factory.
+
+    For an iterable that serves any number of passes, `factory` is `Passes`.
+    """
 
     factory: Any
     is_iterator: bool = False
@@ -33,12 +37,14 @@ class GeneratorSource(NamedTuple):
         if hasattr(factory, "__next__"):
             return GeneratorSource(factory, is_iterator=True)
         if not callable(factory):
+            passes = Passes.over(factory)
+            if passes is not None:
+                return GeneratorSource(passes, takes_shards=passes.splits)
             raise TypeError(
-                "`factory` must be a function that makes a generator, or an "
-                f"iterator. Received a {type(factory).__name__}. Pass an "
-                "object with numbered items to `SampleDataset`; pass "
-                "`lambda: iter(it)` for an iterable that serves any number of "
-                "passes."
+                "`factory` must be a function that makes a generator, an "
+                f"iterable or an iterator. Received a {type(factory).__name__}"
+                ". Pass an object with numbered items to `SampleDataset`; pass "
+                "`lambda: iter(items)` to iterate over it."
             )
         try:
             parameters = dict(inspect.signature(factory).parameters)
@@ -73,6 +79,8 @@ class GeneratorSource(NamedTuple):
         """Raises `ValueError` if the workers cannot use the source."""
         if num_shards > 1 and not self.takes_shards:
             what = "iterator" if self.is_iterator else "factory"
+            if isinstance(self.factory, Passes):
+                what = type(self.factory.iterable).__name__
             raise ValueError(
                 f"This {what} cannot be split among {num_shards} workers or "
                 "shards: each would give the same items. Pass a function "
@@ -87,6 +95,13 @@ class GeneratorSource(NamedTuple):
                 "function that makes it, without calling it, so that the "
                 "worker calls it; or use a thread of this process, with "
                 "`use_multiprocessing=False`."
+            )
+        if processes and not getattr(self.factory, "travels", True):
+            raise ValueError(
+                f"A {type(self.factory.iterable).__name__} cannot go to a "
+                "worker process. Use a thread of this process, with "
+                "`workers=1`: TensorFlow runs the dataset in threads of its "
+                "own."
             )
 
     def limit(self, num_shards: int | None) -> WorkerLimit:
@@ -128,6 +143,9 @@ class GeneratorSource(NamedTuple):
         if self.is_iterator:
             iterator: Iterator[Any] = self.factory
             return iterator
+        if isinstance(self.factory, Passes):
+            key, _, times = stream
+            return self.factory.begin(index, num_shards, key + times)
         named: dict[str, Any] = {}
         if self.takes_rng:
             named["rng"] = np.random.default_rng(stream)

@@ -23,7 +23,7 @@ import dataclasses
 import itertools
 import random
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,8 +49,10 @@ from keras_fastdata.building import seeding
 from keras_fastdata.building.held_generators import Held, Search, seeds_its_own
 from keras_fastdata.dataset import FastPyDataset
 from keras_fastdata.datasets.collate import Mask, Padded, Padding, collate
+from keras_fastdata.datasets.columns import Choice
 from keras_fastdata.datasets.generator_source import GeneratorSource
 from keras_fastdata.datasets.generator_workers import GeneratorWorkers
+from keras_fastdata.datasets.iterables import Passes
 from keras_fastdata.datasets.order import GENERATOR_KEY
 from keras_fastdata.engine.batch_iterator import BatchIterator
 from keras_fastdata.engine.sharding import has_random_access
@@ -72,7 +74,7 @@ _CHECKED = 1024  # bytes at each end of an array that a checksum covers
 
 
 class GeneratorDataset(FastPyDataset):
-    """Builds batches from the items of Python generators.
+    """Builds batches from the items of Python generators, or of an iterable.
 
     Each item comes once, with several workers too.
 
@@ -92,11 +94,18 @@ class GeneratorDataset(FastPyDataset):
       `batch_timeout` this counts as one batch.
 
     Args:
-        factory: A function that returns a generator. With `workers` 0, or 1
-            in a thread, it may be an iterator, which serves one pass over its
-            items. `close` loses the items that a thread has read ahead.
+        factory: A function that returns a generator. Or an iterable that
+            serves any number of passes: a Hugging Face `IterableDataset`, a
+            torch `IterableDataset`, a `tf.data.Dataset`, or another. The
+            first two can be split among workers: by
+            `split_dataset_by_node`, and by `get_worker_info()`. All others
+            need `workers` 0 or 1. With `workers` 0, or 1 in a thread, it may
+            be an iterator, which serves one pass over its items. `close`
+            loses the items that a thread has read ahead.
         batch_size: Items in a batch, at least 1, stacked as samples are in
             `SampleDataset`. `None`: each item is a batch. Defaults to `None`.
+        columns: As in `SampleDataset`, where items are dicts.
+        label: As in `SampleDataset`, where items are dicts.
         num_shards: Number of generators, at least 1. `None`: one for each
             worker.
         num_batches: Batches in an epoch, at least 1. `None`: all of them; if
@@ -142,9 +151,11 @@ class GeneratorDataset(FastPyDataset):
 
     def __init__(
         self,
-        factory: Callable[..., Any] | Iterator[Any],
+        factory: Callable[..., Any] | Iterable[Any],
         batch_size: int | None = None,
         *,
+        columns: str | Sequence[str] | None = None,
+        label: str | Sequence[str] | None = None,
         num_shards: int | None = None,
         num_batches: int | None = None,
         restart: bool | None = None,
@@ -160,8 +171,6 @@ class GeneratorDataset(FastPyDataset):
         **kwargs: Any,
     ) -> None:
         _check_kwargs(type(self), workers, kwargs)
-        if kwargs.get("executor") == "ray":
-            kwargs["use_multiprocessing"] = True  # Ray's workers are processes
         super().__init__(
             workers=0,
             shuffle=False,
@@ -178,28 +187,16 @@ class GeneratorDataset(FastPyDataset):
         source.check(num_shards, kwargs.get("use_multiprocessing", False))
         restarts = source.restarts(restart, num_batches)
         count = min(max(1, workers), num_shards)
-        if most := _optional("max_queue_bytes", kwargs.get("max_queue_bytes")):
-            kwargs["max_queue_bytes"] = max(1, most // count)
         spec = _Spec(
             source,
             num_shards,
             batch_size,
             bool(drop_remainder),
             Padded(pad_to, pad_value, truncate, pad_to_multiple_of, mask),
+            Choice.of(columns, label),
             repeats=not restarts and not source.is_iterator,
         )
-        shards = [
-            GeneratorShards(
-                spec,
-                range(index, num_shards, count),
-                workers=min(1, workers),
-                seed=0,  # draws depend on `GeneratorShards.key` instead
-                max_queue_size=max_queue_size
-                and max(1, (max_queue_size + count - 1 - index) // count),
-                **kwargs,
-            )
-            for index in range(count)
-        ]
+        shards = _shards(spec, count, min(1, workers), max_queue_size, kwargs)
         self._fastdata_plan = _Plan(
             restarts, num_shards, num_batches, shards, workers and count, limit
         )
@@ -444,6 +441,7 @@ class _Spec(NamedTuple):
     batch_size: int | None  # items; `None` if an item is a batch
     drop_remainder: bool
     padded: Padded
+    choice: Choice  # what of an item is read, and what of it is y
     repeats: bool  # whether to make new generators when the data ends
 
 
@@ -610,11 +608,13 @@ class _Shard:
         told = np.array([_BATCH, before, self._chain])
         if dropped:
             return (told,)
+        choice = self._spec.choice
+        items = [choice.select(item) for item in items]
         if self._spec.batch_size is None:
-            return told, items[0]
+            return told, choice.split(items[0])
         numbers = range(first, first + len(items))
-        return told, collate(
-            items, numbers, self._owner.empty, self._spec.padded
+        return told, choice.split(
+            collate(items, numbers, self._owner.empty, self._spec.padded)
         )
 
     def _take(self) -> list[Any]:
@@ -650,20 +650,53 @@ class _Shard:
         """Seeds the generators of NumPy, Python, torch and `factory`."""
         if self._owner.workers and not self._owner.use_multiprocessing:
             return  # the threads of a process share the global generators
+        factory = self._spec.source.factory
         key = *self._stream, self._round, self._position
         words = np.random.SeedSequence(key).generate_state(10)
         np.random.seed(words[:4])
         random.seed(words[4:8].tobytes())
         if (torch := seeding.loaded_torch()) is not None:
             torch.default_generator.manual_seed(int(words[8:].view("u8")[0]))
-        if self._generator is None:
-            self._held = Search(self._spec.source.factory).held
+        if self._generator is None and getattr(factory, "reseeds", True):
+            self._held = Search(factory).held
+        # All parts of an iterable must have the same order, if they shuffle.
+        shared = isinstance(factory, Passes)
         for held in self._held:
-            held.reseed(0, *key)
+            held.reseed(0, *(key[:1] + key[2:] if shared else key))
 
 
-def _check_kwargs(kind: type, workers: Any, kwargs: Mapping[str, Any]) -> None:
-    """Raises an error for an argument that a `GeneratorDataset` cannot use."""
+def _shards(
+    spec: _Spec,
+    count: int,
+    workers: int,
+    max_queue_size: int,
+    kwargs: dict[str, Any],
+) -> list[GeneratorShards]:
+    """Divides the shards, and the places in the queue, among `count` objects.
+
+    Each of them has `workers` workers, 0 or 1.
+    """
+    if most := _optional("max_queue_bytes", kwargs.get("max_queue_bytes")):
+        kwargs = {**kwargs, "max_queue_bytes": max(1, most // count)}
+    return [
+        GeneratorShards(
+            spec,
+            range(index, spec.num_shards, count),
+            workers=workers,
+            seed=0,  # draws depend on `GeneratorShards.key` instead
+            max_queue_size=max_queue_size
+            and max(1, (max_queue_size + count - 1 - index) // count),
+            **kwargs,
+        )
+        for index in range(count)
+    ]
+
+
+def _check_kwargs(kind: type, workers: Any, kwargs: dict[str, Any]) -> None:
+    """Raises an error for an argument that a `GeneratorDataset` cannot use.
+
+    Sets `use_multiprocessing` where the other arguments imply it.
+    """
     if "shuffle" in kwargs:
         raise TypeError(
             "GeneratorDataset takes no `shuffle`: its generators decide the "
@@ -684,6 +717,8 @@ def _check_kwargs(kind: type, workers: Any, kwargs: Mapping[str, Any]) -> None:
             'GeneratorDataset takes no `workers="auto"`: each of its workers '
             "has generators of its own. Pass the number of workers."
         )
+    if kwargs.get("executor") == "ray":
+        kwargs["use_multiprocessing"] = True  # Ray's workers are processes
     allowed = [name for name in arguments_of(kind) if name not in _REFUSED]
     unknown = set(kwargs) - set(arguments_of(FastPyDataset))
     if unknown:

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from keras_fastdata._validation import check_local, one_of
+from keras_fastdata._validation import one_of
 from keras_fastdata.datasets import decoding, directories
 from keras_fastdata.datasets.directories import FileDataset
 from keras_fastdata.datasets.order import Sampler
-
-FORMATS = (".bmp", ".gif", ".jpeg", ".jpg", ".png")
+from keras_fastdata.sources.storage import Storage, is_remote
 
 Image = npt.NDArray[Any]
 
@@ -31,8 +30,9 @@ class ImageFileDataset(FileDataset):
     resizes in a fifth of it; values may then differ by a few of 255.
 
     Args:
-        paths: Paths of the files, one for each sample; with a `decoder`,
-            anything that the decoder can read.
+        paths: Paths of the files, one for each sample, also such as
+            `s3://bucket/name`; with a `decoder`, anything that the decoder can
+            read.
         labels: A number, or an array of numbers, for each file; or `None`.
             Integers arrive as int32, others as float32.
         image_size: Height and width, or one integer for both. Defaults to
@@ -52,6 +52,9 @@ class ImageFileDataset(FileDataset):
         decoder: A function `decoder(path, image_size)` that reads a file in
             place of Pillow. It returns an array of shape `(height, width,
             channels)`, of `dtype` or of a type that `dtype` can hold.
+        storage: The `keras_fastdata.sources.Storage` that fetches files such
+            as `s3://bucket/name` and keeps them on disk. `None` makes one; a
+            `decoder` then gets such paths as they are.
         drop_remainder: As in `SampleDataset`.
         shuffle: As in `SampleDataset`.
         sampler: As in `SampleDataset`.
@@ -101,6 +104,7 @@ class ImageFileDataset(FileDataset):
         pad_to_aspect_ratio: bool = False,
         dtype: npt.DTypeLike = "uint8",
         decoder: Callable[..., Any] | None = None,
+        storage: Storage | None = None,
         drop_remainder: bool = False,
         shuffle: bool | None = None,
         sampler: Sampler | npt.ArrayLike | None = None,
@@ -117,14 +121,9 @@ class ImageFileDataset(FileDataset):
             **kwargs,
         )
         self.image_size = size_of(image_size)
-        one_of("color_mode", color_mode, tuple(decoding.MODES))
+        decoding.check(color_mode, crop_to_aspect_ratio, pad_to_aspect_ratio)
         one_of("interpolation", interpolation, tuple(decoding.RESAMPLING))
         self.color_mode, self.interpolation = color_mode, interpolation
-        if crop_to_aspect_ratio and pad_to_aspect_ratio:
-            raise ValueError(
-                "Only one of `crop_to_aspect_ratio` and `pad_to_aspect_ratio` "
-                "may be True."
-            )
         self.crop_to_aspect_ratio = bool(crop_to_aspect_ratio)
         self.pad_to_aspect_ratio = bool(pad_to_aspect_ratio)
         self.dtype = np.dtype(dtype)
@@ -133,6 +132,8 @@ class ImageFileDataset(FileDataset):
                 f"`dtype` must hold 0 to 255. Received: {self.dtype}"
             )
         self.decoder = decoder
+        is_far = decoder is None and any(map(is_remote, self.paths))
+        self.storage = Storage() if storage is None and is_far else storage
 
     @classmethod
     def from_directory(
@@ -209,7 +210,7 @@ class ImageFileDataset(FileDataset):
             verbose,
         )
 
-        def make(paths: list[str], numbers: Any, shuffles: bool) -> Any:
+        def make(paths: list[str], numbers: Any, **how: Any) -> Any:
             return cls(
                 paths,
                 numbers,
@@ -219,15 +220,17 @@ class ImageFileDataset(FileDataset):
                 interpolation=interpolation,
                 crop_to_aspect_ratio=crop_to_aspect_ratio,
                 pad_to_aspect_ratio=pad_to_aspect_ratio,
-                shuffle=shuffles,
-                seed=seed,
+                **how,
                 **kwargs,
             )
 
-        return folder.datasets(make, "images", FORMATS)
+        return folder.datasets(make, "images", decoding.FORMATS)
 
     def _fastdata_read(self, path: str) -> Image:
-        return _read(self, path)
+        if self.storage is None:
+            return _read(self, path)
+        with self.storage.local(path) as local:
+            return _read(self, local)
 
 
 def _read(dataset: ImageFileDataset, path: str) -> Image:
@@ -264,10 +267,6 @@ def _checked_paths(paths: Any, decoder: Any) -> list[str]:
     files = [os.fspath(path) for path in paths]
     if decoder is None:
         decoding.require()
-        way_out = "; or pass a `decoder(path, image_size)` that reads it from "
-        way_out += "where it is"
-        for path in files:
-            check_local("paths", path, way_out)
     return files
 
 

@@ -133,8 +133,8 @@ class Sampling:
     Attributes:
         subset: The samples that belong to the dataset; `None` for all.
         given: An order that the arguments do not describe, or `None`.
-        order: The order, and the labels that it was made for, if any; `None`
-            before its first use.
+        order: The order, and the dataset's version that it was made for, which
+            a worker does not know; `None` before its first use.
         transform: The latest function of `transform`, and whether it takes
             `rng`. For a method, its function, which does not refer to the
             dataset. Pickles and copies leave it out.
@@ -172,16 +172,16 @@ class Sampling:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "transform": (None, False)}
+        order = self.order and (None, self.order[1])
+        return {**vars(self), "order": order, "transform": (None, False)}
 
     def order_of(self, dataset: SampledDataset) -> Order:
         """Returns the order of a dataset's samples; the first call makes it."""
         if self.given is not None:
             return self.given
-        by_class = isinstance(self.sampler, (str, dict))
-        labels = labels_of(dataset) if by_class else None
-        if self.order is None or self.order[0] is not labels:
-            self.order = labels, self._whole(dataset, labels)
+        version = version_of(dataset)
+        if self.order is None or self.order[0] not in (None, version):
+            self.order = version, self._whole(dataset)
         return self.order[1]
 
     def give(self, order: Order) -> None:
@@ -197,8 +197,8 @@ class Sampling:
             samples = orders.pick(whole, np.asarray(samples))
         return dataclasses.replace(self, subset=samples, order=None)
 
-    def _whole(self, dataset: SampledDataset, labels: Any) -> Order:
-        order = self._make(dataset, labels)
+    def _whole(self, dataset: SampledDataset) -> Order:
+        order = self._make(dataset)
         if self.bucket_by is not None:
             lengths = _lengths_of(dataset, self.bucket_by)
             order = orders.Bucketed(
@@ -219,10 +219,10 @@ class Sampling:
             return values[subset.start : subset.stop : subset.step]
         return values if self.subset is None else values[self.subset]
 
-    def _make(self, dataset: SampledDataset, labels: Any) -> Order:
-        if labels is not None:
-            found = self._part(_checked_labels(labels))
-            return _by_class(found, self.sampler, self.per_epoch)
+    def _make(self, dataset: SampledDataset) -> Order:
+        if isinstance(self.sampler, (str, dict)):
+            labels = self._part(_checked_labels(labels_of(dataset)))
+            return _by_class(labels, self.sampler, self.per_epoch)
         if callable(self.sampler):
             return orders.Sampled(self.sampler, self.per_epoch)
         if self.sampler is not None and self.replaces:
@@ -320,6 +320,10 @@ def _checked_labels(labels: Any) -> npt.NDArray[Any]:
 
 def _lengths_of(dataset: SampledDataset, by: Any) -> npt.NDArray[Any]:
     """Returns the length of each sample, as `bucket_by` says."""
+    if isinstance(by, str):
+        by = column_of(dataset, by)
+        if by.dtype.kind == "O":
+            by = [len(row) for row in by]
     if callable(by):
         by = [by(sample) for sample in samples_of(dataset)]
     found = np.asarray(by)
@@ -329,6 +333,20 @@ def _lengths_of(dataset: SampledDataset, by: Any) -> npt.NDArray[Any]:
             f"returns the length of a sample. Received: {by!r}"
         )
     return found
+
+
+@functools.singledispatch
+def column_of(dataset: Any, name: str) -> npt.NDArray[Any]:
+    """Returns a whole column of a dataset's source.
+
+    Lists of different lengths come in an array of objects. A class whose
+    source can have columns registers a function.
+    """
+    raise ValueError(
+        f"`bucket_by` names a column, {name!r}, and the samples of this "
+        f"{type(dataset).__name__} are no rows of a table. Pass an array with "
+        "a length for each sample, or a function of a sample."
+    )
 
 
 @functools.singledispatch
@@ -390,17 +408,16 @@ def for_iterables(name: str, source: Any, batching: str) -> str:
     `source` was passed as the argument `name`. The hint shows the further
     arguments `batching`.
     """
-    if hasattr(source, "as_numpy_iterator"):  # a tf.data.Dataset
-        hint = "`fit` takes it as it is; for workers of this package pass "
-        made = f"{name}.as_numpy_iterator"
-    elif hasattr(source, "__next__"):
+    if hasattr(source, "__next__"):
         hint = "Pass the function that makes it, without calling it: "
-        made = "function"
+        name = "function"
+    elif hasattr(source, "as_numpy_iterator"):  # a tf.data.Dataset
+        hint = "`fit` takes it as it is; for threads of this package pass "
     elif hasattr(source, "__iter__"):
-        hint, made = "For an iterable, use ", f"lambda: iter({name})"
+        hint = "For an iterable, use "
     else:
         return ""
-    return f" {hint}`GeneratorDataset({made}{batching})`."
+    return f" {hint}`GeneratorDataset({name}{batching})`."
 
 
 def _optional(name: str, value: Any) -> int | None:

@@ -42,15 +42,18 @@ __all__ = [
     "callbacks_beside",
     "get_random_seed",
     "has",
+    "image_data_format",
     "is_asked_whether_to_shuffle",
     "is_within_fit",
     "register",
     "set_initial_epoch",
+    "spec_of",
     "training",
     "values_in_training",
 ]
 
 PyDataset = keras.utils.PyDataset
+image_data_format = keras.config.image_data_format
 
 
 def training() -> FitCall:
@@ -62,6 +65,31 @@ def training() -> FitCall:
     if isinstance(call.adapter, FastPyDatasetAdapter):
         return call
     return call._replace(adapter=None)
+
+
+def spec_of(batches: list[Any]) -> Any:
+    """Returns the structure of batches, with a `KerasTensor` for each array.
+
+    The first axis, and those whose length differs, have the length `None`.
+    """
+
+    def spec(*leaves: Any) -> Any:
+        if not hasattr(leaves[0], "shape"):
+            return leaves[0]
+        shapes = [tuple(leaf.shape) for leaf in leaves]
+        shape = [
+            lengths[0] if axis and len(set(lengths)) == 1 else None
+            for axis, lengths in enumerate(zip(*shapes, strict=True))
+        ]
+        dtype = leaves[0].dtype
+        is_text = getattr(dtype, "kind", "") in ("O", "S", "T", "U")
+        return keras.KerasTensor(
+            shape,
+            "string" if is_text else keras.backend.standardize_dtype(dtype),
+            sparse=hasattr(leaves[0], "tocsr"),
+        )
+
+    return keras.tree.map_structure(spec, *batches)
 
 
 def register(dataset_class: Any) -> None:

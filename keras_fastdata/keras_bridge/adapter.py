@@ -31,7 +31,11 @@ from keras_fastdata.building import build
 from keras_fastdata.engine.batch_iterator import BatchIterator, iterate
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.keras_bridge import rows
-from keras_fastdata.keras_bridge.batches import IteratorBatches, spell_out_cause
+from keras_fastdata.keras_bridge.batches import (
+    IteratorBatches,
+    check_first,
+    spell_out_cause,
+)
 from keras_fastdata.keras_bridge.early_end import EarlyEnd
 from keras_fastdata.keras_bridge.fit_progress import EpochProgress
 from keras_fastdata.keras_bridge.keras_internals import (
@@ -94,6 +98,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         self.source: recorder.BatchSource = self.within or loader_of(x)
         self.stacks_before = self.source.stacks
         self._signature: Any = None
+        self._has_checked_first = False
         # Weakly: whoever iterates holds it, and it holds this adapter.
         self._latest: weakref.ref[IteratorBatches] | None = None
         self._iterator: BatchIterator | None = None  # the latest one's
@@ -258,6 +263,9 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
                 "None. Is a `return` missing? It must return inputs, "
                 "(inputs, targets) or (inputs, targets, sample_weights)."
             )
+        if not self._has_checked_first:
+            self._has_checked_first = True
+            check_first(self.py_dataset, batch)
         standardized = self._standardize_batch(batch)
         if rows.may_differ(standardized):
             self._rows.check(standardized)

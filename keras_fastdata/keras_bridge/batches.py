@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import keras
@@ -12,6 +12,7 @@ import numpy as np
 
 from keras_fastdata.engine.batch_iterator import BatchIterator
 from keras_fastdata.errors import DatasetPicklingError
+from keras_fastdata.keras_bridge.keras_internals import trainer_at_work
 from keras_fastdata.metrics import recorder
 from keras_fastdata.metrics.sampling import SamplingState
 from keras_fastdata.workers import exceptions
@@ -164,6 +165,49 @@ def _writable(leaf: Any) -> Any:
     if isinstance(leaf, np.ndarray) and not leaf.flags.writeable:
         return leaf.copy()
     return leaf
+
+
+def check_first(dataset: Any, batch: Any) -> None:
+    """Raises `ValueError` for a batch that no step of Keras can take.
+
+    That is one without targets, or with strings. A model with a step or a loss
+    of its own may take both.
+    """
+    method, trainer = trainer_at_work()
+    steps = {"fit": "train_step", "evaluate": "test_step"}
+    if method not in steps or getattr(trainer, "loss", None) is None:
+        return
+    for name in (steps[method], "compute_loss"):
+        own = getattr(type(trainer), name, None)
+        if own is not getattr(keras.Model, name):
+            return
+    kind = type(dataset).__name__
+    if not isinstance(batch, (tuple, list)):
+        names = ""
+        if isinstance(batch, Mapping):
+            names = f" A batch is a dict of {', '.join(map(repr, batch))}."
+        raise ValueError(
+            f"The batches of this {kind} are inputs without targets, and "
+            f"`{method}` needs targets for the loss.{names} To "
+            "`SampleDataset` and `GeneratorDataset` pass `label=`, the name of "
+            "the targets; have others return `(inputs, targets)`."
+        )
+    takes_text = keras.backend.backend() == "tensorflow"
+    for path, leaf in keras.tree.flatten_with_path(tuple(batch)):
+        is_text = getattr(getattr(leaf, "dtype", None), "kind", "") in (
+            "S",
+            "U",
+        )
+        if not is_text or (takes_text and not path[0]):
+            continue
+        if path[0] and not isinstance(trainer.loss, str):
+            continue  # a function of the user's may take strings
+        where = "".join(f"[{key!r}]" for key in path[1:])
+        raise ValueError(
+            f"{'y' if path[0] else 'x'}{where} in the batches of this {kind} "
+            "has strings, and the model needs numbers. Convert them in the "
+            "data or by a `transform=`, or leave them out by `columns=`."
+        )
 
 
 def spell_out_cause(error: Exception) -> None:

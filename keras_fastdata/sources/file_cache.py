@@ -18,7 +18,9 @@ import hashlib
 import importlib
 import os
 import stat
+import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -41,14 +43,22 @@ class FileCache:
     """Keeps files that are costly to make, in a folder of this user.
 
     Args:
-        parent: The directory to make the folder in.
+        parent: The directory to make the folder in; `None` is the user's
+            directory of caches.
         most: The most bytes of all entries together. The least recently used
             entries are evicted. Those in use stay, even if they are larger.
     """
 
-    def __init__(self, parent: str, most: int) -> None:
-        self._folder = os.path.join(parent, f"keras_fastdata-{_user()}")
+    def __init__(self, parent: str | None, most: int) -> None:
+        self._parent = parent
         self._most = most
+
+    @property
+    def _folder(self) -> str:
+        """The folder, which another host may have elsewhere."""
+        parent = self._parent or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        parent = os.path.expanduser(parent)
+        return os.path.join(parent, f"keras_fastdata-{_user()}")
 
     @contextlib.contextmanager
     def entry(
@@ -73,7 +83,8 @@ class FileCache:
                 # Somebody has removed the folder.
         try:
             with contextlib.suppress(OSError):  # not writable, or removed
-                os.utime(path)
+                now = time.time_ns()  # the system's own time has steps
+                os.utime(path, ns=(now, now))
             yield path
         finally:
             held.close()
@@ -133,13 +144,17 @@ class FileCache:
                 temporary = f"{start}.tmp"
                 if not _has_locks(self._folder):
                     temporary = _atomic_write.name_beside(path)
-                _remove(temporary)  # a killed process may have left it
-                try:
-                    make(temporary)
-                    return self._add(temporary, path)
-                except BaseException:
-                    _remove(temporary)
-                    raise
+                while True:
+                    _remove(temporary)  # a killed process may have left it
+                    try:
+                        make(temporary)
+                        return self._add(temporary, path)
+                    except BaseException as error:
+                        _remove(temporary)
+                        if getattr(error, "errno", None) not in _FULL:
+                            raise
+                        if not self._halve():
+                            raise
             finally:
                 _remove(f"{start}.lock")
                 lock.close()
@@ -185,6 +200,14 @@ class FileCache:
         if total is None or total > self._most:
             with self._total_locked() as fd:
                 _write_total(fd, self._evict(self._most))
+
+    def _halve(self) -> bool:
+        """Evicts unused entries of a full disk; returns whether it could."""
+        with self._total_locked() as fd:
+            before = self._evict(sys.maxsize)
+            left = self._evict(before // 2)
+            _write_total(fd, left)
+        return left < before
 
     def _evict(self, most: int) -> int:
         """Evicts unused entries until at most `most` bytes are left.
@@ -258,8 +281,10 @@ class _Held:
         fd, self.fd = self.fd, -1
         return fd
 
+    __del__ = close  # after a KeyboardInterrupt that came just then
 
-_held: set[_Held] = set()
+
+_held: weakref.WeakSet[_Held] = weakref.WeakSet()
 
 
 def _leave_all() -> None:
@@ -348,6 +373,7 @@ def _read_total(fd: int) -> int | None:
 def _write_total(fd: int, total: int) -> None:
     os.lseek(fd, 0, os.SEEK_SET)
     os.write(fd, b"%0*d" % (_DIGITS, total))
+    os.ftruncate(fd, _DIGITS)
 
 
 def _user() -> int:

@@ -161,15 +161,16 @@ class RemoteFiles:
                 return request(self._system(path), *args)
             except Exception as raised:
                 error = _explained(path, raised)
+                if error is raised and isinstance(error, _LASTING):
+                    raise
                 if isinstance(error, _LASTING):
-                    raise error from raised.__cause__
+                    raise error from raised
                 if not left:
                     self._forget(path)
-                    said = f"{type(error).__name__}: {error}".removesuffix(": ")
                     raise OSError(
                         f"{path} could not be read in {self._attempts} "
-                        f"attempts. The last one: {said}. See whether its "
-                        "server can be reached, or pass a "
+                        f"attempts. The last one: {_said(error)}. See whether "
+                        "its server can be reached, or pass a "
                         "`storage=Storage(...)` with more `attempts` or a "
                         "larger `timeout_s`."
                     ) from error
@@ -201,12 +202,19 @@ class RemoteFiles:
             ) from error
         if not issubclass(kind, fsspec.asyn.AsyncFileSystem):
             return kind(**self._options)  # `fsspec` keeps one for each thread
+        options = dict(self._options)
+        if is_s3 := protocol in ("s3", "s3a"):
+            # botocore would try again as well, and draw from `random`.
+            config = options.get("config_kwargs", {})
+            once = {"retries": {"total_max_attempts": 1}}
+            options["config_kwargs"] = once | config
         with self._lock:
             if protocol not in self._systems:
                 # `fsspec` would keep it, with its connections, for ever.
-                self._systems[protocol] = kind(
-                    skip_instance_cache=True, **self._options
-                )
+                system = kind(skip_instance_cache=True, **options)
+                if is_s3:
+                    system.retries = 1  # s3fs would try again as well
+                self._systems[protocol] = system
             return self._systems[protocol]
 
 
@@ -267,6 +275,10 @@ def _explained(path: str, error: Exception) -> Exception:
         return FileNotFoundError(f"{path} does not exist (status {status}).")
     if status in range(400, 500) and status not in _PASSING:
         return ValueError(f"{path} cannot be read: {error}")
-    if isinstance(error, _LASTING) and path not in str(error):
-        error.add_note(f"While {path} was read.")
+    if isinstance(error, (FileNotFoundError, PermissionError)):
+        return type(error)(f"{path} cannot be read: {_said(error)}")
     return error
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".removesuffix(": ")

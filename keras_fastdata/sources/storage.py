@@ -81,9 +81,9 @@ class Storage:
         attempts: int = 5,
         timeout_s: float = 60.0,
     ) -> None:
-        if cache_dir is None:
-            cache_dir = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        parent = os.path.abspath(os.path.expanduser(cache_dir))
+        parent = None
+        if cache_dir is not None:
+            parent = os.path.abspath(os.path.expanduser(os.fspath(cache_dir)))
         self._keeps = integer("cache_bytes", cache_bytes, least=0) > 0
         self._cache = FileCache(parent, cache_bytes)
         self._remote = RemoteFiles(
@@ -130,6 +130,17 @@ class Storage:
         if not found:
             raise FileNotFoundError(f"No file matches {pattern!r}.")
         return sorted(found)
+
+    def version(self, path: str) -> str:
+        """Returns a text that changes when the file does.
+
+        Raises the same errors as `read`.
+        """
+        if is_remote(path):
+            found = self._remote.version(path)
+            return f"{found.tag} {found.size}"
+        about = os.stat(path)
+        return f"{about.st_size} {about.st_mtime_ns}"
 
     def read(self, path: str) -> bytes:
         """Returns the content of a file.

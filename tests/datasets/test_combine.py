@@ -276,6 +276,16 @@ def test_batches_are_mixed_in_proportion():
     assert {*found} == {*range(12), *range(100, 104)}
 
 
+def test_a_function_may_get_whole_batches_of_samples():
+    shuffled = numbers(9, shuffle=True, seed=1, workers=0)
+    with combine.map(shuffled, np.sort, by="batches") as dataset:
+        found = list(dataset)
+    same(found, [np.sort(batch) for batch in shuffled])
+    mixed = combine.mix([numbers(4), numbers(100, 104)], batch_size=4)
+    with combine.map(mixed, lambda batch: batch >= 100, by="batches") as rows:
+        assert [batch.sum() for batch in rows] == [2, 2]
+
+
 def test_samples_may_be_combined_by_batches():
     members = [numbers(5, workers=0), numbers(10, 14, batch_size=2)]
     with combine.concat(members, by="batches") as dataset:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import gc
 import random
 import sys
@@ -65,6 +66,29 @@ def test_generators_of_the_program_are_left_as_they_were_found(inline):
     before = states()
     assert equal(_epochs(Everywhere(seed=1, workers=0)), inline)
     assert states() == before
+
+
+class Changing(collections.deque):
+    """A deque that another thread changes while it is read."""
+
+    tries = 1
+
+    def __iter__(self):
+        self.tries -= 1
+        if self.tries >= 0:
+            raise RuntimeError("deque mutated during iteration")
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("tries", [1, 1000], ids=["once", "always"])
+def test_a_container_that_a_thread_changes_does_not_end_the_search(tries):
+    container = Changing([np.random.default_rng(1)])
+    container.tries = tries
+    dataset = types.SimpleNamespace(
+        parts=container, rng=np.random.default_rng(2)
+    )
+    found = Search(dataset).held
+    assert len(found) == (2 if tries == 1 else 1)
 
 
 class Named:

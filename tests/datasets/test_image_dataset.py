@@ -658,10 +658,11 @@ def test_what_was_found_is_printed_as_keras_does(
     assert capsys.readouterr().out == ""
 
 
-def test_an_address_is_refused_unless_a_decoder_reads_it():
+def test_a_decoder_gets_an_address_as_it_is():
     address = "s3://bucket/a.png"
-    with pytest.raises(ValueError, match=r"'s3://bucket/a\.png'.*`decoder"):
-        ImageFileDataset(["a.png", address])
+    args = {"decoder": halves_of_a_png, "dtype": "float32"}
+    with ImageFileDataset([address], **args) as dataset:
+        assert dataset.storage is None
+        assert dataset[0].shape == (1, 256, 256, 3)
     with pytest.raises(ValueError, match=r"`directory` .*'s3://bucket'"):
         ImageFileDataset.from_directory("s3://bucket")
-    assert len(ImageFileDataset([address], decoder=halves_of_a_png)) == 1

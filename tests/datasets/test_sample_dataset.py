@@ -449,12 +449,12 @@ class LikeTensorFlows:
         (
             functools.partial(SampleDataset, {1, 2}, 8),
             TypeError,
-            r"`GeneratorDataset\(lambda: iter\(source\), batch_size=8\)`\.$",
+            r"`GeneratorDataset\(source, batch_size=8\)`\.$",
         ),
         (
             functools.partial(SampleDataset, LikeTensorFlows()),
             TypeError,
-            r"`GeneratorDataset\(source\.as_numpy_iterator, batch_size=32\)`",
+            r"`GeneratorDataset\(source, batch_size=32\)`",
         ),
         (
             lambda: len(SampleDataset([1], sampler="balanced")),

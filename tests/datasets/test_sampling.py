@@ -190,6 +190,42 @@ def test_a_batch_has_similar_lengths():
     assert padding(bucket_by=LENGTHS) < padding() / 2
 
 
+def test_a_column_tells_lengths_and_labels():
+    pa = pytest.importorskip("pyarrow")
+    table = pa.table(
+        {
+            "tokens": [[1] * n for n in LENGTHS],
+            "length": LENGTHS,
+            "kind": [["a", "b", "c"][label] for label in LABELS],
+        }
+    )
+    make = functools.partial(
+        SampleDataset, table, 5, columns="tokens", pad_to="longest", workers=0
+    )
+    by_lists = make(shuffle=True, seed=1, bucket_by="tokens")
+    by_numbers = make(shuffle=True, seed=1, bucket_by="length")
+    same(list(by_lists), list(by_numbers))
+    with make(label="kind", sampler="balanced") as dataset:
+        kinds = np.concatenate([y for _, y in dataset])
+    assert np.ptp(np.unique(kinds, return_counts=True)[1]) <= 1
+    with pytest.raises(ValueError, match="'size'"):
+        len(make(bucket_by="size"))
+
+
+def test_a_list_has_no_column_of_lengths():
+    with pytest.raises(ValueError, match="are no rows of a table"):
+        len(SampleDataset(range(3), bucket_by="length"))
+
+
+def test_classes_are_those_of_the_labels_that_a_dataset_was_given_later():
+    dataset = ArrayDataset(LABELS, LABELS, sampler="balanced", workers=0)
+    list(dataset)
+    dataset.arrays = (LABELS, LABELS % 2)
+    with dataset:
+        labels = np.concatenate([y for _, y in dataset])
+    assert np.bincount(labels).tolist() == [25, 25]
+
+
 def test_a_function_of_lengths_is_called_once_for_each_sample():
     asked = []
 

@@ -82,8 +82,12 @@ _PUBLIC = [
     "ThreadSafeIterator",
     "WorkerDiedError",
     "accelerate",
+    "audio_dataset_from_directory",
+    "image_dataset_from_directory",
     "profile",
+    "text_dataset_from_directory",
     "threadsafe_generator",
+    "timeseries_dataset_from_array",
 ]
 
 
@@ -298,6 +302,12 @@ _LONG = {
     "dataset:FastPyDataset": "documents every argument and method for users",
     "datasets.images:from_directory": (
         "documents and passes on each argument of a dataset of images"
+    ),
+    "datasets.twins:image_dataset_from_directory": (
+        "has the arguments of Keras's function, and lists the differences"
+    ),
+    "datasets.twins:timeseries_dataset_from_array": (
+        "has the arguments of Keras's function, and checks each"
     ),
 }
 
@@ -591,6 +601,7 @@ print(json.dumps([
         ("keras_fastdata", 0),
         ("keras_fastdata.callbacks.loader_health", 2),
         ("keras_fastdata.dataset", 4),
+        ("keras_fastdata.datasets.twins", 12),
         ("keras_fastdata.errors", 0),
         ("keras_fastdata.iterators", 4),
         ("keras_fastdata.profiling", 4),

@@ -1,0 +1,136 @@
+"""Iterables that are no generator functions: each pass begins a new iteration.
+
+Where a library can split its iterable among workers, a pass is over one part.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from keras_fastdata.datasets.columns import tidied
+from keras_fastdata.sources.tables import is_a
+
+_torch_turn = threading.Lock()  # torch has one worker info in each process
+
+
+class Passes:
+    """Makes passes over an iterable that can be iterated through again.
+
+    Attributes:
+        splits: Whether `begin` can return a part of the items.
+        travels: Whether a copy can go to a worker process.
+        reseeds: Whether to seed the random generators in it.
+    """
+
+    splits = False
+    travels = True
+    reseeds = True
+
+    def __init__(self, iterable: Any) -> None:
+        self.iterable = iterable
+
+    @staticmethod
+    def over(iterable: Any) -> Passes | None:
+        """Returns the passes over an iterable; `None` for other objects."""
+        if is_a(iterable, "datasets", "IterableDataset"):
+            return _OfHuggingFace(iterable)
+        if is_torch_iterable(iterable):
+            return _OfTorch(iterable)
+        if hasattr(iterable, "as_numpy_iterator"):
+            return _OfTensorFlow(iterable)
+        has_samples = hasattr(iterable, "__getitem__")
+        if has_samples or not hasattr(iterable, "__iter__"):
+            return None
+        return Passes(iterable)
+
+    def begin(self, index: int, count: int, key: int) -> Iterator[Any]:
+        """Returns an iterator over part `index` of `count` parts.
+
+        `key` differs between passes, and is the same for all parts.
+        """
+        return map(tidied, iter(self.iterable))
+
+
+class _OfHuggingFace(Passes):
+    """Passes over a `datasets.IterableDataset`."""
+
+    splits = True
+    reseeds = False
+
+    def begin(self, index: int, count: int, key: int) -> Iterator[Any]:
+        split = importlib.import_module("datasets.distributed")
+        part = split.split_dataset_by_node(self.iterable, index, count)
+        part.set_epoch(1 + key % (1 << 31))  # shuffles all parts alike
+        return map(tidied, iter(part))
+
+
+class _OfTorch(Passes):
+    """Passes over a torch `IterableDataset`, which asks what its part is."""
+
+    splits = True
+
+    def begin(self, index: int, count: int, key: int) -> Iterator[Any]:
+        if count == 1:
+            return super().begin(index, count, key)
+        return map(tidied, self._part(_WorkerInfo(index, count, key, self)))
+
+    def _part(self, info: _WorkerInfo) -> Iterator[Any]:
+        worker: Any = importlib.import_module("torch.utils.data._utils.worker")
+        iterator = None
+        while True:
+            with _torch_turn:
+                before, worker._worker_info = worker._worker_info, info
+                try:
+                    if iterator is None:
+                        iterator = iter(self.iterable)
+                    item = next(iterator)
+                except StopIteration:
+                    return
+                finally:
+                    worker._worker_info = before
+            if not info.was_asked:
+                raise ValueError(
+                    f"The {type(self.iterable).__name__} does not ask "
+                    "`torch.utils.data.get_worker_info()` which part of the "
+                    f"items is its own. So each of {info.num_workers} workers "
+                    "or shards would give all items. Have its `__iter__` skip "
+                    "what belongs to others, or use `workers=1` and "
+                    "`num_shards=1`."
+                )
+            yield item
+
+
+class _WorkerInfo:
+    """What `torch.utils.data.get_worker_info` returns in a pass."""
+
+    def __init__(
+        self, index: int, count: int, key: int, passes: Passes
+    ) -> None:
+        self.was_asked = False
+        self.num_workers = count
+        self.seed = key + index
+        self.dataset = passes.iterable
+        self._index = index
+
+    @property
+    def id(self) -> int:
+        """The number of the part, from 0."""
+        self.was_asked = True
+        return self._index
+
+
+class _OfTensorFlow(Passes):
+    """Passes over a `tf.data.Dataset`, which runs in threads of its own."""
+
+    travels = False
+
+    def begin(self, index: int, count: int, key: int) -> Iterator[Any]:
+        return iter(self.iterable.as_numpy_iterator())
+
+
+def is_torch_iterable(held: Any) -> bool:
+    """Returns whether an object is a torch `IterableDataset`."""
+    return is_a(held, "torch.utils.data", "IterableDataset")

@@ -1,0 +1,230 @@
+"""What people hold, as sources: `as_source` finds out what an object is.
+
+Nothing is imported to find out: an object of a library that has not been
+loaded cannot exist.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from keras_fastdata.sources.arrow import (
+    ArrowParts,
+    ArrowTable,
+    ColumnRows,
+    checked_names,
+    columns_of,
+    objects,
+    pyarrow,
+    stacked,
+)
+from keras_fastdata.sources.source import Column, Indices
+
+
+def as_source(held: Any) -> Any:
+    """Returns a source of the samples in an object.
+
+    A table becomes a source with columns. An object that is a source already
+    is returned as it is, and so is one that cannot become a source.
+
+    Raises:
+        TypeError: The object holds several tables, or none yet.
+    """
+    if is_a(held, "datasets", "Dataset"):
+        # Only a function of the user's own decides what a sample is.
+        is_custom = held.format["type"] == "custom"
+        return held if is_custom else HuggingFaceTable(held)
+    if is_a(held, "pandas", "DataFrame"):
+        return PandasTable(held)
+    if hasattr(held, "iloc") and not hasattr(held, "columns"):
+        return held.to_numpy()  # a pandas column is indexed by label
+    if is_a(held, "pyarrow.dataset", "Dataset"):
+        return ArrowParts(held)
+    if is_a(held, "polars", "DataFrame"):
+        # Arrow itself cannot take rows of the newest types of strings.
+        oldest = sys.modules["polars"].CompatLevel.oldest()
+        pyarrow()  # says how to install it
+        return ArrowTable(held.to_arrow(compat_level=oldest))
+    if is_a(held, "pyarrow", "Array") or is_a(held, "pyarrow", "ChunkedArray"):
+        return held.to_numpy(zero_copy_only=False)
+    if is_a(held, "polars", "Series"):
+        return held.to_numpy()
+    if hasattr(held, "__arrow_c_stream__"):
+        return ArrowTable(held)
+    if is_a(held, "polars", "LazyFrame"):
+        raise TypeError(
+            "A polars LazyFrame has no rows yet. Pass `source.collect()`."
+        )
+    if is_a(held, "datasets", "DatasetDict"):
+        first = next(iter(held), "train")
+        raise TypeError(
+            f"A DatasetDict is several datasets: {', '.join(held)}. Pass one "
+            f"of them, such as `source[{first!r}]`."
+        )
+    if isinstance(held, np.ndarray) and held.dtype.names:
+        return StructuredArray(held)
+    if is_a(held, "h5py", "Dataset") or is_a(held, "zarr", "Array"):
+        return ArrayRows(held)
+    return held
+
+
+def is_a(held: Any, module: str, name: str) -> bool:
+    """Returns whether an object is of the class `name` of a loaded module."""
+    kind = getattr(sys.modules.get(module), name, None)
+    return isinstance(kind, type) and isinstance(held, kind)
+
+
+class ArrayRows:
+    """The rows of an array in a file, which are read together."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+
+    def __len__(self) -> int:
+        return int(self._array.shape[0])
+
+    def __getitem__(self, index: int) -> Any:
+        return self._array[index]
+
+    def __getitems__(self, indices: list[int]) -> npt.NDArray[Any]:
+        """Returns the rows `indices`, read in the order of the file."""
+        ascending, places = np.unique(indices, return_inverse=True)
+        found: npt.NDArray[Any] = np.asarray(self._array[ascending])
+        return found[places]
+
+
+class StructuredArray(ColumnRows):
+    """The rows of a NumPy array whose elements have named fields."""
+
+    def __init__(self, array: npt.NDArray[Any]) -> None:
+        self._array = array
+        self.columns = list(array.dtype.names or ())
+
+    def __len__(self) -> int:
+        return len(self._array)
+
+    def get_columns(
+        self, indices: Indices, names: Sequence[str]
+    ) -> Mapping[str, Column]:
+        """Returns the fields `names` of the rows `indices`."""
+        found = {name: self._array[name][indices] for name in names}
+        return {
+            name: objects(column.tolist())
+            if column.dtype.kind in "SUO" and column.ndim == 1
+            else column
+            for name, column in found.items()
+        }
+
+
+class PandasTable(ColumnRows):
+    """The rows of a pandas frame, without its index."""
+
+    def __init__(self, frame: Any) -> None:
+        self.columns = checked_names(frame.columns)
+        self._length = len(frame)
+        # A frame takes longer to give rows of a column than its arrays do.
+        self._arrays = {
+            name: column.to_numpy()
+            if isinstance(column.dtype, np.dtype)
+            else column.array
+            for name, column in frame.items()
+        }
+
+    def __len__(self) -> int:
+        return self._length
+
+    def get_columns(
+        self, indices: Indices, names: Sequence[str]
+    ) -> Mapping[str, Column]:
+        """Returns the columns `names` of the rows `indices`."""
+        return {
+            name: _of_pandas(self._arrays[name].take(indices)) for name in names
+        }
+
+
+def _of_pandas(taken: Any) -> Any:
+    """Converts a pandas array to a column."""
+    if isinstance(taken, np.ndarray):
+        if taken.dtype.kind != "O":
+            return taken  # NaN is a number here
+        absent = np.array([_is_absent(value) for value in taken])
+    else:
+        absent = taken.isna()
+    if absent.any():
+        values = taken.astype(object).tolist()
+        return objects(
+            [None if no else v for v, no in zip(values, absent, strict=True)]
+        )
+    found = np.asarray(taken)
+    if found.dtype.kind != "O":
+        return found
+    if all(isinstance(v, (list, tuple, np.ndarray)) for v in found):
+        return stacked([np.asarray(value) for value in found])
+    return found
+
+
+def _is_absent(value: Any) -> bool:
+    """Returns whether an object is what pandas writes for a missing one."""
+    return value is None or (isinstance(value, float) and value != value)
+
+
+class HuggingFaceTable(ColumnRows):
+    """The rows of a `datasets.Dataset`, whatever format it has.
+
+    Numbers, strings and lists are read as Arrow. What the library decodes,
+    such as images, is read in its format "numpy".
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        shown = dataset.format
+        names = dataset.column_names
+        if not shown["output_all_columns"]:
+            names = shown["columns"] or names
+        self.columns = list(names)
+        self._plain = {
+            name for name in names if _is_plain(dataset.features[name])
+        }
+        self._dataset = dataset
+        self._readers: dict[Any, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def get_columns(
+        self, indices: Indices, names: Sequence[str]
+    ) -> Mapping[str, Column]:
+        """Returns the columns `names` of the rows `indices`."""
+        plain = [name for name in names if name in self._plain]
+        other = [name for name in names if name not in self._plain]
+        rows = indices.tolist()
+        found: dict[str, Any] = {}
+        if plain:
+            found |= columns_of(self._reader("arrow", plain)[rows])
+        if other:
+            decoded = self._reader("numpy", other)[rows]
+            found |= {name: stacked(decoded[name]) for name in other}
+        return {name: found[name] for name in names}
+
+    def _reader(self, kind: str, names: list[str]) -> Any:
+        """Returns the dataset in a format, which takes long to make."""
+        key = kind, tuple(names)
+        if key not in self._readers:
+            self._readers[key] = self._dataset.with_format(kind, columns=names)
+        return self._readers[key]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_readers": {}}
+
+
+def _is_plain(feature: Any) -> bool:
+    """Returns whether a feature's values need no decoding."""
+    if isinstance(feature, dict):
+        return all(map(_is_plain, feature.values()))
+    while hasattr(feature, "feature"):  # of a list
+        feature = feature.feature
+    return type(feature).__name__ in ("Value", "ClassLabel")

@@ -1,0 +1,163 @@
+"""Iterables of many libraries, read by `GeneratorDataset`."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+from matrix import assert_exactly_once
+from places import KINDS
+
+from keras_fastdata import GeneratorDataset, SampleDataset
+
+pytestmark = pytest.mark.usefixtures("kept_forkserver")
+
+_COUNT = 20
+_PARTS = {"num_shards": 2, "batch_size": 3, "shuffle": None}
+
+
+class Again:
+    """An iterable that serves any number of passes."""
+
+    def __iter__(self):
+        return iter(range(_COUNT))
+
+
+def split_by_torch():
+    torch = pytest.importorskip("torch")
+
+    class Split(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            info = torch.utils.data.get_worker_info()
+            step = info.num_workers if info else 1
+            return iter(range(info.id if info else 0, _COUNT, step))
+
+    return Split()
+
+
+def hugging_face(shuffled=False):
+    datasets = pytest.importorskip("datasets")
+    made = datasets.Dataset.from_dict(
+        {"number": list(range(_COUNT)), "list": [[1, 2]] * _COUNT}
+    )
+    made = made.to_iterable_dataset(num_shards=4)
+    return made.shuffle(seed=1, buffer_size=5) if shuffled else made
+
+
+def tensorflow():
+    tf = pytest.importorskip("tensorflow")
+    return tf.data.Dataset.from_tensor_slices({"number": np.arange(_COUNT)})
+
+
+def grain_iterable():
+    grain = pytest.importorskip("grain")
+    return grain.MapDataset.range(_COUNT).to_iter_dataset()
+
+
+_PLACES = [
+    "inline",
+    "thread",
+    pytest.param("process", marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize("place", _PLACES)
+@pytest.mark.parametrize("way", ["shuffled", "resumed"])
+def test_what_torch_splits_comes_once(place, way):
+    make = functools.partial(GeneratorDataset, split_by_torch())
+    assert_exactly_once(make, np.asarray, _COUNT, place, way, **_PARTS)
+
+
+@pytest.mark.parametrize("place", _PLACES)
+@pytest.mark.parametrize("way", ["shuffled", "resumed"])
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_what_hugging_face_splits_comes_once(place, way, shuffled):
+    make = functools.partial(
+        GeneratorDataset, hugging_face(shuffled), label="number"
+    )
+    assert_exactly_once(
+        make, lambda batch: batch[1], _COUNT, place, way, **_PARTS
+    )
+
+
+def test_what_hugging_face_shuffles_has_another_order_in_each_epoch():
+    with GeneratorDataset(
+        hugging_face(True), _COUNT, columns="number", seed=1, workers=0
+    ) as dataset:
+        (one,), (other,) = list(dataset), list(dataset)
+    assert sorted(one) == sorted(other) == list(range(_COUNT))
+    assert one.tolist() != other.tolist()
+
+
+@pytest.mark.parametrize("place", ["inline", "thread"])
+@pytest.mark.parametrize("make", [Again, tensorflow, grain_iterable])
+def test_an_iterable_serves_every_epoch(place, make):
+    kwargs = {"columns": "number"} if make is tensorflow else {}
+    with GeneratorDataset(
+        make(), 3, workers=min(1, KINDS[place]["workers"]), **kwargs
+    ) as dataset:
+        for _ in range(2):
+            assert np.concatenate(list(dataset)).tolist() == [*range(_COUNT)]
+
+
+def test_items_that_are_dicts_have_columns_and_labels():
+    with GeneratorDataset(
+        hugging_face(), 4, label="number", workers=0
+    ) as dataset:
+        x, y = next(iter(dataset))
+    assert x["list"].tolist() == [[1, 2]] * 4
+    assert y.tolist() == [0, 1, 2, 3]
+
+
+def test_items_that_are_batches_are_split_too():
+    with GeneratorDataset(
+        tensorflow().batch(5), label="number", workers=0
+    ) as dataset:
+        x, y = next(iter(dataset))
+    assert x == {}
+    assert y.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_an_iterable_that_cannot_be_split_is_named():
+    with pytest.raises(ValueError, match="This Again cannot be split among 2"):
+        GeneratorDataset(Again(), workers=2)
+
+
+def test_tensorflows_dataset_stays_in_its_process():
+    with pytest.raises(ValueError, match="cannot go to a worker process"):
+        GeneratorDataset(tensorflow(), use_multiprocessing=True)
+
+
+def test_torchs_iterable_that_does_not_ask_for_its_part_is_refused():
+    torch = pytest.importorskip("torch")
+
+    class Whole(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(range(_COUNT))
+
+    with GeneratorDataset(Whole(), 4, workers=1) as dataset:
+        assert sum(map(len, dataset)) == _COUNT
+    with (
+        GeneratorDataset(Whole(), 4, num_shards=2) as dataset,
+        pytest.raises(ValueError, match=r"does not ask .*get_worker_info"),
+    ):
+        list(dataset)
+
+
+@pytest.mark.parametrize(
+    "make", [Again, split_by_torch, hugging_face, tensorflow, grain_iterable]
+)
+def test_sample_dataset_names_the_class_for_iterables(make):
+    wanted = r"`GeneratorDataset\(source, batch_size=8, label='number'\)`"
+    with pytest.raises(TypeError, match=wanted):
+        SampleDataset(make(), 8, label="number")
+
+
+def test_what_grain_leaves_out_is_told_so():
+    grain = pytest.importorskip("grain")
+    odd = grain.MapDataset.range(6).filter(lambda number: number % 2 == 1)
+    with pytest.raises(ValueError, match=r"to_iter_dataset\(\)"):
+        SampleDataset(odd)[0]
+    with GeneratorDataset(odd.to_iter_dataset(), 3, workers=0) as dataset:
+        assert next(iter(dataset)).tolist() == [1, 3, 5]
