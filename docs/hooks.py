@@ -1,6 +1,7 @@
 """What mkdocs runs while it builds the documentation.
 
-Two pages are files of the folder above, which people also read there.
+Two pages are files of the folder above, which people also read there. So is a part
+of the first page.
 """
 
 from __future__ import annotations
@@ -22,5 +23,10 @@ def on_page_read_source(page: Any, **_: Any) -> str | None:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Leaves out the comments, which are for the test of the code."""
+    """Inserts a part of the README, and leaves out what is for the tests."""
+    readme = (_ROOT / "README.md").read_text()
+    install = readme.partition("## Install\n")[2].partition("\n## ")[0]
+    markdown = markdown.replace(
+        "<!-- install -->", install.replace("](docs/", "](")
+    )
     return re.sub(r"<!--.*?-->\n?", "", markdown, flags=re.DOTALL)

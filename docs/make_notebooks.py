@@ -34,7 +34,9 @@ def notebook_of(script: str) -> nbformat.NotebookNode:
     """Returns the cells of a script, and its title as the first line."""
     lines, cells, end = script.splitlines(), [], 0
     for node in ast.parse(script).body:
-        if not isinstance(getattr(node, "value", None), ast.Constant):
+        if not isinstance(node, ast.Expr) or not isinstance(
+            node.value, ast.Constant
+        ):
             continue
         _add_code(cells, lines[end : node.lineno - 1])
         text = node.value.value.strip()
