@@ -1,7 +1,7 @@
 """What mkdocs runs while it builds the documentation.
 
-Two pages are files of the folder above, which people also read there. So is a part
-of the first page.
+Two pages are files of the folder above, which people also read there. So is a
+part of the first page.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python docs/make_notebooks.py           # runs those of `RUN`
     python docs/make_notebooks.py --no-run  # all without outputs
 
-The examples are scripts in the format of keras.io: strings are text, all else is
-code. The notebooks are written into docs/notebooks, with a page of links.
+The examples are scripts in the format of keras.io: strings are text, all else
+is code. The notebooks are written into docs/notebooks, with a page of links.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ def make(name: str, runs: bool) -> str:
 
 
 def main(runs: bool) -> None:
+    """Writes all notebooks, and the page of links."""
     os.environ.setdefault("KERAS_BACKEND", "jax")
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     FOLDER.mkdir(exist_ok=True)
@@ -85,8 +86,8 @@ def main(runs: bool) -> None:
     )
     (FOLDER / "index.md").write_text(
         "# Notebooks\n\n"
-        "These are scripts of the folder `examples`, with what they print. They "
-        "were run when these pages were built.\n\n"
+        "These are scripts of the folder `examples`, with what they print. "
+        "They were run when these pages were built.\n\n"
         "| notebook | what it shows |\n|---|---|\n" + "".join(rows) + "\n"
         "Further scripts in that folder: "
         + ", ".join(f"`{name}`" for name in others)
