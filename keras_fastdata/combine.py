@@ -372,7 +372,7 @@ class _CombinedBatches(FastPyDataset):
     def __getitem__(self, index: int) -> Any:
         if not 0 <= index < len(self):
             raise IndexError(f"There is no batch {index} of {len(self)}.")
-        epoch = orders.Epoch(
+        epoch = orders.OrderEpoch(
             len(self._fastdata_members),
             version_of(self),
             functools.partial(answer, self),

@@ -19,16 +19,16 @@ _REMEDY = (
 )
 
 
-class Choice(NamedTuple):
+class ColumnChoice(NamedTuple):
     """The arguments `columns` and `label`."""
 
     columns: str | list[str] | None
     label: str | list[str] | None
 
     @staticmethod
-    def of(columns: Any, label: Any) -> Choice:
+    def of(columns: Any, label: Any) -> ColumnChoice:
         """Checks the arguments; raises `TypeError` for unsuitable ones."""
-        return Choice(_names("columns", columns), _names("label", label))
+        return ColumnChoice(_names("columns", columns), _names("label", label))
 
     def read(self, available: Iterable[str], makes: bool = False) -> list[str]:
         """Returns the names to read of those that there are.
