@@ -67,9 +67,23 @@ def make(name: str, runs: bool) -> str:
             kernel_name="python3",
             resources={"metadata": {"path": str(FOLDER)}},
         ).execute()
+        for cell in notebook.cells:
+            if cell.cell_type == "code":
+                cell.outputs = [*map(_without_noise, cell.outputs)]
     nbformat.write(notebook, FOLDER / f"{name}.ipynb")
     heading, description = notebook.cells[0].source.split("\n\n", 1)
     return f"| [{heading[2:]}]({name}.ipynb) | {description} |\n"
+
+
+def _without_noise(output: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    """Leaves out what TensorFlow's C++ code writes when it is imported."""
+    if output.get("name") == "stderr":
+        lines = output.text.splitlines(keepends=True)
+        noise = ("WARNING: All log messages before absl", "I0000 ", "E0000 ")
+        output.text = "".join(
+            line for line in lines if not line.startswith(noise)
+        )
+    return output
 
 
 def main(runs: bool) -> None:
