@@ -19,16 +19,16 @@ _REMEDY = (
 )
 
 
-class Choice(NamedTuple):
+class ColumnChoice(NamedTuple):
     """The arguments `columns` and `label`."""
 
     columns: str | list[str] | None
     label: str | list[str] | None
 
     @staticmethod
-    def of(columns: Any, label: Any) -> Choice:
+    def of(columns: Any, label: Any) -> ColumnChoice:
         """Checks the arguments; raises `TypeError` for unsuitable ones."""
-        return Choice(_names("columns", columns), _names("label", label))
+        return ColumnChoice(_names("columns", columns), _names("label", label))
 
     def read(self, available: Iterable[str], makes: bool = False) -> list[str]:
         """Returns the names to read of those that there are.
@@ -141,8 +141,9 @@ def _texts(
             row = indices[place * len(column) // len(values)]
             raise ValueError(
                 f"Column {name!r} has no value (null) in row {row}. Fill the "
-                "nulls in the table or drop these rows, leave the column out "
-                "with `columns=`, or pass a `transform=`, which gets None."
+                "nulls in the table (those of Parquet files with `fill_null=`) "
+                "or drop these rows, leave the column out with `columns=`, or "
+                "pass a `transform=`, which gets None."
             )
     kinds = {type(value) for value in values}
     if len(kinds) != 1 or not kinds <= {str, bytes}:

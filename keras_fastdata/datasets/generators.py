@@ -49,7 +49,7 @@ from keras_fastdata.building import seeding
 from keras_fastdata.building.held_generators import Held, Search, seeds_its_own
 from keras_fastdata.dataset import FastPyDataset
 from keras_fastdata.datasets.collate import Mask, Padded, Padding, collate
-from keras_fastdata.datasets.columns import Choice
+from keras_fastdata.datasets.columns import ColumnChoice
 from keras_fastdata.datasets.generator_source import GeneratorSource
 from keras_fastdata.datasets.generator_workers import GeneratorWorkers
 from keras_fastdata.datasets.iterables import Passes
@@ -193,7 +193,7 @@ class GeneratorDataset(FastPyDataset):
             batch_size,
             bool(drop_remainder),
             Padded(pad_to, pad_value, truncate, pad_to_multiple_of, mask),
-            Choice.of(columns, label),
+            ColumnChoice.of(columns, label),
             repeats=not restarts and not source.is_iterator,
         )
         shards = _shards(spec, count, min(1, workers), max_queue_size, kwargs)
@@ -441,7 +441,7 @@ class _Spec(NamedTuple):
     batch_size: int | None  # items; `None` if an item is a batch
     drop_remainder: bool
     padded: Padded
-    choice: Choice  # what of an item is read, and what of it is y
+    choice: ColumnChoice  # what of an item is read, and what of it is y
     repeats: bool  # whether to make new generators when the data ends
 
 

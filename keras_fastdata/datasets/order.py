@@ -36,7 +36,7 @@ _GROUP = _WEIGHTS + 8
 _BUCKETS = _WEIGHTS + 9
 
 
-class Epoch:
+class OrderEpoch:
     """What the order of an epoch is drawn from.
 
     Args:
@@ -53,9 +53,9 @@ class Epoch:
         self._version = version
         self._ask = ask
 
-    def of(self, count: int) -> Epoch:
+    def of(self, count: int) -> OrderEpoch:
         """Returns the same epoch of another number of samples."""
-        return Epoch(count, self._version, self._ask)
+        return OrderEpoch(count, self._version, self._ask)
 
     @property
     def key(self) -> Hashable:
@@ -96,7 +96,7 @@ class Order(Protocol):
             ValueError: The order does not fit so many samples.
         """
 
-    def at(self, positions: Indices, epoch: Epoch) -> Indices:
+    def at(self, positions: Indices, epoch: OrderEpoch) -> Indices:
         """Returns the samples at positions that increase one by one."""
 
 
@@ -146,7 +146,7 @@ class InOrder:
         per_epoch = self._per_epoch
         return per_epoch if per_epoch is not None and count else count
 
-    def at(self, positions: Indices, epoch: Epoch) -> Indices:
+    def at(self, positions: Indices, epoch: OrderEpoch) -> Indices:
         return positions % max(1, epoch.count)
 
 
@@ -162,7 +162,7 @@ class Shuffled(InOrder):
         super().__init__(per_epoch)
         self._orders: _Recent[Permutation] = _Recent()
 
-    def at(self, positions: Indices, epoch: Epoch) -> Indices:
+    def at(self, positions: Indices, epoch: OrderEpoch) -> Indices:
         cycles, places = np.divmod(positions, max(1, epoch.count))
         if not len(cycles) or not cycles[-1]:
             return epoch.permutation().at(positions)
@@ -172,7 +172,7 @@ class Shuffled(InOrder):
         ]
         return np.concatenate(found)
 
-    def _order(self, epoch: Epoch, cycle: int) -> Permutation:
+    def _order(self, epoch: OrderEpoch, cycle: int) -> Permutation:
         if not cycle:
             return epoch.permutation()
         return self._orders.get(
@@ -207,7 +207,7 @@ class ShuffledInWindows:
             )
         return count
 
-    def at(self, positions: Indices, epoch: Epoch) -> Indices:
+    def at(self, positions: Indices, epoch: OrderEpoch) -> Indices:
         windows, places = np.divmod(positions, self._window)
         found = [
             self._samples_of(int(window), epoch)[places[windows == window]]
@@ -215,12 +215,12 @@ class ShuffledInWindows:
         ]
         return np.concatenate(found) if found else positions
 
-    def _samples_of(self, window: int, epoch: Epoch) -> Indices:
+    def _samples_of(self, window: int, epoch: OrderEpoch) -> Indices:
         return self._orders.get(
             (epoch.key, window), lambda: self._shuffled(window, epoch)
         )
 
-    def _shuffled(self, window: int, epoch: Epoch) -> Indices:
+    def _shuffled(self, window: int, epoch: OrderEpoch) -> Indices:
         parts = self._parts(epoch)
         ends = np.cumsum(self._lengths[parts])
         start = window * self._window
@@ -228,12 +228,12 @@ class ShuffledInWindows:
         shuffled = epoch.rng_for(_WINDOW, window).permutation(stop - start)
         positions = start + shuffled.astype(np.int64)
         places = np.searchsorted(ends, positions, "right")
-        behind = ends[places] - positions  # from the end of the part
+        left = ends[places] - positions  # from the end of the part
         chosen = parts[places]
-        found: Indices = self._starts[chosen] + self._lengths[chosen] - behind
+        found: Indices = self._starts[chosen] + self._lengths[chosen] - left
         return found
 
-    def _parts(self, epoch: Epoch) -> Indices:
+    def _parts(self, epoch: OrderEpoch) -> Indices:
         shuffled = epoch.rng_for(_PARTS).permutation(len(self._lengths))
         return shuffled.astype(np.int64)
 
@@ -255,7 +255,7 @@ class Weighted:
         _check_count("weights", len(self._shares), count)
         return count if self._per_epoch is None else self._per_epoch
 
-    def at(self, positions: Indices, epoch: Epoch) -> Indices:
+    def at(self, positions: Indices, epoch: OrderEpoch) -> Indices:
         blocks = np.unique(positions // _DRAWN)
         numbers = np.concatenate(
             [epoch.rng_for(_WEIGHTS, int(b)).random(_DRAWN) for b in blocks]
@@ -294,11 +294,11 @@ class WeightedOnce:
         _check_count("weights", len(self._weights), count)
         return self._per_epoch
 
-    def at(self, positions: Indices, epoch: Epoch) -> Indices:
+    def at(self, positions: Indices, epoch: OrderEpoch) -> Indices:
         order = self._orders.get(epoch.key, lambda: self._drawn(epoch))
         return order[positions]
 
-    def _drawn(self, epoch: Epoch) -> Indices:
+    def _drawn(self, epoch: OrderEpoch) -> Indices:
         waits = epoch.rng_for(_WEIGHTS).exponential(size=len(self._weights))
         with np.errstate(divide="ignore"):
             waits /= self._weights
@@ -320,11 +320,11 @@ class Sampled:
     def length(self, count: int) -> int:
         return count if self._per_epoch is None else self._per_epoch
 
-    def at(self, positions: Indices, epoch: Epoch) -> Indices:
+    def at(self, positions: Indices, epoch: OrderEpoch) -> Indices:
         drawn = self._drawn.get(epoch.key, lambda: self._draw(epoch))
         return drawn[positions]
 
-    def _draw(self, epoch: Epoch) -> Indices:
+    def _draw(self, epoch: OrderEpoch) -> Indices:
         wanted, count = self.length(epoch.count), epoch.count
         rng = epoch.rng_for(_SAMPLER)
         found = np.asarray(self._sampler(rng, wanted))
@@ -390,7 +390,7 @@ class Mixed:
         _check_count("labels", self._count, count)
         return self._length
 
-    def at(self, positions: Indices, epoch: Epoch) -> Indices:
+    def at(self, positions: Indices, epoch: OrderEpoch) -> Indices:
         spans, places = np.divmod(positions, self._span)
         parts = [
             self._uses_of(int(span), epoch)[:, places[spans == span]]
@@ -432,7 +432,7 @@ class Mixed:
             uses += comes_before
         return uses
 
-    def _uses_of(self, span: int, epoch: Epoch) -> Indices:
+    def _uses_of(self, span: int, epoch: OrderEpoch) -> Indices:
         """Returns the groups of a run of positions, and which uses these are.
 
         The result has the shape `(2, n)`.
@@ -442,7 +442,7 @@ class Mixed:
             (key, span), lambda: self._compute_uses(span, epoch)
         )
 
-    def _compute_uses(self, span: int, epoch: Epoch) -> Indices:
+    def _compute_uses(self, span: int, epoch: OrderEpoch) -> Indices:
         low = span * self._span
         high = min(low + self._span, self._length)
         count = len(self._groups)
@@ -465,7 +465,9 @@ class Mixed:
             groups = shuffled
         return np.stack([groups, uses])
 
-    def _samples_of(self, group: int, uses: Indices, epoch: Epoch) -> Indices:
+    def _samples_of(
+        self, group: int, uses: Indices, epoch: OrderEpoch
+    ) -> Indices:
         members = self._groups[group]
         cycles, places = np.divmod(uses, len(members))
         if self.is_random:
@@ -477,7 +479,7 @@ class Mixed:
             places = shuffled
         return pick(members, places)
 
-    def _order(self, group: int, cycle: int, epoch: Epoch) -> Permutation:
+    def _order(self, group: int, cycle: int, epoch: OrderEpoch) -> Permutation:
         return self._orders.get(
             (epoch.key, group, cycle),
             lambda: epoch.permutation_for(
@@ -519,7 +521,7 @@ class Subset:
             )
         return self._order.length(len(self._samples))
 
-    def at(self, positions: Indices, epoch: Epoch) -> Indices:
+    def at(self, positions: Indices, epoch: OrderEpoch) -> Indices:
         places = self._order.at(positions, epoch.of(len(self._samples)))
         return pick(self._samples, places)
 
@@ -561,7 +563,7 @@ class Bucketed:
         _check_count("lengths in `bucket_by`", len(self._lengths), count)
         return self._order.length(count)
 
-    def at(self, positions: Indices, epoch: Epoch) -> Indices:
+    def at(self, positions: Indices, epoch: OrderEpoch) -> Indices:
         windows, places = np.divmod(positions, self._window)
         found = [
             self._samples_of(int(window), epoch)[places[windows == window]]
@@ -569,14 +571,14 @@ class Bucketed:
         ]
         return np.concatenate(found) if found else positions
 
-    def _samples_of(self, window: int, epoch: Epoch) -> Indices:
+    def _samples_of(self, window: int, epoch: OrderEpoch) -> Indices:
         # What is in order is the same in each epoch, and can be cached.
         key = epoch.key if self.is_random else epoch.count
         return self._sorted.get(
             (key, window), lambda: self._sort(window, epoch)
         )
 
-    def _sort(self, window: int, epoch: Epoch) -> Indices:
+    def _sort(self, window: int, epoch: OrderEpoch) -> Indices:
         start = window * self._window
         stop = min(start + self._window, self.length(epoch.count))
         samples = self._order.at(np.arange(start, stop), epoch)

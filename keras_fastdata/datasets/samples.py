@@ -22,7 +22,7 @@ from keras_fastdata.building import build
 from keras_fastdata.dataset import FastPyDataset
 from keras_fastdata.datasets.collate import Mask, Padded, Padding
 from keras_fastdata.datasets.collate import collate as collate_samples
-from keras_fastdata.datasets.columns import Choice, stack_columns, tidied
+from keras_fastdata.datasets.columns import ColumnChoice, stack_columns, tidied
 from keras_fastdata.datasets.iterables import is_torch_iterable
 from keras_fastdata.datasets.order import SAMPLE, Sampler
 from keras_fastdata.datasets.sampling import (
@@ -136,7 +136,8 @@ class SampleDataset(SampledDataset):
             and padded: shape `(samples, length)`, `True` where there is data
             along the first axis of a sample, `False` where there is padding.
             Or a dict with such a name for each part. `None`: no mask. A sample
-            `(x, y)` has the inputs `x`.
+            `(x, y)` has the inputs `x`. The share of padding in a batch is
+            `1 - mask.mean()`.
         shuffle: `True`: samples come in a new random order every epoch.
             `False`: in order. In both cases `fit(shuffle=)` has no effect.
             `None`: in order, and `fit(shuffle=True)`, Keras's default,
@@ -244,7 +245,7 @@ class SampleDataset(SampledDataset):
             sampler=sampler,
             **kwargs,
         )
-        self._fastdata_choice = Choice.of(columns, label)
+        self._fastdata_choice = ColumnChoice.of(columns, label)
         self._fastdata_padded = Padded(
             pad_to, pad_value, truncate, pad_to_multiple_of, mask
         )
@@ -417,7 +418,7 @@ def _(dataset: SampleDataset, name: str) -> npt.NDArray[Any]:
     if not _gives_columns(dataset):
         found: npt.NDArray[Any] = column_of.dispatch(object)(dataset, name)
         return found
-    Choice.of(name, None).read(dataset.source.columns)
+    ColumnChoice.of(name, None).read(dataset.source.columns)
     parts = []
     for start in range(0, len(dataset.source), _AT_ONCE):
         stop = min(start + _AT_ONCE, len(dataset.source))

@@ -241,8 +241,8 @@ class Sampling:
         return kind(self.per_epoch)
 
 
-def _epoch_of(dataset: SampledDataset, count: int) -> orders.Epoch:
-    return orders.Epoch(
+def _epoch_of(dataset: SampledDataset, count: int) -> orders.OrderEpoch:
+    return orders.OrderEpoch(
         count, version_of(dataset), functools.partial(answer, dataset)
     )
 

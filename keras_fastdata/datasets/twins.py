@@ -245,8 +245,8 @@ def timeseries_dataset_from_array(
     >>> from keras_fastdata import timeseries_dataset_from_array
     >>> x = np.arange(10)
     >>> dataset = timeseries_dataset_from_array(x, x[3:], 3, batch_size=2)
-    >>> windows, following = dataset[1]
-    >>> windows.tolist(), following.tolist()
+    >>> windows, next_values = dataset[1]
+    >>> windows.tolist(), next_values.tolist()
     ([[2, 3, 4], [3, 4, 5]], [5, 6])
     """
     one_of("format", format, ("tf", "grain"))
@@ -272,11 +272,13 @@ def timeseries_dataset_from_array(
         )
     series = _as_tensor(data[start:end])
     windows = Windows(series, length, sequence_stride, sampling_rate, count)
-    following = None
+    next_values = None
     if targets is not None:
         last = (count - 1) * sequence_stride
-        following = _as_tensor(targets[start:end])[: last + 1 : sequence_stride]
-        if len(following) < count:
+        next_values = _as_tensor(targets[start:end])[
+            : last + 1 : sequence_stride
+        ]
+        if len(next_values) < count:
             raise ValueError(
                 f"`targets` must have one for each of {count} windows. As in "
                 f"Keras, the first is `targets[start_index]`. There are "
@@ -285,7 +287,7 @@ def timeseries_dataset_from_array(
     kind = ArrayDataset if batch_size is not None else OneWindow
     return kind(
         windows,
-        following,
+        next_values,
         batch_size=1 if batch_size is None else batch_size,
         shuffle=shuffle,
         seed=seed,

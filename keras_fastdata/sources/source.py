@@ -27,7 +27,7 @@ class Source(Protocol):
     def __getitem__(self, index: int) -> Any: ...
 
 
-class BatchSource(Source, Protocol):
+class BulkSource(Source, Protocol):
     """A source that fetches several samples at once."""
 
     def __getitems__(self, indices: list[int]) -> list[Any]:

@@ -116,7 +116,7 @@ _GONE = {
     "ordering": "sampling",
     "Form": "ImageSpec",
 }
-_OF_OTHERS = {("datasets/images.py", "walk")}  # `os.walk`
+_OF_OTHERS = {("datasets/directories.py", "walk")}  # `os.walk`
 
 
 def _identifiers(tree):

@@ -19,7 +19,7 @@ def epoch_of(count, seed=3, number=0):
     def ask(name):
         return getattr(context, name)
 
-    return orders.Epoch(count, None, ask)
+    return orders.OrderEpoch(count, None, ask)
 
 
 def whole(order, count, number=0, step=7):
