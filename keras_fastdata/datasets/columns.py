@@ -163,6 +163,8 @@ def tidied(sample: Any) -> Any:
 
     A list of numbers or strings in a row is one value, as in a table.
     """
+    if isinstance(sample, (tuple, np.ndarray)):
+        return sample  # the usual kinds, without asking abstract classes
     if isinstance(sample, Mapping):
         return {name: _tidied_part(part) for name, part in sample.items()}
     return os.fspath(sample) if isinstance(sample, os.PathLike) else sample

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from keras_fastdata.building.held_generators import Search
 from keras_fastdata.datasets.columns import tidied
 from keras_fastdata.sources.tables import is_a
 
@@ -63,7 +64,9 @@ class _OfHuggingFace(Passes):
     def begin(self, index: int, count: int, key: int) -> Iterator[Any]:
         split = importlib.import_module("datasets.distributed")
         part = split.split_dataset_by_node(self.iterable, index, count)
-        part.set_epoch(1 + key % (1 << 31))  # shuffles all parts alike
+        if Search(self).held:
+            # It shuffles: all parts alike, and each pass anew.
+            part.set_epoch(1 + key % (1 << 31))
         return map(tidied, iter(part))
 
 

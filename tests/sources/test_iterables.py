@@ -81,6 +81,14 @@ def test_what_hugging_face_splits_comes_once(place, way, shuffled):
     )
 
 
+def test_what_hugging_face_does_not_shuffle_stays_in_order():
+    with GeneratorDataset(
+        hugging_face(), 8, columns="number", seed=1, workers=1
+    ) as dataset:
+        for _ in range(2):
+            assert np.concatenate(list(dataset)).tolist() == [*range(_COUNT)]
+
+
 def test_what_hugging_face_shuffles_has_another_order_in_each_epoch():
     with GeneratorDataset(
         hugging_face(True), _COUNT, columns="number", seed=1, workers=0
