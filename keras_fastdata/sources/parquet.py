@@ -189,7 +189,7 @@ class Parquet(ColumnRows):
             writer.write_table(table)
 
 
-class _Part(NamedTuple):
+class _RowGroups(NamedTuple):
     """Neighbouring row groups, from `begin` to before `end`."""
 
     file: int
@@ -234,7 +234,7 @@ def _scan(local: str, path: str) -> Arrays:
     }
 
 
-def _parts(index: Index) -> list[_Part]:
+def _parts(index: Index) -> list[_RowGroups]:
     """Joins small row groups of each file."""
     rows, sizes = (index.arrays[name].tolist() for name in ("rows", "bytes"))
     parts = []
@@ -245,7 +245,7 @@ def _parts(index: Index) -> list[_Part]:
             joined = slice(first + begin, first + end)
             if sum(sizes[joined]) >= _PART_BYTES or end == count:
                 if held := sum(rows[joined]):
-                    parts.append(_Part(file, begin, end, held))
+                    parts.append(_RowGroups(file, begin, end, held))
                 begin = end
         first += count
     return parts
