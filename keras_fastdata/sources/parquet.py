@@ -97,7 +97,7 @@ class Parquet(ColumnRows):
         self._mapped = Kept(_HELD)
 
     def __len__(self) -> int:
-        return sum(self.part_lengths)
+        return int(self._ends[-1]) if len(self._ends) else 0
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         if not -len(self) <= index < len(self):
