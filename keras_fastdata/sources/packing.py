@@ -139,6 +139,12 @@ class Packed:
         # No tokens, but the dtype and the further axes of each feature.
         likes = self._sequences(samples[:1].tolist()) if len(samples) else []
         self._like = [np.asarray(sequence)[:0] for (sequence,) in likes]
+        for like in self._like:
+            if like.dtype.kind in "iu" and int(pad_value) != pad_value:
+                raise ValueError(
+                    f"`pad_value={pad_value!r}` does not fit into sequences of "
+                    f"{like.dtype}."
+                )
         order = np.arange(len(samples))
         if seed is not None:
             order = np.random.default_rng(seed).permutation(order)
