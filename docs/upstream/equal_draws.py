@@ -1,6 +1,7 @@
 """Worker processes draw the same numbers from `np.random`."""
 
 import multiprocessing
+import signal
 import sys
 
 import keras
@@ -19,6 +20,7 @@ class Data(keras.utils.PyDataset):
         return np.random.rand(1, 1)
 
 
+signal.alarm(25)  # ends the script if a forked worker is blocked
 multiprocessing.set_start_method("fork", force=True)  # Linux, up to 3.13
 model = keras.Sequential([keras.Input((1,)), keras.layers.Identity()])
 data = Data(workers=2, use_multiprocessing=True)

@@ -1,5 +1,6 @@
-"""`fit` waits for ever if a worker process is killed."""
+"""`fit` and `predict` wait for ever if a worker process is killed."""
 
+import multiprocessing
 import os
 import threading
 
@@ -14,19 +15,16 @@ class Data(keras.utils.PyDataset):
     def __getitem__(self, index):
         if index == 3:  # as Linux does when memory is short
             os.kill(os.getpid(), 9)
-        return np.zeros((1, 1)), np.zeros((1, 1))
+        return np.zeros((1, 1))
 
 
-def still_waiting():
-    print("A worker was killed; 6 s later `fit` still waits.", flush=True)
-    os._exit(0)
-
-
-threading.Timer(6, still_waiting).start()
 model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-model.compile("sgd", "mse")
-try:
-    model.fit(Data(workers=2, use_multiprocessing=True), verbose=0)
-finally:
-    print("Mended: `fit` ends after a worker was killed.", flush=True)
-    os._exit(1)
+data = Data(workers=2, use_multiprocessing=True)
+thread = threading.Thread(target=model.predict, args=[data, None, 0])
+thread.start()
+thread.join(8)
+waits = "still waits" if thread.is_alive() else "has ended (mended)"
+print(f"A worker was killed; `predict` {waits}.", flush=True)
+for worker in multiprocessing.active_children():
+    worker.kill()
+os._exit(0 if waits == "still waits" else 1)

@@ -3,6 +3,7 @@
 import gc
 import multiprocessing
 import os
+import signal
 import time
 
 import keras
@@ -14,20 +15,18 @@ class Data(keras.utils.PyDataset):
         return 100
 
     def __getitem__(self, index):
-        return np.zeros((1, 1)), np.zeros((1, 1))
+        return np.zeros((1, 1)), np.full((1, 1), np.nan)
 
 
-class Stop(keras.callbacks.Callback):  # as TerminateOnNaN does
-    def on_train_batch_end(self, batch, logs=None):
-        self.model.stop_training = True
-
-
+signal.alarm(25)  # ends the script if a forked worker is blocked
 model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
 model.compile("sgd", "mse")
-stop = [Stop()]
+stop = [keras.callbacks.TerminateOnNaN()]
 model.fit(Data(workers=2, use_multiprocessing=True), callbacks=stop, verbose=0)
 gc.collect()
 time.sleep(2)
 left = multiprocessing.active_children()
 print(f"{len(left)} workers are left 2 s after `fit`.", flush=True)
+for worker in left:
+    worker.kill()
 os._exit(0 if left else 1)

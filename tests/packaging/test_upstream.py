@@ -76,8 +76,18 @@ def _on_this_backend(names):
 
 def _run_all(zygote, paths):
     """Runs scripts, some at a time since most wait; returns their ends."""
+
+    def run(path):
+        # Keras forks while it has threads, so a worker may be blocked at its
+        # start. An alarm then ends the script.
+        for _ in range(3):
+            done = zygote.run(path)
+            if done.returncode in (0, 1):
+                break
+        return done
+
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
-        return dict(zip(paths, pool.map(zygote.run, paths), strict=True))
+        return dict(zip(paths, pool.map(run, paths), strict=True))
 
 
 def _unexpected(done, expected):
