@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from keras_fastdata.profiling import profile
     from keras_fastdata.shared_list import SharedList
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ArrayDataset",

@@ -1,7 +1,11 @@
-"""Runs `python -m keras_fastdata profile MODULE_OR_FILE:FACTORY`.
+"""The command `keras-fastdata`, which is also `python -m keras_fastdata`.
 
-Exit status: 0 for success, 1 if the dataset's own code raised an exception, 2
-if an argument is wrong, 130 after Ctrl-C.
+    keras-fastdata profile MODULE_OR_FILE:FACTORY
+    keras-fastdata doctor
+    keras-fastdata demo
+
+Exit status: 0 for success, 1 if the dataset's own code raised an exception or
+`doctor` found something broken, 2 if an argument is wrong, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 _OK, _RAISED, _USAGE, _INTERRUPTED = 0, 1, 2, 130
 
@@ -20,17 +25,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parses and runs a command line, and returns the exit status."""
     options = _parser().parse_args(arguments)
     try:
-        return _profile(options)
+        return int(options.run(options))
     except KeyboardInterrupt:
         return _INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m keras_fastdata",
+        prog="keras-fastdata",
         description="Input pipelines for Keras 3.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_profile(commands)
+    doctor = commands.add_parser(
+        "doctor",
+        help="say what this machine can do, and what is broken",
+        description=(
+            "Looks at cores, memory, system calls, shared memory and packages, "
+            "imports Keras, starts worker processes in each way, and says what "
+            "follows. Takes about 20 seconds. The exit status is 1 if "
+            "something is broken."
+        ),
+    )
+    doctor.set_defaults(run=_doctor)
+    demo = commands.add_parser(
+        "demo",
+        help="train a small model inline and with workers",
+        description=(
+            "Trains a small model on generated pictures, inline and with "
+            "worker processes, and prints what LoaderHealth says of both. "
+            "Takes about 20 seconds."
+        ),
+    )
+    demo.set_defaults(run=_demo)
+    return parser
+
+
+def _add_profile(commands: Any) -> None:
     profile = commands.add_parser(
         "profile",
         help="try out where the batches of a dataset are best built",
@@ -64,7 +95,19 @@ def _parser() -> argparse.ArgumentParser:
     profile.add_argument(
         "--json", action="store_true", help="print JSON, for programs"
     )
-    return parser
+    profile.set_defaults(run=_profile)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from keras_fastdata.commands import doctor
+
+    return doctor.run()
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from keras_fastdata.commands import demo
+
+    return demo.run()
 
 
 def _count(text: str) -> int:
@@ -96,7 +139,7 @@ def _profile(options: argparse.Namespace) -> int:
                     dataset, options.batches, options.seconds, progress.tell
                 )
         except cli_target.UsageError as error:
-            text = f"python -m keras_fastdata: {error}"
+            text = f"keras-fastdata: {error}"
             print(formatting.wrapped(text), file=sys.stderr)
             return _USAGE
         except Exception:

@@ -76,8 +76,9 @@ def concat(
     """
     members = _checked(datasets)
     if _are_of_samples(members, by):
-        return _CombinedSamples(members, **_arguments(members[0], kwargs))
-    return _CombinedBatches(members, orders.InOrder(), kwargs)
+        arguments = _arguments(members[0], kwargs)
+        return _CombinedSamples("concat", members, **arguments)
+    return _CombinedBatches("concat", members, orders.InOrder(), kwargs)
 
 
 def mix(
@@ -135,8 +136,8 @@ def mix(
     groups, count = _groups(counts), sum(counts)
     order = orders.Mixed(groups, shares, stop, shuffles, count)
     if of_samples:
-        return _CombinedSamples(members, order=order, **arguments)
-    return _CombinedBatches(members, order, arguments)
+        return _CombinedSamples("mix", members, order=order, **arguments)
+    return _CombinedBatches("mix", members, order, arguments)
 
 
 def take(dataset: FastPyDataset, count: int) -> Any:
@@ -241,7 +242,8 @@ def map(
         )
     if _are_of_samples([dataset], by, keeps_order=True):
         return _MappedSamples(dataset, function, _arguments(dataset, kwargs))
-    return _CombinedBatches([dataset], orders.InOrder(), kwargs, function)
+    order = orders.InOrder()
+    return _CombinedBatches("map", [dataset], order, kwargs, function)
 
 
 class _Members:
@@ -302,6 +304,7 @@ class _CombinedSamples(SampleDataset):
 
     def __init__(
         self,
+        made_by: str,
         datasets: list[FastPyDataset],
         *,
         order: Order | None = None,
@@ -309,6 +312,7 @@ class _CombinedSamples(SampleDataset):
         **kwargs: Any,
     ) -> None:
         super().__init__(None, **kwargs)
+        build.set_name(self, f"combine.{made_by}")
         self._fastdata_padded = padded or self._fastdata_padded
         if order is not None:
             self._fastdata_order.give(order)
@@ -335,6 +339,7 @@ class _MappedSamples(SampleDataset):
         shuffle = internals_of(dataset).settings.shuffle
         padded = arguments.pop("padded")
         super().__init__(None, **{**arguments, "shuffle": shuffle})
+        build.set_name(self, "combine.map")
         self._fastdata_padded = padded or self._fastdata_padded
         self._fastdata_order.give(dataset._fastdata_order.order_of(dataset))
         self._fastdata_mapped = dataset
@@ -355,12 +360,14 @@ class _CombinedBatches(FastPyDataset):
 
     def __init__(
         self,
+        made_by: str,
         datasets: list[FastPyDataset],
         order: Order,
         arguments: dict[str, Any],
         function: Function | None = None,
     ) -> None:
         super().__init__(**{**_settings(datasets[0]), **arguments})
+        build.set_name(self, f"combine.{made_by}")
         self._fastdata_order = order
         self._fastdata_members = _Members(datasets, of_samples=False)
         self._fastdata_function = _Function(function)
@@ -487,7 +494,7 @@ def _part(dataset: FastPyDataset, places: Places) -> FastPyDataset:
         )
     if not isinstance(dataset, SampledDataset):
         order = orders.Subset(orders.InOrder(), places)
-        return _CombinedBatches([dataset], order, {})
+        return _CombinedBatches("take", [dataset], order, {})
     part: SampledDataset = make_twin(dataset)
     part._fastdata_order = dataset._fastdata_order.of(places)
     return part

@@ -431,7 +431,7 @@ def _conclude(
     one_process = trials.get((1, True))
     last = trials.get((2, True)) or one_process
     return Profile(
-        dataset=type(dataset).__name__,
+        dataset=build.name_of(dataset),
         num_batches=build.length_of(dataset),
         nbytes=round(batch_stats.nbytes / batch_stats.batches),
         build_s_p50=batch_stats.build.quantile(0.5),

@@ -73,6 +73,17 @@ class SampleContext:
             return self._rng
 
 
+def set_name(dataset: Dataset, name: str) -> None:
+    """Has a dataset go by the name of the function that made it."""
+    vars(dataset)["_fastdata_name"] = name
+
+
+def name_of(dataset: Dataset) -> str:
+    """Returns the name of a dataset's class, or of the function it is from."""
+    name: str = vars(dataset).get("_fastdata_name", type(dataset).__name__)
+    return name
+
+
 def length_of(dataset: Dataset) -> int | None:
     """Returns the number of batches in an epoch, or `None` if unknown."""
     try:

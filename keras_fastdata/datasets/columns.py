@@ -141,8 +141,9 @@ def _texts(
             row = indices[place * len(column) // len(values)]
             raise ValueError(
                 f"Column {name!r} has no value (null) in row {row}. Fill the "
-                "nulls in the table or drop these rows, leave the column out "
-                "with `columns=`, or pass a `transform=`, which gets None."
+                "nulls in the table (those of Parquet files with `fill_null=`) "
+                "or drop these rows, leave the column out with `columns=`, or "
+                "pass a `transform=`, which gets None."
             )
     kinds = {type(value) for value in values}
     if len(kinds) != 1 or not kinds <= {str, bytes}:

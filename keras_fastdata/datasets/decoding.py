@@ -93,7 +93,8 @@ def decode_as_tensorflow(path: str, mode: str) -> Any:
         mode: A key of `MODES`.
 
     Returns:
-        A uint8 array `(height, width, channels)`, possibly read-only.
+        A uint8 array `(height, width, channels)`, possibly read-only. The next
+        JPEG in this thread overwrites it.
     """
     from PIL import Image
 
@@ -104,7 +105,8 @@ def decode_as_tensorflow(path: str, mode: str) -> Any:
             with open(path, "rb") as file:
                 data = file.read()
             name = "GRAY" if mode == "grayscale" else MODES[mode]
-            return simplejpeg.decode_jpeg(data, name, fastdct=True)
+            room = _kept.room(math.prod(image.size) * len(name))
+            return simplejpeg.decode_jpeg(data, name, fastdct=True, buffer=room)
         if mode == "grayscale" and image.format == "JPEG":
             image.draft("L", image.size)
         plain = _in_bytes(image)

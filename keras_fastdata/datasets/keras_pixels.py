@@ -17,6 +17,7 @@ _OWN = ("bilinear", "nearest", "bicubic")
 _RARE = ("area", "lanczos3", "lanczos5", "gaussian", "mitchellcubic")
 INTERPOLATIONS = (*_OWN, *_RARE)
 
+_ROWS = 32  # that are resized together; all would not fit into a core's cache
 _CUBIC_STEPS = 1024  # per pixel, to which TensorFlow rounds for "bicubic"
 
 
@@ -94,22 +95,22 @@ def _bilinear(
     upper, lower, down = neighbours(*rows)
     left, right, across = neighbours(*columns)
     across = across.repeat(pixels.shape[2])  # faster than a short last axis
-
-    def between(places: Any) -> Any:
-        chosen = pixels.take(places, 0)
+    found = np.empty((rows[1], len(across)), np.float32)
+    for first in range(0, len(found), _ROWS):
+        some = slice(first, first + _ROWS)
+        # The rows above and those below the new ones.
+        pairs = pixels.take(np.concatenate([upper[some], lower[some]]), 0)
         start, end = (
-            chosen.take(side, 1).reshape(len(places), -1).astype(np.float32)
+            pairs.take(side, 1).reshape(len(pairs), -1).astype(np.float32)
             for side in (left, right)
         )
         end -= start
         end *= across
         end += start
-        return end
-
-    top, found = between(upper), between(lower)
-    found -= top
-    found *= down[:, np.newaxis]
-    found += top
+        top, change = np.split(end, 2)
+        change -= top
+        change *= down[some, np.newaxis]
+        np.add(change, top, out=found[some])
     return found.reshape(rows[1], columns[1], -1)
 
 

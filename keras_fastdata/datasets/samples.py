@@ -136,7 +136,8 @@ class SampleDataset(SampledDataset):
             and padded: shape `(samples, length)`, `True` where there is data
             along the first axis of a sample, `False` where there is padding.
             Or a dict with such a name for each part. `None`: no mask. A sample
-            `(x, y)` has the inputs `x`.
+            `(x, y)` has the inputs `x`. The share of padding in a batch is
+            `1 - mask.mean()`.
         shuffle: `True`: samples come in a new random order every epoch.
             `False`: in order. In both cases `fit(shuffle=)` has no effect.
             `None`: in order, and `fit(shuffle=True)`, Keras's default,

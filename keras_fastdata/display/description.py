@@ -52,7 +52,7 @@ def name_of(dataset: Any) -> str:
     wrapped = vars(dataset).get("_fastdata_wrapped")
     if wrapped is not None:
         return f"accelerate({type(wrapped).__name__})"
-    return type(dataset).__name__
+    return build.name_of(dataset)
 
 
 def _facts(dataset: Any) -> dict[str, str]:

@@ -68,7 +68,7 @@ class Loader:
     """
 
     def __init__(self, dataset: build.Dataset, settings: Settings) -> None:
-        name = type(dataset).__name__
+        name = build.name_of(dataset)
         self._dataset = reference = weakref.ref(dataset)
         self.changes = Changes()  # the changes that the workers do not have yet
         self._in_effect = SettingsInEffect(settings, dataset)

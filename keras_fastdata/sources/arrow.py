@@ -180,6 +180,9 @@ def _column_of(array: Any) -> Any:
     if types.is_dictionary(kind):
         array = array.dictionary_decode()
         kind = array.type
+    is_tensor = isinstance(kind, pyarrow().FixedShapeTensorType)
+    if is_tensor and not array.null_count:
+        return _column_of(array.storage).reshape(len(array), *kind.shape)
     if isinstance(kind, pyarrow().BaseExtensionType):
         return _column_of(array.storage)
     if array.null_count:

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import importlib
+import io
 import os
 import stat
 import sys
@@ -87,7 +89,7 @@ class FileCache:
                 os.utime(path, ns=(now, now))
             yield path
         finally:
-            held.close()
+            _free(held)
             with contextlib.suppress(OSError):
                 self._trim()
 
@@ -101,7 +103,7 @@ class FileCache:
             raise PermissionError(
                 f"The cache directory {self._folder} must be this user's, and "
                 "others must not be able to write there. Remove it, or pass "
-                "another `cache_dir`."
+                "another `cache_dir` to `Storage`."
             )
 
     @contextlib.contextmanager
@@ -114,11 +116,11 @@ class FileCache:
                 os.path.dirname(self._folder)
             )
             if error.errno in _FULL:
-                remedy = "Free space on the disk, or pass a smaller "
-                remedy += "`cache_bytes`, or another `cache_dir`."
+                remedy = "Free space on the disk, or pass `Storage` a smaller "
+                remedy += "`cache_bytes` or another `cache_dir`."
             elif is_ours and error.errno in _REFUSED:
                 remedy = "Let this user write there, or pass another "
-                remedy += "`cache_dir`."
+                remedy += "`cache_dir` to `Storage`."
             else:
                 raise
             raise OSError(
@@ -129,20 +131,19 @@ class FileCache:
 
     # -- making entries ------------------------------------------------------
 
-    def _make(self, name: str, make: Callable[[str], Any]) -> _Held:
+    def _make(self, name: str, make: Callable[[str], Any]) -> io.FileIO:
         """Makes an entry, or waits for the process that makes it."""
         start = os.path.join(self._folder, f".{name}")
         path = os.path.join(self._folder, name)
-        with self._named_errors():
-            lock = _made_and_locked(f"{start}.lock")
+        with self._named_errors(), _made_and_locked(f"{start}.lock") as lock:
             try:
                 if self._folder not in _cleaned:
                     _cleaned.add(self._folder)
-                    self._remove_leftovers()
+                    self._remove_leftovers(lock)
                 if held := _locked(path, shared=True):
                     return held  # of another process
                 temporary = f"{start}.tmp"
-                if not _has_locks(self._folder):
+                if not _has_locks(lock):
                     temporary = _atomic_write.name_beside(path)
                 while True:
                     _remove(temporary)  # a killed process may have left it
@@ -157,65 +158,52 @@ class FileCache:
                             raise
             finally:
                 _remove(f"{start}.lock")
-                lock.close()
 
-    def _add(self, temporary: str, path: str) -> _Held:
+    def _add(self, temporary: str, path: str) -> io.FileIO:
         """Renames a new file, after others were evicted for it."""
         os.chmod(temporary, 0o600)
-        added = _Held(os.open(temporary, os.O_RDWR))
-        try:
-            os.fsync(added.fd)  # else a power failure may leave it empty
-            _flock(added.fd, shared=True)
-            size = os.fstat(added.fd).st_size
-            with self._total_locked() as fd:
-                total = _read_total(fd)
-                if total is None or total + size > self._most:
-                    total = self._evict(self._most - size)
-                # If this process dies in between, the total is too large until
-                # the next eviction. Otherwise it would be too small.
-                _write_total(fd, total + size)
-                os.replace(temporary, path)
-        except BaseException:
-            added.close()
-            raise
+        added = _opened(temporary, "r+b")
+        os.fsync(added)  # else a power failure may leave it empty
+        _flock(added, shared=True)
+        size = os.fstat(added.fileno()).st_size
+        with self._total_locked() as file:
+            total = _read_total(file)
+            if total is None or total + size > self._most:
+                total = self._evict(file, self._most - size)
+            # If this process dies in between, the total is too large until the
+            # next eviction. Otherwise it would be too small.
+            _write_total(file, total + size)
+            os.replace(temporary, path)
         return added
 
     # -- evicting entries ----------------------------------------------------
 
-    @contextlib.contextmanager
-    def _total_locked(self) -> Iterator[int]:
-        lock = _made_and_locked(os.path.join(self._folder, ".size"))
-        try:
-            yield lock.fd
-        finally:
-            lock.close()
+    def _total_locked(self) -> contextlib.AbstractContextManager[io.FileIO]:
+        return _made_and_locked(os.path.join(self._folder, ".size"))
 
     def _trim(self) -> None:
         """Evicts what could not be evicted before, because it was in use."""
-        fd = os.open(os.path.join(self._folder, ".size"), os.O_RDONLY)
-        try:
-            total = _read_total(fd)
-        finally:
-            os.close(fd)
+        with open(os.path.join(self._folder, ".size"), "rb", 0) as file:
+            total = _read_total(file)
         if total is None or total > self._most:
-            with self._total_locked() as fd:
-                _write_total(fd, self._evict(self._most))
+            with self._total_locked() as file:
+                _write_total(file, self._evict(file, self._most))
 
     def _halve(self) -> bool:
         """Evicts unused entries of a full disk; returns whether it could."""
-        with self._total_locked() as fd:
-            before = self._evict(sys.maxsize)
-            left = self._evict(before // 2)
-            _write_total(fd, left)
+        with self._total_locked() as file:
+            before = self._evict(file, sys.maxsize)
+            left = self._evict(file, before // 2)
+            _write_total(file, left)
         return left < before
 
-    def _evict(self, most: int) -> int:
+    def _evict(self, lock: io.FileIO, most: int) -> int:
         """Evicts unused entries until at most `most` bytes are left.
 
         Returns:
             The size of all entries that are left.
         """
-        self._remove_leftovers()
+        self._remove_leftovers(lock)
         now = time.time_ns()
         found = []
         with os.scandir(self._folder) as files:
@@ -228,7 +216,7 @@ class FileCache:
                         used = used if used <= now else 0
                         found.append((used, about.st_size, file.path))
         total = sum(size for _, size, _ in found)
-        oldest = now - (0 if _has_locks(self._folder) else _IN_USE_NS)
+        oldest = now - (0 if _has_locks(lock) else _IN_USE_NS)
         for used, size, path in sorted(found):
             # Of small entries, more are evicted: to look at all takes time.
             spare = most >> 4 if size < most >> 10 else 0
@@ -236,107 +224,99 @@ class FileCache:
                 break
             if held := _locked(path, wait=False):
                 _remove(path)
-                held.close()
+                _free(held)
                 total -= size
         return total
 
-    def _remove_leftovers(self) -> None:
+    def _remove_leftovers(self, lock: io.FileIO) -> None:
         """Removes what killed processes have left of unmade entries."""
-        if not _has_locks(self._folder):
+        if not _has_locks(lock):
             _atomic_write.remove_abandoned(self._folder)
             return
         for name in os.listdir(self._folder):
             start, suffix = os.path.splitext(name)
             if name.startswith(".") and suffix in (".tmp", ".lock"):
                 start = os.path.join(self._folder, start)
-                lock = _locked(f"{start}.lock", create=True, wait=False)
-                if lock is not None:
+                held = _locked(f"{start}.lock", create=True, wait=False)
+                if held is not None:
                     _remove(f"{start}.tmp")
                     _remove(f"{start}.lock")
-                    lock.close()
+                    _free(held)
 
 
 # -- files and locks ---------------------------------------------------------
 
-
-class _Held:
-    """An open file that this process may have locked."""
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-        _held.add(self)
-
-    def close(self) -> None:
-        """Frees the lock, even if a forked process has a copy of the file."""
-        fd = self.leave()
-        if fd >= 0:
-            if fcntl:
-                with contextlib.suppress(OSError):
-                    fcntl.flock(fd, fcntl.LOCK_UN)
-            os.close(fd)
-
-    def leave(self) -> int:
-        """Returns the descriptor, or -1, for the caller to close."""
-        _held.discard(self)
-        fd, self.fd = self.fd, -1
-        return fd
-
-    __del__ = close  # after a KeyboardInterrupt that came just then
+# A file object closes itself, even if a KeyboardInterrupt comes just then.
+_open_files: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
+_private = functools.partial(os.open, mode=0o600)
 
 
-_held: weakref.WeakSet[_Held] = weakref.WeakSet()
-
-
-def _leave_all() -> None:
+def _close_all() -> None:
     """Closes a forked process's copies of its parent's locked files."""
-    for held in list(_held):
-        os.close(held.leave())
+    for file in list(_open_files):
+        file.close()
 
 
-_process_role.at_fork(after_in_child=_leave_all)
+_process_role.at_fork(after_in_child=_close_all)
+
+
+def _opened(path: str, mode: str) -> io.FileIO:
+    file = io.FileIO(path, mode, opener=_private)
+    _open_files.add(file)
+    return file
+
+
+def _free(file: io.FileIO) -> None:
+    """Closes a file; frees its lock, even if a forked process has a copy."""
+    if fcntl and not file.closed:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_UN)
+    file.close()
 
 
 def _locked(
     path: str, *, create: bool = False, shared: bool = False, wait: bool = True
-) -> _Held | None:
+) -> io.FileIO | None:
     """Opens and locks a file, which nobody has removed meanwhile.
 
     Returns:
         The file. `None` if there is none and `create` is False, or if others
         have locked it and `wait` is False.
     """
-    flags = os.O_RDONLY if shared else os.O_RDWR
-    flags |= os.O_CREAT if create else 0
-    flags |= getattr(os, "O_NOFOLLOW", 0)
     while True:
         try:
-            held = _Held(os.open(path, flags, 0o600))
+            file = _opened(path, "rb" if shared else "r+b")
         except FileNotFoundError:
-            if create:
-                raise
-            return None
-        with contextlib.ExitStack() as stack:
-            stack.callback(held.close)
-            if not _flock(held.fd, shared=shared, wait=wait):
+            if not create:
                 return None
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(held.fd), os.lstat(path)):
-                    stack.pop_all()
-                    return held
+            with contextlib.suppress(FileExistsError):
+                _opened(path, "xb").close()
+            continue
+        if not _flock(file, shared=shared, wait=wait):
+            file.close()
+            return None
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), os.lstat(path)):
+                return file
+        file.close()
 
 
-def _made_and_locked(path: str) -> _Held:
-    lock = _locked(path, create=True)
-    assert lock is not None
-    return lock
+@contextlib.contextmanager
+def _made_and_locked(path: str) -> Iterator[io.FileIO]:
+    file = _locked(path, create=True)
+    assert file is not None
+    try:
+        yield file
+    finally:
+        _free(file)
 
 
-def _flock(fd: int, *, shared: bool = False, wait: bool = True) -> bool:
+def _flock(file: io.FileIO, *, shared: bool = False, wait: bool = True) -> bool:
     """Locks an open file; returns False if others have locked it."""
     if fcntl:
         how = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         try:
-            fcntl.flock(fd, how if wait else how | fcntl.LOCK_NB)
+            fcntl.flock(file, how if wait else how | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         except OSError as error:
@@ -345,18 +325,14 @@ def _flock(fd: int, *, shared: bool = False, wait: bool = True) -> bool:
     return True
 
 
-def _has_locks(folder: str) -> bool:
-    """Returns whether files in a folder can be locked."""
-    if not fcntl:
-        return False
-    fd = os.open(folder, os.O_RDONLY)
+def _has_locks(locked: io.FileIO) -> bool:
+    """Returns whether a file that was to be locked is locked."""
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno not in _NO_LOCKS
-    finally:
-        os.close(fd)
-    return True
+        if fcntl:
+            fcntl.flock(locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return fcntl is not None
 
 
 def _remove(path: str) -> None:
@@ -364,16 +340,16 @@ def _remove(path: str) -> None:
         os.unlink(path)
 
 
-def _read_total(fd: int) -> int | None:
+def _read_total(file: io.FileIO) -> int | None:
     """Returns the size of all entries, or `None` if the file is damaged."""
-    text = os.read(fd, _DIGITS + 1)
+    text = file.read(_DIGITS + 1) or b""
     return int(text) if len(text) == _DIGITS and text.isdigit() else None
 
 
-def _write_total(fd: int, total: int) -> None:
-    os.lseek(fd, 0, os.SEEK_SET)
-    os.write(fd, b"%0*d" % (_DIGITS, total))
-    os.ftruncate(fd, _DIGITS)
+def _write_total(file: io.FileIO, total: int) -> None:
+    file.seek(0)
+    file.write(b"%0*d" % (_DIGITS, total))
+    file.truncate()
 
 
 def _user() -> int:

@@ -53,7 +53,9 @@ class Packed:
             "drop": it is left out, as empty sequences always are. Defaults
             to "error".
         seed: Sequences are packed in a random order that depends on this
-            integer. `None`: in the order of the source.
+            integer. `None`: in the order of the source, so that a row has
+            neighbours; this is quicker where a source reads neighbours
+            together, as `sources.Parquet` does.
         pad_value: The value of the padding in `tokens` and features. Defaults
             to 0.
 

@@ -8,12 +8,18 @@ Row groups are decoded once, into files that all processes map:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from keras_fastdata.sources.arrow import (
+    ColumnRows,
+    checked_names,
+    columns_of,
+    rows_of,
+)
 from keras_fastdata.sources.index import Arrays, Index, Kept, by_part
 from keras_fastdata.sources.source import Column, Indices
 from keras_fastdata.sources.storage import Paths, Storage
@@ -23,10 +29,8 @@ from keras_fastdata.sources.storage import Paths, Storage
 _PART_BYTES = 1 << 25
 _HELD = 256  # parts that a process keeps mapped
 
-_Reader = Callable[[Indices], Column]
 
-
-class Parquet:
+class Parquet(ColumnRows):
     """Rows of Parquet files, by index.
 
     Row groups are decoded when a row of theirs is first asked for. Their
@@ -35,34 +39,34 @@ class Parquet:
     shuffle_window=n)`, neighbouring batches need few row groups, so the first
     batch comes soon; without a window it may need all of them.
 
-    Numbers, dates and lists of numbers become arrays. Text and bytes become
-    arrays of objects. Fields of structs are columns of their own: "a.b".
+    Columns become arrays as those of an Arrow table do: numbers, lists of
+    numbers, text, bytes, and structs, which are dicts.
 
     Args:
         paths: A path, a pattern such as "data/*.parquet", or a list of these.
             All files must have the same columns.
         columns: The names of the columns to read. `None`: all.
-        fill_null: What replaces empty values (null): a value, or a dict of
-            values by column. `None`: NaN for floats, otherwise an error.
+        fill_null: What replaces empty values (null) of numbers and text: a
+            value, or a dict of values by column. `None`: NaN for floats;
+            others are `None`, which no batch can have.
         storage: Finds, reads and caches files. `None`: `Storage()`.
 
     Raises:
         FileNotFoundError: There is no such file.
         ImportError: pyarrow is missing.
         KeyError: There is no such column.
-        ValueError: A file is damaged, or differs from the first; while rows
-            are read: a value is null.
+        ValueError: A file is damaged, or differs from the first.
 
     Example:
 
     >>> import os, tempfile, pyarrow, pyarrow.parquet
-    >>> from keras_fastdata import SampleDataset, sources
+    >>> from keras_fastdata import sources
     >>> path = os.path.join(tempfile.mkdtemp(), "rows.parquet")
-    >>> table = pyarrow.table({"x": [1.0, 2.0, 3.0], "y": [0, 1, 0]})
+    >>> table = pyarrow.table({"x": [1.0, 2.0, 3.0], "y": ["a", "b", "c"]})
     >>> pyarrow.parquet.write_table(table, path)
     >>> source = sources.Parquet(path)
     >>> len(source), source.columns, source[1]
-    (3, ['x', 'y'], {'x': np.float64(2.0), 'y': np.int64(1)})
+    (3, ['x', 'y'], {'x': 2.0, 'y': 'b'})
     >>> source.get_columns([2, 0], ["x"])
     {'x': array([3., 1.])}
     """
@@ -77,23 +81,23 @@ class Parquet:
     ) -> None:
         _require()
         self._index = Index(storage, paths, "Parquet", _scan)
-        with self._index.storage.local(self._index.paths[0]) as local:
-            self._kinds = _kinds(local)
-        found = list(self._kinds)
-        self.columns = list(found if columns is None else columns)
+        first = self._index.paths[0]
+        with self._index.storage.local(first) as local:
+            self._schema = _schema(local)
+        found = self._schema.names
+        self.columns = checked_names(found if columns is None else columns)
         if missing := [name for name in self.columns if name not in found]:
             raise KeyError(
-                f"{self._index.paths[0]} has no column {missing[0]!r}. It has "
-                f"{found}."
+                f"{first} has no column {missing[0]!r}. It has {found}."
             )
         self._fill_null = fill_null
         self._parts = _parts(self._index)
-        self.part_lengths = [part[2] for part in self._parts]
-        self._ends = np.cumsum(self.part_lengths)
+        self.part_lengths = [part.rows for part in self._parts]
+        self._ends = np.cumsum(self.part_lengths, dtype=np.int64)
         self._mapped = Kept(_HELD)
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return sum(self.part_lengths)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         if not -len(self) <= index < len(self):
@@ -103,97 +107,103 @@ class Parquet:
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         """Returns the rows with the given indices, in their order."""
         columns = self.get_columns(np.asarray(indices, np.int64), self.columns)
-        rows = zip(*columns.values(), strict=True)
-        return [dict(zip(columns, row, strict=True)) for row in rows]
+        return rows_of(columns, len(indices))
 
     def get_columns(
         self, indices: Indices, names: Sequence[str]
     ) -> dict[str, Column]:
-        """Returns the columns `names` of the rows `indices`, in their order.
-
-        A column of lists that differ in length is a list of arrays.
-        """
-        indices = np.asarray(indices, np.int64)
-        if not len(indices):
-            empty = _arrow_schema(self._kinds, names).empty_table()
-            readers = self._readers_of(empty)
-            return {name: readers[name](indices) for name in names}
-        pieces = []
-        for number, places, within in by_part(self._ends, indices):
-            key = number, tuple(names)
-            readers = self._mapped.get(key, functools.partial(self._open, *key))
-            pieces.append((readers, places, within))
-        return {
-            name: _gathered(
-                [readers[name](local) for readers, _, local in pieces],
-                [places for _, places, _ in pieces],
-            )
-            for name in names
-        }
-
-    def _open(self, number: int, names: tuple[str, ...]) -> dict[str, _Reader]:
+        """Returns the columns `names` of the rows `indices`, in their order."""
         import pyarrow as pa
 
-        file, groups, _ = self._parts[number]
+        pieces = []
+        for part, places, within in by_part(self._ends, indices):
+            key = part, tuple(names)
+            mapped = self._mapped.get(key, functools.partial(self._map, *key))
+            pieces.append((mapped, places, within))
+        found: dict[str, Column] = {}
+        others = []
+        for name in names:
+            if pieces and all(name in mapped.views for mapped, _, _ in pieces):
+                found[name] = _joined(name, pieces, len(indices))
+            else:
+                others.append(name)
+        if others:
+            tables = [
+                mapped.table.select(others).take(within)
+                for mapped, _, within in pieces
+            ] or [_of_names(self._schema, others).empty_table()]
+            table = pa.concat_tables(tables)
+            if len(pieces) > 1:
+                order = np.concatenate([places for _, places, _ in pieces])
+                table = table.take(np.argsort(order))
+            found |= columns_of(table)
+        return {name: found[name] for name in names}
+
+    def _map(self, part: int, names: tuple[str, ...]) -> _Mapped:
+        """Returns columns of a part, which are decoded if needed."""
+        import pyarrow as pa
+
+        file, begin, end, _ = self._parts[part]
         self._index.check(file)
-        key = f"{self._index.key(file)} {groups} {names} {self._fill_null!r}"
-        make = functools.partial(self._write, file, groups, names)
+        key = f"{self._index.key(file)} {begin} {end} {names}"
+        make = functools.partial(self._write, file, range(begin, end), names)
         with (
-            self._index.storage.entry(key, make) as path,
+            self._index.storage.entry(
+                f"{key} {self._fill_null!r}", make
+            ) as path,
             pa.memory_map(path) as memory,
         ):
             # The table refers to the mapped memory, but not to the file.
             table = pa.ipc.open_file(memory).read_all()
-        return self._readers_of(table)
-
-    def _readers_of(self, table: Any) -> dict[str, _Reader]:
-        return {
-            name: _reader(_chunk(table, name), *self._kinds[name][1:])
-            for name in table.column_names
-        }
+        views = {}
+        for name in names:
+            column = table.column(name)
+            if _is_plain(column):
+                views[name] = column.chunk(0).to_numpy(zero_copy_only=True)
+        return _Mapped(table, views)
 
     def _write(
-        self,
-        file: int,
-        groups: tuple[int, int],
-        names: tuple[str, ...],
-        target: str,
+        self, file: int, groups: range, names: tuple[str, ...], target: str
     ) -> None:
-        """Decodes the row groups of a part into a file."""
+        """Decodes row groups into a file."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
         path = self._index.paths[file]
-        wanted = _arrow_schema(self._kinds, names)
+        fill = self._fill_null
         try:
             with self._index.storage.local(path) as local:
-                table = pq.ParquetFile(local).read_row_groups(
-                    range(*groups), list(names)
-                )
-            table = _flat(table).select(names).cast(wanted).combine_chunks()
+                table = pq.ParquetFile(local).read_row_groups(groups, names)
+            table = table.select(names).cast(_of_names(self._schema, names))
             for place, name in enumerate(names):
-                array = _filled(
-                    _chunk(table, name), _for(name, self._fill_null)
-                )
-                table = table.set_column(place, name, array)
-        except _NullError as error:
-            raise ValueError(
-                f"Column {name!r} of {path} has {error}. Pass "
-                f"`fill_null={{{name!r}: value}}` with a value to put there, "
-                "or leave out the column by `columns`."
-            ) from None
+                value = fill.get(name) if isinstance(fill, Mapping) else fill
+                column = _filled(table.column(name), value)
+                table = table.set_column(place, name, column)
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"Row groups {groups[0]} to {groups[1] - 1} of {path} cannot "
-                f"be read as the columns of {self._index.paths[0]}: {error} "
-                "Write the file again, or leave it out of `paths`."
+                f"Row groups {groups[0]} to {groups[-1]} of {path} cannot be "
+                f"read as the columns of {self._index.paths[0]}: {error} Write "
+                "the file again, or leave it out of `paths`."
             ) from error
+        table = table.combine_chunks()
         with pa.ipc.new_file(target, table.schema) as writer:
             writer.write_table(table)
 
 
-class _NullError(Exception):
-    """Says which empty values a column has that nothing replaces."""
+class _Part(NamedTuple):
+    """Neighbouring row groups, from `begin` to before `end`."""
+
+    file: int
+    begin: int
+    end: int
+    rows: int
+
+
+class _Mapped(NamedTuple):
+    """A part in memory, and views of those columns that NumPy can share."""
+
+    table: Any
+    views: dict[str, npt.NDArray[Any]]
 
 
 def _require() -> None:
@@ -204,111 +214,6 @@ def _require() -> None:
             f"Parquet files are read with pyarrow, which cannot be imported "
             f"({error}). Run `pip install 'keras-fastdata[parquet]'`."
         ) from None
-
-
-# The Arrow type that a column is kept as, whether it holds booleans, and the
-# shape of a tensor.
-_Kind = tuple[Any, bool, tuple[int, ...] | None]
-
-
-def _kinds(local: str) -> dict[str, _Kind]:
-    """Returns the kinds of the columns of a file."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    found: dict[str, _Kind] = {}
-    for field in _flat(pq.read_schema(local).empty_table()).schema:
-        kind = leaf = field.type
-        shape = None
-        if isinstance(kind, pa.FixedShapeTensorType):
-            shape = tuple(kind.shape)
-        while getattr(leaf, "num_fields", 0) == 1:
-            leaf = leaf.field(0).type
-        found[field.name] = _plain_type(kind), leaf == pa.bool_(), shape
-    return found
-
-
-def _arrow_schema(kinds: dict[str, _Kind], names: Sequence[str]) -> Any:
-    import pyarrow as pa
-
-    return pa.schema([(name, kinds[name][0]) for name in names])
-
-
-def _reader(
-    array: Any, is_bool: bool, shape: tuple[int, ...] | None
-) -> _Reader:
-    """Returns a function that reads elements of an Arrow array."""
-    import pyarrow as pa
-
-    is_list = pa.types.is_large_list(array.type)
-    leaf = array.values if is_list else array
-    inner: tuple[int, ...] = ()
-    while pa.types.is_fixed_size_list(leaf.type):
-        inner += (leaf.type.list_size,)
-        leaf = leaf.values
-    if not pa.types.is_primitive(leaf.type):
-        return functools.partial(_objects, array)
-    values = leaf.to_numpy(zero_copy_only=True)
-    values = values.view(bool) if is_bool else values
-    count = len(array.values if is_list else array)
-    values = values.reshape(count, *(shape or inner))
-    if not is_list:
-        return functools.partial(np.take, values, axis=0)
-    return functools.partial(_lists, array.offsets.to_numpy(), values)
-
-
-def _lists(
-    offsets: npt.NDArray[np.int64], values: npt.NDArray[Any], indices: Indices
-) -> Column:
-    """Returns rows of a column of lists of equal or different lengths."""
-    starts, ends = offsets[indices], offsets[indices + 1]
-    lengths = np.unique(ends - starts)
-    if len(lengths) == 1:
-        rows: npt.NDArray[Any] = values[starts[:, None] + np.arange(lengths[0])]
-        return rows
-    pairs = zip(starts.tolist(), ends.tolist(), strict=True)
-    return [values[start:end].copy() for start, end in pairs]
-
-
-def _objects(array: Any, indices: Indices) -> Column:
-    """Returns text, bytes or nested lists."""
-    import pyarrow as pa
-
-    found = array.take(pa.array(indices))
-    if not hasattr(array, "values"):
-        texts: npt.NDArray[Any] = found.to_numpy(zero_copy_only=False)
-        return texts
-    leaf = array
-    while hasattr(leaf, "values"):
-        leaf = leaf.values
-    dtype = leaf.type.to_pandas_dtype()
-    try:
-        return [np.asarray(row, dtype) for row in found.to_pylist()]
-    except ValueError:
-        raise ValueError(
-            f"A column of type {array.type} has a row whose inner lists "
-            "differ in length, which is no array. Leave out the column by "
-            "`columns`, or write it with lists of equal length."
-        ) from None
-
-
-def _gathered(found: list[Column], places: list[Indices]) -> Column:
-    """Joins rows of several parts; those of `found[n]` go to `places[n]`."""
-    if len(found) == 1:
-        return found[0]
-    count = sum(map(len, places))
-    first = found[0]
-    shapes = {getattr(rows, "shape", (0,))[1:] for rows in found}
-    if len(shapes) == 1 and not isinstance(first, list):
-        joined = np.empty((count, *first.shape[1:]), first.dtype)
-        for rows, where in zip(found, places, strict=True):
-            joined[where] = rows
-        return joined
-    listed: list[Any] = [None] * count
-    for rows, where in zip(found, places, strict=True):
-        for place, row in zip(where.tolist(), rows, strict=True):
-            listed[place] = row
-    return listed
 
 
 def _scan(local: str, path: str) -> Arrays:
@@ -330,99 +235,71 @@ def _scan(local: str, path: str) -> Arrays:
     }
 
 
-def _parts(index: Index) -> list[tuple[int, tuple[int, int], int]]:
-    """Joins small row groups.
-
-    Returns for each part its file, its first row group and the one after its
-    last, and its number of rows.
-    """
+def _parts(index: Index) -> list[_Part]:
+    """Joins small row groups of each file."""
     rows, sizes = (index.arrays[name].tolist() for name in ("rows", "bytes"))
     parts = []
-    place = 0
+    first = 0
     for file, count in enumerate(index.counts.tolist()):
-        begin, held, size = 0, 0, 0
-        for group in range(count):
-            held += rows[place]
-            size += sizes[place]
-            place += 1
-            if size >= _PART_BYTES or group == count - 1:
-                if held:
-                    parts.append((file, (begin, group + 1), held))
-                begin, held, size = group + 1, 0, 0
+        begin = 0
+        for end in range(1, count + 1):
+            joined = slice(first + begin, first + end)
+            if sum(sizes[joined]) >= _PART_BYTES or end == count:
+                if held := sum(rows[joined]):
+                    parts.append(_Part(file, begin, end, held))
+                begin = end
+        first += count
     return parts
 
 
-def _flat(table: Any) -> Any:
-    """Makes each field of a struct a column."""
+def _schema(local: str) -> Any:
+    """Returns the schema of a file, in which categories are their values."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    return pa.schema(
+        (each.name, each.type.value_type)
+        if pa.types.is_dictionary(each.type)
+        else (each.name, each.type)
+        for each in pq.read_schema(local)
+    )
+
+
+def _of_names(schema: Any, names: Sequence[str]) -> Any:
     import pyarrow as pa
 
-    while any(pa.types.is_struct(kind) for kind in table.schema.types):
-        table = table.flatten()
-    return table
+    return pa.schema([schema.field(name) for name in names])
 
 
-def _plain_type(kind: Any) -> Any:
-    """Returns the Arrow type that values of a type are kept as."""
-    import pyarrow as pa
-
-    types = pa.types
-    if isinstance(kind, pa.BaseExtensionType):
-        return _plain_type(kind.storage_type)
-    if types.is_dictionary(kind):
-        return _plain_type(kind.value_type)
-    if types.is_boolean(kind):
-        return pa.uint8()  # booleans are bits, which NumPy cannot map
-    if types.is_decimal(kind):
-        return pa.float64()
-    if types.is_date(kind):
-        return pa.timestamp("ms" if types.is_date64(kind) else "s")
-    if types.is_time(kind):  # of day
-        return pa.int32() if kind.bit_width == 32 else pa.int64()
-    if types.is_string(kind) or types.is_string_view(kind):
-        return pa.large_string()
-    if types.is_binary(kind) or types.is_binary_view(kind):
-        return pa.large_binary()
-    if types.is_fixed_size_list(kind):
-        return pa.list_(_plain_type(kind.value_type), kind.list_size)
-    if types.is_list(kind) or types.is_large_list(kind):
-        return pa.large_list(_plain_type(kind.value_type))
-    return kind
-
-
-def _chunk(table: Any, name: str) -> Any:
-    """Returns a column as one Arrow array."""
-    import pyarrow as pa
-
-    column = table.column(name)
-    if column.num_chunks == 1:
-        return column.chunk(0)
-    return pa.array([], column.type)
-
-
-def _for(name: str, fill: Any) -> Any:
-    return fill.get(name) if isinstance(fill, Mapping) else fill
-
-
-def _filled(array: Any, fill: Any) -> Any:
-    """Replaces empty values, also those within lists."""
+def _filled(column: Any, value: Any) -> Any:
+    """Replaces the empty values of a column."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    kind = array.type
-    if array.null_count:
-        if fill is None and pa.types.is_floating(kind):
-            fill = np.nan
-        if fill is None:
-            raise _NullError(
-                f"{array.null_count} empty values (null) of type {kind}"
-            )
-        fill = int(fill) if isinstance(fill, bool) else fill
-        array = pc.if_else(array.is_valid(), array, pa.scalar(fill, kind))
-    if not hasattr(array, "values"):
-        return array
-    values = _filled(array.values, None if np.ndim(fill) else fill)
-    if values is array.values:
-        return array
-    if pa.types.is_fixed_size_list(kind):
-        return type(array).from_arrays(values, kind.list_size)
-    return type(array).from_arrays(array.offsets, values)
+    if value is None and pa.types.is_floating(column.type):
+        value = np.nan
+    if value is None or not column.null_count:
+        return column
+    return pc.fill_null(column, pa.scalar(value, column.type))
+
+
+def _is_plain(column: Any) -> bool:
+    """Returns whether a column is one run of numbers, all present."""
+    import pyarrow as pa
+
+    types = pa.types
+    is_number = types.is_integer(column.type) or types.is_floating(column.type)
+    return is_number and column.num_chunks == 1 and not column.null_count
+
+
+def _joined(
+    name: str, pieces: list[tuple[_Mapped, Indices, Indices]], count: int
+) -> npt.NDArray[Any]:
+    """Returns a column of rows that lie in several parts."""
+    if len(pieces) == 1:
+        mapped, _, within = pieces[0]
+        return mapped.views[name].take(within)
+    found = np.empty(count, pieces[0][0].views[name].dtype)
+    for mapped, places, within in pieces:
+        found[places] = mapped.views[name].take(within)
+    return found

@@ -160,10 +160,10 @@ class RemoteFiles:
             try:
                 return request(self._system(path), *args)
             except Exception as raised:
-                error = _explained(path, raised)
-                if error is raised and isinstance(error, _LASTING):
+                error, is_lasting = _explained(path, raised)
+                if is_lasting and error is raised:
                     raise
-                if isinstance(error, _LASTING):
+                if is_lasting:
                     raise error from raised
                 if not left:
                     self._forget(path)
@@ -257,27 +257,30 @@ def _call(
     )
 
 
-def _explained(path: str, error: Exception) -> Exception:
-    """Returns an error of a type in `_LASTING` if it is a lasting one."""
+def _explained(path: str, error: Exception) -> tuple[Exception, bool]:
+    """Returns the error to raise, and whether to try again is useless."""
     cause = error.__cause__
     # HTTP's `info` says "not found", whatever has happened.
     if isinstance(cause, Exception) and type(cause).__module__.startswith(
         "aiohttp."
     ):
         error = cause
-    status = getattr(error, "status", None)
+    status = getattr(error, "status", None)  # of aiohttp
+    if status is None:  # of huggingface_hub
+        status = getattr(getattr(error, "response", None), "status_code", None)
     if status in (401, 403):
         return PermissionError(
             f"{path} may not be read (status {status}). Pass what the server "
             "asks for in the `options` of a `Storage`."
-        )
+        ), True
     if status in (404, 410):
-        return FileNotFoundError(f"{path} does not exist (status {status}).")
+        text = f"{path} does not exist (status {status})."
+        return FileNotFoundError(text), True
     if status in range(400, 500) and status not in _PASSING:
-        return ValueError(f"{path} cannot be read: {error}")
+        return OSError(f"{path} cannot be read: {_said(error)}"), True
     if isinstance(error, (FileNotFoundError, PermissionError)):
-        return type(error)(f"{path} cannot be read: {_said(error)}")
-    return error
+        return type(error)(f"{path} cannot be read: {_said(error)}"), True
+    return error, isinstance(error, _LASTING)
 
 
 def _said(error: Exception) -> str:

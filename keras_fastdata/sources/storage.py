@@ -59,7 +59,7 @@ class Storage:
     Example:
 
     >>> import os, tempfile
-    >>> from keras_fastdata.sources.storage import Storage
+    >>> from keras_fastdata.sources import Storage
     >>> storage = Storage()
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     for number in range(3):

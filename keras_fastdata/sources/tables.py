@@ -40,7 +40,7 @@ def as_source(held: Any) -> Any:
         is_custom = held.format["type"] == "custom"
         return held if is_custom else HuggingFaceTable(held)
     if is_a(held, "pandas", "DataFrame"):
-        return PandasTable(held)
+        return ArrayTable(_arrays_of(held))
     if hasattr(held, "iloc") and not hasattr(held, "columns"):
         return held.to_numpy()  # a pandas column is indexed by label
     if is_a(held, "pyarrow.dataset", "Dataset"):
@@ -67,7 +67,7 @@ def as_source(held: Any) -> Any:
             f"of them, such as `source[{first!r}]`."
         )
     if isinstance(held, np.ndarray) and held.dtype.names:
-        return StructuredArray(held)
+        return ArrayTable({name: held[name] for name in held.dtype.names})
     if is_a(held, "h5py", "Dataset") or is_a(held, "zarr", "Array"):
         return ArrayRows(held)
     return held
@@ -98,57 +98,41 @@ class ArrayRows:
         return found[places]
 
 
-class StructuredArray(ColumnRows):
-    """The rows of a NumPy array whose elements have named fields."""
+class ArrayTable(ColumnRows):
+    """The rows of a table that has an array for each column.
 
-    def __init__(self, array: npt.NDArray[Any]) -> None:
-        self._array = array
-        self.columns = list(array.dtype.names or ())
+    Args:
+        arrays: At least one column by name, all of the same length: arrays of
+            NumPy, or of pandas where it has a kind of its own.
+    """
 
-    def __len__(self) -> int:
-        return len(self._array)
-
-    def get_columns(
-        self, indices: Indices, names: Sequence[str]
-    ) -> Mapping[str, Column]:
-        """Returns the fields `names` of the rows `indices`."""
-        found = {name: self._array[name][indices] for name in names}
-        return {
-            name: objects(column.tolist())
-            if column.dtype.kind in "SUO" and column.ndim == 1
-            else column
-            for name, column in found.items()
-        }
-
-
-class PandasTable(ColumnRows):
-    """The rows of a pandas frame, without its index."""
-
-    def __init__(self, frame: Any) -> None:
-        self.columns = checked_names(frame.columns)
-        self._length = len(frame)
-        # A frame takes longer to give rows of a column than its arrays do.
-        self._arrays = {
-            name: column.to_numpy()
-            if isinstance(column.dtype, np.dtype)
-            else column.array
-            for name, column in frame.items()
-        }
+    def __init__(self, arrays: Mapping[Any, Any]) -> None:
+        self.columns = checked_names(arrays)
+        self._arrays = dict(arrays)
 
     def __len__(self) -> int:
-        return self._length
+        return len(next(iter(self._arrays.values()), ()))
 
     def get_columns(
         self, indices: Indices, names: Sequence[str]
     ) -> Mapping[str, Column]:
         """Returns the columns `names` of the rows `indices`."""
-        return {
-            name: _of_pandas(self._arrays[name].take(indices)) for name in names
-        }
+        return {name: _column_of(self._arrays[name][indices]) for name in names}
 
 
-def _of_pandas(taken: Any) -> Any:
-    """Converts a pandas array to a column."""
+def _arrays_of(frame: Any) -> dict[Any, Any]:
+    """Returns the columns of a pandas frame, which give rows quicker."""
+    checked_names(frame.columns)  # a dict would lose one of two
+    return {
+        name: column.to_numpy()
+        if isinstance(column.dtype, np.dtype)
+        else column.array
+        for name, column in frame.items()
+    }
+
+
+def _column_of(taken: Any) -> Any:
+    """Converts an array of NumPy, or of pandas, to a column."""
     if isinstance(taken, np.ndarray):
         if taken.dtype.kind != "O":
             return taken  # NaN is a number here
@@ -161,9 +145,9 @@ def _of_pandas(taken: Any) -> Any:
             [None if no else v for v, no in zip(values, absent, strict=True)]
         )
     found = np.asarray(taken)
-    if found.dtype.kind != "O":
-        return found
-    if all(isinstance(v, (list, tuple, np.ndarray)) for v in found):
+    if found.dtype.kind == "O" and all(
+        isinstance(value, (list, tuple, np.ndarray)) for value in found
+    ):
         return stacked([np.asarray(value) for value in found])
     return found
 

@@ -392,5 +392,16 @@ def test_a_dataset_without_end_has_no_parts():
         combine.take(Endless(), 3)
 
 
+def test_a_dataset_goes_by_the_name_of_its_function():
+    mixed = combine.mix([numbers(6)], workers=2)
+    assert repr(mixed) == "<combine.mix: 2 batches; 2 threads>"
+    assert repr(combine.take(Batches(3), 2)).startswith("<combine.take")
+    assert repr(combine.take(numbers(6), 2)).startswith("<SampleDataset")
+    report = keras_fastdata.profile(
+        combine.map(mixed, lambda batch: batch, workers=0), seconds=0.2
+    )
+    assert "SampleDataset" not in str(report)
+
+
 def test_the_module_is_there_without_its_import():
     assert keras_fastdata.combine is combine

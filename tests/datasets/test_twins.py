@@ -758,3 +758,13 @@ def test_further_arguments_are_passed_on_and_others_refused(folder):
 def test_paths_may_be_path_objects(folder):
     assert isinstance(folder, pathlib.Path)
     assert len(text_dataset_from_directory(str(folder), verbose=False)) == 1
+
+
+def test_workers_map_the_file_of_a_memory_map(tmp_path):
+    np.save(tmp_path / "steps.npy", STEPS)
+    data = np.load(tmp_path / "steps.npy", mmap_mode="r")
+    found = []
+    for place in KINDS.values():
+        with timeseries_dataset_from_array(data, data, 5, **place) as dataset:
+            found.append([windows.tobytes() for windows, _ in dataset])
+    assert found[0] == found[1] == found[2]

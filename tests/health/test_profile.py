@@ -1,4 +1,4 @@
-"""`profile` and `python -m keras_fastdata profile`: where to build batches."""
+"""`profile` and `keras-fastdata profile`: where to build batches."""
 
 from __future__ import annotations
 
@@ -390,7 +390,7 @@ def test_a_command_that_is_not_understood_exits_2(arguments, capfd):
     with pytest.raises(SystemExit) as found:
         main(arguments)
     assert found.value.code == 2
-    assert "usage: python -m keras_fastdata" in capfd.readouterr().err
+    assert "usage: keras-fastdata" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ _PACKAGE = "keras_fastdata"
 _ROOMS = [
     "__init__",
     "__main__",
+    "commands",
     "profiling",
     "cli_target",
     "combine",
@@ -282,14 +283,14 @@ def test_importing_a_module_imports_no_framework_but_for_tensorflows_own():
     ]
 
 
-def test_keras_is_imported_by_the_bridge_and_the_callbacks_alone():
+def test_keras_is_imported_by_the_bridge_callbacks_and_commands_alone():
     rooms = {
         _room_of(module)
         for module, tree in _modules().items()
         for name in _imported(ast.walk(tree))
         if name.split(".")[0] == "keras"
     }
-    assert rooms == {"keras_bridge", "callbacks"}
+    assert rooms == {"keras_bridge", "callbacks", "commands"}
 
 
 _LINES = {ast.ClassDef: 300, ast.FunctionDef: 60, ast.AsyncFunctionDef: 60}
@@ -409,8 +410,9 @@ def test_the_version_is_the_one_that_is_built():
     if not project.exists():
         pytest.skip("the package is installed; its project file is not here")
     config = tomllib.loads(project.read_text("utf-8"))
-    version = config["tool"]["setuptools"]["dynamic"]["version"]
-    assert version == {"attr": "keras_fastdata.__version__"}
+    assert "version" in config["project"]["dynamic"]
+    version = config["tool"]["hatch"]["version"]
+    assert version == {"path": "keras_fastdata/__init__.py"}
 
 
 # -- what an import costs ----------------------------------------------------
@@ -606,6 +608,7 @@ print(json.dumps([
         ("keras_fastdata.iterators", 4),
         ("keras_fastdata.profiling", 4),
         ("keras_fastdata.shared_list", 3),
+        ("keras_fastdata.sources.packing", 7),
     ],
 )
 def test_the_examples_in_docstrings_do_what_they_show(module, least, capsys):

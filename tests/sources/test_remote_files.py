@@ -9,6 +9,7 @@ import pickle
 import random
 import signal
 import threading
+import types
 from multiprocessing import resource_tracker
 
 import fsspec.asyn
@@ -174,6 +175,44 @@ def test_a_file_that_is_refused_is_asked_for_once(place):
     with pytest.raises(PermissionError, match=r"a\.bin"):
         place.storage.read(place.path)
     assert server.count("HEAD") == 1 >= server.count("GET")
+
+
+class HubError(Exception):
+    """An error as `huggingface_hub` raises it."""
+
+    def __init__(self, status):
+        super().__init__("the hub says no")
+        self.response = types.SimpleNamespace(status_code=status)
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (HubError(403), PermissionError),
+        (HubError(404), FileNotFoundError),
+        (HubError(418), OSError),
+        (HubError(503), None),
+        (HubError(429), None),
+        (PermissionError("Forbidden"), PermissionError),
+        (TypeError("an option"), TypeError),
+        (ConnectionResetError(), None),
+        (TimeoutError(), None),
+        (EOFError(), None),
+    ],
+    ids=repr,
+)
+def test_which_errors_another_attempt_may_mend(error, raised):
+    path, attempts = "memory://a", []
+    files = remote.RemoteFiles({}, 3, 1.0)
+
+    def ask(system):
+        attempts.append(1)
+        raise error
+
+    with pytest.raises(raised or OSError) as caught:
+        files._tried(path, ask)
+    assert len(attempts) == (1 if raised else 3)
+    assert path in str(caught.value) or caught.value is error
 
 
 def test_nothing_is_drawn_from_the_users_generators(place):

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import pickle
+import random
 import stat
 import sys
 import threading
@@ -17,6 +18,7 @@ from storage_samples import (
     Make,
     content_of,
     holds,
+    last,
     makes,
     process,
     read,
@@ -551,19 +553,15 @@ def test_another_error_of_make_is_its_own(tmp_path):
 
 def read_only(monkeypatch, folder):
     """Has the system refuse to write below a folder, even to root."""
-    real = os.open
+    real = file_cache._private
 
-    def refuse(path, flags, *args, **kwargs):
-        is_there = os.fspath(path).startswith(str(folder))
-        if is_there and flags & (os.O_CREAT | os.O_RDWR):
+    def refuse(path, flags=os.O_RDWR, **_):
+        if flags & (os.O_CREAT | os.O_RDWR):
             raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
-        return real(path, flags, *args, **kwargs)
+        return real(path, flags)
 
-    def refuse_to_touch(path, **_):
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
-
-    monkeypatch.setattr(os, "open", refuse)
-    monkeypatch.setattr(os, "utime", refuse_to_touch)
+    monkeypatch.setattr(file_cache, "_private", refuse)
+    monkeypatch.setattr(os, "utime", lambda path, **_: refuse(path))
 
 
 def test_a_read_only_directory_still_gives_its_entries(
@@ -717,6 +715,41 @@ def test_many_processes_read_only_right_bytes_and_keep_the_bound(
             )[1]
             for seed in range(workers)
         ]
-        assert [connection.recv() for connection in said] == [[]] * workers
+        assert [*map(last, said)] == [[]] * workers
     assert hidden(tmp_path) == {".size"}
     assert sum(entries(tmp_path).values()) == total(tmp_path) <= max(limits)
+
+
+@pytest.mark.parametrize(
+    "kills", [3, pytest.param(100, marks=pytest.mark.long)]
+)
+def test_processes_that_are_killed_leave_only_right_bytes(kills, tmp_path):
+    keys = ["k" * length for length in range(30)]
+    rng = random.Random(kills)
+    with contextlib.ExitStack() as stack:
+        running = []
+        for seed in range(kills + 2):
+            arguments = tmp_path, 4000, seed, 10**6, keys
+            running.append(stack.enter_context(process(wanders, *arguments)))
+            if len(running) > 2:
+                killed, said = running.pop(0)
+                for _ in range(rng.randrange(20)):
+                    assert isinstance(said.recv(), int)
+                killed.kill()
+    with process(wanders, tmp_path, 4000, 0, 100, keys) as (_, said):
+        assert last(said) == []
+    assert hidden(tmp_path) == {".size"}
+    assert sum(entries(tmp_path).values()) <= total(tmp_path) <= 4000
+
+
+def test_an_interrupt_frees_what_was_locked(tmp_path, notes):
+    storage = Storage(cache_dir=tmp_path)
+
+    def interrupt(path):
+        Make(notes, "a")(path)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), storage.entry("a", interrupt):
+        pass
+    assert hidden(tmp_path) == set()
+    use(storage, notes, "a")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import functools
 import pickle
 
@@ -10,6 +11,7 @@ import pytest
 from matrix import assert_exactly_once, in_every_way
 
 from keras_fastdata import SampleDataset, sources
+from keras_fastdata.sources import tfrecord
 from keras_fastdata.sources.storage import Storage
 
 pytestmark = pytest.mark.usefixtures("kept_forkserver")
@@ -244,3 +246,12 @@ def test_a_file_that_changes_is_noticed(tf, tmp_path, storage):
     with pytest.raises(RuntimeError, match="has changed"):
         source[0]
     assert list(sources.TFRecord(path, storage=storage)) == [b"other"]
+
+
+def test_the_example_in_the_docstring_does_what_it_shows(
+    tf, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = doctest.testmod(tfrecord)
+    assert found.failed == 0
+    assert found.attempted >= 5

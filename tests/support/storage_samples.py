@@ -107,10 +107,13 @@ class MakeSized:
 
 
 def wanders(connection, folder, limit, seed, rounds, keys):
-    """Uses one or two entries at a time; sends the keys of wrong ones."""
+    """Uses one or two entries at a time; sends the keys of wrong ones.
+
+    After each round it tells how many there were.
+    """
     storage = Storage(cache_dir=folder, cache_bytes=limit)
     rng, wrong = random.Random(seed), []
-    for _ in range(rounds):
+    for number in range(rounds):
         with contextlib.suppress(ValueError), contextlib.ExitStack() as stack:
             used = []
             for key in rng.sample(keys, rng.choice([1, 1, 1, 2])):
@@ -118,7 +121,16 @@ def wanders(connection, folder, limit, seed, rounds, keys):
                 path = stack.enter_context(storage.entry(key, make))
                 used.append((key, path, make.content))
             wrong += [key for key, path, held in used if read(path) != held]
+        connection.send(number)
     connection.send(wrong)
+
+
+def last(connection):
+    """The last that a process sends."""
+    with contextlib.suppress(EOFError):
+        while True:
+            message = connection.recv()
+    return message
 
 
 def reads(connection, storage, path):
