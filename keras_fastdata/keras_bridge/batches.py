@@ -192,20 +192,19 @@ def check_first(dataset: Any, batch: Any) -> None:
             "`SampleDataset` and `GeneratorDataset` pass `label=`, the name of "
             "the targets; have others return `(inputs, targets)`."
         )
-    takes_text = keras.backend.backend() == "tensorflow"
+    backend = keras.backend.backend()
     for path, leaf in keras.tree.flatten_with_path(tuple(batch)):
-        is_text = getattr(getattr(leaf, "dtype", None), "kind", "") in (
-            "S",
-            "U",
-        )
-        if not is_text or (takes_text and not path[0]):
+        dtype = getattr(leaf, "dtype", None)
+        is_text = getattr(dtype, "kind", "") in ("S", "U")
+        if not is_text or (backend == "tensorflow" and not path[0]):
             continue
         if path[0] and not isinstance(trainer.loss, str):
             continue  # a function of the user's may take strings
+        needy = "the loss" if path[0] else f"a model on {backend}"
         where = "".join(f"[{key!r}]" for key in path[1:])
         raise ValueError(
             f"{'y' if path[0] else 'x'}{where} in the batches of this {kind} "
-            "has strings, and the model needs numbers. Convert them in the "
+            f"has strings, and {needy} needs numbers. Convert them in the "
             "data or by a `transform=`, or leave them out by `columns=`."
         )
 

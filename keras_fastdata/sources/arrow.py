@@ -166,12 +166,12 @@ def checked_names(names: Iterable[Any]) -> list[str]:
 def columns_of(table: Any) -> dict[str, Column]:
     """Converts an Arrow table to columns of a batch, by name."""
     return {
-        name: _column_of(column.combine_chunks())
+        name: column_of(column.combine_chunks())
         for name, column in zip(table.column_names, table.columns, strict=True)
     }
 
 
-def _column_of(array: Any) -> Any:
+def column_of(array: Any) -> Any:
     """Converts an Arrow array to a column."""
     types = pyarrow().types
     if isinstance(array, pyarrow().ChunkedArray):  # of more than 2 GiB
@@ -184,19 +184,19 @@ def _column_of(array: Any) -> Any:
     if is_tensor and not array.null_count:
         return _column_of(array.storage).reshape(len(array), *kind.shape)
     if isinstance(kind, pyarrow().BaseExtensionType):
-        return _column_of(array.storage)
+        return column_of(array.storage)
     if array.null_count:
         return objects(array.to_pylist())
     if types.is_fixed_size_list(kind):
-        values = _column_of(array.flatten())
+        values = column_of(array.flatten())
         lengths = np.full(len(array), kind.list_size)
         return grouped(values, lengths)
     if types.is_list(kind) or types.is_large_list(kind):
         lengths = np.diff(array.offsets.to_numpy())
-        return grouped(_column_of(array.flatten()), lengths)
+        return grouped(column_of(array.flatten()), lengths)
     if types.is_struct(kind):
         return {
-            kind.field(place).name: _column_of(part)
+            kind.field(place).name: column_of(part)
             for place, part in enumerate(array.flatten())
         }
     if types.is_decimal(kind):

@@ -6,6 +6,7 @@ loaded cannot exist.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from keras_fastdata.sources.arrow import (
     ArrowTable,
     ColumnRows,
     checked_names,
+    column_of,
     columns_of,
     objects,
     pyarrow,
@@ -103,7 +105,7 @@ class ArrayTable(ColumnRows):
 
     Args:
         arrays: At least one column by name, all of the same length: arrays of
-            NumPy, or of pandas where it has a kind of its own.
+            NumPy, of Arrow, or of pandas.
     """
 
     def __init__(self, arrays: Mapping[Any, Any]) -> None:
@@ -117,28 +119,40 @@ class ArrayTable(ColumnRows):
         self, indices: Indices, names: Sequence[str]
     ) -> Mapping[str, Column]:
         """Returns the columns `names` of the rows `indices`."""
-        return {name: _column_of(self._arrays[name][indices]) for name in names}
+        arrays = ((name, self._arrays[name]) for name in names)
+        return {
+            name: column_of(array.take(indices))
+            if hasattr(array, "null_count")
+            else _of_pandas(array[indices])
+            for name, array in arrays
+        }
 
 
 def _arrays_of(frame: Any) -> dict[Any, Any]:
-    """Returns the columns of a pandas frame, which give rows quicker."""
+    """Returns the columns of a pandas frame, which give rows quicker.
+
+    Worker processes share Arrow's arrays, and then need not import pandas.
+    """
     checked_names(frame.columns)  # a dict would lose one of two
-    return {
-        name: column.to_numpy()
-        if isinstance(column.dtype, np.dtype)
-        else column.array
-        for name, column in frame.items()
-    }
+    arrow = sys.modules.get("pyarrow")
+    found = {}
+    for name, column in frame.items():
+        found[name] = column.array
+        if isinstance(column.dtype, np.dtype) and column.dtype.kind != "O":
+            found[name] = column.to_numpy()
+        elif arrow is not None:
+            with contextlib.suppress(arrow.ArrowException):
+                made = arrow.array(column)
+                chunked = isinstance(made, arrow.ChunkedArray)
+                found[name] = made.combine_chunks() if chunked else made
+    return found
 
 
-def _column_of(taken: Any) -> Any:
+def _of_pandas(taken: Any) -> Any:
     """Converts an array of NumPy, or of pandas, to a column."""
     if isinstance(taken, np.ndarray):
-        if taken.dtype.kind != "O":
-            return taken  # NaN is a number here
-        absent = np.array([_is_absent(value) for value in taken])
-    else:
-        absent = taken.isna()
+        return taken  # NaN is a number here
+    absent = taken.isna()
     if absent.any():
         values = taken.astype(object).tolist()
         return objects(
@@ -150,11 +164,6 @@ def _column_of(taken: Any) -> Any:
     ):
         return stacked([np.asarray(value) for value in found])
     return found
-
-
-def _is_absent(value: Any) -> bool:
-    """Returns whether an object is what pandas writes for a missing one."""
-    return value is None or (isinstance(value, float) and value != value)
 
 
 class HuggingFaceTable(ColumnRows):

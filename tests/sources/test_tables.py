@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import decimal
+import sys
 
 import keras
 import numpy as np
@@ -240,6 +241,20 @@ def test_a_null_is_an_error_that_names_column_row_and_remedy(place, name):
 
     x = batch(source, columns=name, transform=filled)
     assert x.tolist() == [8, 7, 8]
+
+
+def test_a_pandas_frame_is_read_without_arrow_too(monkeypatch):
+    pd = pytest.importorskip("pandas")
+    kwargs, _ = HELD["dict_rows"](None)
+    values = pd.DataFrame(kwargs.pop("source")).astype({"letter": object})
+    wanted = SampleDataset(values, 4, **kwargs)[1]
+    absent = pd.DataFrame({"n": pd.array([1, None], "Int64"), "t": ["a", None]})
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "pyarrow", None)
+        same(SampleDataset(values, 4, **kwargs)[1], wanted)
+        for name in absent:
+            with pytest.raises(ValueError, match=f"'{name}'.*row 1"):
+                batch(absent.astype({"t": object}), columns=name)
 
 
 def test_nan_is_a_number():
