@@ -1,10 +1,10 @@
 """Tests each Keras on each Python and backend, and prints a Markdown table.
 
-Called by `.ci/run --matrix [PATTERN ...]`. Without a pattern all 45 cells are
-run; `'py3.12-*'` or `'*-keras3.13-jax'` selects some. The results of a commit
-are kept in `build/matrix`, so the cells may be run in several calls: the table
-has all of them. A cell takes about a minute on two idle cores. The exit status
-is 1 if a test has failed.
+Called by `.ci/run --matrix [PATTERN ...] [-- ARGUMENTS OF PYTEST]`. Without a
+pattern all 45 cells are run; `'py3.12-*'` or `'*-keras3.13-jax'` selects some.
+The results of a commit are kept in `build/matrix`, so the cells may be run in
+several calls: the table has all of them. A cell takes a minute or two on two
+idle cores. The exit status is 1 if a test has failed.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def keras_aside(version):
     return str(folder.absolute()), number
 
 
-def run(python, keras, backend):
+def run(python, keras, backend, extra):
     """Tests a cell, and notes its result."""
     name = name_of(python, keras, backend)
     interpreter = environment(python)
@@ -108,7 +108,7 @@ def run(python, keras, backend):
         command += ["-n", "2", "--dist", "worksteal", "-m", "backend"]
         try:
             status = subprocess.run(
-                [*command, *TESTS.split()],
+                [*command, *TESTS.split(), *extra],
                 env={
                     **os.environ,
                     "PYTHONPATH": os.pathsep.join([folder, os.getcwd()]),
@@ -128,6 +128,7 @@ def run(python, keras, backend):
     result = {
         **counts,
         "commit": commit(),
+        "extra": extra,
         "keras": number,
         "status": status,
         "took_s": round(time.monotonic() - began),
@@ -153,14 +154,15 @@ def words(result):
     return f"**{why}**, {result['passed']} passed, {took}"
 
 
-def kept(name):
-    """Returns the result of a cell on this commit, or `None`."""
+def kept(name, extra):
+    """Returns the result of the same tests on this commit, or `None`."""
     path = RESULTS / f"{name}.json"
     result = json.loads(path.read_text()) if path.exists() else None
-    return result if result and result["commit"] == commit() else None
+    wanted = {"commit": commit(), "extra": extra}
+    return result if result and wanted.items() <= result.items() else None
 
 
-def table():
+def table(extra):
     lines = [
         f"| Keras | Python | {' | '.join(BACKENDS)} |",
         "|---" * (2 + len(BACKENDS)) + "|",
@@ -169,7 +171,8 @@ def table():
     for keras in KERAS:
         for python in PYTHON:
             row = [
-                kept(name_of(python, keras, backend)) for backend in BACKENDS
+                kept(name_of(python, keras, backend), extra)
+                for backend in BACKENDS
             ]
             numbers = [result["keras"] for result in row if result]
             if not numbers:
@@ -179,11 +182,16 @@ def table():
             said = [words(result) if result else "not run" for result in row]
             lines.append(f"| {shown} | {python} | {' | '.join(said)} |")
     every = len(KERAS) * len(PYTHON) * len(BACKENDS)
-    lines.append(f"\n{count} of {every} cells were run on {commit()[:9]}.")
+    also = f" with `{' '.join(extra)}`" if extra else ""
+    lines.append(
+        f"\n{count} of {every} cells were run on {commit()[:9]}{also}."
+    )
     return "\n".join(lines)
 
 
-def main(patterns):
+def main(arguments):
+    place = [*arguments, "--"].index("--")
+    patterns, extra = arguments[:place], arguments[place + 1 :]
     RESULTS.mkdir(parents=True, exist_ok=True)
     chosen = [
         cell
@@ -194,9 +202,9 @@ def main(patterns):
         sys.exit(f"No cell is named {' or '.join(patterns)}: see {__file__}.")
     results = []
     for cell in chosen:
-        results.append(run(*cell))
-        (RESULTS / "table.md").write_text(table() + "\n")
-    print(f"\n{table()}\n")
+        results.append(run(*cell, extra))
+        (RESULTS / "table.md").write_text(table(extra) + "\n")
+    print(f"\n{table(extra)}\n")
     bad = [result for result in results if result["status"]]
     passed = sum(result["passed"] for result in results)
     failed = sum(max(1, r["failed"] + r["error"]) for r in bad)

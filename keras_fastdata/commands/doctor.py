@@ -308,6 +308,7 @@ def _dev_shm(is_needed: bool) -> Finding:
 
 def _tried() -> Iterator[Finding]:
     yield _backends()
+    chosen = _chosen()  # Keras writes its file when it is imported
     results, ended = _trial()
     steps = {result["step"]: result for result in results}
     keras = steps.pop("keras", {})
@@ -316,7 +317,7 @@ def _tried() -> Iterator[Finding]:
         have = [name for name in _BACKENDS if _is_there(name)]
         yield Finding(
             Level.BROKEN,
-            f"Keras cannot be imported with {_chosen()}: {error}",
+            f"Keras cannot be imported with {chosen}: {error}",
             f"Choose a backend that is installed ({', '.join(have)}), such as "
             f"by `export KERAS_BACKEND={have[0]}`."
             if have
@@ -326,7 +327,7 @@ def _tried() -> Iterator[Finding]:
     on = ", ".join(keras["devices"])
     yield Finding(
         Level.OK,
-        f"Keras {keras['version']} uses {keras['backend']}, by {_chosen()} "
+        f"Keras {keras['version']} uses {keras['backend']}, by {chosen} "
         f"({formatting.duration(keras['took_s'])} to import).",
         f"Models train on {on}." if on else "",
     )

@@ -6,6 +6,7 @@ import collections
 import hashlib
 import json
 import mmap
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from typing import Any, TypeVar
@@ -47,7 +48,11 @@ class Index:
         self, storage: Storage | None, paths: Paths, kind: str, scan: Scan
     ) -> None:
         self.storage = Storage() if storage is None else storage
-        self.paths = self.storage.find(paths)
+        # Workers may have another working directory.
+        self.paths = [
+            path if is_remote(path) else os.path.abspath(path)
+            for path in self.storage.find(paths)
+        ]
         self._kind = kind
         self._scan = scan
         self._versions = self._of_each(self.storage.version, self.paths)
@@ -173,7 +178,8 @@ def by_part(
     numbers = np.searchsorted(ends, wanted, side="right")
     order = np.argsort(numbers, kind="stable")
     used, starts = np.unique(numbers[order], return_index=True)
+    bounds = [*starts.tolist(), len(order)]
     for place, number in enumerate(used.tolist()):
-        places = order[starts[place] : [*starts, None][place + 1]]
+        places = order[bounds[place] : bounds[place + 1]]
         before = ends[number - 1] if number else 0
         yield number, places, wanted[places] - before

@@ -125,13 +125,7 @@ class Packed:
                 f"{self._features}. Pass the names to pack as `features`."
             )
         if len(source):
-            named = zip(self._features, self._sequences([0]), strict=True)
-            for name, (sequence,) in named:
-                if not np.ndim(sequence):
-                    raise ValueError(
-                        f"{name!r} of sample 0 is no sequence: {sequence!r}. "
-                        "Pass the names of what to pack as `features`."
-                    )
+            self._check_first()
         found = self._counts() if lengths is None else lengths
         counts = _checked(found, source)
         samples, starts, sizes = _pieces(counts, self._length, too_long)
@@ -139,6 +133,12 @@ class Packed:
         # No tokens, but the dtype and the further axes of each feature.
         likes = self._sequences(samples[:1].tolist()) if len(samples) else []
         self._like = [np.asarray(sequence)[:0] for (sequence,) in likes]
+        for like in self._like:
+            if like.dtype.kind in "iu" and int(pad_value) != pad_value:
+                raise ValueError(
+                    f"`pad_value={pad_value!r}` does not fit into sequences of "
+                    f"{like.dtype}."
+                )
         order = np.arange(len(samples))
         if seed is not None:
             order = np.random.default_rng(seed).permutation(order)
@@ -266,6 +266,16 @@ class Packed:
         if not self._is_dict:
             return [samples]
         return [[sample[name] for sample in samples] for name in features]
+
+    def _check_first(self) -> None:
+        """Raises `ValueError` if a feature of sample 0 is no sequence."""
+        named = zip(self._features, self._sequences([0]), strict=True)
+        for name, (sequence,) in named:
+            if not np.ndim(sequence):
+                raise ValueError(
+                    f"{name!r} of sample 0 is no sequence: {sequence!r}. Pass "
+                    "the names of what to pack as `features`."
+                )
 
     def _counts(self) -> Indices:
         """Reads every sample once, and returns the number of its tokens."""

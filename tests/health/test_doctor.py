@@ -103,13 +103,22 @@ def test_a_backend_whose_import_raises_is_broken(tmp_path):
     assert "KERAS_BACKEND=jax: ImportError: no such symbol" in said
 
 
-@pytest.mark.long
-def test_without_a_choice_the_backend_is_the_default(tmp_path):
-    home = {"KERAS_BACKEND": None, "KERAS_HOME": str(tmp_path)}
-    status, said = _run("doctor", **home)
-    assert status == 0
-    assert "uses tensorflow, by default (KERAS_BACKEND is not set)" in said
+def test_the_backend_is_chosen_by_a_variable_a_file_or_nobody(
+    monkeypatch, tmp_path
+):
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path))
+    assert doctor._chosen() == "KERAS_BACKEND=jax"
+    monkeypatch.delenv("KERAS_BACKEND")
+    assert doctor._chosen() == "default (KERAS_BACKEND is not set)"
     (tmp_path / "keras.json").write_text('{"backend": "theano"}')
+    assert "keras.json, which says theano" in doctor._chosen()
+
+
+@pytest.mark.long
+def test_a_file_may_name_a_backend_that_does_not_exist(tmp_path):
+    (tmp_path / "keras.json").write_text('{"backend": "theano"}')
+    home = {"KERAS_BACKEND": None, "KERAS_HOME": str(tmp_path)}
     status, said = _run("doctor", **home)
     assert status == 1
     assert "keras.json, which says theano (KERAS_BACKEND is not set):" in said

@@ -58,6 +58,32 @@ def tar_file(start, stop):
     return sink.getvalue()
 
 
+# -- here --------------------------------------------------------------------
+
+
+def test_a_relative_path_is_that_of_the_directory_at_first(
+    tmp_path, storage, monkeypatch
+):
+    (tmp_path / "a.parquet").write_bytes(parquet_file(0, 10))
+    monkeypatch.chdir(tmp_path)
+    source = sources.Parquet("*.parquet", storage=storage)
+    monkeypatch.chdir("/")
+    assert source[7] == {"x": 7.0, "y": 7}
+
+
+def test_batches_of_many_parts_come_in_order(tmp_path, storage):
+    paths = []
+    for file in range(100):
+        paths.append(tmp_path / f"{file}.parquet")
+        paths[-1].write_bytes(parquet_file(10 * file, 10 * file + 10))
+    source = sources.Parquet(paths, storage=storage)
+    wanted = np.random.default_rng(0).permutation(1000)[:256]
+    found = source.get_columns(wanted, ["x", "y"])
+    np.testing.assert_array_equal(found["x"], wanted)
+    np.testing.assert_array_equal(found["y"], wanted)
+    assert [row["y"] for row in source.__getitems__(wanted)] == wanted.tolist()
+
+
 # -- elsewhere ---------------------------------------------------------------
 
 
@@ -90,6 +116,18 @@ def test_the_error_of_a_damaged_remote_file_has_its_address(
     address = f"{server.url}/one"
     with pytest.raises(ValueError, match=address):
         getattr(sources, kind)(address, storage=storage)
+
+
+def test_a_file_that_cannot_be_fetched_again_is_not_called_damaged(
+    server, tmp_path
+):
+    server.files["/one"] = parquet_file(0, 10)
+    forgetful = Storage(cache_dir=tmp_path, cache_bytes=0, attempts=1)
+    source = sources.Parquet(f"{server.url}/one", storage=forgetful)
+    server.faults["/one"] += [503]
+    with pytest.raises(OSError, match="503") as caught:
+        source[3]
+    assert "Write the file again" not in str(caught.value)
 
 
 # -- processes that die ------------------------------------------------------

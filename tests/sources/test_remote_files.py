@@ -374,10 +374,18 @@ def labels(batch):
 
 
 @in_every_way
-def test_images_in_a_bucket(place, way, s3, tmp_path, kept_forkserver):
-    storage = Storage(s3_options(s3.url), cache_dir=tmp_path)
-    make = functools.partial(images, "s3://data", storage)
+def test_images_elsewhere(place, way, gallery, tmp_path, kept_forkserver):
+    storage = Storage(cache_dir=tmp_path)
+    make = functools.partial(images, gallery.url, storage)
     assert_exactly_once(make, labels, 10, place, way)
+    assert gallery.count("GET") == 10
+
+
+@pytest.mark.parametrize("kind", quickly(EVERY_KIND, "process"))
+def test_images_in_a_bucket(kind, s3, tmp_path, wanted, kept_forkserver):
+    storage = Storage(s3_options(s3.url), cache_dir=tmp_path / "cache")
+    with images("s3://data", storage, **EVERY_KIND[kind]) as dataset:
+        same(list(dataset), wanted)
 
 
 @pytest.mark.backend
