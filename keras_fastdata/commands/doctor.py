@@ -30,10 +30,10 @@ _LITTLE_SHARED_MEMORY = 256 << 20
 _FEW_FILES = 256
 _SHARED_MEMORY = "/dev/shm"
 _FOR = {  # what an extra is for
-    "images": "decodes images faster",
+    "images": "reads image files",
     "report": "writes reports, and draws samples",
     "remote": "reads files from https:// and other addresses",
-    "ray": 'has workers on other machines (`executor="ray"`)',
+    "ray": 'runs workers on other machines (`executor="ray"`)',
 }
 _DEVELOPERS = {"test", "bench", "examples", "docs"}
 
@@ -347,7 +347,7 @@ def _start_methods(
         )
         yield Finding(
             Level.OK,
-            f"A worker that was started so built batches, and ended: {shown}.",
+            f"Workers that were started in these ways built batches: {shown}.",
             f"`use_multiprocessing=True` uses {default}; `start_method=` "
             "chooses another."
             if default in works and len(works) > 1

@@ -84,7 +84,7 @@ def test_without_what_only_linux_has_workers_are_portable():
     assert status == 0, said
     assert "The system lacks or refuses fork, memfd_create" in said
     assert 'will be new interpreters (`start_method="portable"`)' in said
-    assert "built batches, and ended: portable (" in said
+    assert "in these ways built batches: portable (" in said
 
 
 def test_a_backend_that_does_not_exist_is_broken():
