@@ -182,7 +182,7 @@ def column_of(array: Any) -> Any:
         kind = array.type
     is_tensor = isinstance(kind, pyarrow().FixedShapeTensorType)
     if is_tensor and not array.null_count:
-        return _column_of(array.storage).reshape(len(array), *kind.shape)
+        return column_of(array.storage).reshape(len(array), *kind.shape)
     if isinstance(kind, pyarrow().BaseExtensionType):
         return column_of(array.storage)
     if array.null_count:

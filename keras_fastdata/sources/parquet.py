@@ -169,24 +169,31 @@ class Parquet(ColumnRows):
         import pyarrow.parquet as pq
 
         path = self._index.paths[file]
-        fill = self._fill_null
-        try:
-            with self._index.storage.local(path) as local:
+        # A file that cannot be fetched is no damaged one.
+        with self._index.storage.local(path) as local:
+            try:
                 table = pq.ParquetFile(local).read_row_groups(groups, names)
-            table = table.select(names).cast(_of_names(self._schema, names))
-            for place, name in enumerate(names):
-                value = fill.get(name) if isinstance(fill, Mapping) else fill
-                column = _filled(table.column(name), value)
-                table = table.set_column(place, name, column)
-        except (OSError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"Row groups {groups[0]} to {groups[-1]} of {path} cannot be "
-                f"read as the columns of {self._index.paths[0]}: {error} Write "
-                "the file again, or leave it out of `paths`."
-            ) from error
+                table = self._cast(table, names)
+            except (OSError, KeyError, TypeError, ValueError) as error:
+                first = self._index.paths[0]
+                raise ValueError(
+                    f"Row groups {groups[0]} to {groups[-1]} of {path} cannot "
+                    f"be read as the columns of {first}: {error} Write the "
+                    "file again, or leave it out of `paths`."
+                ) from error
         table = table.combine_chunks()
         with pa.ipc.new_file(target, table.schema) as writer:
             writer.write_table(table)
+
+    def _cast(self, table: Any, names: tuple[str, ...]) -> Any:
+        """Returns a table with the columns of the first file, and no nulls."""
+        fill = self._fill_null
+        table = table.select(names).cast(_of_names(self._schema, names))
+        for place, name in enumerate(names):
+            value = fill.get(name) if isinstance(fill, Mapping) else fill
+            column = _filled(table.column(name), value)
+            table = table.set_column(place, name, column)
+        return table
 
 
 class _RowGroups(NamedTuple):

@@ -23,6 +23,7 @@ Memory = mmap.mmap | bytes
 _Member = tuple[str, int, int]  # its name, where its data begin, their size
 
 _BLOCK = 512  # bytes; headers and data begin at multiples of it
+_HEADERS = 4096  # that are looked at together
 _IMAGES = {"rgb": "RGB", "rgba": "RGBA", "grayscale": "L"}
 _COMPRESSED = (b"\x1f\x8b", b"BZ", b"\xfd7", b"\x28\xb5")
 _KEY_AND_FIELD = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)", re.DOTALL)
@@ -254,7 +255,7 @@ def _plain_members(memory: Memory) -> list[_Member] | None:
         except ValueError:
             return None
         place += _BLOCK + -(-size // _BLOCK) * _BLOCK
-        if place > len(memory):
+        if size < 0 or place > len(memory):
             return None
         kind = memory[header + 156]
         if kind == ord("x"):  # more about the next file
@@ -266,14 +267,25 @@ def _plain_members(memory: Memory) -> list[_Member] | None:
         else:
             sizes.append(size)
             places.append(header)
+    names: list[str] = []
+    for first in range(0, len(places), _HEADERS):
+        found = _plain_names(memory, places[first : first + _HEADERS])
+        if found is None:
+            return None
+        names += found
+    begins = [place + _BLOCK for place in places]
+    return list(zip(names, begins, sizes, strict=True))
+
+
+def _plain_names(memory: Memory, places: list[int]) -> list[str] | None:
+    """Returns the names in headers; `None` if one is damaged or unusual."""
     headers = np.frombuffer(memory, np.uint8)[
         np.array(places, np.int64)[:, None] + np.arange(_BLOCK)
     ]
-    sums = headers.sum(1, dtype=np.int64) - headers[:, 148:156].sum(1)
-    wanted = _texts(headers[:, 148:155])
-    if [int(text.rstrip(b"\0 ") or b"0", 8) for text in wanted] != (
-        sums + 8 * ord(" ")
-    ).tolist():
+    own = headers[:, 148:156].sum(1, dtype=np.int64)  # counts as spaces
+    sums = headers.sum(1, dtype=np.int64) - own + 8 * ord(" ")
+    found = [text.strip(b" ").zfill(6) for text in _texts(headers[:, 148:155])]
+    if found != [b"%06o" % each for each in sums.tolist()]:
         return None
     # The old format of GNU has other things where a folder may be.
     is_ustar = headers[:, 257:265] == np.frombuffer(b"ustar\x0000", np.uint8)
@@ -282,9 +294,7 @@ def _plain_members(memory: Memory) -> list[_Member] | None:
     names = zip(
         _texts(headers[:, 345:500]), _texts(headers[:, :100]), strict=True
     )
-    paths = [os.fsdecode(f + b"/" + n if f else n) for f, n in names]
-    begins = [place + _BLOCK for place in places]
-    return list(zip(paths, begins, sizes, strict=True))
+    return [os.fsdecode(f + b"/" + n if f else n) for f, n in names]
 
 
 def _texts(rows: npt.NDArray[np.uint8]) -> list[bytes]:

@@ -118,6 +118,18 @@ def test_the_error_of_a_damaged_remote_file_has_its_address(
         getattr(sources, kind)(address, storage=storage)
 
 
+def test_a_file_that_cannot_be_fetched_again_is_not_called_damaged(
+    server, tmp_path
+):
+    server.files["/one"] = parquet_file(0, 10)
+    forgetful = Storage(cache_dir=tmp_path, cache_bytes=0, attempts=1)
+    source = sources.Parquet(f"{server.url}/one", storage=forgetful)
+    server.faults["/one"] += [503]
+    with pytest.raises(OSError, match="503") as caught:
+        source[3]
+    assert "Write the file again" not in str(caught.value)
+
+
 # -- processes that die ------------------------------------------------------
 
 

@@ -253,7 +253,7 @@ def test_a_shard_that_is_cut_off_is_an_error(tmp_path, storage, kept):
         sources.Tar(path, storage=storage)
 
 
-@pytest.mark.parametrize("damaged", [0, 1536 + 10, 1536 + 126])
+@pytest.mark.parametrize("damaged", [0, 1536 + 10, 1536 + 126, 1536 + 150])
 def test_a_damaged_header_is_an_error(tmp_path, storage, damaged):
     path = write(
         tmp_path / "a.tar", *[(f"{n}.txt", b"x" * 600) for n in range(3)]
