@@ -27,7 +27,7 @@ _TO_DROP = {
     "built_twice": "`Loader.peek` in engine/loader.py",
     "dropped_cause": "`spell_out_cause` in keras_bridge/batches.py",
     "empty_dataset": "the error for length 0 in keras_bridge/adapter.py",
-    "equal_draws": "a row of the README's table; building/seeding.py stays",
+    "equal_draws": "a row of docs/guides/from-sequence.md; building/seeding.py stays",
     "generator_warning": "`stop_early` in keras_bridge/early_end.py, in part",
     "killed_worker": "a row of the README's table; the supervisor stays",
     "late_epoch_begin": "a section of docs/upstream.md alone",
