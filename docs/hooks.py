@@ -27,6 +27,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     readme = (_ROOT / "README.md").read_text()
     install = readme.partition("## Install\n")[2].partition("\n## ")[0]
     markdown = markdown.replace(
-        "<!-- install -->", install.replace("](docs/", "](")
+        "See the [README](../README.md#install).",
+        install.replace("](docs/", "]("),
     )
     return re.sub(r"<!--.*?-->\n?", "", markdown, flags=re.DOTALL)

@@ -69,21 +69,23 @@ def make(name: str, runs: bool) -> str:
         ).execute()
         for cell in notebook.cells:
             if cell.cell_type == "code":
-                cell.outputs = [*map(_without_noise, cell.outputs)]
+                cell.outputs = [*filter(_has_text, cell.outputs)]
     nbformat.write(notebook, FOLDER / f"{name}.ipynb")
     heading, description = notebook.cells[0].source.split("\n\n", 1)
     return f"| [{heading[2:]}]({name}.ipynb) | {description} |\n"
 
 
-def _without_noise(output: nbformat.NotebookNode) -> nbformat.NotebookNode:
-    """Leaves out what TensorFlow's C++ code writes when it is imported."""
-    if output.get("name") == "stderr":
-        lines = output.text.splitlines(keepends=True)
-        noise = ("WARNING: All log messages before absl", "I0000 ", "E0000 ")
-        output.text = "".join(
-            line for line in lines if not line.startswith(noise)
-        )
-    return output
+def _has_text(output: nbformat.NotebookNode) -> bool:
+    """Whether an output is more than what TensorFlow's C++ code writes.
+
+    It is written when TensorFlow is imported. The output loses such lines.
+    """
+    if output.get("name") != "stderr":
+        return True
+    noise = ("WARNING: All log messages before absl", "I0000 ", "E0000 ")
+    lines = output.text.splitlines(keepends=True)
+    output.text = "".join(each for each in lines if not each.startswith(noise))
+    return bool(output.text.strip())
 
 
 def main(runs: bool) -> None:

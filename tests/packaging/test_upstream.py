@@ -27,18 +27,18 @@ _TO_DROP = {
     "built_twice": "`Loader.peek` in engine/loader.py",
     "dropped_cause": "`spell_out_cause` in keras_bridge/batches.py",
     "empty_dataset": "the error for length 0 in keras_bridge/adapter.py",
-    "equal_draws": "a row of the README's table; building/seeding.py stays",
+    "equal_draws": "a row of from-sequence.md; building/seeding.py stays",
     "generator_warning": "`stop_early` in keras_bridge/early_end.py, in part",
-    "killed_worker": "a row of the README's table; the supervisor stays",
+    "killed_worker": "a row of from-sequence.md; the supervisor stays",
     "late_epoch_begin": "a section of docs/upstream.md alone",
-    "lost_ctrl_c": "a line of the README's limits, and `pythonify_logs` in "
+    "lost_ctrl_c": "a line of robustness.md, and `pythonify_logs` in "
     "tests/support/trainers.py",
-    "pause_between_epochs": "a row of the README's table",
+    "pause_between_epochs": "a row of from-sequence.md",
     "probe_batch": "`remember_first` in keras_bridge/adapter.py",
     "queue_empty": "a section of docs/upstream.md alone",
     "resume_amid_epoch": "what callbacks/dataset_checkpoint.py does beside "
     "`BackupAndRestore`, in part",
-    "steps_per_epoch": "a row of the README's table",
+    "steps_per_epoch": "a row of from-sequence.md",
     "tensorflow_error": "keras_bridge/tensorflow_iterator.py, in part",
     "unpicklable_exception": "a section of docs/upstream.md alone",
     "workers_left": "a section of docs/upstream.md alone",
