@@ -69,7 +69,7 @@ def hugging_face_file(folder):
     datasets = pytest.importorskip("datasets")
     made = datasets.Dataset.from_dict(columns())
     made.save_to_disk(folder / "saved")
-    found = datasets.load_from_disk(folder / "saved").with_format("torch")
+    found = datasets.load_from_disk(folder / "saved").with_format("pandas")
     return _table(found.shuffle(seed=1))
 
 
