@@ -47,7 +47,7 @@ class Level(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
+class Fact:
     """A fact about the machine, and what follows from it."""
 
     level: Level
@@ -67,7 +67,7 @@ def run() -> int:
     version = vars(sys.modules["keras_fastdata"])["__version__"]
     print(f"{_NAME} {version}, {platform.platform(terse=True)}")
     broken = 0
-    sections: dict[str, Callable[[], Iterator[Finding]]] = {
+    sections: dict[str, Callable[[], Iterator[Fact]]] = {
         "This machine": _machine,
         "Packages": _packages,
         "System calls and shared memory": _system,
@@ -87,11 +87,11 @@ def run() -> int:
 # -- the machine -------------------------------------------------------------
 
 
-def _machine() -> Iterator[Finding]:
+def _machine() -> Iterator[Fact]:
     reading = cpu.read()
     whole = max(1, int(reading.allowed))
     why = ", by the CPU quota of its cgroup" if reading.quota else ""
-    yield Finding(
+    yield Fact(
         Level.OK if reading.allowed >= 2 else Level.NOTE,
         f"This process may use {reading.allowed:g} of "
         f"{formatting.cores(os.cpu_count() or 1)}{why}.",
@@ -104,20 +104,20 @@ def _machine() -> Iterator[Finding]:
     )
     free = ram.free()
     if free is None:
-        yield Finding(
+        yield Fact(
             Level.NOTE,
             "How much memory is free cannot be read: there is no /proc.",
             '`cache="memory"` needs `cache_bytes=`.',
         )
     else:
-        yield Finding(
+        yield Fact(
             Level.NOTE if free < _LITTLE_MEMORY else Level.OK,
             ram.left_now(),
             f"The queue may have 10 batches of {formatting.size(free / 20)} in "
             "half of that; `max_queue_bytes=` limits it.",
         )
     files = os_limits.open_files()
-    yield Finding(
+    yield Fact(
         Level.NOTE if files < _FEW_FILES else Level.OK,
         f"A process may open {files:,} files.",
         "Many workers need more: raise the limit (`ulimit -n 4096`)."
@@ -129,13 +129,13 @@ def _machine() -> Iterator[Finding]:
 # -- packages ----------------------------------------------------------------
 
 
-def _packages() -> Iterator[Finding]:
+def _packages() -> Iterator[Fact]:
     yield _python()
     try:
         needs = importlib.metadata.requires(_NAME) or []
     except importlib.metadata.PackageNotFoundError:
         folder = pathlib.Path(__file__).parents[2]
-        yield Finding(
+        yield Fact(
             Level.NOTE,
             f"The package is not installed, but imported from {folder}.",
             "Whether the packages that it needs are new enough is not known.",
@@ -154,17 +154,17 @@ def _packages() -> Iterator[Finding]:
             yield _extra(extra, requirements_)
 
 
-def _python() -> Finding:
+def _python() -> Fact:
     version = platform.python_version()
     first, last = (".".join(map(str, bound)) for bound in _TESTED)
     if not _TESTED[0] <= sys.version_info[:2] <= _TESTED[1]:
-        return Finding(
+        return Fact(
             Level.NOTE,
             f"Python {version}",
             f"The package is tested on Python {first} to {last}.",
         )
     has_lock = getattr(sys, "_is_gil_enabled", lambda: True)()
-    return Finding(
+    return Fact(
         Level.OK,
         f"Python {version}",
         ""
@@ -173,7 +173,7 @@ def _python() -> Finding:
     )
 
 
-def _required(requirements_: list[str]) -> Finding:
+def _required(requirements_: list[str]) -> Fact:
     have = {each: _installed(each) for each in requirements_}
     bad = [each for each, (version, fits) in have.items() if not fits]
     if bad:
@@ -181,7 +181,7 @@ def _required(requirements_: list[str]) -> Finding:
             f"{each} ({have[each][0] or 'missing'})" for each in bad
         )
         quoted = " ".join(f"'{each}'" for each in bad)
-        return Finding(
+        return Fact(
             Level.BROKEN,
             f"Needed, and missing or of another version: {names}",
             f"Run `pip install {quoted}`.",
@@ -190,10 +190,10 @@ def _required(requirements_: list[str]) -> Finding:
         f"{_distribution(each)} {version}"
         for each, (version, _) in have.items()
     )
-    return Finding(Level.OK, f"Needed, and new enough: {found}")
+    return Fact(Level.OK, f"Needed, and new enough: {found}")
 
 
-def _extra(extra: str, requirements_: list[str]) -> Finding:
+def _extra(extra: str, requirements_: list[str]) -> Fact:
     lacking = [each for each in requirements_ if not _installed(each)[1]]
     use = f": {_FOR[extra]}" if extra in _FOR else ""
     if not lacking:
@@ -201,9 +201,9 @@ def _extra(extra: str, requirements_: list[str]) -> Finding:
             f"{_distribution(each)} {_installed(each)[0]}"
             for each in requirements_
         )
-        return Finding(Level.OK, f"`{extra}`{use} ({have})")
+        return Fact(Level.OK, f"`{extra}`{use} ({have})")
     missing = ", ".join(_distribution(each) for each in lacking)
-    return Finding(
+    return Fact(
         Level.NOTE,
         f"`{extra}`{use}; not installed, or too old: {missing}",
         f"To have it: `pip install '{_NAME}[{extra}]'`",
@@ -242,10 +242,10 @@ def _version_of(name: str) -> str:
 # -- the system --------------------------------------------------------------
 
 
-def _system() -> Iterator[Finding]:
+def _system() -> Iterator[Fact]:
     lacking = requirements.lacking()
     if lacking:
-        yield Finding(
+        yield Fact(
             Level.NOTE,
             f"The system lacks or refuses {', '.join(lacking)}.",
             'Workers will be new interpreters (`start_method="portable"`): '
@@ -253,7 +253,7 @@ def _system() -> Iterator[Finding]:
             "memory with a name.",
         )
     else:
-        yield Finding(
+        yield Fact(
             Level.OK,
             "The system permits fork, memfd_create, pidfd_open and "
             "SOCK_SEQPACKET.",
@@ -264,7 +264,7 @@ def _system() -> Iterator[Finding]:
     if sys.platform == "linux":
         yield _dev_shm(is_needed=bool(lacking))
     if not os.path.isdir("/proc/self"):
-        yield Finding(
+        yield Fact(
             Level.NOTE,
             "There is no /proc.",
             "`LoaderHealth` will not know the memory of workers, nor how busy "
@@ -272,13 +272,13 @@ def _system() -> Iterator[Finding]:
         )
 
 
-def _dev_shm(is_needed: bool) -> Finding:
+def _dev_shm(is_needed: bool) -> Fact:
     users = 'Ray and `start_method="portable"`'
     level = Level.BROKEN if is_needed else Level.NOTE
     path = _SHARED_MEMORY
     if not os.path.isdir(path) or not os.access(path, os.W_OK | os.X_OK):
         state = "cannot be written to" if os.path.isdir(path) else "is missing"
-        return Finding(
+        return Fact(
             level,
             f"{path} {state}.",
             "Worker processes need it here: mount it (`docker run "
@@ -292,8 +292,8 @@ def _dev_shm(is_needed: bool) -> Finding:
         f"{formatting.size(usage.total)} are free."
     )
     if usage.free >= _LITTLE_SHARED_MEMORY:
-        return Finding(Level.OK, fact)
-    return Finding(
+        return Fact(Level.OK, fact)
+    return Fact(
         Level.NOTE,
         fact,
         "All batches that wait must fit into it: enlarge it (`docker run "
@@ -306,7 +306,7 @@ def _dev_shm(is_needed: bool) -> Finding:
 # -- what is tried -----------------------------------------------------------
 
 
-def _tried() -> Iterator[Finding]:
+def _tried() -> Iterator[Fact]:
     yield _backends()
     chosen = _chosen()  # Keras writes its file when it is imported
     results, ended = _trial()
@@ -315,7 +315,7 @@ def _tried() -> Iterator[Finding]:
     if "version" not in keras:
         error = keras.get("error") or f"the process {ended}"
         have = [name for name in _BACKENDS if _is_there(name)]
-        yield Finding(
+        yield Fact(
             Level.BROKEN,
             f"Keras cannot be imported with {chosen}: {error}",
             f"Choose a backend that is installed ({', '.join(have)}), such as "
@@ -325,7 +325,7 @@ def _tried() -> Iterator[Finding]:
         )
         return
     on = ", ".join(keras["devices"])
-    yield Finding(
+    yield Fact(
         Level.OK,
         f"Keras {keras['version']} uses {keras['backend']}, by {chosen} "
         f"({formatting.duration(keras['took_s'])} to import).",
@@ -336,7 +336,7 @@ def _tried() -> Iterator[Finding]:
 
 def _start_methods(
     steps: dict[str, dict[str, Any]], ended: str
-) -> Iterator[Finding]:
+) -> Iterator[Fact]:
     works = {name: step for name, step in steps.items() if "took_s" in step}
     # The default is tried first.
     default = next(iter(steps), "")
@@ -345,7 +345,7 @@ def _start_methods(
             f"{name} ({formatting.duration(step['took_s'])})"
             for name, step in works.items()
         )
-        yield Finding(
+        yield Fact(
             Level.OK,
             f"Workers that were started in these ways built batches: {shown}.",
             f"`use_multiprocessing=True` uses {default}; `start_method=` "
@@ -356,7 +356,7 @@ def _start_methods(
     for name in steps.keys() - works.keys():
         why = steps[name].get("error") or f"the process {ended}"
         is_default = name == default
-        yield Finding(
+        yield Fact(
             Level.BROKEN if is_default else Level.NOTE,
             f"No worker could be used that was started by {name}: "
             f"{formatting.shortened(why, 400)}",
@@ -366,7 +366,7 @@ def _start_methods(
             else f"Leave out `start_method={name!r}`.",
         )
     if not steps:
-        yield Finding(
+        yield Fact(
             Level.BROKEN,
             f"No worker process was tried: the process {ended}.",
             "Use threads (`use_multiprocessing=False`).",
@@ -401,17 +401,17 @@ def _trial() -> tuple[list[dict[str, Any]], str]:
     return [*latest.values()], ended
 
 
-def _backends() -> Finding:
+def _backends() -> Fact:
     have = [
         f"{name} {_version_of(name)}" for name in _BACKENDS if _is_there(name)
     ]
     if not have:
-        return Finding(
+        return Fact(
             Level.BROKEN,
             "No backend of Keras is installed.",
             "Install one: `pip install tensorflow`, `jax` or `torch`.",
         )
-    return Finding(
+    return Fact(
         Level.OK,
         f"Backends that are installed: {', '.join(have)}",
         "`KERAS_BACKEND=... python train.py` chooses one."

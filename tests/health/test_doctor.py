@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from keras_fastdata.commands import doctor
-from keras_fastdata.commands.doctor import Finding, Level
+from keras_fastdata.commands.doctor import Fact, Level
 
 _ROOT = pathlib.Path(__file__).parents[2]
 _STRIPPED = _ROOT / "tests" / "support" / "stripped"
@@ -217,7 +217,7 @@ def test_an_extra_that_is_not_installed_is_no_fault():
 
 def test_a_finding_has_lines_of_at_most_80_characters(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    text = str(Finding(Level.BROKEN, "word " * 60, "other " * 60))
+    text = str(Fact(Level.BROKEN, "word " * 60, "other " * 60))
     assert max(map(len, text.splitlines())) <= 80
     assert text.startswith("  BROKEN word")
     assert all(line.startswith(" " * 9) for line in text.splitlines()[1:])
