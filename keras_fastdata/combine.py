@@ -144,7 +144,8 @@ def take(dataset: FastPyDataset, count: int) -> Any:
     """Returns a dataset of the first `count` samples, or batches, of another.
 
     Args:
-        dataset: The dataset. The result is like it in all but its length.
+        dataset: The dataset. The result is like it in all but its length:
+            also its `num_samples` and `get_sample` are those of the whole.
         count: How many, at least 0. If there are fewer, all of them.
     """
     integer("count", count, least=0)
