@@ -9,6 +9,7 @@ receive its classes by value, without running the file again.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -42,14 +43,16 @@ def find(target: str) -> FastPyDataset:
     place, colon, path = target.rpartition(":")
     if not colon or not place or not path:
         raise UsageError(
-            "Name a dataset as MODULE:NAME or FILE.py:NAME, such as "
-            f"train.py:make_dataset. Received: {target}"
+            "Name a dataset, its class, or a function that makes one, as "
+            f"MODULE:NAME or FILE.py:NAME. Received: {target}. Pass "
+            f"{place or path}:NAME."
         )
     module = _load(place)
     factory = _attribute(module, place, path)
     if isinstance(factory, FastPyDataset):
         return factory
-    if not callable(factory):
+    makes = isinstance(factory, (type, functools.partial))
+    if not makes and not inspect.isroutine(factory):  # such as a model
         raise UsageError(_not_a_dataset(target, "is", factory))
     if isinstance(factory, type) and not issubclass(factory, FastPyDataset):
         raise UsageError(_not_a_dataset(target, "is the class", factory))
