@@ -26,12 +26,17 @@ from keras_fastdata.building import build, seeding
 from keras_fastdata.building.permutation import Permutation
 from keras_fastdata.dataset import FastPyDataset
 from keras_fastdata.datasets import order as orders
+from keras_fastdata.datasets.collate import Padded
 from keras_fastdata.datasets.order import Indices, Order
 from keras_fastdata.datasets.samples import SampleDataset
 from keras_fastdata.datasets.sampling import (
     ORDER_ARGUMENTS,
     SampledDataset,
+    column_of,
+    labels_of,
+    part_lengths_of,
     sample_of,
+    samples_of,
     takes_rng,
 )
 
@@ -308,12 +313,10 @@ class _CombinedSamples(SampleDataset):
         datasets: list[FastPyDataset],
         *,
         order: Order | None = None,
-        padded: Any,
         **kwargs: Any,
     ) -> None:
         super().__init__(None, **kwargs)
         build.set_name(self, f"combine.{made_by}")
-        self._fastdata_padded = padded or self._fastdata_padded
         if order is not None:
             self._fastdata_order.give(order)
         self._fastdata_members = _Members(datasets)
@@ -337,11 +340,10 @@ class _MappedSamples(SampleDataset):
         arguments: dict[str, Any],
     ) -> None:
         shuffle = internals_of(dataset).settings.shuffle
-        padded = arguments.pop("padded")
         super().__init__(None, **{**arguments, "shuffle": shuffle})
         build.set_name(self, "combine.map")
-        self._fastdata_padded = padded or self._fastdata_padded
-        self._fastdata_order.give(dataset._fastdata_order.order_of(dataset))
+        # The order, and the part of the samples, of `dataset`.
+        self._fastdata_order = dataset._fastdata_order.copied()
         self._fastdata_mapped = dataset
         self._fastdata_function = _Function(function)
         _forward_hooks([dataset], self)
@@ -353,6 +355,15 @@ class _MappedSamples(SampleDataset):
     def get_sample(self, index: int) -> Any:
         found = sample_of(self._fastdata_mapped, index)
         return self._fastdata_function.of(found, self)
+
+
+def _of_mapped(function: Function, dataset: _MappedSamples, *args: Any) -> Any:
+    return function(vars(dataset)["_fastdata_mapped"], *args)
+
+
+for _function in (labels_of, part_lengths_of, column_of, samples_of):
+    _ask: Any = functools.partial(_of_mapped, _function)
+    _function.register(_MappedSamples, _ask)
 
 
 class _CombinedBatches(FastPyDataset):
@@ -500,6 +511,18 @@ def _part(dataset: FastPyDataset, places: Places) -> FastPyDataset:
     return part
 
 
+def _padding(dataset: Any, padded: Padded) -> dict[str, Any]:
+    """Returns the arguments for padding, for samples that are `(x, y)`.
+
+    Those of the dataset may be for the columns of a row.
+    """
+    arguments = padded.arguments()
+    if isinstance(padded.to, dict) and dataset.collate is None:
+        to = dataset._fastdata_choice.split(padded.to, complete=False)
+        arguments["pad_to"] = list(to) if isinstance(to, tuple) else to
+    return arguments
+
+
 def _settings(dataset: FastPyDataset) -> dict[str, Any]:
     """Returns the arguments of `FastPyDataset` that a dataset has."""
     settings = internals_of(dataset).settings
@@ -515,10 +538,10 @@ def _arguments(first: FastPyDataset, given: dict[str, Any]) -> dict[str, Any]:
     settings = _settings(first)
     if settings.pop("shuffle") is not None:
         settings["shuffle"] = first._fastdata_order.shuffles
-    is_given = {"pad_to", "pad_value"} & given.keys()
-    padded = None if is_given else getattr(first, "_fastdata_padded", None)
+    padded: Padded | None = getattr(first, "_fastdata_padded", None)
     return {
-        "padded": padded,
+        **(_padding(first, padded) if padded else {}),
+        "collate": getattr(first, "collate", None),
         "batch_size": first.batch_size,
         "drop_remainder": first.drop_remainder,
         **settings,

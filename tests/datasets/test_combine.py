@@ -405,3 +405,53 @@ def test_a_dataset_goes_by_the_name_of_its_function():
 
 def test_the_module_is_there_without_its_import():
     assert keras_fastdata.combine is combine
+
+
+# -- parts of what a function made -------------------------------------------
+
+
+def doubled(number):
+    return 2 * number
+
+
+def test_what_a_function_made_has_parts():
+    made = combine.map(combine.skip(numbers(10), 2), doubled)
+    assert flat(combine.take(made, 3)) == [4, 6, 8]
+    assert flat(combine.skip(made, 5)) == [14, 16, 18]
+    assert flat(combine.filter(made, is_small)) == [4, 10, 12, 14]
+    one, other = combine.split(made, 0.5, shuffle=True)
+    assert sorted(flat(one) + flat(other)) == flat(made)
+    assert len(flat(one)) == 4
+    assert flat(combine.concat([combine.take(made, 2), made])) == [
+        *(4, 6),
+        *range(4, 20, 2),
+    ]
+
+
+def test_a_part_of_what_a_function_made_is_balanced_by_its_own_samples():
+    labels = np.repeat([0, 1, 2], [6, 4, 2])
+    dataset = ArrayDataset(
+        np.arange(12), labels, batch_size=4, sampler="balanced"
+    )
+    part = combine.take(combine.map(dataset, lambda pair: pair[1]), 10)
+    found = flat(part)
+    assert sorted(found) == [0] * 5 + [1] * 5
+
+
+def test_combined_samples_are_stacked_by_the_first_datasets_collate():
+    one = numbers(5, collate=lambda samples: -np.asarray(samples))
+    expected = [0, -2, -4, -6, -8]
+    assert flat(combine.map(one, doubled)) == expected
+    assert flat(combine.concat([one, one])) == [0, -1, -2, -3, -4] * 2
+
+
+def test_combined_rows_are_padded_by_the_names_of_their_columns():
+    rows = [{"t": np.arange(1, n + 1), "y": n} for n in (1, 3)]
+    first = SampleDataset(rows, label="y", pad_to={"t": "longest"})
+    for made in combine.concat([first]), combine.map(first, lambda row: row):
+        same(made[0], first[0])
+    only = SampleDataset(rows, columns="t", label="y", pad_to={"t": "longest"})
+    same(combine.concat([only])[0], only[0])
+    (x, _) = combine.concat([first], truncate=2, mask="mask")[0]
+    assert x["t"].tolist() == [[1, 0], [1, 2]]
+    assert x["mask"].tolist() == [[True, False], [True, True]]
