@@ -43,11 +43,6 @@ from keras_fastdata.datasets.sampling import (
 Places = range | Indices
 Function = Callable[..., Any]
 
-_HOOKS = (
-    *("on_epoch_begin", "on_epoch_end"),
-    *("on_worker_start", "on_worker_stop", "reseed"),
-)
-
 
 def concat(
     datasets: Iterable[FastPyDataset],
@@ -257,7 +252,7 @@ class _Members:
     def __init__(
         self, datasets: list[FastPyDataset], of_samples: bool = True
     ) -> None:
-        self._datasets = datasets
+        self.datasets = datasets
         self._of_samples = of_samples
         self._ends = np.cumsum([_count(d, of_samples) for d in datasets])
 
@@ -267,7 +262,7 @@ class _Members:
     def __getitem__(self, index: int) -> Any:
         number = int(np.searchsorted(self._ends, index, "right"))
         place = index - int(self._ends[number - 1] if number else 0)
-        return _element(self._datasets[number], self._of_samples, place)
+        return _element(self.datasets[number], self._of_samples, place)
 
 
 class _Function:
@@ -285,26 +280,44 @@ class _Function:
         return self._function(found, **rng)
 
 
-def _forward_hooks(
-    datasets: Iterable[FastPyDataset], owner: FastPyDataset
-) -> None:
-    """Has the hooks of `owner` call those that the datasets define."""
-    for name in _HOOKS:
-        methods = [
-            getattr(dataset, name)
-            for dataset in datasets
-            if build.overrides(dataset, name)
-        ]
-        if methods:
-            setattr(owner, name, functools.partial(_call_all, methods))
+def _held_by(dataset: Any) -> list[FastPyDataset]:
+    """Returns the datasets that a combined dataset has."""
+    members = vars(dataset).get("_fastdata_members")
+    if members is None:
+        return [vars(dataset)["_fastdata_mapped"]]
+    datasets: list[FastPyDataset] = members.datasets
+    return datasets
 
 
-def _call_all(methods: list[Function], *args: Any) -> None:
-    for method in methods:
-        method(*args)
+def _forwarded(name: str) -> Any:
+    """Returns a hook that calls the hooks of the datasets within."""
+
+    def hook(self: Any, *args: Any) -> None:
+        for dataset in _held_by(self):
+            if build.overrides(dataset, name):
+                method = getattr(dataset, name)
+                if name.startswith("on_epoch") and name not in vars(dataset):
+                    # Not noticed by `dataset`, which has no epochs of its own.
+                    plain = getattr(method, "__wrapped__", None)
+                    method = plain.__get__(dataset) if plain else method
+                method(*args)
+
+    hook.__name__ = name
+    setattr(hook, build.FORWARDS, _held_by)
+    return hook
 
 
-class _CombinedSamples(SampleDataset):
+class _Combined(FastPyDataset):
+    """Base class of what has other datasets; calls their hooks."""
+
+    on_epoch_begin = _forwarded("on_epoch_begin")
+    on_epoch_end = _forwarded("on_epoch_end")
+    on_worker_start = _forwarded("on_worker_start")
+    on_worker_stop = _forwarded("on_worker_stop")
+    reseed = _forwarded("reseed")
+
+
+class _CombinedSamples(_Combined, SampleDataset):
     """The samples of several datasets."""
 
     def __init__(
@@ -320,7 +333,6 @@ class _CombinedSamples(SampleDataset):
         if order is not None:
             self._fastdata_order.give(order)
         self._fastdata_members = _Members(datasets)
-        _forward_hooks(datasets, self)
 
     @property
     def num_samples(self) -> int:
@@ -330,7 +342,7 @@ class _CombinedSamples(SampleDataset):
         return self._fastdata_members[index]
 
 
-class _MappedSamples(SampleDataset):
+class _MappedSamples(_Combined, SampleDataset):
     """The samples of a dataset, in its order, with a function of each."""
 
     def __init__(
@@ -346,7 +358,6 @@ class _MappedSamples(SampleDataset):
         self._fastdata_order = dataset._fastdata_order.copied()
         self._fastdata_mapped = dataset
         self._fastdata_function = _Function(function)
-        _forward_hooks([dataset], self)
 
     @property
     def num_samples(self) -> int:
@@ -366,7 +377,7 @@ for _function in (labels_of, part_lengths_of, column_of, samples_of):
     _function.register(_MappedSamples, _ask)
 
 
-class _CombinedBatches(FastPyDataset):
+class _CombinedBatches(_Combined):
     """The batches of several datasets."""
 
     def __init__(
@@ -382,7 +393,6 @@ class _CombinedBatches(FastPyDataset):
         self._fastdata_order = order
         self._fastdata_members = _Members(datasets, of_samples=False)
         self._fastdata_function = _Function(function)
-        _forward_hooks(datasets, self)
 
     def __len__(self) -> int:
         return self._fastdata_order.length(len(self._fastdata_members))

@@ -18,6 +18,7 @@ from keras_fastdata import (
     accelerate,
     combine,
 )
+from keras_fastdata.building import build
 
 pytestmark = pytest.mark.usefixtures("kept_forkserver")
 
@@ -311,6 +312,55 @@ def test_hooks_of_the_datasets_are_called(place):
         first = next(iter(dataset))
     assert first[1] == 1
     assert first[2] >= 1
+
+
+class Shuffles(Hooked):
+    """Four batches, in an order that a hook draws, and what it has counted."""
+
+    order = (0, 1, 2, 3)
+
+    def __getitem__(self, index):
+        return np.asarray([self.order[index], self.began])
+
+    def on_epoch_end(self):
+        self.order = tuple(self.rng.permutation(4).tolist())
+
+
+@pytest.mark.parametrize("make", [combine.concat, combine.map])
+def test_hooks_of_the_datasets_reach_workers_and_resumed_epochs(make):
+    def of(dataset):
+        dataset.on_epoch_begin()
+        batches = [batch.tolist() for batch in dataset]
+        dataset.on_epoch_end()
+        return batches
+
+    def made(place):
+        each = Shuffles()
+        args = ([each],) if make is combine.concat else (each, np.asarray)
+        return make(*args, seed=1, **PLACES[place])
+
+    with made("inline") as dataset:
+        expected = [of(dataset) for _ in range(3)]
+    assert [batches[0][1] for batches in expected] == [1, 2, 3]
+    assert expected[1] != [[number, 2] for number in range(4)]
+    with made("2 processes") as dataset:
+        assert [of(dataset) for _ in range(2)] == expected[:2]
+        dataset.on_epoch_begin()
+        first = next(iter(dataset)).tolist()
+        state = dataset.state_dict()
+    with made("2 processes") as dataset:
+        dataset.load_state_dict(state)
+        assert [first, *of(dataset)] == expected[2]
+
+
+def test_a_combined_dataset_has_the_hooks_that_it_calls():
+    overrides = functools.partial(
+        build.overrides, combine.concat([Hooked(), Batches(3)])
+    )
+    assert overrides("on_epoch_begin")
+    assert overrides("on_worker_start")
+    assert not overrides("on_epoch_end")
+    assert not build.overrides(combine.concat([Batches(3)]), "on_epoch_begin")
 
 
 def test_a_sequence_of_keras_is_taken_after_accelerate():
