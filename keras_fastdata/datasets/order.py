@@ -413,8 +413,9 @@ class Mixed:
         # use that is needed.
         uses = self._sizes if stop == "first" else self._sizes - 1
         times = self._times(np.arange(len(self._groups)), uses)
-        first_or_last = np.argmin if stop == "first" else np.argmax
-        group = int(first_or_last(times))
+        # Of uses at the same time, the first, or the last, as they are ordered.
+        in_order = np.argsort(times, kind="stable")
+        group = int(in_order[0 if stop == "first" else -1])
         before = int(self._uses_before(times[group], group).sum())
         return before if stop == "first" else before + 1
 

@@ -264,6 +264,23 @@ def test_fit_does_not_tear_a_mix_apart():
 # -- batches -----------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("sizes", "weights"),
+    [((5, 5), None), ((5, 2, 5), (1, 2, 1)), ((2, 2, 1, 1), (4, 3, 2, 1))],
+)
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_mix_of_all_has_all_of_those_that_end_together(
+    sizes, weights, shuffle
+):
+    starts = range(0, 100 * len(sizes), 100)
+    each = [numbers(s, s + n) for s, n in zip(starts, sizes, strict=True)]
+    mixed = combine.mix(each, weights, "all", shuffle=shuffle)
+    found = flat(mixed)
+    assert set(found) == {number for one in each for number in one.source}
+    if weights is None:
+        assert len(found) == sum(sizes)
+
+
 def test_batches_are_mixed_in_proportion():
     members = [Batches(12), Batches(100, 104)]
     with combine.mix(members, [3, 1], workers=0) as dataset:
