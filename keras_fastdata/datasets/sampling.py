@@ -339,7 +339,20 @@ def _checked_labels(labels: Any) -> npt.NDArray[Any]:
             "`sampler` needs one label for each sample. The labels are an "
             f"array of shape {found.shape}; pass weights instead."
         )
+    _check_nulls("sampler", "label", found)
     return found
+
+
+def _check_nulls(argument: str, what: str, values: npt.NDArray[Any]) -> None:
+    """Raises `ValueError` if a column of objects has a null."""
+    if values.dtype.kind == "O":
+        rows = [row for row, value in enumerate(values) if value is None]
+        if rows:
+            raise ValueError(
+                f"`{argument}` needs the {what} of each sample, and row "
+                f"{rows[0]} has none (null). Fill the nulls in the table, or "
+                "drop these rows."
+            )
 
 
 def _lengths_of(dataset: SampledDataset, by: Any) -> npt.NDArray[Any]:
@@ -347,6 +360,7 @@ def _lengths_of(dataset: SampledDataset, by: Any) -> npt.NDArray[Any]:
     if isinstance(by, str):
         by = column_of(dataset, by)
         if by.dtype.kind == "O":
+            _check_nulls("bucket_by", "length", by)
             by = [len(row) for row in by]
     if callable(by):
         by = [by(sample) for sample in samples_of(dataset)]
