@@ -47,6 +47,7 @@ class Internals:
         settings: The constructor arguments.
         owner: A weak reference to the dataset.
         loader: The dataset's loader, or `None` before its first use.
+        version: Before there is a loader: replaced by each change.
         generators: The random generators that builds in this process seed.
         outside_rng: `self.rng` outside of builds, and the seed that it was
             made with; `None` before its use.
@@ -56,6 +57,7 @@ class Internals:
         self.settings = settings
         self.owner = weakref.ref(owner)
         self.loader: Loader | None = None
+        self.version = object()
         self.generators = build.Generators()
         self.outside_rng: tuple[int, np.random.Generator] | None = None
 
@@ -114,7 +116,9 @@ def loader_of(dataset: build.Dataset) -> Loader:
     if internals.loader is None:
         with _creating.own():  # two threads may ask at once
             if internals.loader is None:
-                internals.loader = Loader(dataset, internals.settings)
+                loader = Loader(dataset, internals.settings)
+                loader.changes.version = internals.version
+                internals.loader = loader
     return internals.loader
 
 
@@ -145,10 +149,14 @@ def note_assigned(dataset: build.Dataset, name: str) -> None:
     any other thread it is a new state of the dataset, which workers must
     receive.
     """
-    loader = own_loader(dataset)
-    if loader is not None:
-        by_build = build.is_built_for(dataset)
-        loader.changes.note_assigned(name, by_build)
+    internals = own_internals(dataset)
+    if internals is None:
+        return
+    if internals.loader is None:
+        internals.version = object()
+        return
+    by_build = build.is_built_for(dataset)
+    internals.loader.changes.note_assigned(name, by_build)
 
 
 def version_of(dataset: build.Dataset) -> object | None:
@@ -157,8 +165,11 @@ def version_of(dataset: build.Dataset) -> object | None:
     Returns `None` where nothing changes the dataset: in a worker process,
     which receives a new dataset instead.
     """
-    loader = own_loader(dataset)
-    return None if loader is None else loader.changes.version
+    if _process_role.is_worker():
+        return None
+    internals = internals_of(dataset)
+    loader = internals.loader
+    return internals.version if loader is None else loader.changes.version
 
 
 @functools.singledispatch

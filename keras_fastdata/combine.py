@@ -26,22 +26,22 @@ from keras_fastdata.building import build, seeding
 from keras_fastdata.building.permutation import Permutation
 from keras_fastdata.dataset import FastPyDataset
 from keras_fastdata.datasets import order as orders
+from keras_fastdata.datasets.collate import Padded
 from keras_fastdata.datasets.order import Indices, Order
 from keras_fastdata.datasets.samples import SampleDataset
 from keras_fastdata.datasets.sampling import (
     ORDER_ARGUMENTS,
     SampledDataset,
+    column_of,
+    labels_of,
+    part_lengths_of,
     sample_of,
+    samples_of,
     takes_rng,
 )
 
 Places = range | Indices
 Function = Callable[..., Any]
-
-_HOOKS = (
-    *("on_epoch_begin", "on_epoch_end"),
-    *("on_worker_start", "on_worker_stop", "reseed"),
-)
 
 
 def concat(
@@ -253,7 +253,7 @@ class _Members:
     def __init__(
         self, datasets: list[FastPyDataset], of_samples: bool = True
     ) -> None:
-        self._datasets = datasets
+        self.datasets = datasets
         self._of_samples = of_samples
         self._ends = np.cumsum([_count(d, of_samples) for d in datasets])
 
@@ -263,7 +263,7 @@ class _Members:
     def __getitem__(self, index: int) -> Any:
         number = int(np.searchsorted(self._ends, index, "right"))
         place = index - int(self._ends[number - 1] if number else 0)
-        return _element(self._datasets[number], self._of_samples, place)
+        return _element(self.datasets[number], self._of_samples, place)
 
 
 class _Function:
@@ -281,26 +281,44 @@ class _Function:
         return self._function(found, **rng)
 
 
-def _forward_hooks(
-    datasets: Iterable[FastPyDataset], owner: FastPyDataset
-) -> None:
-    """Has the hooks of `owner` call those that the datasets define."""
-    for name in _HOOKS:
-        methods = [
-            getattr(dataset, name)
-            for dataset in datasets
-            if build.overrides(dataset, name)
-        ]
-        if methods:
-            setattr(owner, name, functools.partial(_call_all, methods))
+def _held_by(dataset: Any) -> list[FastPyDataset]:
+    """Returns the datasets that a combined dataset has."""
+    members = vars(dataset).get("_fastdata_members")
+    if members is None:
+        return [vars(dataset)["_fastdata_mapped"]]
+    datasets: list[FastPyDataset] = members.datasets
+    return datasets
 
 
-def _call_all(methods: list[Function], *args: Any) -> None:
-    for method in methods:
-        method(*args)
+def _forwarded(name: str) -> Any:
+    """Returns a hook that calls the hooks of the datasets within."""
+
+    def hook(self: Any, *args: Any) -> None:
+        for dataset in _held_by(self):
+            if build.overrides(dataset, name):
+                method = getattr(dataset, name)
+                if name.startswith("on_epoch") and name not in vars(dataset):
+                    # Not noticed by `dataset`, which has no epochs of its own.
+                    plain = getattr(method, "__wrapped__", None)
+                    method = plain.__get__(dataset) if plain else method
+                method(*args)
+
+    hook.__name__ = name
+    setattr(hook, build.FORWARDS, _held_by)
+    return hook
 
 
-class _CombinedSamples(SampleDataset):
+class _Combined(FastPyDataset):
+    """Base class of what has other datasets; calls their hooks."""
+
+    on_epoch_begin = _forwarded("on_epoch_begin")
+    on_epoch_end = _forwarded("on_epoch_end")
+    on_worker_start = _forwarded("on_worker_start")
+    on_worker_stop = _forwarded("on_worker_stop")
+    reseed = _forwarded("reseed")
+
+
+class _CombinedSamples(_Combined, SampleDataset):
     """The samples of several datasets."""
 
     def __init__(
@@ -309,16 +327,13 @@ class _CombinedSamples(SampleDataset):
         datasets: list[FastPyDataset],
         *,
         order: Order | None = None,
-        padded: Any,
         **kwargs: Any,
     ) -> None:
         super().__init__(None, **kwargs)
         build.set_name(self, f"combine.{made_by}")
-        self._fastdata_padded = padded or self._fastdata_padded
         if order is not None:
             self._fastdata_order.give(order)
         self._fastdata_members = _Members(datasets)
-        _forward_hooks(datasets, self)
 
     @property
     def num_samples(self) -> int:
@@ -328,7 +343,7 @@ class _CombinedSamples(SampleDataset):
         return self._fastdata_members[index]
 
 
-class _MappedSamples(SampleDataset):
+class _MappedSamples(_Combined, SampleDataset):
     """The samples of a dataset, in its order, with a function of each."""
 
     def __init__(
@@ -338,14 +353,12 @@ class _MappedSamples(SampleDataset):
         arguments: dict[str, Any],
     ) -> None:
         shuffle = internals_of(dataset).settings.shuffle
-        padded = arguments.pop("padded")
         super().__init__(None, **{**arguments, "shuffle": shuffle})
         build.set_name(self, "combine.map")
-        self._fastdata_padded = padded or self._fastdata_padded
-        self._fastdata_order.give(dataset._fastdata_order.order_of(dataset))
+        # The order, and the part of the samples, of `dataset`.
+        self._fastdata_order = dataset._fastdata_order.copied()
         self._fastdata_mapped = dataset
         self._fastdata_function = _Function(function)
-        _forward_hooks([dataset], self)
 
     @property
     def num_samples(self) -> int:
@@ -356,7 +369,16 @@ class _MappedSamples(SampleDataset):
         return self._fastdata_function.of(found, self)
 
 
-class _CombinedBatches(FastPyDataset):
+def _of_mapped(function: Function, dataset: _MappedSamples, *args: Any) -> Any:
+    return function(vars(dataset)["_fastdata_mapped"], *args)
+
+
+for _function in (labels_of, part_lengths_of, column_of, samples_of):
+    _ask: Any = functools.partial(_of_mapped, _function)
+    _function.register(_MappedSamples, _ask)
+
+
+class _CombinedBatches(_Combined):
     """The batches of several datasets."""
 
     def __init__(
@@ -372,7 +394,6 @@ class _CombinedBatches(FastPyDataset):
         self._fastdata_order = order
         self._fastdata_members = _Members(datasets, of_samples=False)
         self._fastdata_function = _Function(function)
-        _forward_hooks(datasets, self)
 
     def __len__(self) -> int:
         return self._fastdata_order.length(len(self._fastdata_members))
@@ -501,6 +522,18 @@ def _part(dataset: FastPyDataset, places: Places) -> FastPyDataset:
     return part
 
 
+def _padding(dataset: Any, padded: Padded) -> dict[str, Any]:
+    """Returns the arguments for padding, for samples that are `(x, y)`.
+
+    Those of the dataset may be for the columns of a row.
+    """
+    arguments = padded.arguments()
+    if isinstance(padded.to, dict) and dataset.collate is None:
+        to = dataset._fastdata_choice.split(padded.to, complete=False)
+        arguments["pad_to"] = list(to) if isinstance(to, tuple) else to
+    return arguments
+
+
 def _settings(dataset: FastPyDataset) -> dict[str, Any]:
     """Returns the arguments of `FastPyDataset` that a dataset has."""
     settings = internals_of(dataset).settings
@@ -516,10 +549,10 @@ def _arguments(first: FastPyDataset, given: dict[str, Any]) -> dict[str, Any]:
     settings = _settings(first)
     if settings.pop("shuffle") is not None:
         settings["shuffle"] = first._fastdata_order.shuffles
-    is_given = {"pad_to", "pad_value"} & given.keys()
-    padded = None if is_given else getattr(first, "_fastdata_padded", None)
+    padded: Padded | None = getattr(first, "_fastdata_padded", None)
     return {
-        "padded": padded,
+        **(_padding(first, padded) if padded else {}),
+        "collate": getattr(first, "collate", None),
         "batch_size": first.batch_size,
         "drop_remainder": first.drop_remainder,
         **settings,

@@ -183,9 +183,15 @@ def is_default_hook(method: Callable[..., Any]) -> bool:
     return method in _DEFAULT_HOOKS
 
 
+# On a hook that calls that of other datasets: a function that returns them.
+FORWARDS = "_fastdata_forwards"
+
+
 def overrides(dataset: Dataset, name: str) -> bool:
     """Returns whether a dataset overrides the empty default method `name`."""
     method = getattr(type(dataset), name)
+    if within := getattr(method, FORWARDS, None):
+        return any(overrides(each, name) for each in within(dataset))
     return name in vars(dataset) or not is_default_hook(method)
 
 

@@ -83,6 +83,16 @@ class Padded:
                 for n in (each if isinstance(each, tuple) else (each,))
             )
 
+    def arguments(self) -> dict[str, Any]:
+        """Returns the arguments of `SampleDataset` for these settings."""
+        return {
+            "pad_to": self.to,
+            "pad_value": self.value,
+            "truncate": self.truncate,
+            "pad_to_multiple_of": self.multiple_of or None,
+            "mask": self.mask,
+        }
+
     def of(self, keys: list[Any]) -> list[Padded]:
         """Returns a list with the padding for each sample part in `keys`."""
         to = self.to

@@ -64,11 +64,18 @@ class ColumnChoice(NamedTuple):
             )
         return {name: sample[name] for name in self.read(sample, makes)}
 
-    def split(self, batch: Any) -> Any:
-        """Splits a batch of named parts into inputs and targets."""
+    def split(self, batch: Any, complete: bool = True) -> Any:
+        """Splits a batch of named parts into inputs and targets.
+
+        Where it is not complete, a part that it lacks is `None`.
+        """
         if self == (None, None) or not isinstance(batch, Mapping):
             return batch
         labels, columns = _listed(self.label), _listed(self.columns)
+        if not complete:
+            batch = dict.fromkeys(labels) | dict(batch)
+            if isinstance(self.columns, str):
+                batch = dict.fromkeys(columns) | batch
         if unknown := [name for name in labels if name not in batch]:
             raise _unknown("label", unknown, batch)
         x: Any = {

@@ -248,12 +248,16 @@ class Weighted:
         self, weights: npt.NDArray[np.float64], per_epoch: int | None
     ) -> None:
         self._shares = np.cumsum(weights)
-        self._shares /= self._shares[-1]
+        if len(weights):
+            _check_weight(self._shares[-1])
+            self._shares /= self._shares[-1]
         self._per_epoch = per_epoch
 
     def length(self, count: int) -> int:
         _check_count("weights", len(self._shares), count)
-        return count if self._per_epoch is None else self._per_epoch
+        return (
+            count if self._per_epoch is None or not count else self._per_epoch
+        )
 
     def at(self, positions: Indices, epoch: OrderEpoch) -> Indices:
         blocks = np.unique(positions // _DRAWN)
@@ -355,7 +359,7 @@ class Mixed:
     those of one turn, in which each group comes at least once.
 
     Args:
-        groups: The indices of each group.
+        groups: The indices of each group, of which none is empty.
         weights: A weight above 0 for each group.
         stop: "first": the epoch ends before the first sample that would come
             twice. "all": it ends when each sample has come. Or the number of
@@ -374,6 +378,7 @@ class Mixed:
         shuffles: bool,
         count: int,
     ) -> None:
+        _check_weight(len(groups))
         self._groups = list(groups)
         self._sizes = np.asarray([len(group) for group in groups], np.int64)
         self._count = count
@@ -408,8 +413,9 @@ class Mixed:
         # use that is needed.
         uses = self._sizes if stop == "first" else self._sizes - 1
         times = self._times(np.arange(len(self._groups)), uses)
-        first_or_last = np.argmin if stop == "first" else np.argmax
-        group = int(first_or_last(times))
+        # Of uses at the same time, the first, or the last, as they are ordered.
+        in_order = np.argsort(times, kind="stable")
+        group = int(in_order[0 if stop == "first" else -1])
         before = int(self._uses_before(times[group], group).sum())
         return before if stop == "first" else before + 1
 
@@ -591,6 +597,14 @@ class Bucketed:
         if self.is_random:
             batches = epoch.rng_for(_BUCKETS, window).permutation(batches)
         return np.concatenate([batches.ravel(), last])
+
+
+def _check_weight(most: float) -> None:
+    if not most:
+        raise ValueError(
+            "All samples of this part of a dataset have the weight 0 in "
+            "`sampler`, so that none can be drawn."
+        )
 
 
 def _check_count(what: str, have: int, count: int) -> None:

@@ -402,7 +402,11 @@ def _(dataset: SampleDataset) -> Iterator[Any]:
 
 @sample_of.register
 def _(dataset: SampleDataset, index: int) -> Any:
-    return dataset._fastdata_choice.split(dataset.get_sample(index))
+    sample = dataset.get_sample(index)
+    # A function `collate` gets the samples with their labels in them.
+    if dataset.collate is not None:
+        return sample
+    return dataset._fastdata_choice.split(sample)
 
 
 @labels_of.register

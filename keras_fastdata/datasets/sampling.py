@@ -6,9 +6,11 @@ Positions number the samples of an epoch; batch k begins at position
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar, overload
 
@@ -133,8 +135,9 @@ class Sampling:
     Attributes:
         subset: The samples that belong to the dataset; `None` for all.
         given: An order that the arguments do not describe, or `None`.
-        order: The order, and the dataset's version that it was made for, which
-            a worker does not know; `None` before its first use.
+        order: The dataset's version that the order was made for, which a
+            worker does not know; the order; and a weak reference to the
+            dataset. `None` before its first use.
         transform: The latest function of `transform`, and whether it takes
             `rng`. For a method, its function, which does not refer to the
             dataset. Pickles and copies leave it out.
@@ -149,7 +152,7 @@ class Sampling:
     bucket_batches: int = 100
     subset: range | Indices | None = None
     given: Order | None = None
-    order: tuple[Any, Order] | None = None
+    order: tuple[Any, Order, Callable[[], Any]] | None = None
     transform: tuple[Any, bool] = (None, False)
 
     def __post_init__(self) -> None:
@@ -172,7 +175,11 @@ class Sampling:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        order = self.order and (None, self.order[1])
+        order, dataset = None, self.order and self.order[2]()
+        # A dataset that has changed since goes to workers with a new order. An
+        # error comes where the dataset is used.
+        with contextlib.suppress(Exception):
+            order = dataset and (None, self.order_of(dataset), _nothing)
         return {**vars(self), "order": order, "transform": (None, False)}
 
     def order_of(self, dataset: SampledDataset) -> Order:
@@ -180,8 +187,8 @@ class Sampling:
         if self.given is not None:
             return self.given
         version = version_of(dataset)
-        if self.order is None or self.order[0] not in (None, version):
-            self.order = version, self._whole(dataset)
+        if self.order is None or self.order[0] is not version:
+            self.order = version, self._whole(dataset), weakref.ref(dataset)
         return self.order[1]
 
     def give(self, order: Order) -> None:
@@ -196,6 +203,10 @@ class Sampling:
         elif whole is not None:
             samples = orders.pick(whole, np.asarray(samples))
         return dataclasses.replace(self, subset=samples, order=None)
+
+    def copied(self) -> Sampling:
+        """Returns the same arguments for another dataset of these samples."""
+        return dataclasses.replace(self, order=None, transform=(None, False))
 
     def _whole(self, dataset: SampledDataset) -> Order:
         order = self._make(dataset)
@@ -221,7 +232,12 @@ class Sampling:
 
     def _make(self, dataset: SampledDataset) -> Order:
         if isinstance(self.sampler, (str, dict)):
-            labels = self._part(_checked_labels(labels_of(dataset)))
+            labels = _checked_labels(labels_of(dataset))
+            if isinstance(self.sampler, dict):
+                _check_classes(self.sampler, labels)
+            labels = self._part(labels)
+            if not len(labels):
+                return orders.InOrder()
             return _by_class(labels, self.sampler, self.per_epoch)
         if callable(self.sampler):
             return orders.Sampled(self.sampler, self.per_epoch)
@@ -239,6 +255,10 @@ class Sampling:
             return orders.ShuffledInWindows(lengths, self.window)
         kind = orders.Shuffled if self.shuffles else orders.InOrder
         return kind(self.per_epoch)
+
+
+def _nothing() -> None:
+    """Stands for the reference to a dataset that a pickle leaves out."""
 
 
 def _epoch_of(dataset: SampledDataset, count: int) -> orders.OrderEpoch:
@@ -287,12 +307,7 @@ def _by_class(
     groups = np.split(members, np.cumsum(np.bincount(numbers))[:-1])
     weights = dict.fromkeys(classes.tolist(), 1.0)
     if isinstance(sampler, dict):
-        if unknown := sampler.keys() - weights.keys():
-            raise ValueError(
-                f"`sampler` has weights for {sorted(unknown)}, and the labels "
-                f"are {list(weights)}."
-            )
-        weights.update(sampler)
+        weights = {name: sampler.get(name, 1.0) for name in weights}
     chosen = [
         (group, weight)
         for group, weight in zip(groups, weights.values(), strict=True)
@@ -308,6 +323,15 @@ def _by_class(
     )
 
 
+def _check_classes(sampler: dict[Any, float], labels: npt.NDArray[Any]) -> None:
+    classes = np.unique(labels).tolist()
+    if unknown := sampler.keys() - set(classes):
+        raise ValueError(
+            f"`sampler` has weights for {sorted(unknown)}, and the labels "
+            f"are {classes}."
+        )
+
+
 def _checked_labels(labels: Any) -> npt.NDArray[Any]:
     found = np.asarray(labels)
     if found.ndim != 1:
@@ -315,7 +339,20 @@ def _checked_labels(labels: Any) -> npt.NDArray[Any]:
             "`sampler` needs one label for each sample. The labels are an "
             f"array of shape {found.shape}; pass weights instead."
         )
+    _check_nulls("sampler", "label", found)
     return found
+
+
+def _check_nulls(argument: str, what: str, values: npt.NDArray[Any]) -> None:
+    """Raises `ValueError` if a column of objects has a null."""
+    if values.dtype.kind == "O":
+        rows = [row for row, value in enumerate(values) if value is None]
+        if rows:
+            raise ValueError(
+                f"`{argument}` needs the {what} of each sample, and row "
+                f"{rows[0]} has none (null). Fill the nulls in the table, or "
+                "drop these rows."
+            )
 
 
 def _lengths_of(dataset: SampledDataset, by: Any) -> npt.NDArray[Any]:
@@ -323,6 +360,7 @@ def _lengths_of(dataset: SampledDataset, by: Any) -> npt.NDArray[Any]:
     if isinstance(by, str):
         by = column_of(dataset, by)
         if by.dtype.kind == "O":
+            _check_nulls("bucket_by", "length", by)
             by = [len(row) for row in by]
     if callable(by):
         by = [by(sample) for sample in samples_of(dataset)]

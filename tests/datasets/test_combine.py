@@ -18,6 +18,7 @@ from keras_fastdata import (
     accelerate,
     combine,
 )
+from keras_fastdata.building import build
 
 pytestmark = pytest.mark.usefixtures("kept_forkserver")
 
@@ -263,6 +264,23 @@ def test_fit_does_not_tear_a_mix_apart():
 # -- batches -----------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("sizes", "weights"),
+    [((5, 5), None), ((5, 2, 5), (1, 2, 1)), ((2, 2, 1, 1), (4, 3, 2, 1))],
+)
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_mix_of_all_has_all_of_those_that_end_together(
+    sizes, weights, shuffle
+):
+    starts = range(0, 100 * len(sizes), 100)
+    each = [numbers(s, s + n) for s, n in zip(starts, sizes, strict=True)]
+    mixed = combine.mix(each, weights, "all", shuffle=shuffle)
+    found = flat(mixed)
+    assert set(found) == {number for one in each for number in one.source}
+    if weights is None:
+        assert len(found) == sum(sizes)
+
+
 def test_batches_are_mixed_in_proportion():
     members = [Batches(12), Batches(100, 104)]
     with combine.mix(members, [3, 1], workers=0) as dataset:
@@ -311,6 +329,55 @@ def test_hooks_of_the_datasets_are_called(place):
         first = next(iter(dataset))
     assert first[1] == 1
     assert first[2] >= 1
+
+
+class Shuffles(Hooked):
+    """Four batches, in an order that a hook draws, and what it has counted."""
+
+    order = (0, 1, 2, 3)
+
+    def __getitem__(self, index):
+        return np.asarray([self.order[index], self.began])
+
+    def on_epoch_end(self):
+        self.order = tuple(self.rng.permutation(4).tolist())
+
+
+@pytest.mark.parametrize("make", [combine.concat, combine.map])
+def test_hooks_of_the_datasets_reach_workers_and_resumed_epochs(make):
+    def of(dataset):
+        dataset.on_epoch_begin()
+        batches = [batch.tolist() for batch in dataset]
+        dataset.on_epoch_end()
+        return batches
+
+    def made(place):
+        each = Shuffles()
+        args = ([each],) if make is combine.concat else (each, np.asarray)
+        return make(*args, seed=1, **PLACES[place])
+
+    with made("inline") as dataset:
+        expected = [of(dataset) for _ in range(3)]
+    assert [batches[0][1] for batches in expected] == [1, 2, 3]
+    assert expected[1] != [[number, 2] for number in range(4)]
+    with made("2 processes") as dataset:
+        assert [of(dataset) for _ in range(2)] == expected[:2]
+        dataset.on_epoch_begin()
+        first = next(iter(dataset)).tolist()
+        state = dataset.state_dict()
+    with made("2 processes") as dataset:
+        dataset.load_state_dict(state)
+        assert [first, *of(dataset)] == expected[2]
+
+
+def test_a_combined_dataset_has_the_hooks_that_it_calls():
+    overrides = functools.partial(
+        build.overrides, combine.concat([Hooked(), Batches(3)])
+    )
+    assert overrides("on_epoch_begin")
+    assert overrides("on_worker_start")
+    assert not overrides("on_epoch_end")
+    assert not build.overrides(combine.concat([Batches(3)]), "on_epoch_begin")
 
 
 def test_a_sequence_of_keras_is_taken_after_accelerate():
@@ -405,3 +472,53 @@ def test_a_dataset_goes_by_the_name_of_its_function():
 
 def test_the_module_is_there_without_its_import():
     assert keras_fastdata.combine is combine
+
+
+# -- parts of what a function made -------------------------------------------
+
+
+def doubled(number):
+    return 2 * number
+
+
+def test_what_a_function_made_has_parts():
+    made = combine.map(combine.skip(numbers(10), 2), doubled)
+    assert flat(combine.take(made, 3)) == [4, 6, 8]
+    assert flat(combine.skip(made, 5)) == [14, 16, 18]
+    assert flat(combine.filter(made, is_small)) == [4, 10, 12, 14]
+    one, other = combine.split(made, 0.5, shuffle=True)
+    assert sorted(flat(one) + flat(other)) == flat(made)
+    assert len(flat(one)) == 4
+    assert flat(combine.concat([combine.take(made, 2), made])) == [
+        *(4, 6),
+        *range(4, 20, 2),
+    ]
+
+
+def test_a_part_of_what_a_function_made_is_balanced_by_its_own_samples():
+    labels = np.repeat([0, 1, 2], [6, 4, 2])
+    dataset = ArrayDataset(
+        np.arange(12), labels, batch_size=4, sampler="balanced"
+    )
+    part = combine.take(combine.map(dataset, lambda pair: pair[1]), 10)
+    found = flat(part)
+    assert sorted(found) == [0] * 5 + [1] * 5
+
+
+def test_combined_samples_are_stacked_by_the_first_datasets_collate():
+    one = numbers(5, collate=lambda samples: -np.asarray(samples))
+    expected = [0, -2, -4, -6, -8]
+    assert flat(combine.map(one, doubled)) == expected
+    assert flat(combine.concat([one, one])) == [0, -1, -2, -3, -4] * 2
+
+
+def test_combined_rows_are_padded_by_the_names_of_their_columns():
+    rows = [{"t": np.arange(1, n + 1), "y": n} for n in (1, 3)]
+    first = SampleDataset(rows, label="y", pad_to={"t": "longest"})
+    for made in combine.concat([first]), combine.map(first, lambda row: row):
+        same(made[0], first[0])
+    only = SampleDataset(rows, columns="t", label="y", pad_to={"t": "longest"})
+    same(combine.concat([only])[0], only[0])
+    (x, _) = combine.concat([first], truncate=2, mask="mask")[0]
+    assert x["t"].tolist() == [[1, 0], [1, 2]]
+    assert x["mask"].tolist() == [[True, False], [True, True]]

@@ -9,7 +9,12 @@ import pytest
 from matrix import assert_exactly_once, in_every_way, same
 from places import PLACES, everywhere
 
-from keras_fastdata import ArrayDataset, ImageFileDataset, SampleDataset
+from keras_fastdata import (
+    ArrayDataset,
+    ImageFileDataset,
+    SampleDataset,
+    combine,
+)
 
 pytestmark = pytest.mark.usefixtures("kept_forkserver")
 
@@ -283,3 +288,60 @@ def test_batches_in_buckets_can_be_cached():
     )
     with dataset:
         same(list(dataset), list(dataset))
+
+
+def test_a_part_has_some_of_the_classes_that_weights_are_for():
+    labels = np.repeat([0, 1, 2], 2)
+    dataset = ArrayDataset(np.arange(6), labels, sampler={0: 0, 2: 3})
+    (batch,) = combine.skip(dataset, 4)
+    assert set(batch[0].tolist()) == {4, 5}
+    (batch,) = combine.take(dataset, 4)
+    assert set(batch[0].tolist()) == {2, 3}
+    with pytest.raises(ValueError, match="have the weight 0"):
+        len(combine.take(dataset, 2))
+    weighted = ArrayDataset(np.arange(2), sampler=[0, 1])
+    with pytest.raises(ValueError, match="have the weight 0"):
+        len(combine.take(weighted, 1))
+
+
+@pytest.mark.parametrize("sampler", ["balanced", {1: 2.0}, [1, 1]])
+def test_an_empty_part_has_no_batch(sampler):
+    dataset = ArrayDataset(
+        np.arange(2), np.arange(2), sampler=sampler, samples_per_epoch=4
+    )
+    assert list(combine.take(dataset, 0)) == []
+
+
+class Longer(SampleDataset):
+    """Gives numbers, and more of them after each epoch."""
+
+    num_samples = 7
+
+    def get_sample(self, index):
+        return index
+
+    def on_epoch_end(self):
+        self.num_samples += 3
+        self.batch_size += 1
+
+
+def remainder(number):
+    return number % 4
+
+
+@pytest.mark.parametrize("place", ["inline", "processes"])
+def test_buckets_follow_a_dataset_that_changes(place):
+    kwargs = {"processes": {"workers": 2, "use_multiprocessing": True}}
+    with Longer(
+        batch_size=2, bucket_by=remainder, **kwargs.get(place, {})
+    ) as dataset:
+        assert len(dataset) == 4  # the order is known before the first epoch
+        dataset.batch_size = 3
+        for size, count in (3, 7), (4, 10), (5, 13):
+            batches = [batch.tolist() for batch in dataset]
+            assert sorted(np.concatenate(batches)) == list(range(count))
+            for batch in batches[: count // size]:
+                lengths = [remainder(number) for number in batch]
+                assert lengths == sorted(lengths)
+            assert batches[0][:2] == [0, 4]
+            dataset.on_epoch_end()

@@ -453,3 +453,17 @@ def test_a_table_can_be_shown():
     figure = SampleDataset(batch_size=4, **kwargs).show(3)
     texts = [each.get_text() for each in figure.findobj(matplotlib.text.Text)]
     assert any("letter" in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"label": "kind", "sampler": "balanced"},
+        {"bucket_by": "tokens", "pad_to": "longest"},
+    ],
+)
+def test_an_order_by_a_column_with_nulls_is_an_error(kwargs):
+    pa = pytest.importorskip("pyarrow")
+    table = pa.table({"kind": ["a", "b", None], "tokens": [[1], [2, 3], None]})
+    with pytest.raises(ValueError, match=r"row 2 has none \(null\)"):
+        len(SampleDataset(table, **kwargs))
