@@ -196,11 +196,13 @@ def map_leaves(function: Callable[[Any], Any], item: Any) -> Any:
             again[place] = map_leaves(function, part)
         return again
     if _is_mapping(item):
-        parts = {key: map_leaves(function, part) for key, part in item.items()}
+        # The methods of a subclass may do more: `update` of a `Counter` adds.
+        items = dict.items(item) if isinstance(item, dict) else item.items()
+        parts = {key: map_leaves(function, part) for key, part in items}
         if type(item) is dict or not isinstance(item, dict):
             return parts
         again = copy.copy(item)
-        again.update(parts)
+        dict.update(again, parts)
         return again
     optree = _optree_of(item)
     if optree is None:
