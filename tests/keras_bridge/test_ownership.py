@@ -138,6 +138,16 @@ def test_a_structure_of_numbers_that_somebody_keeps_is_copied(kept):
     assert batch[0] is not kept
 
 
+def test_arrays_in_an_object_array_and_records_that_are_kept_are_copied():
+    kept = np.array([ones(), "a", None, {"x": ones()}], dtype=object)
+    records = np.ones(2, [("a", "f4"), ("b", "i4")])
+    objects, record = take([(kept, records[1])])
+    kept[0][:] = kept[3]["x"][:] = 7
+    records["a"] = 7
+    assert objects[0].max() == objects[3]["x"].max() == record["a"] == 1
+    assert objects[1:3].tolist() == ["a", None]
+
+
 class Logarithms(dict):
     """Changes what it is given."""
 
