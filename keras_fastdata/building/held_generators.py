@@ -328,9 +328,19 @@ def _may_hold(value: Any) -> bool:
     """Returns whether an object is or may refer to a random generator."""
     return (
         type(value) not in _LEAF_TYPES
+        and not _is_gone(value)
         and not isinstance(value, (*_LEAVES, np.ndarray))
         and not _is_leaf(type(value))
     )
+
+
+def _is_gone(value: Any) -> bool:
+    """Returns whether an object has no class, as the proxy of a dead object."""
+    try:
+        value.__class__  # noqa: B018 - `isinstance` asks for it
+    except Exception:
+        return True
+    return False
 
 
 def _growing(value: Any) -> list[Any]:
@@ -394,6 +404,8 @@ def _reachable(
         if type(part) in _LEAF_TYPES or id(part) in seen:
             return
         seen.add(id(part))
+        if _is_gone(part):
+            return
         if not isinstance(part, _LEAVES) and not _is_leaf(type(part)):
             step = _ReachStep(name, part, before, is_out)
             (outside if is_out else inside).append(step)
@@ -423,7 +435,7 @@ def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
     """Yields (name, object) for each object that `value` contains."""
     items: Any = ()
     if isinstance(value, dict):
-        for number, key in enumerate(_first_items(value)):
+        for number, key in enumerate(_first_items(dict.keys(value))):
             yield f"[{_key_name(key, number)}]", dict.get(value, key)
     elif isinstance(value, (list, tuple, collections.deque)):
         items = _first_items(value)
@@ -600,6 +612,8 @@ _LEAVES = (
 
 def _kind_of(value: Any) -> Callable[[Any], _Generator] | None:
     """Returns a random generator's wrapper class, or `None` if unsupported."""
+    if _is_gone(value):
+        return None
     if isinstance(value, (np.random.Generator, np.random.BitGenerator)):
         return _NumpyGenerator
     if isinstance(value, np.random.RandomState):

@@ -19,6 +19,7 @@ import numpy as np
 
 _MEMORIES = (memoryview, bytearray, array.array)
 _TABLES = ("scipy", "pandas")  # packages of sparse matrices and tables
+_CONSTANT = frozenset([str, bytes, int, float, bool, type(None)])
 # One reference of the container, and one of the call of `getrefcount`.
 _OF_ITS_CONTAINER_ALONE = 2
 
@@ -77,7 +78,11 @@ class _KeptArrays:
         for key in keys:
             others = sys.getrefcount(parts[key]) - _OF_ITS_CONTAINER_ALONE
             part = parts[key]
-            if isinstance(part, np.ndarray):
+            if isinstance(part, np.void) or _has_objects(part):
+                # A record may be a view. An array in an object array may be
+                # filled again.
+                self._add(part, others, True)
+            elif isinstance(part, np.ndarray):
                 is_view = part.base is not None and _is_view(part)
                 # Its mask is another array, which may be filled again.
                 is_view = is_view or isinstance(part, np.ma.MaskedArray)
@@ -164,7 +169,19 @@ def _is_view_tensor(tensor: Any) -> bool:
     return not alone
 
 
+def _has_objects(part: Any) -> bool:
+    return isinstance(part, np.ndarray) and part.dtype.kind == "O"
+
+
 def _copy(leaf: Any) -> Any:
+    if _has_objects(leaf) and leaf.ndim:
+        again = leaf.copy()
+        if not _CONSTANT.issuperset(map(type, leaf.flat)):
+            for place in np.ndindex(leaf.shape):
+                again[place] = map_leaves(_copy, leaf[place])
+        return again
+    if isinstance(leaf, np.void):
+        return leaf.copy()
     if isinstance(leaf, np.ndarray) or _is_table(leaf):
         return leaf.copy()
     if isinstance(leaf, memoryview):
@@ -196,11 +213,13 @@ def map_leaves(function: Callable[[Any], Any], item: Any) -> Any:
             again[place] = map_leaves(function, part)
         return again
     if _is_mapping(item):
-        parts = {key: map_leaves(function, part) for key, part in item.items()}
+        # The methods of a subclass may do more: `update` of a `Counter` adds.
+        items = dict.items(item) if isinstance(item, dict) else item.items()
+        parts = {key: map_leaves(function, part) for key, part in items}
         if type(item) is dict or not isinstance(item, dict):
             return parts
         again = copy.copy(item)
-        again.update(parts)
+        dict.update(again, parts)
         return again
     optree = _optree_of(item)
     if optree is None:

@@ -2,7 +2,9 @@
 
     locks, conditions, `threading.local`    made again, in their first state
     files open for reading                  opened again, at the same position
+    open .npz files                         opened again
     `np.memmap`, and views of one           mapped again
+    memoryviews                             views of an array
     arrays that share memory                views of one array
     h5py files, groups and datasets         opened again
     cached functions of `__main__`          wrapped again, with an empty cache
@@ -210,13 +212,74 @@ def _reduce_file(file: Any) -> Reduced:
             f"cannot pickle a file whose position is not known: {error}; read "
             "it by `readline()`, or to its end"
         ) from error
+    if isinstance(file, io.TextIOWrapper):
+        how = (*how, _newline_of(file, path, how, position))
     return _open_again, (path, how, position)
+
+
+def _newline_of(
+    file: io.TextIOWrapper, path: Any, how: tuple[Any, ...], position: int
+) -> str | None:
+    """Returns the argument `newline` that a text file was opened with.
+
+    The file does not tell it, so its first lines are compared with those that
+    each value gives.
+    """
+    try:
+        file.seek(0)
+        lines = _first_lines(file)
+    finally:
+        file.seek(position)
+    for newline in (None, "", "\n", "\r", "\r\n"):
+        same: tuple[Any, ...] = (*how, newline)
+        with open(path, *same) as again:
+            if _first_lines(again) == lines:
+                return newline
+    return None
+
+
+def _first_lines(file: io.TextIOWrapper) -> list[str]:
+    lines: list[str] = []
+    with contextlib.suppress(UnicodeError):
+        for _ in range(_LINES_COMPARED):
+            lines.append(file.readline(_LINE_COMPARED))
+    return lines
+
+
+_LINES_COMPARED = 100
+_LINE_COMPARED = 4096  # characters of a line
 
 
 def _open_again(path: Any, how: tuple[Any, ...], position: int) -> Any:
     file = open(path, *how)  # noqa: SIM115 - the dataset closes it
     file.seek(position)
     return file
+
+
+def _reduce_npz(npz: Any) -> Reduced:
+    if npz.zip is None:
+        raise TypeError("cannot pickle a closed file")
+    return _open_npz_again, (
+        npz.zip.fp,
+        npz.allow_pickle,
+        npz.max_header_size,
+    )
+
+
+def _open_npz_again(file: Any, allow_pickle: bool, header: int) -> Any:
+    file.seek(0)
+    return np.load(file, allow_pickle=allow_pickle, max_header_size=header)
+
+
+# -- memoryviews ---------------------------------------------------------------
+
+
+def _reduce_memoryview(view: memoryview) -> Reduced:
+    array = np.asarray(view)
+    # An item of format "c", for one, has another type in an array.
+    if array.data.format != view.format:
+        raise TypeError(f"cannot pickle a memoryview of format {view.format!r}")
+    return memoryview, (array,)
 
 
 # -- memory maps ---------------------------------------------------------------
@@ -351,6 +414,8 @@ _REDUCERS: dict[type, Any] = {
     io.TextIOWrapper: _reduce_file,
     io.BufferedReader: _reduce_file,
     io.FileIO: _reduce_file,
+    np.lib.npyio.NpzFile: _reduce_npz,
+    memoryview: _reduce_memoryview,
     np.ndarray: _reduce_array,
     np.memmap: _reduce_array,
     type(functools.lru_cache(len)): _reduce_cached,

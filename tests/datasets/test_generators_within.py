@@ -475,6 +475,27 @@ def test_a_search_is_bounded_and_asks_nothing_of_what_it_meets():
     assert [held.path for held in Search(dataset).held] == [".rngs[0]"]
 
 
+def test_a_search_passes_over_what_has_no_class(tmp_path):
+    np.savez(tmp_path / "a.npz", a=np.zeros(1))
+    gone = weakref.proxy(Seedable())
+    with np.load(tmp_path / "a.npz") as file:
+        dataset = Holds([gone, file, random.Random(0)], len)
+        assert [held.path for held in Search(dataset).held] == [".thing[2]"]
+
+
+def test_a_search_of_a_dataset_that_is_a_dict_builds_no_batch():
+    class Parts(FastPyDataset, dict):
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, index):
+            return np.full(2, dict.__getitem__(self, index))
+
+    with Parts(workers=0) as dataset:
+        dict.update(dataset, {0: 5, 1: 6})
+        assert [batch[0] for batch in dataset] == [5, 6]
+
+
 def test_a_seedable_part_that_knows_the_dataset_does_not_keep_it():
     dataset = Holds(Seedable(), lambda thing, _: thing.draw(), workers=0)
     dataset.thing.owner = dataset

@@ -138,6 +138,35 @@ def test_a_structure_of_numbers_that_somebody_keeps_is_copied(kept):
     assert batch[0] is not kept
 
 
+def test_arrays_in_an_object_array_and_records_that_are_kept_are_copied():
+    kept = np.array([ones(), "a", None, {"x": ones()}], dtype=object)
+    records = np.ones(2, [("a", "f4"), ("b", "i4")])
+    objects, record = take([(kept, records[1])])
+    kept[0][:] = kept[3]["x"][:] = 7
+    records["a"] = 7
+    assert objects[0].max() == objects[3]["x"].max() == record["a"] == 1
+    assert objects[1:3].tolist() == ["a", None]
+
+
+class Logarithms(dict):
+    """Changes what it is given."""
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, np.log(value))
+
+
+def test_a_kept_dict_of_another_kind_is_copied_with_its_values():
+    counter = collections.Counter(a=2, b=1)
+    batch = take([(counter, 0)])
+    assert batch[0] == counter
+    logarithms = Logarithms()
+    logarithms["a"] = np.e * ones()
+    batch = take([(logarithms, 0)])
+    logarithms["a"] = 7 * ones()
+    assert type(batch[0]) is Logarithms
+    np.testing.assert_allclose(batch[0]["a"], ones())
+
+
 def test_a_mask_that_is_filled_again_is_copied():
     mask = np.zeros(3, bool)
     batch = take([(np.ma.array(np.ones(3), mask=mask, copy=False),)])

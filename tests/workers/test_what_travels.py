@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import array
 import concurrent.futures
 import functools
 import gzip
+import io
 import logging
 import os
+import pickle
 import queue
 import socket
 import sqlite3
@@ -24,10 +27,18 @@ import pytest
 from samples import Holds, MapsAFile, hold, rest_of, row
 
 from keras_fastdata import DatasetPicklingError
+from keras_fastdata.memory.reducers import Pickler
 
 pytestmark = pytest.mark.usefixtures("kept_forkserver")
 
 PROCESS = {"workers": 1, "use_multiprocessing": True}
+
+
+def dumps(thing):
+    """The pickle of a thing, as workers get it."""
+    file = io.BytesIO()
+    Pickler(file).dump(thing)
+    return file.getvalue()
 
 
 def assert_travels(thing, use, start_method=None):
@@ -184,6 +195,39 @@ def test_an_anonymous_map_travels_by_value():
     assert_travels(array, row)
 
 
+# -- memoryviews -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        memoryview(b"abcdef"),
+        memoryview(bytearray(b"abcdef"))[::-2],
+        memoryview(array.array("d", [0.5, 1.5, 2.5])),
+        memoryview(np.arange(24, dtype="int16").reshape(4, 6)[::2, 1:]),
+        memoryview(np.array(2.5)),
+        memoryview(np.empty((3, 0), "float32")),
+        memoryview(np.arange(1 << 17)),
+    ],
+)
+def test_a_memoryview_travels_as_one(view):
+    again = pickle.loads(dumps(view))
+    assert type(again) is memoryview
+    assert (again.format, again.shape) == (view.format, view.shape)
+    assert again.readonly == view.readonly
+    assert again.tolist() == view.tolist()
+
+
+def test_a_memoryview_of_numbers_has_them_in_a_worker():
+    numbers = memoryview(np.arange(100, 103))
+    assert_travels(numbers, lambda view, index: view[index])
+
+
+def test_a_memoryview_whose_format_an_array_lacks_is_refused():
+    view = memoryview(b"abc").cast("c")
+    assert_refused(view, "dataset.thing", "builtins.memoryview")
+
+
 # -- files -------------------------------------------------------------------
 
 
@@ -208,6 +252,26 @@ def test_an_open_file_is_opened_again_where_it_was(how, text_file):
         file.readline()
         assert_travels(file, rest_of)
         assert_travels(file, lambda f, i: [type(f).__name__, f.name])
+
+
+@pytest.mark.parametrize("newline", [None, "", "\n", "\r", "\r\n"])
+@pytest.mark.parametrize("text", ["a\nb\n", "a\r\nb\r\n", "a\r\nb\nc\rd"])
+def test_a_file_splits_its_lines_as_it_did(newline, text, tmp_path):
+    path = tmp_path / "lines.txt"
+    path.write_text(text, newline="")
+    with open(path, newline=newline) as file:
+        file.read(1)
+        again = pickle.loads(dumps(file))
+        assert again.readlines() == file.readlines()
+        again.close()
+
+
+def test_a_file_of_numpy_with_several_arrays_travels(tmp_path):
+    np.savez(tmp_path / "a.npz", a=np.arange(3), b=np.array([{}, None, {}]))
+    with np.load(tmp_path / "a.npz", allow_pickle=True) as file:
+        assert_travels(file, lambda file, i: file["a"][i])
+        assert_travels(file, lambda file, i: file["b"][i] is None)
+    assert_refused(file, "dataset.thing", "numpy.lib.npyio.NpzFile")
 
 
 def test_a_zip_file_travels(tmp_path):
