@@ -29,7 +29,7 @@ from typing import Any
 from keras_fastdata import _atomic_write, _process_role
 
 fcntl: Any = None
-if os.name == "posix":
+with contextlib.suppress(ImportError):  # not every system has it
     fcntl = importlib.import_module("fcntl")
 
 _IN_USE_NS = 3600 * 10**9  # where there are no locks

@@ -603,9 +603,12 @@ def test_a_wait_for_an_import_is_named(site, importing):
 @pytest.mark.parametrize(
     "package",
     quickly(
-        ["keras", "jax", "torch", "tensorflow", "sklearn", "h5py"],
+        [
+            *("keras", "jax", "torch", "tensorflow", "sklearn", "h5py"),
+            "pyarrow",
+        ],
         "keras",  # which imports its backend
-        *(["sklearn", "h5py"] if _ON_TENSORFLOW else []),
+        *(["sklearn", "h5py", "pyarrow"] if _ON_TENSORFLOW else []),
     ),
 )
 def test_workers_share_the_packages_of_every_training(

@@ -37,6 +37,9 @@ from keras_fastdata.workers import exceptions, worker_process
 
 _SETTLE_S = 1.0  # for threads and processes that are about to end
 _LOOK_S = 0.01
+# Names of threads. jemalloc, which pyarrow brings, ends its thread before a
+# fork, and starts it again. pandas imports pyarrow, and Keras pandas.
+_FORK_SAFE = {"jemalloc_bg_thd"}
 # Major numbers of character devices that are open in any process: null, zero
 # and random; terminals.
 _COMMON_DEVICES = {1, 4, 5, *range(136, 144)}
@@ -165,11 +168,23 @@ def _is_unseeded(bits: Any) -> bool:
 
 
 def threads() -> int:
-    """Counts the threads of this process; returns 1 if /proc is missing."""
+    """Counts the threads of this process; returns 1 if /proc is missing.
+
+    Threads that prepare for a fork by themselves do not count.
+    """
     try:
-        return len(os.listdir("/proc/self/task"))
+        tasks = os.listdir("/proc/self/task")
     except FileNotFoundError:
         return 1
+    return sum(_name_of(task) not in _FORK_SAFE for task in tasks)
+
+
+def _name_of(task: str) -> str:
+    try:
+        with open(f"/proc/self/task/{task}/comm") as file:
+            return file.read().strip()
+    except OSError:  # it has ended
+        return ""
 
 
 def _reason_against(known: set[str], devices: set[str]) -> str:
