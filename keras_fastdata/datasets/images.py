@@ -14,6 +14,7 @@ from keras_fastdata._validation import one_of
 from keras_fastdata.datasets import decoding, directories
 from keras_fastdata.datasets.directories import FileDataset
 from keras_fastdata.datasets.order import Sampler
+from keras_fastdata.datasets.sampling import ORDER_ARGUMENTS
 from keras_fastdata.sources.storage import Storage, is_remote
 
 Image = npt.NDArray[Any]
@@ -188,7 +189,9 @@ class ImageFileDataset(FileDataset):
             pad_to_aspect_ratio: As in `ImageFileDataset`.
             verbose: Whether to print how many files and classes were found,
                 and how many files a split leaves.
-            **kwargs: The other arguments of `ImageFileDataset`.
+            **kwargs: The other arguments of `ImageFileDataset`. With a
+                `sampler`, `shuffle` only says how files are split. Of a pair,
+                the first dataset alone takes it.
 
         Returns:
             A dataset, or a pair of datasets, with `class_names` set.
@@ -210,7 +213,13 @@ class ImageFileDataset(FileDataset):
             verbose,
         )
 
+        order = {n: kwargs.pop(n) for n in ORDER_ARGUMENTS & kwargs.keys()}
+
         def make(paths: list[str], numbers: Any, **how: Any) -> Any:
+            if order.get("sampler") is not None:
+                how["shuffle"] = None
+            how |= order
+            order.clear()  # the second of a pair has all its files, in order
             return cls(
                 paths,
                 numbers,

@@ -485,6 +485,19 @@ def test_files_and_labels_are_those_of_keras(arguments, folder):
     np.testing.assert_array_equal(labels_of(ours), wanted, strict=True)
 
 
+def test_a_sampler_draws_from_the_training_part_of_a_folder(folder):
+    split = {"validation_split": 0.3, "seed": 5, "subset": "both"}
+    plain = ImageFileDataset.from_directory(folder, **split)
+    training, validation = ImageFileDataset.from_directory(
+        folder, sampler="balanced", workers=0, **split
+    )
+    assert list(training.paths) == list(plain[0].paths)
+    _, counts = np.unique(labels_of(training), return_counts=True)
+    assert np.ptp(counts) <= 1
+    found = labels_of(validation)
+    np.testing.assert_array_equal(found, plain[1].labels)
+
+
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_a_split_is_that_of_keras(shuffle, folder):
     split = {"validation_split": 0.3, "seed": 5, "shuffle": shuffle}
