@@ -177,10 +177,11 @@ def test_the_sampling_thread_may_close_what_it_samples_at_any_line(count):
     assert next(returns) > count
 
 
-def test_without_loader_health_nothing_is_sampled(model):
+def test_without_loader_health_only_the_first_build_is_sampled(model):
     with Slow("sleep") as dataset:
         model.fit(dataset, verbose=0)
-        assert loader_of(dataset).pool_stats().stacks == {}
+        stacks = loader_of(dataset).pool_stats().stacks
+        assert sum(stacks.values()) <= 1
 
 
 # -- the pure part -----------------------------------------------------------
