@@ -15,12 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from keras_fastdata._dataset_internals import (
-    answer,
-    internals_of,
-    make_twin,
-    version_of,
-)
+from keras_fastdata._dataset_internals import internals_of, make_twin
 from keras_fastdata._validation import boolean, integer, one_of
 from keras_fastdata.building import build, seeding
 from keras_fastdata.building.permutation import Permutation
@@ -33,6 +28,7 @@ from keras_fastdata.datasets.sampling import (
     ORDER_ARGUMENTS,
     SampledDataset,
     column_of,
+    epoch_of,
     labels_of,
     part_lengths_of,
     sample_of,
@@ -401,11 +397,7 @@ class _CombinedBatches(_Combined):
     def __getitem__(self, index: int) -> Any:
         if not 0 <= index < len(self):
             raise IndexError(f"There is no batch {index} of {len(self)}.")
-        epoch = orders.OrderEpoch(
-            len(self._fastdata_members),
-            version_of(self),
-            functools.partial(answer, self),
-        )
+        epoch = epoch_of(self, len(self._fastdata_members))
         (place,) = self._fastdata_order.at(np.asarray([index]), epoch)
         batch = self._fastdata_members[int(place)]
         return self._fastdata_function.of(batch, self)

@@ -8,16 +8,16 @@ for any number of workers.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from keras_fastdata._recent import Recent
 from keras_fastdata.building.permutation import Permutation
 
 Indices = npt.NDArray[np.int64]
 Sampler = Callable[[np.random.Generator, int], npt.ArrayLike]
-_T = TypeVar("_T")
 
 _DRAWN = 4096  # positions whose random numbers are drawn together
 _KEPT = 4  # results: of this epoch and the next one, and two windows of each
@@ -62,6 +62,13 @@ class OrderEpoch:
         """What all that is drawn depends on."""
         return self._version, self._ask("seed"), self._ask("epoch"), self.count
 
+    def key_of(self, order: Order) -> Hashable:
+        """What all that an order makes depends on.
+
+        An order that is not random asks for nothing, so that it can be cached.
+        """
+        return self.key if order.is_random else self.count
+
     def rng_for(self, *key: int) -> np.random.Generator:
         """Returns the random generator for a key of integers."""
         generator: np.random.Generator = self._ask("rng_for")(*key)
@@ -100,31 +107,28 @@ class Order(Protocol):
         """Returns the samples at positions that increase one by one."""
 
 
-class _Recent(Generic[_T]):
-    """Stores the latest results of a computation; pickles have none."""
-
-    def __init__(self, most: int = _KEPT) -> None:
-        self._most = most
-        self._found: dict[Hashable, _T] = {}
-
-    def __reduce__(self) -> tuple[type[_Recent[_T]], tuple[int]]:
-        return _Recent, (self._most,)
-
-    def get(self, key: Hashable, make: Callable[[], _T]) -> _T:
-        found = self._found.get(key)
-        if found is None:
-            found = make()
-            kept = list(self._found.items())[1 - self._most :]
-            # One assignment, because threads share the order.
-            self._found = {**dict(kept), key: found}
-        return found
-
-
 def pick(samples: range | Indices, places: Indices) -> Indices:
     """Returns the samples at some places of a list of samples."""
     if isinstance(samples, range):
         return samples.start + samples.step * places
     return samples[places]
+
+
+def _by_block(
+    positions: Indices, size: int, take: Callable[[int, Indices], Indices]
+) -> Indices:
+    """Returns what stands at positions of an order that is made in blocks.
+
+    A block is `size` positions. `take(number, places)` returns what stands at
+    some places of block `number`, along the last axis.
+    """
+    if not len(positions):
+        return positions
+    numbers, places = np.divmod(positions, size)
+    if numbers[0] == numbers[-1]:
+        return take(int(numbers[0]), places)
+    found = [take(int(n), places[numbers == n]) for n in np.unique(numbers)]
+    return np.concatenate(found, axis=-1)
 
 
 class InOrder:
@@ -160,17 +164,14 @@ class Shuffled(InOrder):
 
     def __init__(self, per_epoch: int | None = None) -> None:
         super().__init__(per_epoch)
-        self._orders: _Recent[Permutation] = _Recent()
+        self._orders: Recent[Permutation] = Recent(_KEPT)
 
     def at(self, positions: Indices, epoch: OrderEpoch) -> Indices:
-        cycles, places = np.divmod(positions, max(1, epoch.count))
-        if not len(cycles) or not cycles[-1]:
-            return epoch.permutation().at(positions)
-        found = [
-            self._order(epoch, int(cycle)).at(places[cycles == cycle])
-            for cycle in np.unique(cycles)
-        ]
-        return np.concatenate(found)
+        return _by_block(
+            positions,
+            max(1, epoch.count),
+            lambda cycle, places: self._order(epoch, cycle).at(places),
+        )
 
     def _order(self, epoch: OrderEpoch, cycle: int) -> Permutation:
         if not cycle:
@@ -197,7 +198,7 @@ class ShuffledInWindows:
         self._lengths = np.asarray(part_lengths, np.int64)
         self._starts = np.cumsum(self._lengths) - self._lengths
         self._window = window
-        self._orders: _Recent[Indices] = _Recent()
+        self._orders: Recent[Indices] = Recent(_KEPT)
 
     def length(self, count: int) -> int:
         if count != self._lengths.sum():
@@ -208,12 +209,11 @@ class ShuffledInWindows:
         return count
 
     def at(self, positions: Indices, epoch: OrderEpoch) -> Indices:
-        windows, places = np.divmod(positions, self._window)
-        found = [
-            self._samples_of(int(window), epoch)[places[windows == window]]
-            for window in np.unique(windows)
-        ]
-        return np.concatenate(found) if found else positions
+        return _by_block(
+            positions,
+            self._window,
+            lambda window, places: self._samples_of(window, epoch)[places],
+        )
 
     def _samples_of(self, window: int, epoch: OrderEpoch) -> Indices:
         return self._orders.get(
@@ -292,7 +292,7 @@ class WeightedOnce:
                 f"`samples_per_epoch` is {per_epoch}; without replacement "
                 f"there are {self._most} samples with a weight above 0."
             )
-        self._orders: _Recent[Indices] = _Recent()
+        self._orders: Recent[Indices] = Recent(_KEPT)
 
     def length(self, count: int) -> int:
         _check_count("weights", len(self._weights), count)
@@ -319,7 +319,7 @@ class Sampled:
     def __init__(self, sampler: Sampler, per_epoch: int | None) -> None:
         self._sampler = sampler
         self._per_epoch = per_epoch
-        self._drawn: _Recent[Indices] = _Recent()
+        self._drawn: Recent[Indices] = Recent(_KEPT)
 
     def length(self, count: int) -> int:
         return count if self._per_epoch is None else self._per_epoch
@@ -387,8 +387,8 @@ class Mixed:
         self.is_random = shuffles
         self._turn = min(int(np.ceil(1 / self._shares.min())), _LONGEST_TURN)
         self._span = max(1, _DRAWN // self._turn) * self._turn
-        self._spans: _Recent[Indices] = _Recent()
-        self._orders: _Recent[Permutation] = _Recent(2 * len(groups))
+        self._spans: Recent[Indices] = Recent(_KEPT)
+        self._orders: Recent[Permutation] = Recent(2 * len(groups))
         self._length = self._stop(stop) if isinstance(stop, str) else stop
 
     def length(self, count: int) -> int:
@@ -396,12 +396,11 @@ class Mixed:
         return self._length
 
     def at(self, positions: Indices, epoch: OrderEpoch) -> Indices:
-        spans, places = np.divmod(positions, self._span)
-        parts = [
-            self._uses_of(int(span), epoch)[:, places[spans == span]]
-            for span in np.unique(spans)
-        ]
-        groups, uses = np.concatenate(parts, axis=1)
+        groups, uses = _by_block(
+            positions,
+            self._span,
+            lambda span, places: self._uses_of(span, epoch)[:, places],
+        )
         found = np.empty(len(positions), np.int64)
         for group in np.unique(groups):
             mine = groups == group
@@ -443,9 +442,8 @@ class Mixed:
 
         The result has the shape `(2, n)`.
         """
-        key = epoch.key if self.is_random else epoch.count
         return self._spans.get(
-            (key, span), lambda: self._compute_uses(span, epoch)
+            (epoch.key_of(self), span), lambda: self._compute_uses(span, epoch)
         )
 
     def _compute_uses(self, span: int, epoch: OrderEpoch) -> Indices:
@@ -559,7 +557,7 @@ class Bucketed:
         self._batch_size = batch_size
         self._window = batches * batch_size
         self.is_random = shuffles
-        self._sorted: _Recent[Indices] = _Recent()
+        self._sorted: Recent[Indices] = Recent(_KEPT)
 
     @property
     def draws_again(self) -> bool:
@@ -570,18 +568,15 @@ class Bucketed:
         return self._order.length(count)
 
     def at(self, positions: Indices, epoch: OrderEpoch) -> Indices:
-        windows, places = np.divmod(positions, self._window)
-        found = [
-            self._samples_of(int(window), epoch)[places[windows == window]]
-            for window in np.unique(windows)
-        ]
-        return np.concatenate(found) if found else positions
+        return _by_block(
+            positions,
+            self._window,
+            lambda window, places: self._samples_of(window, epoch)[places],
+        )
 
     def _samples_of(self, window: int, epoch: OrderEpoch) -> Indices:
-        # What is in order is the same in each epoch, and can be cached.
-        key = epoch.key if self.is_random else epoch.count
         return self._sorted.get(
-            (key, window), lambda: self._sort(window, epoch)
+            (epoch.key_of(self), window), lambda: self._sort(window, epoch)
         )
 
     def _sort(self, window: int, epoch: OrderEpoch) -> Indices:

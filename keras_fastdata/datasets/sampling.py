@@ -123,7 +123,7 @@ class SampledDataset(FastPyDataset):
         count, order = self.num_samples, self._fastdata_order.order_of(self)
         start = index * self.batch_size
         stop = min(start + self.batch_size, order.length(count))
-        return order.at(np.arange(start, stop), _epoch_of(self, count))
+        return order.at(np.arange(start, stop), epoch_of(self, count))
 
 
 @dataclasses.dataclass(eq=False)
@@ -261,7 +261,8 @@ def _nothing() -> None:
     """Stands for the reference to a dataset that a pickle leaves out."""
 
 
-def _epoch_of(dataset: SampledDataset, count: int) -> orders.OrderEpoch:
+def epoch_of(dataset: FastPyDataset, count: int) -> orders.OrderEpoch:
+    """Returns the dataset's current epoch, for an order of `count` things."""
     return orders.OrderEpoch(
         count, version_of(dataset), functools.partial(answer, dataset)
     )

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from keras_fastdata.sources.index import Arrays, Index, Kept
+from keras_fastdata._recent import Recent
+from keras_fastdata.sources.index import Arrays, Index
 from keras_fastdata.sources.records import Records
 from keras_fastdata.sources.storage import Paths, Storage
 
@@ -51,7 +52,7 @@ class ArrayRecord(Records):
         _module()
         index = Index(storage, paths, "ArrayRecord", _scan)
         super().__init__(index, index.arrays["records"])
-        self._readers = Kept(_OPEN)
+        self._readers: Recent[Any] = Recent(_OPEN)
 
     def __getitems__(self, indices: Sequence[int]) -> list[bytes]:
         """Returns the samples with the given indices, in their order."""

@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from keras_fastdata.sources.index import Kept, by_part
+from keras_fastdata._recent import Recent
+from keras_fastdata.sources.index import by_part
 from keras_fastdata.sources.source import Column, Indices
 
 _KEPT_PARTS = 4  # of a dataset, in each process
@@ -109,7 +110,7 @@ class ArrowParts(ColumnRows):
                 self._parts.append(file)
                 self.part_lengths.append(file.count_rows())
         self._ends = np.cumsum(self.part_lengths, dtype=np.int64)
-        self._kept = Kept(_KEPT_PARTS)
+        self._kept: Recent[Any] = Recent(_KEPT_PARTS)
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import hashlib
 import json
 import mmap
@@ -138,32 +137,6 @@ def _opened(path: str) -> Arrays:
         arrays[name] = np.frombuffer(memory, kind, length, start)
         start += arrays[name].nbytes
     return arrays
-
-
-class Kept:
-    """Keeps the latest results of a function. Its pickles are empty.
-
-    Threads share it without a lock, which a fork could leave locked: each
-    operation is atomic. Two threads may make the same result.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._results: dict[Any, Any] = {}
-        self._keys: collections.deque[Any] = collections.deque()
-
-    def get(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Returns the result for a key, which `make()` makes if needed."""
-        result = self._results.get(key)
-        if result is None:
-            result = self._results[key] = make()
-            self._keys.append(key)
-            if len(self._keys) > self._most:
-                self._results.pop(self._keys.popleft(), None)
-        return result
-
-    def __reduce__(self) -> Any:
-        return Kept, (self._most,)
 
 
 def by_part(

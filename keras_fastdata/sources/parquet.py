@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from keras_fastdata._recent import Recent
 from keras_fastdata.sources.arrow import (
     ColumnRows,
     checked_names,
     columns_of,
     rows_of,
 )
-from keras_fastdata.sources.index import Arrays, Index, Kept, by_part
+from keras_fastdata.sources.index import Arrays, Index, by_part
 from keras_fastdata.sources.source import Column, Indices
 from keras_fastdata.sources.storage import Paths, Storage
 
@@ -94,7 +95,7 @@ class Parquet(ColumnRows):
         self._parts = _parts(self._index)
         self.part_lengths = [part.rows for part in self._parts]
         self._ends = np.cumsum(self.part_lengths, dtype=np.int64)
-        self._mapped = Kept(_HELD)
+        self._mapped: Recent[Any] = Recent(_HELD)
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0

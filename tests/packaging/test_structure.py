@@ -57,6 +57,7 @@ _ROOMS = [
     "_atomic_write",
     "_call_stack",
     "_modules",
+    "_recent",
 ]
 _HEAVY = {
     "tensorflow",
