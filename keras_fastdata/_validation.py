@@ -43,6 +43,11 @@ def integer(name: str, value: Any, *, least: int, or_else: str = "") -> int:
     return number
 
 
+def optional_integer(name: str, value: Any, *, least: int) -> int | None:
+    """Returns an argument as an integer, or `None` if it is `None`."""
+    return None if value is None else integer(name, value, least=least)
+
+
 def _as_integer(name: str, value: Any) -> str:
     """Returns advice to pass an integer, or "" if `value` is not integral."""
     try:

@@ -43,6 +43,7 @@ from keras_fastdata._dataset_internals import (
 from keras_fastdata._validation import (
     arguments_of,
     integer,
+    optional_integer,
     unknown_arguments,
 )
 from keras_fastdata.building import seeding
@@ -179,10 +180,10 @@ class GeneratorDataset(FastPyDataset):
             **kwargs,
         )
         workers = integer("workers", workers, least=0)
-        batch_size = _optional("batch_size", batch_size)
-        num_batches = _optional("num_batches", num_batches)
+        batch_size = optional_integer("batch_size", batch_size, least=1)
+        num_batches = optional_integer("num_batches", num_batches, least=1)
         source = GeneratorSource.of(factory)
-        asked = _optional("num_shards", num_shards)
+        asked = optional_integer("num_shards", num_shards, least=1)
         limit, num_shards = source.limit(asked), asked or max(1, workers)
         source.check(num_shards, kwargs.get("use_multiprocessing", False))
         restarts = source.restarts(restart, num_batches)
@@ -676,7 +677,9 @@ def _shards(
 
     Each of them has `workers` workers, 0 or 1.
     """
-    if most := _optional("max_queue_bytes", kwargs.get("max_queue_bytes")):
+    if most := optional_integer(
+        "max_queue_bytes", kwargs.get("max_queue_bytes"), least=1
+    ):
         kwargs = {**kwargs, "max_queue_bytes": max(1, most // count)}
     return [
         GeneratorShards(
@@ -723,11 +726,6 @@ def _check_kwargs(kind: type, workers: Any, kwargs: dict[str, Any]) -> None:
     unknown = set(kwargs) - set(arguments_of(FastPyDataset))
     if unknown:
         raise unknown_arguments(kind.__name__, unknown, allowed)
-
-
-def _optional(name: str, value: Any) -> int | None:
-    """Checks that an argument is `None` or an integer of at least 1."""
-    return None if value is None else integer(name, value, least=1)
 
 
 def _checksum(part: Any, before: int) -> int:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from keras_fastdata._dataset_internals import answer, version_of
-from keras_fastdata._validation import boolean, integer
+from keras_fastdata._validation import boolean, integer, optional_integer
 from keras_fastdata.dataset import FastPyDataset
 from keras_fastdata.datasets import order as orders
 from keras_fastdata.datasets.order import Indices, Order, Sampler
@@ -79,9 +79,11 @@ class SampledDataset(FastPyDataset):
         sampling = Sampling(
             shuffles,
             _checked_sampler(sampler),
-            window=_optional("shuffle_window", shuffle_window),
+            window=optional_integer("shuffle_window", shuffle_window, least=1),
             replaces=boolean("replacement", replacement),
-            per_epoch=_optional("samples_per_epoch", samples_per_epoch),
+            per_epoch=optional_integer(
+                "samples_per_epoch", samples_per_epoch, least=1
+            ),
             bucket_by=bucket_by,
             bucket_batches=integer("bucket_batches", bucket_batches, least=1),
         )
@@ -457,10 +459,6 @@ def for_iterables(name: str, source: Any, batching: str) -> str:
     else:
         return ""
     return f" {hint}`GeneratorDataset({name}{batching})`."
-
-
-def _optional(name: str, value: Any) -> int | None:
-    return None if value is None else integer(name, value, least=1)
 
 
 def _checked_sampler(sampler: Any) -> Any:

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from keras_fastdata._extras import import_extra
 from keras_fastdata._validation import integer, one_of
 from keras_fastdata.datasets import decoding, images, keras_pixels
 from keras_fastdata.datasets.arrays import ArrayDataset
@@ -206,7 +207,7 @@ def audio_dataset_from_directory(
         )
     if sampling_rate is not None:
         sampling_rate = integer("sampling_rate", sampling_rate, least=1)
-        _require_soxr()
+        import_extra("soxr", "`sampling_rate` needs soxr", "audio")
     length = output_sequence_length
     if length is None:
         kwargs.setdefault("pad_to", "longest")
@@ -392,16 +393,6 @@ class Wave:
         import soxr
 
         return soxr.resample(sound, rate, self.rate)  # type: ignore[no-any-return]
-
-
-def _require_soxr() -> None:
-    try:
-        import soxr  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            "`sampling_rate` needs soxr, which cannot be imported "
-            f"({error}). `pip install 'keras-fastdata[audio]'`."
-        ) from None
 
 
 # -- arguments ----------------------------------------------------------------

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import collections
 import functools
-import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from keras_fastdata._extras import import_extra
 from keras_fastdata._recent import Recent
 from keras_fastdata.sources.index import by_part
 from keras_fastdata.sources.source import Column, Indices
@@ -135,14 +135,8 @@ class ArrowParts(ColumnRows):
 
 def pyarrow() -> Any:
     """Imports pyarrow; raises an `ImportError` that names the extra."""
-    try:
-        return importlib.import_module("pyarrow")
-    except ImportError as error:
-        raise ImportError(
-            "Arrow tables and polars frames are read with pyarrow, which "
-            f"cannot be imported ({error}): "
-            "`pip install 'keras-fastdata[tables]'`."
-        ) from None
+    use = "Arrow tables and polars frames are read with pyarrow"
+    return import_extra("pyarrow", use, "tables")
 
 
 def checked_names(names: Iterable[Any]) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from keras_fastdata._extras import import_extra
 from keras_fastdata._recent import Recent
 from keras_fastdata.sources.arrow import (
     ColumnRows,
@@ -80,7 +81,9 @@ class Parquet(ColumnRows):
         fill_null: Any = None,
         storage: Storage | None = None,
     ) -> None:
-        _require()
+        import_extra(
+            "pyarrow.parquet", "Parquet files are read with pyarrow", "parquet"
+        )
         self._index = Index(storage, paths, "Parquet", _scan)
         first = self._index.paths[0]
         with self._index.storage.local(first) as local:
@@ -211,16 +214,6 @@ class _Mapped(NamedTuple):
 
     table: Any
     readers: dict[str, Callable[[Indices], Column]]
-
-
-def _require() -> None:
-    try:
-        import pyarrow.parquet  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            f"Parquet files are read with pyarrow, which cannot be imported "
-            f"({error}). Run `pip install 'keras-fastdata[parquet]'`."
-        ) from None
 
 
 def _scan(local: str, path: str) -> Arrays:

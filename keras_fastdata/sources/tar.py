@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from keras_fastdata._extras import import_extra
 from keras_fastdata.sources.index import Arrays, Index
 from keras_fastdata.sources.records import Records
 from keras_fastdata.sources.storage import Paths, Storage
@@ -175,13 +176,7 @@ def _decoder(name: str, given: str | Decoder) -> Decoder:
             f"{list(_DECODERS)}. Received: {given!r}"
         )
     if given in _IMAGES:
-        try:
-            import PIL.Image  # noqa: F401
-        except ImportError as error:
-            raise ImportError(
-                f"Images are decoded with Pillow, which cannot be imported "
-                f"({error}). Run `pip install 'keras-fastdata[images]'`."
-            ) from None
+        import_extra("PIL.Image", "Images are decoded with Pillow", "images")
     return _DECODERS[given]
 
 

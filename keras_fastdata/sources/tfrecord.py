@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from keras_fastdata._extras import import_extra
 from keras_fastdata.sources.index import Arrays, Index
 from keras_fastdata.sources.records import Records
 from keras_fastdata.sources.source import Column, Indices
@@ -236,15 +237,8 @@ def _shape(name: str, given: Any) -> tuple[int, ...] | None:
 
 
 def _crc32c() -> Any:
-    try:
-        from crc32c import crc32c
-    except ImportError as error:
-        raise ImportError(
-            f"The checksums of TFRecord files are computed with crc32c, which "
-            f"cannot be imported ({error}). "
-            "Run `pip install 'keras-fastdata[tfrecord]'`."
-        ) from None
-    return crc32c
+    use = "The checksums of TFRecord files are computed with crc32c"
+    return import_extra("crc32c", use, "tfrecord").crc32c
 
 
 def _masked(sums: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:

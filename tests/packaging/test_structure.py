@@ -58,6 +58,7 @@ _ROOMS = [
     "_call_stack",
     "_modules",
     "_recent",
+    "_extras",
 ]
 _HEAVY = {
     "tensorflow",
