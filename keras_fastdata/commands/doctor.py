@@ -39,7 +39,7 @@ _DEVELOPERS = {"test", "bench", "examples", "docs"}
 
 
 class Level(enum.Enum):
-    """How a finding matters to a user."""
+    """How a fact matters to a user."""
 
     OK = "ok"
     NOTE = "note"
@@ -63,7 +63,7 @@ class Fact:
 
 
 def run() -> int:
-    """Prints all findings; returns 1 if something is broken, and else 0."""
+    """Prints all facts; returns 1 if something is broken, and else 0."""
     version = vars(sys.modules["keras_fastdata"])["__version__"]
     print(f"{_NAME} {version}, {platform.platform(terse=True)}")
     broken = 0
@@ -75,9 +75,9 @@ def run() -> int:
     }
     for title, find in sections.items():
         print(f"\n{title}", flush=True)
-        for finding in find():
-            broken += finding.level is Level.BROKEN
-            print(finding, flush=True)
+        for fact in find():
+            broken += fact.level is Level.BROKEN
+            print(fact, flush=True)
     count = formatting.count(broken, "thing")
     verb = "is" if broken == 1 else "are"
     print(f"\n{count} {verb} broken." if broken else "\nNothing is broken.")

@@ -13,6 +13,7 @@ from keras_fastdata._dataset_internals import answer
 from keras_fastdata.building import build
 from keras_fastdata.datasets.order import Indices, Sampler
 from keras_fastdata.datasets.sampling import (
+    PASS_WEIGHTS,
     SampledDataset,
     labels_of,
     overridable_property,
@@ -152,8 +153,7 @@ def _(dataset: ArrayDataset) -> Any:
     if len(dataset.arrays) < 2 or not hasattr(dataset.arrays[1], "shape"):
         raise ValueError(
             f"`sampler` is about classes, and this {type(dataset).__name__} "
-            "has no `y` with one label for each row. Pass weights: "
-            "`sampler=1 / np.bincount(labels)[labels]`."
+            f"has no `y` with one label for each row. {PASS_WEIGHTS}"
         )
     return dataset.arrays[1]
 

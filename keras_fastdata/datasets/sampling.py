@@ -270,20 +270,18 @@ def epoch_of(dataset: FastPyDataset, count: int) -> orders.OrderEpoch:
     )
 
 
+PASS_WEIGHTS = "Pass weights: `sampler=1 / np.bincount(labels)[labels]`."
+
+
 @functools.singledispatch
 def labels_of(dataset: Any) -> Any:
     """Returns the label of each sample, for a `sampler` that is about classes.
 
     A class that knows its labels registers a function.
     """
-    raise ValueError(_needs_labels(dataset))
-
-
-def _needs_labels(dataset: Any) -> str:
-    return (
+    raise ValueError(
         f"This {type(dataset).__name__} does not know the labels of its "
-        "samples, which `sampler` is about. Pass weights: "
-        "`sampler=1 / np.bincount(labels)[labels]`."
+        f"samples, which `sampler` is about. {PASS_WEIGHTS}"
     )
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matrix import same
 from places import PLACES, somewhere
 
 from keras_fastdata import GeneratorDataset, SampleDataset
@@ -35,16 +36,6 @@ def batches(dataset):
 def one_batch(samples, **kwargs):
     (batch,) = batches(SampleDataset(samples, workers=0, **kwargs))
     return batch
-
-
-def same(found, wanted):
-    keras.tree.map_structure(
-        lambda one, other: np.testing.assert_array_equal(
-            one, other, strict=True
-        ),
-        found,
-        wanted,
-    )
 
 
 # -- cutting -----------------------------------------------------------------

@@ -9,6 +9,7 @@ import h5py
 import keras
 import numpy as np
 import pytest
+from matrix import same
 from places import PLACES, everywhere, quickly, somewhere
 from sample_samples import (
     Doubling,
@@ -28,16 +29,6 @@ def batches(dataset):
     """One epoch."""
     with dataset:
         return list(dataset)
-
-
-def same(found, wanted):
-    keras.tree.map_structure(
-        lambda one, other: np.testing.assert_array_equal(
-            one, other, strict=True
-        ),
-        found,
-        wanted,
-    )
 
 
 # -- what is in a batch ------------------------------------------------------
