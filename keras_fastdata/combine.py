@@ -22,7 +22,7 @@ from keras_fastdata.building.permutation import Permutation
 from keras_fastdata.dataset import FastPyDataset
 from keras_fastdata.datasets import order as orders
 from keras_fastdata.datasets.collate import Padded
-from keras_fastdata.datasets.order import Indices, Order
+from keras_fastdata.datasets.order import Order
 from keras_fastdata.datasets.samples import SampleDataset
 from keras_fastdata.datasets.sampling import (
     ORDER_ARGUMENTS,
@@ -35,6 +35,7 @@ from keras_fastdata.datasets.sampling import (
     samples_of,
     takes_rng,
 )
+from keras_fastdata.sources.source import Indices
 
 Places = range | Indices
 Function = Callable[..., Any]

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from keras_fastdata._dataset_internals import answer
 from keras_fastdata.building import build
-from keras_fastdata.datasets.order import Indices, Sampler
+from keras_fastdata.datasets.order import Sampler
 from keras_fastdata.datasets.sampling import (
     PASS_WEIGHTS,
     SampledDataset,
@@ -23,6 +23,7 @@ from keras_fastdata.datasets.sampling import (
 )
 from keras_fastdata.datasets.windows import Windows
 from keras_fastdata.memory.ownership import map_leaves
+from keras_fastdata.sources.source import Indices
 
 
 class ArrayDataset(SampledDataset):

@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from keras_fastdata._recent import Recent
 from keras_fastdata.building.permutation import Permutation
+from keras_fastdata.sources.source import Indices
 
-Indices = npt.NDArray[np.int64]
 Sampler = Callable[[np.random.Generator, int], npt.ArrayLike]
 
 _DRAWN = 4096  # positions whose random numbers are drawn together

@@ -21,7 +21,8 @@ from keras_fastdata._dataset_internals import answer, version_of
 from keras_fastdata._validation import boolean, integer, optional_integer
 from keras_fastdata.dataset import FastPyDataset
 from keras_fastdata.datasets import order as orders
-from keras_fastdata.datasets.order import Indices, Order, Sampler
+from keras_fastdata.datasets.order import Order, Sampler
+from keras_fastdata.sources.source import Indices
 
 _T = TypeVar("_T")
 

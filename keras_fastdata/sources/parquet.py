@@ -238,17 +238,17 @@ def _scan(local: str, path: str) -> Arrays:
 def _parts(index: Index) -> list[_RowGroups]:
     """Joins small row groups of each file."""
     rows, sizes = (index.arrays[name].tolist() for name in ("rows", "bytes"))
+    groups = zip(rows, sizes, strict=True)
     parts = []
-    first = 0
     for file, count in enumerate(index.counts.tolist()):
-        begin = 0
+        begin = held = nbytes = 0
         for end in range(1, count + 1):
-            joined = slice(first + begin, first + end)
-            if sum(sizes[joined]) >= _PART_BYTES or end == count:
-                if held := sum(rows[joined]):
+            more, size = next(groups)
+            held, nbytes = held + more, nbytes + size
+            if nbytes >= _PART_BYTES or end == count:
+                if held:
                     parts.append(_RowGroups(file, begin, end, held))
-                begin = end
-        first += count
+                begin, held, nbytes = end, 0, 0
     return parts
 
 
