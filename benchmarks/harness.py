@@ -45,6 +45,7 @@ NAMES = (
     "images",
     "formats",
     "packing",
+    "opening",
 )
 
 Case = dict[str, Any]

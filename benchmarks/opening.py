@@ -1,0 +1,92 @@
+"""From opening many tar files to their first batch of shuffled samples.
+
+    python -m benchmarks.opening [options of python -m benchmarks]
+
+1,000 tar files of 20 small samples each, made once in the folder for temporary
+files, in batches of 32, without workers.
+
+- built: each file is scanned for its samples.
+- kept: what a scan before found is read.
+- webdataset: reads the first files alone, and shuffles 1,000 samples of them.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import tempfile
+import time
+from collections.abc import Iterator
+
+from benchmarks import harness
+
+FIGURES = (
+    harness.Figure("first_batch_ms", "first batch ms"),
+    harness.Figure("cpu_ms", "CPU ms"),
+)
+TIMEOUT_S = 90.0
+SHARDS = 1000
+SAMPLES = 20
+BATCH = 32
+
+
+def cases() -> Iterator[harness.Case]:
+    return harness.combine(loader=("built", "kept", "webdataset"))
+
+
+def measure(case: harness.Case, seconds: float) -> dict[str, float]:
+    paths = make_files()
+    feed = _webdataset if case["loader"] == "webdataset" else _ours
+    with tempfile.TemporaryDirectory() as cache:
+        if case["loader"] != "built":
+            feed(paths, cache)
+        began, used = time.perf_counter(), time.process_time()
+        feed(paths, cache)
+        return {
+            "first_batch_ms": 1e3 * (time.perf_counter() - began),
+            "cpu_ms": 1e3 * (time.process_time() - used),
+        }
+
+
+def make_files() -> list[str]:
+    """Paths of the files, which are made if they are not there."""
+    import webdataset
+
+    folder = pathlib.Path(tempfile.gettempdir(), "benchmark-opening")
+    folder.mkdir(exist_ok=True)
+    paths = []
+    for shard in range(SHARDS):
+        path = folder / f"{shard:04}.tar"
+        if not path.exists():
+            partial = path.with_suffix(f".{os.getpid()}")
+            with webdataset.TarWriter(str(partial)) as sink:
+                for number in range(SAMPLES * shard, SAMPLES * (shard + 1)):
+                    key, text = f"{number:06}", f"Sample {number}"
+                    sink.write({"__key__": key, "txt": text, "cls": number % 9})
+            partial.rename(path)
+        paths.append(str(path))
+    return paths
+
+
+def _ours(paths: list[str], cache: str) -> None:
+    from keras_fastdata import SampleDataset, sources
+
+    storage = sources.Storage(cache_dir=cache)
+    decode = {"txt": "text", "cls": int}
+    shards = sources.Tar(paths, decode=decode, storage=storage)
+    with SampleDataset(shards, BATCH, shuffle=True, label="cls") as dataset:
+        next(iter(dataset))
+
+
+def _webdataset(paths: list[str], cache: str) -> None:
+    import webdataset
+
+    samples = webdataset.WebDataset(
+        paths, shardshuffle=100, nodesplitter=None, empty_check=False
+    )
+    samples = samples.shuffle(1000).to_tuple("txt", "cls").batched(BATCH)
+    next(iter(samples))
+
+
+if __name__ == "__main__":
+    harness.main(["opening"])
