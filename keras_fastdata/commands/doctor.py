@@ -113,8 +113,8 @@ def _machine() -> Iterator[Fact]:
         yield Fact(
             Level.NOTE if free < _LITTLE_MEMORY else Level.OK,
             ram.left_now(),
-            f"The queue may have 10 batches of {formatting.size(free / 20)} in "
-            "half of that; `max_queue_bytes=` limits it.",
+            "Batches that wait in a dataset's queue take some of it; "
+            "`max_queue_bytes=` limits how much.",
         )
     files = os_limits.open_files()
     yield Fact(
@@ -317,7 +317,7 @@ def _tried() -> Iterator[Fact]:
         have = [name for name in _BACKENDS if _is_there(name)]
         yield Fact(
             Level.BROKEN,
-            f"Keras cannot be imported with {chosen}: {error}",
+            f"Keras cannot be imported ({chosen}): {error}",
             f"Choose a backend that is installed ({', '.join(have)}), such as "
             f"by `export KERAS_BACKEND={have[0]}`."
             if have
@@ -327,8 +327,8 @@ def _tried() -> Iterator[Fact]:
     on = ", ".join(keras["devices"])
     yield Fact(
         Level.OK,
-        f"Keras {keras['version']} uses {keras['backend']}, by {chosen} "
-        f"({formatting.duration(keras['took_s'])} to import).",
+        f"Keras {keras['version']} uses {keras['backend']} ({chosen}). Its "
+        f"import took {formatting.duration(keras['took_s'])}.",
         f"Models train on {on}." if on else "",
     )
     yield from _start_methods(steps, ended)
@@ -428,14 +428,14 @@ def _is_there(module: str) -> bool:
 
 
 def _chosen() -> str:
-    """Returns where Keras finds the name of its backend."""
+    """Returns why Keras chooses the backend that it chooses."""
     if "KERAS_BACKEND" in os.environ:
-        return f"KERAS_BACKEND={os.environ['KERAS_BACKEND']}"
+        return f"KERAS_BACKEND={os.environ['KERAS_BACKEND']} is set"
     home = os.environ.get("KERAS_HOME", os.path.expanduser("~/.keras"))
     path = os.path.join(home, "keras.json")
     try:
         with open(path, encoding="utf-8") as file:
             name = json.load(file)["backend"]
     except (OSError, ValueError, KeyError, TypeError):
-        return "default (KERAS_BACKEND is not set)"
-    return f"{path}, which says {name} (KERAS_BACKEND is not set)"
+        return "KERAS_BACKEND is not set"
+    return f"{path} says {name}, and KERAS_BACKEND is not set"
