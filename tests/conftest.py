@@ -28,6 +28,7 @@ import pytest
 import trainers
 from places import FULL
 
+from keras_fastdata._extras import import_faster
 from keras_fastdata.workers.process import children, launchers
 
 _SETTLE_S = 60.0  # for what was asked to end to be gone
@@ -185,6 +186,16 @@ def kept_forkserver(_held_forkservers):
                 text.replace("; {function}(", "; import pytest; {function}("),
             )
             held.append(launchers.ForkserverLauncher(None))
+
+
+@pytest.fixture
+def pillow_alone(monkeypatch):
+    """Pillow alone reads images: the modules that are faster are missing."""
+    import_faster.cache_clear()
+    for module in ("simplejpeg", "cykooz_resizer"):
+        monkeypatch.setitem(sys.modules, module, None)
+    yield
+    import_faster.cache_clear()
 
 
 def _children() -> set[int]:

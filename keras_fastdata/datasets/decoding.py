@@ -9,8 +9,6 @@ JPEGs, and cykooz.resizer resizes.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import importlib
 import math
 import threading
 from typing import Any
@@ -18,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from keras_fastdata._extras import import_faster
 from keras_fastdata._validation import one_of
 
 FORMATS = (".bmp", ".gif", ".jpeg", ".jpg", ".png")
@@ -99,7 +98,7 @@ def decode_as_tensorflow(path: str, mode: str) -> Any:
     from PIL import Image
 
     with Image.open(path) as image:
-        simplejpeg = _faster("simplejpeg")
+        simplejpeg = import_faster("simplejpeg")
         is_jpeg = image.format in ("JPEG", "MPO") and image.mode in ("RGB", "L")
         if is_jpeg and simplejpeg is not None:
             with open(path, "rb") as file:
@@ -117,15 +116,6 @@ def decode_as_tensorflow(path: str, mode: str) -> Any:
             return grey.astype(np.uint8)[:, :, np.newaxis]
         found = np.asarray(plain.convert(MODES[mode]))
     return found[:, :, np.newaxis] if found.ndim == 2 else found
-
-
-@functools.cache
-def _faster(module: str) -> Any:
-    """Imports a faster, optional module; returns `None` if it is missing."""
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +177,7 @@ def _decode(image: Any, mode: str, scale: float, orientation: int) -> Pixels:
     width, height = image.size
     needed = math.ceil(scale * width), math.ceil(scale * height)
     # Pillow decodes with the same library, but takes a third longer.
-    simplejpeg = _faster("simplejpeg")
+    simplejpeg = import_faster("simplejpeg")
     is_jpeg = image.format in ("JPEG", "MPO") and image.mode in ("RGB", "L")
     if is_jpeg and simplejpeg is not None:
         pixels = _decode_jpeg(simplejpeg, image, mode, needed)
@@ -249,7 +239,7 @@ def _resize(
         return pixels.copy()
     name, pillows = RESAMPLING[interpolation]
     # Pillow's filters, in a fifth of its time.
-    cykooz = _faster("cykooz_resizer")
+    cykooz = import_faster("cykooz_resizer")
     if cykooz is None:
         from PIL import Image
 

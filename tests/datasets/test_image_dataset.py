@@ -626,15 +626,6 @@ def test_without_pillow_the_error_names_it(monkeypatch):
     assert len(ImageFileDataset(["a"], decoder=halves_of_a_png)) == 1
 
 
-@pytest.fixture
-def pillow_alone(monkeypatch):
-    decoding._faster.cache_clear()
-    for module in ("simplejpeg", "cykooz_resizer"):
-        monkeypatch.setitem(sys.modules, module, None)
-    yield
-    decoding._faster.cache_clear()
-
-
 @pytest.mark.parametrize("color_mode", ["rgb", "rgba", "grayscale"])
 def test_pillow_alone_gives_its_own_pixels(
     color_mode, pillow_alone, paths, tmp_path

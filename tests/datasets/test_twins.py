@@ -24,7 +24,6 @@ from keras_fastdata import (
     text_dataset_from_directory,
     timeseries_dataset_from_array,
 )
-from keras_fastdata.datasets import decoding
 
 pytestmark = pytest.mark.usefixtures("kept_forkserver")
 
@@ -371,14 +370,6 @@ def test_a_photo_is_not_turned_upright_as_in_keras(tmp_path):
     exif[0x0112] = 6
     picture((30, 20), 0).save(tmp_path / "a.jpg", exif=exif)
     assert_same(*both(tmp_path, "image", labels=None))
-
-
-@pytest.fixture
-def pillow_alone(monkeypatch):
-    decoding._faster.cache_clear()
-    monkeypatch.setitem(sys.modules, "simplejpeg", None)
-    yield
-    decoding._faster.cache_clear()
 
 
 def test_without_simplejpeg_a_jpeg_differs_by_a_few_of_255(

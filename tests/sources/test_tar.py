@@ -212,6 +212,35 @@ def test_images_have_the_channels_asked_for(tmp_path, storage, mode, channels):
     assert (sample["png"][:, :, 0] == 9).all()
 
 
+MODES = {"rgb": "RGB", "rgba": "RGBA", "grayscale": "L"}
+JPEGS = {
+    "colours": ("RGB", {}),
+    "grey": ("L", {}),
+    "inks": ("CMYK", {}),
+    "progressive": ("RGB", {"progressive": True, "subsampling": 0}),
+}
+
+
+@pytest.mark.parametrize("mode", ["rgb", "rgba", "grayscale"])
+@pytest.mark.parametrize("kind", JPEGS)
+def test_a_jpeg_has_the_pixels_that_pillow_gives(tmp_path, storage, kind, mode):
+    bands, options = JPEGS[kind]
+    size = (37, 53, len(Image.new(bands, (1, 1)).getbands()))
+    noise = np.random.default_rng(0).integers(0, 256, size, "uint8")
+    content = io.BytesIO()
+    Image.fromarray(noise.squeeze(), bands).save(content, "JPEG", **options)
+    path = write(tmp_path / "a.tar", ("a.jpg", content.getvalue()))
+    with Image.open(content) as image:
+        wanted = np.array(image.convert(MODES[mode]))
+    found = sources.Tar(path, {"jpg": mode}, storage=storage)[0]["jpg"]
+    np.testing.assert_array_equal(found, wanted.reshape(found.shape))
+    assert found.shape == (
+        37,
+        53,
+        len(Image.new(MODES[mode], (1, 1)).getbands()),
+    )
+
+
 def test_an_error_while_decoding_names_the_sample(tmp_path, storage):
     path = write(tmp_path / "a.tar", ("a.cls", b"1"), ("b.cls", b"x"))
     source = sources.Tar(path, {"cls": int}, storage=storage)
