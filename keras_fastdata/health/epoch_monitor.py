@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
 import time
 import weakref
 from collections.abc import Callable
@@ -276,9 +275,7 @@ class EpochMonitor:
             elapsed_s=now.at_s - self._cores.at_s,
             start_s=self._start_s,
             auto=pool_stats is not None and bool(pool_stats.decisions),
-            take_s=batch_stats.ready_wait_s / batch_stats.ready
-            if batch_stats.ready
-            else math.nan,
+            take_s=batch_stats.take_s,
             phase=phase,
             limit=worker_limit(None if source is None else source.dataset),
         )

@@ -140,8 +140,8 @@ class Facts:
             first step of a `fit`. It is no part of `wall_s`.
         epochs: The number of epochs.
         auto: Whether `workers="auto"` has chosen the workers.
-        take_s: The mean wait for a batch that lay ready, which handing it over
-            takes; NaN if unknown.
+        take_s: The median wait for a batch that lay ready, which handing it
+            over takes; NaN if unknown.
         phase: "train", "validation", "evaluate" or "predict".
         limit: Which workers the dataset can use.
     """

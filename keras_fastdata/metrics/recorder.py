@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import math
 import threading
 import time
 import weakref
@@ -29,6 +30,7 @@ from keras_fastdata.metrics.sampling import NoSampler, Sampler
 
 _BLOCK = 512  # spans that are taken in at a time
 _SLOWEST = 32  # batches remembered for how long they took
+_ENOUGH = 10  # batches that tell what handing over takes
 SPANS_KEPT = 8192
 
 
@@ -141,18 +143,19 @@ class BatchStats:
         hook_s: Time in `on_epoch_begin` and `on_epoch_end`.
         retried: How many batches were built again.
         retried_wait_s: The waits for these.
-        ready: How many batches had been built when they were asked for.
-        ready_wait_s: The waits for these, while they were handed over.
+        ready_wait: The waits for batches that had been built when they were
+            asked for, while they were handed over.
         slowest: The batches that took longest to build.
     """
 
     def __init__(self) -> None:
-        self.batches = self.nbytes = self.retried = self.ready = 0
+        self.batches = self.nbytes = self.retried = 0
         self.build, self.wait = Distribution(), Distribution()
+        self.ready_wait = Distribution()
         self.build_s = self.store_s = self.open_s = self.depth = 0.0
         self.asked_s = self.asked_cpu_s = self.asked_delay_s = 0.0
         self.wait_s = self.first_wait_s = self.hook_s = 0.0
-        self.retried_wait_s = self.ready_wait_s = 0.0
+        self.retried_wait_s = 0.0
         self.slowest: list[Slow] = []
 
     @property
@@ -170,6 +173,16 @@ class BatchStats:
         """The total time that builds waited for something other than a core."""
         busy_s = self.cpu_s + self.delay_s
         return max(0.0, self.build_s + self.store_s - busy_s)
+
+    @property
+    def take_s(self) -> float:
+        """The usual time to hand over a batch; NaN if too few lay ready.
+
+        On a busy machine a few take far longer, for they wait for a core.
+        """
+        if self.ready_wait.count < _ENOUGH:
+            return math.nan
+        return self.ready_wait.quantile(0.5)
 
     @property
     def _asked_of(self) -> float:
@@ -207,8 +220,7 @@ class BatchStats:
         self.retried_wait_s += float(column["waited_s"][again].sum())
         asked_s = column["delivered_s"] - column["waited_s"]
         ready = column["stored_s"] <= asked_s
-        self.ready += int(times[ready].sum())
-        self.ready_wait_s += float(column["waited_s"][ready] @ times[ready])
+        self.ready_wait.add(column["waited_s"][ready], times[ready])
         waits, batches = column["waited_s"], column["batch"]
         longest = [
             Slow(float(build[i]), int(batches[i]), float(waits[i]))

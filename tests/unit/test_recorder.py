@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import threading
 import tracemalloc
 
@@ -160,6 +161,141 @@ class Source:
 
 
 @pytest.mark.parametrize("most", [16, 37])
+def test_the_depth_counts_batches_that_were_not_looked_at(most):
+    heard = Recorder(interval_s=1.0)
+    source = Source()
+    if most == 16:
+        heard.attach_source(source, {})
+    now_s = recorder.time.monotonic()
+    for batch in range(40):
+        # All were there, and the queue was long, when the first was asked for.
+        one = span(batch)._replace(stored_s=now_s - 1, depth=0)
+        heard.add(None if batch % 4 else one, 0.0)
+    heard.flush()
+    depth = heard.spans()[:, Span._fields.index("depth")]
+    counted = [37 - 4 * place for place in range(10)]
+    assert depth.tolist() == [min(count, most) for count in counted]
+
+
+# -- the ring ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [0, 1, 511, 8192, 8193, 20_000])
+def test_the_latest_spans_are_kept_in_order(count):
+    heard = Recorder()
+    for batch in range(count):
+        heard.add(span(batch), 0.0)
+    kept = heard.spans()[:, Span._fields.index("batch")].tolist()
+    assert kept == list(range(max(0, count - recorder.SPANS_KEPT), count))
+
+
+def test_every_span_is_told_once_and_in_order():
+    told = []
+    heard = Recorder(
+        on_spans=lambda spans: told.extend(spans[:, 1].astype(int))
+    )
+    for batch in range(2000):
+        heard.add(span(batch), 0.0)
+    heard.flush()
+    assert told == list(range(2000))
+
+
+@pytest.mark.parametrize(
+    "count", [50_000, pytest.param(1_000_000, marks=pytest.mark.long)]
+)
+def test_a_million_batches_take_at_most_ten_megabytes(count):
+    one = span()
+    gc.collect()
+    tracemalloc.start()
+    try:
+        heard = Recorder()
+        for _ in range(count):
+            heard.add(one, 0.0)
+        heard.flush()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert heard.batch_stats.batches == count
+    assert peak < 10 * MEGABYTE
+
+
+def test_of_many_skipped_batches_the_latest_thousand_are_kept():
+    heard = Recorder()
+    for index in range(1500):
+        heard.skip(Skipped("Data", index, "ValueError"))
+    assert heard.skips == 1500
+    assert [s.index for s in heard.skipped] == list(range(500, 1500))
+
+
+# -- who hears ---------------------------------------------------------------
+
+
+def test_a_recorder_hears_of_its_own_thread_until_it_leaves():
+    heard = Recorder()
+    here = threading.get_ident()
+    recorder.attach(heard)
+    assert recorder.current_for(here) is heard
+    assert recorder.current_for(here + 1) is None
+    recorder.detach(Recorder())
+    assert recorder.current_for(here) is heard
+    recorder.detach(heard)
+    recorder.detach(heard)
+    assert recorder.current_for(here) is None
+
+
+def test_the_later_of_two_recorders_hears_until_it_leaves():
+    here = threading.get_ident()
+    first, second = Recorder(), Recorder()
+    recorder.attach(first)
+    recorder.attach(second)
+    assert recorder.current_for(here) is second
+    recorder.detach(first)
+    assert recorder.current_for(here) is second
+    recorder.attach(first)
+    recorder.detach(first)
+    recorder.detach(second)
+    assert recorder.current_for(here) is None
+
+
+def test_batches_of_which_none_was_looked_at_are_like_the_last_before():
+    heard = Recorder(interval_s=1.0)
+    heard.add(span(), 0.5)
+    heard.flush()
+    build_s = heard.batch_stats.build_s
+    heard.begin()
+    for _ in range(3):
+        heard.add(None, 0.25)
+    heard.flush()
+    assert heard.batch_stats.batches == 3
+    assert heard.batch_stats.build_s == pytest.approx(3 * build_s)
+    assert heard.batch_stats.wait_s == 0.75
+    heard.begin()
+    heard.flush()
+    assert heard.batch_stats.batches == 0
+
+
+def test_a_recorder_that_is_gone_hears_of_nothing():
+    heard = Recorder()
+    recorder.attach(heard)
+    del heard
+    gc.collect()
+    assert recorder.current_for(threading.get_ident()) is None
+    recorder.detach(Recorder())
+
+
+def test_waits_for_ready_batches_tell_what_handing_over_takes():
+    heard = Recorder()
+    for batch in range(9):
+        heard.add(span(batch)._replace(stored_s=999.0), 1e-4, 1000.0)
+        heard.add(span(batch)._replace(stored_s=998.0), 5.0, 1000.0)
+    heard.flush()
+    assert math.isnan(heard.batch_stats.take_s)  # nine are too few
+    # This one waited for a core too.
+    heard.add(span(9)._replace(stored_s=999.0), 0.5, 1000.0)
+    heard.flush()
+    assert heard.batch_stats.take_s == pytest.approx(1e-4, rel=0.011)
+
+
 def test_the_depth_counts_batches_that_were_not_looked_at(most):
     heard = Recorder(interval_s=1.0)
     source = Source()
