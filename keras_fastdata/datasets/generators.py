@@ -90,9 +90,10 @@ class GeneratorDataset(FastPyDataset):
       `np.random`, `random` and torch's default generator are also seeded
       before every batch, except in threads.
     - `start`, the number of items that the generator shall skip. It is used
-      when a worker with one shard died. Without it, a new generator yields
-      all items again, and those already delivered are dropped; for
-      `batch_timeout` this counts as one batch.
+      when a worker with one shard died, and when training is resumed with
+      `num_shards=1`. Else a new generator yields all items again, and those
+      already delivered are dropped; for `batch_timeout` this counts as one
+      batch.
 
     Args:
         factory: A function that returns a generator. Or an iterable that
@@ -243,9 +244,7 @@ class GeneratorDataset(FastPyDataset):
         if turns is None or (turns.place != place and plan.restarts):
             rng = answer(self, "rng_for")(GENERATOR_KEY)
             key = int(rng.integers(2**63))
-            turns = _Turns(plan.shards, key, plan.measured)
-            for _ in range(index):
-                turns.next(plan.measured)
+            turns = _Turns(plan.shards, key, plan.measured, index)
             plan.turns = turns
         turns.place = place
         try:
@@ -284,7 +283,8 @@ class GeneratorDataset(FastPyDataset):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restores a position, by running new generators up to this position.
 
-        The batches before the position are dropped.
+        The batches before the position are dropped. With `num_shards=1`, a
+        factory that has a parameter `start` is told to skip them.
         """
         name = type(self).__name__
         State.from_dict(state_dict, name, also=["num_shards"])
@@ -386,7 +386,9 @@ class _Turns:
         shards: list[GeneratorShards],
         key: int,
         measured: GeneratorWorkers | None,
+        index: int,
     ) -> None:
+        """Begins a pass, and goes on to batch `index`."""
         # The dataset's seed and epoch, and the index of the next batch.
         self.place = (-1, -1), 0
         # The last batches, each with its place.
@@ -395,16 +397,20 @@ class _Turns:
         )
         self._chains: dict[int, int] = {}  # checksums so far, by shard
         self._rounds: list[Iterator[Any]] = []
+        spec = shards[0].spec
+        skipped = index if spec.num_shards == 1 and spec.can_skip else 0
         for one in shards:
-            one.begin_pass(key)
+            one.begin_pass(key, skipped)
             self._rounds.append(iterate_alone(one))
         for worker, each in enumerate(self._rounds):
             if len(self._rounds) > 1 and isinstance(each, BatchIterator):
                 if measured is not None:
                     measured.begin_wait(worker, each)
                 each.request()  # or it would begin only at its first turn
-        self._live = list(range(shards[0].spec.num_shards))
+        self._live = list(range(spec.num_shards))
         self._turn = 0  # position in `_live`
+        for _ in range(skipped, index):
+            self.next(measured)
 
     def next(self, measured: GeneratorWorkers | None) -> Any:
         """Returns the next batch; raises `EndOfData` after the last batch."""
@@ -445,6 +451,11 @@ class _Spec(NamedTuple):
     choice: ColumnChoice  # what of an item is read, and what of it is y
     repeats: bool  # whether to make new generators when the data ends
 
+    @property
+    def can_skip(self) -> bool:
+        """Whether a generator can be told how many items it shall skip."""
+        return self.source.takes_start and not self.repeats
+
 
 class GeneratorShards(FastPyDataset):
     """The shards whose generators one `GeneratorDataset` worker runs.
@@ -456,17 +467,19 @@ class GeneratorShards(FastPyDataset):
     Attributes:
         key: Seeds the random generators; depends on seed and epoch.
         since: The epoch, of this object, that the present pass begins with.
+        skipped: How many turns the present pass leaves out at its beginning.
         indices: The shards of this worker.
     """
 
     def __init__(self, spec: _Spec, indices: range, **kwargs: Any) -> None:
         super().__init__(shuffle=False, **kwargs)
-        self.key = self.since = 0
+        self.key = self.since = self.skipped = 0
         self.spec = spec
         self.indices = indices
 
-    def begin_pass(self, key: int) -> None:
+    def begin_pass(self, key: int, skipped: int) -> None:
         """Begins a new pass over the data, with new generators."""
+        self.skipped = skipped
         # Before `key`, which a thread may read meanwhile.
         self.since = 0 if _process_role.is_worker() else loader_of(self).epoch
         self.key = key
@@ -479,8 +492,10 @@ class GeneratorShards(FastPyDataset):
     def __getitem__(self, index: int) -> Any:
         """Returns a batch, or an end marker, from the next shard in turn.
 
-        `index` counts the turns of all shards of this worker.
+        `index` counts the turns of all shards of this worker, but for those
+        that the pass leaves out.
         """
+        index += self.skipped
         running: _Running | None = vars(self).get("_running")
         if running is None or not running.leads_to(self.key, index):
             if answer(self, "epoch") < self.since:
@@ -579,8 +594,7 @@ class _Shard:
 
     def skip(self, batches: int) -> bool:
         """Makes the generator skip batches; returns `False` if impossible."""
-        can_skip = self._spec.source.takes_start and not self._spec.repeats
-        if not can_skip or not batches:
+        if not self._spec.can_skip or not batches:
             return False
         self._position = self._start = batches
         self._chain = _UNKNOWN

@@ -176,8 +176,8 @@ class SampleDataset(SampledDataset):
             similar length, so that less is padded. `None`: lengths do not
             matter.
         bucket_batches: With `bucket_by`: how many batches are sorted by length
-            together, at least 1. More of them pad less, fewer are more
-            random. Defaults to 100.
+            together, at least 1. A larger number means less padding, a
+            smaller number means a more random order. Defaults to 100.
         **kwargs: Arguments of `FastPyDataset`.
 
     Raises:

@@ -30,8 +30,8 @@ class Storage:
 
     A path such as `s3://bucket/name` or `https://host/name` is read by
     `fsspec`. What was fetched is kept in a directory on disk, which all
-    processes of this user share. A file is fetched again when it has changed.
-    Changes while a dataset is in use are not noticed.
+    processes of this user share. A file that has changed is fetched again by a
+    new `Storage`; one that is in use keeps to what it has found.
 
     Args:
         options: Arguments of `fsspec`'s file system, such as `{"anon": True}`

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import threading
 import time
 import warnings
@@ -79,6 +80,7 @@ WRAPS = [
 ]
 
 PROCESSES = {"workers": 4, "use_multiprocessing": True}
+ONE_PROCESS = {"workers": 1, "use_multiprocessing": True}
 
 
 def epochs(dataset, count):
@@ -492,6 +494,21 @@ def test_a_factory_that_can_is_told_where_to_start(tmp_path):
     starts = (tmp_path / "starts 1").read_text().split()
     assert starts == ["0", "50"]
     assert (tmp_path / "starts 0").read_text().split() == ["0"]
+
+
+@pytest.mark.parametrize("place", [{"workers": 0}, {"workers": 1}, ONE_PROCESS])
+def test_a_factory_is_told_where_a_resumed_epoch_starts(tmp_path, place):
+    told = DyingTold(tmp_path, 40, at=-1)
+    with GeneratorDataset(told, batch_size=4, seed=0, **place) as dataset:
+        batches = iter(dataset)
+        began = [next(batches).tolist() for _ in range(3)]
+        state = dataset.state_dict()
+    with GeneratorDataset(told, batch_size=4, seed=0, **place) as dataset:
+        dataset.load_state_dict(state)
+        rest = [batch.tolist() for batch in dataset]
+    assert [*itertools.chain(*began, *rest)] == list(range(40))
+    starts = (tmp_path / "starts 0").read_text().split()
+    assert starts == ["0", "12"]
 
 
 @pytest.mark.parametrize("num_shards", [4, 8])
