@@ -100,7 +100,7 @@ def test_a_backend_whose_import_raises_is_broken(tmp_path):
     (tmp_path / "jax.py").write_text("raise ImportError('no such symbol')")
     status, said = _run("doctor", path=[tmp_path], KERAS_BACKEND="jax")
     assert status == 1
-    assert "KERAS_BACKEND=jax: ImportError: no such symbol" in said
+    assert "(KERAS_BACKEND=jax is set): ImportError: no such symbol" in said
 
 
 def test_the_backend_is_chosen_by_a_variable_a_file_or_nobody(
