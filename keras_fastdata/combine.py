@@ -15,7 +15,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from keras_fastdata._dataset_internals import internals_of, make_twin
+from keras_fastdata._dataset_internals import (
+    datasets_within,
+    follow,
+    internals_of,
+    make_twin,
+)
 from keras_fastdata._validation import boolean, integer, one_of
 from keras_fastdata.building import build, seeding
 from keras_fastdata.building.permutation import Permutation
@@ -52,7 +57,8 @@ def concat(
     Args:
         datasets: The datasets, at least one. Of samples, each dataset gives its
             samples; how a dataset orders and stacks them does not matter. Of
-            batches, each gives its batches as its own arguments say.
+            batches, each gives its batches as its own arguments say. How many
+            each has is asked once; other changes of a dataset are noticed.
         by: "samples" or "batches". `None`: "samples" if all datasets have
             samples.
         **kwargs: Arguments of `SampleDataset`, or of `FastPyDataset` for
@@ -142,7 +148,9 @@ def take(dataset: FastPyDataset, count: int) -> Any:
 
     Args:
         dataset: The dataset. The result is like it in all but its length:
-            also its `num_samples` and `get_sample` are those of the whole.
+            also its `num_samples` and `get_sample` are those of the whole. Of
+            samples, it is a copy, which does not notice later assignments to
+            `dataset`.
         count: How many, at least 0. If there are fewer, all of them.
     """
     integer("count", count, least=0)
@@ -278,20 +286,11 @@ class _Function:
         return self._function(found, **rng)
 
 
-def _held_by(dataset: Any) -> list[FastPyDataset]:
-    """Returns the datasets that a combined dataset has."""
-    members = vars(dataset).get("_fastdata_members")
-    if members is None:
-        return [vars(dataset)["_fastdata_mapped"]]
-    datasets: list[FastPyDataset] = members.datasets
-    return datasets
-
-
 def _forwarded(name: str) -> Any:
     """Returns a hook that calls the hooks of the datasets within."""
 
     def hook(self: Any, *args: Any) -> None:
-        for dataset in _held_by(self):
+        for dataset in datasets_within(self):
             if build.overrides(dataset, name):
                 method = getattr(dataset, name)
                 if name.startswith("on_epoch") and name not in vars(dataset):
@@ -301,7 +300,7 @@ def _forwarded(name: str) -> Any:
                 method(*args)
 
     hook.__name__ = name
-    setattr(hook, build.FORWARDS, _held_by)
+    setattr(hook, build.FORWARDS, datasets_within)
     return hook
 
 
@@ -313,6 +312,15 @@ class _Combined(FastPyDataset):
     on_worker_start = _forwarded("on_worker_start")
     on_worker_stop = _forwarded("on_worker_stop")
     reseed = _forwarded("reseed")
+
+
+@datasets_within.register
+def _(dataset: _Combined) -> list[Any]:
+    members = vars(dataset).get("_fastdata_members")
+    if members is None:
+        return [vars(dataset)["_fastdata_mapped"]]
+    datasets: list[FastPyDataset] = members.datasets
+    return datasets
 
 
 class _CombinedSamples(_Combined, SampleDataset):
@@ -331,6 +339,7 @@ class _CombinedSamples(_Combined, SampleDataset):
         if order is not None:
             self._fastdata_order.give(order)
         self._fastdata_members = _Members(datasets)
+        follow(self)
 
     @property
     def num_samples(self) -> int:
@@ -356,6 +365,7 @@ class _MappedSamples(_Combined, SampleDataset):
         self._fastdata_order = dataset._fastdata_order.copied()
         self._fastdata_mapped = dataset
         self._fastdata_function = _Function(function)
+        follow(self)
 
     @property
     def num_samples(self) -> int:
@@ -391,6 +401,7 @@ class _CombinedBatches(_Combined):
         self._fastdata_order = order
         self._fastdata_members = _Members(datasets, of_samples=False)
         self._fastdata_function = _Function(function)
+        follow(self)
 
     def __len__(self) -> int:
         return self._fastdata_order.length(len(self._fastdata_members))

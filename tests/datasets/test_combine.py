@@ -370,6 +370,67 @@ def test_hooks_of_the_datasets_reach_workers_and_resumed_epochs(make):
         assert [first, *of(dataset)] == expected[2]
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [PLACES["2 processes"], {"cache": "memory"}, {"cache": "folder"}],
+    ids=["processes", "memory", "folder"],
+)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda one, **kwargs: combine.concat([one], **kwargs),
+        lambda one, **kwargs: combine.concat([one], by="batches", **kwargs),
+        lambda one, **kwargs: combine.map(one, abs, **kwargs),
+        lambda one, **kwargs: combine.map(
+            combine.mix([one]), abs, by="batches", **kwargs
+        ),
+        # A part is a copy of the mapped dataset, beside it.
+        lambda one, **kwargs: combine.take(combine.map(one, abs, **kwargs), 6),
+    ],
+    ids=["concat", "batches", "map", "nested", "part"],
+)
+def test_an_assignment_to_a_dataset_within_is_noticed(make, settings, tmp_path):
+    if settings.get("cache") == "folder":
+        settings = {"cache": str(tmp_path), "cache_version": 1}
+    one = numbers(6)
+    with make(one, **settings) as dataset:
+        before = [batch.tolist() for batch in dataset]
+        one.source = range(10, 16)
+        after = [batch.tolist() for batch in dataset]
+        assert [batch.tolist() for batch in dataset] == after
+    assert before == [[0, 1, 2], [3, 4, 5]]
+    assert after == [[10, 11, 12], [13, 14, 15]]
+
+
+def test_a_dataset_within_says_that_it_was_edited_in_place():
+    source = [1, 2, 3]
+    one = SampleDataset(source)
+    with combine.map(one, abs, cache="memory") as dataset:
+        assert flat(dataset) == [1, 2, 3]
+        source[0] = -5
+        one.mark_changed()
+        assert flat(dataset) == [5, 2, 3]
+
+
+class Counted(SampleDataset):
+    num_samples = 6
+    built = 0
+
+    def get_sample(self, index):
+        self.built += 1
+        return index
+
+
+def test_what_builds_assign_to_a_dataset_within_is_no_change():
+    one = Counted(batch_size=3)
+    flat(one)  # it has a loader of its own
+    with combine.map(one, abs, workers=1, cache="memory") as dataset:
+        assert len(list(dataset)) == 2
+        built = one.built
+        assert len(list(dataset)) == 2
+        assert one.built == built
+
+
 def test_a_combined_dataset_has_the_hooks_that_it_calls():
     overrides = functools.partial(
         build.overrides, combine.concat([Hooked(), Batches(3)])
