@@ -20,6 +20,7 @@ from keras_fastdata._dataset_internals import (
     follow,
     internals_of,
     make_twin,
+    state_dict_of,
 )
 from keras_fastdata._validation import boolean, integer, one_of
 from keras_fastdata.building import build, seeding
@@ -40,6 +41,8 @@ from keras_fastdata.datasets.sampling import (
     samples_of,
     takes_rng,
 )
+from keras_fastdata.engine.sharding import has_random_access
+from keras_fastdata.engine.state_dict import State
 from keras_fastdata.sources.source import Indices
 
 Places = range | Indices
@@ -396,7 +399,9 @@ class _CombinedBatches(_Combined):
         arguments: dict[str, Any],
         function: Function | None = None,
     ) -> None:
-        super().__init__(**{**_settings(datasets[0]), **arguments})
+        arguments = {**_settings(datasets[0]), **arguments}
+        _check_workers(datasets, arguments["workers"])
+        super().__init__(**arguments)
         build.set_name(self, f"combine.{made_by}")
         self._fastdata_order = order
         self._fastdata_members = _Members(datasets, of_samples=False)
@@ -413,6 +418,30 @@ class _CombinedBatches(_Combined):
         (place,) = self._fastdata_order.at(np.asarray([index]), epoch)
         batch = self._fastdata_members[int(place)]
         return self._fastdata_function.of(batch, self)
+
+
+@state_dict_of.register
+def _(dataset: _Combined, state: State) -> dict[str, Any]:
+    for each in datasets_within(dataset):
+        state_dict_of(each, state)  # raises if it cannot be resumed
+    return state.as_dict()
+
+
+@has_random_access.register
+def _(dataset: _Combined) -> bool:
+    return all(has_random_access(each) for each in datasets_within(dataset))
+
+
+def _check_workers(datasets: list[FastPyDataset], workers: Any) -> None:
+    """Raises `ValueError` if batches in sequence are for several workers."""
+    others = [each for each in datasets if not has_random_access(each)]
+    if others and workers not in (0, 1):
+        raise ValueError(
+            f"{build.name_of(others[0])} has its batches one after the other, "
+            "and of several workers each would ask for some of them: "
+            "`workers` must be 0 or 1. Received: "
+            f"workers={workers!r}. Pass `workers` to that dataset."
+        )
 
 
 def _checked(datasets: Iterable[FastPyDataset]) -> list[FastPyDataset]:

@@ -14,6 +14,8 @@ import keras_fastdata
 from keras_fastdata import (
     ArrayDataset,
     FastPyDataset,
+    GeneratorDataset,
+    LoaderError,
     SampleDataset,
     accelerate,
     combine,
@@ -429,6 +431,28 @@ def test_what_builds_assign_to_a_dataset_within_is_no_change():
         built = one.built
         assert len(list(dataset)) == 2
         assert one.built == built
+
+
+def streamed(**kwargs):
+    return GeneratorDataset(lambda: iter(range(6)), 2, num_batches=3, **kwargs)
+
+
+@pytest.mark.parametrize("workers", [2, "auto"])
+def test_batches_of_streams_are_combined_by_one_worker(workers):
+    with pytest.raises(ValueError, match="`workers` must be 0 or 1"):
+        combine.map(streamed(), abs, workers=workers)
+    nested = combine.concat([Batches(2), combine.concat([streamed()])])
+    with pytest.raises(ValueError, match=r"combine\.concat has its batches"):
+        combine.concat([nested], workers=workers)
+    assert flat(combine.map(streamed(), abs, workers=1)) == [*range(6)]
+
+
+def test_what_has_a_stream_that_goes_on_has_no_state():
+    dataset = combine.concat([combine.concat([streamed(restart=False)])])
+    with dataset, pytest.raises(LoaderError, match="`restart=True`"):
+        dataset.state_dict()
+    with combine.concat([streamed()]) as dataset:
+        assert dataset.state_dict()["position"] == 0
 
 
 def test_a_combined_dataset_has_the_hooks_that_it_calls():
