@@ -444,6 +444,10 @@ def test_batches_of_streams_are_combined_by_one_worker(workers):
     nested = combine.concat([Batches(2), combine.concat([streamed()])])
     with pytest.raises(ValueError, match=r"combine\.concat has its batches"):
         combine.concat([nested], workers=workers)
+
+
+def test_a_stream_within_ends_its_worker_when_it_is_collected():
+    # Its thread meets the end of the data, which nobody asks for.
     assert flat(combine.map(streamed(), abs, workers=1)) == [*range(6)]
 
 
