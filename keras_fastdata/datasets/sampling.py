@@ -366,7 +366,9 @@ def _lengths_of(dataset: SampledDataset, by: Any) -> npt.NDArray[Any]:
             by = [len(row) for row in by]
     if callable(by):
         by = [by(sample) for sample in samples_of(dataset)]
-    found = np.asarray(by)
+    found = np.empty(0, object)
+    with contextlib.suppress(ValueError):  # of lists of different lengths
+        found = np.asarray(by)
     if found.ndim != 1 or found.dtype.kind not in "iuf":
         raise ValueError(
             "`bucket_by` must be a length for each sample, or a function that "
