@@ -482,6 +482,24 @@ def test_a_sequence_of_keras_is_taken_after_accelerate():
     assert flat(combine.concat([accelerate(Plain(), workers=0)])) == [0, 1]
 
 
+@pytest.mark.parametrize(
+    "weights", [[1e-300, 1e300], [5e-324, 1e308], [1e-20, 1]]
+)
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_dataset_of_next_to_no_weight_hardly_comes(weights, shuffle):
+    pair = [numbers(3), numbers(10, 13)]
+    mixed = combine.mix(pair, weights, shuffle=shuffle)
+    assert sorted(flat(mixed)) == [10, 11, 12]
+    assert min(flat(combine.mix(pair, weights, 9, shuffle=shuffle))) == 10
+    with pytest.raises(ValueError, match="number 0 of `datasets`"):
+        combine.mix(pair, weights, "all", shuffle=shuffle)
+
+
+def test_huge_weights_have_a_sum():
+    pair = [numbers(2), numbers(10, 12)]
+    assert flat(combine.mix(pair, [1e308, 1e308])) == [0, 10, 1, 11]
+
+
 # -- what cannot be meant ----------------------------------------------------
 
 
