@@ -265,7 +265,7 @@ def answer(dataset: build.Dataset, name: str) -> Any:
     if context is None:
         return _outside(dataset, name)
     if name in _VARYING:
-        context.note_asked(name)
+        context.note_asked(f"self.{name}")
     return getattr(context, name)
 
 
