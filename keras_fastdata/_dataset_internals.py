@@ -51,6 +51,7 @@ class Internals:
         generators: The random generators that builds in this process seed.
         outside_rng: `self.rng` outside of builds, and the seed that it was
             made with; `None` before its use.
+        followers: Those of the datasets that were made of this one.
     """
 
     def __init__(self, settings: Settings, owner: build.Dataset) -> None:
@@ -60,6 +61,20 @@ class Internals:
         self.version = object()
         self.generators = build.Generators()
         self.outside_rng: tuple[int, np.random.Generator] | None = None
+        self.followers: weakref.WeakSet[Internals] = weakref.WeakSet()
+
+    def mark_changed(self) -> None:
+        """Marks the dataset as changed, and those that were made of it."""
+        if self.loader is None:
+            self.version = object()
+        else:
+            self.loader.changes.mark()
+        self.mark_followers()
+
+    def mark_followers(self) -> None:
+        """Marks the datasets that were made of this one as changed."""
+        for follower in list(self.followers):
+            follower.mark_changed()
 
     def forget_outside_rng(self) -> None:
         """Resets the random generator of `dataset.rng` outside of builds."""
@@ -107,7 +122,24 @@ def internals_of(dataset: build.Dataset) -> Internals:
         return give_internals(dataset, Settings())
     # A copy has the internals of its original, or their settings alone.
     settings = found.settings if isinstance(found, Internals) else found
-    return give_internals(dataset, settings)
+    internals = give_internals(dataset, settings)
+    follow(dataset)
+    return internals
+
+
+@functools.singledispatch
+def datasets_within(dataset: Any) -> list[Any]:
+    """Returns the datasets that a dataset was made of.
+
+    A class that is made of datasets registers a function.
+    """
+    return []
+
+
+def follow(dataset: build.Dataset) -> None:
+    """Has changes of the datasets within a dataset count as its own."""
+    for each in datasets_within(dataset):
+        internals_of(each).followers.add(internals_of(dataset))
 
 
 def loader_of(dataset: build.Dataset) -> Loader:
@@ -154,9 +186,11 @@ def note_assigned(dataset: build.Dataset, name: str) -> None:
         return
     if internals.loader is None:
         internals.version = object()
-        return
-    by_build = build.is_built_for(dataset)
-    internals.loader.changes.note_assigned(name, by_build)
+    else:
+        by_build = build.is_built_for(dataset)
+        internals.loader.changes.note_assigned(name, by_build)
+    if not build.is_building():
+        internals.mark_followers()
 
 
 def version_of(dataset: build.Dataset) -> object | None:
@@ -191,6 +225,7 @@ def make_twin(dataset: Any, **changes: Any) -> Any:
     twin = object.__new__(type(dataset))
     vars(twin).update(vars(dataset))
     give_internals(twin, dataclasses.replace(settings, **changes))
+    follow(twin)
     return twin
 
 
@@ -230,7 +265,7 @@ def answer(dataset: build.Dataset, name: str) -> Any:
     if context is None:
         return _outside(dataset, name)
     if name in _VARYING:
-        context.note_asked(name)
+        context.note_asked(f"self.{name}")
     return getattr(context, name)
 
 

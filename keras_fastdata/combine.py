@@ -15,7 +15,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from keras_fastdata._dataset_internals import internals_of, make_twin
+from keras_fastdata._dataset_internals import (
+    datasets_within,
+    follow,
+    internals_of,
+    make_twin,
+    state_dict_of,
+)
 from keras_fastdata._validation import boolean, integer, one_of
 from keras_fastdata.building import build, seeding
 from keras_fastdata.building.permutation import Permutation
@@ -35,6 +41,8 @@ from keras_fastdata.datasets.sampling import (
     samples_of,
     takes_rng,
 )
+from keras_fastdata.engine.sharding import has_random_access
+from keras_fastdata.engine.state_dict import State
 from keras_fastdata.sources.source import Indices
 
 Places = range | Indices
@@ -52,7 +60,8 @@ def concat(
     Args:
         datasets: The datasets, at least one. Of samples, each dataset gives its
             samples; how a dataset orders and stacks them does not matter. Of
-            batches, each gives its batches as its own arguments say.
+            batches, each gives its batches as its own arguments say. How many
+            each has is asked once; other changes of a dataset are noticed.
         by: "samples" or "batches". `None`: "samples" if all datasets have
             samples.
         **kwargs: Arguments of `SampleDataset`, or of `FastPyDataset` for
@@ -142,7 +151,9 @@ def take(dataset: FastPyDataset, count: int) -> Any:
 
     Args:
         dataset: The dataset. The result is like it in all but its length:
-            also its `num_samples` and `get_sample` are those of the whole.
+            also its `num_samples` and `get_sample` are those of the whole. Of
+            samples, it is a copy, which does not notice later assignments to
+            `dataset`.
         count: How many, at least 0. If there are fewer, all of them.
     """
     integer("count", count, least=0)
@@ -278,20 +289,11 @@ class _Function:
         return self._function(found, **rng)
 
 
-def _held_by(dataset: Any) -> list[FastPyDataset]:
-    """Returns the datasets that a combined dataset has."""
-    members = vars(dataset).get("_fastdata_members")
-    if members is None:
-        return [vars(dataset)["_fastdata_mapped"]]
-    datasets: list[FastPyDataset] = members.datasets
-    return datasets
-
-
 def _forwarded(name: str) -> Any:
     """Returns a hook that calls the hooks of the datasets within."""
 
     def hook(self: Any, *args: Any) -> None:
-        for dataset in _held_by(self):
+        for dataset in datasets_within(self):
             if build.overrides(dataset, name):
                 method = getattr(dataset, name)
                 if name.startswith("on_epoch") and name not in vars(dataset):
@@ -301,7 +303,7 @@ def _forwarded(name: str) -> Any:
                 method(*args)
 
     hook.__name__ = name
-    setattr(hook, build.FORWARDS, _held_by)
+    setattr(hook, build.FORWARDS, datasets_within)
     return hook
 
 
@@ -313,6 +315,15 @@ class _Combined(FastPyDataset):
     on_worker_start = _forwarded("on_worker_start")
     on_worker_stop = _forwarded("on_worker_stop")
     reseed = _forwarded("reseed")
+
+
+@datasets_within.register
+def _(dataset: _Combined) -> list[Any]:
+    members = vars(dataset).get("_fastdata_members")
+    if members is None:
+        return [vars(dataset)["_fastdata_mapped"]]
+    datasets: list[FastPyDataset] = members.datasets
+    return datasets
 
 
 class _CombinedSamples(_Combined, SampleDataset):
@@ -331,6 +342,7 @@ class _CombinedSamples(_Combined, SampleDataset):
         if order is not None:
             self._fastdata_order.give(order)
         self._fastdata_members = _Members(datasets)
+        follow(self)
 
     @property
     def num_samples(self) -> int:
@@ -356,6 +368,7 @@ class _MappedSamples(_Combined, SampleDataset):
         self._fastdata_order = dataset._fastdata_order.copied()
         self._fastdata_mapped = dataset
         self._fastdata_function = _Function(function)
+        follow(self)
 
     @property
     def num_samples(self) -> int:
@@ -386,11 +399,14 @@ class _CombinedBatches(_Combined):
         arguments: dict[str, Any],
         function: Function | None = None,
     ) -> None:
-        super().__init__(**{**_settings(datasets[0]), **arguments})
+        arguments = {**_settings(datasets[0]), **arguments}
+        _check_workers(datasets, arguments["workers"])
+        super().__init__(**arguments)
         build.set_name(self, f"combine.{made_by}")
         self._fastdata_order = order
         self._fastdata_members = _Members(datasets, of_samples=False)
         self._fastdata_function = _Function(function)
+        follow(self)
 
     def __len__(self) -> int:
         return self._fastdata_order.length(len(self._fastdata_members))
@@ -402,6 +418,30 @@ class _CombinedBatches(_Combined):
         (place,) = self._fastdata_order.at(np.asarray([index]), epoch)
         batch = self._fastdata_members[int(place)]
         return self._fastdata_function.of(batch, self)
+
+
+@state_dict_of.register
+def _(dataset: _Combined, state: State) -> dict[str, Any]:
+    for each in datasets_within(dataset):
+        state_dict_of(each, state)  # raises if it cannot be resumed
+    return state.as_dict()
+
+
+@has_random_access.register
+def _(dataset: _Combined) -> bool:
+    return all(has_random_access(each) for each in datasets_within(dataset))
+
+
+def _check_workers(datasets: list[FastPyDataset], workers: Any) -> None:
+    """Raises `ValueError` if batches in sequence are for several workers."""
+    others = [each for each in datasets if not has_random_access(each)]
+    if others and workers not in (0, 1):
+        raise ValueError(
+            f"{build.name_of(others[0])} has its batches one after the other, "
+            "and of several workers each would ask for some of them: "
+            "`workers` must be 0 or 1. Received: "
+            f"workers={workers!r}. Pass `workers` to that dataset."
+        )
 
 
 def _checked(datasets: Iterable[FastPyDataset]) -> list[FastPyDataset]:

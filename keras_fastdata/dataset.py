@@ -28,6 +28,7 @@ from keras_fastdata._dataset_internals import (
     iterate_alone,
     loader_of,
     note_assigned,
+    own_internals,
     own_loader,
     plain_iterator,
     replace_settings,
@@ -479,8 +480,8 @@ class FastPyDataset(_Base):
         present dataset. Assignments to attributes, and changes by the epoch
         hooks, are noticed without this call.
         """
-        if (loader := own_loader(self)) is not None:
-            loader.changes.mark()
+        if (internals := own_internals(self)) is not None:
+            internals.mark_changed()
 
     def close(self) -> None:
         """Stops the workers and waits until they have ended.

@@ -121,7 +121,7 @@ class Context:
     threads: int = 0
     # Whether this process builds one batch at a time, as worker processes do.
     is_private: bool = False
-    # The last epoch-dependent name that was read, such as "rng".
+    # What was last read that depends on the epoch, such as "self.rng".
     asked: str = ""
     # Whether a thread other than the building one read a value.
     is_lent: bool = False
@@ -132,9 +132,9 @@ class Context:
     _rng: np.random.Generator | None = None
     _holds: tuple[int, bool] | None = None
 
-    def note_asked(self, name: str) -> None:
-        """Records the name of an epoch-dependent value that a build reads."""
-        self.asked = name
+    def note_asked(self, what: str) -> None:
+        """Records what a build reads that depends on the epoch, in words."""
+        self.asked = what
 
     def holds(self, dataset: Any) -> bool:
         """Returns whether the dataset of this batch refers to `dataset`."""
@@ -587,7 +587,7 @@ class Builder:
             drawn_from = (n for n, s in before.items() if s != after[n])
             used = next(drawn_from, "")
             if context.asked:
-                used = f"self.{context.asked}"
+                used = context.asked
             if not used:
                 return batch
             if context.asked or last:
@@ -595,7 +595,7 @@ class Builder:
             # Another thread may have drawn: build once more, to be sure.
         raise LoaderError(
             f"`cache` keeps batches for all epochs to come, and batch {index} "
-            f"of {type(dataset).__name__} differs from epoch to epoch: it "
+            f"of {name_of(dataset)} differs from epoch to epoch: it "
             f"used {used}. Leave out `cache`; or draw from a generator of its "
             "own, such as `np.random.default_rng(index)`."
         )

@@ -124,6 +124,9 @@ def stack_columns(
 def _usable(name: str, column: Any, indices: npt.NDArray[Any]) -> Any:
     """Returns a column as numbers and strings that a batch can have."""
     if isinstance(column, list):
+        for index, row in zip(indices, column, strict=True):
+            if row.dtype.kind == "O" and any(v is None for v in row.flat):
+                raise _null(name, index)
         return [_usable(name, row, indices) for row in column]
     if column.dtype.kind == "O":
         column = _texts(name, column, indices)
@@ -145,13 +148,7 @@ def _texts(
     values = column.ravel().tolist()
     for place, value in enumerate(values):
         if value is None:
-            row = indices[place * len(column) // len(values)]
-            raise ValueError(
-                f"Column {name!r} has no value (null) in row {row}. Fill the "
-                "nulls in the table (those of Parquet files with `fill_null=`) "
-                "or drop these rows, leave the column out with `columns=`, or "
-                "pass a `transform=`, which gets None."
-            )
+            raise _null(name, indices[place * len(column) // len(values)])
     kinds = {type(value) for value in values}
     if len(kinds) != 1 or not kinds <= {str, bytes}:
         listed = ", ".join(sorted(kind.__name__ for kind in kinds))
@@ -163,6 +160,15 @@ def _texts(
     if any(value[-1:] in ("\0", b"\0") for value in values):
         return column
     return np.array(values).reshape(column.shape)
+
+
+def _null(name: str, row: int) -> ValueError:
+    return ValueError(
+        f"Column {name!r} has no value (null) in row {row}. Fill the nulls in "
+        "the table (those of Parquet files with `fill_null=`) or drop these "
+        "rows, leave the column out with `columns=`, or pass a `transform=`, "
+        "which gets None."
+    )
 
 
 def tidied(sample: Any) -> Any:

@@ -12,9 +12,11 @@ from typing import Any
 
 from keras_fastdata.building.held_generators import Search
 from keras_fastdata.datasets.columns import tidied
+from keras_fastdata.engine.pool_handle import ForkSafeLock
 from keras_fastdata.sources.tables import is_a
 
 _torch_turn = threading.Lock()  # torch has one worker info in each process
+_turn = ForkSafeLock()  # of the threads that have parts of a dataset
 
 
 class Passes:
@@ -63,11 +65,28 @@ class _OfHuggingFace(Passes):
 
     def begin(self, index: int, count: int, key: int) -> Iterator[Any]:
         split = importlib.import_module("datasets.distributed")
-        part = split.split_dataset_by_node(self.iterable, index, count)
-        if Search(self).held:
-            # It shuffles: all parts alike, and each pass anew.
-            part.set_epoch(1 + key % (1 << 31))
-        return map(tidied, iter(part))
+        with _turn.own():
+            part = split.split_dataset_by_node(self.iterable, index, count)
+            if Search(self).held:
+                # It shuffles: all parts alike, and each pass anew.
+                part.set_epoch(1 + key % (1 << 31))
+        return map(tidied, part if count == 1 else _in_turn(part))
+
+
+def _in_turn(part: Any) -> Iterator[Any]:
+    """Yields the items of a part, of which one thread at a time gets one.
+
+    The parts share objects, and would lose items if threads met there.
+    """
+    iterator = None
+    while True:
+        with _turn.own():
+            iterator = iter(part) if iterator is None else iterator
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+        yield item
 
 
 class _OfTorch(Passes):

@@ -22,6 +22,8 @@ Sampler = Callable[[np.random.Generator, int], npt.ArrayLike]
 _DRAWN = 4096  # positions whose random numbers are drawn together
 _KEPT = 4  # results: of this epoch and the next one, and two windows of each
 _LONGEST_TURN = 1 << 14  # positions that exchange their groups
+_LEAST_SHARE = 1e-200  # of a group; the time of a use must be finite
+_LONGEST_MIX = 1 << 53  # positions, which floating point numbers tell apart
 
 # First elements of this package's keys for `rng_for`; users' are smaller.
 _WEIGHTS = 1 << 62
@@ -382,8 +384,12 @@ class Mixed:
         self._groups = list(groups)
         self._sizes = np.asarray([len(group) for group in groups], np.int64)
         self._count = count
-        self._shares = np.asarray(weights, np.float64)
-        self._shares /= self._shares.sum()
+        found = np.asarray(weights, np.float64)
+        # A power of two changes no digit, and the sum becomes finite.
+        found = np.ldexp(found, -np.frexp(found.max())[1])
+        self._shares: npt.NDArray[Any] = np.maximum(
+            found / found.sum(), _LEAST_SHARE
+        )
         self.is_random = shuffles
         self._turn = min(int(np.ceil(1 / self._shares.min())), _LONGEST_TURN)
         self._span = max(1, _DRAWN // self._turn) * self._turn
@@ -415,6 +421,13 @@ class Mixed:
         # Of uses at the same time, the first, or the last, as they are ordered.
         in_order = np.argsort(times, kind="stable")
         group = int(in_order[0 if stop == "first" else -1])
+        if times[group] > _LONGEST_MIX:
+            raise ValueError(
+                f"An epoch of {times[group]:.0e} samples would be needed until "
+                f"number {group} of `datasets`, whose share is "
+                f"{self._shares[group]:.0e}, has come to its end. Raise its "
+                "weight, or pass a number as `stop`."
+            )
         before = int(self._uses_before(times[group], group).sum())
         return before if stop == "first" else before + 1
 

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from keras_fastdata._dataset_internals import answer, version_of
 from keras_fastdata._validation import boolean, integer, optional_integer
+from keras_fastdata.building import build
 from keras_fastdata.dataset import FastPyDataset
 from keras_fastdata.datasets import order as orders
 from keras_fastdata.datasets.order import Order, Sampler
@@ -267,8 +268,19 @@ def _nothing() -> None:
 def epoch_of(dataset: FastPyDataset, count: int) -> orders.OrderEpoch:
     """Returns the dataset's current epoch, for an order of `count` things."""
     return orders.OrderEpoch(
-        count, version_of(dataset), functools.partial(answer, dataset)
+        count, version_of(dataset), functools.partial(_ask, dataset)
     )
+
+
+def _ask(dataset: FastPyDataset, name: str) -> Any:
+    """Returns a value of the dataset, from which its order is drawn."""
+    value, context = answer(dataset, name), build.current_context()
+    if context is not None and context.asked == f"self.{name}":
+        context.note_asked(
+            "an order of samples that is drawn in each epoch (without "
+            "`shuffle` and `sampler`, `fit` shuffles whole batches)"
+        )
+    return value
 
 
 PASS_WEIGHTS = "Pass weights: `sampler=1 / np.bincount(labels)[labels]`."
@@ -366,7 +378,9 @@ def _lengths_of(dataset: SampledDataset, by: Any) -> npt.NDArray[Any]:
             by = [len(row) for row in by]
     if callable(by):
         by = [by(sample) for sample in samples_of(dataset)]
-    found = np.asarray(by)
+    found = np.empty(0, object)
+    with contextlib.suppress(ValueError):  # of lists of different lengths
+        found = np.asarray(by)
     if found.ndim != 1 or found.dtype.kind not in "iuf":
         raise ValueError(
             "`bucket_by` must be a length for each sample, or a function that "

@@ -52,6 +52,12 @@ class Index:
             path if is_remote(path) else os.path.abspath(path)
             for path in self.storage.find(paths)
         ]
+        for path in self.paths:
+            if os.path.isdir(path):
+                raise IsADirectoryError(
+                    f"{path} is a folder. Name its files by a pattern, such "
+                    f"as {os.path.join(path, '*')!r}."
+                )
         self._kind = kind
         self._scan = scan
         self._versions = self._of_each(self.storage.version, self.paths)

@@ -177,25 +177,28 @@ class Parquet(ColumnRows):
         with self._index.storage.local(path) as local:
             try:
                 table = pq.ParquetFile(local).read_row_groups(groups, names)
-                table = self._cast(table, names)
-            except (OSError, KeyError, TypeError, ValueError) as error:
+                schema = _of_names(self._schema, names)
+                table = table.select(names).cast(schema)
+            except (
+                *(OSError, KeyError, TypeError, ValueError),
+                NotImplementedError,  # of a cast that Arrow lacks
+            ) as error:
                 first = self._index.paths[0]
                 raise ValueError(
                     f"Row groups {groups[0]} to {groups[-1]} of {path} cannot "
                     f"be read as the columns of {first}: {error} Write the "
                     "file again, or leave it out of `paths`."
                 ) from error
-        table = table.combine_chunks()
+        table = self._filled(table).combine_chunks()
         with pa.ipc.new_file(target, table.schema) as writer:
             writer.write_table(table)
 
-    def _cast(self, table: Any, names: tuple[str, ...]) -> Any:
-        """Returns a table with the columns of the first file, and no nulls."""
+    def _filled(self, table: Any) -> Any:
+        """Returns a table whose empty values are replaced."""
         fill = self._fill_null
-        table = table.select(names).cast(_of_names(self._schema, names))
-        for place, name in enumerate(names):
+        for place, name in enumerate(table.column_names):
             value = fill.get(name) if isinstance(fill, Mapping) else fill
-            column = _filled(table.column(name), value)
+            column = _filled(name, table.column(name), value)
             table = table.set_column(place, name, column)
         return table
 
@@ -271,7 +274,7 @@ def _of_names(schema: Any, names: Sequence[str]) -> Any:
     return pa.schema([schema.field(name) for name in names])
 
 
-def _filled(column: Any, value: Any) -> Any:
+def _filled(name: str, column: Any, value: Any) -> Any:
     """Replaces the empty values of a column."""
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -280,7 +283,18 @@ def _filled(column: Any, value: Any) -> Any:
         value = np.nan
     if value is None or not column.null_count:
         return column
-    return pc.fill_null(column, pa.scalar(value, column.type))
+    try:
+        scalar = pa.scalar(value, column.type)
+        if pa.types.is_integer(column.type):
+            pa.scalar(value).cast(column.type)  # 1.5 would become 1
+        return pc.fill_null(column, scalar)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise ValueError(
+            f"`fill_null={value!r}` cannot replace the empty values (null) of "
+            f"column {name!r}, whose type is {column.type}: {error}. Pass a "
+            "dict with a value for each column that has nulls, or leave the "
+            "column out with `columns=`."
+        ) from error
 
 
 def _reader(column: Any) -> Callable[[Indices], Column] | None:

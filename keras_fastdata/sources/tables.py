@@ -48,6 +48,7 @@ def as_source(held: Any) -> Any:
     if is_a(held, "pyarrow.dataset", "Dataset"):
         return ArrowParts(held)
     if is_a(held, "polars", "DataFrame"):
+        _check_polars(held)
         # Arrow itself cannot take rows of the newest types of strings.
         oldest = sys.modules["polars"].CompatLevel.oldest()
         pyarrow()  # says how to install it
@@ -73,6 +74,17 @@ def as_source(held: Any) -> Any:
     if is_a(held, "h5py", "Dataset") or is_a(held, "zarr", "Array"):
         return ArrayRows(held)
     return held
+
+
+def _check_polars(frame: Any) -> None:
+    """Raises `TypeError` for columns that polars gives away as addresses."""
+    for name, kind in frame.schema.items():
+        if str(kind) == "Object":
+            raise TypeError(
+                f"Column {name!r} has Python objects (polars' type Object), "
+                "which cannot be read as a table. Convert the column, or pass "
+                f"`frame.drop({name!r})`."
+            )
 
 
 def is_a(held: Any, module: str, name: str) -> bool:
@@ -141,7 +153,7 @@ def _arrays_of(frame: Any) -> dict[Any, Any]:
         if isinstance(column.dtype, np.dtype) and column.dtype.kind != "O":
             found[name] = column.to_numpy()
         elif arrow is not None:
-            with contextlib.suppress(arrow.ArrowException):
+            with contextlib.suppress(arrow.ArrowException, OverflowError):
                 made = arrow.array(column)
                 chunked = isinstance(made, arrow.ChunkedArray)
                 found[name] = made.combine_chunks() if chunked else made

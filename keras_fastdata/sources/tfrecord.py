@@ -172,7 +172,16 @@ class _Examples(TFRecord):
     def _column(self, name: str, parsed: list[Any], indices: Indices) -> Column:
         shape = self._shapes[name]
         features = [feature[name] for feature in parsed]
-        kind, lengths, values = _values_of(features)
+        kind, *others = _kinds_of(features) or ["float_list"]
+        for place, feature in enumerate(features if others else ()):
+            if getattr(feature, others[0]).value:
+                raise ValueError(
+                    f"{self._name(int(indices[place]))} has the values of "
+                    f"feature {name!r} in a {others[0]}, and other records "
+                    f"have them in a {kind}. Write the files again, with one "
+                    "kind of list for each feature."
+                )
+        lengths, values = _values_of(features, kind)
         wrong = lengths != (lengths if shape is None else math.prod(shape))
         if wrong.any():
             place = int(wrong.argmax())
@@ -190,13 +199,21 @@ class _Examples(TFRecord):
         return np.split(values, np.cumsum(lengths))[: len(features)]
 
 
+def _kinds_of(features: list[Any]) -> list[str]:
+    """Returns the kinds of lists that values are in, the first one's first."""
+    kinds = [k for k in _DTYPES if any(f.HasField(k) for f in features)]
+    if len(kinds) < 2:
+        return kinds
+    # A list without values may be of any kind.
+    found = (k for f in features for k in kinds if getattr(f, k).value)
+    return list(dict.fromkeys(found)) or kinds[:1]
+
+
 def _values_of(
-    features: list[Any],
-) -> tuple[str, npt.NDArray[np.int64], npt.NDArray[Any]]:
-    """Returns in which list values are, how many each, and all of them."""
+    features: list[Any], kind: str
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
+    """Returns how many values are in each list of a kind, and all of them."""
     count = len(features)
-    kinds = (k for f in features for k in _DTYPES if f.HasField(k))
-    kind = next(kinds, "float_list")
 
     def joined() -> tuple[Any, bool]:
         # Messages that follow one another are parsed as one, whose values are
@@ -209,7 +226,7 @@ def _values_of(
         values, even = joined()
         if even and not len(values) % count:
             lengths = np.full(count, len(values) // count)
-            return kind, lengths, np.array(values, np.float32)
+            return lengths, np.array(values, np.float32)
     lists = [getattr(feature, kind).value for feature in features]
     lengths = np.fromiter(map(len, lists), np.int64, count)
     if kind == "bytes_list" or lengths.max(initial=0) < 2:
@@ -218,7 +235,7 @@ def _values_of(
         values, _ = joined()
     found = np.empty(len(values), _DTYPES[kind])
     found[:] = values
-    return kind, lengths, found
+    return lengths, found
 
 
 def _shape(name: str, given: Any) -> tuple[int, ...] | None:

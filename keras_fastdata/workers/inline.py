@@ -10,6 +10,7 @@ import contextlib
 import threading
 from collections.abc import Iterable
 
+from keras_fastdata.errors import EndOfData
 from keras_fastdata.memory import ownership
 from keras_fastdata.metrics.pool_stats import PoolStats
 from keras_fastdata.metrics.timing import Stopwatch
@@ -160,6 +161,11 @@ def build_here(
         )
         timing = stopwatch.stop()
         return LocalResult(request.request_id, worker, batch, timing=timing)
+    except EndOfData as error:
+        # Its frames refer to the dataset, which would never be collected.
+        return LocalResult.failed(
+            request.request_id, worker, error.with_traceback(None)
+        )
     except caught as error:
         note(error, describe_batch(dataset, request, name))
         return LocalResult.failed(request.request_id, worker, error)

@@ -51,6 +51,7 @@ from keras_fastdata import (
     SampleDataset,
     SharedList,
     accelerate,
+    combine,
 )
 from keras_fastdata._dataset_internals import loader_of
 from keras_fastdata.engine import cache as cache_files
@@ -311,12 +312,21 @@ def test_batches_that_differ_between_epochs_are_refused(what, place):
         assert [list(data), list(data)] == [[0, 1, 2]] * 2
 
 
-def test_samples_in_another_order_each_epoch_are_refused():
-    dataset = SampleDataset(
-        range(8), 2, shuffle=True, cache="memory", workers=0
-    )
-    with pytest.raises(LoaderError, match=r"used self\.epoch_order"):
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"shuffle": True},
+        {"sampler": np.ones(8)},
+        {"shuffle": True, "bucket_by": np.arange(8)},
+    ],
+)
+def test_samples_in_another_order_each_epoch_are_refused(kwargs):
+    dataset = SampleDataset(range(8), 2, cache="memory", workers=0, **kwargs)
+    with pytest.raises(LoaderError, match=r"used an order .*`shuffle`"):
         list(dataset)
+    mapped = combine.map(dataset, abs)
+    with pytest.raises(LoaderError, match=r"of combine\.map .*an order"):
+        list(mapped)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ import keras_fastdata
 from keras_fastdata import (
     ArrayDataset,
     FastPyDataset,
+    GeneratorDataset,
+    LoaderError,
     SampleDataset,
     accelerate,
     combine,
@@ -370,6 +372,93 @@ def test_hooks_of_the_datasets_reach_workers_and_resumed_epochs(make):
         assert [first, *of(dataset)] == expected[2]
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [PLACES["2 processes"], {"cache": "memory"}, {"cache": "folder"}],
+    ids=["processes", "memory", "folder"],
+)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda one, **kwargs: combine.concat([one], **kwargs),
+        lambda one, **kwargs: combine.concat([one], by="batches", **kwargs),
+        lambda one, **kwargs: combine.map(one, abs, **kwargs),
+        lambda one, **kwargs: combine.map(
+            combine.mix([one]), abs, by="batches", **kwargs
+        ),
+        # A part is a copy of the mapped dataset, beside it.
+        lambda one, **kwargs: combine.take(combine.map(one, abs, **kwargs), 6),
+    ],
+    ids=["concat", "batches", "map", "nested", "part"],
+)
+def test_an_assignment_to_a_dataset_within_is_noticed(make, settings, tmp_path):
+    if settings.get("cache") == "folder":
+        settings = {"cache": str(tmp_path), "cache_version": 1}
+    one = numbers(6)
+    with make(one, **settings) as dataset:
+        before = [batch.tolist() for batch in dataset]
+        one.source = range(10, 16)
+        after = [batch.tolist() for batch in dataset]
+        assert [batch.tolist() for batch in dataset] == after
+    assert before == [[0, 1, 2], [3, 4, 5]]
+    assert after == [[10, 11, 12], [13, 14, 15]]
+
+
+def test_a_dataset_within_says_that_it_was_edited_in_place():
+    source = [1, 2, 3]
+    one = SampleDataset(source)
+    with combine.map(one, abs, cache="memory") as dataset:
+        assert flat(dataset) == [1, 2, 3]
+        source[0] = -5
+        one.mark_changed()
+        assert flat(dataset) == [5, 2, 3]
+
+
+class Counted(SampleDataset):
+    num_samples = 6
+    built = 0
+
+    def get_sample(self, index):
+        self.built += 1
+        return index
+
+
+def test_what_builds_assign_to_a_dataset_within_is_no_change():
+    one = Counted(batch_size=3)
+    flat(one)  # it has a loader of its own
+    with combine.map(one, abs, workers=1, cache="memory") as dataset:
+        assert len(list(dataset)) == 2
+        built = one.built
+        assert len(list(dataset)) == 2
+        assert one.built == built
+
+
+def streamed(**kwargs):
+    return GeneratorDataset(lambda: iter(range(6)), 2, num_batches=3, **kwargs)
+
+
+@pytest.mark.parametrize("workers", [2, "auto"])
+def test_batches_of_streams_are_combined_by_one_worker(workers):
+    with pytest.raises(ValueError, match="`workers` must be 0 or 1"):
+        combine.map(streamed(), abs, workers=workers)
+    nested = combine.concat([Batches(2), combine.concat([streamed()])])
+    with pytest.raises(ValueError, match=r"combine\.concat has its batches"):
+        combine.concat([nested], workers=workers)
+
+
+def test_a_stream_within_ends_its_worker_when_it_is_collected():
+    # Its thread meets the end of the data, which nobody asks for.
+    assert flat(combine.map(streamed(), abs, workers=1)) == [*range(6)]
+
+
+def test_what_has_a_stream_that_goes_on_has_no_state():
+    dataset = combine.concat([combine.concat([streamed(restart=False)])])
+    with dataset, pytest.raises(LoaderError, match="`restart=True`"):
+        dataset.state_dict()
+    with combine.concat([streamed()]) as dataset:
+        assert dataset.state_dict()["position"] == 0
+
+
 def test_a_combined_dataset_has_the_hooks_that_it_calls():
     overrides = functools.partial(
         build.overrides, combine.concat([Hooked(), Batches(3)])
@@ -391,6 +480,24 @@ def test_a_sequence_of_keras_is_taken_after_accelerate():
     with pytest.raises(TypeError, match=r"accelerate\(\.\.\.\)"):
         combine.concat([Plain()])
     assert flat(combine.concat([accelerate(Plain(), workers=0)])) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "weights", [[1e-300, 1e300], [5e-324, 1e308], [1e-20, 1]]
+)
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_dataset_of_next_to_no_weight_hardly_comes(weights, shuffle):
+    pair = [numbers(3), numbers(10, 13)]
+    mixed = combine.mix(pair, weights, shuffle=shuffle)
+    assert sorted(flat(mixed)) == [10, 11, 12]
+    assert min(flat(combine.mix(pair, weights, 9, shuffle=shuffle))) == 10
+    with pytest.raises(ValueError, match="number 0 of `datasets`"):
+        combine.mix(pair, weights, "all", shuffle=shuffle)
+
+
+def test_huge_weights_have_a_sum():
+    pair = [numbers(2), numbers(10, 12)]
+    assert flat(combine.mix(pair, [1e308, 1e308])) == [0, 10, 1, 11]
 
 
 # -- what cannot be meant ----------------------------------------------------

@@ -248,10 +248,11 @@ def test_a_function_of_lengths_is_called_once_for_each_sample():
     ("bucket_by", "said"),
     [
         ([1, 2], "2 lengths in `bucket_by` for 3 samples"),
+        ([[1], [1, 2], []], "must be a length for each sample"),
         (["a", "b", "c"], "a length for each sample"),
         (str, "a length for each sample"),
     ],
-    ids=["too few", "texts", "function"],
+    ids=["too few", "lists", "texts", "function"],
 )
 def test_lengths_that_cannot_be_right_are_refused(bucket_by, said):
     with pytest.raises(ValueError, match=said):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -151,6 +153,25 @@ def test_torchs_iterable_that_does_not_ask_for_its_part_is_refused():
         pytest.raises(ValueError, match=r"does not ask .*get_worker_info"),
     ):
         list(dataset)
+
+
+def test_threads_take_turns_with_what_hugging_face_maps():
+    # Threads that met in a mapped dataset lost items.
+    busy, met = threading.Lock(), []
+
+    def slow(row):
+        met.append(not busy.acquire(blocking=False))
+        time.sleep(0.001)  # long enough for another thread to come
+        if not met[-1]:
+            busy.release()
+        return row
+
+    with GeneratorDataset(
+        hugging_face().map(slow), 3, num_shards=3, workers=3, columns="number"
+    ) as dataset:
+        found = [number for x in dataset for number in x.tolist()]
+    assert sorted(found) == [*range(_COUNT)]
+    assert not any(met)
 
 
 @pytest.mark.parametrize(

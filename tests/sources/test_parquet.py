@@ -225,6 +225,24 @@ def test_an_empty_float_is_nan(tmp_path):
     np.testing.assert_array_equal(found, [1.0, np.nan, 3.0, 4.0])
 
 
+def test_a_file_with_values_where_the_first_has_none_is_named(
+    tmp_path, storage
+):
+    write(tmp_path / "a.parquet", n=pa.nulls(2))
+    write(tmp_path / "b.parquet", n=[1, 2])
+    source = sources.Parquet(tmp_path / "*.parquet", storage=storage)
+    with pytest.raises(ValueError, match=r"b\.parquet cannot be read as"):
+        source[3]
+
+
+@pytest.mark.parametrize(
+    "kind", [sources.Parquet, sources.Tar, sources.TFRecord]
+)
+def test_a_folder_in_place_of_its_files_is_named(tmp_path, storage, kind):
+    with pytest.raises(IsADirectoryError, match=r"is a folder.* a pattern"):
+        kind(tmp_path, storage=storage)
+
+
 def test_another_empty_value_is_none_which_no_batch_takes(tmp_path, storage):
     path = write(tmp_path / "a.parquet", n=[1, None])
     source = sources.Parquet(path, storage=storage)
@@ -235,9 +253,19 @@ def test_another_empty_value_is_none_which_no_batch_takes(tmp_path, storage):
     assert SampleDataset(filled, 2)[0]["n"].tolist() == [1, 7]
 
 
-def test_a_replacement_of_another_type_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match=r"a\.parquet cannot be read"):
-        stored(tmp_path, [1, None], fill_null="x")
+@pytest.mark.parametrize(
+    ("values", "fill"),
+    [
+        ([1, None], "x"),
+        ([1, None], 1.5),
+        ([1, None], float("nan")),
+        (["a", None], 0),
+        ([[1], None], 0),
+    ],
+)
+def test_a_replacement_of_another_type_is_an_error(tmp_path, values, fill):
+    with pytest.raises(ValueError, match=r"`fill_null=.* of column 'a', whose"):
+        stored(tmp_path, values, fill_null=fill)
 
 
 @pytest.mark.parametrize(

@@ -244,6 +244,28 @@ def test_a_null_is_an_error_that_names_column_row_and_remedy(place, name):
     assert x.tolist() == [8, 7, 8]
 
 
+@pytest.mark.parametrize("lists", [[[1, 2], [3, None]], [[1], [2, None], []]])
+def test_a_null_in_a_list_is_named_as_well(lists):
+    pa = pytest.importorskip("pyarrow")
+    with pytest.raises(ValueError, match=r"'x' has no value \(null\) in row 1"):
+        batch(pa.table({"x": lists}), pad_to="longest")
+
+
+def test_python_objects_in_a_polars_frame_are_refused():
+    pl = pytest.importorskip("polars")
+    frame = pl.DataFrame({"x": [1], "o": pl.Series([object()])})
+    with pytest.raises(TypeError, match=r"'o' has Python objects.*drop"):
+        SampleDataset(frame)
+    assert batch(frame.drop("o"), columns="x").tolist() == [1]
+
+
+def test_integers_that_fit_no_array_are_an_error_that_names_the_column():
+    pd = pytest.importorskip("pandas")
+    frame = pd.DataFrame({"big": np.array([2**70, 1], object)})
+    with pytest.raises(ValueError, match="Column 'big'"):
+        batch(frame)
+
+
 def test_a_pandas_frame_is_read_without_arrow_too(monkeypatch):
     pd = pytest.importorskip("pandas")
     kwargs, _ = HELD["dict_rows"](None)

@@ -160,6 +160,29 @@ def test_a_feature_of_any_length_may_be_missing(tf, tmp_path, storage):
     assert even.tolist() == [[1, 2], [3, 4]]
 
 
+def test_values_beside_an_empty_list_of_another_kind_are_kept(
+    tf, tmp_path, storage
+):
+    # `example` writes an empty list as one of floats.
+    records = [example(tf, n=[]), example(tf, n=[3, 4])]
+    path = write(tf, tmp_path / "a.tfrecord", records)
+    source = sources.TFRecord(path, {"n": None}, storage=storage)
+    found = source.get_columns(np.arange(2), ["n"])["n"]
+    assert [row.tolist() for row in found] == [[], [3, 4]]
+
+
+@pytest.mark.parametrize("shape", [None, ()])
+@pytest.mark.parametrize(
+    "values", [([1.0, 2.0], [1] * 8), ([1], [2.5]), ([1], [b"a"])]
+)
+def test_values_of_two_kinds_are_an_error(tf, tmp_path, storage, shape, values):
+    records = [example(tf, n=each) for each in values]
+    path = write(tf, tmp_path / "a.tfrecord", records)
+    source = sources.TFRecord(path, {"n": shape}, storage=storage)
+    with pytest.raises(ValueError, match=r"Record 1 .* feature 'n' in a "):
+        source.get_columns(np.arange(2), ["n"])
+
+
 def test_a_missing_feature_is_an_error_that_lists_the_others(
     tf, tmp_path, storage
 ):
