@@ -31,7 +31,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from keras_fastdata._modules import is_users, names_in
+from keras_fastdata._modules import (
+    is_users,
+    is_users_class,
+    is_users_code,
+    names_in,
+)
 from keras_fastdata.building import seeding
 
 _MOST_VISITED = 20_000  # objects in one search
@@ -572,13 +577,13 @@ def _named_by(value: Any) -> Iterator[tuple[str, Any, Any, str]]:
     Each with its path, and with the variables that have it, and its name there.
     """
     if isinstance(value, types.FunctionType):
-        if is_users(value.__globals__.get("__name__") or ""):
+        if is_users_code(str(value.__globals__.get("__name__"))):
             names = names_in(value.__code__)
             yield from _globals_of(value.__globals__, names)
         return
     kind = value if isinstance(value, type) else type(value)
     for base in kind.__mro__:
-        if is_users(base.__module__):
+        if is_users_class(base):
             for name in sorted(vars(base)):
                 # A worker does not construct the dataset.
                 if name not in ("__init__", "__new__", "__dict__"):

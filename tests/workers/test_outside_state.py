@@ -370,3 +370,37 @@ def test_whose_a_module_is_depends_on_the_folder_that_it_lies_in():
         assert not is_users(name), name
     assert is_users("outside_config")
     assert is_users("__main__")
+
+
+IN_NO_MODULE = """
+import numpy as np
+from keras_fastdata import FastPyDataset
+
+SCALE = 1
+RNG = np.random.default_rng(0)
+
+def draw():
+    return SCALE, RNG.integers(2**60)
+
+class Mine(FastPyDataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return np.array(draw())
+"""
+
+
+@pytest.mark.parametrize("names", [{"__name__": "cells"}, {}])
+def test_the_globals_of_code_that_exec_ran_are_sent_and_seeded(names):
+    names = {**names}
+    exec(IN_NO_MODULE, names)
+    epochs = []
+    for place in ({"workers": 0}, PROCESSES):
+        with names["Mine"](seed=1, **place) as dataset:
+            for scale in (1, 2):
+                names["SCALE"] = scale
+                epochs.append([batch.tolist() for batch in dataset])
+    inline, processes = epochs[:2], epochs[2:]
+    assert processes == inline
+    assert [scale for scale, _ in inline[1]] == [2] * 4
