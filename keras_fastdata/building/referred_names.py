@@ -128,7 +128,7 @@ class _VariableSearch:
         self.assigned: set[str] = set()  # names that the code assigns
         self.own: set[str] = set()  # names that the code assigns to `self`
         self._seen: dict[Any, Any] = {}  # by id; keeps the values alive
-        self._places: set[tuple[str, str]] = set()
+        self._places: set[tuple[int, str]] = set()
 
     def value(self, value: Any, module: str = "", path: str = "") -> None:
         """Collects the variables that a value refers to.
@@ -236,9 +236,10 @@ class _VariableSearch:
     def _note(
         self, home: Mapping[str, Any], name: str, module: str, path: str
     ) -> None:
-        if (module, path) in self._places or len(self.found) >= _MOST_VISITS:
+        place = id(home), path
+        if place in self._places or len(self.found) >= _MOST_VISITS:
             return
-        self._places.add((module, path))
+        self._places.add(place)
         by_value = (
             module == "__main__"
             or "<locals>" in path

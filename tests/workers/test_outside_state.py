@@ -15,6 +15,7 @@ import pytest
 from outside_samples import Divided, Frameworks, Referring
 from PIL import Image, ImageFile
 from places import EVERY_KIND
+from samples import Holds
 
 from keras_fastdata import FastPyDataset
 from keras_fastdata._modules import is_users
@@ -370,6 +371,25 @@ def test_whose_a_module_is_depends_on_the_folder_that_it_lies_in():
         assert not is_users(name), name
     assert is_users("outside_config")
     assert is_users("__main__")
+
+
+def test_each_of_several_classes_of_one_name_is_watched():
+    def make(factor):
+        class Tool:
+            strength = factor
+
+            def use(self):
+                return self.strength
+
+        return Tool()
+
+    tools = [make(1), make(2)]
+    state = OutsideState()
+    dataset = Holds(tools, lambda tools, _: [tool.use() for tool in tools])
+    for tool in tools:
+        state.look(dataset, is_shared=False)
+        type(tool).strength = 3
+        assert state.notice_changes()
 
 
 IN_NO_MODULE = """
