@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import importlib
 import sys
 import threading
@@ -371,6 +372,31 @@ def test_whose_a_module_is_depends_on_the_folder_that_it_lies_in():
         assert not is_users(name), name
     assert is_users("outside_config")
     assert is_users("__main__")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        collections.OrderedDict,
+        lambda items: collections.defaultdict(list, items),
+        collections.Counter,
+    ],
+)
+def test_containers_of_the_standard_library_are_sent_and_watched(patch, make):
+    patch.setattr(conf, "OPTIONS", make({"sizes": 5}))
+    dataset, state = Referring(), OutsideState()
+    state.look(dataset, is_shared=False)
+    assert state.told.values["outside_config"]["OPTIONS"] == {"sizes": 5}
+    conf.OPTIONS["sizes"] = 6
+    assert state.notice_changes()
+
+
+def test_an_ordered_dict_that_the_program_set_is_there_in_processes(patch):
+    patch.setattr(conf, "OPTIONS", collections.OrderedDict(sizes=[5]))
+    with Referring(**PROCESSES) as dataset:
+        for size in (6, 7):
+            conf.OPTIONS["sizes"] = [size]
+            assert f"[{size}]" in _walk(dataset)
 
 
 def test_each_of_several_classes_of_one_name_is_watched():
