@@ -177,7 +177,8 @@ class _VariableSearch:
                 self.value(part)
 
     def _class(self, kind: type) -> None:
-        for base in kind.__mro__:
+        metaclass: type = type(kind)
+        for base in (*kind.__mro__, *metaclass.__mro__):
             if not is_users_class(base) or not self._is_new(base):
                 continue
             self._note_size(vars(base))

@@ -418,6 +418,19 @@ def test_each_of_several_classes_of_one_name_is_watched():
         assert state.notice_changes()
 
 
+def test_a_change_of_a_metaclass_reaches_processes():
+    class Meta(type):
+        factor = 1
+
+    class Tool(metaclass=Meta):
+        pass
+
+    with Holds(Tool, lambda tool, _: type(tool).factor, **PROCESSES) as dataset:
+        for factor in (1, 2):
+            Meta.factor = factor
+            assert [int(batch) for batch in dataset] == [factor] * 3
+
+
 IN_NO_MODULE = """
 import numpy as np
 from keras_fastdata import FastPyDataset
