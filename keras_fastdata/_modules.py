@@ -26,6 +26,7 @@ _ALWAYS_THERE = {
     *sys.stdlib_module_names,
     *("cloudpickle", "keras_fastdata", "numpy"),
 }
+_MADE_BY_CODE = 1 << 9  # the flag of a class that a class statement made
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _STATEMENTS = (ast.stmt, ast.ExceptHandler, ast.match_case)
 
@@ -52,6 +53,26 @@ def is_users(name: Any, *, if_unknown: bool = False) -> bool:
     if file is None:
         return if_unknown
     return not _has_installed(os.path.dirname(file))
+
+
+def is_users_code(name: Any) -> bool:
+    """Returns whether a function whose globals have a name is the user's."""
+    return is_users(name, if_unknown=has_no_module(name))
+
+
+def is_users_class(kind: type) -> bool:
+    """Returns whether a class is part of the user's program."""
+    if kind.__module__ == "builtins":  # also if its globals have no name
+        return bool(kind.__flags__ & _MADE_BY_CODE)
+    return is_users_code(kind.__module__)
+
+
+def has_no_module(name: Any) -> bool:
+    """Returns whether code with a module's name is in no module.
+
+    Such code was run by `exec` or `runpy`, and travels to workers by value.
+    """
+    return isinstance(name, str) and name not in sys.modules
 
 
 @functools.lru_cache(maxsize=4096)

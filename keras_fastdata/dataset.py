@@ -374,8 +374,8 @@ class FastPyDataset(_Base):
         """Override this to seed more random generators before each batch.
 
         Already seeded are `np.random`, `random`, torch's default generator,
-        and objects that the dataset refers to: generators of NumPy, Python
-        and torch, and objects with a method `set_random_seed(seed)` or
+        and objects that the dataset refers to: generators of NumPy, Python,
+        torch and Keras, and objects with a method `set_random_seed(seed)` or
         `seed(seed)`. Not called in worker threads, which would share the
         generators.
 

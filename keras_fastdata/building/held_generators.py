@@ -31,7 +31,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from keras_fastdata._modules import is_users, names_in
+from keras_fastdata._modules import (
+    is_users,
+    is_users_class,
+    is_users_code,
+    names_in,
+)
 from keras_fastdata.building import seeding
 
 _MOST_VISITED = 20_000  # objects in one search
@@ -48,7 +53,8 @@ class Held(NamedTuple):
 
     path: str  # the path from the dataset to the generator
     key: tuple[int, ...]  # the key of its stream, computed from the path
-    # Whether a global variable or a class holds it, and not the dataset alone.
+    # Whether others may hold it too: it is in a global variable or a class, or
+    # in a layer, which the model that trains may have as well.
     is_outside: bool
     generator: _Generator  # the generator
 
@@ -147,6 +153,37 @@ class _TorchGenerator(_Generator):
     def restore(self, state: bytes) -> None:
         array = np.frombuffer(state, np.uint8).copy()
         self.value.set_state(sys.modules["torch"].from_numpy(array))
+
+
+class _KerasSeedGenerator(_Generator):
+    """Wraps a `keras.random.SeedGenerator`, as random layers have one.
+
+    On JAX, `fit` takes the values of a model's variables away until the epoch
+    ends. No build can draw from such a generator, so it is left as it is.
+    """
+
+    def reseed(self, stream: np.random.SeedSequence) -> None:
+        words = stream.generate_state(2) >> 1  # some backends have int32
+        self._assign(words.tolist())
+
+    def state(self) -> list[int]:
+        if self._is_taken:
+            return []
+        words: list[int] = np.asarray(self.value.state).tolist()
+        return words
+
+    def restore(self, state: list[int]) -> None:
+        if state:
+            self._assign(state)
+
+    def _assign(self, words: list[int]) -> None:
+        if not self._is_taken:
+            self.value.state.assign(words)
+
+    @property
+    def _is_taken(self) -> bool:
+        # The public attribute raises an error then.
+        return getattr(self.value.state, "_value", ...) is None
 
 
 class _HasSeedMethod(_Generator):
@@ -272,7 +309,10 @@ class Search:
         key: tuple[int, ...] = (int.from_bytes(digest.digest(), "little"),)
         if alike := sum(held.path == path for held in self.held):
             key = (*key, alike)  # items of a set share one path
-        self.held.append(Held(path, key, step.is_outside, generator))
+        is_outside = step.is_outside or isinstance(
+            generator, _KerasSeedGenerator
+        )
+        self.held.append(Held(path, key, is_outside, generator))
         if not step.is_outside:
             self._roots[way[-1].name.removeprefix(".")] = way[-1].value
 
@@ -537,13 +577,13 @@ def _named_by(value: Any) -> Iterator[tuple[str, Any, Any, str]]:
     Each with its path, and with the variables that have it, and its name there.
     """
     if isinstance(value, types.FunctionType):
-        if is_users(value.__globals__.get("__name__") or ""):
+        if is_users_code(str(value.__globals__.get("__name__"))):
             names = names_in(value.__code__)
             yield from _globals_of(value.__globals__, names)
         return
     kind = value if isinstance(value, type) else type(value)
     for base in kind.__mro__:
-        if is_users(base.__module__):
+        if is_users_class(base):
             for name in sorted(vars(base)):
                 # A worker does not construct the dataset.
                 if name not in ("__init__", "__new__", "__dict__"):
@@ -626,6 +666,10 @@ def _kind_of(value: Any) -> Callable[[Any], _Generator] | None:
     torch = seeding.loaded_torch()
     if torch is not None and isinstance(value, torch.Generator):
         return _TorchGenerator
+    keras_random = getattr(sys.modules.get("keras"), "random", None)
+    kind = getattr(keras_random, "SeedGenerator", None)
+    if kind is not None and isinstance(value, kind):
+        return _KerasSeedGenerator
     return None
 
 

@@ -22,8 +22,11 @@ import cloudpickle
 import numpy as np
 
 from keras_fastdata._modules import (
+    has_no_module,
     imports_in,
     is_users,
+    is_users_class,
+    is_users_code,
     names_in,
     nested_code,
 )
@@ -125,7 +128,7 @@ class _VariableSearch:
         self.assigned: set[str] = set()  # names that the code assigns
         self.own: set[str] = set()  # names that the code assigns to `self`
         self._seen: dict[Any, Any] = {}  # by id; keeps the values alive
-        self._places: set[tuple[str, str]] = set()
+        self._places: set[tuple[int, str]] = set()
 
     def value(self, value: Any, module: str = "", path: str = "") -> None:
         """Collects the variables that a value refers to.
@@ -174,10 +177,14 @@ class _VariableSearch:
                 self.value(part)
 
     def _class(self, kind: type) -> None:
-        for base in kind.__mro__:
-            if not is_users(base.__module__) or not self._is_new(base):
+        metaclass: type = type(kind)
+        for base in (*kind.__mro__, *metaclass.__mro__):
+            if not is_users_class(base) or not self._is_new(base):
                 continue
             self._note_size(vars(base))
+            home = base.__module__
+            if home == "builtins":  # the globals of its code have no name
+                home = ""
             for name, value in list(vars(base).items()):
                 if name in _RUN_HERE:
                     continue
@@ -185,7 +192,7 @@ class _VariableSearch:
                     self.value(value)
                 else:
                     path = f"{base.__qualname__}.{name}"
-                    self._note(vars(base), name, base.__module__, path)
+                    self._note(vars(base), name, home, path)
 
     def _function(self, function: types.FunctionType) -> None:
         if not self._is_new(function):
@@ -201,7 +208,7 @@ class _VariableSearch:
                 self.value(cell.cell_contents)
             if is_nested and self._is_new(cell):
                 self.found.append(Variable(_Cell(cell), "", home, "", True))
-        if not is_users(home):
+        if not is_users_code(home):
             return
         code, package = function.__code__, variables.get("__package__")
         names, every = _names_in(code, package), names_in(code)
@@ -230,12 +237,14 @@ class _VariableSearch:
     def _note(
         self, home: Mapping[str, Any], name: str, module: str, path: str
     ) -> None:
-        if (module, path) in self._places or len(self.found) >= _MOST_VISITS:
+        place = id(home), path
+        if place in self._places or len(self.found) >= _MOST_VISITS:
             return
-        self._places.add((module, path))
+        self._places.add(place)
         by_value = (
             module == "__main__"
             or "<locals>" in path
+            or has_no_module(module)
             or module in cloudpickle.list_registry_pickle_by_value()
         )
         self.found.append(Variable(home, name, module, path, by_value))
@@ -250,10 +259,10 @@ def _is_pythons(name: str, value: Any) -> bool:
 
 def _is_users_object(value: Any) -> bool:
     """Returns whether the user or this package defines an object's class."""
-    module = type(value).__module__
-    if module == "builtins" or isinstance(value, weakref.ref):
+    if isinstance(value, weakref.ref):
         return False
-    return is_users(module) or module.startswith("keras_fastdata.")
+    kind = type(value)
+    return is_users_class(kind) or kind.__module__.startswith("keras_fastdata.")
 
 
 def _parts_of(value: Any) -> list[Any]:

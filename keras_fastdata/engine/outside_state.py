@@ -19,6 +19,7 @@ difference means that batches which were built ahead or cached are out of date.
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -44,7 +45,13 @@ from keras_fastdata.building.referred_names import (
 _MOST_ITEMS = 1000  # of a plain value, in all; so many bytes are one
 _BYTES_PER_ITEM = 64
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
-_CONTAINERS = (list, tuple, set, frozenset)
+_CONTAINERS = (list, tuple, set, frozenset, collections.deque)
+_MAPPINGS = (
+    dict,
+    collections.OrderedDict,
+    collections.defaultdict,
+    collections.Counter,
+)
 _NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
 
 _Settings = dict[str, dict[str, Any]]  # by module and name
@@ -199,7 +206,10 @@ def _is_plain(value: Any) -> bool:
         kind = type(item)
         if kind in _CONTAINERS:
             waiting += item
-        elif kind is dict:
+        elif kind in _MAPPINGS:
+            factory = getattr(item, "default_factory", None)
+            if factory is not None and not isinstance(factory, type):
+                return False  # a function, which may not be picklable
             waiting += [*item, *item.values()]
         elif kind in _NAMESPACES:
             waiting += vars(item).values()
@@ -227,7 +237,7 @@ def _content(value: Any) -> Any:
     Returns `None` for other values.
     """
     kind = type(value)
-    if kind in (list, dict, set):
+    if kind in (list, set, collections.deque, *_MAPPINGS):
         return repr(value) if _is_plain(value) else len(value)
     if kind in _NAMESPACES:
         return repr(value) if _is_plain(value) else len(vars(value))

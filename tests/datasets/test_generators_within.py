@@ -12,6 +12,7 @@ import warnings
 import weakref
 
 import generator_kinds
+import keras
 import numpy as np
 import pytest
 from generator_kinds import Everywhere, Seedable, Slots
@@ -505,3 +506,83 @@ def test_a_seedable_part_that_knows_the_dataset_does_not_keep_it():
     del dataset
     gc.collect()
     assert gone() is None
+
+
+def _brighten(layer, index):
+    image = np.full((1, 2, 2, 3), 100.0 + index, "float32")
+    return keras.ops.convert_to_numpy(layer(image, training=True))
+
+
+def _brightening(**place):
+    layer = keras.layers.RandomBrightness(0.5, seed=1)
+    return Holds(layer, _brighten, **place)
+
+
+def test_what_a_layer_of_keras_draws_does_not_depend_on_earlier_builds():
+    dataset = _brightening()
+    builder = build.Builder(lambda: dataset, 1, private=True)
+    batches = [builder.build(0, index, 0) for index in (0, 1, 2)]
+    again = [builder.build(0, index, 0) for index in (2, 0, 1)]
+    assert equal([again[1], again[2], again[0]], batches)
+    assert len({float(batch.flat[0]) for batch in batches}) == 3
+
+
+@pytest.mark.long
+@pytest.mark.backend
+def test_a_layer_of_keras_draws_the_same_in_each_process_and_inline():
+    inline = _epochs(_brightening(seed=1, workers=0))
+    place = {"workers": 2, "use_multiprocessing": True}
+    assert equal(_epochs(_brightening(seed=1, **place)), inline)
+
+
+def test_a_layer_that_others_may_hold_is_left_as_it_was_found():
+    dataset = _brightening(workers=0)
+    before = np.asarray(dataset.thing.generator.state).tolist()
+    _epochs(dataset)
+    assert np.asarray(dataset.thing.generator.state).tolist() == before
+
+
+def test_a_cache_refuses_what_a_layer_of_keras_draws():
+    with (
+        _brightening(workers=0, cache="memory") as dataset,
+        pytest.raises(LoaderError, match="differs from epoch to epoch"),
+    ):
+        list(dataset)
+
+
+@pytest.mark.backend
+def test_a_dataset_may_hold_the_model_that_trains_on_it():
+    def losses(data):
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential(
+            [
+                keras.Input((3,)),
+                keras.layers.Dense(4),
+                keras.layers.Dropout(0.5),
+                keras.layers.Dense(1),
+            ]
+        )
+        model.compile("sgd", "mse")
+        if data is not x:
+            data.model = model
+        one_batch = {"batch_size": 4} if data is x else {}
+        targets = x[:, :1] if data is x else None
+        history = model.fit(
+            data, targets, epochs=3, shuffle=False, verbose=0, **one_batch
+        )
+        return history.history["loss"]
+
+    class Rows(FastPyDataset):
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, index):
+            rows = x[index * 4 : index * 4 + 4]
+            return rows, rows[:, :1]
+
+        def on_epoch_end(self):
+            self.ended = True
+
+    x = np.arange(36, dtype="float32").reshape(12, 3) / 36
+    with Rows(workers=0) as dataset:
+        assert losses(dataset) == losses(x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import importlib
 import sys
 import threading
@@ -15,6 +16,7 @@ import pytest
 from outside_samples import Divided, Frameworks, Referring
 from PIL import Image, ImageFile
 from places import EVERY_KIND
+from samples import Holds
 
 from keras_fastdata import FastPyDataset
 from keras_fastdata._modules import is_users
@@ -370,3 +372,94 @@ def test_whose_a_module_is_depends_on_the_folder_that_it_lies_in():
         assert not is_users(name), name
     assert is_users("outside_config")
     assert is_users("__main__")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        collections.OrderedDict,
+        lambda items: collections.defaultdict(list, items),
+        collections.Counter,
+    ],
+)
+def test_containers_of_the_standard_library_are_sent_and_watched(patch, make):
+    patch.setattr(conf, "OPTIONS", make({"sizes": 5}))
+    dataset, state = Referring(), OutsideState()
+    state.look(dataset, is_shared=False)
+    assert state.told.values["outside_config"]["OPTIONS"] == {"sizes": 5}
+    conf.OPTIONS["sizes"] = 6
+    assert state.notice_changes()
+
+
+def test_an_ordered_dict_that_the_program_set_is_there_in_processes(patch):
+    patch.setattr(conf, "OPTIONS", collections.OrderedDict(sizes=[5]))
+    with Referring(**PROCESSES) as dataset:
+        for size in (6, 7):
+            conf.OPTIONS["sizes"] = [size]
+            assert f"[{size}]" in _walk(dataset)
+
+
+def test_each_of_several_classes_of_one_name_is_watched():
+    def make(factor):
+        class Tool:
+            strength = factor
+
+            def use(self):
+                return self.strength
+
+        return Tool()
+
+    tools = [make(1), make(2)]
+    state = OutsideState()
+    dataset = Holds(tools, lambda tools, _: [tool.use() for tool in tools])
+    for tool in tools:
+        state.look(dataset, is_shared=False)
+        type(tool).strength = 3
+        assert state.notice_changes()
+
+
+def test_a_change_of_a_metaclass_reaches_processes():
+    class Meta(type):
+        factor = 1
+
+    class Tool(metaclass=Meta):
+        pass
+
+    with Holds(Tool, lambda tool, _: type(tool).factor, **PROCESSES) as dataset:
+        for factor in (1, 2):
+            Meta.factor = factor
+            assert [int(batch) for batch in dataset] == [factor] * 3
+
+
+IN_NO_MODULE = """
+import numpy as np
+from keras_fastdata import FastPyDataset
+
+SCALE = 1
+RNG = np.random.default_rng(0)
+
+def draw():
+    return SCALE, RNG.integers(2**60)
+
+class Mine(FastPyDataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return np.array(draw())
+"""
+
+
+@pytest.mark.parametrize("names", [{"__name__": "cells"}, {}])
+def test_the_globals_of_code_that_exec_ran_are_sent_and_seeded(names):
+    names = {**names}
+    exec(IN_NO_MODULE, names)
+    epochs = []
+    for place in ({"workers": 0}, PROCESSES):
+        with names["Mine"](seed=1, **place) as dataset:
+            for scale in (1, 2):
+                names["SCALE"] = scale
+                epochs.append([batch.tolist() for batch in dataset])
+    inline, processes = epochs[:2], epochs[2:]
+    assert processes == inline
+    assert [scale for scale, _ in inline[1]] == [2] * 4
