@@ -182,8 +182,11 @@ class _KerasSeedGenerator(_Generator):
 
     @property
     def _is_taken(self) -> bool:
-        # The public attribute raises an error then.
-        return getattr(self.value.state, "_value", ...) is None
+        try:
+            _ = self.value.state.value
+        except Exception:  # which depends on Keras's version
+            return True
+        return False
 
 
 class _HasSeedMethod(_Generator):
