@@ -25,7 +25,7 @@ import io
 import os
 import pathlib
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -59,7 +59,7 @@ def cases() -> Iterator[harness.Case]:
 
 def measure(case: harness.Case, seconds: float) -> dict[str, float]:
     files, loader = case["files"], case["loader"]
-    paths = make_files(files)
+    paths = make_files(f"formats-{files}", _WRITERS[files]())
     with contextlib.ExitStack() as stack:
         feed = _PEERS.get(loader, _ours)
         feeds = feed(files, paths, loader, stack)
@@ -69,12 +69,14 @@ def measure(case: harness.Case, seconds: float) -> dict[str, float]:
 # -- files -------------------------------------------------------------------
 
 
-def make_files(files: str) -> list[str]:
+def make_files(
+    name: str, writers: Iterable[Callable[[str], None]]
+) -> list[str]:
     """Paths of the files, which are made if they are not there."""
-    folder = pathlib.Path(tempfile.gettempdir(), f"benchmark-formats-{files}")
+    folder = pathlib.Path(tempfile.gettempdir(), f"benchmark-{name}")
     folder.mkdir(exist_ok=True)
     paths = []
-    for number, write in enumerate(_WRITERS[files]()):
+    for number, write in enumerate(writers):
         path = folder / f"{number:04}"
         if not path.exists():
             partial = path.with_suffix(f".{os.getpid()}")

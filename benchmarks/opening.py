@@ -12,13 +12,13 @@ files, in batches of 32, without workers.
 
 from __future__ import annotations
 
-import os
-import pathlib
+import functools
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from benchmarks import harness
+from benchmarks.formats import make_files
 
 FIGURES = (
     harness.Figure("first_batch_ms", "first batch ms"),
@@ -35,7 +35,7 @@ def cases() -> Iterator[harness.Case]:
 
 
 def measure(case: harness.Case, seconds: float) -> dict[str, float]:
-    paths = make_files()
+    paths = make_files("opening", _shards())
     feed = _webdataset if case["loader"] == "webdataset" else _ours
     with tempfile.TemporaryDirectory() as cache:
         if case["loader"] != "built":
@@ -48,24 +48,17 @@ def measure(case: harness.Case, seconds: float) -> dict[str, float]:
         }
 
 
-def make_files() -> list[str]:
-    """Paths of the files, which are made if they are not there."""
-    import webdataset
+def _shards() -> Iterator[Callable[[str], None]]:
+    def write(path: str, shard: int) -> None:
+        import webdataset
 
-    folder = pathlib.Path(tempfile.gettempdir(), "benchmark-opening")
-    folder.mkdir(exist_ok=True)
-    paths = []
+        with webdataset.TarWriter(path) as sink:
+            for number in range(SAMPLES * shard, SAMPLES * (shard + 1)):
+                key, text = f"{number:06}", f"Sample {number}"
+                sink.write({"__key__": key, "txt": text, "cls": number % 9})
+
     for shard in range(SHARDS):
-        path = folder / f"{shard:04}.tar"
-        if not path.exists():
-            partial = path.with_suffix(f".{os.getpid()}")
-            with webdataset.TarWriter(str(partial)) as sink:
-                for number in range(SAMPLES * shard, SAMPLES * (shard + 1)):
-                    key, text = f"{number:06}", f"Sample {number}"
-                    sink.write({"__key__": key, "txt": text, "cls": number % 9})
-            partial.rename(path)
-        paths.append(str(path))
-    return paths
+        yield functools.partial(write, shard=shard)
 
 
 def _ours(paths: list[str], cache: str) -> None:
