@@ -12,6 +12,7 @@ import fcntl
 import gc
 import itertools
 import mmap
+import multiprocessing.resource_tracker
 import os
 import shutil
 import signal
@@ -149,6 +150,18 @@ def _collections_are_quick(_backend_is_warm):
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def resource_tracker():
+    """Has the process run that `multiprocessing` starts, for a module alone.
+
+    Other modules count this process's children.
+    """
+    multiprocessing.resource_tracker.ensure_running()
+    yield
+    gc.collect()  # a semaphore that ends would start it again
+    multiprocessing.resource_tracker._resource_tracker._stop()
 
 
 @pytest.fixture(scope="session")

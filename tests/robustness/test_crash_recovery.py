@@ -355,7 +355,8 @@ def test_a_forkserver_that_dies_before_it_reads_a_request_is_started_again(
     def send_fds(sock, buffers, fds, *rest):
         if killed or list(buffers) != [forkserver_client.forkserver.FORK]:
             return sent(sock, buffers, fds, *rest)
-        (forkserver,) = psutil.Process().children()
+        (pid,) = forkserver_client.forkserver_pids()
+        forkserver = psutil.Process(pid)
         forkserver.suspend()
         _wait_until(lambda: forkserver.status() == psutil.STATUS_STOPPED)
         count = sent(sock, buffers, fds, *rest)

@@ -10,7 +10,6 @@ import random
 import signal
 import threading
 import types
-from multiprocessing import resource_tracker
 
 import fsspec.asyn
 import keras
@@ -33,10 +32,9 @@ CONTENT = random.Random(1).randbytes(100_000)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _is_warm(s3):
+def _is_warm(s3, resource_tracker):
     """Starts what `fsspec`, `multiprocessing` and this module keep."""
     fsspec.asyn.get_loop()
-    resource_tracker.ensure_running()
 
 
 @pytest.fixture(autouse=True)

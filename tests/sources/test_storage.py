@@ -10,7 +10,6 @@ import random
 import stat
 import sys
 import threading
-from multiprocessing import resource_tracker
 
 import fsspec
 import pytest
@@ -29,12 +28,7 @@ from storage_samples import (
 from keras_fastdata.sources import file_cache
 from keras_fastdata.sources.storage import Storage
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _tracker_runs():
-    """Has the process run that `multiprocessing` starts, and keeps."""
-    resource_tracker.ensure_running()
-
+pytestmark = pytest.mark.usefixtures("resource_tracker")
 
 # -- finding -----------------------------------------------------------------
 
