@@ -46,6 +46,7 @@ NAMES = (
     "formats",
     "packing",
     "opening",
+    "data_wait",
 )
 
 Case = dict[str, Any]

