@@ -29,39 +29,41 @@ _log = logging.getLogger("keras_fastdata")
 class DatasetCheckpoint(Callback):
     """Saves the position in the training data, so that `fit` can resume there.
 
-    Put it behind `keras.callbacks.BackupAndRestore`, and it saves when that
-    does: a `fit` that was killed and is called again, in a new process, has the
-    weights, the epoch and the optimizer from there, and from here the batches
-    of that epoch that it had not trained on, with the bytes they would have
-    had. That epoch is shorter by those before. Number and kind of workers may
-    be others than they were.
+    Put it behind `keras.callbacks.BackupAndRestore`: it then saves whenever
+    BackupAndRestore saves. If a `fit` is killed and called again in a new
+    process, BackupAndRestore restores the weights, the optimizer and the epoch.
+    This callback restores the position in that epoch: `fit` gets the batches
+    that it had not trained on, with the same bytes. So the resumed epoch is
+    shorter. The number and the kind of workers may be others.
 
-    Without `BackupAndRestore`, load the weights yourself, and say by
-    `fit(initial_epoch=...)` where to go on: in the middle of that epoch, if
-    the latest state is, and else at its beginning.
+    Without BackupAndRestore, load the weights yourself, and pass
+    `fit(initial_epoch=...)`. The file has the two latest states. The data
+    resumes at the latest one that was saved in this epoch. Without such a
+    state, the data begins at the start of the epoch.
 
-    With `steps_per_epoch` the data goes on where it was, and the epoch that
-    is resumed has all of its steps again. What `fit` gets must be a
-    `FastPyDataset`; its validation data begins anew each time in any case.
+    With `steps_per_epoch`, the data resumes where it stood, and the resumed
+    epoch has all its steps again. The training data must be a `FastPyDataset`.
+    Validation data always begins anew.
 
-    A `fit` that was killed amid a validation goes on with the next epoch. If
-    the training data is the validation data as well, later epochs then have
-    other numbers than without the crash: validate with a dataset of its own.
+    A `fit` that was killed during a validation resumes with the next epoch. If
+    the training data is also the validation data, later epochs then have other
+    numbers than without the crash: use another dataset for the validation.
 
     Args:
-        path: The file to save to, JSON of about a kilobyte. It is replaced in
-            one piece, so that it is whole at any time.
-        save_freq: "epoch", or after how many batches to save; of no effect
-            beside `BackupAndRestore`.
-        delete_checkpoint: Whether to remove the file when `fit` has come to
-            its end, so that the next one begins at the beginning. Defaults
-            to `True`, as for `BackupAndRestore`.
+        path: The file to save to: JSON, about a kilobyte. Each save replaces
+            the whole file at once, so a crash never leaves half a file.
+        save_freq: "epoch", or the number of batches between two saves, at
+            least 1. It has no effect beside `BackupAndRestore`.
+        delete_checkpoint: Whether to remove the file at the end of `fit`, so
+            that the next `fit` starts from the first batch. Defaults to
+            `True`, as in `BackupAndRestore`.
 
     Raises:
         ValueError: An argument is out of range. In `fit`: the state in the
-            file is of another dataset; or a `BackupAndRestore` comes behind.
-        LoaderError: In `fit`, the dataset's epoch hooks do not do what they
-            did.
+            file belongs to another dataset, or a `BackupAndRestore` comes
+            behind this callback.
+        LoaderError: In `fit`: the dataset's epoch hooks gave another result
+            than when the state was saved.
 
     Example:
 
