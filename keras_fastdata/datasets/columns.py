@@ -133,10 +133,15 @@ def _usable(name: str, column: Any, indices: npt.NDArray[Any]) -> Any:
     if column.dtype == np.float64:
         return column.astype(np.float32)
     if column.dtype.kind in "mMV":
+        remedy = _REMEDY
+        if seconds := {"m": "timedelta64[s]", "M": "datetime64[s]"}.get(
+            column.dtype.kind
+        ):
+            row = f"row[{name!r}].astype('{seconds}').astype('int64')"
+            remedy += f", such as `{row}`"
         raise ValueError(
             f"Column {name!r} is {column.dtype}, which no model takes. "
-            f"{_REMEDY}, such as "
-            f"`row[{name!r}].astype('datetime64[s]').astype('int64')`."
+            f"{remedy}."
         )
     return column
 

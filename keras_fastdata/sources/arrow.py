@@ -60,7 +60,7 @@ class ArrowTable(ColumnRows):
 
     def __init__(self, table: Any) -> None:
         # Of a table of many chunks, `take` takes a hundred times as long.
-        self._table = pyarrow().table(table).combine_chunks()
+        self._table = _with_takeable(pyarrow().table(table)).combine_chunks()
         self.columns = checked_names(self._table.column_names)
 
     def __len__(self) -> int:
@@ -130,7 +130,30 @@ class ArrowParts(ColumnRows):
 
     def _read(self, part: int, names: list[str]) -> Any:
         table = self._parts[part].to_table(self._schema, columns=names)
-        return table.combine_chunks()
+        return _with_takeable(table).combine_chunks()
+
+
+def _with_takeable(table: Any) -> Any:
+    """Converts the columns of whose types Arrow cannot take single rows."""
+    types = pyarrow().types
+    for place, field in enumerate(table.schema):
+        column, made = table.column(place), None
+        if types.is_run_end_encoded(field.type):
+            chunks = map(_compute().run_end_decode, column.chunks)
+            made = pyarrow().chunked_array(chunks, field.type.value_type)
+        elif types.is_string_view(field.type):
+            made = column.cast(pyarrow().large_string())
+        elif types.is_binary_view(field.type):
+            made = column.cast(pyarrow().large_binary())
+        if made is not None:
+            table = table.set_column(place, field.name, made)
+    return table
+
+
+def _compute() -> Any:
+    import pyarrow.compute
+
+    return pyarrow.compute
 
 
 def pyarrow() -> Any:

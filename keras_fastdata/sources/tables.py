@@ -77,9 +77,14 @@ def as_source(held: Any) -> Any:
 
 
 def _check_polars(frame: Any) -> None:
-    """Raises `TypeError` for columns that polars gives away as addresses."""
+    """Raises `TypeError` for columns that Arrow cannot have."""
     for name, kind in frame.schema.items():
-        if str(kind) == "Object":
+        if str(kind) in ("Int128", "UInt128"):
+            raise TypeError(
+                f"Column {name!r} has numbers of 128 bits, which no array can "
+                f"have. Pass `frame.cast({{{name!r}: pl.Int64}})`."
+            )
+        if str(kind) == "Object":  # which polars gives away as addresses
             raise TypeError(
                 f"Column {name!r} has Python objects (polars' type Object), "
                 "which cannot be read as a table. Convert the column, or pass "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import decimal
 import importlib.util
+import re
 import sys
 
 import keras
@@ -296,6 +297,39 @@ def test_values_that_no_model_takes_are_refused_by_the_name_of_the_column(
     pd = pytest.importorskip("pandas")
     with pytest.raises(ValueError, match=r"Column 'when'.*`columns=`"):
         batch(pd.DataFrame({"when": [value] * 3}))
+
+
+def test_a_duration_can_be_converted_as_its_error_says():
+    durations = {"took": np.array([1, 2], "timedelta64[m]")}
+    pd = pytest.importorskip("pandas")
+    with pytest.raises(ValueError, match=r"row\['took'\]") as info:
+        batch(pd.DataFrame(durations))
+    remedy = re.search("`(row.*)`", str(info.value))[1]
+    assert eval(remedy, {"row": durations}).tolist() == [60, 120]
+
+
+@pytest.mark.parametrize("kind", ["string_view", "run_end_encoded"])
+def test_columns_of_newer_arrow_types_are_read_like_plain_ones(kind):
+    pa = pytest.importorskip("pyarrow")
+    if kind == "string_view":
+        plain = pa.chunked_array([["a", "b"], ["b", "a longer string"]])
+        newer = plain.cast(pa.string_view())
+    else:
+        plain = pa.chunked_array([[1, 1], [2, 1]])
+        encode = pa.compute.run_end_encode
+        newer = pa.chunked_array([encode(chunk) for chunk in plain.chunks])
+    assert newer.type != plain.type
+    same(batch(pa.table({"c": newer})), batch(pa.table({"c": plain})))
+
+
+def test_numbers_of_128_bits_are_refused_with_a_conversion():
+    pl = pytest.importorskip("polars")
+    frame = pl.DataFrame({"n": pl.Series([1, 2], dtype=pl.Int128)})
+    with pytest.raises(TypeError, match=r"'n' has numbers of 128 bits") as info:
+        batch(frame)
+    remedy = re.search("`(frame.*)`", str(info.value))[1]
+    converted = eval(remedy, {"frame": frame, "pl": pl})
+    assert batch(converted)["n"].tolist() == [1, 2]
 
 
 def test_decimals_become_floats():
