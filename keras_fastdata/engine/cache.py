@@ -163,21 +163,17 @@ class DiskCache(_BoundedCache):
         self, name: str, directory: pathlib.Path, most: int | None
     ) -> None:
         # What was kept of other states of the dataset lies beside it.
-        states = list(directory.parent.glob(f"{name}-*"))
-        for state in states:
-            _atomic_write.remove_abandoned(state)
-        used = sum(map(_size_of, states))
-        super().__init__(name, most, used)
+        self._states = f"{name}-*"
         self._directory = directory
+        for state in directory.parent.glob(self._states):
+            _atomic_write.remove_abandoned(state)
+        super().__init__(name, most, self._size())
         self._open: collections.OrderedDict[int, _Opened] = (
             collections.OrderedDict()
         )
         self._files: dict[int, _CachedFile] = {}  # by index, once looked for
         self._has_told = False
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            self._close(f"the directory cannot be made ({error})")
+        self._make_directory()
 
     def holds(self, index: int) -> bool:
         if (file := self._files.get(index)) is None:
@@ -207,11 +203,27 @@ class DiskCache(_BoundedCache):
     def lose(self, index: int) -> None:
         self._files[index] = _CachedFile.MISSING
         self._open.pop(index, None)
+        if not self._directory.exists():  # somebody has removed it
+            self._files = dict.fromkeys(self._files, _CachedFile.MISSING)
+            self._open.clear()
+            self._used = self._size()
+            self._make_directory()
+
+    def _make_directory(self) -> None:
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            self._close(f"the directory cannot be made ({error})")
+
+    def _size(self) -> int:
+        """Returns the size in bytes of the batches of all states."""
+        states = self._directory.parent.glob(self._states)
+        return sum(map(_size_of, states))
 
     def _look_for(self, index: int) -> _CachedFile:
         try:
             self._keep_open(index, is_trusted=False)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return _CachedFile.MISSING
         except PermissionError as error:
             if not self._has_told:

@@ -36,6 +36,7 @@ _IN_USE_NS = 3600 * 10**9  # where there are no locks
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
+_NO_FOLDER = (errno.ENOTDIR, errno.EEXIST, errno.ELOOP)
 _DIGITS = 20  # of the size of all entries
 
 _cleaned: set[str] = set()  # folders, by this process
@@ -121,6 +122,8 @@ class FileCache:
             elif is_ours and error.errno in _REFUSED:
                 remedy = "Let this user write there, or pass another "
                 remedy += "`cache_dir` to `Storage`."
+            elif is_ours and error.errno in _NO_FOLDER:
+                remedy = "Pass another `cache_dir` to `Storage`."
             else:
                 raise
             raise OSError(

@@ -11,6 +11,7 @@ import logging
 import os
 import pathlib
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -1054,6 +1055,32 @@ def test_a_directory_that_cannot_be_made_leaves_batches_uncached(
         "No more batches of Numbered are cached: the directory cannot be made "
         "([Errno 13] Permission denied: "
     )
+
+
+def test_a_file_in_place_of_the_directory_is_said_once(tmp_path, caplog):
+    (tmp_path / "file").touch()
+    where = {"cache": tmp_path / "file", "cache_version": 1}
+    with Numbered(workers=0, **where) as dataset:
+        for _ in range(2):
+            assert numbers(dataset) == list(range(10))
+    (message,) = caplog.messages
+    assert "the directory cannot be made ([Errno 20] Not a dir" in message
+
+
+def test_a_directory_that_is_removed_is_filled_again(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(cache_files, "_MOST_OPEN", 1)
+    folder = tmp_path / "cache"
+    with Numbered(workers=0, cache=folder, cache_version=1) as dataset:
+        assert numbers(dataset) == list(range(10))
+        shutil.rmtree(folder)
+        assert numbers(dataset) == list(range(10))
+        (message,) = caplog.messages
+        assert "cannot be had from the cache any more" in message
+        assert len(list(folder.glob("*/*.batch"))) == 10
+        assert numbers(dataset) == list(range(10))
+    assert len(caplog.messages) == 1
 
 
 @pytest.fixture(scope="module")

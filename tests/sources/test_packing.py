@@ -275,6 +275,8 @@ def test_lists_of_numbers_are_sequences_too():
         ([[1]], {"lengths": [1.0]}, "an integer for each of 1 samples"),
         ([[1]], {"lengths": [-1]}, "negative numbers: -1"),
         ([[1]], {"pad_value": 0.5}, "`pad_value=0.5` does not fit"),
+        ([[1]], {"pad_value": np.nan}, "`pad_value=nan` does not fit"),
+        ([np.ones(1, "uint8")], {"pad_value": -1}, "not fit .* of uint8"),
         ([[1]], {"features": ["a"]}, "for samples that are dicts"),
         ([{"a": [1], "b": 2}], {}, "'b' of sample 0 is no sequence: 2"),
         (["text"], {}, "'tokens' of sample 0 is no sequence: 'text'"),
