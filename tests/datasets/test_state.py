@@ -46,6 +46,53 @@ def test_an_assigned_attribute_shows_in_the_very_next_batch(place):
         assert _levels(batches) == [5] * 9
 
 
+class _Wraps(FastPyDataset):
+    """Has the batches of another dataset."""
+
+    def __init__(self, parts, *, early=False, **kwargs):
+        if early:
+            self.parts = parts
+        super().__init__(**kwargs)
+        self.parts = parts
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        part = self.parts[0] if isinstance(self.parts, list) else self.parts
+        return part[index]
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        _Wraps,
+        functools.partial(_Wraps, early=True),
+        lambda part, **place: _Wraps([part], **place),
+        lambda part, **place: _Wraps(_Wraps(part), **place),
+    ],
+    ids=["attribute", "before init", "list", "twice"],
+)
+def test_an_assignment_to_a_dataset_in_an_attribute_shows(place, wrap):
+    part = Leveled()
+    with wrap(part, **place) as dataset:
+        part.whole = dataset  # each refers to the other
+        batches = iter(dataset)
+        assert _levels([next(batches)]) == [0]
+        part.level = 5
+        assert _levels(batches) == [5] * 9
+
+
+def test_an_edit_of_a_dataset_in_an_attribute_shows_after_mark_changed(place):
+    part = Leveled()
+    with _Wraps(part, **place) as dataset:
+        batches = iter(dataset)
+        next(batches)
+        part.table["level"] = 7
+        part.mark_changed()
+        assert [int(x[1]) for x, _ in batches] == [7] * 9
+
+
 def test_a_deleted_attribute_is_gone_in_the_workers(place):
     with Leveled(**place) as dataset:
         batches = iter(dataset)
