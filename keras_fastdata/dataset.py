@@ -290,7 +290,7 @@ class FastPyDataset(_Base):
         for name in _NOTICED_METHODS:
             method = getattr(cls, name)  # possibly a mixin's
             if isinstance(method, types.FunctionType) and not (
-                build.is_default_hook(method) or hasattr(method, _NOTICED)
+                build.is_default_hook(method) or hasattr(method, build.NOTICED)
             ):
                 setattr(cls, name, _noticed(name, method))
 
@@ -603,7 +603,6 @@ class FastPyDataset(_Base):
         note_assigned(self, name)
 
 
-_NOTICED = "_fastdata_notices"  # marks functions that `_noticed` returned
 _NOTICED_METHODS = (
     "on_epoch_begin",
     "on_epoch_end",
@@ -633,12 +632,12 @@ def _noticed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         note_assigned(self, attribute)
 
     wrapper = hook if name.startswith("on_") else assign
-    setattr(wrapper, _NOTICED, True)
+    setattr(wrapper, build.NOTICED, True)
     return functools.wraps(method)(wrapper)
 
 
 for _method in (FastPyDataset.__setattr__, FastPyDataset.__delattr__):
-    setattr(_method, _NOTICED, True)
+    setattr(_method, build.NOTICED, True)
 
 if not TYPE_CHECKING and not _process_role.is_worker():
     keras_bridge.register(FastPyDataset)

@@ -363,6 +363,25 @@ def test_a_hook_that_is_called_by_hand_reaches_the_very_next_batch(place):
         assert _order(batches) == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize("has_it", ["object", "class"])
+def test_a_hook_that_is_set_later_is_noticed_when_an_epoch_begins(
+    place, has_it
+):
+    class Later(Leveled):
+        """Gets its hook after it was made."""
+
+    with Later(**place) as dataset:
+
+        def hook(self=dataset):
+            self.table["level"] += 1
+
+        (dataset if has_it == "object" else Later).on_epoch_end = hook
+        for epoch in range(3):
+            level = dataset.table["level"]
+            assert [int(x[1]) for x, _ in dataset] == [level] * 10, epoch
+            dataset.on_epoch_end()
+
+
 def test_what_a_hook_changed_before_it_raised_reaches_the_workers(place):
     with Turned(**place) as dataset:
         assert _order(dataset) == [1, 2, 3, 4, 5, 0]
