@@ -625,7 +625,10 @@ def _noticed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         ):
             return method(self, *args, **kwargs)
         call = functools.partial(method, self, *args, **kwargs)
-        return loader_of(self).hooks.call(self, name, call)
+        try:
+            return loader_of(self).hooks.call(self, name, call)
+        finally:
+            internals_of(self).mark_followers()
 
     def assign(self: FastPyDataset, attribute: str, *value: Any) -> None:
         method(self, attribute, *value)

@@ -93,6 +93,18 @@ def test_an_edit_of_a_dataset_in_an_attribute_shows_after_mark_changed(place):
         assert [int(x[1]) for x, _ in batches] == [7] * 9
 
 
+def test_a_hook_of_a_dataset_in_an_attribute_that_is_called_shows(place):
+    class Hooked(Leveled):
+        def on_epoch_end(self):
+            self.table["level"] += 1
+
+    part = Hooked()
+    with _Wraps(part, **place) as dataset:
+        for level in range(3):
+            assert [int(x[1]) for x, _ in dataset] == [level] * 10
+            part.on_epoch_end()
+
+
 def test_a_deleted_attribute_is_gone_in_the_workers(place):
     with Leveled(**place) as dataset:
         batches = iter(dataset)
