@@ -35,6 +35,7 @@ from keras_fastdata.metrics.worker_kinds import NO_LIMIT, WorkerLimit
 # Names whose values differ between epochs, and those that depend on the seed.
 _VARYING = frozenset(["rng", "rng_for", "epoch_order", "epoch"])
 _SEEDED = _VARYING - {"epoch"} | {"seed"}
+_MOST_WITHIN = 100  # items of a container that are looked at for datasets
 _creating = ForkSafeLock()  # held while a loader is created
 
 
@@ -51,7 +52,8 @@ class Internals:
         generators: The random generators that builds in this process seed.
         outside_rng: `self.rng` outside of builds, and the seed that it was
             made with; `None` before its use.
-        followers: Those of the datasets that were made of this one.
+        followers: Those of the datasets that were made of this one, or that
+            have it in an attribute.
     """
 
     def __init__(self, settings: Settings, owner: build.Dataset) -> None:
@@ -64,17 +66,25 @@ class Internals:
         self.followers: weakref.WeakSet[Internals] = weakref.WeakSet()
 
     def mark_changed(self) -> None:
-        """Marks the dataset as changed, and those that were made of it."""
+        """Marks the dataset and its followers as changed."""
+        self.mark_alone()
+        self.mark_followers()
+
+    def mark_followers(self) -> None:
+        """Marks the followers, and theirs, as changed."""
+        marked = [self]  # two datasets may follow each other
+        for internals in marked:
+            for follower in list(internals.followers):
+                if follower not in marked:
+                    follower.mark_alone()
+                    marked.append(follower)
+
+    def mark_alone(self) -> None:
+        """Marks the dataset as changed, and no follower."""
         if self.loader is None:
             self.version = object()
         else:
             self.loader.changes.mark()
-        self.mark_followers()
-
-    def mark_followers(self) -> None:
-        """Marks the datasets that were made of this one as changed."""
-        for follower in list(self.followers):
-            follower.mark_changed()
 
     def forget_outside_rng(self) -> None:
         """Resets the random generator of `dataset.rng` outside of builds."""
@@ -91,6 +101,8 @@ def give_internals(dataset: build.Dataset, settings: Settings) -> Internals:
     """Creates a dataset's internals with the given settings and no loader."""
     internals = Internals(settings, dataset)
     vars(dataset)[seeding.PRIVATE] = internals
+    for value in list(vars(dataset).values()):
+        _follow_in(value, internals)
     return internals
 
 
@@ -142,6 +154,23 @@ def follow(dataset: build.Dataset) -> None:
         internals_of(each).followers.add(internals_of(dataset))
 
 
+def _follow_in(value: Any, follower: Internals) -> None:
+    """Has changes of a dataset, or of those in a container, count as another's.
+
+    `value` is an attribute of the other dataset.
+    """
+    parts = [value]
+    if type(value) is dict:
+        parts = list(itertools.islice(value.values(), _MOST_WITHIN))
+    elif type(value) in (list, tuple):
+        parts = list(value[:_MOST_WITHIN])
+    for part in parts:
+        with contextlib.suppress(AttributeError):
+            # Not `getattr`, which may run code of the user's.
+            if seeding.PRIVATE in object.__getattribute__(part, "__dict__"):
+                internals_of(part).followers.add(follower)
+
+
 def loader_of(dataset: build.Dataset) -> Loader:
     """Returns a dataset's loader, and creates it if necessary."""
     internals = internals_of(dataset)
@@ -190,6 +219,7 @@ def note_assigned(dataset: build.Dataset, name: str) -> None:
         by_build = build.is_built_for(dataset)
         internals.loader.changes.note_assigned(name, by_build)
     if not build.is_building():
+        _follow_in(vars(dataset).get(name), internals)
         internals.mark_followers()
 
 

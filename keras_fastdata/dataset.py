@@ -290,7 +290,7 @@ class FastPyDataset(_Base):
         for name in _NOTICED_METHODS:
             method = getattr(cls, name)  # possibly a mixin's
             if isinstance(method, types.FunctionType) and not (
-                build.is_default_hook(method) or hasattr(method, _NOTICED)
+                build.is_default_hook(method) or hasattr(method, build.NOTICED)
             ):
                 setattr(cls, name, _noticed(name, method))
 
@@ -603,7 +603,6 @@ class FastPyDataset(_Base):
         note_assigned(self, name)
 
 
-_NOTICED = "_fastdata_notices"  # marks functions that `_noticed` returned
 _NOTICED_METHODS = (
     "on_epoch_begin",
     "on_epoch_end",
@@ -626,19 +625,22 @@ def _noticed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         ):
             return method(self, *args, **kwargs)
         call = functools.partial(method, self, *args, **kwargs)
-        return loader_of(self).hooks.call(self, name, call)
+        try:
+            return loader_of(self).hooks.call(self, name, call)
+        finally:
+            internals_of(self).mark_followers()
 
     def assign(self: FastPyDataset, attribute: str, *value: Any) -> None:
         method(self, attribute, *value)
         note_assigned(self, attribute)
 
     wrapper = hook if name.startswith("on_") else assign
-    setattr(wrapper, _NOTICED, True)
+    setattr(wrapper, build.NOTICED, True)
     return functools.wraps(method)(wrapper)
 
 
 for _method in (FastPyDataset.__setattr__, FastPyDataset.__delattr__):
-    setattr(_method, _NOTICED, True)
+    setattr(_method, build.NOTICED, True)
 
 if not TYPE_CHECKING and not _process_role.is_worker():
     keras_bridge.register(FastPyDataset)

@@ -198,6 +198,26 @@ def overrides(dataset: Dataset, name: str) -> bool:
     return name in vars(dataset) or not is_default_hook(method)
 
 
+# On a method whose calls the loader notices.
+NOTICED = "_fastdata_notices"
+
+
+def has_unnoticed_hook(dataset: Dataset) -> bool:
+    """Returns whether the user may call an epoch hook that nobody notices.
+
+    Such a hook was set on the dataset, or on its class after the class was
+    made, or it is no plain function.
+    """
+    return any(
+        overrides(dataset, name)
+        and (
+            name in vars(dataset)
+            or not hasattr(getattr(type(dataset), name), NOTICED)
+        )
+        for name in ("on_epoch_begin", "on_epoch_end")
+    )
+
+
 class _Current(threading.local):
     """Stores each thread's build context and the datasets that it consumes."""
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import gc
 import hashlib
 import inspect
 import io
@@ -32,6 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from keras_fastdata._modules import (
+    imports_in,
     is_users,
     is_users_class,
     is_users_code,
@@ -505,6 +507,9 @@ def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
         yield "", value.__self__
     elif isinstance(value, types.BuiltinMethodType):
         yield ".__self__", value.__self__
+    elif isinstance(value, functools._lru_cache_wrapper):
+        # Python gives no other access to the results that it keeps.
+        items = _first_items(gc.get_referents(value))
     for number, item in enumerate(items):
         yield f"[{number}]", item
     if isinstance(value, type):
@@ -581,11 +586,16 @@ def _named_by(value: Any) -> Iterator[tuple[str, Any, Any, str]]:
     """
     if isinstance(value, types.FunctionType):
         if is_users_code(str(value.__globals__.get("__name__"))):
-            names = names_in(value.__code__)
-            yield from _globals_of(value.__globals__, names)
+            names, around = names_in(value.__code__), value.__globals__
+            yield from _globals_of(around, names)
+            for name in _imported_by(value.__code__, around.get("__package__")):
+                if name in sys.modules:
+                    found = {name: sys.modules[name]}
+                    yield from _globals_of(found, names | {name})
         return
     kind = value if isinstance(value, type) else type(value)
-    for base in kind.__mro__:
+    metaclass: type = type(kind)
+    for base in (*kind.__mro__, *metaclass.__mro__):
         if is_users_class(base):
             for name in sorted(vars(base)):
                 # A worker does not construct the dataset.
@@ -597,6 +607,15 @@ def _named_by(value: Any) -> Iterator[tuple[str, Any, Any, str]]:
                     path = f"{base.__qualname__}.{name}"
                     part = part if inner is None else inner
                     yield path, part, vars(base), name
+
+
+@functools.lru_cache(maxsize=4096)
+def _imported_by(code: types.CodeType, package: str | None) -> tuple[str, ...]:
+    """Returns the names of the modules that a function itself may import."""
+    names: dict[str, None] = {}
+    for module, parts in imports_in(code, package):
+        names |= dict.fromkeys([module, *(f"{module}.{n}" for n in parts)])
+    return tuple(names)
 
 
 def _globals_of(

@@ -25,13 +25,15 @@ import dataclasses
 import functools
 import importlib.abc
 import importlib.machinery
+import itertools
 import logging
+import operator
 import pathlib
 import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -152,22 +154,18 @@ class _SeenVariable:
     def __init__(self, variable: Variable, value: Any, content: Any) -> None:
         self.variable = variable
         self._content = content
-        self._is_weak = not _is_plain(value)
-        self._value = value
-        if self._is_weak:
-            try:
-                self._value = weakref.ref(value)
-            except TypeError:
-                self._is_weak = False
+        self._value = value if _is_plain(value) else _weakly(value)
+        self._is_weak = self._value is not value
 
     def has_changed(self) -> bool:
         value = self.variable.value
-        former = self._value() if self._is_weak else self._value
-        if value is former:
+        # Not what a weak reference refers to: `None`, if that is gone.
+        if (_weakly(value) if self._is_weak else value) is self._value:
             return self._content is not None and (
                 self._content != _content(value)
             )
-        return not (_is_plain(value) and _is_equal(value, former))
+        is_plain = not self._is_weak and _is_plain(value)
+        return not (is_plain and _is_equal(value, self._value))
 
 
 # Reads the settings of each framework.
@@ -237,13 +235,49 @@ def _content(value: Any) -> Any:
     Returns `None` for other values.
     """
     kind = type(value)
-    if kind in (list, set, collections.deque, *_MAPPINGS):
-        return repr(value) if _is_plain(value) else len(value)
-    if kind in _NAMESPACES:
-        return repr(value) if _is_plain(value) else len(vars(value))
+    if kind in (list, set, collections.deque, *_MAPPINGS, *_NAMESPACES):
+        if _is_plain(value):
+            return repr(value)
+        if kind in _NAMESPACES:
+            value = vars(value)
+        items: Iterable[Any] = itertools.islice(value, _MOST_ITEMS)
+        if isinstance(value, dict):
+            items = itertools.chain.from_iterable(
+                itertools.islice(value.items(), _MOST_ITEMS)
+            )
+        return _Items(len(value), items)
     if kind is np.ndarray and value.nbytes <= _MOST_ITEMS:
         return None if value.dtype.hasobject else value.tobytes()
     return None
+
+
+class _Items:
+    """The first items of a container, compared by identity.
+
+    Holds them by weak references, if possible. A weak reference to another
+    object at the same address is another one.
+    """
+
+    def __init__(self, count: int, items: Iterable[Any]) -> None:
+        self._count = count
+        self._held = list(map(_weakly, items))
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _Items)
+            and self._count == other._count
+            and all(map(operator.is_, self._held, other._held))
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _weakly(value: Any) -> Any:
+    """Returns a weak reference to an object, or the object itself."""
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return value
 
 
 def _is_equal(one: Any, other: Any) -> bool:

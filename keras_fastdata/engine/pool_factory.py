@@ -38,9 +38,14 @@ class PoolFactory:
         self._outside = OutsideState()  # as the workers got or saw it
         self._seed: int | None = None  # as the workers got it
 
-    def notice_outside_changes(self) -> bool:
-        """Returns whether the global state outside the dataset has changed."""
-        return self._outside.notice_changes()
+    def may_have_changed(self, dataset: build.Dataset) -> bool:
+        """Returns whether there may be changes of which nobody tells.
+
+        These are changes of the global state outside the dataset, and what a
+        hook has changed in place.
+        """
+        changed = self._outside.notice_changes()
+        return changed or build.has_unnoticed_hook(dataset)
 
     def has_seed_changed(self) -> bool:
         """Returns whether the base seed differs from the workers' seed."""

@@ -104,7 +104,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         reduced = super().reducer_override(obj)
         if isinstance(reduced, tuple) and len(reduced) == _BY_VALUE:
             *rebuild, state, _, _, set_state = reduced
-            return *rebuild, (set_state, state), None, None, _set_class
+            named = set_state, state, obj.__qualname__
+            return *rebuild, named, None, None, _set_class
         # What travels by value needs no import of the module that defines it.
         if reduced is NotImplemented and isinstance(obj, _OF_MODULES):
             self._note(obj)
@@ -121,13 +122,16 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 # -- classes that travel by value ----------------------------------------------
 
 
-def _set_class(cls: type, state: tuple[Any, Any]) -> None:
+def _set_class(cls: type, state: tuple[Any, Any, str]) -> None:
     """Gives a class in a worker the attributes that the trainer's class has.
 
     Attributes that it had there before, and has no longer, are deleted. Those
     that the worker itself has set stay.
     """
-    set_state, parts = state
+    set_state, parts, qualname = state
+    # cloudpickle gives it the short name of its class. The streams of random
+    # generators depend on the whole name.
+    cls.__qualname__ = qualname
     for name in _received.get(cls, set()) - parts[0].keys():
         with contextlib.suppress(AttributeError):  # the worker deleted it
             delattr(cls, name)

@@ -586,3 +586,59 @@ def test_a_dataset_may_hold_the_model_that_trains_on_it():
     x = np.arange(36, dtype="float32").reshape(12, 3) / 36
     with Rows(workers=0) as dataset:
         assert losses(dataset) == losses(x)
+
+
+def _of_a_class_within(seed=0):
+    class Local:
+        rng = np.random.default_rng(seed)
+
+    return lambda: Local.rng.integers(2**60)
+
+
+def _kept():
+    return generator_kinds.kept().integers(2**60)
+
+
+def _imported():
+    from generator_kinds import RNG
+
+    return RNG.integers(2**60)
+
+
+def _imported_with_its_module():
+    import generator_kinds as kinds
+
+    return kinds.RNG.integers(2**60)
+
+
+class Meta(type):
+    rng = np.random.default_rng(0)
+
+
+class HasMeta(metaclass=Meta):
+    """Its generator is its metaclass's."""
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        _of_a_class_within(),
+        _kept,
+        _imported,
+        _imported_with_its_module,
+        lambda: HasMeta.rng.integers(2**60),
+    ],
+    ids=["a class in a function", "cached", "import", "module", "metaclass"],
+)
+def test_one_that_is_far_from_the_dataset_is_seeded(draw):
+    class Local(FastPyDataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            return np.array([draw()])
+
+    inline = _epochs(Local(seed=1, workers=0))
+    processes = {"workers": 2, "use_multiprocessing": True}
+    assert equal(_epochs(Local(seed=1, **processes)), inline)
+    assert len({int(batch[0]) for epoch in inline for batch in epoch}) == 8

@@ -46,6 +46,65 @@ def test_an_assigned_attribute_shows_in_the_very_next_batch(place):
         assert _levels(batches) == [5] * 9
 
 
+class _Wraps(FastPyDataset):
+    """Has the batches of another dataset."""
+
+    def __init__(self, parts, *, early=False, **kwargs):
+        if early:
+            self.parts = parts
+        super().__init__(**kwargs)
+        self.parts = parts
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        part = self.parts[0] if isinstance(self.parts, list) else self.parts
+        return part[index]
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        _Wraps,
+        functools.partial(_Wraps, early=True),
+        lambda part, **place: _Wraps([part], **place),
+        lambda part, **place: _Wraps(_Wraps(part), **place),
+    ],
+    ids=["attribute", "before init", "list", "twice"],
+)
+def test_an_assignment_to_a_dataset_in_an_attribute_shows(place, wrap):
+    part = Leveled()
+    with wrap(part, **place) as dataset:
+        part.whole = dataset  # each refers to the other
+        batches = iter(dataset)
+        assert _levels([next(batches)]) == [0]
+        part.level = 5
+        assert _levels(batches) == [5] * 9
+
+
+def test_an_edit_of_a_dataset_in_an_attribute_shows_after_mark_changed(place):
+    part = Leveled()
+    with _Wraps(part, **place) as dataset:
+        batches = iter(dataset)
+        next(batches)
+        part.table["level"] = 7
+        part.mark_changed()
+        assert [int(x[1]) for x, _ in batches] == [7] * 9
+
+
+def test_a_hook_of_a_dataset_in_an_attribute_that_is_called_shows(place):
+    class Hooked(Leveled):
+        def on_epoch_end(self):
+            self.table["level"] += 1
+
+    part = Hooked()
+    with _Wraps(part, **place) as dataset:
+        for level in range(3):
+            assert [int(x[1]) for x, _ in dataset] == [level] * 10
+            part.on_epoch_end()
+
+
 def test_a_deleted_attribute_is_gone_in_the_workers(place):
     with Leveled(**place) as dataset:
         batches = iter(dataset)
@@ -314,6 +373,25 @@ def test_a_hook_that_is_called_by_hand_reaches_the_very_next_batch(place):
         assert _order([next(batches)]) == [4]
         dataset.on_epoch_end()
         assert _order(batches) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("has_it", ["object", "class"])
+def test_a_hook_that_is_set_later_is_noticed_when_an_epoch_begins(
+    place, has_it
+):
+    class Later(Leveled):
+        """Gets its hook after it was made."""
+
+    with Later(**place) as dataset:
+
+        def hook(self=dataset):
+            self.table["level"] += 1
+
+        (dataset if has_it == "object" else Later).on_epoch_end = hook
+        for epoch in range(3):
+            level = dataset.table["level"]
+            assert [int(x[1]) for x, _ in dataset] == [level] * 10, epoch
+            dataset.on_epoch_end()
 
 
 def test_what_a_hook_changed_before_it_raised_reaches_the_workers(place):

@@ -12,6 +12,12 @@ from keras_fastdata import FastPyDataset
 RNG = np.random.default_rng(0)
 
 
+@functools.lru_cache
+def kept():
+    """Returns a generator that is made at the first call."""
+    return np.random.default_rng(0)
+
+
 class Slots:
     __slots__ = ("rng",)
 

@@ -7,6 +7,7 @@ import collections
 import importlib
 import sys
 import threading
+import types
 
 import keras
 import numpy as np
@@ -388,6 +389,44 @@ def test_containers_of_the_standard_library_are_sent_and_watched(patch, make):
     state.look(dataset, is_shared=False)
     assert state.told.values["outside_config"]["OPTIONS"] == {"sizes": 5}
     conf.OPTIONS["sizes"] = 6
+    assert state.notice_changes()
+
+
+@pytest.mark.parametrize(
+    ("value", "put"),
+    [
+        ([1, np.ones(2000)], lambda made, item: made.insert(1, item)),
+        ({"a": np.ones(2000)}, lambda made, item: made.update(a=item)),
+        (
+            types.SimpleNamespace(a=np.ones(2000), b=1),
+            lambda made, item: setattr(made, "b", item),
+        ),
+    ],
+    ids=["list", "dict", "namespace"],
+)
+def test_an_item_of_a_container_that_holds_an_array_is_watched(
+    patch, value, put
+):
+    patch.setattr(conf, "OPTIONS", value)
+    dataset, state = Referring(), OutsideState()
+    for item in (np.ones(2000), 500):
+        state.look(dataset, is_shared=True)
+        assert not state.notice_changes()
+        put(value, item)
+        if isinstance(value, list):
+            value.pop()
+        assert state.notice_changes()
+
+
+def test_none_in_place_of_an_object_that_is_gone_is_a_change(patch):
+    class Options:
+        """May be referred to weakly."""
+
+    patch.setattr(conf, "OPTIONS", Options())
+    dataset, state = Referring(), OutsideState()
+    state.look(dataset, is_shared=True)
+    assert not state.notice_changes()
+    conf.OPTIONS = None
     assert state.notice_changes()
 
 

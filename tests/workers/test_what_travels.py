@@ -483,3 +483,10 @@ def test_parts_of_a_memory_map_come_as_arrays_in_shared_memory(tmp_path):
             np.testing.assert_array_equal(other["also"][0], rows[index])
             assert type(batch) is type(other["also"][0]) is np.ndarray
             assert batch.ctypes.data % 64 == 0
+
+
+def test_a_class_made_in_a_function_has_its_whole_name_in_a_worker():
+    class Local:
+        """Is not in the module's variables."""
+
+    assert_travels(Local, lambda thing, _: str(thing.__qualname__))
