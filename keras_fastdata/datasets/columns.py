@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from keras_fastdata.datasets.collate import Empty, Padded, collate_columns
+from keras_fastdata.sources.arrow import array_of
 from keras_fastdata.sources.source import Column
 
 _REMEDY = (
@@ -199,7 +200,7 @@ def _tidied_part(part: Any) -> Any:
     if not isinstance(first, (bool, int, float, str, bytes)):
         return part
     try:
-        array = np.array(part)
+        array = array_of(part)
     except ValueError:  # lists of different lengths
         return part
     return array.astype(np.float32) if array.dtype == np.float64 else array

@@ -205,7 +205,7 @@ class Sampling:
         if isinstance(whole, range) and isinstance(samples, range):
             samples = whole[samples.start : samples.stop : samples.step]
         elif whole is not None:
-            samples = orders.pick(whole, np.asarray(samples))
+            samples = orders.pick(whole, np.asarray(samples, np.int64))
         return dataclasses.replace(self, subset=samples, order=None)
 
     def copied(self) -> Sampling:

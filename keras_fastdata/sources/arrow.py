@@ -234,6 +234,19 @@ def objects(values: Sequence[Any]) -> npt.NDArray[Any]:
     return array
 
 
+def array_of(values: Any) -> npt.NDArray[Any]:
+    """Returns a list as an array; an array of objects if items would change.
+
+    NumPy makes strings of numbers that stand beside strings, and drops zeros
+    at the end of a string.
+    """
+    array = np.asarray(values)
+    if array is values or array.dtype.kind not in "SU":
+        return array
+    items = np.array(values, object)
+    return array if (items == array.astype(object)).all() else items
+
+
 def stacked(values: Any) -> Any:
     """Returns the column of samples that may be arrays of different shapes."""
     if isinstance(values, np.ndarray) and values.dtype.kind != "O":

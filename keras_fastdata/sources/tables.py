@@ -18,6 +18,7 @@ from keras_fastdata.sources.arrow import (
     ArrowParts,
     ArrowTable,
     ColumnRows,
+    array_of,
     checked_names,
     column_of,
     columns_of,
@@ -179,7 +180,7 @@ def _of_pandas(taken: Any) -> Any:
     if found.dtype.kind == "O" and all(
         isinstance(value, (list, tuple, np.ndarray)) for value in found
     ):
-        return stacked([np.asarray(value) for value in found])
+        return stacked([array_of(value) for value in found])
     return found
 
 

@@ -198,6 +198,11 @@ def test_what_nothing_is_left_of_is_empty():
     assert list(part) == []
 
 
+def test_no_samples_of_a_filtered_dataset_are_an_empty_dataset():
+    part = combine.filter(numbers(10, workers=0), lambda number: number > 5)
+    assert [*combine.take(part, 0)] == [*combine.skip(part, 9)] == []
+
+
 def test_samples_of_several_datasets_draw_their_own_numbers():
     noisy = Noisy(batch_size=3, seed=1, workers=0)
     found = flat(combine.concat([noisy, noisy]))

@@ -205,6 +205,20 @@ def test_a_string_keeps_its_zeros():
     assert x.tolist() == values
 
 
+def test_lists_of_numbers_beside_strings_are_refused():
+    pd = pytest.importorskip("pandas")
+    frame = pd.DataFrame({"c": [["a", 1], ["b", 2]]}, dtype=object)
+    with pytest.raises(ValueError, match="'c' has values of type int, str"):
+        batch(frame)
+
+
+def test_a_list_in_a_dict_keeps_its_numbers_and_zeros():
+    rows = [{"c": ["a", 1], "d": ["a\0"]}, {"c": ["b", 2], "d": ["b"]}]
+    x = batch(rows)
+    assert x["c"].tolist() == [["a", 1], ["b", 2]]
+    assert x["d"].tolist() == [["a\0"], ["b"]]
+
+
 def test_structs_become_dicts():
     pa = pytest.importorskip("pyarrow")
     table = pa.table({"s": [{"a": 1, "b": "x"}, {"a": 2, "b": "y"}]})
