@@ -141,3 +141,18 @@ def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
         raise ValueError(
             f"`{name}` must be {one_of}{names}. Received: {value!r}"
         )
+
+
+def fits(value: float, dtype: np.dtype[Any]) -> bool:
+    """Returns whether arrays of a dtype can hold a number."""
+    if value == 0 and dtype.kind in "biufc":
+        return True
+    try:
+        filled: Any = np.asarray(value, dtype)
+        same = bool(filled == value)
+        same = same or bool(value != value and filled != filled)  # NaN
+        if np.issubdtype(dtype, np.inexact):  # rounding is no surprise
+            same = same or bool(np.isfinite(filled))
+    except (OverflowError, ValueError):
+        return False
+    return same

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from keras_fastdata._validation import integer
+from keras_fastdata._validation import fits, integer
 from keras_fastdata.sources.source import Column
 
 Empty = Callable[..., npt.NDArray[Any]]
@@ -602,17 +602,7 @@ def _checked(to: Any) -> Padding:
 
 def _check_value(value: float, dtype: np.dtype[Any]) -> None:
     """Raises `ValueError` if arrays of a dtype cannot hold a pad value."""
-    if value == 0 and dtype.kind in "biufc":
-        return
-    try:
-        filled: Any = np.asarray(value, dtype)
-        fits = bool(filled == value)
-        fits = fits or bool(value != value and filled != filled)  # NaN
-        if np.issubdtype(dtype, np.inexact):  # rounding is no surprise
-            fits = fits or bool(np.isfinite(filled))
-    except (OverflowError, ValueError):
-        fits = False
-    if not fits:
+    if not fits(value, dtype):
         raise ValueError(
             f"`pad_value={value!r}` does not fit into samples of {dtype}."
         )

@@ -135,25 +135,22 @@ class ArrowParts(ColumnRows):
 
 def _with_takeable(table: Any) -> Any:
     """Converts the columns of whose types Arrow cannot take single rows."""
-    types = pyarrow().types
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    types = pa.types
     for place, field in enumerate(table.schema):
         column, made = table.column(place), None
         if types.is_run_end_encoded(field.type):
-            chunks = map(_compute().run_end_decode, column.chunks)
-            made = pyarrow().chunked_array(chunks, field.type.value_type)
+            chunks = map(pc.run_end_decode, column.chunks)
+            made = pa.chunked_array(chunks, field.type.value_type)
         elif types.is_string_view(field.type):
-            made = column.cast(pyarrow().large_string())
+            made = column.cast(pa.large_string())
         elif types.is_binary_view(field.type):
-            made = column.cast(pyarrow().large_binary())
+            made = column.cast(pa.large_binary())
         if made is not None:
             table = table.set_column(place, field.name, made)
     return table
-
-
-def _compute() -> Any:
-    import pyarrow.compute
-
-    return pyarrow.compute
 
 
 def pyarrow() -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from keras_fastdata._validation import integer, one_of
+from keras_fastdata._validation import fits, integer, one_of
 from keras_fastdata.sources.source import Indices
 from keras_fastdata.sources.tables import as_source
 
@@ -134,7 +134,7 @@ class Packed:
         likes = self._sequences(samples[:1].tolist()) if len(samples) else []
         self._like = [np.asarray(sequence)[:0] for (sequence,) in likes]
         for like in self._like:
-            if not _fits(pad_value, like.dtype):
+            if like.dtype.kind in "iu" and not fits(pad_value, like.dtype):
                 raise ValueError(
                     f"`pad_value={pad_value!r}` does not fit into sequences of "
                     f"{like.dtype}."
@@ -365,11 +365,3 @@ def _compact(values: Indices) -> npt.NDArray[Any]:
     """Returns integers as int32 if they fit into it."""
     fits = values.max(initial=0) <= np.iinfo(np.int32).max
     return values.astype(np.int32) if fits else values
-
-
-def _fits(value: float, dtype: np.dtype[Any]) -> bool:
-    """Returns whether an integer dtype can have a value; others have any."""
-    if dtype.kind not in "iu":
-        return True
-    least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
-    return float(value).is_integer() and least <= value <= most
