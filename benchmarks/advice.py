@@ -147,6 +147,8 @@ class Pipeline:
             what counts.
         whole: Whether a whole `fit` counts, with its first batch.
         saturated: Whether busy loops run beside it.
+        apart: Whether these have a session of their own, as the programs of
+            another terminal do. Linux may share the cores among sessions.
     """
 
     build: Callable[[int], None]
@@ -157,6 +159,7 @@ class Pipeline:
     validates: bool = False
     whole: bool = False
     saturated: bool = False
+    apart: bool = False
 
 
 PIPELINES = {
@@ -175,6 +178,9 @@ PIPELINES = {
     "cache": Pipeline(_sleep(0.02), 80, arguments={"cache": "memory"}),
     "saturated, sleep 20 ms": Pipeline(_sleep(0.02), 100, saturated=True),
     "saturated, native 5 ms": Pipeline(_native(0.005), 100, saturated=True),
+    "saturated apart, native 5 ms": Pipeline(
+        _native(0.005), 100, saturated=True, apart=True
+    ),
 }
 
 
@@ -327,7 +333,8 @@ def measure(name: str, kinds: list[str], rounds: int) -> Iterator[Arguments]:
     from keras_fastdata import LoaderHealth
 
     trainer = Trainer(name)
-    with _loops(LOOPS if PIPELINES[name].saturated else 0):
+    pipeline = PIPELINES[name]
+    with _loops(LOOPS if pipeline.saturated else 0, pipeline.apart):
         trainer.fit(KINDS["threads"])  # compiles
         runs = {
             kind: trainer.fit(KINDS[kind], LoaderHealth(verbose=0))
@@ -398,10 +405,15 @@ def _short(arguments: Arguments) -> str:
 
 
 @contextlib.contextmanager
-def _loops(count: int) -> Iterator[None]:
-    """Runs busy loops beside the training."""
-    loop = [sys.executable, "-c", "while True: pass"]
-    loops = [subprocess.Popen(loop) for _ in range(count)]
+def _loops(count: int, apart: bool) -> Iterator[None]:
+    """Runs busy loops beside the training; they end with this process."""
+    program = "import os; us = os.getppid()\nwhile os.getppid() == us: pass"
+    loops = [
+        subprocess.Popen(
+            [sys.executable, "-c", program], start_new_session=apart
+        )
+        for _ in range(count)
+    ]
     try:
         yield
     finally:
