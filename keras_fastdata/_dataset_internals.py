@@ -171,6 +171,14 @@ def _follow_in(value: Any, follower: Internals) -> None:
                 internals_of(part).followers.add(follower)
 
 
+def run_hook(dataset: build.Dataset, name: str) -> None:
+    """Runs an epoch hook; marks the dataset and its followers as changed."""
+    try:
+        loader_of(dataset).hooks.run(dataset, name)
+    finally:
+        internals_of(dataset).mark_followers()
+
+
 def loader_of(dataset: build.Dataset) -> Loader:
     """Returns a dataset's loader, and creates it if necessary."""
     internals = internals_of(dataset)

@@ -604,8 +604,7 @@ class FastPyDataset(_Base):
 
 
 _NOTICED_METHODS = (
-    "on_epoch_begin",
-    "on_epoch_end",
+    *build.EPOCH_HOOKS,
     "__setattr__",
     "__delattr__",
 )

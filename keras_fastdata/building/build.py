@@ -198,6 +198,8 @@ def overrides(dataset: Dataset, name: str) -> bool:
     return name in vars(dataset) or not is_default_hook(method)
 
 
+EPOCH_HOOKS = ("on_epoch_begin", "on_epoch_end")
+
 # On a method whose calls the loader notices.
 NOTICED = "_fastdata_notices"
 
@@ -214,7 +216,7 @@ def has_unnoticed_hook(dataset: Dataset) -> bool:
             name in vars(dataset)
             or not hasattr(getattr(type(dataset), name), NOTICED)
         )
-        for name in ("on_epoch_begin", "on_epoch_end")
+        for name in EPOCH_HOOKS
     )
 
 

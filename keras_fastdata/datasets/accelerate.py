@@ -14,10 +14,9 @@ from typing import Any
 
 from keras_fastdata._dataset_internals import answer
 from keras_fastdata._validation import arguments_of, unknown_arguments
+from keras_fastdata.building.build import EPOCH_HOOKS
 from keras_fastdata.dataset import FastPyDataset
 from keras_fastdata.datasets.sampling import for_iterables
-
-_HOOKS = ("on_epoch_begin", "on_epoch_end")
 
 
 def accelerate(dataset: Any, workers: int = 1, **kwargs: Any) -> FastPyDataset:
@@ -63,7 +62,7 @@ def accelerate(dataset: Any, workers: int = 1, **kwargs: Any) -> FastPyDataset:
     allowed = arguments_of(FastPyDataset)
     if unknown := set(kwargs) - set(allowed):
         raise unknown_arguments("accelerate", unknown, allowed)
-    hooked = any(_has_hook(dataset, name) for name in _HOOKS)
+    hooked = any(_has_hook(dataset, name) for name in EPOCH_HOOKS)
     wrapper = _WrappedWithHooks if hooked else _Wrapped
     return wrapper(dataset, workers=workers, **kwargs)
 

@@ -79,7 +79,7 @@ def open_cache(
     dataset has an epoch hook or `reseed`.
     """
     name = type(dataset).__name__
-    for hook in ("on_epoch_begin", "on_epoch_end", "reseed"):
+    for hook in (*build.EPOCH_HOOKS, "reseed"):
         if build.overrides(dataset, hook):
             raise LoaderError(
                 f"`cache` keeps batches by index for all epochs to come, and "

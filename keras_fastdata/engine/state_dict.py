@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from keras_fastdata._validation import integer
+from keras_fastdata.building.build import EPOCH_HOOKS
 from keras_fastdata.building.seeding import PRIVATE
 from keras_fastdata.errors import LoaderError
 
@@ -208,7 +209,7 @@ def _hooks(value: Any) -> tuple[tuple[str, int], ...]:
     if not isinstance(value, (list, tuple)):
         raise TypeError
     hooks = tuple((name, _count(epoch)) for name, epoch in value)
-    if any(name not in ("on_epoch_begin", "on_epoch_end") for name, _ in hooks):
+    if any(name not in EPOCH_HOOKS for name, _ in hooks):
         raise ValueError
     return hooks
 

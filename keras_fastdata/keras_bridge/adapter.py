@@ -24,6 +24,7 @@ import keras
 
 from keras_fastdata._dataset_internals import (
     loader_of,
+    run_hook,
     state_dict_of,
     workers_within,
 )
@@ -80,8 +81,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         self.early_end = EarlyEnd()
         # Whether epoch hooks may change the dataset.
         self.has_hooks = any(
-            build.overrides(x, name)
-            for name in ("on_epoch_begin", "on_epoch_end")
+            build.overrides(x, name) for name in build.EPOCH_HOOKS
         )
         # An object that identifies the adapter to a recorder.
         self.source_id = object()
@@ -190,7 +190,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         skips = loader.hooks.skips(name, starting=starting)
         if not skips and build.overrides(dataset, name):
             began = time.perf_counter()
-            loader.hooks.run(dataset, name)
+            run_hook(dataset, name)
             if (listener := self.listener()) is not None:
                 listener.add_hook(time.perf_counter() - began)
         if not starting:

@@ -105,6 +105,28 @@ def test_a_hook_of_a_dataset_in_an_attribute_that_is_called_shows(place):
             part.on_epoch_end()
 
 
+@pytest.mark.backend
+def test_a_hook_of_a_dataset_in_an_attribute_that_fit_calls_shows(place):
+    import keras
+
+    class Hooked(Leveled):
+        def __getitem__(self, index):
+            state, target = super().__getitem__(index)
+            return state[None], target
+
+        def on_epoch_end(self):
+            self.table["level"] += 1
+
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    part = Hooked()
+    with _Wraps(part, **place) as dataset:
+        assert [int(x[0, 1]) for x, _ in dataset] == [0] * 10
+        model.fit(part, epochs=2, verbose=0)
+        assert part.table["level"] >= 2
+        assert [int(x[0, 1]) for x, _ in dataset] == [part.table["level"]] * 10
+
+
 def test_a_deleted_attribute_is_gone_in_the_workers(place):
     with Leveled(**place) as dataset:
         batches = iter(dataset)
