@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import platform
 import sys
 import threading
@@ -70,19 +71,24 @@ _compiling = _Compiling()
 
 @functools.cache
 def compiling_clock() -> Callable[[], float] | None:
-    """Returns a function that reads the current thread's total compile time.
+    """Returns a function that reads the total compile time in seconds.
 
     Returns:
-        The function, or `None` if the backend does not tell.
+        The function; it tells the time of the current thread with JAX, and of
+        the process with PyTorch. `None` if the backend does not tell.
     """
     import keras
 
-    if keras.backend.backend() == "jax":
-        with contextlib.suppress(Exception):  # not in each version
+    with contextlib.suppress(Exception):  # not in each version
+        if keras.backend.backend() == "jax":
             from jax import monitoring
 
             monitoring.register_event_duration_secs_listener(_add_if_compiling)
             return lambda: _compiling.total_s
+        if keras.backend.backend() == "torch":
+            from torch._dynamo.utils import compilation_time_metrics as times
+
+            return lambda: math.fsum(times.get("_compile.compile_inner", ()))
     return None
 
 

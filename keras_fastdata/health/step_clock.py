@@ -20,7 +20,7 @@ Sampling disturbs: meanwhile the queue fills up, or runs dry. So it becomes
 rarer as an epoch goes on, and to the wall time a step that was sampled counts
 as much as the others do on average. Steps that compile (the first; the first
 with another shape) are left out of both. The backend says which these are
-(JAX), or else their length does.
+(JAX, PyTorch), or else their length does.
 """
 
 from __future__ import annotations

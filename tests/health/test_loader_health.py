@@ -997,7 +997,7 @@ class Pauses(SlowSteps):
 
 
 @pytest.mark.skipif(
-    keras.backend.backend() != "jax", reason="JAX alone tells of compiling"
+    keras.backend.backend() != "jax", reason="What JAX tells of compiling"
 )
 def test_jax_tells_which_steps_compile(tmp_path):
     class Ragged(FreeData):
@@ -1018,6 +1018,42 @@ def test_jax_tells_which_steps_compile(tmp_path):
     compiled = [(s.epoch, s.number) for s in health._record.steps if s.compiled]
     assert (0, 7) in compiled
     assert all(epoch == 0 for epoch, _ in compiled)
+
+
+@pytest.mark.skipif(
+    keras.backend.backend() != "torch", reason="PyTorch alone runs eagerly"
+)
+def test_slow_steps_of_pytorch_are_not_taken_for_compiling(tmp_path):
+    """Such as steps that threads keep from Python's lock."""
+    calls = itertools.count()
+
+    class SlowAtTimes(keras.layers.Layer):
+        def call(self, x):
+            # Not at the beginning, where steps are sampled.
+            time.sleep(0.1 if 20 <= next(calls) < 25 else 0.0)
+            return x
+
+    health = LoaderHealth(0, trace=tmp_path / "trace.json")  # looks at each
+    model = keras.Sequential([SlowAtTimes(), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with FreeData(30) as dataset:
+        model.fit(dataset, callbacks=[health], verbose=0)
+    # Before its first step, Keras builds the model.
+    compiled = [s.number for s in health._record.steps if s.compiled]
+    assert set(compiled) <= {-1}
+    assert health.summary().epochs[0].wall_s > 0.2
+
+
+@pytest.mark.skipif(
+    keras.backend.backend() != "torch", reason="The clock of PyTorch"
+)
+def test_pytorch_tells_how_long_it_has_compiled():
+    import torch
+
+    read_compiling_s = device.compiling_clock()
+    before_s = read_compiling_s()
+    torch.compile(lambda x: 2 * x, backend="eager")(torch.ones(3))
+    assert read_compiling_s() > before_s
 
 
 def test_time_that_neither_waits_nor_builds_took_is_not_lost_to_data(
