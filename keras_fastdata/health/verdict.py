@@ -15,7 +15,6 @@ import heapq
 import math
 import statistics
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from keras_fastdata.metrics import cost_model, formatting
 from keras_fastdata.metrics.cost_model import TAKE_S, WORTH, Costs
@@ -48,8 +47,6 @@ _LOCKED = 0.2  # of the time: if less, Python's lock is not in the way
 _STORE_BYTES_PER_S = 2e9  # to shared memory, where it was not measured
 _LARGE = 100_000  # bytes of a batch: to move fewer saves no time
 _LONGEST_QUEUE = 1000  # batches, the longest queue that is advised
-_CROWD = 4  # processes for each core, at most, where other programs compute
-_DOUBLED = 1.2  # times the cores: what twice the processes must get there
 
 
 class Kind(enum.StrEnum):
@@ -263,19 +260,6 @@ class Facts:
         return ours - builds, builds, self.busy_cores - ours
 
     @property
-    def rivals(self) -> float:
-        """How many threads of other programs want a core, on average.
-
-        The kernel gives all threads that are ready the same share. So other
-        programs have as many ready threads as their share is of ours. It is 0
-        if unknown.
-        """
-        if self.busy_with is None:
-            return 0.0
-        got_s = max(self.cpu_s + self.step_cpu_s, 1e-9)
-        return self.busy_with[2] * (got_s + self.delay_s) / got_s
-
-    @property
     def cores_are_full(self) -> bool:
         """Whether there is no free core for one more worker."""
         return self.busy_cores is not None and (
@@ -328,7 +312,8 @@ def judge(facts: Facts, kind: Kind | None = None, name: str = "") -> Verdict:
     """
     kind = kind or kind_of(facts)
     evidence, advice = _REASONS[kind](facts)
-    saves_s = facts.lost_s / facts.epochs
+    call, saves_s = "", facts.lost_s / facts.epochs
+    forecast_s = math.nan
     if kind is Kind.LATE_START:
         saves_s += facts.start_s / facts.epochs
     else:
@@ -337,61 +322,38 @@ def judge(facts: Facts, kind: Kind | None = None, name: str = "") -> Verdict:
         is_slowed = facts.slowed_s > _SOME * facts.lost_s
         if kind is not Kind.COMPUTE_BOUND and is_slowed:
             evidence += f" {_slower_steps(facts)}"
-    change, others = _change_of_workers(facts, kind), _others(facts)
-    if change.text:
-        saves_s = facts.wall_s / facts.epochs - change.seconds
-        is_all = kind in _ANSWERED and kind not in _EXPLAINED
-        advice = change.text if is_all else f"{advice} {change.text}"
+    if kind in _ANSWERED:
+        wall_s = facts.wall_s / facts.epochs
+        (call, forecast_s), use = other_workers(facts), "Use"
+        found, promised_s = call, forecast_s
+        if not call:
+            forecast_s = math.nan
+            if facts.limit.how_more:
+                no_limit = dataclasses.replace(facts, limit=NO_LIMIT)
+                found, promised_s = other_workers(no_limit)
+                use = f"{facts.limit.how_more} Then use"
+        if found:
+            saves_s = wall_s - promised_s
+            use += (
+                f" `{found}`: {_NOUNS[facts.phase]} would take about "
+                f"{formatting.duration(promised_s)} instead of "
+                f"{formatting.duration(wall_s)}."
+            )
+            advice = f"{advice} {use}" if kind in _EXPLAINED else use
+    others = _others(facts)
     if others:
-        # What is certain to help comes first, and what harms others last.
-        is_last = change.call and kind is not Kind.CORES_FULL
-        advice = f"{advice} {others}" if is_last else f"{others} {advice}"
+        # What is certain to help comes first.
+        advice = f"{advice} {others}" if call else f"{others} {advice}"
     return Verdict(
         kind,
         evidence,
         advice,
         max(1.0, facts.ceiling_speedup),
-        change.call,
+        call,
         saves_s,
-        change.seconds if change.call else math.nan,
+        forecast_s,
         others,
     )
-
-
-class _Change(NamedTuple):
-    """Other workers: the advice in words, and the seconds of an epoch then.
-
-    The constructor call is empty where it needs another change first.
-    """
-
-    text: str = ""
-    call: str = ""
-    seconds: float = math.nan
-
-
-def _change_of_workers(facts: Facts, kind: Kind) -> _Change:
-    """Returns the other workers to advise, or an empty change."""
-    use = "Use"
-    if kind in _ANSWERED:
-        call, seconds = other_workers(facts)
-    elif kind is Kind.CORES_FULL:
-        call, seconds = more_processes(facts)
-        use = "To take cores from other programs, which makes them slower, use"
-    else:
-        return _Change()
-    found = call
-    if not found and kind in _ANSWERED and facts.limit.how_more:
-        no_limit = dataclasses.replace(facts, limit=NO_LIMIT)
-        found, seconds = other_workers(no_limit)
-        use = f"{facts.limit.how_more} Then use"
-    if not found:
-        return _Change()
-    text = (
-        f"{use} `{found}`: {_NOUNS[facts.phase]} would take about "
-        f"{formatting.duration(seconds)} instead of "
-        f"{formatting.duration(facts.wall_s / facts.epochs)}."
-    )
-    return _Change(text, call, seconds)
 
 
 def _steps_and_waits(facts: Facts, name: str) -> str:
@@ -655,8 +617,6 @@ def _cores_full(facts: Facts) -> tuple[str, str]:
         f"{_built(facts)}; {facts.busy_cores or 0.0:.1f} of "
         f"{formatting.cores(facts.cores)} were busy{users}."
     )
-    if _others(facts):
-        return evidence, _cheaper(facts)
     advice = f"More workers would not help. {_cheaper(facts)}"
     if facts.workers > facts.cores:
         advice += (
@@ -869,41 +829,6 @@ def other_workers(facts: Facts) -> tuple[str, float]:
         queue,
     )
     return call, forecast_s
-
-
-def more_processes(facts: Facts) -> tuple[str, float]:
-    """Chooses processes that take cores from other programs.
-
-    Each process is one more thread with which the kernel divides the cores.
-
-    Returns:
-        The call, or "" if it would win too little; the seconds of an epoch.
-    """
-    wall_s = facts.wall_s / facts.epochs
-    limit, is_ray = facts.limit, facts.workers_are is WorkerKind.RAY
-    usable = not (facts.auto or is_ray) and limit.are_processes
-    if not usable or not _others(facts):
-        return "", wall_s
-    batches = facts.batches / facts.epochs
-    most = int(min(cost_model.MOST, _CROWD * facts.cores, batches - 1))
-    if limit.most is not None:
-        most = min(most, limit.most)
-
-    def cores_of(processes: int) -> float:
-        ready = processes * max(facts.computing, 0.01)
-        return facts.cores * ready / (ready + facts.rivals)
-
-    workers = 1
-    while 2 * workers <= most and (
-        cores_of(2 * workers) > _DOUBLED * cores_of(workers)
-    ):
-        workers *= 2
-    period_s = _costs(facts)[True].period_s(workers, cores_of(workers))
-    forecast_s = max(facts.free_s / facts.epochs, batches * period_s)
-    if forecast_s > (1 - _CLEARLY) * wall_s:
-        return "", wall_s
-    queue = cost_model.queue_for(workers, facts.max_queue_size)
-    return cost_model.call(facts.dataset, workers, True, queue), forecast_s
 
 
 def _longer(

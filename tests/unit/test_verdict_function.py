@@ -522,7 +522,7 @@ def test_builds_that_wait_get_an_even_share_of_cores_that_others_use():
     assert changed(computes, cpu_s=0.5, build_s=0.6).our_cores < 1
 
 
-def test_builds_whose_rivals_are_unknown_get_no_more_workers():
+def test_builds_that_compute_beside_busy_loops_get_no_more_workers():
     beside = changed(
         SLEEPERS,
         busy_cores=2.0,
@@ -534,60 +534,6 @@ def test_builds_whose_rivals_are_unknown_get_no_more_workers():
     )
     verdict = judge(beside)
     assert (verdict.kind, verdict.call) == ("cores_full", "")
-
-
-# Two processes compute beside three busy loops, on two cores.
-BESIDE_LOOPS = FULL | {
-    "workers": 2,
-    "nbytes": 100_000,
-    "wall_s": 6.8,
-    "free_s": 1.5,
-    "build_s": 12.8,
-    "cpu_s": 5.2,
-    "delay_s": 7.6,
-    "build_s_p50": 0.128,
-    "wait_s": 5.3,
-    "busy_cores": 2.0,
-    "trainer_cpu_s": 0.6,
-    "elapsed_s": 6.8,
-}
-
-
-def test_more_processes_take_cores_from_other_programs():
-    beside = facts(**BESIDE_LOOPS)
-    assert beside.rivals == pytest.approx(3.0, abs=0.5)
-    verdict = judge(beside)
-    assert verdict.kind == "cores_full"
-    assert verdict.call == (
-        "MyDataset(..., workers=8, use_multiprocessing=True)"
-    )
-    # Eight of the eleven threads that are ready get 1.5 cores for 5.8 s.
-    assert verdict.forecast_s == pytest.approx(5.8 / 1.5, rel=0.05)
-    assert verdict.saves_s == pytest.approx(6.8 - verdict.forecast_s)
-    # What harms nobody is told first.
-    assert verdict.advice.startswith("Other programs use 1.1 of 2 cores: end")
-    assert "To take cores from other programs, which makes" in verdict.advice
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"trainer_cpu_s": 8.0},  # the cores are full with training
-        {"workers": 8, "build_s": 20.0, "delay_s": 35.0, "wall_s": 4.0},
-        {"auto": True},
-        {"limit": WorkerLimit(None, False, "")},
-        {"limit": WorkerLimit(2, True, "")},
-        {"workers_are": WorkerKind.RAY},
-        {"busy_cores": 2.0, "elapsed_s": math.nan},
-    ],
-)
-def test_no_processes_are_advised_that_take_nothing_from_other_programs(
-    changes,
-):
-    verdict = judge(facts(**BESIDE_LOOPS | changes), Kind.CORES_FULL)
-    assert verdict.call == ""
-    assert math.isnan(verdict.forecast_s)
-    assert "take cores" not in verdict.advice
 
 
 def test_the_advice_of_a_profile_and_of_a_fit_is_the_same():
