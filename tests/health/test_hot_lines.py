@@ -177,11 +177,12 @@ def test_the_sampling_thread_may_close_what_it_samples_at_any_line(count):
     assert next(returns) > count
 
 
-def test_without_loader_health_only_the_first_build_is_sampled(model):
+def test_without_loader_health_only_the_first_builds_are_sampled(model):
     with Slow("sleep") as dataset:
         model.fit(dataset, verbose=0)
         stacks = loader_of(dataset).pool_stats().stacks
-        assert sum(stacks.values()) <= 1
+        # With LoaderHealth, some 20 of the 40 builds are looked at.
+        assert sum(stacks.values()) < 8
 
 
 # -- the pure part -----------------------------------------------------------
