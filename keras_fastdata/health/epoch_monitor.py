@@ -99,7 +99,7 @@ class EpochMonitor:
         fetches_ahead: Whether the batch of a step is fetched before
             `on_train_batch_begin`.
         sink: What wants to know of every batch and step, if anything does.
-        read_compiling_s: Returns how many seconds this thread has compiled
+        read_compiling_s: Returns how many seconds the backend has compiled
             so far; `None` where the backend does not tell.
 
     Attributes:

@@ -116,7 +116,7 @@ class StepClock:
         fetches_ahead: Whether the batch of a step is fetched before
             `on_train_batch_begin`.
         tell: Called with each step that has ended.
-        read_compiling_s: Returns how many seconds this thread has compiled
+        read_compiling_s: Returns how many seconds the backend has compiled
             so far; `None` where the backend does not tell.
 
     Attributes:

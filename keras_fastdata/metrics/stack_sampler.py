@@ -14,9 +14,9 @@ that only build, the switch interval is 0.5 ms instead of Python's 5 ms.
 
 The thread looks at the stack of one of the watched threads of its process some
 25 times a second. A thread is watched during its first build, which may be a
-late one, and from then on while its builds take `SLOW_S` on average. The
-sampling thread first looks 20 ms after its start at the earliest: by then a
-quick build has ended, and so has the thread.
+late one, and from then on while its builds are measured and take `SLOW_S` on
+average. The sampling thread first looks 20 ms after its start at the earliest:
+by then a quick build has ended, and so has the thread.
 """
 
 from __future__ import annotations

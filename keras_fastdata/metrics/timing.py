@@ -122,8 +122,10 @@ class Stopwatch:
             epoch: The epoch of the batch. The kernel's figures are read for
                 the first measured build of an epoch.
         """
-        self._interval_s = interval_s
+        before_s, self._interval_s = self._interval_s, interval_s
         if interval_s is None:
+            if before_s is not None:
+                stack_sampler.ignore(self)
             return
         self._began = now = time.monotonic()
         self._tells = now >= self._tell_s

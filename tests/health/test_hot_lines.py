@@ -15,9 +15,9 @@ import pytest
 from hot_samples import WAYS, Slow
 
 from keras_fastdata import LoaderHealth
-from keras_fastdata.dataset import loader_of
 from keras_fastdata.health.hot_lines import HotLine, hot_lines
 from keras_fastdata.metrics import stack_sampler
+from keras_fastdata.metrics.timing import Stopwatch
 
 KINDS = {
     "inline": {},
@@ -177,12 +177,48 @@ def test_the_sampling_thread_may_close_what_it_samples_at_any_line(count):
     assert next(returns) > count
 
 
-def test_without_loader_health_only_the_first_builds_are_sampled(model):
-    with Slow("sleep") as dataset:
-        model.fit(dataset, verbose=0)
-        stacks = loader_of(dataset).pool_stats().stacks
-        # With LoaderHealth, some 20 of the 40 builds are looked at.
-        assert sum(stacks.values()) < 8
+class Unmeasured(Slow):
+    """Is trained without LoaderHealth; counts its builds."""
+
+    builds = 0
+
+    def __getitem__(self, index):
+        self.builds += 1
+        return super().__getitem__(index)
+
+
+def _unbuilt_model():
+    """Keras needs a batch to build it, before a LoaderHealth could begin."""
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
+def test_without_loader_health_only_the_first_build_is_sampled(monkeypatch):
+    met = []
+    with Unmeasured("sleep", workers=0) as dataset:
+        monkeypatch.setattr(
+            Stopwatch, "add_stack", lambda *_: met.append(dataset.builds)
+        )
+        _unbuilt_model().fit(dataset, verbose=0)
+        assert dataset.builds >= len(dataset)
+    assert set(met) <= {1}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_no_thread_samples_builds_that_are_not_measured(workers):
+    class Looks(keras.callbacks.Callback):
+        names = ()
+
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 25:  # what was built before training began is used up
+                self.names = [thread.name for thread in threading.enumerate()]
+
+    looks = Looks()
+    with Unmeasured("sleep", workers=workers) as dataset:
+        _unbuilt_model().fit(dataset, verbose=0, callbacks=[looks])
+    assert looks.names
+    assert "keras_fastdata-stack-sampler" not in looks.names
 
 
 # -- the pure part -----------------------------------------------------------

@@ -1021,7 +1021,7 @@ def test_jax_tells_which_steps_compile(tmp_path):
 
 
 @pytest.mark.skipif(
-    keras.backend.backend() != "torch", reason="PyTorch alone runs eagerly"
+    keras.backend.backend() != "torch", reason="What PyTorch tells of compiling"
 )
 def test_slow_steps_of_pytorch_are_not_taken_for_compiling(tmp_path):
     """Such as steps that threads keep from Python's lock."""
@@ -1045,7 +1045,7 @@ def test_slow_steps_of_pytorch_are_not_taken_for_compiling(tmp_path):
 
 
 @pytest.mark.skipif(
-    keras.backend.backend() != "torch", reason="The clock of PyTorch"
+    keras.backend.backend() != "torch", reason="What PyTorch tells of compiling"
 )
 def test_pytorch_tells_how_long_it_has_compiled():
     import torch
