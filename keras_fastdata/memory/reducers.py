@@ -409,6 +409,24 @@ def _cache_again(function: Any, parameters: dict[str, Any]) -> Any:
     return functools.lru_cache(**parameters)(function)
 
 
+# -- code ----------------------------------------------------------------------
+
+
+def _reduce_code(code: types.CodeType) -> Reduced:
+    """Keeps the file name, which cloudpickle leaves out from 3.1.3 on.
+
+    Tracebacks show the user's lines by it.
+    """
+    make, args = cloudpickle.Pickler.dispatch_table[types.CodeType](code)
+    # A string of its own: else the pickle depends on which strings are shared.
+    return _make_code, (make, args, "".join(code.co_filename))
+
+
+def _make_code(make: Any, args: Any, filename: str) -> types.CodeType:
+    code: types.CodeType = make(*args)
+    return code.replace(co_filename=filename)
+
+
 _REDUCERS: dict[type, Any] = {
     type(threading.Lock()): lambda _: (threading.Lock, ()),
     type(threading.RLock()): lambda _: (threading.RLock, ()),
@@ -423,6 +441,7 @@ _REDUCERS: dict[type, Any] = {
     np.ndarray: _reduce_array,
     np.memmap: _reduce_array,
     type(functools.lru_cache(len)): _reduce_cached,
+    types.CodeType: _reduce_code,
 }
 Pickler.dispatch_table = collections.ChainMap(
     _REDUCERS, cloudpickle.Pickler.dispatch_table

@@ -238,4 +238,5 @@ def _is_plain(feature: Any) -> bool:
         return all(map(_is_plain, feature.values()))
     while hasattr(feature, "feature"):  # of a list
         feature = feature.feature
-    return type(feature).__name__ in ("Value", "ClassLabel")
+    name = type(feature).__name__
+    return name in ("Value", "ClassLabel") or name.startswith("Array")

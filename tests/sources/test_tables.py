@@ -403,6 +403,22 @@ def test_a_hugging_face_dataset_gives_the_same_batch_in_any_format():
     assert list(batch(shown, label="y")[0]) == ["x"]
 
 
+def test_an_array_column_of_hugging_face_keeps_its_dtype_and_its_nulls():
+    datasets = pytest.importorskip("datasets")
+    kind = datasets.Array2D((1, 2), "uint8")
+    pixels = {"pixels": kind, "parts": {"inner": kind}}
+
+    def made(values):
+        columns = {"pixels": values, "parts": [{"inner": v} for v in values]}
+        return datasets.Dataset.from_dict(columns, datasets.Features(pixels))
+
+    wanted = np.array([[[1, 2]], [[3, 4]]], "uint8")
+    x = batch(made([[[1, 2]], [[3, 4]]]))
+    same(x, {"pixels": wanted, "parts": {"inner": wanted}})
+    with pytest.raises(ValueError, match="no value"):
+        batch(made([None, [[3, 4]]]), columns="pixels")
+
+
 def test_a_transform_of_hugging_face_decides_what_a_sample_is():
     datasets = pytest.importorskip("datasets")
     made = datasets.Dataset.from_dict({"x": [1, 2]}).with_transform(
