@@ -118,11 +118,12 @@ class Prefetcher:
             interval_s = 0.0  # the first one counts, however soon it comes
         if self._auto is not None:
             interval_s = self._auto.interval_s(interval_s)
+        # Before `submit`: a worker may begin before that returns.
+        queued_s = 0.0 if interval_s is None else time.monotonic()
         if not workers.submit(
             BatchRequest(request_id, epoch.number, index, interval_s)
         ):
             return False
-        queued_s = 0.0 if interval_s is None else time.monotonic()
         self._pending[request_id] = Pending(epoch, key, queued_s)
         epoch.waiting[key] = request_id
         if self._is_cached:

@@ -14,6 +14,7 @@ from situations import Burning, Sleeping
 
 from keras_fastdata.metrics import stack_sampler
 from keras_fastdata.metrics.timing import RunDelay, Stopwatch
+from keras_fastdata.workers.process.pool import ProcessPool
 
 pytestmark = pytest.mark.usefixtures("kept_forkserver")
 
@@ -49,6 +50,25 @@ def test_moments_come_in_their_order(place):
         assert moments == sorted(moments)
         assert span.nbytes > 0
         assert span.retries == 0
+
+
+def test_a_worker_may_begin_before_the_trainer_has_returned_from_asking(
+    monkeypatch,
+):
+    ask = ProcessPool.submit
+
+    def ask_and_be_held_up(pool, request):
+        accepted = ask(pool, request)
+        time.sleep(0.05)  # in which a worker that is there begins
+        return accepted
+
+    with Numbered(length=5, **PLACES["process"]) as dataset:
+        list(dataset)  # now the worker is there
+        monkeypatch.setattr(ProcessPool, "submit", ask_and_be_held_up)
+        batches = iter(dataset)
+        batches.time_batches(0.0)
+        spans = [batches.span for _ in batches]
+    assert all(span.queued_s <= span.began_s for span in spans)
 
 
 def test_a_run_delay_is_that_of_the_thread_that_reads_it():
