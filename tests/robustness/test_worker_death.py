@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import re
 import signal
 import subprocess
+import time
 
 import psutil
 import pytest
@@ -259,6 +261,37 @@ def test_workers_are_met_when_they_end_although_the_trainer_ignores_that(
         )
         with dataset, pytest.raises(WorkerDiedError, match="not be learned"):
             list(dataset)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
+def test_a_process_that_ends_at_once_unseen_is_replaced(
+    start_method, monkeypatch
+):
+    opened = os.pidfd_open
+    killed = []
+
+    def open_late(pid):
+        """Opens the pidfd of the first new process after that has ended."""
+        if pid != os.getpid() and not killed:
+            killed.append(pid)
+            os.kill(pid, signal.SIGKILL)
+            while psutil.pid_exists(pid):
+                time.sleep(0.001)
+        return opened(pid)
+
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        monkeypatch.setattr(os, "pidfd_open", open_late)
+        with Numbered(
+            length=20,
+            start_method=start_method,
+            worker_env={"NEW": "1"},  # for which there is no fork server yet
+            **PROCESSES,
+        ) as dataset:
+            assert numbers(dataset) == list(range(20))
+        assert killed
     finally:
         signal.signal(signal.SIGCHLD, before)
 

@@ -7,6 +7,7 @@ what ours must not.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import signal
@@ -57,8 +58,9 @@ def kill(worker: Child, number: int = signal.SIGKILL) -> bool:
         signal.pidfd_send_signal(worker.pidfd, number)
     except PermissionError:
         return False
-    except ProcessLookupError:
-        pass
+    except OSError as error:
+        if error.errno not in (errno.ESRCH, errno.EBADF):
+            raise
     return True
 
 
@@ -112,9 +114,19 @@ def start_python(
 
 
 def _pidfd_of(pid: int) -> int:
-    """Opens a descriptor that becomes readable when a process ends."""
+    """Opens a descriptor that becomes readable when a process ends.
+
+    A process that has ended already may have no pidfd: the trainer ignores
+    SIGCHLD, or has waited for any child. A pipe that nobody writes to, which
+    is always readable, then takes its place. (Signals to it fail with EBADF.)
+    """
     with os_limits.allowed("pidfd_open"):
-        return os.pidfd_open(pid)
+        try:
+            return os.pidfd_open(pid)
+        except ProcessLookupError:
+            ended, unused = os.pipe()
+            os.close(unused)
+            return ended
 
 
 @contextlib.contextmanager
