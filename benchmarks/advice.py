@@ -10,7 +10,8 @@ turns. A line of the table has, for an epoch after the first one:
 
     recommended   the recommended setting; "-" if nothing is recommended, and
                   then the present setting counts
-    forecast      the time that the summary forecast for that setting
+    forecast      the time that the summary forecast for that setting; empty
+                  where it only says what to try
     came          the time that was measured, a median
     error         how far the forecast is from that; at most 20% is wanted
                   (where a whole `fit` counts, the forecast is for its later
@@ -354,14 +355,16 @@ def measure(name: str, kinds: list[str], rounds: int) -> Iterator[Arguments]:
     for kind, run in runs.items():
         key = _key(wanted[kind])
         came_s = statistics.median(run.epoch_s for run in took[key])
+        is_forecast = not math.isnan(run.forecast_s)
+        forecast_s = run.forecast_s if is_forecast else None
         yield {
             "pipeline": name,
             "from": kind,
             "kind": run.why,
             "recommended": _short(wanted[kind]) if run.call else "-",
-            "forecast_s": run.forecast_s if run.call else None,
+            "forecast_s": forecast_s,
             "came_s": came_s,
-            "error": run.forecast_s / came_s - 1 if run.call else None,
+            "error": forecast_s / came_s - 1 if forecast_s else None,
             "best": _short(json.loads(best)),
             "best_s": times[best],
             "ratio": times[key] / times[best],

@@ -24,6 +24,7 @@ from keras_fastdata.health.epoch_monitor import (
     no_step,
 )
 from keras_fastdata.health.measured import Measured
+from keras_fastdata.health.reasons import kind_of
 from keras_fastdata.health.record import Record
 from keras_fastdata.health.report import figure
 from keras_fastdata.health.report import html as pages
@@ -35,7 +36,6 @@ from keras_fastdata.health.summary import (
     slower_steps,
     summarize,
 )
-from keras_fastdata.health.verdict import kind_of
 from keras_fastdata.metrics import formatting, recorder
 from keras_fastdata.metrics.cost_model import WORTH
 from keras_fastdata.metrics.pool_stats import PoolStats

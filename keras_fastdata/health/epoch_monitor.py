@@ -21,15 +21,11 @@ from keras_fastdata._call_stack import has_gil
 from keras_fastdata._dataset_internals import worker_limit
 from keras_fastdata.display.description import dataset_text
 from keras_fastdata.health.account import EpochTimes
+from keras_fastdata.health.facts import Facts
+from keras_fastdata.health.reasons import Kind, kind_after, kind_of
 from keras_fastdata.health.step_clock import EpochTiming, Step, StepClock
 from keras_fastdata.health.summary import EpochHealth, name_of
-from keras_fastdata.health.verdict import (
-    Facts,
-    Kind,
-    judge,
-    kind_after,
-    kind_of,
-)
+from keras_fastdata.health.verdict import judge
 from keras_fastdata.metrics import cpu, ram
 from keras_fastdata.metrics.gil import GilProbe
 from keras_fastdata.metrics.pool_stats import PoolStats

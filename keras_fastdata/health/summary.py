@@ -10,17 +10,10 @@ from typing import NamedTuple
 from keras_fastdata.health import comparison
 from keras_fastdata.health.account import TimeAccount
 from keras_fastdata.health.comparison import Figures
+from keras_fastdata.health.facts import Facts, merge
 from keras_fastdata.health.hot_lines import HotLine, hot_lines
-from keras_fastdata.health.verdict import (
-    OF_EVERY_BATCH,
-    WORTH_S,
-    Facts,
-    Kind,
-    Verdict,
-    judge,
-    merge,
-    with_call_of,
-)
+from keras_fastdata.health.reasons import OF_EVERY_BATCH, WORTH_S, Kind
+from keras_fastdata.health.verdict import Verdict, judge, with_call_of
 from keras_fastdata.metrics import formatting
 from keras_fastdata.metrics.cost_model import WORTH
 from keras_fastdata.metrics.pool_stats import PoolStats, TuningDecision

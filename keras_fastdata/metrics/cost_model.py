@@ -33,8 +33,8 @@ TAKE_S = 40e-6  # receiving a batch from a worker, if that was not measured
 MOST = 16  # workers to advise, where there are no more cores
 WORTH = 0.05  # of the time: a change that wins less is not advised
 WAITS = 0.5  # of a build that is computing: less is waiting
+COMPUTES = 0.8  # of a build: more does not wait to speak of
 
-_COMPUTES = 0.8  # of a build: more does not wait to speak of
 _SPARE = 0.1  # of a worker: so little more is no reason for another
 _NEARLY = 0.9  # of the time: the other kind of workers must be as much quicker
 _NOTICED = 0.2  # of a build: shorter extra time beside a worker is ignored
@@ -153,9 +153,9 @@ class Costs:
         if period_s * most <= self.build_s:
             return max(1, most)
         workers = self.build_s / period_s
-        if self.computing < _COMPUTES and limits["shared"] < period_s:
+        if self.computing < COMPUTES and limits["shared"] < period_s:
             workers += math.sqrt(workers)
-        elif self.computing >= _COMPUTES:
+        elif self.computing >= COMPUTES:
             most = min(most, math.ceil(cores))
         return max(1, min(most, math.ceil(workers - _SPARE)))
 

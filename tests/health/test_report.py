@@ -33,12 +33,13 @@ import keras_fastdata
 from keras_fastdata import GeneratorDataset, LoaderHealth
 from keras_fastdata.health.account import TimeAccount
 from keras_fastdata.health.hot_lines import HotLine
+from keras_fastdata.health.reasons import Kind
 from keras_fastdata.health.report import axes, drawing, windows
 from keras_fastdata.health.report.figure import plot
 from keras_fastdata.health.report.html import write_report
 from keras_fastdata.health.report.notebook import summary_html
 from keras_fastdata.health.summary import summarize
-from keras_fastdata.health.verdict import Kind, Verdict
+from keras_fastdata.health.verdict import Verdict
 from keras_fastdata.metrics import formatting
 from keras_fastdata.metrics.pool_stats import WorkerLoss
 from keras_fastdata.metrics.recorder import SPANS_KEPT, Skipped, Span

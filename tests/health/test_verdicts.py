@@ -26,7 +26,7 @@ from benchmarks.known_steps import (
     model_with_steps_of,
 )
 from keras_fastdata import LoaderHealth
-from keras_fastdata.health.verdict import Kind
+from keras_fastdata.health.reasons import Kind
 
 PROCESS = {"workers": 1, "use_multiprocessing": True}
 PROCESSES = {"workers": 2, "use_multiprocessing": True}

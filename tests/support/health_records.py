@@ -15,10 +15,12 @@ import numpy as np
 
 from keras_fastdata.engine.settings import Settings
 from keras_fastdata.health.account import TimeAccount
+from keras_fastdata.health.facts import Facts
+from keras_fastdata.health.reasons import Kind
 from keras_fastdata.health.record import Record
 from keras_fastdata.health.step_clock import Step
 from keras_fastdata.health.summary import EpochHealth, summarize
-from keras_fastdata.health.verdict import Facts, Kind, Verdict
+from keras_fastdata.health.verdict import Verdict
 from keras_fastdata.metrics.pool_stats import WorkerLoss
 from keras_fastdata.metrics.recorder import Skipped, Slow, Span
 from keras_fastdata.metrics.worker_kinds import WorkerKind

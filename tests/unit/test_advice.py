@@ -12,7 +12,8 @@ import pytest
 from simulated_loads import HAND_OVER_S, INLINE, LOADS, Load, quickest_s
 
 from keras_fastdata.engine.tuner import WorkerConfigChoice
-from keras_fastdata.health.verdict import Facts, judge
+from keras_fastdata.health.facts import Facts
+from keras_fastdata.health.verdict import judge
 from keras_fastdata.metrics.worker_kinds import WorkerKind
 
 BATCHES = 400
