@@ -245,6 +245,11 @@ def train(dataset: Soaked, checker: Checker, until: float) -> None:
     checker.forget()
 
 
+def shared_memory_names() -> set[str]:
+    """The names of shared memory that this package has created."""
+    return {n for n in os.listdir("/dev/shm") if n.startswith("kfd_")}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=5.0)
@@ -258,6 +263,7 @@ def main() -> int:
     parser.add_argument("--start-method")
     arguments = parser.parse_args()
     checker = Checker(arguments.seed)
+    names_before = shared_memory_names()
     logging.getLogger("keras_fastdata").addHandler(Stuck(checker))
     logging.getLogger("keras_fastdata").propagate = False
     dataset = Soaked(
@@ -287,7 +293,8 @@ def main() -> int:
         if more > slack:
             grown.append(name)
     left = [*forkservers(), *workers()]
-    names = [n for n in os.listdir("/dev/shm") if n.startswith("kfd_")]
+    # Programs beside this one, and before it, may have names there as well.
+    names = shared_memory_names() - names_before
     for line in checker.wrong[:20]:
         print("WRONG:", line)
     print(
