@@ -9,7 +9,8 @@ summary recommends is then run, and so is a grid of settings; their rounds take
 turns. A line of the table has, for an epoch after the first one:
 
     recommended   the recommended setting; "-" if nothing is recommended, and
-                  then the present setting counts
+                  then the present setting counts; "auto" is measured after
+                  three more epochs, in which it chooses
     forecast      the time that the summary forecast for that setting; empty
                   where it only says what to try
     came          the time that was measured, a median
@@ -53,6 +54,7 @@ MARK = "ROW "
 TIMEOUT_S = 300.0
 ROUNDS = 3
 SECONDS = 1.0  # of a `fit`, after its first epoch
+CHOOSING = 3  # epochs in which `workers="auto"` may still try others
 EPOCHS = 3  # of a `fit` that counts as a whole
 NEAR = 1.4  # times the best of the first round: slower is not run again
 LOOPS = 3  # processes that compute, on a saturated machine
@@ -212,7 +214,8 @@ class Run:
     """What a `fit` took, in seconds.
 
     Attributes:
-        epoch_s: An epoch after the first, or its validation.
+        epoch_s: An epoch after the first, or its validation; with
+            `workers="auto"`, after the first four.
         wall_s: The whole.
         whole_s: What counts: `epoch_s`, or the whole for each epoch.
         account_s: The same as LoaderHealth accounts for it.
@@ -250,7 +253,8 @@ class Trainer:
         # What an epoch has built ahead for the next one is no gain: epochs
         # go on as if there were always another one.
         epochs = EPOCHS if pipeline.whole else 10_000
-        clock = _clock(pipeline.step_s)
+        first = 1 + CHOOSING * (arguments["workers"] == "auto")
+        clock = _clock(pipeline.step_s, first)
         arguments = pipeline.arguments | arguments
         with contextlib.ExitStack() as stack:
             dataset = stack.enter_context(Batches(self._name, **arguments))
@@ -269,7 +273,7 @@ class Trainer:
             wall_s = time.monotonic() - began_s
         epoch_s = clock.epoch_s
         if pipeline.validates:
-            epoch_s = statistics.fmean(clock.validations[1:])
+            epoch_s = statistics.fmean(clock.validations[first:])
         run = Run(
             epoch_s, wall_s, wall_s / EPOCHS if pipeline.whole else epoch_s
         )
@@ -287,7 +291,7 @@ class Trainer:
         run.why = str(verdict.kind)
 
 
-def _clock(step_s: float) -> Any:
+def _clock(step_s: float, first: int) -> Any:
     import keras
 
     class Clock(keras.callbacks.Callback):
@@ -300,11 +304,11 @@ def _clock(step_s: float) -> Any:
             self._since_s = self._test_s = 0.0
 
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            if not epoch:
+            if epoch < first:
                 self._since_s = time.monotonic()
                 return
             took_s = time.monotonic() - self._since_s
-            self.epoch_s = took_s / epoch
+            self.epoch_s = took_s / (epoch + 1 - first)
             self.model.stop_training = took_s > SECONDS
 
         def on_test_begin(self, logs: Any = None) -> None:
@@ -401,6 +405,8 @@ def _key(arguments: Arguments) -> str:
 
 def _short(arguments: Arguments) -> str:
     workers = arguments["workers"]
+    if workers == "auto":
+        return "auto"
     kind = "p" if arguments.get("use_multiprocessing") else "t"
     text = f"{workers}{kind}" if workers else "inline"
     queue = arguments.get("max_queue_size")

@@ -30,6 +30,17 @@ def is_asynchronous() -> bool:
     return True
 
 
+def is_on_cpu() -> bool:
+    """Returns whether training steps run on the CPU."""
+    import keras
+
+    if keras.backend.backend() == "jax":
+        import jax
+
+        return bool(jax.default_backend() == "cpu")
+    return not is_asynchronous()
+
+
 def synchronize(model: Any) -> None:
     """Waits until all dispatched training steps have ended.
 

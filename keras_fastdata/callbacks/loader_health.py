@@ -414,6 +414,7 @@ class LoaderHealth(Callback):
             fetches_ahead=keras.backend.backend() == "torch",
             sink=self._writer,
             read_compiling_s=device.compiling_clock(),
+            on_cpu=device.is_on_cpu(),
         )
         self._skipped = self._monitor.recorder.skipped
         recorder.attach(self._monitor.recorder)

@@ -9,10 +9,12 @@ import statistics
 from keras_fastdata.health.facts import MOST_OF, Facts
 from keras_fastdata.metrics import cost_model
 from keras_fastdata.metrics.cost_model import COMPUTES, TAKE_S, WORTH, Costs
-from keras_fastdata.metrics.worker_kinds import WorkerKind
+from keras_fastdata.metrics.worker_kinds import NO_LIMIT, WorkerKind
 
 _LOCKED = 0.2  # of the time: if less, Python's lock is not in the way
-_PROCESSES_PER_CORE = 4  # to try, at most, where other programs compute
+_PROCESSES_PER_CORE = 8  # to try, at most, where other programs compute
+_PASSING_LOCK = 1.4  # times longer, if threads pass on the lock all the time
+_THREAD_TAKE_S = 15e-6  # receiving a batch from a thread, if not measured
 _STORE_BYTES_PER_S = 2e9  # to shared memory, where it was not measured
 _LONGEST_QUEUE = 1000  # batches, the longest queue that is advised
 
@@ -101,6 +103,21 @@ def more_processes(facts: Facts) -> str:
     return cost_model.call(facts.dataset, workers, True, queue)
 
 
+def workers_to_measure(facts: Facts) -> str:
+    """Returns the call with `workers="auto"`, if only trials can tell.
+
+    Where builds and steps move memory, caches decide which workers are quick,
+    and whether the backend copies what they hand over. The cost model knows
+    neither.
+
+    Returns:
+        The call, or "" if the model can tell.
+    """
+    if facts.auto or not facts.is_memory_bound or facts.limit != NO_LIMIT:
+        return ""
+    return cost_model.call(facts.dataset, "auto")
+
+
 def _at_most(facts: Facts, workers: float) -> int:
     """Returns as many of the workers as the dataset and an epoch can use."""
     most = min(workers, math.ceil(facts.batches / facts.epochs) - 1)
@@ -165,6 +182,8 @@ def _costs(facts: Facts) -> dict[bool, Costs]:
     take_s = max(TAKE_S, facts.open_s / facts.batches)
     if not math.isnan(facts.take_s):
         take_s = max(take_s, facts.take_s)
+    are_threads = facts.workers_are is WorkerKind.THREAD
+    given_s = facts.take_s if are_threads else math.nan
     threads = Costs(
         cpu_s=thread_s,
         blocked_s=blocked_s,
@@ -177,7 +196,7 @@ def _costs(facts: Facts) -> dict[bool, Costs]:
         # This contains what receiving takes.
         step_cpu_s=max(0.0, facts.step_cpu_s / facts.batches - take_s),
         # Threads hand over nothing but a reference.
-        take_s=TAKE_S if stored else take_s,
+        take_s=_THREAD_TAKE_S if math.isnan(given_s) else given_s,
         straggler_s=statistics.median(s.build_s for s in slow) if slow else 0.0,
         every=facts.batches / max(1, len(slow)),
     )
@@ -189,10 +208,13 @@ def _costs(facts: Facts) -> dict[bool, Costs]:
         take_s=take_s,
     )
     computes = facts.computing >= MOST_OF and not facts.is_transfer_bound
-    locks = facts.has_gil and stored and computes
-    if facts.workers_are is WorkerKind.RAY or locks:
-        # Whether threads would hold Python's lock, processes cannot tell.
+    if facts.workers_are is WorkerKind.RAY:
         return {True: processes}
+    if facts.has_gil and stored and computes:
+        # How long threads would hold Python's lock, processes cannot tell: at
+        # most for all that builds and steps compute.
+        lock_s = _PASSING_LOCK * (threads.cpu_s + threads.step_cpu_s)
+        threads = dataclasses.replace(threads, lock_s=lock_s)
     return {False: threads, True: processes}
 
 

@@ -97,6 +97,7 @@ class EpochMonitor:
         sink: What wants to know of every batch and step, if anything does.
         read_compiling_s: Returns how many seconds the backend has compiled
             so far; `None` where the backend does not tell.
+        on_cpu: Whether training steps run on the CPU.
 
     Attributes:
         step: To be called with its number when a step begins.
@@ -112,7 +113,9 @@ class EpochMonitor:
         fetches_ahead: bool,
         sink: Sink | None = None,
         read_compiling_s: Callable[[], float] | None = None,
+        on_cpu: bool = True,
     ) -> None:
+        self._on_cpu = on_cpu
         self._read_compiling_s = read_compiling_s
         # A sink wants all of them.
         self.recorder = Recorder(
@@ -274,6 +277,7 @@ class EpochMonitor:
             take_s=batch_stats.take_s,
             phase=phase,
             limit=worker_limit(None if source is None else source.dataset),
+            on_cpu=self._on_cpu,
         )
 
     def _health(

@@ -29,6 +29,9 @@ _IDLE = 0.5  # of the time: Ray workers that build less mostly wait
 _LITTLE = 0.05  # of the lost time: less building cannot be the reason
 _SOME = 0.2  # of builds: a shorter wait for a core may be by chance
 _CLEARLY = 0.25  # of the cores: if more are free, a thread need not wait
+# Each batch is read and written several times. From this on, that takes more
+# than a tenth of the time: a core copies some 5 to 15 GB/s.
+_MUCH_MEMORY_BYTES_PER_S = 1e9
 
 # What a step takes longer after a wait, because cores slept and other programs
 # used their caches. `benchmarks/advice.py` met 0.2 to 0.5 ms after 20 ms.
@@ -81,6 +84,7 @@ class Facts:
             over takes; NaN if unknown.
         phase: "train", "validation", "evaluate" or "predict".
         limit: Which workers the dataset can use.
+        on_cpu: Whether training steps run on the CPU, as builds do.
     """
 
     workers_are: WorkerKind
@@ -117,6 +121,7 @@ class Facts:
     take_s: float = math.nan
     phase: str = "train"
     limit: WorkerLimit = NO_LIMIT
+    on_cpu: bool = True
 
     @property
     def lost_s(self) -> float:
@@ -142,14 +147,17 @@ class Facts:
 
         This is less than `free_s` where most steps follow a wait. Where cores
         are full, they do not sleep, and steps in a row wait for them.
+
+        `free_s` counts each step from its start to its last result. A backend
+        that computes in the background starts the next step meanwhile.
         """
+        started_s = max(0.0, self.wall_s - self.wait_s - self.hook_s)
+        steps_s = min(self.free_s, max(started_s, self.free_s - started_s))
         if self.waits_for_stragglers or self.cores_are_full:
-            return self.free_s
+            return steps_s
         batches = max(self.batches, 1)
         waking_s = min(_WAKING_S, _WAKING * self.wait_s / batches)
-        return self.free_s - min(
-            batches * waking_s, _WAKING_OF_STEP * self.free_s
-        )
+        return steps_s - min(batches * waking_s, _WAKING_OF_STEP * steps_s)
 
     @property
     def data_wait(self) -> float:
@@ -265,9 +273,27 @@ class Facts:
         if self.workers_are is WorkerKind.RAY:
             # Ray's transfers are not measured: all time without builds counts.
             return self.build_s < _IDLE * self.workers * self.wall_s
-        moving_s = self.store_s + self.open_s
+        taking_s = self.open_s
+        if not math.isnan(self.take_s):
+            taking_s = max(taking_s, self.batches * self.take_s)
+        moving_s = self.store_s + taking_s
         is_moved = self.workers_are is WorkerKind.PROCESS
         return (is_moved and moving_s > self.build_s) or self.are_at_hand
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The bytes of batches that training gets in a second."""
+        return self.nbytes / max(self.wall_s, 1e-9)
+
+    @property
+    def is_memory_bound(self) -> bool:
+        """Whether builds and steps on the CPU mostly move memory."""
+        return (
+            self.on_cpu
+            and self.workers_are is not WorkerKind.RAY
+            and self.computing >= MOST_OF
+            and self.bytes_per_s > _MUCH_MEMORY_BYTES_PER_S
+        )
 
     @property
     def do_threads_hold_lock(self) -> bool:

@@ -11,6 +11,7 @@ import math
 from keras_fastdata.health.advised_workers import (
     more_processes,
     other_workers,
+    workers_to_measure,
 )
 from keras_fastdata.health.facts import Facts
 from keras_fastdata.health.reasons import Kind, kind_of
@@ -78,7 +79,12 @@ def judge(facts: Facts, kind: Kind | None = None, name: str = "") -> Verdict:
         is_slowed = facts.slowed_s > _SOME * facts.lost_s
         if kind is not Kind.COMPUTE_BOUND and is_slowed:
             evidence += f" {_slower_steps(facts)}"
-    if kind in _ANSWERED:
+    to_measure = workers_to_measure(facts) if kind in _MEASURED else ""
+    if to_measure:
+        call = to_measure
+        use = _to_measure(facts, to_measure)
+        advice = use if kind in _ANSWERED else f"{advice} {use}"
+    elif kind in _ANSWERED:
         wall_s = facts.wall_s / facts.epochs
         (call, forecast_s), use = other_workers(facts), "Use"
         found, promised_s = call, forecast_s
@@ -139,6 +145,11 @@ _NOUNS = {
 # Kinds that other workers may answer; and those whose advice says more.
 _EXPLAINED = (Kind.STRAGGLERS, Kind.TRANSFER_BOUND)
 _ANSWERED = (Kind.IO_BOUND, Kind.GIL_BOUND, Kind.BUILD_CPU_BOUND, *_EXPLAINED)
+# Kinds whose workers trials can choose, where no forecast can.
+_MEASURED = (
+    *(Kind.COMPUTE_BOUND, Kind.GIL_BOUND, Kind.BUILD_CPU_BOUND),
+    *(Kind.TRANSFER_BOUND, Kind.CORES_FULL, Kind.STRAGGLERS),
+)
 
 
 def with_call_of(verdict: Verdict, other: Verdict, name: str) -> Verdict:
@@ -183,6 +194,16 @@ def _io_bound(facts: Facts) -> tuple[str, str]:
 
 
 _CEILING = "training hardly waits for data"
+
+
+def _to_measure(facts: Facts, call: str) -> str:
+    """Says that trials choose the workers, because memory sets the speed."""
+    return (
+        f"Training gets {formatting.size(facts.bytes_per_s)} of batches a "
+        "second, so copies of batches and caches count, which cannot be "
+        f"foretold. Try `{call}`, which measures several numbers of threads "
+        "and processes, and keeps the fastest."
+    )
 
 
 def _cheaper(facts: Facts) -> str:

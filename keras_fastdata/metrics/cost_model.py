@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 TAKE_S = 40e-6  # receiving a batch from a worker, if that was not measured
 MOST = 16  # workers to advise, where there are no more cores
@@ -245,12 +245,13 @@ def queue_for(workers: int, lookahead: int) -> int | None:
 
 def call(
     dataset: str,
-    workers: int,
-    use_multiprocessing: bool,
+    workers: int | Literal["auto"],
+    use_multiprocessing: bool = False,
     max_queue_size: int | None = None,
 ) -> str:
     """Returns the recommended constructor call as Python code."""
-    arguments = f"workers={workers}"
+    value = f'"{workers}"' if isinstance(workers, str) else workers
+    arguments = f"workers={value}"
     if use_multiprocessing:
         arguments += ", use_multiprocessing=True"
     if max_queue_size is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 from keras_fastdata.engine.tuner import INLINE, Sample, WorkerConfigChoice
 from keras_fastdata.metrics.timing import Timing
 
@@ -80,6 +82,15 @@ LOADS = {
     "crowded disk": Load(waits_s=0.005, step_s=0.002, crowd_s=0.005),
     "no step": Load(native_s=200e-6, step_s=0),
 }
+
+
+def run(tuner, load, cores, batches, seed=0):
+    """Has a tuner see so many batches; returns how often it moved."""
+    draw = random.Random(seed)
+    before = len(tuner.decisions)
+    for _ in range(batches):
+        tuner.add(load.sample(tuner.choice, cores, draw))
+    return len(tuner.decisions) - before
 
 
 def quickest_s(load, cores, most=QUEUE):

@@ -6,7 +6,7 @@ import random
 
 import pytest
 from places import FULL
-from simulated_loads import LOADS, QUEUE, Load, quickest_s
+from simulated_loads import LOADS, QUEUE, Load, quickest_s, run
 
 from keras_fastdata.engine.tuner import (
     INLINE,
@@ -14,15 +14,6 @@ from keras_fastdata.engine.tuner import (
     Tuner,
     WorkerConfigChoice,
 )
-
-
-def run(tuner, load, cores, batches, seed=0):
-    """Has a tuner see so many batches; returns how often it moved."""
-    draw = random.Random(seed)
-    before = len(tuner.decisions)
-    for _ in range(batches):
-        tuner.add(load.sample(tuner.choice, cores, draw))
-    return len(tuner.decisions) - before
 
 
 @pytest.mark.parametrize("cores", [1, 1.5, 2, 8])

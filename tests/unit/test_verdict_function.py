@@ -312,7 +312,7 @@ def tenfold(measured):
     """An epoch that is ten times as long, with as many stragglers known."""
     names = ("batches", "nbytes", "wall_s", "free_s", "build_s", "cpu_s")
     return {name: 10 * getattr(measured, name) for name in names} | {
-        "wait_s": 14.0,
+        "wait_s": 13.89,
         "slowest": tuple(Slow(0.3, 13 * n, 0.28) for n in range(32)),
     }
 
@@ -560,12 +560,14 @@ def test_beside_busy_programs_processes_are_to_be_tried_without_a_forecast(
     )
     verdict = judge(measured)
     assert verdict.kind == "cores_full"
-    assert verdict.call == "Sleepers(..., workers=8, use_multiprocessing=True)"
+    assert verdict.call == (
+        "Sleepers(..., workers=16, use_multiprocessing=True, max_queue_size=32)"
+    )
     assert math.isnan(verdict.forecast_s)
     assert verdict.advice.startswith(f"{verdict.others} Or try `Sleepers(")
     assert "instead of" not in verdict.advice
     # It is no such advice where these processes are there already,
-    there = changed(BESIDE_LOOPS, workers=8)
+    there = changed(BESIDE_LOOPS, workers=16)
     assert (judge(there).kind, judge(there).call) == ("cores_full", "")
     # where no other program computes, or where there can be no processes.
     alone = changed(measured, busy_cores=2.0, elapsed_s=0.31)
@@ -628,7 +630,7 @@ def test_processes_not_threads_compute_beside_steps_that_hold_the_lock():
 
 
 def test_steps_are_forecast_to_be_quicker_without_waits_between_them():
-    steps = changed(SLEEPERS, free_s=0.25)
+    steps = changed(SLEEPERS, wall_s=1.25, free_s=0.25)
     assert steps.in_a_row_s == pytest.approx(0.25 - 100 * 0.0003)
     short = changed(SLEEPERS, free_s=0.05)
     assert short.in_a_row_s == pytest.approx(0.85 * 0.05)
@@ -637,7 +639,23 @@ def test_steps_are_forecast_to_be_quicker_without_waits_between_them():
     full = changed(steps, busy_cores=2.0)
     assert full.in_a_row_s == full.free_s
     # Few steps follow a wait where a few batches are slow.
-    assert STRAGGLERS.in_a_row_s == STRAGGLERS.free_s
+    slow = changed(STRAGGLERS, wall_s=1.53)
+    assert slow.in_a_row_s == slow.free_s
+
+
+def test_steps_that_run_in_the_background_overlap_when_in_a_row():
+    # Starting all steps takes 0.1 s; each is known from its start to its end.
+    steps = changed(SLEEPERS, busy_cores=2.0, free_s=0.12)
+    assert steps.in_a_row_s == pytest.approx(0.1)
+    # Steps of a slow device cannot overlap more than they are started.
+    device = changed(SLEEPERS, busy_cores=2.0, free_s=0.9)
+    assert device.in_a_row_s == pytest.approx(0.8)
+
+
+def test_handing_over_tiny_batches_counts_as_moving_them():
+    tiny = changed(TINY, build_s=0.06, cpu_s=0.08, take_s=math.nan)
+    assert judge(tiny).kind != "transfer_bound"
+    assert judge(changed(tiny, take_s=3e-5)).kind == "transfer_bound"
 
 
 def test_the_advice_of_a_profile_and_of_a_fit_is_the_same():
@@ -960,16 +978,68 @@ def test_processes_that_only_hand_over_are_answered_by_threads():
     verdict = judge(TINY)
     assert verdict.kind == "transfer_bound"
     assert verdict.call == "MyDataset(..., workers=1)"
-    assert verdict.forecast_s == pytest.approx(0.863, rel=1e-3)
+    assert verdict.forecast_s == pytest.approx(0.813, rel=1e-3)
     assert "handing it to training 0.3 ms" in verdict.evidence
     assert "cache" not in verdict.evidence
 
 
-def test_processes_that_compute_are_not_answered_by_threads():
-    copies = facts(workers=4, cores=2, busy_cores=1.5, store_s=5.0, build_s=6.0)
-    verdict = judge(copies)
+def test_processes_are_answered_by_threads_that_may_all_need_the_lock():
+    copies = facts(workers=4, cores=2, busy_cores=1.5, build_s=6.0, nbytes=1000)
+    verdict = judge(changed(copies, store_s=5.9))
     assert verdict.kind == "build_cpu_bound"
-    assert "use_multiprocessing=True" in verdict.call or not verdict.call
+    # 34 ms of computing: at worst all of it with the lock.
+    assert "use_multiprocessing" not in verdict.call
+    assert 0.034 * 1.4 < verdict.forecast_s / 100 < 0.1
+    # Without as much to store, threads would compute for longer.
+    less = judge(changed(copies, store_s=2.0))
+    assert "use_multiprocessing=True" in less.call or not less.call
+
+
+# 16 MB in each batch, at 3.3 GB/s.
+LARGE = facts(
+    workers_are=WorkerKind.INLINE,
+    workers=0,
+    nbytes=1_600_000_000,
+    wall_s=0.48,
+    free_s=0.3,
+    build_s=0.1,
+    cpu_s=0.1,
+    delay_s=0.0,
+    store_s=0.0,
+    wait_s=0.12,
+    build_s_p50=0.001,
+    first_wait_s=0.001,
+    slowest=(),
+    cores=2,
+    busy_cores=0.9,
+)
+
+
+@pytest.mark.parametrize("free_s", [0.3, 0.47])
+def test_where_batches_fill_the_memory_bus_auto_is_to_be_tried(free_s):
+    verdict = judge(changed(LARGE, free_s=free_s))
+    assert verdict.kind in ("build_cpu_bound", "compute_bound")
+    assert verdict.call == 'MyDataset(..., workers="auto")'
+    assert math.isnan(verdict.forecast_s)
+    assert verdict.call in verdict.advice
+    assert "gets 3.3 GB of batches a second" in verdict.advice
+    assert "instead of" not in verdict.advice
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"auto": True},
+        {"nbytes": 300_000_000},
+        {"on_cpu": False},  # a device of its own computes the steps
+        {"limit": WorkerLimit(most=4)},
+    ],
+)
+def test_elsewhere_auto_is_not_advised(changes):
+    for free_s in 0.3, 0.47:
+        verdict = judge(changed(LARGE, free_s=free_s, **changes))
+        assert "auto" not in verdict.call
+        assert "Try" not in verdict.advice
 
 
 def test_without_the_lock_processes_that_compute_are_answered_by_threads():
