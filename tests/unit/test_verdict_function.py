@@ -305,7 +305,7 @@ def test_stragglers_get_a_queue_that_bridges_them_and_a_forecast():
     assert verdict.forecast_s == pytest.approx(0.3)
     assert "1.0 MB of memory" in verdict.advice
     long = judge(changed(STRAGGLERS, **tenfold(STRAGGLERS)))
-    assert "max_queue_size=148" in long.call
+    assert "max_queue_size=149" in long.call
 
 
 def tenfold(measured):
