@@ -37,7 +37,8 @@ class ThreadSafeIterator(Iterator[_T], Generic[_T]):
 
     def __init__(self, iterable: Iterable[_T]) -> None:
         self._iterator: Iterator[_T] | None = iter(iterable)
-        self._lock = threading.Lock()
+        # Reentrant, for signal handlers that interrupt `next` or `close`.
+        self._lock = threading.RLock()
         self._pid = os.getpid()
         self._closing = False
         self._running_in = 0  # the thread inside the iterator, if any
@@ -50,7 +51,7 @@ class ThreadSafeIterator(Iterator[_T], Generic[_T]):
                 "on here. Fork before, or make a new iterator in the child."
             )
         if self._running_in == threading.get_ident():
-            # This thread holds the lock; waiting for it would never end.
+            # The iterator is under way below in this thread's own stack.
             raise ValueError("ThreadSafeIterator: next() called from within")
         try:
             with self._lock:
@@ -85,6 +86,8 @@ class ThreadSafeIterator(Iterator[_T], Generic[_T]):
         # `_closing` again after it releases the lock.
         if self._pid != os.getpid():
             self._leave_parent()
+        if self._running_in == threading.get_ident():
+            return  # the iterator closes itself
         if self._lock.acquire(blocking=False):
             try:
                 self._end()
@@ -111,7 +114,7 @@ class ThreadSafeIterator(Iterator[_T], Generic[_T]):
         self._pid = os.getpid()
         if self._running_in == threading.get_ident():
             return False  # this thread is inside, and holds the lock
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         is_broken, self._running_in = self._running_in != 0, 0
         if is_broken:
             self._iterator = None

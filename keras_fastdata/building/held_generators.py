@@ -407,6 +407,7 @@ def _latest(container: Any, count: int) -> list[Any]:
 
 
 _SEQUENCES = (list, collections.deque)
+_PLAIN_KEYS = {str, int, bytes, float, bool, type(None)}
 _GROWING_TYPES = {
     *(dict, collections.defaultdict, collections.OrderedDict),
     *_SEQUENCES,
@@ -481,7 +482,10 @@ def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
     items: Any = ()
     if isinstance(value, dict):
         for number, key in enumerate(_first_items(dict.keys(value))):
-            yield f"[{_key_name(key, number)}]", dict.get(value, key)
+            name = _key_name(key, number)
+            if type(key) not in _PLAIN_KEYS:
+                yield f"{{{name}}}", key
+            yield f"[{name}]", dict.get(value, key)
     elif isinstance(value, (list, tuple, collections.deque)):
         items = _first_items(value)
     elif isinstance(value, (set, frozenset)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -60,6 +61,13 @@ class PoolFactory:
             LoaderError: They cannot be started.
         """
         settings = self._in_effect.now
+        if settings.kind.builds_ahead and sys.is_finalizing():
+            # Python waits for a new thread for ever.
+            raise LoaderError(
+                f"{self._name} cannot start workers, because the interpreter "
+                "ends. Use `workers=0`, or iterate before the end of the "
+                "program."
+            )
         self._look_outside()
         self._seed = self._planner.seed
         if settings.kind.has_copies:

@@ -27,7 +27,7 @@ def reduce_class(cls: type) -> Any:
     return resolve_class, (
         cls.__module__,
         cls.__qualname__,
-        _mark(cls),
+        tracker_id(cls),
         cloudpickle.dumps(cls),
     )
 
@@ -50,7 +50,7 @@ def resolve_class(
     return cloudpickle.loads(by_value)
 
 
-def _mark(cls: type) -> str | None:
+def tracker_id(cls: type) -> str | None:
     """Returns cloudpickle's id of a class, or `None` if it has no id.
 
     cloudpickle gives an id to each class that it rebuilds in this process.

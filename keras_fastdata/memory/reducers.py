@@ -39,6 +39,7 @@ import cloudpickle
 import numpy as np
 import numpy.typing as npt
 
+from keras_fastdata.memory import rebuilt_classes
 from keras_fastdata.memory.shared_arrays import (
     SharedArrays,
     owner_of,
@@ -103,6 +104,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _reduce_h5(obj)
         reduced = super().reducer_override(obj)
         if isinstance(reduced, tuple) and len(reduced) == _BY_VALUE:
+            if isinstance(obj, type):
+                reduced = rebuilt_classes.completed(obj, reduced)
             *rebuild, state, _, _, set_state = reduced
             named = set_state, state, obj.__qualname__
             return *rebuild, named, None, None, _set_class

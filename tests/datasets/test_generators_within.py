@@ -44,7 +44,7 @@ def inline():
 
 def test_every_draw_is_another_one(inline):
     draws = np.concatenate([batch for epoch in inline for batch in epoch])
-    assert len(set(draws.tolist())) == len(draws) == 300
+    assert len(set(draws.tolist())) == len(draws) == 312
 
 
 @pytest.mark.parametrize("start_method", START_METHODS)

@@ -629,6 +629,46 @@ def test_a_generator_that_asks_itself_for_an_item_is_told_so():
         next(shared)
 
 
+class Interrupted:
+    """A lock, with calls by a signal handler right inside it."""
+
+    def __init__(self, lock, handler):
+        self._lock, self._handler = lock, handler
+
+    def __enter__(self):
+        self._lock.__enter__()
+        self._handler()
+
+    def __exit__(self, *error):
+        self._handler()
+        self._lock.__exit__(*error)
+
+    def __getattr__(self, name):
+        return getattr(self._lock, name)
+
+
+@pytest.mark.parametrize("act", ["next", "close"])
+def test_a_signal_handler_may_use_the_iterator_that_it_has_interrupted(act):
+    shared = ThreadSafeIterator(range(10))
+    lock, taken = shared._lock, []
+
+    def handler():
+        shared._lock = lock  # a handler is not interrupted by itself
+        if act == "next":
+            taken.append(next(shared))
+        else:
+            shared.close()
+        shared._lock = interrupted
+
+    shared._lock = interrupted = Interrupted(lock, handler)
+    if act == "next":
+        assert next(shared) == 1
+        assert taken == [0, 2]
+    else:
+        with pytest.raises(StopIteration):
+            next(shared)
+
+
 def test_a_generator_that_asks_for_an_item_while_it_is_closed_is_told_so():
     def circular():
         try:

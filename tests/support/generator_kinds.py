@@ -136,6 +136,7 @@ class Everywhere(FastPyDataset):
         self.transforms = [transform, Transform(transform.random_generator)]
         self.lazily = Lazily()
         self.aug = Aug()
+        self.weights = {np.random.default_rng(0): 0.5}
         self.table = np.array([None, random.Random(0)], object)
         self.environment = Environment()
         self.many = list(map(str, range(100_000)))
@@ -169,6 +170,7 @@ class Everywhere(FastPyDataset):
                 *(one.draw() for one in self.transforms),
                 self.lazily.draw(),
                 self.aug.draw(),
+                *(one.integers(2**60) for one in self.weights),
                 self.table[1].getrandbits(60),
                 self.tool.integers(2**60),
                 self.late.integers(2**60),

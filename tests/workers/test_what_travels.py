@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import concurrent.futures
+import enum
 import functools
 import gzip
 import io
@@ -483,6 +484,156 @@ def test_parts_of_a_memory_map_come_as_arrays_in_shared_memory(tmp_path):
             np.testing.assert_array_equal(other["also"][0], rows[index])
             assert type(batch) is type(other["also"][0]) is np.ndarray
             assert batch.ctypes.data % 64 == 0
+
+
+def enums():
+    """Enums that travel by value, for they are made in a function."""
+
+    class WithInit(enum.Enum):
+        CAT = ("c", 3)
+        DOG = ("d", 5)
+
+        def __init__(self, code, legs):
+            self.code, self.legs = code, legs
+
+    class WithNew(enum.IntEnum):
+        LOW = 3
+        HIGH = 5
+
+        def __new__(cls, number):
+            member = int.__new__(cls, number * 2)
+            member._value_ = number
+            return member
+
+    class Named(str, enum.Enum):  # noqa: UP042 - as people write it
+        A = ("a", "first")
+        B = ("b", "second")
+
+        def __new__(cls, text, label):
+            member = str.__new__(cls, text.upper())
+            member._value_, member.label = text, label
+            return member
+
+    class Aliased(enum.Enum):
+        CAT = 1
+        KITTEN = 1  # noqa: PIE796
+        DOG = 2
+
+    class Flags(enum.Flag):
+        R = 1
+        W = 2
+        RW = 3
+
+    class Numbers(enum.IntFlag):
+        A = 1
+        B = 4
+
+    class Base(enum.Enum):
+        def __init__(self, *sizes):
+            self.size = sum(sizes)
+
+    class Derived(Base):
+        SMALL = 1, 2
+        LARGE = 30, 40
+
+    class Auto(enum.StrEnum):
+        ONE = enum.auto()
+        TWO = enum.auto()
+
+    return WithInit, WithNew, Named, Aliased, Flags, Numbers, Derived, Auto
+
+
+def of_enums(kinds, index):
+    """What differs between members that are alike at first sight."""
+    text = [list(map(str, kind.__members__.items())) for kind in kinds]
+    with_init, with_new, named, aliased, flags, numbers, derived, _ = kinds
+    text += [(one.code, one.legs, one.value) for one in with_init]
+    text += [(int(one), one.value, with_new(one.value)) for one in with_new]
+    text += [(str.lower(one), one.value, one.label) for one in named]
+    text += [aliased.KITTEN is aliased.CAT, aliased["KITTEN"].name]
+    text += [flags.RW is flags.R | flags.W, ~flags.R, flags(2)]
+    text += [numbers.A | numbers.B, int(numbers(5)), numbers(4) is numbers.B]
+    text += [one.size for one in derived]
+    return np.frombuffer(repr(text).encode(), "uint8")
+
+
+def test_members_of_an_enum_have_their_attributes_values_and_aliases():
+    kinds = enums()
+    expected = of_enums(kinds, 0)
+    with Holds(kinds, of_enums, **PROCESS) as dataset:
+        for _ in range(2):
+            for found in dataset:
+                assert bytes(found).decode() == bytes(expected).decode()
+            kinds[0].CAT.legs = 4  # is sent anew
+            dataset.mark_changed()
+            expected = of_enums(kinds, 0)
+
+
+def hooked():
+    """A registry of classes, all of which travel by value."""
+
+    class Plugin:
+        count = 0
+        names = []
+
+        def __init_subclass__(cls, weight, **kwargs):
+            super().__init_subclass__(**kwargs)
+            Plugin.count += weight
+            Plugin.names.append(cls.__name__)
+            cls.weight = weight
+
+    class Meta(type):
+        made = []
+
+        def __new__(meta, name, bases, namespace, tag):
+            return super().__new__(meta, name, bases, namespace | {"tag": tag})
+
+        def __init__(cls, name, bases, namespace, tag):
+            super().__init__(name, bases, namespace)
+            Meta.made.append(name)
+
+    class First(Plugin, weight=5):
+        pass
+
+    class Second(First, weight=7):
+        pass
+
+    class Third(metaclass=Meta, tag="third"):
+        pass
+
+    return Plugin, Meta, First, Second, Third
+
+
+def of_hooked(classes, index):
+    plugin, meta, *subclasses = classes
+
+    class Local(plugin, weight=1):
+        pass
+
+    names = [plugin.names[:2], len(plugin.names), meta.made]
+    tags = [Local.weight, subclasses[1].weight, subclasses[2].tag]
+    text = f"{names} {tags} {plugin.count}"
+    plugin.count, plugin.names = 12, ["First", "Second"]
+    return np.frombuffer(text.encode(), "uint8")
+
+
+def test_hooks_of_classes_do_not_run_again_in_a_worker():
+    classes = hooked()
+    expected = bytes(of_hooked(classes, 0)).decode()
+    with Holds(classes, of_hooked, **PROCESS) as dataset:
+        for _ in range(2):
+            assert {bytes(found).decode() for found in dataset} == {expected}
+            dataset.mark_changed()
+
+
+def test_members_of_an_enum_are_the_trainers_own_when_they_come_back():
+    kind = enums()[0]
+
+    def member(kind, index):
+        return np.array([kind.DOG], object)
+
+    with Holds(kind, member, **PROCESS) as dataset:
+        assert next(iter(dataset))[0] is kind.DOG
 
 
 def test_a_class_made_in_a_function_has_its_whole_name_in_a_worker():

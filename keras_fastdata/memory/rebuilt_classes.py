@@ -1,0 +1,137 @@
+"""Makes classes in a worker again as they are in the trainer.
+
+cloudpickle sends a class of `__main__`, or one made in a function, by value. In
+the worker, the class is made without attributes, which then are set. Two things
+would go wrong:
+
+- Hooks of classes that were made again, such as `__init_subclass__`, would run
+  once more, and without the keywords of the class. They are absent meanwhile.
+- Enums are made from names and values alone. Members would lack what `__init__`
+  and `__new__` of the enum gave them, and aliases would not be members. Here,
+  each member gets the underlying value and the attributes of the original one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from keras_fastdata.memory import class_refs
+
+Reduced = tuple[Any, ...]
+
+
+def completed(cls: type, reduced: Reduced) -> Reduced:
+    """Completes the parts into which cloudpickle takes a class apart.
+
+    Args:
+        cls: The class.
+        reduced: What cloudpickle's `reducer_override` returns for it.
+    """
+    if isinstance(cls, enum.EnumType):
+        reduced = _with_members(cls, reduced)
+    make, args, *rest = reduced
+    return _make_without_hooks, (make, args), *rest
+
+
+# -- hooks --------------------------------------------------------------------
+
+
+def _make_without_hooks(make: Callable[..., type], args: Any) -> type:
+    """Makes a class, while no hook of classes that were made again runs."""
+    with contextlib.ExitStack() as hidden:
+        for cls, name in _hooks(args):
+            hook = vars(cls)[name]
+            delattr(cls, name)
+            hidden.callback(setattr, cls, name, hook)
+        return make(*args)
+
+
+def _hooks(args: Any) -> Iterator[tuple[type, str]]:
+    """Yields the hooks that making a class would run, with their classes."""
+    bases = next(part for part in args if isinstance(part, tuple))
+    metas = {type(base): None for base in bases}
+    if isinstance(args[0], type):
+        metas[args[0]] = None
+    hooks = (
+        (bases, ("__init_subclass__",)),
+        (metas, ("__prepare__", "__new__", "__init__")),
+    )
+    for classes, names in hooks:
+        for cls in dict.fromkeys(c for one in classes for c in one.__mro__):
+            if class_refs.tracker_id(cls) is not None:
+                yield from ((cls, name) for name in names if name in vars(cls))
+
+
+# -- enums --------------------------------------------------------------------
+
+
+def _with_members(cls: Any, reduced: Reduced) -> Reduced:
+    """Adds an enum's members and their attributes to its parts."""
+    make, args, (attributes, slots), *rest, set_state = reduced
+    bases, name, qualname, _, *others = args
+    members = cls.__members__
+    if not members:
+        return reduced
+    underlying = []
+    for member in members.values():
+        read = getattr(cls._member_type_, "__getnewargs__", None)
+        underlying.append((member.value, read(member) if read else ()))
+    dictionary = {
+        "__new__": _Members(underlying),
+        "__init__": _no_init,
+    } | {name: member.value for name, member in members.items()}
+    own = {
+        name: {k: v for k, v in vars(member).items() if not _is_enums(k)}
+        for name, member in members.items()
+    }
+    attributes = {k: v for k, v in attributes.items() if k not in members}
+    state = attributes, slots, own, set_state
+    args = bases, name, qualname, dictionary, *others
+    return make, args, state, *rest, _set_state
+
+
+class _Members:
+    """Makes the members of an enum, one after the other.
+
+    It is the enum's `__new__` while the enum is made.
+    """
+
+    def __init__(self, underlying: list[tuple[Any, tuple[Any, ...]]]) -> None:
+        self._underlying = underlying
+        self._left = iter(underlying)
+
+    def __reduce__(self) -> Reduced:
+        return _Members, (self._underlying,)
+
+    def __call__(self, cls: Any, *_: Any) -> Any:
+        value, args = next(self._left)
+        # The class of the underlying values, such as `int`, or `object`.
+        member = cls._member_type_.__new__(cls, *args)
+        member._value_ = value
+        return member
+
+
+def _no_init(member: Any, *_: Any) -> None:
+    """Takes the place of the enum's `__init__` while the enum is made."""
+
+
+def _set_state(
+    cls: Any, state: tuple[Any, Any, Any, Callable[..., Any]]
+) -> None:
+    """Gives an enum and its members the original's attributes."""
+    attributes, slots, own, set_state = state
+    if cls.__dict__.get("__init__") is _no_init:
+        del cls.__init__
+    if isinstance(cls.__dict__.get("__new_member__"), _Members):
+        del cls.__new_member__
+    set_state(cls, (attributes, slots))
+    for name, values in own.items():
+        vars(cls[name]).update(values)
+
+
+def _is_enums(name: str) -> bool:
+    """Whether `enum` itself sets the attribute of this name."""
+    return name.startswith("_") and name.endswith("_")
