@@ -839,11 +839,11 @@ class GlobalRngMonitor:
             self._moved += 1
             if self._moved == self._TELLING:
                 warnings.warn(
-                    f"{dataset}.__getitem__ draws from `np.random` or "
-                    "`random` in worker threads, which share those "
-                    "generators: its batches cannot be repeated. Draw from "
-                    "`self.rng`, which belongs to the batch, or pass "
-                    "`use_multiprocessing=True`.",
+                    f"{dataset}.__getitem__, or other code meanwhile, draws "
+                    "from `np.random` or `random`. Worker threads share those "
+                    "generators with the program: a batch that draws from them "
+                    "cannot be repeated. Draw from `self.rng`, which belongs "
+                    "to the batch, or pass `use_multiprocessing=True`.",
                     stacklevel=2,
                 )
 

@@ -825,6 +825,19 @@ def test_a_dev_shm_that_is_full_does_not_matter(tmp_path):
     assert outcomes == [WORKED] * 4
 
 
+def larger_than_shared_memory():
+    """Batches of 80 kB, for which a worker needs more after 53 kB."""
+    dataset = limit_samples.Wide(**_processes("portable", workers=1))
+    return [attempt(dataset)]
+
+
+def test_memory_that_cannot_grow_is_named_by_a_portable_worker(tmp_path):
+    mount = _with_mount("mount -t tmpfs -o size=60k tmpfs /dev/shm")
+    run = _run_script(tmp_path, larger_than_shared_memory, command=mount)
+    (outcome,) = run.check()
+    assert _works_or_says(outcome, "Shared memory is full")
+
+
 # -- max_queue_bytes -----------------------------------------------------------
 
 BOUND = 16 * MEGABYTE

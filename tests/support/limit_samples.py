@@ -27,6 +27,14 @@ class Hungry(Numbered):
         return super().__getitem__(index)
 
 
+class Wide(Numbered):
+    """Has two arrays of 40 kB in a batch."""
+
+    def __getitem__(self, index):
+        x = np.full((5000, 1), index, "float64")
+        return x, np.zeros_like(x)
+
+
 class Greedy(FastPyDataset):
     """Opens every descriptor its worker may have, then builds."""
 

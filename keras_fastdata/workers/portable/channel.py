@@ -227,8 +227,9 @@ class PipeChannel(SlotChannel[PipeWorker]):
             with os_limits.named("The memory of a batch could not be opened"):
                 self.arena.attach(task.slot, task_id, nbytes)
         except FileNotFoundError:
-            # The memory is gone with the worker, and the batch too.
-            worker.fall_silent()
+            # The worker has ended, or could not enlarge the memory and has
+            # removed it. Its end or its error is the next thing to come.
+            pass
 
     def wait(self, timeout_s: float) -> None:
         workers = list(self.workers.values())
