@@ -35,7 +35,8 @@ def other_workers(facts: Facts) -> tuple[str, float]:
         return "", math.inf  # the training process itself reads a cache
     batches = facts.batches / facts.epochs
     kinds = _costs(facts)
-    present = kept = facts.workers_are.has_copies
+    present = facts.workers_are.has_copies
+    kept = present and not facts.is_loading_shared_by_threads
     if facts.workers_are is WorkerKind.INLINE:
         kept = _do_steps_hold_lock(facts)
     if not facts.limit.are_processes:

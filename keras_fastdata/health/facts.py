@@ -85,6 +85,8 @@ class Facts:
         phase: "train", "validation", "evaluate" or "predict".
         limit: Which workers the dataset can use.
         on_cpu: Whether training steps run on the CPU, as builds do.
+        starts_late: Whether the first batch of the `fit` cost more than all
+            other waits for data.
     """
 
     workers_are: WorkerKind
@@ -122,6 +124,7 @@ class Facts:
     phase: str = "train"
     limit: WorkerLimit = NO_LIMIT
     on_cpu: bool = True
+    starts_late: bool = False
 
     @property
     def lost_s(self) -> float:
@@ -293,6 +296,15 @@ class Facts:
             and self.workers_are is not WorkerKind.RAY
             and self.computing >= MOST_OF
             and self.bytes_per_s > _MUCH_MEMORY_BYTES_PER_S
+        )
+
+    @property
+    def is_loading_shared_by_threads(self) -> bool:
+        """Whether threads would save what each process loads at its start."""
+        return (
+            self.starts_late
+            and self.workers_are is WorkerKind.PROCESS
+            and self.computing < MOST_OF
         )
 
     @property

@@ -20,7 +20,8 @@ Sampling disturbs: meanwhile the queue fills up, or runs dry. So it becomes
 rarer as an epoch goes on, and to the wall time a step that was sampled counts
 as much as the others do on average. Steps that compile (the first; the first
 with another shape) are left out of both. The backend says which these are
-(JAX, PyTorch), or else their length does.
+(JAX, PyTorch), or else their length and the CPU time of the thread do: a long
+step in which the thread hardly computed has waited, such as for Python's lock.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ _CONTENDED = 0.8  # of what steps took: they must have been slowed down
 _COMPILING = 10  # times what a step needs, and
 _COMPILING_S = 0.05  # this much more: it must have been compiling
 _MOSTLY = 0.5  # of a step: it was compiling, if the backend says so
+_COMPUTING = 0.25  # of a step: its thread computed more, if it was compiling
 _LONG_STEPS = 1024  # remembered one by one, to tell which compiled
 
 
@@ -269,6 +271,7 @@ class StepClock:
             recorder.quiesced_s,
             recorder.batch_stats.hook_s,
             self._read_compiling_s(),
+            0.0 if self._tells_compiling else time.thread_time(),
         )
 
     def _end_step(
@@ -322,8 +325,9 @@ class StepClock:
                 sums.quiet_s += own_s
             else:
                 sums.usual_s += whole_s
-                if compiling_s or not self._tells_compiling:
-                    step_s = host_s - before.at_s - waited_s
+                step_s = host_s - before.at_s - waited_s
+                computed_s = mark.cpu_s - before.cpu_s
+                if compiling_s or computed_s > _COMPUTING * step_s:
                     known_s = min(compiling_s, step_s) if compiles else 0.0
                     self._note_if_long(step_s, whole_s, known_s)
         if met:
@@ -373,6 +377,7 @@ class _ClockReading(NamedTuple):
     quiesced_s: float
     hook_s: float
     compiling_s: float
+    cpu_s: float  # of the thread; 0 if the backend tells what it compiles
 
     @property
     def no_step_s(self) -> float:

@@ -501,18 +501,22 @@ def _verdict_on(epochs: list[EpochHealth]) -> Verdict | None:
         return max(recent, key=lambda epoch: epoch.lost_s).verdict
     kinds = {epoch.verdict.kind for epoch in recent}
     name = _names(recent)
-    verdict = judge(
-        merge(facts), kinds.pop() if len(kinds) == 1 else None, name
-    )
-    note = _note(verdict.kind, recent, name)
+    starts_late = False
     if first.facts is not None and first.verdict.kind not in OF_EVERY_BATCH:
         late_s = first.start_s + first.facts.first_wait_s
-        if late_s > sum(epoch.lost_s for epoch in epochs) / 2:
-            verdict = with_call_of(first.verdict, verdict, name)
-            note = (
-                f"This verdict is on {first.name}, whose first batch was "
-                "waited for longer than all others of the fit together."
-            )
+        starts_late = late_s > sum(epoch.lost_s for epoch in epochs) / 2
+    verdict = judge(
+        dataclasses.replace(merge(facts), starts_late=starts_late),
+        kinds.pop() if len(kinds) == 1 else None,
+        name,
+    )
+    note = _note(verdict.kind, recent, name)
+    if starts_late:
+        verdict = with_call_of(first.verdict, verdict, name)
+        note = (
+            f"This verdict is on {first.name}, whose first batch was "
+            "waited for longer than all others of the fit together."
+        )
     if all(epoch.verdict.kind is verdict.kind for epoch in epochs):
         return verdict
     return dataclasses.replace(verdict, evidence=f"{verdict.evidence} {note}")

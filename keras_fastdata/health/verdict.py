@@ -101,6 +101,9 @@ def judge(facts: Facts, kind: Kind | None = None, name: str = "") -> Verdict:
                 f"{formatting.duration(promised_s)} instead of "
                 f"{formatting.duration(wall_s)}."
             )
+            is_shared = facts.is_loading_shared_by_threads
+            if is_shared and "use_multiprocessing" not in found:
+                use += " Threads load once what each process loads by itself."
             advice = f"{advice} {use}" if kind in _EXPLAINED else use
     others = _others(facts)
     if others:

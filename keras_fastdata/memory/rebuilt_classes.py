@@ -80,7 +80,7 @@ def _with_members(cls: Any, reduced: Reduced) -> Reduced:
         read = getattr(cls._member_type_, "__getnewargs__", None)
         underlying.append((member.value, read(member) if read else ()))
     dictionary = {
-        "__new__": _Members(underlying),
+        "__new__": _MemberMaker(underlying),
         "__init__": _no_init,
     } | {name: member.value for name, member in members.items()}
     own = {
@@ -93,7 +93,7 @@ def _with_members(cls: Any, reduced: Reduced) -> Reduced:
     return make, args, state, *rest, _set_state
 
 
-class _Members:
+class _MemberMaker:
     """Makes the members of an enum, one after the other.
 
     It is the enum's `__new__` while the enum is made.
@@ -104,7 +104,7 @@ class _Members:
         self._left = iter(underlying)
 
     def __reduce__(self) -> Reduced:
-        return _Members, (self._underlying,)
+        return _MemberMaker, (self._underlying,)
 
     def __call__(self, cls: Any, *_: Any) -> Any:
         value, args = next(self._left)
@@ -125,7 +125,7 @@ def _set_state(
     attributes, slots, own, set_state = state
     if cls.__dict__.get("__init__") is _no_init:
         del cls.__init__
-    if isinstance(cls.__dict__.get("__new_member__"), _Members):
+    if isinstance(cls.__dict__.get("__new_member__"), _MemberMaker):
         del cls.__new_member__
     set_state(cls, (attributes, slots))
     for name, values in own.items():

@@ -62,6 +62,7 @@ class World:
         self.built_s = 0.0  # when the worker will have its next batch
         self.rests = False
         self.compiles = True
+        self.halts_s = 0.0  # in which the thread did not compute
         self.recorder = Recorder(interval_s)
         self.seen = []
         self.clock = StepClock(
@@ -72,6 +73,9 @@ class World:
             self.seen.append,
             (lambda: self.compiling_s) if tells else None,
         )
+
+    def thread_time(self):
+        return self.now_s - self.halts_s
 
     def synchronize(self):
         self.now_s = max(self.now_s, self.device_s)
@@ -126,6 +130,7 @@ def world(monkeypatch):
     def make(*args, **kwargs):
         made = World(*args, **kwargs)
         monkeypatch.setattr(step_clock.time, "monotonic", lambda: made.now_s)
+        monkeypatch.setattr(step_clock.time, "thread_time", made.thread_time)
         return made
 
     return make
@@ -190,6 +195,7 @@ def test_a_share_is_a_share_and_every_step_is_told_once(
     with pytest.MonkeyPatch.context() as patch:
         real = World(load_s, step_s, asynchronous, ahead, 1.5, fetches_ahead)
         patch.setattr(step_clock.time, "monotonic", lambda: real.now_s)
+        patch.setattr(step_clock.time, "thread_time", real.thread_time)
         for number in range(epochs):
             began_s = real.now_s
             stretch = real.epoch(count, number)
@@ -321,6 +327,24 @@ def test_a_long_step_is_not_taken_for_compiling_if_the_backend_tells(world):
     assert first.compiled == {0}
     assert not second.compiled
     assert not second.compiling_s
+
+
+def test_a_long_step_that_did_not_compute_is_not_taken_for_compiling(world):
+    """As if threads that build had kept Python's lock from it."""
+    real = world(0, 0.01)
+    first = real.epoch(50)
+    compute = real.compute
+
+    def wait_first():
+        real.now_s += 0.3
+        real.halts_s += 0.3
+        compute()
+
+    real.compute = wait_first
+    second = real.epoch(50, 1)
+    assert first.compiled == {0}
+    assert not second.compiled
+    assert second.wall_s > 50 * 0.3
 
 
 def test_sampling_takes_at_most_a_hundredth_of_the_time(world):

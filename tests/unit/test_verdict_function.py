@@ -1060,9 +1060,21 @@ def test_a_late_start_does_not_hide_what_later_epochs_need():
     late = changed(SLEEPERS, start_s=8.0)
     summary = summarize([health(0, late), *map(later, (1, 2))], [])
     assert summary.verdict.kind == "late_start"
-    assert summary.verdict.call == judge(SLEEPERS).call
-    assert summary.verdict.forecast_s == judge(SLEEPERS).forecast_s
+    alone = judge(changed(SLEEPERS, starts_late=True))
+    assert summary.verdict.call == alone.call
+    assert summary.verdict.forecast_s == alone.forecast_s
     assert summary.verdict.call in summary.verdict.advice
+
+
+def test_after_a_late_start_of_processes_that_wait_threads_are_advised():
+    late = changed(SLEEPERS, start_s=8.0)
+    summary = summarize([health(0, late), *map(later, (1, 2))], [])
+    assert summary.verdict.call == judge(SLEEPERS).call.replace(
+        ", use_multiprocessing=True", ""
+    )
+    assert "Threads load once what each process" in summary.verdict.advice
+    # Without such a start, workers stay processes.
+    assert "use_multiprocessing" in judge(SLEEPERS).call
 
 
 def later(number):
