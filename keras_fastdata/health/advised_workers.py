@@ -36,7 +36,9 @@ def other_workers(facts: Facts) -> tuple[str, float]:
     batches = facts.batches / facts.epochs
     kinds = _costs(facts)
     present = facts.workers_are.has_copies
-    kept = present and not facts.is_loading_shared_by_threads
+    # Threads neither load so often nor move batches.
+    shares = facts.is_loading_shared_by_threads or facts.is_transfer_bound
+    kept = present and not shares
     if facts.workers_are is WorkerKind.INLINE:
         kept = _do_steps_hold_lock(facts)
     if not facts.limit.are_processes:
