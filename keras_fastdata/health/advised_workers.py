@@ -12,6 +12,7 @@ from keras_fastdata.metrics.cost_model import COMPUTES, TAKE_S, WORTH, Costs
 from keras_fastdata.metrics.worker_kinds import NO_LIMIT, WorkerKind
 
 _LOCKED = 0.2  # of the time: if less, Python's lock is not in the way
+_STEPS_LOCK = 0.05  # of the steps' time, if they hold Python's lock at all
 _PROCESSES_PER_CORE = 8  # to try, at most, where other programs compute
 _PASSING_LOCK = 1.4  # times longer, if threads pass on the lock all the time
 _THREAD_TAKE_S = 15e-6  # receiving a batch from a thread, if not measured
@@ -136,7 +137,7 @@ def _do_steps_hold_lock(facts: Facts) -> bool:
     then lose more time than the model tells.
     """
     held_s = facts.gil_held * facts.wall_s
-    return facts.computing > COMPUTES and held_s > _LOCKED * facts.free_s
+    return facts.computing > COMPUTES and held_s > _STEPS_LOCK * facts.free_s
 
 
 def _longer(
