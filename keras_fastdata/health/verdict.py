@@ -85,25 +85,10 @@ def judge(facts: Facts, kind: Kind | None = None, name: str = "") -> Verdict:
         use = _to_measure(facts, to_measure)
         advice = use if kind in _ANSWERED else f"{advice} {use}"
     elif kind in _ANSWERED:
-        wall_s = facts.wall_s / facts.epochs
-        (call, forecast_s), use = other_workers(facts), "Use"
-        found, promised_s = call, forecast_s
-        if not call:
-            forecast_s = math.nan
-            if facts.limit.how_more:
-                no_limit = dataclasses.replace(facts, limit=NO_LIMIT)
-                found, promised_s = other_workers(no_limit)
-                use = f"{facts.limit.how_more} Then use"
-        if found:
-            saves_s = wall_s - promised_s
-            use += (
-                f" `{found}`: {_NOUNS[facts.phase]} would take about "
-                f"{formatting.duration(promised_s)} instead of "
-                f"{formatting.duration(wall_s)}."
-            )
-            is_shared = facts.is_loading_shared_by_threads
-            if is_shared and "use_multiprocessing" not in found:
-                use += " Threads load once what each process loads by itself."
+        use, call, promised_s = _use_workers(facts)
+        if use:
+            saves_s = facts.wall_s / facts.epochs - promised_s
+            forecast_s = promised_s if call else math.nan
             advice = f"{advice} {use}" if kind in _EXPLAINED else use
     others = _others(facts)
     if others:
@@ -121,6 +106,31 @@ def judge(facts: Facts, kind: Kind | None = None, name: str = "") -> Verdict:
         forecast_s,
         others,
     )
+
+
+def _use_workers(facts: Facts) -> tuple[str, str, float]:
+    """Returns advice to use other workers, their call, and the forecast.
+
+    The advice is empty if no other workers are better. Only the call is empty
+    if the dataset must be changed before it can use them.
+    """
+    (call, forecast_s), use = other_workers(facts), "Use"
+    found, wall_s = call, facts.wall_s / facts.epochs
+    if not call and facts.limit.how_more:
+        no_limit = dataclasses.replace(facts, limit=NO_LIMIT)
+        found, forecast_s = other_workers(no_limit)
+        use = f"{facts.limit.how_more} Then use"
+    if not found:
+        return "", "", math.nan
+    use += (
+        f" `{found}`: {_NOUNS[facts.phase]} would take about "
+        f"{formatting.duration(forecast_s)} instead of "
+        f"{formatting.duration(wall_s)}."
+    )
+    is_shared = facts.is_loading_shared_by_threads
+    if is_shared and "use_multiprocessing" not in found:
+        use += " Threads load once what each process loads by itself."
+    return use, call, forecast_s
 
 
 def _steps_and_waits(facts: Facts, name: str) -> str:
@@ -151,7 +161,7 @@ _ANSWERED = (Kind.IO_BOUND, Kind.GIL_BOUND, Kind.BUILD_CPU_BOUND, *_EXPLAINED)
 # Kinds whose workers trials can choose, where no forecast can.
 _MEASURED = (
     *(Kind.COMPUTE_BOUND, Kind.GIL_BOUND, Kind.BUILD_CPU_BOUND),
-    *(Kind.TRANSFER_BOUND, Kind.CORES_FULL, Kind.STRAGGLERS),
+    *(Kind.TRANSFER_BOUND, Kind.STRAGGLERS),
 )
 
 
