@@ -27,6 +27,8 @@ _ALWAYS_THERE = {
     *("cloudpickle", "keras_fastdata", "numpy"),
 }
 _MADE_BY_CODE = 1 << 9  # the flag of a class that a class statement made
+# The names that code uses to find a variable by a text.
+_BY_TEXT = {"__dict__", "attrgetter", "getattr", "globals", "vars"}
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _STATEMENTS = (ast.stmt, ast.ExceptHandler, ast.match_case)
 
@@ -114,9 +116,14 @@ def nested_code(code: types.CodeType) -> Iterator[types.CodeType]:
 def names_in(code: types.CodeType) -> frozenset[str]:
     """Returns the names of globals and attributes that a code object uses.
 
-    Code objects nested inside it are included.
+    Code objects nested inside it are included. So are the texts of code that
+    finds a variable by a text, as `getattr(module, "SCALE")` does.
     """
-    return frozenset(n for part in nested_code(code) for n in part.co_names)
+    names = {n for part in nested_code(code) for n in part.co_names}
+    if names & _BY_TEXT:
+        for part in nested_code(code):
+            names.update(n for n in part.co_consts if isinstance(n, str))
+    return frozenset(names)
 
 
 def imports_in(

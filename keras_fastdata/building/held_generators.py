@@ -392,7 +392,7 @@ def _growing(value: Any) -> list[Any]:
     """Returns the container to which a build can add items, or no container."""
     if type(value) in _GROWING_TYPES:
         return [value]
-    if isinstance(value, (type, types.FunctionType)):
+    if isinstance(value, (type, types.FunctionType, types.ModuleType)):
         return []
     return [_attributes_of(value)] if _has_attributes(value) else []
 
@@ -451,6 +451,8 @@ def _reachable(
             return
         seen.add(id(part))
         if _is_gone(part):
+            return
+        if isinstance(part, types.ModuleType) and not is_users(part.__name__):
             return
         if not isinstance(part, _LEAVES) and not _is_leaf(type(part)):
             step = _ReachStep(name, part, before, is_out)
@@ -511,12 +513,12 @@ def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
         yield "", value.__self__
     elif isinstance(value, types.BuiltinMethodType):
         yield ".__self__", value.__self__
-    elif isinstance(value, functools._lru_cache_wrapper):
-        # Python gives no other access to the results that it keeps.
+    elif isinstance(value, _OF_PYTHON):
+        # There is no other access to everything that these keep.
         items = _first_items(gc.get_referents(value))
     for number, item in enumerate(items):
         yield f"[{number}]", item
-    if isinstance(value, type):
+    if isinstance(value, (type, types.ModuleType)):
         return
     # Sorted: the order of attributes may differ in a worker.
     attributes = _attributes_of(value)
@@ -584,7 +586,7 @@ def _slots_of(kind: Any) -> tuple[Any, ...]:
 
 
 def _named_by(value: Any) -> Iterator[tuple[str, Any, Any, str]]:
-    """Yields the objects that a user's class or function refers to by name.
+    """Yields what a user's class, function or module refers to by name.
 
     Each with its path, and with the variables that have it, and its name there.
     """
@@ -596,6 +598,11 @@ def _named_by(value: Any) -> Iterator[tuple[str, Any, Any, str]]:
                 if name in sys.modules:
                     found = {name: sys.modules[name]}
                     yield from _globals_of(found, names | {name})
+        return
+    if isinstance(value, types.ModuleType):
+        own = _first_items(vars(value))
+        names = frozenset(name for name in own if not name.startswith("__"))
+        yield from _globals_of(vars(value), names)
         return
     kind = value if isinstance(value, type) else type(value)
     metaclass: type = type(kind)
@@ -658,10 +665,17 @@ _OPAQUE = {
 }
 _LEAF_TYPES = {
     *(str, bytes, bytearray, int, float, complex, bool),
-    *(type(None), type(...), slice, range, property),
+    *(type(None), type(...), slice, range),
 }
+# Objects of Python itself that keep others.
+_OF_PYTHON = (
+    functools._lru_cache_wrapper,
+    types.MappingProxyType,
+    *(property, staticmethod, classmethod),
+    *(enumerate, filter, map, reversed, zip),
+    *(kind for kind in vars(itertools).values() if isinstance(kind, type)),
+)
 _LEAVES = (
-    types.ModuleType,
     types.CodeType,
     types.GeneratorType,
     np.generic,

@@ -109,6 +109,7 @@ def variables_of(dataset: Any, *, is_here: bool = False) -> list[Variable]:
     """
     search = _VariableSearch()
     search.value(dataset)
+    search.search_held_modules()
     found = [v for v in search.found if v.name not in search.assigned]
     if is_here:
         found = [
@@ -129,15 +130,19 @@ class _VariableSearch:
         self.own: set[str] = set()  # names that the code assigns to `self`
         self._seen: dict[Any, Any] = {}  # by id; keeps the values alive
         self._places: set[tuple[int, str]] = set()
+        self._modules: list[types.ModuleType] = []  # held as objects
+        self._names: frozenset[str] = frozenset()  # all that the code uses
 
     def value(self, value: Any, module: str = "", path: str = "") -> None:
         """Collects the variables that a value refers to.
 
         `path` is the value's variable in `module`, or "" if it has none.
         """
-        if isinstance(value, (*_LEAVES, types.ModuleType)):
+        if isinstance(value, _LEAVES):
             return
-        if isinstance(value, types.FunctionType):
+        if isinstance(value, types.ModuleType):
+            self._modules.append(value)
+        elif isinstance(value, types.FunctionType):
             self._function(value)
         elif isinstance(value, type):
             self._class(value)
@@ -151,6 +156,15 @@ class _VariableSearch:
         else:
             for part in _parts_of(value):
                 self.value(part)
+
+    def search_held_modules(self) -> None:
+        """Collects the variables of modules that are held as objects.
+
+        Such a module is an attribute of the dataset, or an item of a list. Any
+        code that was searched may use it under a name of its own.
+        """
+        for module in self._modules:  # grows meanwhile
+            self._module(module, self._names)
 
     def _is_new(self, value: Any, *more: Any) -> bool:
         key = (id(value), *more)
@@ -212,6 +226,7 @@ class _VariableSearch:
             return
         code, package = function.__code__, variables.get("__package__")
         names, every = _names_in(code, package), names_in(code)
+        self._names |= every
         self.assigned |= names.assigned
         self.own |= names.own
         for name in names.variables:
@@ -229,7 +244,7 @@ class _VariableSearch:
         variables = vars(module)
         for name in names & variables.keys():
             self._note(variables, name, module.__name__, name)
-            self._module(variables[name], names)
+            self._module(variables.get(name), names)
 
     def _note_size(self, names: Mapping[str, Any]) -> None:
         self.found.append(Variable(_Size(names), "", "", "", True))
@@ -248,7 +263,10 @@ class _VariableSearch:
             or module in cloudpickle.list_registry_pickle_by_value()
         )
         self.found.append(Variable(home, name, module, path, by_value))
-        self.value(home.get(name, ABSENT), module, path)
+        value = home.get(name, ABSENT)
+        # The function that names a module uses it under its names alone.
+        if "." in path or not isinstance(value, types.ModuleType):
+            self.value(value, module, path)
 
 
 def _is_pythons(name: str, value: Any) -> bool:

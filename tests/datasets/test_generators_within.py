@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import gc
+import itertools
 import random
 import sys
 import threading
@@ -611,6 +612,10 @@ def _imported_with_its_module():
     return kinds.RNG.integers(2**60)
 
 
+def _of_a_module_by_a_text():
+    return getattr(generator_kinds, "RNG").integers(2**60)  # noqa: B009
+
+
 class Meta(type):
     rng = np.random.default_rng(0)
 
@@ -626,9 +631,13 @@ class HasMeta(metaclass=Meta):
         _kept,
         _imported,
         _imported_with_its_module,
+        _of_a_module_by_a_text,
         lambda: HasMeta.rng.integers(2**60),
     ],
-    ids=["a class in a function", "cached", "import", "module", "metaclass"],
+    ids=[
+        *("a class in a function", "cached", "import", "module", "text"),
+        "metaclass",
+    ],
 )
 def test_one_that_is_far_from_the_dataset_is_seeded(draw):
     class Local(FastPyDataset):
@@ -639,6 +648,68 @@ def test_one_that_is_far_from_the_dataset_is_seeded(draw):
             return np.array([draw()])
 
     inline = _epochs(Local(seed=1, workers=0))
+    draw()  # the state that a build finds makes no difference
+    assert equal(_epochs(Local(seed=1, workers=0)), inline)
     processes = {"workers": 2, "use_multiprocessing": True}
     assert equal(_epochs(Local(seed=1, **processes)), inline)
+    assert len({int(batch[0]) for epoch in inline for batch in epoch}) == 8
+
+
+class Wraps(FastPyDataset):
+    """Draws from what it wraps."""
+
+    def __init__(self, thing, draw, **kwargs):
+        super().__init__(**kwargs)
+        self.thing, self.draw = thing, draw
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return np.array([self.draw(self.thing)])
+
+
+def _wrappers():
+    rng = np.random.default_rng(0)
+
+    def draw(_=None):
+        return rng.integers(2**60)
+
+    return {
+        "a mapping proxy": (
+            types.MappingProxyType({"rng": rng}),
+            lambda thing: thing["rng"].integers(2**60),
+        ),
+        "a static method": (
+            staticmethod(draw),
+            lambda thing: thing.__func__(),
+        ),
+        "a class method": (
+            classmethod(draw),
+            lambda thing: thing.__func__(0),
+        ),
+        "a property": (property(draw), lambda thing: thing.fget(0)),
+        "repeat": (
+            itertools.repeat(rng),
+            lambda thing: next(thing).integers(2**60),
+        ),
+        "a module": (
+            generator_kinds,
+            lambda thing: thing.RNG.integers(2**60),
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", list(_wrappers()))
+def test_one_within_an_object_of_python_itself_is_seeded(name):
+    thing, draw = _wrappers()[name]
+    with warnings.catch_warnings():
+        # Later versions of Python do not pickle iterators.
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        inline = _epochs(Wraps(thing, draw, seed=1, workers=0))
+        draw(thing)  # the state that a build finds makes no difference
+        assert equal(_epochs(Wraps(thing, draw, seed=1, workers=0)), inline)
+        place = {"workers": 2, "use_multiprocessing": True}
+        dataset = Wraps(thing, draw, seed=1, start_method="fork", **place)
+        assert equal(_epochs(dataset), inline)
     assert len({int(batch[0]) for epoch in inline for batch in epoch}) == 8

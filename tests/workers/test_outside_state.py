@@ -209,6 +209,32 @@ def test_variables_of_a_module_that_a_method_imports_are_found(
         monkeypatch.delitem(sys.modules, name)
 
 
+def _by_a_text(thing):
+    return getattr(conf, "SCALE")  # noqa: B009
+
+
+@pytest.mark.parametrize(
+    ("thing", "read"),
+    [
+        (conf, lambda thing: thing.SCALE),
+        ([conf], lambda thing: thing[0].SCALE),
+        (None, _by_a_text),
+    ],
+    ids=["attribute", "item", "text"],
+)
+def test_variables_of_a_module_that_an_object_holds_are_found(thing, read):
+    class Reads:
+        def __init__(self):
+            self.thing = thing
+
+        def __getitem__(self, index):
+            return read(self.thing)
+
+    found = [(v.module, v.path) for v in variables_of(Reads())]
+    assert ("outside_config", "SCALE") in found
+    assert ("outside_config", "LARGE") not in found
+
+
 def test_what_builds_assign_is_each_workers_own(patch):
     patch.setattr(conf, "_is_ready", True)
     with Referring(**PROCESSES) as dataset:
