@@ -84,6 +84,16 @@ class _Size(_OneValue):
         return sum(not _is_pythons(name, value) for name, value in items)
 
 
+class _Bases(_OneValue):
+    """Maps every key to the base classes of a class."""
+
+    def __init__(self, kind: type) -> None:
+        self._kind = kind
+
+    def __getitem__(self, name: str) -> Any:
+        return self._kind.__bases__
+
+
 class _Cell(_OneValue):
     """Maps every key to the content of a closure cell."""
 
@@ -199,6 +209,8 @@ class _VariableSearch:
             home = base.__module__
             if home == "builtins":  # the globals of its code have no name
                 home = ""
+            path = f"{base.__qualname__}.__bases__"
+            self._note(_Bases(base), "", home, path)
             for name, value in list(vars(base).items()):
                 if name in _RUN_HERE:
                     continue

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -46,12 +47,17 @@ def _make_without_hooks(make: Callable[..., type], args: Any) -> type:
             hook = vars(cls)[name]
             delattr(cls, name)
             hidden.callback(setattr, cls, name, hook)
-        return make(*args)
+        made = make(*args)
+        # It may be the class of an earlier message.
+        bases = types.resolve_bases(_bases_in(args)) or (object,)
+        if made.__bases__ != bases:
+            made.__bases__ = bases
+        return made
 
 
 def _hooks(args: Any) -> Iterator[tuple[type, str]]:
     """Yields the hooks that making a class would run, with their classes."""
-    bases = next(part for part in args if isinstance(part, tuple))
+    bases = _bases_in(args)
     metas = {type(base): None for base in bases}
     if isinstance(args[0], type):
         metas[args[0]] = None
@@ -63,6 +69,11 @@ def _hooks(args: Any) -> Iterator[tuple[type, str]]:
         for cls in dict.fromkeys(c for one in classes for c in one.__mro__):
             if class_refs.tracker_id(cls) is not None:
                 yield from ((cls, name) for name in names if name in vars(cls))
+
+
+def _bases_in(args: Any) -> tuple[type, ...]:
+    """Returns the bases among the arguments that cloudpickle makes a class of."""
+    return next(part for part in args if isinstance(part, tuple))
 
 
 # -- enums --------------------------------------------------------------------

@@ -496,6 +496,22 @@ def test_a_change_of_a_metaclass_reaches_processes():
             assert [int(batch) for batch in dataset] == [factor] * 3
 
 
+def test_a_class_that_gets_other_bases_has_them_in_processes():
+    class One:
+        factor = 1
+
+    class Two:
+        factor = 2
+
+    class Tool(One):
+        pass
+
+    with Holds(Tool, lambda tool, _: tool.factor, **PROCESSES) as dataset:
+        for base in (One, Two, One):
+            Tool.__bases__ = (base,)
+            assert [int(batch) for batch in dataset] == [base.factor] * 3
+
+
 IN_NO_MODULE = """
 import numpy as np
 from keras_fastdata import FastPyDataset
