@@ -195,8 +195,8 @@ def _set_notes(error: BaseException, notes: list[Any]) -> None:
 def _text_of(error: BaseException) -> str:
     try:
         return "".join(traceback.format_exception(error))
-    except Exception as broken:
-        # The user's `__str__` may raise anything.
+    except BaseException as broken:
+        # The user's `__str__` may raise anything, even `SystemExit`.
         return f"{type(error).__name__} (its text cannot be had: {broken!r})"
 
 
@@ -208,7 +208,8 @@ def _recipe_of(error: BaseException) -> _Recipe:
     cls = type(error)
     if _says_how_to_pickle(cls):
         own = _dumps(error, whole=error)
-        with contextlib.suppress(Exception):  # the class's own recipe may raise
+        # The class's own recipe may raise anything, even `SystemExit`.
+        with contextlib.suppress(BaseException):
             if own is not None and type(pickle.loads(own)) is cls:
                 return own, (), {}
     elif not isinstance(cls.__init__, types.FunctionType):
@@ -427,8 +428,9 @@ def _dumps(value: Any, whole: Any = None) -> bytes | None:
     stream = io.BytesIO()
     try:
         _ExceptionPickler(stream, whole).dump(value)
-    except Exception:
-        # Pickling runs the user's code, which may raise anything.
+    except BaseException:
+        # Pickling runs the user's code, which may raise anything, even
+        # `SystemExit`.
         return None
     return stream.getvalue()
 

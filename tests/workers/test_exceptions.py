@@ -104,6 +104,24 @@ class Irreducible(Exception):
         raise RuntimeError("it cannot be reduced")
 
 
+class Ends(Exception):
+    """Ends the process that copies it, prints it or asks for its state."""
+
+    def __reduce__(self):
+        raise SystemExit(3)
+
+    def __setstate__(self, state):
+        raise SystemExit(3)
+
+    def __str__(self):
+        raise SystemExit(3)
+
+
+class EndsOnLoading(Exception):
+    def __setstate__(self, state):
+        raise SystemExit(3)
+
+
 class OwnReduction(Exception):
     def __init__(self, path, code):
         super().__init__(f"{path} has code {code}")
@@ -367,6 +385,18 @@ def argument_that_cannot_be_loaded():
 @raises
 def irreducible():
     raise Irreducible("a.png")
+
+
+@raises
+def one_that_ends_the_process():
+    raise Ends("a.png")
+
+
+@raises
+def one_whose_loading_ends_the_process():
+    error = EndsOnLoading("a.png")
+    error.code = 3  # so that it has a state
+    raise error
 
 
 @raises
@@ -839,6 +869,18 @@ def test_an_exception_that_cannot_be_reduced_shows_its_text(raising, run):
     assert type(error) in (Irreducible, LoaderError)
     for text in ("Irreducible: a.png", "in irreducible", "of Raising, in"):
         assert text in shown(error)
+
+
+@pytest.mark.parametrize(
+    "name", ["one_that_ends_the_process", "one_whose_loading_ends_the_process"]
+)
+def test_an_exception_that_would_end_the_worker_arrives(raising, kind, name):
+    raising.tell(name)
+    error = caught(walk, raising)
+    assert type(error) in (Ends, EndsOnLoading, LoaderError)
+    assert "of Raising, in" in "".join(error.__notes__)
+    raising.tell("nothing")
+    assert walk(raising) == 4
 
 
 def test_an_exception_that_refuses_attributes_arrives(raising):
