@@ -142,8 +142,15 @@ class Fetcher:
         return Fetch(pause_after, is_thorough)
 
     def wait(self, fetch: Fetch, epoch: Epoch) -> None:
-        """Waits briefly for a batch; shows a notice if the wait is long."""
+        """Waits briefly for a batch; shows a notice if the wait is long.
+
+        Raises:
+            LoaderError: A worker thread waits, which itself may have to build
+                that batch.
+        """
         builds = fetch.phase is BUILDING
+        if not builds:
+            self._pool.check_waiter()
         workers = fetch.inline if builds else fetch.workers
         assert workers is not None
         if fetch.wait is None:

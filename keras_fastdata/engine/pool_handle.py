@@ -207,8 +207,7 @@ class PoolHandle:
         call of this thread, that call ends them when it goes on. A worker
         cannot: it would wait for its own end.
         """
-        dataset = self._dataset()
-        if dataset is not None and build.is_in_worker(dataset):
+        if self._is_in_worker:
             return
         lock = self.lock
         if self._is_forked:
@@ -218,7 +217,7 @@ class PoolHandle:
             return
         with lock:
             if self.state is IN_CALL:  # it was interrupted
-                build.forget_context(dataset)
+                build.forget_context(self._dataset())
             self._drop()
         self._end_dropped()
 
@@ -233,6 +232,16 @@ class PoolHandle:
             build.forget_context(self._dataset())
             raise
         self.check_shutdown()
+
+    def check_waiter(self) -> None:
+        """Raises a `LoaderError` if a worker is about to wait for a batch."""
+        if self._is_in_worker:
+            raise LoaderError(
+                f"{self.name} was asked for its next batch by a worker thread "
+                "while the thread built a batch, and would wait for itself. "
+                "`__getitem__` asked, or a `__del__` method that Python's "
+                "garbage collector ran in it. Ask in another thread."
+            )
 
     def check_shutdown(self) -> None:
         """Ends the current daemon thread if the interpreter is exiting.
@@ -259,6 +268,12 @@ class PoolHandle:
             self.state = state
         else:
             assert self.state is INVALID, (self.state, state)
+
+    @property
+    def _is_in_worker(self) -> bool:
+        """Whether the calling thread is a worker of this dataset."""
+        dataset = self._dataset()
+        return dataset is not None and build.is_in_worker(dataset)
 
     @property
     def _is_forked(self) -> bool:

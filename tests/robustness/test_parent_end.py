@@ -266,6 +266,29 @@ def test_an_exit_handler_that_comes_too_late_is_told_so():
             next(batches)
 
 
+@pytest.mark.parametrize("in_processes", [False, True])
+def test_workers_that_would_start_while_python_ends_are_refused(
+    in_processes, zygote
+):
+    """Python would wait for a new thread for ever."""
+    script = (
+        "import builtins\n"
+        "from keras_fastdata import LoaderError\n"
+        "class Late:\n"
+        "    def __del__(self, error=LoaderError, data=data, write=os.write):\n"
+        "        try:\n"
+        "            next(iter(data))\n"
+        "        except error as refused:\n"
+        "            write(1, f'{refused}\\n'.encode())\n"
+        "builtins.late = Late()\n"
+    )
+    data = f"data = Data()\ndata.use_multiprocessing = {in_processes}\n"
+    with Trainer(zygote, data + script) as trainer:
+        assert "because the interpreter ends" in trainer.line()
+        assert trainer.end() == 0
+        trainer.leaves_nothing()
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("start_method", ["spawn", "fork"])
 @pytest.mark.parametrize(

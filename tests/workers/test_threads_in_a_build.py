@@ -63,6 +63,29 @@ def test_an_assignment_by_another_thread_amid_a_build_is_a_change(cache):
     assert np.concatenate(found).tolist() == [0, 7, 7, 7, 7, 7, 7, 7]
 
 
+def test_a_build_that_asks_for_the_batch_it_builds_is_told_so():
+    """As it may by a `__del__` that the garbage collector runs in it."""
+
+    class AsksForItself(FastPyDataset):
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, index):
+            if index == 1:
+                assert goes_on.wait(60)
+                with pytest.raises(LoaderError, match="would wait for itself"):
+                    next(batches)
+            return np.array([index])
+
+    goes_on = threading.Event()
+    with AsksForItself(workers=1) as dataset:
+        batches = iter(dataset)
+        found = [next(batches)]
+        goes_on.set()
+        found += batches
+    assert np.concatenate(found).tolist() == [0, 1, 2]
+
+
 def test_what_a_sample_draws_does_not_depend_on_the_batch_it_is_in():
     def drawn(batch_size):
         dataset = PooledSamples(batch_size=batch_size, seed=1, workers=0)
