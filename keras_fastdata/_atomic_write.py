@@ -45,7 +45,9 @@ def replacing(
                 file.flush()
                 os.fsync(file.fileno())
         os.replace(temporary, target)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = target  # `write` does not name it
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise

@@ -19,6 +19,8 @@ _REMEDIES = {
     "(`ulimit -v unlimited`).",
     errno.ENOSPC: "Shared memory is full (`/dev/shm`, or the folder of "
     "temporary files). Enlarge it, or lower `workers` or `max_queue_size`.",
+    errno.EROFS: "Shared memory cannot be written to (`/dev/shm`). Mount a "
+    "tmpfs there that can, or use another `start_method` or threads.",
     errno.EFBIG: "Raise the limit on file size (`ulimit -f unlimited`), "
     "which counts for shared memory too, or use threads.",
 }

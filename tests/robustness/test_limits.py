@@ -838,6 +838,18 @@ def test_memory_that_cannot_grow_is_named_by_a_portable_worker(tmp_path):
     assert _works_or_says(outcome, "Shared memory is full")
 
 
+def in_portable_processes():
+    """One epoch of batches in named shared memory."""
+    return [attempt(Numbered(length=4, **_processes("portable")))]
+
+
+def test_shared_memory_that_is_read_only_is_named(tmp_path):
+    mount = _with_mount("mount -t tmpfs -o ro tmpfs /dev/shm")
+    run = _run_script(tmp_path, in_portable_processes, command=mount)
+    (outcome,) = run.check()
+    assert _works_or_says(outcome, "Shared memory cannot be written to")
+
+
 # -- max_queue_bytes -----------------------------------------------------------
 
 BOUND = 16 * MEGABYTE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pathlib
 import secrets
@@ -111,3 +112,18 @@ def test_a_file_whose_writing_fails_is_as_it_was(tmp_path, durable, error):
     with _atomic_write.replacing(path, durable=durable) as file:
         file.write(b"all")
     assert path.read_text() == "all"
+
+
+@pytest.mark.skipif(
+    not os.path.exists("/dev/full"), reason="no device that is always full"
+)
+def test_a_full_disk_is_reported_with_the_path(tmp_path):
+    path = tmp_path / "data.json"
+    with (
+        pytest.raises(OSError, match=r"No space left.*data\.json") as caught,
+        _atomic_write.replacing(path),
+        open("/dev/full", "wb", buffering=0) as full,
+    ):
+        full.write(b"1")
+    assert caught.value.errno == errno.ENOSPC
+    assert os.listdir(tmp_path) == []
