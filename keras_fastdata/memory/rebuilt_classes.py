@@ -72,7 +72,7 @@ def _hooks(args: Any) -> Iterator[tuple[type, str]]:
 
 
 def _bases_in(args: Any) -> tuple[type, ...]:
-    """Returns the bases among the arguments that cloudpickle makes a class of."""
+    """Returns the base classes among the arguments that make a class."""
     return next(part for part in args if isinstance(part, tuple))
 
 
