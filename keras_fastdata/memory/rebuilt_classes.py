@@ -48,16 +48,20 @@ def _make_without_hooks(make: Callable[..., type], args: Any) -> type:
             delattr(cls, name)
             hidden.callback(setattr, cls, name, hook)
         made = make(*args)
-        # It may be the class of an earlier message.
-        bases = types.resolve_bases(_bases_in(args)) or (object,)
-        if made.__bases__ != bases:
-            made.__bases__ = bases
+        bases = _bases_in(args)
+        if all(isinstance(base, type) for base in bases):
+            bases = bases or (object,)
+            # It may be the class of an earlier message. A metaclass may have
+            # added bases that cannot be replaced.
+            if made.__bases__ != bases:
+                with contextlib.suppress(TypeError):
+                    made.__bases__ = bases
         return made
 
 
 def _hooks(args: Any) -> Iterator[tuple[type, str]]:
     """Yields the hooks that making a class would run, with their classes."""
-    bases = _bases_in(args)
+    bases = types.resolve_bases(_bases_in(args))
     metas = {type(base): None for base in bases}
     if isinstance(args[0], type):
         metas[args[0]] = None
@@ -71,8 +75,11 @@ def _hooks(args: Any) -> Iterator[tuple[type, str]]:
                 yield from ((cls, name) for name in names if name in vars(cls))
 
 
-def _bases_in(args: Any) -> tuple[type, ...]:
-    """Returns the base classes among the arguments that make a class."""
+def _bases_in(args: Any) -> tuple[Any, ...]:
+    """Returns the bases among the arguments that make a class.
+
+    `Generic[int]` and the like are among them, which stand for classes.
+    """
     return next(part for part in args if isinstance(part, tuple))
 
 

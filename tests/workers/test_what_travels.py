@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import typing
 import weakref
 import zipfile
 
@@ -623,6 +624,61 @@ def test_hooks_of_classes_do_not_run_again_in_a_worker():
     with Holds(classes, of_hooked, **PROCESS) as dataset:
         for _ in range(2):
             assert {bytes(found).decode() for found in dataset} == {expected}
+            dataset.mark_changed()
+
+
+Item = typing.TypeVar("Item")
+
+
+def generic():
+    """Classes of which some bases are not classes, and travel by value."""
+
+    class Box(typing.Generic[Item]):
+        value = 1
+
+    class Boxes(Box[int], typing.Sized):
+        def __len__(self):
+            return 2
+
+    class Numbers(list[int]):
+        pass
+
+    class Named(typing.NamedTuple):
+        value: int = 3
+
+    class Keys(typing.TypedDict):
+        value: int
+
+    @typing.runtime_checkable
+    class Shape(typing.Protocol[Item]):
+        def area(self) -> Item: ...
+
+    return Box, Boxes, Numbers, Named, Keys, Shape
+
+
+def of_generic(classes, index):
+    box, boxes, numbers, named, keys, shape = classes
+    return np.array(
+        [
+            *(box[str]().value, boxes().value, len(boxes()), *numbers([4])),
+            *(named().value, named(5)[0], keys(value=6)["value"]),
+            *(isinstance(boxes(), shape), index),
+        ]
+    )
+
+
+def test_classes_with_bases_that_are_not_classes_reach_processes():
+    classes = generic()
+
+    class Local(Holds, typing.Generic[Item]):
+        """The dataset's own class has such a base, too."""
+
+    with Local(classes, of_generic, **PROCESS) as dataset:
+        for _ in range(2):
+            found = list(dataset)
+            assert [batch.tolist() for batch in found] == [
+                [1, 1, 2, 4, 3, 5, 6, 0, index] for index in range(3)
+            ]
             dataset.mark_changed()
 
 
