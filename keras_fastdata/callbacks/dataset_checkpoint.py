@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import zlib
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from keras_fastdata import _process_role
 from keras_fastdata._dataset_internals import internals_of
@@ -294,9 +297,11 @@ class DatasetCheckpoint(Callback):
         if self._backup is not None:
             restored = self._backup.restored()
             if restored is None:
+                states.keep_only(None)
                 return None  # there are no weights to go on with
             found = states.find_moment(_moment(self.model, *restored))
             if found is not None:
+                states.keep_only(found)
                 return found
             if latest is None and not restored[1]:
                 return None  # the beginning of an epoch
@@ -338,13 +343,23 @@ def _backup_before(
 
 
 def _moment(model: Any, epoch: int, batch: int) -> list[int]:
-    """Returns the epoch, batch and optimizer step that identify the weights."""
+    """Returns four numbers that identify the weights of a model.
+
+    They are the epoch, the batch, the optimizer step and a checksum. The step
+    of a model that trains with optimizers of its own may not move.
+    """
+    checksum = 0
+    for weight in model.weights:
+        with contextlib.suppress(Exception):  # in parts on several machines
+            values = np.ascontiguousarray(keras.ops.convert_to_numpy(weight))
+            content = values.reshape(-1).view(np.uint8).data
+            checksum = zlib.crc32(content, checksum)
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None:
-        return [epoch, batch, 0]
+        return [epoch, batch, 0, checksum]
     # `optimizer.iterations` counts several steps as one where gradients are
     # accumulated; and a `LossScaleOptimizer` has a counter that does not move.
     counters = [v for v in optimizer.variables if v.name == "iteration"]
     # Not `int`, which a variable that several devices mirror has not.
     steps = map(keras.ops.convert_to_numpy, counters or [optimizer.iterations])
-    return [epoch, batch, int(max(steps))]
+    return [epoch, batch, int(max(steps)), checksum]

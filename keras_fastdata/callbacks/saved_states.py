@@ -67,17 +67,35 @@ class SavedStates:
         """Finds the saved state that belongs to the given model weights.
 
         Keras may be killed after it saved the weights and before it saved
-        their epoch and batch. Then only the optimizer step is compared.
+        their epoch and batch. Then only the optimizer step and the checksum
+        are compared. The checksum does not count where no state has it: an
+        earlier version saved none, and a model may restore other weights than
+        it saved.
 
         Args:
-            moment: Epoch, batch and optimizer step that identify the weights.
+            moment: Epoch, batch, optimizer step and checksum that identify the
+                weights.
         """
-        found = self.find("saved_at", moment)
         step = moment[2]
-        for saved in reversed(self._states if found is None and step else ()):
-            if saved["saved_at"] is not None and saved["saved_at"][2] == step:
-                return saved
-        return found
+        known = [one for one in self._states if one["saved_at"] is not None]
+        for part in (
+            slice(4),
+            slice(2, 4),  # without epoch and batch
+            slice(3),  # without the checksum
+            *([slice(2, 3)] if step else []),  # the step alone
+        ):
+            for saved in reversed(known):
+                if saved["saved_at"][part] == moment[part]:
+                    return saved
+        return None
+
+    def keep_only(self, saved: Saved | None) -> None:
+        """Forgets all states but the one that training goes on from, if any.
+
+        Its weights are the only ones that exist until others are saved. The
+        file changes with the next state that is added.
+        """
+        self._states = [] if saved is None else [saved]
 
     def add(self, saved: Saved) -> None:
         """Saves a state; replaces an earlier state of the same model weights.

@@ -761,6 +761,128 @@ def test_a_kill_between_the_weights_and_their_metadata_loses_no_batch(
     assert_same(found_weights, weights)
 
 
+class OwnOptimizer(keras.Model):
+    """Trains without `self.optimizer`, which then counts no steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1, kernel_initializer="ones")
+        self.build((None, 3))
+
+    def build(self, shape):
+        self.dense.build(shape)
+        self.built = True
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, *args):
+        step = getattr(self, f"_train_step_on_{keras.backend.backend()}")
+        return step(*args)
+
+    def _train_step_on_tensorflow(self, data):
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            loss = self._loss(self(data[0]), data[1])
+        variables = self.trainable_weights
+        for variable, slope in zip(
+            variables, tape.gradient(loss, variables), strict=True
+        ):
+            variable.assign_sub(0.1 * slope)
+        return {"loss": loss}
+
+    def _train_step_on_torch(self, data):
+        import torch
+
+        self.zero_grad()
+        loss = self._loss(self(data[0]), data[1])
+        loss.backward()
+        with torch.no_grad():
+            for variable in self.trainable_weights:
+                variable.assign_sub(0.1 * variable.value.grad)
+        return {"loss": loss}
+
+    def _train_step_on_jax(self, state, data):
+        import jax
+
+        trainable, frozen, *others = state
+
+        def loss_of(trainable):
+            predicted, _ = self.stateless_call(trainable, frozen, data[0])
+            return self._loss(predicted, data[1])
+
+        loss, slopes = jax.value_and_grad(loss_of)(trainable)
+        trainable = [
+            variable - 0.1 * slope
+            for variable, slope in zip(trainable, slopes, strict=True)
+        ]
+        return {"loss": loss}, (trainable, frozen, *others)
+
+    @staticmethod
+    def _loss(predicted, wanted):
+        return keras.ops.mean((predicted - wanted) ** 2)
+
+
+def _weights_of_a_training_with_kills(directory, make, kills):
+    """Trains; fails before or behind the saves of each part in `kills`."""
+    directory.mkdir()
+    for number, moment in [*kills, (0, "")]:
+        model = make()
+        save, count = model.save_weights, itertools.count(1)
+
+        def save_weights(
+            *args, save=save, count=count, last=number, moment=moment, **more
+        ):
+            is_last = next(count) == last
+            if is_last and moment == "before":
+                raise InterruptedError
+            save(*args, **more)
+            if is_last:
+                raise InterruptedError
+
+        model.save_weights = save_weights
+        backup = keras.callbacks.BackupAndRestore(
+            str(directory / "backup"), save_freq=2
+        )
+        with (
+            Drawn(seed=3, workers=0) as dataset,
+            contextlib.suppress(InterruptedError),
+        ):
+            model.fit(
+                dataset,
+                verbose=0,
+                epochs=2,
+                shuffle=False,
+                callbacks=[backup, DatasetCheckpoint(directory / "data.json")],
+            )
+    return model.get_weights()
+
+
+@pytest.mark.backend
+@pytest.mark.parametrize("counts_steps", [True, False])
+@pytest.mark.parametrize(
+    "kills",
+    [
+        [(2, "behind")],
+        [(2, "before"), (1, "before")],
+        [(3, "before"), (1, "before"), (1, "before")],
+        [(2, "before"), (1, "behind"), (3, "before"), (1, "behind")],
+    ],
+)
+def test_kills_around_the_saving_of_weights_lose_and_repeat_no_batch(
+    tmp_path, kills, counts_steps
+):
+    def make():
+        model = model_of() if counts_steps else OwnOptimizer()
+        model.compile("sgd", "mse")
+        return model
+
+    whole = _weights_of_a_training_with_kills(tmp_path / "whole", make, [])
+    parts = _weights_of_a_training_with_kills(tmp_path / "parts", make, kills)
+    assert_same(parts, whole)
+
+
 @pytest.mark.long
 @pytest.mark.backend
 @pytest.mark.parametrize("seed", range(20))
