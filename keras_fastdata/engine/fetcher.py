@@ -142,20 +142,13 @@ class Fetcher:
         return Fetch(pause_after, is_thorough)
 
     def wait(self, fetch: Fetch, epoch: Epoch) -> None:
-        """Waits briefly for a batch; shows a notice if the wait is long.
-
-        Raises:
-            LoaderError: A worker thread waits, which itself may have to build
-                that batch.
-        """
+        """Waits briefly for a batch; shows a notice if the wait is long."""
         builds = fetch.phase is BUILDING
-        if not builds:
-            self._pool.check_waiter()
         workers = fetch.inline if builds else fetch.workers
         assert workers is not None
         if fetch.wait is None:
             fetch.wait = BatchWait(self._pool.name, epoch)
-        self._pool.wait(workers)
+        self._pool.wait(workers, builds=builds)
         fetch.wait.look(workers, self.results.cache is not None)
 
     # -- the next batch ------------------------------------------------------

@@ -221,27 +221,32 @@ class PoolHandle:
             self._drop()
         self._end_dropped()
 
-    def wait(self, workers: WorkerPool) -> None:
+    def wait(self, workers: WorkerPool, *, builds: bool = False) -> None:
         """Waits briefly for a batch, or lets an inline pool build the batch.
 
         An interrupt during the wait, when it is likeliest, costs nothing.
-        """
-        try:
-            workers.wait(_WAIT_S)
-        except BaseException:
-            build.forget_context(self._dataset())
-            raise
-        self.check_shutdown()
 
-    def check_waiter(self) -> None:
-        """Raises a `LoaderError` if a worker is about to wait for a batch."""
-        if self._is_in_worker:
+        Args:
+            workers: The workers.
+            builds: Whether they build the batch in the calling thread.
+
+        Raises:
+            LoaderError: A worker thread waits for other workers' batch. It may
+                have to build that batch itself.
+        """
+        if not builds and self._is_in_worker:
             raise LoaderError(
                 f"{self.name} was asked for its next batch by a worker thread "
                 "while the thread built a batch, and would wait for itself. "
                 "`__getitem__` asked, or a `__del__` method that Python's "
                 "garbage collector ran in it. Ask in another thread."
             )
+        try:
+            workers.wait(_WAIT_S)
+        except BaseException:
+            build.forget_context(self._dataset())
+            raise
+        self.check_shutdown()
 
     def check_shutdown(self) -> None:
         """Ends the current daemon thread if the interpreter is exiting.

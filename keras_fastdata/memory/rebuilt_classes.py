@@ -88,7 +88,7 @@ def _bases_in(args: Any) -> tuple[Any, ...]:
 
 def _with_members(cls: Any, reduced: Reduced) -> Reduced:
     """Adds an enum's members and their attributes to its parts."""
-    make, args, (attributes, slots), *rest, set_state = reduced
+    _, args, (attributes, slots), *rest, set_state = reduced
     bases, name, qualname, _, *others = args
     members = cls.__members__
     if not members:
@@ -100,15 +100,33 @@ def _with_members(cls: Any, reduced: Reduced) -> Reduced:
     dictionary = {
         "__new__": _MemberMaker(underlying),
         "__init__": _no_init,
-    } | {name: member.value for name, member in members.items()}
+    } | {name: enum.member(one.value) for name, one in members.items()}
     own = {
         name: {k: v for k, v in vars(member).items() if not _is_enums(k)}
         for name, member in members.items()
     }
     attributes = {k: v for k, v in attributes.items() if k not in members}
     state = attributes, slots, own, set_state
-    args = bases, name, qualname, dictionary, *others
-    return make, args, state, *rest, _set_state
+    args = type(cls), bases, name, qualname, dictionary, *others
+    return _make_enum, args, state, *rest, _set_state
+
+
+def _make_enum(
+    meta: Any,
+    bases: tuple[type, ...],
+    name: str,
+    qualname: str,
+    dictionary: dict[str, Any],
+    module: str,
+    *rest: Any,
+) -> Any:
+    """Makes an enum, as cloudpickle does, but with a metaclass of its own."""
+    namespace = meta.__prepare__(name, bases)
+    for key, value in dictionary.items():
+        namespace[key] = value
+    made = meta.__new__(meta, name, bases, namespace)
+    made.__module__, made.__qualname__ = module, qualname
+    return class_refs.tracked(made, rest[0])
 
 
 class _MemberMaker:
@@ -151,5 +169,7 @@ def _set_state(
 
 
 def _is_enums(name: str) -> bool:
-    """Whether `enum` itself sets the attribute of this name."""
-    return name.startswith("_") and name.endswith("_")
+    """Returns whether `enum` itself sets a member's attribute of this name."""
+    is_dunder = name.startswith("__")
+    is_sunder = name.startswith("_") and name.endswith("_") and not is_dunder
+    return is_sunder or name == "__objclass__"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import array
 import concurrent.futures
 import enum
@@ -541,13 +542,54 @@ def enums():
         ONE = enum.auto()
         TWO = enum.auto()
 
-    return WithInit, WithNew, Named, Aliased, Flags, Numbers, Derived, Auto
+    class Actions(enum.Enum):
+        DOUBLE = enum.member(lambda value: value * 2)
+
+        def __call__(self, value):
+            return self.value(value)
+
+    class Described(enum.Enum):
+        A = 1, "about A"
+
+        def __new__(cls, number, text):
+            member = object.__new__(cls)
+            member._value_, member.__doc__ = number, text
+            return member
+
+    class Meta(abc.ABCMeta, enum.EnumType):
+        pass
+
+    class Interface(abc.ABC):
+        @abc.abstractmethod
+        def double(self):
+            """Returns twice the value."""
+
+    class Abstract(Interface, enum.Enum, metaclass=Meta):
+        A = 4
+
+        def double(self):
+            return 2 * self.value
+
+    late = Actions, Described, Abstract
+    return (
+        WithInit,
+        WithNew,
+        Named,
+        Aliased,
+        Flags,
+        Numbers,
+        Derived,
+        Auto,
+        late,
+    )
 
 
 def of_enums(kinds, index):
     """What differs between members that are alike at first sight."""
+    *kinds, (actions, described, abstract) = kinds
     text = [list(map(str, kind.__members__.items())) for kind in kinds]
     with_init, with_new, named, aliased, flags, numbers, derived, _ = kinds
+    text += [actions.DOUBLE(4), described.A.__doc__, abstract.A.double()]
     text += [(one.code, one.legs, one.value) for one in with_init]
     text += [(int(one), one.value, with_new(one.value)) for one in with_new]
     text += [(str.lower(one), one.value, one.label) for one in named]
