@@ -288,7 +288,8 @@ class Loader:
                 self._fetcher.finish(abandoned, Finish.ABANDONED)
         # Not after a wait: asking for the length may itself be a change.
         if fetch.phase is NEW:
-            if not epoch.has_begun and self._factory.may_have_changed(dataset):
+            # Keras may have fetched batches before the callbacks' first hooks.
+            if not epoch.delivered and self._factory.may_have_changed(dataset):
                 self.changes.mark()
             if self.changes.are_new:
                 self._change()

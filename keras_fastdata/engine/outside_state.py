@@ -82,12 +82,12 @@ class OutsideState:
         """Records the current global state.
 
         Args:
-            dataset: The dataset; `None` if no batch is kept or built ahead.
+            dataset: The dataset.
             is_shared: Whether the builds see all of it.
             is_here: Whether this process builds. The builds may then edit the
                 containers themselves.
         """
-        self._is_watched, self._is_shared = dataset is not None, is_shared
+        self._is_watched, self._is_shared = True, is_shared
         values: _Values = {}
         self._seen = []
         try:

@@ -154,11 +154,9 @@ class PoolFactory:
     def _look_outside(self) -> None:
         """Records the global state that affects the workers' builds."""
         settings = self._in_effect.now
-        is_inline = settings.kind is WorkerKind.INLINE
-        keeps = not is_inline or settings.cache is not None
         is_here = not settings.kind.has_copies
         self._outside.look(
-            self._dataset() if keeps else None,
+            alive(self._dataset),
             is_shared=is_here or settings.start_method == "fork",
             is_here=is_here,
         )

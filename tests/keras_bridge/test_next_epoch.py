@@ -153,6 +153,24 @@ def test_a_variable_set_between_epochs_changes_every_batch_of_the_next(
     assert [row[:3] for row in given] == [(e, i, e) for e, i in every(3)]
 
 
+@with_inline
+@pytest.mark.backend
+@pytest.mark.parametrize("moment", ["on_train_begin", "on_epoch_begin"])
+def test_a_variable_set_as_training_begins_changes_every_batch(
+    place, moment, tmp_path, monkeypatch
+):
+    """Keras may have fetched the first batch before, to build the model."""
+
+    def change(*_):
+        monkeypatch.setattr(next_epoch_samples, "LEVEL", 7)
+
+    begins = keras.callbacks.Callback()
+    setattr(begins, moment, change)
+    with LevelOutside(tmp_path, **KINDS[place]) as dataset:
+        given = fitted(dataset, callbacks=[begins], epochs=2)
+    assert [row[:3] for row in given] == [(e, i, 7) for e, i in every(2)]
+
+
 @in_processes
 def test_an_epoch_hook_changes_every_batch_of_the_next_epoch(place, tmp_path):
     with Hooked(tmp_path, max_queue_size=3, **KINDS[place]) as dataset:
