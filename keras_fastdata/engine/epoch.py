@@ -83,6 +83,7 @@ class Epoch:
         self.cached: set[int] = set()
         self.peeked: dict[int, Any] = {}  # opened before their turn, by index
         self.skipped: dict[int, str] = {}  # tracebacks by index
+        self.retried: set[int] = set()  # indices, see `retries`
         self.delivered = 0  # batches
         self.remembers = 0  # how many first batches are kept for a `rewind`
         self.remembered: dict[int, Any] = {}  # these batches, by index
@@ -192,6 +193,15 @@ class Epoch:
     def pass_position(self) -> None:
         """Moves to the position of the next batch."""
         self.position += 1
+
+    def retries(self, index: int) -> bool:
+        """Returns whether to build a batch again that could not be opened.
+
+        It is built again once: a signal handler may have raised the error.
+        """
+        is_first = index not in self.retried
+        self.retried.add(index)
+        return is_first
 
     def note_delivery(self, index: int, batch: Any) -> None:
         """Counts a delivered batch, and keeps early batches for `rewind`."""

@@ -370,12 +370,14 @@ class Fetcher:
 
     def _open(self, epoch: Epoch, completed: Completed, index: int) -> Any:
         """Returns the batch in a result, or an `Outcome` if there is none."""
+        has_failed = completed.done.by_dataset or completed.done.is_lost
         try:
             return self.results.open(epoch, completed, index)
         except Exception:
-            # The epoch is over; the workers are as valid as they were.
-            self.finish(epoch, Finish.FAILED)
-            self._pool.confirm()
+            if has_failed or not epoch.retries(index):
+                # The epoch is over; the workers are as valid as they were.
+                self.finish(epoch, Finish.FAILED)
+                self._pool.confirm()
             raise
 
     def _build_here(

@@ -30,6 +30,7 @@ from keras_fastdata._dataset_internals import (
 )
 from keras_fastdata.building import build
 from keras_fastdata.engine.batch_iterator import BatchIterator, iterate
+from keras_fastdata.engine.state_dict import at_end
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.keras_bridge import rows
 from keras_fastdata.keras_bridge.batches import (
@@ -349,8 +350,13 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         `steps` counts those of Keras's present epoch; `None` after its end.
         """
         dataset = self.py_dataset
+        state: dict[str, Any]
         if self._iterator is None:
-            state: dict[str, Any] = dataset.state_dict()
-            return state
-        lag = self.progress.lag(steps)
-        return state_dict_of(dataset, self._iterator.state(lag))
+            state = dataset.state_dict()
+        else:
+            lag = self.progress.lag(steps)
+            state = state_dict_of(dataset, self._iterator.state(lag))
+        if steps is None is self.progress.steps and state["position"]:
+            # The dataset has become longer since `fit` asked for its length.
+            return at_end(state)
+        return state

@@ -617,10 +617,11 @@ class _Latest(keras.metrics.Metric):
 class _Dies(keras.callbacks.Callback):
     """Notes the batches that are trained on, and breaks off once."""
 
-    def __init__(self, directory, after=None, evaluates=None):
+    def __init__(self, directory, after=None, evaluates=None, waits=False):
         super().__init__()
         self.file = directory / "trained.json"
         self.after = after
+        self.waits = waits
         self.evaluates = evaluates
 
     def trained(self):
@@ -637,18 +638,27 @@ class _Dies(keras.callbacks.Callback):
         self.file.write_text(json.dumps(trained))
         if self.evaluates is not None and len(trained) == 2:
             next(iter(self.evaluates))
-        if len(trained) == self.after:
+        if len(trained) == self.after and not self.waits:
+            raise InterruptedError
+
+    def on_epoch_end(self, epoch, logs=None):
+        if len(self.trained()) == self.after:
             raise InterruptedError
 
 
-def trained_in_parts(directory, make, deaths, evaluates=False):
-    """Epoch and targets of each step of a training that is broken off."""
+def trained_in_parts(directory, make, deaths, evaluates=False, save_freq=1):
+    """Epoch and targets of each step of a training that is broken off.
+
+    With `save_freq="epoch"`, deaths wait until the end of an epoch.
+    """
     directory.mkdir()
     for after in [*deaths, None]:
         with make() as dataset:
-            dies = _Dies(directory, after, dataset if evaluates else None)
+            waits = save_freq == "epoch"
+            evaluated = dataset if evaluates else None
+            dies = _Dies(directory, after, evaluated, waits)
             backup = keras.callbacks.BackupAndRestore(
-                str(directory / "backup"), save_freq=1
+                str(directory / "backup"), save_freq=save_freq
             )
             checkpoint = DatasetCheckpoint(directory / "data.json", save_freq=1)
             model = model_of()
@@ -686,13 +696,19 @@ class _Grows(Drawn):
 
 
 @pytest.mark.backend
-@pytest.mark.parametrize("death", quickly([3, 7], 7))
-def test_a_resumed_training_keeps_the_length_that_keras_knows(tmp_path, death):
+@pytest.mark.parametrize(
+    ("death", "save_freq"), [(7, 1), (7, "epoch"), long(3, 1)]
+)
+def test_a_resumed_training_keeps_the_length_that_keras_knows(
+    tmp_path, death, save_freq
+):
     def make():
         return _Grows(seed=3, workers=0)
 
     whole = trained_in_parts(tmp_path / "whole", make, [])
-    parts = trained_in_parts(tmp_path / "parts", make, [death])
+    parts = trained_in_parts(
+        tmp_path / "parts", make, [death], save_freq=save_freq
+    )
     assert [epoch for epoch, _ in whole] == [0] * 7 + [1] * 7 + [2] * 7
     assert parts == whole
 

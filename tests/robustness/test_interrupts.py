@@ -9,10 +9,12 @@ import socket
 import threading
 
 import pytest
+from places import KINDS
 from samples import Deadly, Numbered, numbers
 
 from keras_fastdata._dataset_internals import loader_of
 from keras_fastdata.engine.batch_iterator import iterate
+from keras_fastdata.engine.results import Results
 from keras_fastdata.workers.process import channel
 from keras_fastdata.workers.signals import DeferredSignals
 
@@ -193,7 +195,7 @@ def test_the_slots_of_an_interrupted_peek_are_free_again(monkeypatch):
         arena._reclaim()
         return len(arena._warm) + len(arena._cold)
 
-    def interrupt(workers):
+    def interrupt(workers, **_):
         raise KeyboardInterrupt
 
     with Numbered(workers=1, use_multiprocessing=True, seed=1) as dataset:
@@ -235,7 +237,7 @@ def test_an_interrupted_peek_caches_each_batch_as_itself(monkeypatch):
         iterator = iterate(loader, dataset, shuffle=True)
         ahead = iterator._epoch.peeking()
 
-        def interrupt(workers):
+        def interrupt(workers, **_):
             dataset.has_built.wait()
             if ahead.ready:  # batch 1 is
                 raise KeyboardInterrupt
@@ -249,3 +251,32 @@ def test_an_interrupted_peek_caches_each_batch_as_itself(monkeypatch):
         dataset.gate.set()
         for _ in range(2):
             assert numbers(dataset) == list(range(10))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_error_while_a_batch_is_opened_ends_the_epoch_the_second_time(
+    kind, times, monkeypatch
+):
+    """A signal handler may have raised it, so the batch is built once more."""
+    open_batch, left = Results.open, [times]
+
+    def interrupted(results, epoch, completed, index):
+        if index == 2 and left[0]:
+            left[0] -= 1
+            raise TimeoutError
+        return open_batch(results, epoch, completed, index)
+
+    monkeypatch.setattr(Results, "open", interrupted)
+    found = []
+    with Numbered(4, **KINDS[kind]) as dataset:
+        batches = iter(dataset)
+        while True:
+            try:
+                found += numbers([next(batches)])
+            except TimeoutError:
+                found.append("error")
+            except StopIteration:
+                break
+    ends = ["error", 2, 3] if times == 1 else ["error", "error"]
+    assert found == [0, 1, *ends]
