@@ -374,8 +374,7 @@ class Fetcher:
         try:
             return self.results.open(epoch, completed, index)
         except Exception:
-            if has_failed or not epoch.retries(index):
-                # The epoch is over; the workers are as valid as they were.
+            if has_failed or not epoch.retries(index):  # the epoch is over
                 self.finish(epoch, Finish.FAILED)
                 self._pool.confirm()
             raise

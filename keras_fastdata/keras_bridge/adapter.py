@@ -341,22 +341,18 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         """The number of the next epoch, as the dataset counts epochs."""
         if self._prepared is not None:
             return self._prepared.epoch
-        number: int = loader_of(self.py_dataset).epoch
-        return number
+        return int(loader_of(self.py_dataset).epoch)
 
     def state(self, steps: int | None) -> dict[str, Any]:
         """Returns the dataset's `state_dict()` after some steps of an epoch.
 
         `steps` counts those of Keras's present epoch; `None` after its end.
         """
-        dataset = self.py_dataset
-        state: dict[str, Any]
         if self._iterator is None:
-            state = dataset.state_dict()
+            state: dict[str, Any] = self.py_dataset.state_dict()
         else:
-            lag = self.progress.lag(steps)
-            state = state_dict_of(dataset, self._iterator.state(lag))
-        if steps is None is self.progress.steps and state["position"]:
-            # The dataset has become longer since `fit` asked for its length.
-            return at_end(state)
-        return state
+            before = self._iterator.state(self.progress.lag(steps))
+            state = state_dict_of(self.py_dataset, before)
+        # Keras stops earlier than a dataset that has become longer meanwhile.
+        is_short = steps is None is self.progress.steps and state["position"]
+        return at_end(state) if is_short else state

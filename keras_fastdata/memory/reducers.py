@@ -10,6 +10,7 @@
     cached functions of `__main__`          wrapped again, with an empty cache
     the global random generators            the worker's own
     classes of `__main__`                   without attributes deleted there
+    objects of `__main__` with a name       by value, see `by_name`
 
 A file must be the same one in the worker: a file that was deleted or replaced
 is refused, and a memory map of such a file travels by value. Threads, processes
@@ -39,7 +40,7 @@ import cloudpickle
 import numpy as np
 import numpy.typing as npt
 
-from keras_fastdata.memory import rebuilt_classes
+from keras_fastdata.memory import by_name, rebuilt_classes
 from keras_fastdata.memory.shared_arrays import (
     SharedArrays,
     owner_of,
@@ -103,7 +104,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             self._note(h5py)
             return _reduce_h5(obj)
         reduced = super().reducer_override(obj)
-        if isinstance(reduced, tuple) and len(reduced) == _BY_VALUE:
+        if reduced is NotImplemented:
+            reduced = by_name.reduce_by_value(obj)
+        elif isinstance(reduced, tuple) and len(reduced) == _BY_VALUE:
             if isinstance(obj, type):
                 reduced = rebuilt_classes.completed(obj, reduced)
             *rebuild, state, _, _, set_state = reduced

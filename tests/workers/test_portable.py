@@ -10,6 +10,7 @@ import re
 import signal
 
 import numpy as np
+import psutil
 import pytest
 from places import quickly
 from portable_samples import (
@@ -22,6 +23,7 @@ from portable_samples import (
     Sized,
     TellsProcess,
 )
+from processes import workers
 from samples import (
     Deadly,
     Leveled,
@@ -37,7 +39,7 @@ from trainers import Trainer, endless
 from keras_fastdata import LoaderError, WorkerDiedError
 from keras_fastdata.engine import settings
 from keras_fastdata.workers import supervisor
-from keras_fastdata.workers.portable import launcher, requirements
+from keras_fastdata.workers.portable import channel, launcher, requirements
 
 TWO = {
     "workers": 2,
@@ -58,6 +60,25 @@ def _same(one, other):
     return all(
         equal(a, b) for a, b in itertools.zip_longest(list(one), list(other))
     )
+
+
+def test_workers_end_though_memory_of_waiting_batches_cannot_be_opened(
+    monkeypatch,
+):
+    receive, fails = channel.PipeChannel.receive, iter([True])
+
+    def receive_or_fail(pipes):
+        if next(fails, False):
+            raise LoaderError("The memory of a batch could not be opened")
+        return receive(pipes)
+
+    with Large(**TWO) as dataset:
+        next(iter(dataset))
+        pids = [worker.pid for worker in workers()]
+        monkeypatch.setattr(channel.PipeChannel, "receive", receive_or_fail)
+        dataset.close()
+        assert next(fails, "all") == "all"
+        assert not [pid for pid in pids if psutil.pid_exists(pid)]
 
 
 # -- batches -------------------------------------------------------------------

@@ -739,3 +739,65 @@ def test_a_class_made_in_a_function_has_its_whole_name_in_a_worker():
         """Is not in the module's variables."""
 
     assert_travels(Local, lambda thing, _: str(thing.__qualname__))
+
+
+BY_NAME_SCRIPT = """
+import sys
+import typing
+import numpy as np
+from keras_fastdata import FastPyDataset
+
+UserId = typing.NewType("UserId", int)
+Arguments = typing.ParamSpec("Arguments")
+Sizes = typing.TypeVarTuple("Sizes")
+if sys.version_info >= (3, 12):
+    exec("type Rows = list[UserId]")
+else:
+    Rows = list[UserId]
+
+class Missing:
+    __slots__ = ("text",)
+
+    def __reduce__(self):
+        return "MISSING"
+
+MISSING = Missing()
+MISSING.text = "missing"
+
+def to_id(number: int) -> UserId:
+    return UserId(number)
+
+class Mine(FastPyDataset):
+    first: Rows
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.marker = MISSING
+        self.kinds = Arguments, Sizes, Rows
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index: UserId) -> Rows:
+        is_it = self.marker is MISSING
+        return np.array([to_id(index), is_it, len(MISSING.text)])
+
+for method in ("forkserver", "portable"):
+    with Mine(
+        workers=1, use_multiprocessing=True, start_method=method
+    ) as dataset:
+        for _ in range(2):
+            dataset.mark_changed()
+            for batch in dataset:
+                print(batch.tolist())
+"""
+
+
+def test_objects_of_a_script_that_pickle_sends_by_name_reach_processes(
+    tmp_path, zygote
+):
+    path = tmp_path / "script.py"
+    path.write_text(BY_NAME_SCRIPT)
+    ran = zygote.run(path)
+    wanted = ["[0, 1, 7]", "[1, 1, 7]"] * 4
+    assert ran.stdout.splitlines() == wanted, ran.stderr

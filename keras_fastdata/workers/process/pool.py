@@ -10,11 +10,13 @@ only sent together with a free slot, so a worker never waits for memory.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Iterable
 from typing import Any
 
+from keras_fastdata.errors import LoaderError
 from keras_fastdata.memory import codec
 from keras_fastdata.metrics.pool_stats import PoolStats
 from keras_fastdata.metrics.timing import Timing
@@ -271,15 +273,21 @@ class ProcessPool(supervisor.SupervisedPool[W]):
 
     def _drop_results(self) -> None:
         """Discards waiting results, but keeps log records and warnings."""
-        for result in self._channel.receive():
-            if result.kind in log_forwarding.KINDS:
-                self._receiver.put(result.kind, result.body)
-            elif result.kind in _ANSWERS:
-                _, slot = self._in_flight.complete(
-                    result.task_id, result.worker
-                )
-                if slot is not None:
-                    self._free(slot, result)
+        is_complete = False
+        while not is_complete:
+            # Memory that cannot be opened ends `receive`. Each call gets on.
+            with contextlib.suppress(LoaderError):
+                for result in self._channel.receive():
+                    self._drop(result)
+                is_complete = True
+
+    def _drop(self, result: ResultMessage) -> None:
+        if result.kind in log_forwarding.KINDS:
+            self._receiver.put(result.kind, result.body)
+        elif result.kind in _ANSWERS:
+            _, slot = self._in_flight.complete(result.task_id, result.worker)
+            if slot is not None:
+                self._free(slot, result)
 
 
 def _opened(delivery: SlotResult) -> LocalResult:

@@ -1,0 +1,72 @@
+"""Pickles objects of `__main__` by value that pickle would send by name.
+
+Pickle sends such an object as "the one named `UserId` in `__main__`". In a
+worker, `__main__` is another module, which lacks the name. These are objects of
+`typing` such as `NewType`, and objects whose `__reduce__` returns their name,
+such as a marker for a missing value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+import typing
+from typing import Any
+
+Reduced = tuple[Any, ...]
+
+
+def reduce_by_value(obj: Any) -> Any:
+    """Returns the parts of an object that pickle would send by name.
+
+    Returns `NotImplemented` for all other objects.
+    """
+    kind = type(obj)
+    if kind in _OF_TYPING:
+        if obj.__module__ == "__main__":
+            return _OF_TYPING[kind](obj)
+    elif kind.__module__ == "__main__" and any(
+        isinstance(getattr(kind, name), types.FunctionType)
+        for name in ("__reduce__", "__reduce_ex__")
+    ):
+        reduced = obj.__reduce_ex__(5)
+        if not isinstance(reduced, str):
+            return reduced
+        return kind.__new__, (kind,), obj.__getstate__()
+    return NotImplemented
+
+
+def _reduce_new_type(obj: Any) -> Reduced:
+    args = typing.NewType, (obj.__name__, obj.__supertype__), obj.__module__
+    return _make, args
+
+
+def _reduce_variable(obj: Any) -> Reduced:
+    return _make, (type(obj), (obj.__name__,), obj.__module__)
+
+
+def _reduce_alias(obj: Any) -> Reduced:
+    args = obj.__name__, obj.__value__
+    return _make, (_make_alias, (*args, obj.__type_params__), obj.__module__)
+
+
+def _make_alias(name: str, value: Any, parameters: tuple[Any, ...]) -> Any:
+    """Makes what the statement `type name[parameters] = value` makes."""
+    kind: Any = getattr(typing, "TypeAliasType")  # noqa: B009 - of Python 3.12
+    return kind(name, value, type_params=parameters)
+
+
+def _make(kind: Any, args: tuple[Any, ...], module: str) -> Any:
+    made = kind(*args)
+    with contextlib.suppress(AttributeError):  # read-only
+        made.__module__ = module
+    return made
+
+
+_OF_TYPING = {
+    typing.NewType: _reduce_new_type,
+    typing.ParamSpec: _reduce_variable,
+    typing.TypeVarTuple: _reduce_variable,
+}
+if hasattr(typing, "TypeAliasType"):  # from Python 3.12 on
+    _OF_TYPING[typing.TypeAliasType] = _reduce_alias
