@@ -18,6 +18,7 @@ from keras_fastdata.callbacks.saved_states import (
     Saved,
     SavedStates,
     after_empty_rest,
+    state_after,
 )
 
 if TYPE_CHECKING or not _process_role.is_worker():
@@ -99,6 +100,7 @@ class DatasetCheckpoint(Callback):
         self._backup: keras_bridge.KerasBackup | None = None
         self._states: SavedStates | None = None
         self._epoch = 0
+        self._length: int | None = None  # batches that Keras takes of an epoch
         self._last_batch = -1
         self._since_saved = 0
 
@@ -142,6 +144,7 @@ class DatasetCheckpoint(Callback):
         if backup is not None and not keras_bridge.has(feature.BACKUP):
             return
         self._adapter, self._backup = training.adapter, backup
+        self._length = training.num_batches
         self._states = SavedStates(self.path)
         self._since_saved = 0
         epoch = training.initial_epoch
@@ -180,7 +183,7 @@ class DatasetCheckpoint(Callback):
             return
         # It was saved behind the last batch of the epoch before. Validations
         # may have gone through the dataset since.
-        state = self._adapter.state(None)
+        state = state_after(self._adapter, None, self._length)
         if state != latest["dataset"]:
             self._states.add({**latest, "dataset": state})
 
@@ -274,7 +277,7 @@ class DatasetCheckpoint(Callback):
         if self._adapter is None or self._states is None:
             return
         self._since_saved = 0
-        state = self._adapter.state(steps)
+        state = state_after(self._adapter, steps, self._length)
         is_over = steps is not None and not state["position"]
         backup = self._backup
         moment = (

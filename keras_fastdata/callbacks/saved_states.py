@@ -132,6 +132,26 @@ def _checked(saved: Any) -> Saved:
     return {"epoch": epoch, "saved_at": moment, "dataset": state}
 
 
+def state_after(
+    adapter: Any, steps: int | None, length: int | None
+) -> dict[str, Any]:
+    """Returns the state of the training data after some steps of an epoch.
+
+    Keras takes as many batches as the dataset had when `fit` was called,
+    though the dataset may have become longer. Then its epoch is over.
+
+    Args:
+        adapter: The adapter of the dataset.
+        steps: Steps in Keras's present epoch; `None` after its end.
+        length: How many batches Keras takes of the dataset's epoch, if known.
+    """
+    state: dict[str, Any] = adapter.state(steps)
+    shard = loader_of(adapter.py_dataset).description().shard
+    if length is not None and state["position"] // shard.count >= length:
+        return at_end(state)
+    return state
+
+
 def after_empty_rest(dataset: Any, saved: Saved, length: int | None) -> Saved:
     """Moves the state to the next epoch if the saved epoch has no batches left.
 

@@ -54,16 +54,18 @@ class Checkpoint:
                 self._pool.end_invalid()
             if isinstance(place, State):
                 return place
+            length, total = build.length_of(dataset), place.epoch_batches
             return State(
                 self._planner.seed,
                 place.epoch,
                 place.position,
-                build.length_of(dataset),
+                length,
                 place.shuffle,
                 self._hooks.within_epoch,
                 self._hooks.ran,
                 self._hooks.digest(dataset),
                 place.next_epoch,
+                None if total == length else total,
             )
 
     def restore(self, dataset: build.Dataset, state: State) -> None:

@@ -74,6 +74,7 @@ class Epoch:
         self.may_prefetch_next = True
         self.next_epoch: Epoch | None = None  # if it may have requests
         self.start = 0  # more than 0 if an earlier run had the first batches
+        self.total: int | None = None  # see `start_at`
         self.position = 0  # of the next batch to deliver
         self.issued = 0  # positions below this one have been requested
         self.waiting: dict[int, int] = {}  # request ids by position
@@ -126,9 +127,16 @@ class Epoch:
         """Begins the epoch, and makes its number final."""
         self._move_to(EpochState.ACTIVE)
 
-    def start_at(self, position: int) -> None:
-        """Sets the position of the first batch to deliver."""
+    def start_at(self, position: int, total: int | None = None) -> None:
+        """Sets the position of the first batch to deliver.
+
+        `total` is the length of the epoch, over all shards; `None`: that of
+        the dataset.
+        """
         self.start = self.position = self.issued = position
+        self.total = total
+        if total is not None:
+            self.forget_order()
 
     def finish(self, why: Finish) -> None:
         """Finishes the epoch; a second call does not change the reason."""

@@ -351,7 +351,7 @@ class Loader:
         state = self._position.resumed
         if state is not None:
             state.check_order(self.name, epoch.shuffle)
-            epoch.start_at(self._planner.position(state))
+            self._planner.start(epoch, state)
         self._position.begin(epoch)
         workers.renew_restarts()
         for other in self._epochs:

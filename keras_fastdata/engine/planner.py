@@ -88,11 +88,18 @@ class EpochPlanner:
             self.take_shard(dataset)
         return self.shard.position(state.position)
 
+    def start(self, epoch: Epoch, state: State) -> None:
+        """Sets where an epoch begins that is resumed from a state."""
+        epoch.start_at(self.position(state), state.epoch_batches)
+
     def plan(self, epoch: Epoch, num_batches: int | None, shard: Shard) -> None:
-        """Sets an epoch's order; `num_batches` is the total of all shards."""
+        """Sets an epoch's order; `num_batches` is the total of all shards.
+
+        An epoch that is resumed may have a total of its own.
+        """
         assert epoch.number is not None
         schedule = plan_epoch(
-            num_batches,
+            num_batches if epoch.total is None else epoch.total,
             shuffle=epoch.shuffle,
             seed=self.seed,
             epoch=epoch.number,

@@ -18,6 +18,7 @@ class Place(NamedTuple):
     position: int = 0
     shuffle: bool | None = None
     next_epoch: int | None = None
+    epoch_batches: int | None = None
 
 
 class Position:
@@ -93,4 +94,5 @@ class Position:
             position * epoch.schedule.shard.count,
             epoch.shuffle,
             None if later == epoch.number + 1 else later,
+            epoch.schedule.total,
         )

@@ -23,6 +23,7 @@ from keras_fastdata.building.seeding import PRIVATE
 from keras_fastdata.errors import LoaderError
 
 VERSION = 1
+_OPTIONAL = "next_epoch", "epoch_batches"  # left out where they are `None`
 _DEPTH = 6  # of objects within objects that a digest covers
 _PLAIN = (bool, int, float, complex, str)
 _MOST_BYTES = 1 << 26  # of an array that are looked at, about
@@ -45,6 +46,9 @@ class State:
         next_epoch: Number of the epoch that begins after this one; `None`:
             `epoch` + 1. It is larger where another epoch has begun meanwhile,
             such as that of an evaluation.
+        epoch_batches: Length of the epoch of the next batch; `None`:
+            `num_batches`. It differs where a hook has changed the length since
+            the epoch began.
     """
 
     seed: int
@@ -56,13 +60,15 @@ class State:
     hooks: tuple[tuple[str, int], ...] = ()
     digest: str = ""
     next_epoch: int | None = None
+    epoch_batches: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the state as a dict that can be stored as JSON."""
         state = {"version": VERSION, **dataclasses.asdict(self)}
         state["hooks"] = [list(hook) for hook in self.hooks]
-        if self.next_epoch is None:
-            del state["next_epoch"]
+        for name in _OPTIONAL:
+            if state[name] is None:
+                del state[name]
         return state
 
     @classmethod
@@ -90,7 +96,7 @@ class State:
             )
         names = [field.name for field in dataclasses.fields(cls)]
         known = {"version", *names, *also}
-        if missing := sorted(known - {"next_epoch"} - set(state)):
+        if missing := sorted(known - set(_OPTIONAL) - set(state)):
             raise ValueError(f"The state lacks: {', '.join(missing)}.")
         if unknown := [name for name in state if name not in known]:
             raise ValueError(
@@ -103,10 +109,11 @@ class State:
             for name in [*names, *also]
             if name in state
         }
-        if None is not fields["num_batches"] < fields["position"]:
+        name = "epoch_batches" if "epoch_batches" in fields else "num_batches"
+        if None is not fields[name] < fields["position"]:
             raise ValueError(
-                f"`position` of the state must be at most its `num_batches`, "
-                f"{fields['num_batches']}. Received: {fields['position']}"
+                f"`position` of the state must be at most its `{name}`, "
+                f"{fields[name]}. Received: {fields['position']}"
             )
         return cls(**{name: fields[name] for name in names if name in fields})
 
@@ -176,6 +183,7 @@ class State:
 def at_end(state: dict[str, Any]) -> dict[str, Any]:
     """Returns the state at the end of an epoch, before `on_epoch_end` runs."""
     end = {**state, "epoch": state["epoch"] + 1, "position": 0}
+    end.pop("epoch_batches", None)
     next_epoch = end.pop("next_epoch", None)
     return end if next_epoch is None else {**end, "epoch": next_epoch}
 
@@ -242,6 +250,7 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     ),
     "digest": ("32 hexadecimal digits, or empty", _hexadecimal),
     "next_epoch": (_COUNT, _count),
+    "epoch_batches": (_COUNT, _count),
     "num_shards": ("an integer of at least 1", lambda n: _count(n, least=1)),
 }
 

@@ -30,7 +30,6 @@ from keras_fastdata._dataset_internals import (
 )
 from keras_fastdata.building import build
 from keras_fastdata.engine.batch_iterator import BatchIterator, iterate
-from keras_fastdata.engine.state_dict import at_end
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.keras_bridge import rows
 from keras_fastdata.keras_bridge.batches import (
@@ -348,11 +347,9 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
 
         `steps` counts those of Keras's present epoch; `None` after its end.
         """
+        dataset = self.py_dataset
         if self._iterator is None:
-            state: dict[str, Any] = self.py_dataset.state_dict()
-        else:
-            before = self._iterator.state(self.progress.lag(steps))
-            state = state_dict_of(self.py_dataset, before)
-        # Keras stops earlier than a dataset that has become longer meanwhile.
-        is_short = steps is None is self.progress.steps and state["position"]
-        return at_end(state) if is_short else state
+            state: dict[str, Any] = dataset.state_dict()
+            return state
+        lag = self.progress.lag(steps)
+        return state_dict_of(dataset, self._iterator.state(lag))

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from keras_facts import with_steps_per_execution
 from places import LONG_BUT_ON_JAX, PLACES, everywhere, quickly
 from resume_samples import PLACES as KILLED_PLACES
-from resume_samples import Begun, Drawn, Ends, Reshuffled
+from resume_samples import Begun, Drawn, Ends, Reshuffled, Shrinks
 from samples import Numbered
 
 from keras_fastdata import (
@@ -646,7 +646,14 @@ class _Dies(keras.callbacks.Callback):
             raise InterruptedError
 
 
-def trained_in_parts(directory, make, deaths, evaluates=False, save_freq=1):
+def trained_in_parts(
+    directory,
+    make,
+    deaths,
+    evaluates=False,
+    save_freq=1,
+    steps_per_epoch=None,
+):
     """Epoch and targets of each step of a training that is broken off.
 
     With `save_freq="epoch"`, deaths wait until the end of an epoch.
@@ -668,6 +675,7 @@ def trained_in_parts(directory, make, deaths, evaluates=False, save_freq=1):
                     dataset,
                     verbose=0,
                     epochs=3,
+                    steps_per_epoch=steps_per_epoch,
                     shuffle=False,
                     callbacks=[backup, checkpoint, dies],
                 )
@@ -710,6 +718,37 @@ def test_a_resumed_training_keeps_the_length_that_keras_knows(
         tmp_path / "parts", make, [death], save_freq=save_freq
     )
     assert [epoch for epoch, _ in whole] == [0] * 7 + [1] * 7 + [2] * 7
+    assert parts == whole
+
+
+class _Doubles(Drawn):
+    def on_epoch_end(self):
+        self.length *= 2
+
+
+@pytest.mark.backend
+@pytest.mark.parametrize(
+    ("kind", "length", "steps", "deaths"),
+    [
+        (Shrinks, 7, 4, [4]),
+        (Shrinks, 7, 4, [6]),
+        (_Doubles, 3, 2, [2]),
+        (_Doubles, 3, 2, [3]),
+        (_Doubles, 3, 4, [3, 6]),
+    ],
+)
+def test_a_pass_that_outlives_a_change_of_the_length_is_resumed_whole(
+    tmp_path, kind, length, steps, deaths
+):
+    """With steps for an epoch, Keras goes on with a pass after the hooks."""
+
+    def make():
+        return kind(length=length, seed=3, workers=0)
+
+    options = {"save_freq": "epoch", "steps_per_epoch": steps}
+    whole = trained_in_parts(tmp_path / "whole", make, [], **options)
+    parts = trained_in_parts(tmp_path / "parts", make, deaths, **options)
+    assert len(whole) > deaths[-1]
     assert parts == whole
 
 
