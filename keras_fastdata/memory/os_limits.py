@@ -13,8 +13,8 @@ _REMEDIES = {
     errno.EMFILE: "Raise the limit on open files (`ulimit -n`), or lower "
     "`workers`.",
     errno.ENFILE: "The whole system is out of open files (`fs.file-max`).",
-    errno.EAGAIN: "Raise the limit on processes and threads (`ulimit -u`), "
-    "or lower `workers`.",
+    errno.EAGAIN: "Raise the limit on processes and threads (`ulimit -u`) or "
+    "on address space (`ulimit -v`), or lower `workers`.",
     errno.ENOMEM: "Free memory, or raise the limit on address space "
     "(`ulimit -v unlimited`).",
     errno.ENOSPC: "Shared memory is full (`/dev/shm`, or the folder of "

@@ -98,11 +98,16 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 f"cannot pickle a {type(obj).__name__}: a copy would not be "
                 "connected to the original"
             )
-        if (h5py := sys.modules.get("h5py")) is not None and isinstance(
-            obj, (h5py.Group, h5py.Dataset)
-        ):
-            self._note(h5py)
-            return _reduce_h5(obj)
+        if (h5py := sys.modules.get("h5py")) is not None:
+            if isinstance(obj, (h5py.Group, h5py.Dataset)):
+                self._note(h5py)
+                return _reduce_h5(obj)
+            kind = type(obj)
+            if kind.__name__ in _OF_H5 and kind.__module__.startswith("h5py."):
+                raise TypeError(
+                    f"cannot pickle a {kind.__name__} of h5py: hold the file, "
+                    "group or dataset in place of its `attrs` or `dims`"
+                )
         reduced = super().reducer_override(obj)
         if reduced is NotImplemented:
             reduced = by_name.reduce_by_value(obj)
@@ -372,6 +377,10 @@ def _is_mapped_at(root: Any) -> bool:
 
 
 # -- h5py ----------------------------------------------------------------------
+
+
+# Classes of `attrs` and `dims`, whose copies would not open.
+_OF_H5 = {"AttributeManager", "DimensionManager", "DimensionProxy"}
 
 
 def _reduce_h5(obj: Any) -> Reduced:

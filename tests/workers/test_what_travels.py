@@ -324,6 +324,11 @@ def test_h5py_files_groups_and_datasets_are_opened_again(tmp_path):
         )
         with Holds(file["group/x"], row, **PROCESS) as dataset:
             assert size_of_payload(dataset) < 32 * 1024
+        x = file["group/x"]
+        for thing in (x.attrs, x.dims, x.dims[0]):
+            kind = type(thing)
+            name = f"{kind.__module__}.{kind.__qualname__}"
+            assert_refused(thing, "dataset.thing", name)
     closed = "h5py._hl.files.File"
     assert_refused(file, "dataset.thing", closed)
     with h5py.File(path, "r+") as file:
