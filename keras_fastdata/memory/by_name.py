@@ -9,6 +9,7 @@ such as a marker for a missing value.
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import types
 import typing
 from typing import Any
@@ -22,18 +23,27 @@ def reduce_by_value(obj: Any) -> Any:
     Returns `NotImplemented` for all other objects.
     """
     kind = type(obj)
-    if kind in _OF_TYPING:
-        if obj.__module__ == "__main__":
+    if kind.__module__ == "typing":
+        if kind in _OF_TYPING and obj.__module__ == "__main__":
             return _OF_TYPING[kind](obj)
-    elif kind.__module__ == "__main__" and any(
-        isinstance(getattr(kind, name), types.FunctionType)
-        for name in ("__reduce__", "__reduce_ex__")
-    ):
+    elif kind.__module__ == "__main__" and _has_own_reduction(kind):
         reduced = obj.__reduce_ex__(5)
         if not isinstance(reduced, str):
             return reduced
         return kind.__new__, (kind,), obj.__getstate__()
     return NotImplemented
+
+
+def _has_own_reduction(kind: type) -> bool:
+    """Returns whether pickle would call a user's `__reduce__`."""
+    return (
+        kind not in copyreg.dispatch_table
+        and not issubclass(kind, type)
+        and any(
+            isinstance(getattr(kind, name), types.FunctionType)
+            for name in ("__reduce__", "__reduce_ex__")
+        )
+    )
 
 
 def _reduce_new_type(obj: Any) -> Reduced:
