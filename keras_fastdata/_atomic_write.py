@@ -46,10 +46,11 @@ def replacing(
                 os.fsync(file.fileno())
         os.replace(temporary, target)
     except BaseException as error:
-        if isinstance(error, OSError) and error.filename is None:
-            error.filename = target  # `write` does not name it
         with contextlib.suppress(OSError):
             os.unlink(temporary)
+        if isinstance(error, OSError) and error.errno and not error.filename:
+            # `write` does not name the file.
+            raise OSError(error.errno, error.strerror, target) from error
         raise
 
 

@@ -30,7 +30,9 @@ def reduce_by_value(obj: Any) -> Any:
         reduced = obj.__reduce_ex__(5)
         if not isinstance(reduced, str):
             return reduced
-        return kind.__new__, (kind,), obj.__getstate__()
+        base: Any = next(b for b in kind.__mro__ if b.__module__ == "builtins")
+        values = () if base is object else (base(obj),)
+        return _make_marker, (kind, base, values), obj.__getstate__()
     return NotImplemented
 
 
@@ -44,6 +46,17 @@ def _has_own_reduction(kind: type) -> bool:
             for name in ("__reduce__", "__reduce_ex__")
         )
     )
+
+
+def _make_marker(kind: Any, base: Any, values: tuple[Any, ...]) -> Any:
+    """Makes an object as its builtin base class does.
+
+    The methods of its own class may not be there yet.
+    """
+    made = base.__new__(kind, *values)
+    if base.__init__ is not object.__init__:  # of a list or a dict
+        base.__init__(made, *values)
+    return made
 
 
 def _reduce_new_type(obj: Any) -> Reduced:

@@ -1,9 +1,10 @@
 """Makes classes in a worker again as they are in the trainer.
 
 cloudpickle sends a class of `__main__`, or one made in a function, by value. In
-the worker, the class is made without attributes, which then are set. Two things
-would go wrong:
+the worker, the class is made without attributes, which then are set. Three
+things would go wrong:
 
+- A class would have no slots, and each of its objects a `__dict__`.
 - Hooks of classes that were made again, such as `__init_subclass__`, would run
   once more, and without the keywords of the class. They are absent meanwhile.
 - Enums are made from names and values alone. Members would lack what `__init__`
@@ -16,9 +17,11 @@ from __future__ import annotations
 import contextlib
 import enum
 import types
-from collections.abc import Callable, Iterator
+import typing
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from keras_fastdata._modules import is_users_class
 from keras_fastdata.memory import class_refs
 
 Reduced = tuple[Any, ...]
@@ -34,19 +37,53 @@ def completed(cls: type, reduced: Reduced) -> Reduced:
     if isinstance(cls, enum.EnumType):
         reduced = _with_members(cls, reduced)
     make, args, *rest = reduced
+    if typing.is_typeddict(cls):
+        # In Python 3.11, one that inherits from others has `dict` as its base.
+        kind, name, _, *others = args
+        args = kind, name, (typing.TypedDict,), *others
+    bases = _bases_in(args)
+    if "__slots__" in vars(cls) and all(isinstance(b, type) for b in bases):
+        kind, name, bases, namespace, *others = args
+        namespace = {**namespace, "__slots__": _slots_of(cls)}
+        args = kind, name, bases, namespace, *others
     return _make_without_hooks, (make, args), *rest
+
+
+def _slots_of(cls: type) -> list[str]:
+    """Returns the names in a class's `__slots__`, which may be an iterator."""
+    own = vars(cls).items()
+    kinds = types.MemberDescriptorType, types.GetSetDescriptorType
+    return [name for name, value in own if isinstance(value, kinds)]
 
 
 # -- hooks --------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def without(hooks: Iterable[tuple[type, str]]) -> Iterator[None]:
+    """Removes methods of classes for the duration of a `with` block."""
+    with contextlib.ExitStack() as removed:
+        for cls, name in hooks:
+            removed.callback(type.__setattr__, cls, name, vars(cls)[name])
+            type.__delattr__(cls, name)
+        yield
+
+
+def setters(cls: type) -> Iterator[tuple[type, str]]:
+    """Yields the users' methods that setting a class's attributes calls."""
+    kind: Any = type(cls)
+    for meta in kind.__mro__:
+        if is_users_class(meta):
+            yield from (
+                (meta, name)
+                for name in ("__setattr__", "__delattr__")
+                if name in vars(meta)
+            )
+
+
 def _make_without_hooks(make: Callable[..., type], args: Any) -> type:
     """Makes a class, while no hook of classes that were made again runs."""
-    with contextlib.ExitStack() as hidden:
-        for cls, name in _hooks(args):
-            hook = vars(cls)[name]
-            delattr(cls, name)
-            hidden.callback(setattr, cls, name, hook)
+    with without(_hooks(args)):
         made = make(*args)
         bases = _bases_in(args)
         if all(isinstance(base, type) for base in bases):

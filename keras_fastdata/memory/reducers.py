@@ -82,6 +82,12 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     modules: set[str] | None = None
     arrays: SharedArrays | None = None
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # What functions share in the worker for each cell that they share here;
+        # with the cell, whose id could otherwise become another one's.
+        self._cells: dict[int, tuple[types.CellType, types.CellType]] = {}
+
     def observe(self, modules: set[str] | None, arrays: SharedArrays) -> None:
         """Sets what collects modules' names, and what reduces arrays."""
         self.modules, self.arrays = modules, arrays
@@ -114,6 +120,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         elif isinstance(reduced, tuple) and len(reduced) == _BY_VALUE:
             if isinstance(obj, type):
                 reduced = rebuilt_classes.completed(obj, reduced)
+            elif isinstance(obj, types.FunctionType) and obj.__closure__:
+                make, (*args, _), *rest = reduced
+                cells = tuple(map(self._shared, obj.__closure__))
+                reduced = make, (*args, cells), *rest
             *rebuild, state, _, _, set_state = reduced
             named = set_state, state, obj.__qualname__
             return *rebuild, named, None, None, _set_class
@@ -121,6 +131,15 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if reduced is NotImplemented and isinstance(obj, _OF_MODULES):
             self._note(obj)
         return reduced
+
+    def _shared(self, cell: types.CellType) -> types.CellType:
+        """Returns the empty cell that stands for a cell in the worker.
+
+        cloudpickle makes one for each function and fills it later. A variable
+        that one function sets would not be the other function's.
+        """
+        new = cell, types.CellType()
+        return self._cells.setdefault(id(cell), new)[1]
 
     def _note(self, obj: Any) -> None:
         """Adds the name of a module, or of an object's module, to `modules`."""
@@ -142,12 +161,13 @@ def _set_class(cls: type, state: tuple[Any, Any, str]) -> None:
     set_state, parts, qualname = state
     # cloudpickle gives it the short name of its class. The streams of random
     # generators depend on the whole name.
-    cls.__qualname__ = qualname
-    for name in _received.get(cls, set()) - parts[0].keys():
-        with contextlib.suppress(AttributeError):  # the worker deleted it
-            delattr(cls, name)
-    _received[cls] = {*parts[0]}
-    set_state(cls, parts)
+    with rebuilt_classes.without(rebuilt_classes.setters(cls)):
+        cls.__qualname__ = qualname
+        for name in _received.get(cls, set()) - parts[0].keys():
+            with contextlib.suppress(AttributeError):  # the worker deleted it
+                delattr(cls, name)
+        _received[cls] = {*parts[0]}
+        set_state(cls, parts)
 
 
 _BY_VALUE = 6  # parts of what cloudpickle reduces such a class to

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import array
 import concurrent.futures
+import dataclasses
 import enum
 import functools
 import gzip
@@ -700,7 +701,10 @@ def generic():
     class Shape(typing.Protocol[Item]):
         def area(self) -> Item: ...
 
-    return Box, Boxes, Numbers, Named, Keys, Shape
+    class MoreKeys(Keys):
+        other: int
+
+    return Box, Boxes, Numbers, Named, MoreKeys, Shape
 
 
 def of_generic(classes, index):
@@ -746,6 +750,72 @@ def test_a_class_made_in_a_function_has_its_whole_name_in_a_worker():
     assert_travels(Local, lambda thing, _: str(thing.__qualname__))
 
 
+def of_slots(kinds, index):
+    made = [kinds[0](), *kinds[1:]]
+    made[0].y = index
+    return np.array(
+        [made[0].y, made[1].x, *(hasattr(m, "__dict__") for m in made)]
+    )
+
+
+def test_slots_of_classes_are_slots_in_processes():
+    class Point:
+        __slots__ = ("__weakref__", "y")
+
+    @dataclasses.dataclass(slots=True)
+    class Data:
+        x: int = 3
+
+    with Holds([Point, Data()], of_slots, **PROCESS) as dataset:
+        for _ in range(2):
+            assert [batch.tolist() for batch in dataset] == [
+                [index, 3, 0, 0] for index in range(3)
+            ]
+            dataset.mark_changed()
+
+
+def test_functions_that_share_a_variable_share_it_in_processes():
+    def counter():
+        count = 0
+
+        def add(number):
+            nonlocal count
+            count += number
+
+        return add, lambda: count
+
+    def counted(functions, index):
+        add, total = functions
+        before = total()
+        add(10)
+        return np.array(total() - before)
+
+    with Holds(counter(), counted, **PROCESS) as dataset:
+        assert [int(batch) for batch in dataset] == [10] * 3
+
+
+def test_classes_whose_metaclass_refuses_assignments_reach_processes():
+    class Constants(type):
+        def __setattr__(cls, name, value):
+            raise AttributeError(f"{name} is constant")
+
+        def __delattr__(cls, name):
+            raise AttributeError(f"{name} is constant")
+
+    class Sizes(metaclass=Constants):
+        WIDTH = 4
+
+    def read(sizes, index):
+        with pytest.raises(AttributeError, match="WIDTH is constant"):
+            sizes.WIDTH = 5
+        return np.array(sizes.WIDTH)
+
+    with Holds(Sizes, read, **PROCESS) as dataset:
+        assert [int(batch) for batch in dataset] == [4] * 3
+        dataset.mark_changed()
+        assert [int(batch) for batch in dataset] == [4] * 3
+
+
 BY_NAME_SCRIPT = """
 import sys
 import typing
@@ -769,6 +839,23 @@ class Missing:
 MISSING = Missing()
 MISSING.text = "missing"
 
+class Only:
+    made = None
+
+    def __new__(cls):
+        cls.made = cls.made or super().__new__(cls)
+        return cls.made
+
+    def __reduce__(self):
+        return "ONLY"
+
+class Code(int):
+    def __reduce__(self):
+        return "IGNORED"
+
+ONLY = Only()
+IGNORED = Code(255)
+
 def to_id(number: int) -> UserId:
     return UserId(number)
 
@@ -784,7 +871,7 @@ class Mine(FastPyDataset):
         return 2
 
     def __getitem__(self, index: UserId) -> Rows:
-        is_it = self.marker is MISSING
+        is_it = self.marker is MISSING and ONLY is Only() and IGNORED == 255
         return np.array([to_id(index), is_it, len(MISSING.text)])
 
 for method in ("forkserver", "portable"):
