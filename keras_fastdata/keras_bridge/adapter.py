@@ -174,6 +174,9 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         `on_epoch_end` restores the number; or `None`, if Keras has learned the
         number at the end of the epoch.
         """
+        if self.py_dataset.num_batches is None:
+            # Keras takes the first epoch's length for that of all epochs.
+            iterator.set_num_batches(None)
         checkpoint = loader_of(self.py_dataset).checkpoint
         if checkpoint.resumes:
             # The length that the data had when `fit` was called.

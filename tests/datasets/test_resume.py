@@ -25,6 +25,7 @@ from samples import Numbered
 
 from keras_fastdata import (
     DatasetCheckpoint,
+    EndOfData,
     GeneratorDataset,
     LoaderError,
     SampleDataset,
@@ -750,6 +751,30 @@ def test_a_pass_that_outlives_a_change_of_the_length_is_resumed_whole(
     parts = trained_in_parts(tmp_path / "parts", make, deaths, **options)
     assert len(whole) > deaths[-1]
     assert parts == whole
+
+
+class _Longer(Ends):
+    """Nobody knows how long its epochs are; each is longer by two batches."""
+
+    def __getitem__(self, index):
+        if index == self.length + 2 * self.epoch:
+            raise EndOfData
+        return Drawn.__getitem__(self, index)
+
+
+@pytest.mark.backend
+@pytest.mark.parametrize("death", quickly([2, 4, 9], 4))
+def test_epochs_of_unknown_lengths_are_trained_on_to_their_ends(
+    tmp_path, death
+):
+    """Keras would take the first length for that of all epochs."""
+
+    def make():
+        return _Longer(length=3, seed=3, workers=0)
+
+    whole = trained_in_parts(tmp_path / "whole", make, [])
+    assert [epoch for epoch, _ in whole] == [0] * 3 + [1] * 5 + [2] * 7
+    assert trained_in_parts(tmp_path / "parts", make, [death]) == whole
 
 
 @pytest.mark.backend
