@@ -7,9 +7,11 @@ code object lists the names that it uses.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import dataclasses
 import dis
+import enum
 import functools
 import itertools
 import sys
@@ -36,6 +38,8 @@ _MOST_VISITS = 2000  # classes, functions and objects that are searched
 _MOST_ITEMS = 100  # of a container that is searched
 # Methods that do not run in workers.
 _RUN_HERE = ("__init__", "on_epoch_begin", "on_epoch_end")
+# What may change of a function that travels by value.
+_OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__", "__dict__")
 _LEAVES = (str, bytes, int, float, complex, type(None), np.ndarray, np.generic)
 
 ABSENT = object()  # the value of a name that has none
@@ -84,14 +88,24 @@ class _Size(_OneValue):
         return sum(not _is_pythons(name, value) for name, value in items)
 
 
-class _Bases(_OneValue):
-    """Maps every key to the base classes of a class."""
+class _Attribute(_OneValue):
+    """Maps every key to an attribute of a class or a function."""
 
-    def __init__(self, kind: type) -> None:
-        self._kind = kind
+    def __init__(self, owner: type | types.FunctionType, name: str) -> None:
+        self._owner, self._name = owner, name
 
     def __getitem__(self, name: str) -> Any:
-        return self._kind.__bases__
+        return getattr(self._owner, self._name)
+
+
+class _Registrations(_OneValue):
+    """Maps every key to a number that grows when a class is registered.
+
+    It is that of all abstract base classes.
+    """
+
+    def __getitem__(self, name: str) -> Any:
+        return abc.get_cache_token()
 
 
 class _Cell(_OneValue):
@@ -210,7 +224,11 @@ class _VariableSearch:
             if home == "builtins":  # the globals of its code have no name
                 home = ""
             path = f"{base.__qualname__}.__bases__"
-            self._note(_Bases(base), "", home, path)
+            self._note(_Attribute(base, "__bases__"), "", home, path)
+            if isinstance(base, abc.ABCMeta) and _is_by_value(home, path):
+                self.found.append(
+                    Variable(_Registrations(), "", home, path, True)
+                )
             for name, value in list(vars(base).items()):
                 if name in _RUN_HERE:
                     continue
@@ -234,6 +252,11 @@ class _VariableSearch:
                 self.value(cell.cell_contents)
             if is_nested and self._is_new(cell):
                 self.found.append(Variable(_Cell(cell), "", home, "", True))
+        if _is_by_value(home, function.__qualname__):
+            self.found += [
+                Variable(_Attribute(function, name), "", home, "", True)
+                for name in _OF_FUNCTIONS
+            ]
         if not is_users_code(home):
             return
         code, package = function.__code__, variables.get("__package__")
@@ -268,17 +291,22 @@ class _VariableSearch:
         if place in self._places or len(self.found) >= _MOST_VISITS:
             return
         self._places.add(place)
-        by_value = (
-            module == "__main__"
-            or "<locals>" in path
-            or has_no_module(module)
-            or module in cloudpickle.list_registry_pickle_by_value()
-        )
+        by_value = _is_by_value(module, path)
         self.found.append(Variable(home, name, module, path, by_value))
         value = home.get(name, ABSENT)
         # The function that names a module uses it under its names alone.
         if "." in path or not isinstance(value, types.ModuleType):
             self.value(value, module, path)
+
+
+def _is_by_value(module: str, path: str) -> bool:
+    """Returns whether cloudpickle sends what has a path in a module."""
+    return (
+        module == "__main__"
+        or "<locals>" in path
+        or has_no_module(module)
+        or module in cloudpickle.list_registry_pickle_by_value()
+    )
 
 
 def _is_pythons(name: str, value: Any) -> bool:
@@ -318,9 +346,26 @@ class _Names:
 
     variables: frozenset[str]  # variables that it reads
     imported: frozenset[str]  # modules that it imports
-    # Variables and attributes that it assigns, except for attributes of `self`.
+    # Globals that it assigns, and attributes of classes and modules.
     assigned: frozenset[str]
     own: frozenset[str]  # attributes of `self` that it assigns
+
+
+class _Top(enum.Enum):
+    """What an instruction has put on top of Python's stack."""
+
+    SELF = enum.auto()
+    OUTER = enum.auto()  # a global, an outer variable, or a part of one
+    TYPE = enum.auto()  # the function `type`, then with its argument
+    OTHER = enum.auto()
+
+
+def _top_of(name: str, operation: str) -> _Top:
+    """Returns what an instruction loads that names a local variable."""
+    if name == "self":
+        return _Top.SELF
+    is_outer = name == "cls" or operation.endswith("DEREF")
+    return _Top.OUTER if is_outer else _Top.OTHER
 
 
 @functools.lru_cache(maxsize=4096)
@@ -328,15 +373,32 @@ def _names_in(code: types.CodeType, package: str | None) -> _Names:
     variables: set[str] = set()
     assigned: set[str] = set()
     own: set[str] = set()
-    loaded: Any = None
+    top = copied = _Top.OTHER
     for step in itertools.chain(*map(dis.get_instructions, nested_code(code))):
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            variables.add(step.argval)
-        elif step.opname in ("STORE_GLOBAL", "STORE_ATTR"):
-            is_own = step.opname == "STORE_ATTR" and loaded == "self"
-            (own if is_own else assigned).add(step.argval)
-        # In Python 3.13 one instruction may load two names.
-        loaded = step.argval[-1:] if type(step.argval) is tuple else step.argval
-        loaded = loaded[0] if type(loaded) is tuple and loaded else loaded
+        name, operation = step.argval, step.opname
+        if operation in ("LOAD_GLOBAL", "LOAD_NAME"):
+            variables.add(name)
+            top = _Top.TYPE if name == "type" else _Top.OUTER
+        elif operation.endswith("DEREF") or "LOAD_FAST" in operation:
+            # In Python 3.13 one instruction may load two names.
+            name = name[-1] if type(name) is tuple else name
+            # A call of `type` comes with its argument.
+            is_of_type = top is _Top.TYPE and name in ("self", "cls")
+            top = _Top.TYPE if is_of_type else _top_of(name, operation)
+        elif operation in ("LOAD_ATTR", "LOAD_METHOD"):
+            is_outer = top is _Top.OUTER or name == "__class__"
+            top = _Top.OUTER if is_outer else _Top.OTHER
+        elif operation.startswith("CALL"):
+            top = _Top.OUTER if top is _Top.TYPE else _Top.OTHER
+        elif operation == "COPY":
+            copied = top  # of `x.count += 1`
+        elif operation == "SWAP":
+            top = copied
+        elif operation == "STORE_GLOBAL" or (
+            operation == "STORE_ATTR" and top is _Top.OUTER
+        ):
+            assigned.add(name)
+        elif operation == "STORE_ATTR" and top is _Top.SELF:
+            own.add(name)
     imported = {name for name, _ in imports_in(code, package)}
     return _Names(*map(frozenset, (variables, imported, assigned, own)))

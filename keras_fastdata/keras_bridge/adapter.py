@@ -175,8 +175,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         number at the end of the epoch.
         """
         if self.py_dataset.num_batches is None:
-            # Keras takes the first epoch's length for that of all epochs.
-            iterator.set_num_batches(None)
+            iterator.set_num_batches(None)  # not those of the first epoch
         checkpoint = loader_of(self.py_dataset).checkpoint
         if checkpoint.resumes:
             # The length that the data had when `fit` was called.

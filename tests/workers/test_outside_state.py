@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import argparse
 import collections
 import importlib
@@ -21,6 +22,7 @@ from samples import Holds
 
 from keras_fastdata import FastPyDataset
 from keras_fastdata._modules import is_users
+from keras_fastdata.building import referred_names
 from keras_fastdata.building.referred_names import variables_of
 from keras_fastdata.engine.fingerprint import _is_installed
 from keras_fastdata.engine.outside_state import OutsideState
@@ -510,6 +512,93 @@ def test_a_class_that_gets_other_bases_has_them_in_processes():
         for base in (One, Two, One):
             Tool.__bases__ = (base,)
             assert [int(batch) for batch in dataset] == [base.factor] * 3
+
+
+def _assigns(config, kind):
+    item = kind()
+    item.factor = config.factor
+    return item.factor
+
+
+def test_an_object_that_gets_an_attribute_of_that_name_hides_no_change():
+    class Config:
+        factor = 1
+
+    class Item:
+        pass
+
+    def use(kinds, _):
+        return _assigns(*kinds)
+
+    with Holds((Config, Item), use, **PROCESSES) as dataset:
+        for factor in (1, 2):
+            Config.factor = factor
+            assert [int(batch) for batch in dataset] == [factor] * 3
+
+
+def _assigning(function):
+    """The names that the code of a function assigns to classes and modules."""
+    names = referred_names._names_in(function.__code__, None)
+    return set(names.assigned), set(names.own)
+
+
+class Assigning:
+    def of_self(self, thing):
+        self.a = thing.b = 1
+        self.c += 1
+        self.inner.d = 2
+
+    def of_classes(self):
+        type(self).a = self.__class__.b = 1
+        Referring.c += 1
+        conf.config.d = conf.e = 2
+
+    @classmethod
+    def of_cls(cls):
+        cls.a = 1
+
+
+def test_what_code_assigns_is_told_apart_by_what_it_belongs_to():
+    assert _assigning(Assigning.of_self) == (set(), {"a", "c"})
+    assert _assigning(Assigning.of_classes) == ({*"abcde"}, set())
+    assert _assigning(Assigning.of_cls.__func__) == ({"a"}, set())
+
+
+def _changes_of_a_function():
+    def function(factor=1, *, more=0):
+        return factor * function.scale + more
+
+    function.scale = 1
+    return function, {
+        "__dict__": lambda: setattr(function, "scale", 2),
+        "__defaults__": lambda: setattr(function, "__defaults__", (2,)),
+        "__kwdefaults__": lambda: function.__kwdefaults__.update(more=1),
+    }
+
+
+@pytest.mark.parametrize("part", ["__dict__", "__defaults__", "__kwdefaults__"])
+def test_a_changed_part_of_a_function_reaches_processes(part):
+    function, changes = _changes_of_a_function()
+    with Holds(function, lambda held, _: held(), **PROCESSES) as dataset:
+        assert [int(batch) for batch in dataset] == [1] * 3
+        changes[part]()
+        assert [int(batch) for batch in dataset] == [2] * 3
+
+
+def test_a_class_registered_with_another_one_is_so_in_processes():
+    class Base(metaclass=abc.ABCMeta):  # noqa: B024
+        pass
+
+    class Other:
+        pass
+
+    def use(kinds, _):
+        return isinstance(kinds[1](), kinds[0])
+
+    with Holds((Base, Other), use, **PROCESSES) as dataset:
+        assert [int(batch) for batch in dataset] == [0] * 3
+        Base.register(Other)
+        assert [int(batch) for batch in dataset] == [1] * 3
 
 
 IN_NO_MODULE = """
