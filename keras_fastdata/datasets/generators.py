@@ -395,10 +395,11 @@ class _Turns:
         self.latest: collections.deque[tuple[Any, Any]] = collections.deque(
             maxlen=_ASKED_FOR_AGAIN
         )
-        self._chains: dict[int, int] = {}  # checksums so far, by shard
         self._rounds: list[Iterator[Any]] = []
         spec = shards[0].spec
         skipped = index if spec.num_shards == 1 and spec.can_skip else 0
+        # Checksums so far, by shard. What is skipped may have been read before.
+        self._chains: dict[int, int] = {0: _UNKNOWN} if skipped else {}
         for one in shards:
             one.begin_pass(key, skipped)
             self._rounds.append(iterate_alone(one))

@@ -511,6 +511,21 @@ def test_a_factory_is_told_where_a_resumed_epoch_starts(tmp_path, place):
     assert starts == ["0", "12"]
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_generator_that_stands_where_the_epoch_is_resumed_goes_on(
+    tmp_path, workers
+):
+    told = DyingTold(tmp_path, 40, at=-1)
+    with GeneratorDataset(
+        told, batch_size=4, seed=0, workers=workers, max_queue_size=1
+    ) as dataset:
+        batches = iter(dataset)
+        began = [next(batches).tolist() for _ in range(3)]
+        dataset.load_state_dict(dataset.state_dict())
+        rest = [batch.tolist() for batch in dataset]
+    assert [*itertools.chain(*began, *rest)] == list(range(40))
+
+
 @pytest.mark.parametrize("num_shards", [4, 8])
 def test_generators_that_give_something_else_the_second_time_are_found_out(
     tmp_path, num_shards
