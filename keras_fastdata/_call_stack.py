@@ -15,7 +15,8 @@ import operator
 import re
 import sys
 import traceback
-from collections.abc import Iterable
+import types
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 _MOST_CALLS = 100  # of one stack
@@ -44,6 +45,14 @@ def caller(depth: int) -> tuple[str, str]:
     """
     code = sys._getframe(depth + 1).f_code
     return code.co_filename, code.co_name
+
+
+def runs_any(codes: Collection[types.CodeType]) -> bool:
+    """Returns whether the calling thread runs one of the functions."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code not in codes:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
 
 
 def has_gil() -> bool:

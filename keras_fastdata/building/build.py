@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from keras_fastdata import _process_role
+from keras_fastdata import _call_stack, _process_role
 from keras_fastdata._validation import integer
 from keras_fastdata.building import global_rng, held_generators, seeding
 from keras_fastdata.building.global_rng import preserved_globals
@@ -312,11 +312,26 @@ def _helped(dataset: Dataset) -> list[Context]:
         next((c for c in found if c.is_private or c.dataset is dataset), None)
         for found in map(_and_outer, building)
     ]
+    if any(context is not None for context in own) and _indexes(dataset):
+        return []
     return [context for context in own if context is not None] or [
         context
         for context in building
         if context.holds(dataset) and not _consumes(context.dataset)
     ]
+
+
+def _indexes(dataset: Dataset) -> bool:
+    """Returns whether the calling thread itself evaluates `dataset[index]`.
+
+    The thread may be any thread of the program.
+    """
+    function: Any = getattr(type(dataset), "__getitem__", None)
+    codes: set[Any] = set()
+    while function is not None:
+        codes.add(getattr(function, "__code__", None))
+        function = getattr(function, "__wrapped__", None)
+    return _call_stack.runs_any(codes - {None})
 
 
 def consume(dataset: Dataset) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -31,6 +32,36 @@ def test_a_thread_of_a_build_is_told_of_its_batch(kind, place):
             return [[x.tolist() for x in dataset] for _ in range(3)]
 
     assert epochs(**PLACES[place]) == epochs(workers=0)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_thread_that_indexes_the_dataset_has_no_part_in_a_build(workers):
+    """It may be a thread of the program, which plots a batch meanwhile."""
+
+    class Plotted(FastPyDataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            if index == 1 and plots:
+                goes_on.set()
+                plots[0].result(60)
+            return self.rng.random(3)
+
+    def plot(dataset):
+        assert goes_on.wait(60)
+        return dataset[2]
+
+    goes_on, plots = threading.Event(), []
+    with Plotted(seed=1, workers=0) as dataset:
+        alone = [batch.tolist() for batch in dataset]
+    with (
+        Plotted(seed=1, workers=workers) as dataset,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        plots.append(pool.submit(plot, dataset))
+        found = [batch.tolist() for batch in dataset]
+    assert found == alone
 
 
 @pytest.mark.parametrize("cache", [None, "memory"])
