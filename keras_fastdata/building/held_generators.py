@@ -40,6 +40,7 @@ from keras_fastdata._modules import (
     names_in,
 )
 from keras_fastdata.building import seeding
+from keras_fastdata.building.referred_names import Cell
 
 _MOST_VISITED = 20_000  # objects in one search
 _TRIES = 3  # to read a container that another thread changes
@@ -246,6 +247,9 @@ class Search:
                     is_object = container is not step.value
                     self._growing.append((container, is_object))
                     watched += _watched(container)
+            if isinstance(step.value, types.FunctionType):
+                for cell in step.value.__closure__ or ():
+                    watched += _watched(Cell(cell))
             make = _kind_of(step.value)
             if make is not None:
                 bits = getattr(step.value, "bit_generator", step.value)

@@ -108,7 +108,7 @@ class _Registrations(_OneValue):
         return abc.get_cache_token()
 
 
-class _Cell(_OneValue):
+class Cell(_OneValue):
     """Maps every key to the content of a closure cell."""
 
     def __init__(self, cell: types.CellType) -> None:
@@ -139,7 +139,7 @@ def variables_of(dataset: Any, *, is_here: bool = False) -> list[Variable]:
         found = [
             v
             for v in found
-            if not isinstance(v.home, _Cell)
+            if not (isinstance(v.home, Cell) and v.path in search.rebound)
             and ("." not in v.path or v.name not in search.own)
         ]
     return found
@@ -152,6 +152,7 @@ class _VariableSearch:
         self.found: list[Variable] = []
         self.assigned: set[str] = set()  # names that the code assigns
         self.own: set[str] = set()  # names that the code assigns to `self`
+        self.rebound: set[str] = set()  # outer variables that it assigns
         self._seen: dict[Any, Any] = {}  # by id; keeps the values alive
         self._places: set[tuple[int, str]] = set()
         self._modules: list[types.ModuleType] = []  # held as objects
@@ -247,11 +248,12 @@ class _VariableSearch:
         variables = function.__globals__
         home = str(variables.get("__name__"))
         is_nested = home == "__main__" or "<locals>" in function.__qualname__
-        for cell in function.__closure__ or ():
+        free = function.__code__.co_freevars
+        for name, cell in zip(free, function.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # not assigned yet
                 self.value(cell.cell_contents)
             if is_nested and self._is_new(cell):
-                self.found.append(Variable(_Cell(cell), "", home, "", True))
+                self.found.append(Variable(Cell(cell), "", home, name, True))
         if _is_by_value(home, function.__qualname__):
             self.found += [
                 Variable(_Attribute(function, name), "", home, "", True)
@@ -264,6 +266,7 @@ class _VariableSearch:
         self._names |= every
         self.assigned |= names.assigned
         self.own |= names.own
+        self.rebound |= names.rebound
         for name in names.variables:
             self._note(variables, name, home, name)
             self._module(variables.get(name), every)
@@ -349,6 +352,7 @@ class _Names:
     # Globals that it assigns, and attributes of classes and modules.
     assigned: frozenset[str]
     own: frozenset[str]  # attributes of `self` that it assigns
+    rebound: frozenset[str]  # variables of outer functions that it assigns
 
 
 class _Top(enum.Enum):
@@ -373,12 +377,15 @@ def _names_in(code: types.CodeType, package: str | None) -> _Names:
     variables: set[str] = set()
     assigned: set[str] = set()
     own: set[str] = set()
+    rebound: set[str] = set()
     top = copied = _Top.OTHER
     for step in itertools.chain(*map(dis.get_instructions, nested_code(code))):
         name, operation = step.argval, step.opname
         if operation in ("LOAD_GLOBAL", "LOAD_NAME"):
             variables.add(name)
             top = _Top.TYPE if name == "type" else _Top.OUTER
+        elif operation == "STORE_DEREF":
+            rebound.add(name)
         elif operation.endswith("DEREF") or "LOAD_FAST" in operation:
             # In Python 3.13 one instruction may load two names.
             name = name[-1] if type(name) is tuple else name
@@ -401,4 +408,6 @@ def _names_in(code: types.CodeType, package: str | None) -> _Names:
         elif operation == "STORE_ATTR" and top is _Top.SELF:
             own.add(name)
     imported = {name for name, _ in imports_in(code, package)}
-    return _Names(*map(frozenset, (variables, imported, assigned, own)))
+    return _Names(
+        *map(frozenset, (variables, imported, assigned, own, rebound))
+    )

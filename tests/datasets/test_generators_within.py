@@ -655,6 +655,34 @@ def test_one_that_is_far_from_the_dataset_is_seeded(draw):
     assert len({int(batch[0]) for epoch in inline for batch in epoch}) == 8
 
 
+def test_one_in_an_outer_variable_that_is_replaced_is_seeded_at_once():
+    def make():
+        rng = np.random.default_rng(1)
+
+        def draw(_):
+            return rng.integers(2**60)
+
+        def replace():
+            nonlocal rng
+            rng = np.random.default_rng(2)
+
+        return draw, replace
+
+    found = []
+    for place in (
+        {"workers": 0},
+        {"workers": 2, "use_multiprocessing": True},
+    ):
+        draw, replace = make()
+        with Wraps(None, draw, seed=1, **place) as dataset:
+            found.append([list(dataset)])
+            replace()
+            found[-1].append(list(dataset))
+    plain = np.random.default_rng(2).integers(2**60, size=4).tolist()
+    assert equal(found[1], found[0])
+    assert [int(batch[0]) for batch in found[0][1]] != plain
+
+
 class Wraps(FastPyDataset):
     """Draws from what it wraps."""
 
