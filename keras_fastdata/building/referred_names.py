@@ -36,7 +36,7 @@ from keras_fastdata.building.seeding import PRIVATE
 
 _MOST_VISITS = 2000  # classes, functions and objects that are searched
 _MOST_ITEMS = 100  # of a container that is searched
-# Methods that do not run in workers.
+# Methods of a dataset that do not run in workers.
 _RUN_HERE = ("__init__", "on_epoch_begin", "on_epoch_end")
 # What may change of a function that travels by value.
 _OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__", "__dict__")
@@ -131,7 +131,7 @@ def variables_of(dataset: Any, *, is_here: bool = False) -> list[Variable]:
         is_here: Whether builds run in this process. What they may assign to
             `self`, or around a function, is then left out as well.
     """
-    search = _VariableSearch()
+    search = _VariableSearch(type(dataset))
     search.value(dataset)
     search.search_held_modules()
     found = [v for v in search.found if v.name not in search.assigned]
@@ -148,7 +148,8 @@ def variables_of(dataset: Any, *, is_here: bool = False) -> list[Variable]:
 class _VariableSearch:
     """Collects the variables that code refers to directly or indirectly."""
 
-    def __init__(self) -> None:
+    def __init__(self, dataset: type) -> None:
+        self._dataset = dataset
         self.found: list[Variable] = []
         self.assigned: set[str] = set()  # names that the code assigns
         self.own: set[str] = set()  # names that the code assigns to `self`
@@ -231,7 +232,7 @@ class _VariableSearch:
                     Variable(_Registrations(), "", home, path, True)
                 )
             for name, value in list(vars(base).items()):
-                if name in _RUN_HERE:
+                if name in _RUN_HERE and kind is self._dataset:
                     continue
                 if _is_pythons(name, value):
                     self.value(value)

@@ -43,6 +43,7 @@ from keras_fastdata.building.referred_names import (
     Variable,
     variables_of,
 )
+from keras_fastdata.engine.sent_code import digest_of
 
 _MOST_ITEMS = 1000  # of a plain value, in all; so many bytes are one
 _BYTES_PER_ITEM = 64
@@ -75,6 +76,9 @@ class OutsideState:
         self._seen: list[_SeenVariable] = []
         self._error_state: dict[str, Any] = dict(np.geterr())
         self._lost: set[str] = set()
+        # Of the dataset; `None` where the builds see all changes of code.
+        self._code: bytes | None = None
+        self._dataset: Callable[[], Any] = lambda: None
 
     def look(
         self, dataset: Any, *, is_shared: bool, is_here: bool = False
@@ -88,6 +92,7 @@ class OutsideState:
                 containers themselves.
         """
         self._is_watched, self._is_shared = True, is_shared
+        self._dataset = weakref.ref(dataset)
         values: _Values = {}
         self._seen = []
         try:
@@ -107,6 +112,9 @@ class OutsideState:
             elif _is_of_main(value):
                 self._lose(variable)
         self.told = Told(self._settings(), values)
+        self._code = None if is_here else digest_of(dataset)
+        if self._code is not None and self._code != digest_of(dataset):
+            self._code = None  # it differs each time
 
     def notice_changes(self) -> bool:
         """Returns whether the global state has changed since `look`.
@@ -119,7 +127,9 @@ class OutsideState:
         for variable in changed:
             if not variable.by_value and not _is_plain(variable.value):
                 self._lose(variable)
-        return bool(changed) or self.told.settings != self._settings()
+        if changed or self.told.settings != self._settings():
+            return True
+        return None is not self._code != digest_of(self._dataset())
 
     def _lose(self, variable: Variable) -> None:
         """Logs once that workers do not receive the value of a variable."""

@@ -15,6 +15,7 @@ import typing
 from typing import Any
 
 Reduced = tuple[Any, ...]
+_HEAP = 1 << 9  # the flag of a class that is not written in C
 
 
 def reduce_by_value(obj: Any) -> Any:
@@ -30,7 +31,7 @@ def reduce_by_value(obj: Any) -> Any:
         reduced = obj.__reduce_ex__(5)
         if not isinstance(reduced, str):
             return reduced
-        base: Any = next(b for b in kind.__mro__ if b.__module__ == "builtins")
+        base: Any = next(b for b in kind.__mro__ if not b.__flags__ & _HEAP)
         values = () if base is object else (base(obj),)
         return _make_marker, (kind, base, values), obj.__getstate__()
     return NotImplemented

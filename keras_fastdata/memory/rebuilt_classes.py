@@ -42,7 +42,8 @@ def completed(cls: type, reduced: Reduced) -> Reduced:
         kind, name, _, *others = args
         args = kind, name, (typing.TypedDict,), *others
     bases = _bases_in(args)
-    if "__slots__" in vars(cls) and all(isinstance(b, type) for b in bases):
+    # `NamedTuple` would refuse the slots that it makes itself.
+    if "__slots__" in vars(cls) and typing.NamedTuple not in bases:
         kind, name, bases, namespace, *others = args
         namespace = {**namespace, "__slots__": _slots_of(cls)}
         args = kind, name, bases, namespace, *others
@@ -135,7 +136,7 @@ def _with_members(cls: Any, reduced: Reduced) -> Reduced:
         read = getattr(cls._member_type_, "__getnewargs__", None)
         underlying.append((member.value, read(member) if read else ()))
     dictionary = {
-        "__new__": _MemberMaker(underlying),
+        "__new__": MemberMaker(underlying),
         "__init__": _no_init,
     } | {name: enum.member(one.value) for name, one in members.items()}
     own = {
@@ -143,7 +144,8 @@ def _with_members(cls: Any, reduced: Reduced) -> Reduced:
         for name, member in members.items()
     }
     attributes = {k: v for k, v in attributes.items() if k not in members}
-    state = attributes, slots, own, set_state
+    values = {name: member.value for name, member in members.items()}
+    state = attributes, slots, own, values, set_state
     args = type(cls), bases, name, qualname, dictionary, *others
     return _make_enum, args, state, *rest, _set_state
 
@@ -166,7 +168,7 @@ def _make_enum(
     return class_refs.tracked(made, rest[0])
 
 
-class _MemberMaker:
+class MemberMaker:
     """Makes the members of an enum, one after the other.
 
     It is the enum's `__new__` while the enum is made.
@@ -177,7 +179,7 @@ class _MemberMaker:
         self._left = iter(underlying)
 
     def __reduce__(self) -> Reduced:
-        return _MemberMaker, (self._underlying,)
+        return MemberMaker, (self._underlying,)
 
     def __call__(self, cls: Any, *_: Any) -> Any:
         value, args = next(self._left)
@@ -192,17 +194,21 @@ def _no_init(member: Any, *_: Any) -> None:
 
 
 def _set_state(
-    cls: Any, state: tuple[Any, Any, Any, Callable[..., Any]]
+    cls: Any, state: tuple[Any, Any, Any, Any, Callable[..., Any]]
 ) -> None:
     """Gives an enum and its members the original's attributes."""
-    attributes, slots, own, set_state = state
+    attributes, slots, own, values, set_state = state
     if cls.__dict__.get("__init__") is _no_init:
         del cls.__init__
-    if isinstance(cls.__dict__.get("__new_member__"), _MemberMaker):
+    if isinstance(cls.__dict__.get("__new_member__"), MemberMaker):
         del cls.__new_member__
     set_state(cls, (attributes, slots))
-    for name, values in own.items():
-        vars(cls[name]).update(values)
+    for name, value in values.items():
+        member = cls[name]
+        vars(member).update(own[name])
+        member._value_ = value  # of an earlier message, if the enum was there
+        with contextlib.suppress(TypeError):  # cannot be hashed
+            cls._value2member_map_.setdefault(value, member)
 
 
 def _is_enums(name: str) -> bool:

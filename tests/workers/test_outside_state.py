@@ -24,6 +24,7 @@ from keras_fastdata import FastPyDataset
 from keras_fastdata._modules import is_users
 from keras_fastdata.building import referred_names
 from keras_fastdata.building.referred_names import variables_of
+from keras_fastdata.engine import sent_code
 from keras_fastdata.engine.fingerprint import _is_installed
 from keras_fastdata.engine.outside_state import OutsideState
 
@@ -583,6 +584,84 @@ def test_a_changed_part_of_a_function_reaches_processes(part):
         assert [int(batch) for batch in dataset] == [1] * 3
         changes[part]()
         assert [int(batch) for batch in dataset] == [2] * 3
+
+
+def _holders(function):
+    """Objects that hold a function, in which no variable is looked for."""
+    array = np.empty(1, object)
+    array[0] = function
+    return {
+        "namespace": types.SimpleNamespace(f=function),
+        "set": {function},
+        "array": array,
+        "vectorize": np.vectorize(function),
+        "key": {function: 1},
+        "many": [function] * 101,
+    }
+
+
+def _held_by(holder):
+    """The function in one of `_holders`."""
+    if isinstance(holder, types.SimpleNamespace):
+        return holder.f
+    if isinstance(holder, np.vectorize):
+        return holder.pyfunc
+    return next(iter(holder))
+
+
+@pytest.mark.parametrize("name", [*_holders(abs)])
+def test_a_change_of_code_is_noticed_wherever_an_object_holds_it(name):
+    class Config:
+        factor = 1
+
+    def read(*_):
+        return Config.factor
+
+    def use(holder, _):
+        return _held_by(holder)()
+
+    holder = _holders(read)[name]
+    with Holds(holder, use, **PROCESSES) as dataset:
+        for factor in (1, 2):
+            Config.factor = factor
+            assert [int(batch) for batch in dataset] == [factor] * 3
+
+
+def test_a_variable_that_the_program_sets_by_a_method_of_the_code_is_sent():
+    class Config:
+        factor = 1
+
+        @classmethod
+        def set_factor(cls, factor):
+            cls.factor = factor
+
+    class Reads:
+        def __init__(self):
+            self.factor = Config.factor
+
+    with Holds((Config, Reads), _made, **PROCESSES) as dataset:
+        for factor in (1, 2):
+            Config.set_factor(factor)
+            assert [int(batch) for batch in dataset] == [factor] * 3
+
+
+def _made(kinds, _):
+    return kinds[1]().factor
+
+
+def test_what_code_is_sent_does_not_depend_on_the_data_of_objects():
+    dataset = Holds({"data": [1]}, lambda *_: 0)
+    before = sent_code.digest_of(dataset)
+    assert before == sent_code.digest_of(dataset)
+    dataset.thing["data"].append(2)
+    assert sent_code.digest_of(dataset) == before
+    dataset.thing["code"] = lambda: 1
+    assert sent_code.digest_of(dataset) != before
+
+
+def test_code_that_is_large_has_no_digest():
+    texts = [str(number) * 1000 for number in range(1000)]
+    assert sent_code.digest_of(Holds(0, lambda *_: texts)) is None
 
 
 def test_a_class_registered_with_another_one_is_so_in_processes():
