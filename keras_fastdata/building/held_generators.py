@@ -467,7 +467,7 @@ def _reachable(
         for name, part in _parts_of(value):
             meet(name, part, step, is_out)
         # The path of a global must not depend on the function that names it.
-        for name, part, home, key in _named_by(value):
+        for name, part, home, key in _named_by(value, value is dataset):
             if part is None and unset is not None:
                 unset.append(_Item(home, key, None))
             meet(name, part, None, True)
@@ -589,7 +589,9 @@ def _slots_of(kind: Any) -> tuple[Any, ...]:
     )
 
 
-def _named_by(value: Any) -> Iterator[tuple[str, Any, Any, str]]:
+def _named_by(
+    value: Any, is_dataset: bool
+) -> Iterator[tuple[str, Any, Any, str]]:
     """Yields what a user's class, function or module refers to by name.
 
     Each with its path, and with the variables that have it, and its name there.
@@ -614,12 +616,15 @@ def _named_by(value: Any) -> Iterator[tuple[str, Any, Any, str]]:
         if is_users_class(base):
             for name in sorted(vars(base)):
                 # A worker does not construct the dataset.
-                if name not in ("__init__", "__new__", "__dict__"):
+                is_run = not is_dataset or name not in ("__init__", "__new__")
+                if is_run and name != "__dict__":
                     part = vars(base).get(name)
                     inner = getattr(part, "__func__", None)
                     inner = inner or getattr(part, "fget", None)
                     inner = inner or getattr(part, "func", None)
                     path = f"{base.__qualname__}.{name}"
+                    if isinstance(part, property):
+                        yield f"{path}.setter", part.fset, vars(base), name
                     part = part if inner is None else inner
                     yield path, part, vars(base), name
 

@@ -8,6 +8,7 @@ code object lists the names that it uses.
 from __future__ import annotations
 
 import abc
+import argparse
 import contextlib
 import dataclasses
 import dis
@@ -39,7 +40,7 @@ _MOST_ITEMS = 100  # of a container that is searched
 # Methods of a dataset that do not run in workers.
 _RUN_HERE = ("__init__", "on_epoch_begin", "on_epoch_end")
 # What may change of a function that travels by value.
-_OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__", "__dict__")
+_OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
 _LEAVES = (str, bytes, int, float, complex, type(None), np.ndarray, np.generic)
 
 ABSENT = object()  # the value of a name that has none
@@ -262,6 +263,13 @@ class _VariableSearch:
             ]
         if not is_users_code(home):
             return
+        attributes = function.__dict__
+        if _is_by_value(home, function.__qualname__):
+            self._note_size(attributes)
+        for name in list(attributes):
+            if name != "__wrapped__":
+                path = f"{function.__qualname__}.{name}"
+                self._note(attributes, name, home, path)
         code, package = function.__code__, variables.get("__package__")
         names, every = _names_in(code, package), names_in(code)
         self._names |= every
@@ -320,10 +328,15 @@ def _is_pythons(name: str, value: Any) -> bool:
 
 
 def _is_users_object(value: Any) -> bool:
-    """Returns whether the user or this package defines an object's class."""
+    """Returns whether the user or this package defines an object's class.
+
+    Namespaces also count, whose attributes are variables as well.
+    """
     if isinstance(value, weakref.ref):
         return False
     kind = type(value)
+    if kind in (types.SimpleNamespace, argparse.Namespace):
+        return True
     return is_users_class(kind) or kind.__module__.startswith("keras_fastdata.")
 
 

@@ -683,6 +683,20 @@ def test_one_in_an_outer_variable_that_is_replaced_is_seeded_at_once():
     assert [int(batch[0]) for batch in found[0][1]] != plain
 
 
+class UsesInInit:
+    def __init__(self):
+        self.drawn = generator_kinds.RNG.integers(2**60)
+
+
+def test_one_that_only_the_init_of_a_helper_names_is_seeded():
+    def draw(_):
+        return UsesInInit().drawn
+
+    inline = _epochs(Wraps(None, draw, seed=1, workers=0))
+    draw(None)  # the state that a build finds makes no difference
+    assert equal(_epochs(Wraps(None, draw, seed=1, workers=0)), inline)
+
+
 class Wraps(FastPyDataset):
     """Draws from what it wraps."""
 

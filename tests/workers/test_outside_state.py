@@ -664,6 +664,23 @@ def test_code_that_is_large_has_no_digest():
     assert sent_code.digest_of(Holds(0, lambda *_: texts)) is None
 
 
+@pytest.mark.parametrize("cache", [None, "memory"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_attribute_of_a_function_or_a_namespace_is_a_variable(kind, cache):
+    def function():
+        return function.factor + space.more
+
+    function.factor, space = 1, types.SimpleNamespace(more=1)
+    with Holds(
+        function, lambda held, _: held(), cache=cache, **KINDS[kind]
+    ) as dataset:
+        assert [int(batch) for batch in dataset] == [2] * 3
+        function.factor = 2
+        assert [int(batch) for batch in dataset] == [3] * 3
+        space.more = 3
+        assert [int(batch) for batch in dataset] == [5] * 3
+
+
 def test_a_class_registered_with_another_one_is_so_in_processes():
     class Base(metaclass=abc.ABCMeta):  # noqa: B024
         pass
