@@ -276,6 +276,9 @@ def _of_function(function: types.FunctionType) -> Iterator[Any]:
     yield from _of_code(code)
     yield function.__defaults__
     yield function.__kwdefaults__
+    for name, value in sorted(function.__dict__.items()):
+        yield name
+        yield from _of_global(value)
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # not assigned yet
             yield from _inside(cell.cell_contents)

@@ -302,9 +302,7 @@ class Loader:
         workers = self._pool.ensure(dataset, self._create_pool)
         if not epoch.has_begun:
             self._begin(epoch, dataset, workers)
-        if epoch.schedule is None:
-            shard = self._planner.take_shard(dataset)
-            self._planner.plan(epoch, build.length_of(dataset), shard)
+        self._planner.ensure_order(epoch, dataset)
         return workers
 
     def _create_pool(self) -> WorkerPool:
@@ -352,6 +350,8 @@ class Loader:
         if state is not None:
             state.check_order(self.name, epoch.shuffle)
             self._planner.start(epoch, state)
+        # While `self.epoch` is its number: the length may depend on that.
+        self._planner.ensure_order(epoch, dataset)
         self._position.begin(epoch)
         workers.renew_restarts()
         for other in self._epochs:

@@ -92,6 +92,12 @@ class EpochPlanner:
         """Sets where an epoch begins that is resumed from a state."""
         epoch.start_at(self.position(state), state.epoch_batches)
 
+    def ensure_order(self, epoch: Epoch, dataset: build.Dataset) -> None:
+        """Sets the order of an epoch that has none."""
+        if epoch.schedule is None:
+            shard = self.take_shard(dataset)
+            self.plan(epoch, build.length_of(dataset), shard)
+
     def plan(self, epoch: Epoch, num_batches: int | None, shard: Shard) -> None:
         """Sets an epoch's order; `num_batches` is the total of all shards.
 

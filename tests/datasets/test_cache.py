@@ -47,6 +47,7 @@ from samples import Numbered, numbers
 
 from keras_fastdata import (
     ArrayDataset,
+    FastPyDataset,
     LoaderError,
     LoaderHealth,
     SampleDataset,
@@ -1269,3 +1270,21 @@ def test_epochs_from_the_cache_are_measured(place):
     health = LoaderHealth(verbose=0)
     _fit(Trainable(cache="memory", **PLACES[place]), health)
     assert [e.batches for e in health.summary().epochs] == [6, 6, 6]
+
+
+def test_an_attribute_of_a_function_changes_the_fingerprint():
+    def scaled(index):
+        return np.array([index * scaled.factor])
+
+    class Scaled(FastPyDataset):
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, index):
+            return scaled(index)
+
+    found = set()
+    for factor in (1, 2, 1):
+        scaled.factor = factor
+        found.add(fingerprint(Scaled(workers=0), version=1))
+    assert len(found) == 2

@@ -357,3 +357,19 @@ def test_in_a_forked_child_no_thread_holds_the_global_generators():
     forked.set()
     thread.join(60)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_length_that_depends_on_the_epoch_is_that_of_the_epoch(shuffle):
+    class Longer(FastPyDataset):
+        def __len__(self):
+            return 3 + self.epoch
+
+        def __getitem__(self, index):
+            return np.array([self.epoch, index])
+
+    with Longer(seed=1, shuffle=shuffle, workers=0) as dataset:
+        for epoch in range(3):
+            assert len(dataset) == 3 + epoch
+            found = sorted(batch.tolist() for batch in dataset)
+            assert found == [[epoch, index] for index in range(3 + epoch)]
