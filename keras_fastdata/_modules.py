@@ -26,7 +26,7 @@ _ALWAYS_THERE = {
     *sys.stdlib_module_names,
     *("cloudpickle", "keras_fastdata", "numpy"),
 }
-_MADE_BY_CODE = 1 << 9  # the flag of a class that a class statement made
+MADE_BY_CODE = 1 << 9  # the flag of a class that a class statement made
 # The names that code uses to find a variable by a text.
 _BY_TEXT = {"__dict__", "attrgetter", "getattr", "globals", "vars"}
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -65,7 +65,7 @@ def is_users_code(name: Any) -> bool:
 def is_users_class(kind: type) -> bool:
     """Returns whether a class is part of the user's program."""
     if kind.__module__ == "builtins":  # also if its globals have no name
-        return bool(kind.__flags__ & _MADE_BY_CODE)
+        return bool(kind.__flags__ & MADE_BY_CODE)
     return is_users_code(kind.__module__)
 
 

@@ -14,8 +14,9 @@ import types
 import typing
 from typing import Any
 
+from keras_fastdata._modules import MADE_BY_CODE
+
 Reduced = tuple[Any, ...]
-_HEAP = 1 << 9  # the flag of a class that is not written in C
 
 
 def reduce_by_value(obj: Any) -> Any:
@@ -31,7 +32,7 @@ def reduce_by_value(obj: Any) -> Any:
         reduced = obj.__reduce_ex__(5)
         if not isinstance(reduced, str):
             return reduced
-        base: Any = next(b for b in kind.__mro__ if not b.__flags__ & _HEAP)
+        base: Any = next(b for b in kind.__mro__ if _is_of_c(b))
         values = () if base is object else (base(obj),)
         return _make_marker, (kind, base, values), obj.__getstate__()
     return NotImplemented
@@ -47,6 +48,11 @@ def _has_own_reduction(kind: type) -> bool:
             for name in ("__reduce__", "__reduce_ex__")
         )
     )
+
+
+def _is_of_c(kind: type) -> bool:
+    """Returns whether a class is written in C."""
+    return not kind.__flags__ & MADE_BY_CODE
 
 
 def _make_marker(kind: Any, base: Any, values: tuple[Any, ...]) -> Any:

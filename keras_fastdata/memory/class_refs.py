@@ -62,13 +62,13 @@ def tracker_id(cls: type) -> str | None:
     return mark if isinstance(mark, str) else None
 
 
-def tracked(cls: type, tracker_id: str | None) -> type:
+def tracked(cls: type, mark: str | None) -> type:
     """Gives an id to a class that was made again.
 
     Returns the class that has the id already, if there is one, else `cls`.
     """
     track = getattr(cloudpickle.cloudpickle, "_lookup_class_or_track", None)
-    return cls if track is None else track(tracker_id, cls)
+    return cls if track is None else track(mark, cls)
 
 
 def _lookup(module: str, cls: Any) -> Any:

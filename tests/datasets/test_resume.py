@@ -789,6 +789,25 @@ def test_an_epoch_that_is_resumed_after_another_began_keeps_their_numbers(
     assert parts == whole
 
 
+def _fit_until_interrupted(model, directory, save_freq, epochs, *callbacks):
+    """Trains with checkpoints in a directory, until InterruptedError if any."""
+    backup = keras.callbacks.BackupAndRestore(
+        str(directory / "backup"), save_freq=save_freq
+    )
+    checkpoint = DatasetCheckpoint(directory / "data.json")
+    with (
+        Drawn(seed=3, workers=0) as dataset,
+        contextlib.suppress(InterruptedError),
+    ):
+        model.fit(
+            dataset,
+            verbose=0,
+            epochs=epochs,
+            shuffle=False,
+            callbacks=[*callbacks, backup, checkpoint],
+        )
+
+
 @pytest.mark.backend
 @pytest.mark.parametrize("accumulated", quickly([None, 3], 3))
 @pytest.mark.parametrize(
@@ -815,23 +834,7 @@ def test_a_kill_between_the_weights_and_their_metadata_loses_no_batch(
 
             model.save_weights = save_weights
             notes = _Dies(directory)
-            with (
-                Drawn(seed=3, workers=0) as dataset,
-                contextlib.suppress(InterruptedError),
-            ):
-                model.fit(
-                    dataset,
-                    verbose=0,
-                    epochs=3,
-                    shuffle=False,
-                    callbacks=[
-                        notes,
-                        keras.callbacks.BackupAndRestore(
-                            str(directory / "backup"), save_freq=save_freq
-                        ),
-                        DatasetCheckpoint(directory / "data.json"),
-                    ],
-                )
+            _fit_until_interrupted(model, directory, save_freq, 3, notes)
         return notes.trained(), model.get_weights()
 
     batches, weights = trained(tmp_path / "whole", [])
@@ -922,20 +925,7 @@ def _weights_of_a_training_with_kills(directory, make, kills):
                 raise InterruptedError
 
         model.save_weights = save_weights
-        backup = keras.callbacks.BackupAndRestore(
-            str(directory / "backup"), save_freq=2
-        )
-        with (
-            Drawn(seed=3, workers=0) as dataset,
-            contextlib.suppress(InterruptedError),
-        ):
-            model.fit(
-                dataset,
-                verbose=0,
-                epochs=2,
-                shuffle=False,
-                callbacks=[backup, DatasetCheckpoint(directory / "data.json")],
-            )
+        _fit_until_interrupted(model, directory, 2, 2)
     return model.get_weights()
 
 
