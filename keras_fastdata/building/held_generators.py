@@ -230,7 +230,7 @@ class Search:
 
     def __init__(self, dataset: Any) -> None:
         self.held: list[Held] = []
-        attributes = _attributes_of(dataset)
+        attributes = attributes_of(dataset)
         self._count = len(attributes)
         self._roots: dict[str, Any] = {}  # the attributes with generators
         known: set[int] = set()
@@ -272,7 +272,7 @@ class Search:
 
     def fits(self, dataset: Any) -> bool:
         """Returns whether the search result seems valid for `dataset`."""
-        attributes = _attributes_of(dataset)
+        attributes = attributes_of(dataset)
         if len(attributes) != self._count:
             return False
         for name, value in self._roots.items():
@@ -398,7 +398,7 @@ def _growing(value: Any) -> list[Any]:
         return [value]
     if isinstance(value, (type, types.FunctionType, types.ModuleType)):
         return []
-    return [_attributes_of(value)] if _has_attributes(value) else []
+    return [attributes_of(value)] if _has_attributes(value) else []
 
 
 def _latest(container: Any, count: int) -> list[Any]:
@@ -525,7 +525,7 @@ def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, (type, types.ModuleType)):
         return
     # Sorted: the order of attributes may differ in a worker.
-    attributes = _attributes_of(value)
+    attributes = attributes_of(value)
     for name in sorted(name for name in attributes if isinstance(name, str)):
         if name != seeding.PRIVATE:
             yield f".{name}", attributes.get(name)
@@ -562,7 +562,7 @@ def _has_attributes(value: Any) -> bool:
     )
 
 
-def _attributes_of(value: Any) -> dict[str, Any]:
+def attributes_of(value: Any) -> dict[str, Any]:
     """Returns an object's `__dict__` without calling its `__getattr__`.
 
     That of a `threading.local` is the calling thread's.

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from keras_fastdata._modules import is_users_class
+from keras_fastdata.building.held_generators import attributes_of
 from keras_fastdata.building.seeding import PRIVATE
 from keras_fastdata.memory import rebuilt_classes
 from keras_fastdata.memory.reducers import Pickler
@@ -102,7 +103,7 @@ class _CodePickler(Pickler):
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
         if not isinstance(obj, _TAKEN_APART) and _is_open(kind):
-            attributes = getattr(obj, "__dict__", {})
+            attributes = attributes_of(obj)
             parts = [
                 (name, attributes[name])
                 for name in list(attributes)
