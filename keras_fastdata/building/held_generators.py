@@ -27,7 +27,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,7 +40,11 @@ from keras_fastdata._modules import (
     names_in,
 )
 from keras_fastdata.building import seeding
-from keras_fastdata.building.referred_names import Cell
+from keras_fastdata.building.attributes import (
+    attributes_of,
+    has_attributes,
+    slots_of,
+)
 
 _MOST_VISITED = 20_000  # objects in one search
 _TRIES = 3  # to read a container that another thread changes
@@ -49,6 +53,25 @@ _MOST_GROWING = 32  # containers whose growth is noticed
 _MOST_WATCHED = 64  # items of containers whose replacement is noticed
 
 _log = logging.getLogger("keras_fastdata")
+
+
+class _Content(Mapping[str, Any]):
+    """Maps the name "" to the content of a closure cell."""
+
+    def __init__(self, cell: types.CellType) -> None:
+        self._cell = cell
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return self._cell.cell_contents
+        except ValueError:  # not assigned yet
+            raise KeyError(name) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([""])
+
+    def __len__(self) -> int:
+        return 1
 
 
 class Held(NamedTuple):
@@ -249,7 +272,7 @@ class Search:
                     watched += _watched(container)
             if isinstance(step.value, types.FunctionType):
                 for cell in step.value.__closure__ or ():
-                    watched += _watched(Cell(cell))
+                    watched += _watched(_Content(cell))
             make = _kind_of(step.value)
             if make is not None:
                 bits = getattr(step.value, "bit_generator", step.value)
@@ -398,7 +421,7 @@ def _growing(value: Any) -> list[Any]:
         return [value]
     if isinstance(value, (type, types.FunctionType, types.ModuleType)):
         return []
-    return [attributes_of(value)] if _has_attributes(value) else []
+    return [attributes_of(value)] if has_attributes(value) else []
 
 
 def _latest(container: Any, count: int) -> list[Any]:
@@ -530,7 +553,7 @@ def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
         if name != seeding.PRIVATE:
             yield f".{name}", attributes.get(name)
     kind: Any = type(value)
-    for slot in _slots_of(kind):
+    for slot in slots_of(kind):
         with contextlib.suppress(AttributeError):  # not assigned
             yield f".{slot.__name__}", slot.__get__(value)
 
@@ -554,39 +577,6 @@ def _key_name(key: Any, number: int) -> str:
 
 def _class_name(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
-def _has_attributes(value: Any) -> bool:
-    return bool(type(value).__dictoffset__) or isinstance(
-        value, threading.local
-    )
-
-
-def attributes_of(value: Any) -> dict[str, Any]:
-    """Returns an object's `__dict__` without calling its `__getattr__`.
-
-    That of a `threading.local` is the calling thread's.
-    """
-    if not _has_attributes(value):
-        return {}
-    is_local = isinstance(value, threading.local)
-    read = (threading.local if is_local else object).__getattribute__
-    try:
-        found = read(value, "__dict__")
-    except Exception:
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-@functools.lru_cache(maxsize=1024)
-def _slots_of(kind: Any) -> tuple[Any, ...]:
-    return tuple(
-        slot
-        for base in kind.__mro__
-        if "__slots__" in vars(base)
-        for slot in vars(base).values()
-        if isinstance(slot, types.MemberDescriptorType)
-    )
 
 
 def _named_by(

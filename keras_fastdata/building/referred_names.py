@@ -9,30 +9,32 @@ from __future__ import annotations
 
 import abc
 import argparse
+import collections
 import contextlib
 import dataclasses
-import dis
-import enum
 import functools
-import itertools
+import operator
 import sys
 import types
 import weakref
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
-import cloudpickle
 import numpy as np
 
 from keras_fastdata._modules import (
-    has_no_module,
-    imports_in,
     is_users,
     is_users_class,
     is_users_code,
     names_in,
-    nested_code,
 )
+from keras_fastdata.building.assignments import (
+    Assignments,
+    cells_of,
+    is_by_value,
+)
+from keras_fastdata.building.attributes import attributes_of, slots_of
+from keras_fastdata.building.code_names import names_of
 from keras_fastdata.building.seeding import PRIVATE
 
 _MOST_VISITS = 2000  # classes, functions and objects that are searched
@@ -42,128 +44,108 @@ _RUN_HERE = ("__init__", "on_epoch_begin", "on_epoch_end")
 # What may change of a function that travels by value.
 _OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
 _LEAVES = (str, bytes, int, float, complex, type(None), np.ndarray, np.generic)
+_CONTAINERS = (list, tuple, dict, collections.deque)
+_KEYS = (str, bytes, int, float, type(None))
 
-ABSENT = object()  # the value of a name that has none
+ABSENT = object()  # the value of a variable that has none
+
+
+class ItemKey(NamedTuple):
+    """The key or the index of an item in a container."""
+
+    key: Any
+
+
+Path = tuple[str | ItemKey, ...]  # such as ("Config", "SCALE")
 
 
 @dataclasses.dataclass(frozen=True)
 class Variable:
     """A variable that the code of a dataset refers to."""
 
-    # The variables of the module, class or object that has it.
-    home: Mapping[str, Any]
-    name: str  # the variable's name
-    module: str  # the module that `home` belongs to
-    path: str  # the path in that module, such as "SCALE" or "Config.SCALE"
+    read: Callable[[], Any]
+    path: Path  # the path to the variable in its module; empty if it has none
+    module: str  # the module's name
     # Whether cloudpickle sends the variable along with its class or function.
     by_value: bool
+    is_assigned: bool = False  # whether the code that was searched assigns it
+    is_edited: bool = False  # whether that code edits the container in it
 
     @property
     def value(self) -> Any:
         """The variable's current value, or `ABSENT` if it does not exist."""
-        return self.home.get(self.name, ABSENT)
-
-
-class _OneValue(Mapping[str, Any]):
-    """A mapping that has the same value for every key."""
-
-    def __iter__(self) -> Iterator[str]:
-        return iter([""])
-
-    def __len__(self) -> int:
-        return 1
-
-
-class _Size(_OneValue):
-    """Maps every key to the number of names in `names`, to show additions.
-
-    A name that is added may hide a variable of a class. Python itself may add
-    names such as `__slotnames__` at any time.
-    """
-
-    def __init__(self, names: Mapping[str, Any]) -> None:
-        self._names = names
-
-    def __getitem__(self, name: str) -> Any:
-        items = list(self._names.items())
-        return sum(not _is_pythons(name, value) for name, value in items)
-
-
-class _Attribute(_OneValue):
-    """Maps every key to an attribute of a class or a function."""
-
-    def __init__(self, owner: type | types.FunctionType, name: str) -> None:
-        self._owner, self._name = owner, name
-
-    def __getitem__(self, name: str) -> Any:
-        return getattr(self._owner, self._name)
-
-
-class _Registrations(_OneValue):
-    """Maps every key to a number that grows when a class is registered.
-
-    It is that of all abstract base classes.
-    """
-
-    def __getitem__(self, name: str) -> Any:
-        return abc.get_cache_token()
-
-
-class Cell(_OneValue):
-    """Maps every key to the content of a closure cell."""
-
-    def __init__(self, cell: types.CellType) -> None:
-        self._cell = cell
-
-    def __getitem__(self, name: str) -> Any:
         try:
-            return self._cell.cell_contents
-        except ValueError:  # not assigned yet
-            raise KeyError(name) from None
+            return self.read()
+        except (AttributeError, LookupError, ValueError):
+            return ABSENT
+
+    @property
+    def has_items(self) -> bool:
+        """Whether the items of the container in it are variables as well."""
+        value = self.value
+        return type(value) in _CONTAINERS and len(value) <= _MOST_ITEMS
+
+    @property
+    def name(self) -> str:
+        """The variable's path as Python code, such as "TABLE['a'].size"."""
+        name = self.module
+        for step in self.path:
+            name += (
+                f"[{step.key!r}]" if isinstance(step, ItemKey) else f".{step}"
+            )
+        return name
 
 
-def variables_of(dataset: Any, *, is_here: bool = False) -> list[Variable]:
-    """Returns the variables that a dataset's batches can depend on.
+class Referred(NamedTuple):
+    """What the code of a dataset refers to."""
 
-    Leaves out variables that the code assigns, such as a module's `_is_ready`.
+    variables: list[Variable]
+    keeps_results: bool  # see `Assignments`
 
-    Args:
-        dataset: The dataset.
-        is_here: Whether builds run in this process. What they may assign to
-            `self`, or around a function, is then left out as well.
-    """
+
+def variables_of(dataset: Any) -> Referred:
+    """Returns the variables that a dataset's batches can depend on."""
     search = _VariableSearch(type(dataset))
     search.value(dataset)
     search.search_held_modules()
-    found = [v for v in search.found if v.name not in search.assigned]
-    if is_here:
-        found = [
-            v
-            for v in found
-            if not (isinstance(v.home, Cell) and v.path in search.rebound)
-            and ("." not in v.path or v.name not in search.own)
-        ]
-    return found
+    return Referred(list(search.found()), search.assignments.keeps_results)
+
+
+class _FoundVariable(NamedTuple):
+    """A variable, and the object that has it."""
+
+    variable: Variable
+    owner: Any
+    name: str
 
 
 class _VariableSearch:
     """Collects the variables that code refers to directly or indirectly."""
 
     def __init__(self, dataset: type) -> None:
+        self.assignments = Assignments()
+        self._found: list[_FoundVariable] = []
         self._dataset = dataset
-        self.found: list[Variable] = []
-        self.assigned: set[str] = set()  # names that the code assigns
-        self.own: set[str] = set()  # names that the code assigns to `self`
-        self.rebound: set[str] = set()  # outer variables that it assigns
+        self._kind: type | None = None  # the class that is searched
         self._seen: dict[Any, Any] = {}  # by id; keeps the values alive
-        self._places: set[tuple[int, str]] = set()
+        self._places: set[tuple[int, Path]] = set()
         self._modules: list[types.ModuleType] = []  # held as objects
         self._names: frozenset[str] = frozenset()  # all that the code uses
 
-    def value(self, value: Any, module: str = "", path: str = "") -> None:
+    def found(self) -> Iterator[Variable]:
+        """Yields what was found, with what is known of assignments."""
+        assigned = self.assignments
+        for variable, owner, name in self._found:
+            yield dataclasses.replace(
+                variable,
+                is_assigned=assigned.is_assigned(owner, name),
+                is_edited=assigned.is_edited(owner, name, variable.value),
+            )
+
+    def value(self, value: Any, module: str = "", path: Path = ()) -> None:
         """Collects the variables that a value refers to.
 
-        `path` is the value's variable in `module`, or "" if it has none.
+        `path` is the value's variable in `module`, or empty if it has none.
         """
         if isinstance(value, _LEAVES):
             return
@@ -173,14 +155,15 @@ class _VariableSearch:
             self._function(value)
         elif isinstance(value, type):
             self._class(value)
-        elif isinstance(value, (list, tuple, dict)):
-            if len(value) <= _MOST_ITEMS and self._is_new(value):
-                items = value.values() if isinstance(value, dict) else value
-                for item in list(items):
-                    self.value(item)
+        elif type(value) in _CONTAINERS:
+            if len(value) <= _MOST_ITEMS and self._is_new(value, bool(path)):
+                self._items(value, module, path)
         elif _is_users_object(value):
             self._object(value, module, path)
         else:
+            if isinstance(value, functools._lru_cache_wrapper):
+                home = str(value.__wrapped__.__module__)
+                self.assignments.note_result(home)
             for part in _parts_of(value):
                 self.value(part)
 
@@ -200,46 +183,77 @@ class _VariableSearch:
         self._seen[key] = value
         return True
 
-    def _object(self, value: Any, module: str, path: str) -> None:
+    def _items(self, value: Any, module: str, path: Path) -> None:
+        is_mapping = isinstance(value, dict)
+        items = list(dict.items(value) if is_mapping else enumerate(value))
+        # One that holds nothing else is compared and sent whole.
+        are_leaves = all(isinstance(item, _LEAVES) for _, item in items)
+        for key, item in items:
+            if path and not are_leaves and isinstance(key, _KEYS):
+                read = functools.partial(operator.getitem, value, key)
+                self._note(read, value, "", module, (*path, ItemKey(key)))
+            else:
+                self.value(item)
+
+    def _object(self, value: Any, module: str, path: Path) -> None:
         if not self._is_new(value, bool(path)):
             return
         self._class(type(value))
-        attributes = getattr(value, "__dict__", None)
-        if not isinstance(attributes, dict):
-            return
-        if path:
+        attributes = attributes_of(value)
+        if path and attributes:
             self._note_size(attributes)
-        for name, part in list(attributes.items()):
+        for name in list(attributes):
             if name == PRIVATE:
                 continue
             if path:
-                self._note(attributes, name, module, f"{path}.{name}")
+                read = functools.partial(attributes.__getitem__, name)
+                self._note(read, value, name, module, (*path, name))
             else:
-                self.value(part)
+                self.value(attributes.get(name))
+        kind: Any = type(value)
+        for slot in slots_of(kind):
+            read = functools.partial(slot.__get__, value)
+            if path:
+                name = slot.__name__
+                self._note(read, value, name, module, (*path, name))
+            else:
+                with contextlib.suppress(AttributeError):  # not assigned
+                    self.value(read())
+        if isinstance(value, dict) and len(value) <= _MOST_ITEMS:
+            for key in list(dict.keys(value)):
+                read = functools.partial(dict.__getitem__, value, key)
+                if path and isinstance(key, _KEYS):
+                    self._note(read, value, "", module, (*path, ItemKey(key)))
 
     def _class(self, kind: type) -> None:
         metaclass: type = type(kind)
         for base in (*kind.__mro__, *metaclass.__mro__):
-            if not is_users_class(base) or not self._is_new(base):
+            if is_users_class(base) and self._is_new(base):
+                outer, self._kind = self._kind, base
+                self._own_names(base, kind is self._dataset)
+                self._kind = outer
+
+    def _own_names(self, kind: type, is_dataset: bool) -> None:
+        """Collects the variables of one class."""
+        self._note_size(vars(kind))
+        home = kind.__module__
+        if home == "builtins":  # the globals of its code have no name
+            home = ""
+        top = tuple(kind.__qualname__.split("."))
+        read = functools.partial(getattr, kind, "__bases__")
+        self._note(read, kind, "__bases__", home, (*top, "__bases__"))
+        by_value = is_by_value(home, top)
+        if isinstance(kind, abc.ABCMeta) and by_value:
+            # A number that grows when any class is registered.
+            self._add(Variable(abc.get_cache_token, (), home, True))
+        for name, value in list(vars(kind).items()):
+            if name in _RUN_HERE and is_dataset:
                 continue
-            self._note_size(vars(base))
-            home = base.__module__
-            if home == "builtins":  # the globals of its code have no name
-                home = ""
-            path = f"{base.__qualname__}.__bases__"
-            self._note(_Attribute(base, "__bases__"), "", home, path)
-            if isinstance(base, abc.ABCMeta) and _is_by_value(home, path):
-                self.found.append(
-                    Variable(_Registrations(), "", home, path, True)
-                )
-            for name, value in list(vars(base).items()):
-                if name in _RUN_HERE and kind is self._dataset:
-                    continue
-                if _is_pythons(name, value):
-                    self.value(value)
-                else:
-                    path = f"{base.__qualname__}.{name}"
-                    self._note(vars(base), name, home, path)
+            if _is_pythons(name, value):
+                self.value(value)
+            else:
+                read = functools.partial(vars(kind).__getitem__, name)
+                self._note(read, kind, name, home, (*top, name))
 
     def _function(self, function: types.FunctionType) -> None:
         if not self._is_new(function):
@@ -249,38 +263,41 @@ class _VariableSearch:
         self.value(function.__kwdefaults__)
         variables = function.__globals__
         home = str(variables.get("__name__"))
-        is_nested = home == "__main__" or "<locals>" in function.__qualname__
-        free = function.__code__.co_freevars
-        for name, cell in zip(free, function.__closure__ or (), strict=True):
-            with contextlib.suppress(ValueError):  # not assigned yet
-                self.value(cell.cell_contents)
-            if is_nested and self._is_new(cell):
-                self.found.append(Variable(Cell(cell), "", home, name, True))
-        if _is_by_value(home, function.__qualname__):
-            self.found += [
-                Variable(_Attribute(function, name), "", home, "", True)
-                for name in _OF_FUNCTIONS
-            ]
+        top = tuple(function.__qualname__.split("."))
+        by_value = is_by_value(home, top)
+        self._cells(function, is_nested=home == "__main__" or "<locals>" in top)
+        if by_value:
+            for name in _OF_FUNCTIONS:
+                read = functools.partial(getattr, function, name)
+                self._add(Variable(read, (), home, True))
         if not is_users_code(home):
             return
         attributes = function.__dict__
-        if _is_by_value(home, function.__qualname__):
+        if by_value:
             self._note_size(attributes)
         for name in list(attributes):
             if name != "__wrapped__":
-                path = f"{function.__qualname__}.{name}"
-                self._note(attributes, name, home, path)
+                read = functools.partial(attributes.__getitem__, name)
+                self._note(read, function, name, home, (*top, name))
         code, package = function.__code__, variables.get("__package__")
-        names, every = _names_in(code, package), names_in(code)
+        names, every = names_of(code, package), names_in(code)
         self._names |= every
-        self.assigned |= names.assigned
-        self.own |= names.own
-        self.rebound |= names.rebound
+        self.assignments.note(function, names, home, self._kind)
         for name in names.variables:
-            self._note(variables, name, home, name)
+            read = functools.partial(variables.__getitem__, name)
+            self._note(read, variables, name, home, (name,))
             self._module(variables.get(name), every)
         for name in names.imported:
             self._module(sys.modules.get(name), every)
+
+    def _cells(self, function: types.FunctionType, is_nested: bool) -> None:
+        """Collects the outer variables of a function."""
+        for name, cell in cells_of(function).items():
+            with contextlib.suppress(ValueError):  # not assigned yet
+                self.value(cell.cell_contents, "", (name,) * is_nested)
+            if is_nested and self._is_new(cell):
+                read = functools.partial(getattr, cell, "cell_contents")
+                self._add(Variable(read, (name,), "", True), cell, name)
 
     def _module(self, module: Any, names: frozenset[str]) -> None:
         """Collects a module's variables whose names are in `names`."""
@@ -290,35 +307,47 @@ class _VariableSearch:
             return
         variables = vars(module)
         for name in names & variables.keys():
-            self._note(variables, name, module.__name__, name)
+            read = functools.partial(variables.__getitem__, name)
+            self._note(read, variables, name, module.__name__, (name,))
             self._module(variables.get(name), names)
 
     def _note_size(self, names: Mapping[str, Any]) -> None:
-        self.found.append(Variable(_Size(names), "", "", "", True))
+        read = functools.partial(_count_of, names)
+        self._add(Variable(read, (), "", True))
 
     def _note(
-        self, home: Mapping[str, Any], name: str, module: str, path: str
+        self,
+        read: Callable[[], Any],
+        owner: Any,
+        name: str,
+        module: str,
+        path: Path,
     ) -> None:
-        place = id(home), path
-        if place in self._places or len(self.found) >= _MOST_VISITS:
+        place = id(owner), path
+        if place in self._places or len(self._found) >= _MOST_VISITS:
             return
         self._places.add(place)
-        by_value = _is_by_value(module, path)
-        self.found.append(Variable(home, name, module, path, by_value))
-        value = home.get(name, ABSENT)
+        variable = Variable(read, path, module, is_by_value(module, path))
+        self._add(variable, owner, name)
+        value = variable.value
         # The function that names a module uses it under its names alone.
-        if "." in path or not isinstance(value, types.ModuleType):
+        if len(path) > 1 or not isinstance(value, types.ModuleType):
             self.value(value, module, path)
 
+    def _add(
+        self, variable: Variable, owner: Any = None, name: str = ""
+    ) -> None:
+        self._found.append(_FoundVariable(variable, owner, name))
 
-def _is_by_value(module: str, path: str) -> bool:
-    """Returns whether cloudpickle sends what has a path in a module."""
-    return (
-        module == "__main__"
-        or "<locals>" in path
-        or has_no_module(module)
-        or module in cloudpickle.list_registry_pickle_by_value()
-    )
+
+def _count_of(names: Mapping[str, Any]) -> int:
+    """Returns the number of names, to show additions.
+
+    A name that is added may hide a variable of a class. Python itself may add
+    names such as `__slotnames__` at any time.
+    """
+    items = list(names.items())
+    return sum(not _is_pythons(name, value) for name, value in items)
 
 
 def _is_pythons(name: str, value: Any) -> bool:
@@ -355,73 +384,3 @@ def _parts_of(value: Any) -> list[Any]:
     if isinstance(value, functools._lru_cache_wrapper):
         return [value.__wrapped__]
     return []
-
-
-@dataclasses.dataclass(frozen=True)
-class _Names:
-    """The names that a function and its nested functions use."""
-
-    variables: frozenset[str]  # variables that it reads
-    imported: frozenset[str]  # modules that it imports
-    # Globals that it assigns, and attributes of classes and modules.
-    assigned: frozenset[str]
-    own: frozenset[str]  # attributes of `self` that it assigns
-    rebound: frozenset[str]  # variables of outer functions that it assigns
-
-
-class _Top(enum.Enum):
-    """What an instruction has put on top of Python's stack."""
-
-    SELF = enum.auto()
-    OUTER = enum.auto()  # a global, an outer variable, or a part of one
-    TYPE = enum.auto()  # the function `type`, then with its argument
-    OTHER = enum.auto()
-
-
-def _top_of(name: str, operation: str) -> _Top:
-    """Returns what an instruction loads that names a local variable."""
-    if name == "self":
-        return _Top.SELF
-    is_outer = name == "cls" or operation.endswith("DEREF")
-    return _Top.OUTER if is_outer else _Top.OTHER
-
-
-@functools.lru_cache(maxsize=4096)
-def _names_in(code: types.CodeType, package: str | None) -> _Names:
-    variables: set[str] = set()
-    assigned: set[str] = set()
-    own: set[str] = set()
-    rebound: set[str] = set()
-    top = copied = _Top.OTHER
-    for step in itertools.chain(*map(dis.get_instructions, nested_code(code))):
-        name, operation = step.argval, step.opname
-        if operation in ("LOAD_GLOBAL", "LOAD_NAME"):
-            variables.add(name)
-            top = _Top.TYPE if name == "type" else _Top.OUTER
-        elif operation == "STORE_DEREF":
-            rebound.add(name)
-        elif operation.endswith("DEREF") or "LOAD_FAST" in operation:
-            # In Python 3.13 one instruction may load two names.
-            name = name[-1] if type(name) is tuple else name
-            # A call of `type` comes with its argument.
-            is_of_type = top is _Top.TYPE and name in ("self", "cls")
-            top = _Top.TYPE if is_of_type else _top_of(name, operation)
-        elif operation in ("LOAD_ATTR", "LOAD_METHOD"):
-            is_outer = top is _Top.OUTER or name == "__class__"
-            top = _Top.OUTER if is_outer else _Top.OTHER
-        elif operation.startswith("CALL"):
-            top = _Top.OUTER if top is _Top.TYPE else _Top.OTHER
-        elif operation == "COPY":
-            copied = top  # of `x.count += 1`
-        elif operation == "SWAP":
-            top = copied
-        elif operation == "STORE_GLOBAL" or (
-            operation == "STORE_ATTR" and top is _Top.OUTER
-        ):
-            assigned.add(name)
-        elif operation == "STORE_ATTR" and top is _Top.SELF:
-            own.add(name)
-    imported = {name for name, _ in imports_in(code, package)}
-    return _Names(
-        *map(frozenset, (variables, imported, assigned, own, rebound))
-    )

@@ -30,6 +30,7 @@ from keras_fastdata.engine.epoch import Epoch, Finish
 from keras_fastdata.engine.fetcher import NEW, Fetch, Fetcher
 from keras_fastdata.engine.hook_replay import Changes, HookReplay
 from keras_fastdata.engine.open_epochs import OpenEpochs
+from keras_fastdata.engine.outside_state import Change
 from keras_fastdata.engine.pausing import Pausing
 from keras_fastdata.engine.planner import EpochPlanner
 from keras_fastdata.engine.pool_factory import PoolFactory
@@ -289,14 +290,12 @@ class Loader:
         # Not after a wait: asking for the length may itself be a change.
         if fetch.phase is NEW:
             # Keras may have fetched batches before the callbacks' first hooks.
-            if not epoch.delivered and self._factory.may_have_changed(dataset):
-                self.changes.mark()
-            if self.changes.are_new:
-                self._change()
+            change = self._factory.notice_changes(dataset, not epoch.delivered)
+            if change or self.changes.are_new:
+                self._change(change)
         if not epoch.has_begun:
             self._planner.take_shard(dataset)
-            old = self._pool.workers
-            if old is not None and self._factory.has_seed_changed():
+            if self._factory.has_seed_changed():
                 self._pool.replace()
         self._fetcher.results.open_cache(dataset, self.changes.built)
         workers = self._pool.ensure(dataset, self._create_pool)
@@ -315,13 +314,15 @@ class Loader:
             self._prefetcher.apply_settings()
             return self._factory.create()
 
-    def _change(self) -> None:
+    def _change(self, outside: Change) -> None:
         """Sends the changed dataset to the workers."""
-        for epoch in self._epochs:
-            self._prefetcher.forget(self._pool.workers, epoch)
-            epoch.note_change()
+        self._prefetcher.note_change(self._pool.workers)
+        if self.changes.are_new or outside >= Change.BY_PROGRAM:
+            self.changes.mark()
+            self._fetcher.results.note_change()
         self.changes.mark_sent()
-        self._fetcher.results.note_change()
+        if outside is Change.IN_MODULES:
+            self._pool.replace()
         if self._pool.workers is not None:
             try:
                 self._factory.change(self._pool.workers)

@@ -12,8 +12,12 @@ worker process imports modules anew, and is told of three things:
                                if they are plain values (see `_is_plain`)
 
 All of it is compared when an epoch begins, and sent again if it differs. In a
-worker a module is told when it is imported, or else at once. In every place, a
-difference means that batches which were built ahead or cached are out of date.
+worker a module is told when it is imported, or else at once. If modules keep
+what they have computed from their variables, the workers start anew instead.
+
+In every place, a difference means that batches which were built ahead or cached
+are out of date. Where the builds themselves may have made the difference, it
+concerns only batches that were built ahead.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import argparse
 import collections
 import contextlib
 import dataclasses
+import enum
 import functools
 import importlib.abc
 import importlib.machinery
@@ -40,10 +45,13 @@ import numpy as np
 
 from keras_fastdata.building.referred_names import (
     ABSENT,
+    ItemKey,
+    Path,
+    Referred,
     Variable,
     variables_of,
 )
-from keras_fastdata.engine.sent_code import digest_of
+from keras_fastdata.engine.sent_code import checksum_of, digest_of
 
 _MOST_ITEMS = 1000  # of a plain value, in all; so many bytes are one
 _BYTES_PER_ITEM = 64
@@ -58,7 +66,7 @@ _MAPPINGS = (
 _NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
 
 _Settings = dict[str, dict[str, Any]]  # by module and name
-_Values = dict[str, dict[str, Any]]  # by module and path
+_Values = dict[str, dict[Path, Any]]  # by module and path
 
 _log = logging.getLogger("keras_fastdata")
 
@@ -66,13 +74,25 @@ _log = logging.getLogger("keras_fastdata")
 # -- in the training process -------------------------------------------------
 
 
+class Change(enum.IntEnum):
+    """How the global state has changed; each kind includes those before it."""
+
+    NONE = 0
+    # Maybe by builds: batches that were built ahead are out of date.
+    BY_BUILDS = 1
+    BY_PROGRAM = 2  # cached batches are also out of date
+    # Modules may keep what they have computed from it.
+    IN_MODULES = 3
+
+
 class OutsideState:
     """Records the global state that affects the batches of a dataset."""
 
     def __init__(self) -> None:
         self.told = Told({}, {})  # the state that is sent to workers
-        self._is_shared = False
+        self._is_shared = self._is_here = False
         self._is_watched = False
+        self._keeps_results = False  # whether modules do
         self._seen: list[_SeenVariable] = []
         self._error_state: dict[str, Any] = dict(np.geterr())
         self._lost: set[str] = set()
@@ -92,19 +112,22 @@ class OutsideState:
                 containers themselves.
         """
         self._is_watched, self._is_shared = True, is_shared
+        self._is_here = is_here
         self._dataset = weakref.ref(dataset)
         values: _Values = {}
         self._seen = []
         try:
-            variables = variables_of(dataset, is_here=is_here)
+            referred = variables_of(dataset)
         except Exception:
             # Objects of the user's may refuse to be looked into.
             _log.debug("State outside of a dataset:", exc_info=True)
-            variables = []
-        for variable in variables:
+            referred = Referred([], keeps_results=False)
+        self._keeps_results = referred.keeps_results
+        for variable in referred.variables:
+            if variable.is_assigned and not is_here:
+                continue  # each process assigns its own
             value = variable.value
-            content = None if is_here else _content(value)
-            self._seen.append(_SeenVariable(variable, value, content))
+            self._seen.append(_SeenVariable(variable, value))
             if variable.by_value:
                 continue
             if _is_plain(value):
@@ -116,24 +139,38 @@ class OutsideState:
         if self._code is not None and self._code != digest_of(dataset):
             self._code = None  # it differs each time
 
-    def notice_changes(self) -> bool:
-        """Returns whether the global state has changed since `look`.
+    def notice_changes(self) -> Change:
+        """Returns how the global state has changed since `look`.
 
         Logs a change that workers cannot be told of. Takes some microseconds.
         """
+        found = Change.NONE
         if not self._is_watched:
-            return False
-        changed = [seen.variable for seen in self._seen if seen.has_changed()]
-        for variable in changed:
-            if not variable.by_value and not _is_plain(variable.value):
-                self._lose(variable)
-        if changed or self.told.settings != self._settings():
-            return True
-        return None is not self._code != digest_of(self._dataset())
+            return found
+        for seen in [seen for seen in self._seen if seen.has_changed()]:
+            found = max(found, self._kind_of(seen))
+        if found < Change.BY_PROGRAM and (
+            self.told.settings != self._settings()
+            or None is not self._code != digest_of(self._dataset())
+        ):
+            return Change.BY_PROGRAM
+        return found
+
+    def _kind_of(self, seen: _SeenVariable) -> Change:
+        """Returns what the change of a variable means."""
+        variable = seen.variable
+        if self._is_here:
+            by_builds = variable.is_assigned or variable.is_edited
+            return Change.BY_BUILDS if by_builds else Change.BY_PROGRAM
+        if variable.by_value:
+            return Change.BY_PROGRAM
+        if not _is_plain(variable.value) and not seen.differs_in_items:
+            self._lose(variable)
+        return Change.IN_MODULES if self._keeps_results else Change.BY_PROGRAM
 
     def _lose(self, variable: Variable) -> None:
         """Logs once that workers do not receive the value of a variable."""
-        name = f"{variable.module}.{variable.path}"
+        name = variable.name
         if self._is_shared or name in self._lost:
             return
         self._lost.add(name)
@@ -161,11 +198,26 @@ class _SeenVariable:
 
     __slots__ = ("_content", "_is_weak", "_value", "variable")
 
-    def __init__(self, variable: Variable, value: Any, content: Any) -> None:
+    def __init__(self, variable: Variable, value: Any) -> None:
         self.variable = variable
-        self._content = content
+        self._content = _content(value)
         self._value = value if _is_plain(value) else _weakly(value)
         self._is_weak = self._value is not value
+
+    @property
+    def differs_in_items(self) -> bool:
+        """Whether the container is the same, with as many other items.
+
+        Its items are variables as well, if they are few.
+        """
+        content = _content(value := self.variable.value)
+        return (
+            self.variable.has_items
+            and (_weakly(value) if self._is_weak else value) is self._value
+            and isinstance(content, _Items)
+            and isinstance(self._content, _Items)
+            and len(content) == len(self._content)
+        )
 
     def has_changed(self) -> bool:
         value = self.variable.value
@@ -240,7 +292,7 @@ def _is_of_main(value: Any) -> bool:
 
 
 def _content(value: Any) -> Any:
-    """Returns a summary of a container for detecting in-place changes.
+    """Returns a summary of a container or array, to detect in-place changes.
 
     Returns `None` for other values.
     """
@@ -256,9 +308,7 @@ def _content(value: Any) -> Any:
                 itertools.islice(value.items(), _MOST_ITEMS)
             )
         return _Items(len(value), items)
-    if kind is np.ndarray and value.nbytes <= _MOST_ITEMS:
-        return None if value.dtype.hasobject else value.tobytes()
-    return None
+    return checksum_of(value) if kind is np.ndarray else None
 
 
 class _Items:
@@ -278,6 +328,9 @@ class _Items:
             and self._count == other._count
             and all(map(operator.is_, self._held, other._held))
         )
+
+    def __len__(self) -> int:
+        return self._count
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -325,13 +378,28 @@ def _tell(name: str) -> None:
         return
     for path, value in _AfterImport.told.values.get(name, {}).items():
         with contextlib.suppress(Exception):  # the user's class may refuse
-            *owners, last = path.split(".")
-            owner = functools.reduce(getattr, owners, module)
-            if not _is_equal(vars(owner).get(last, ABSENT), value):
-                setattr(owner, last, value)
+            *owners, last = path
+            owner = functools.reduce(_part_of, owners, module)
+            if not _is_equal(_part_of(owner, last), value):
+                if isinstance(last, ItemKey):
+                    owner[last.key] = value
+                else:
+                    setattr(owner, last, value)
     settings = _AfterImport.told.settings.get(name, {})
     with contextlib.suppress(Exception):  # another version may lack it
         _set(name, module, settings)
+
+
+def _part_of(owner: Any, step: str | ItemKey) -> Any:
+    """Returns an item, or an attribute that the object itself has."""
+    if isinstance(step, ItemKey):
+        return owner[step.key]
+    kept = getattr(owner, "__dict__", {})
+    # That of a slot is not in there, and an inherited one is not its own.
+    is_slot = isinstance(
+        getattr(type(owner), step, None), types.MemberDescriptorType
+    )
+    return getattr(owner, step, ABSENT) if is_slot else kept.get(step, ABSENT)
 
 
 def _set(name: str, module: Any, settings: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from keras_fastdata.building import build
 from keras_fastdata.engine import pickling_errors
 from keras_fastdata.engine.autotune import SettingsInEffect
-from keras_fastdata.engine.outside_state import OutsideState, Told
+from keras_fastdata.engine.outside_state import Change, OutsideState, Told
 from keras_fastdata.engine.planner import EpochPlanner
 from keras_fastdata.engine.settings import Settings
 from keras_fastdata.errors import LoaderError
@@ -39,14 +39,19 @@ class PoolFactory:
         self._outside = OutsideState()  # as the workers got or saw it
         self._seed: int | None = None  # as the workers got it
 
-    def may_have_changed(self, dataset: build.Dataset) -> bool:
-        """Returns whether there may be changes of which nobody tells.
+    def notice_changes(self, dataset: build.Dataset, is_first: bool) -> Change:
+        """Returns what may have changed without anybody telling.
 
         These are changes of the global state outside the dataset, and what a
-        hook has changed in place.
+        hook has changed in place. Only the `is_first` batch of an epoch is
+        asked for in a new state.
         """
-        changed = self._outside.notice_changes()
-        return changed or build.has_unnoticed_hook(dataset)
+        if not is_first:
+            return Change.NONE
+        change = self._outside.notice_changes()
+        if build.has_unnoticed_hook(dataset):
+            change = max(change, Change.BY_PROGRAM)
+        return change
 
     def has_seed_changed(self) -> bool:
         """Returns whether the base seed differs from the workers' seed."""

@@ -189,6 +189,12 @@ class Prefetcher:
                 self.forget(workers, epoch)
                 epoch.unplan()
 
+    def note_change(self, workers: WorkerPool | None) -> None:
+        """Drops what all epochs have from before a change of the dataset."""
+        for epoch in self._open_epochs:
+            self.forget(workers, epoch)
+            epoch.note_change()
+
     def forget_all(self, workers: WorkerPool | None) -> None:
         """Cancels the requests of all epochs, and drops their results."""
         for epoch in self._open_epochs:

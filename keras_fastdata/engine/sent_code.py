@@ -2,33 +2,39 @@
 
 cloudpickle sends functions and classes of `__main__` along, with the globals
 that they use. The digest is that of such a pickle, so that whatever would be
-sent is looked at. The numbers, texts and arrays that objects hold do not count.
-Of other objects only the identity does: tables, models and large containers are
-not read, and no method of the user's runs.
+sent is looked at. The numbers, texts and arrays in the dataset's own attributes
+do not count; those that globals and classes hold do. Of large arrays only a
+sample is read, of other objects only the identity: tables, models and large
+containers are not read, and no method of the user's runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import functools
 import hashlib
 import io
 import logging
 import types
+import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from keras_fastdata._modules import is_users_class
-from keras_fastdata.building.held_generators import attributes_of
+from keras_fastdata.building.attributes import attributes_of, slots_of
 from keras_fastdata.building.seeding import PRIVATE
 from keras_fastdata.memory import rebuilt_classes
 from keras_fastdata.memory.reducers import Pickler
 
 _MOST_ITEMS = 1_000  # of a container that is looked at
 _MOST_CHARACTERS = 10_000  # of a text
-_MOST_BYTES = 1_000  # of an array whose content counts
+_MOST_BYTES = 1 << 20  # of an array that is read whole
+_FEW_BYTES = 1_000  # of an array whose content is pickled
+_MOST_SAMPLED = 1 << 16  # items of a larger array
 _MOST_PICKLED = 1 << 20  # bytes of the whole pickle
 
 _TEXTS = (str, bytes, bytearray)
@@ -60,12 +66,32 @@ def digest_of(dataset: Any) -> bytes | None:
     """Returns the digest; `None` if the code is large or cannot be pickled."""
     stream = _Digest()
     try:
-        _CodePickler(stream, protocol=5).dump(dataset)
+        objects = _CodePickler(stream)
+        objects.dump(dataset)
+        # Their globals may hold the dataset.
+        code = [obj for _, obj in objects.code.values()]
+        _CodePickler(stream, dataset).dump(code)
     except Exception:
         # Objects of the user's may refuse to be looked into.
         _log.debug("The code of a dataset:", exc_info=True)
         return None
     return stream.hash.digest()
+
+
+def checksum_of(array: np.ndarray[Any, Any]) -> tuple[Any, ...] | None:
+    """Returns a checksum of an array, or of a sample of a large one.
+
+    Returns `None` for an array of objects, and a large one that is not in one
+    piece.
+    """
+    if array.dtype.hasobject:
+        return None
+    if array.nbytes > _MOST_BYTES:
+        if not array.flags.c_contiguous:
+            return None
+        flat = array.reshape(-1)
+        array = flat[:: max(1, flat.size // _MOST_SAMPLED)]
+    return array.shape, zlib.crc32(array.tobytes())
 
 
 class _Digest(io.RawIOBase):
@@ -85,17 +111,37 @@ class _Digest(io.RawIOBase):
 
 
 class _CodePickler(Pickler):
-    """Pickles code, and the identity of everything else."""
+    """Pickles code, and the identity of everything else.
+
+    Args:
+        stream: Gets the pickle.
+        dataset: If it is given, the code itself is pickled and the data that
+            the code refers to, but not the dataset. Otherwise only collects the
+            dataset's classes and functions in `code`.
+    """
+
+    def __init__(self, stream: _Digest, dataset: Any = None) -> None:
+        super().__init__(stream, protocol=5)
+        self.code: dict[int, tuple[int, Any]] = {}  # by id, each numbered
+        self._dataset = dataset
 
     def persistent_id(self, obj: Any) -> Any:
         kind = type(obj)
+        if self._dataset is None:
+            if isinstance(obj, (type, types.FunctionType)):
+                new = len(self.code), obj
+                return self.code.setdefault(id(obj), new)[0]
+        elif obj is self._dataset:
+            return _identity(obj)
         if kind in _TEXTS:
             return _identity(obj) if len(obj) > _MOST_CHARACTERS else None
         if kind in _CONTAINERS:
             return _identity(obj) if len(obj) > _MOST_ITEMS else None
         if isinstance(obj, np.ndarray):
-            is_small = obj.nbytes <= _MOST_BYTES
-            return None if is_small else _identity(obj)
+            if obj.nbytes <= _FEW_BYTES:
+                return None
+            is_data = self._dataset is None or kind is not np.ndarray
+            return _identity(obj), None if is_data else checksum_of(obj)
         if isinstance(obj, _TAKEN_APART) or _is_open(kind):
             return None
         return _identity(obj)
@@ -103,11 +149,10 @@ class _CodePickler(Pickler):
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
         if not isinstance(obj, _TAKEN_APART) and _is_open(kind):
-            attributes = attributes_of(obj)
             parts = [
-                (name, attributes[name])
-                for name in list(attributes)
-                if name != PRIVATE and not _is_data(attributes[name])
+                (name, value)
+                for name, value in _parts_of(obj)
+                if self._dataset is not None or not _is_data(value)
             ]
             items: Any = ()
             if isinstance(obj, dict):
@@ -116,6 +161,17 @@ class _CodePickler(Pickler):
                 items = list(obj)[:_MOST_ITEMS]
             return _nothing, (kind, parts, items)
         return super().reducer_override(obj)
+
+
+def _parts_of(obj: Any) -> Iterator[tuple[str, Any]]:
+    """Yields an object's attributes, with their names."""
+    for name, value in list(attributes_of(obj).items()):
+        if name != PRIVATE:
+            yield name, value
+    kind: Any = type(obj)
+    for slot in slots_of(kind):
+        with contextlib.suppress(AttributeError):  # not assigned
+            yield slot.__name__, slot.__get__(obj)
 
 
 def _is_data(value: Any) -> bool:

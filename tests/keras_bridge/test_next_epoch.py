@@ -12,7 +12,13 @@ import keras
 import next_epoch_samples
 import numpy as np
 import pytest
-from next_epoch_samples import TIMEOUT_S, Hooked, LevelOutside, Noted
+from next_epoch_samples import (
+    TIMEOUT_S,
+    Hooked,
+    LevelOutside,
+    LevelsOutside,
+    Noted,
+)
 from places import KINDS
 from samples import Numbered
 
@@ -150,6 +156,34 @@ def test_a_variable_set_between_epochs_changes_every_batch_of_the_next(
 
     with LevelOutside(tmp_path, **KINDS[place]) as dataset:
         given = fitted(dataset, callbacks=[Set()])
+    assert [row[:3] for row in given] == [(e, i, e) for e, i in every(3)]
+
+
+def _edit_item(level):
+    next_epoch_samples.LEVELS["now"] = level
+
+
+def _edit_slot(level):
+    next_epoch_samples.LEVELS["stages"][0].level = level
+
+
+@everywhere
+@pytest.mark.backend
+@pytest.mark.parametrize("edit", [_edit_item, _edit_slot])
+def test_a_container_edited_between_epochs_changes_every_batch_of_the_next(
+    place, edit, tmp_path
+):
+    class Edit(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch < 2:
+                dataset.wait_for((epoch + 1, 0))
+            edit(epoch + 1)
+
+    try:
+        with LevelsOutside(tmp_path, **KINDS[place]) as dataset:
+            given = fitted(dataset, callbacks=[Edit()])
+    finally:
+        edit(0)
     assert [row[:3] for row in given] == [(e, i, e) for e, i in every(3)]
 
 

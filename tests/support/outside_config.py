@@ -1,6 +1,7 @@
 """Variables that a program sets after this module was imported."""
 
 import dataclasses
+import functools
 
 SCALE = 1
 OPTIONS = {"sizes": [1]}
@@ -25,3 +26,27 @@ def is_ready():
     if not _is_ready:
         _is_ready, _table = True, object()
     return _table is not None
+
+
+_scaled = None
+
+
+def scaled():
+    """Keeps what it computes from `SCALE`."""
+    global _scaled
+    if _scaled is None:
+        _scaled = SCALE
+    return _scaled
+
+
+@functools.lru_cache
+def cached():
+    """Keeps what it computes from `SCALE`."""
+    return SCALE
+
+
+def rescale(scale):
+    """Sets `SCALE`, and drops what was computed from it."""
+    global SCALE, _scaled
+    SCALE, _scaled = scale, None
+    cached.cache_clear()

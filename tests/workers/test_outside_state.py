@@ -22,7 +22,7 @@ from samples import Holds
 
 from keras_fastdata import FastPyDataset
 from keras_fastdata._modules import is_users
-from keras_fastdata.building import referred_names
+from keras_fastdata.building.code_names import Root, names_of
 from keras_fastdata.building.referred_names import variables_of
 from keras_fastdata.engine import sent_code
 from keras_fastdata.engine.fingerprint import _is_installed
@@ -206,8 +206,8 @@ def test_variables_of_a_module_that_a_method_imports_are_found(
     monkeypatch.syspath_prepend(tmp_path)
     dataset = importlib.import_module("around.read").Read()
     assert dataset[0] == 2
-    found = [(v.module, v.path) for v in variables_of(dataset)]
-    assert ("around.scales", "SCALE") in found
+    found = [v.name for v in variables_of(dataset).variables]
+    assert "around.scales.SCALE" in found
     for name in ("around", "around.read", "around.scales"):
         monkeypatch.delitem(sys.modules, name)
 
@@ -233,9 +233,9 @@ def test_variables_of_a_module_that_an_object_holds_are_found(thing, read):
         def __getitem__(self, index):
             return read(self.thing)
 
-    found = [(v.module, v.path) for v in variables_of(Reads())]
-    assert ("outside_config", "SCALE") in found
-    assert ("outside_config", "LARGE") not in found
+    found = [v.name for v in variables_of(Reads()).variables]
+    assert "outside_config.SCALE" in found
+    assert "outside_config.LARGE" not in found
 
 
 def test_what_builds_assign_is_each_workers_own(patch):
@@ -416,7 +416,7 @@ def test_containers_of_the_standard_library_are_sent_and_watched(patch, make):
     patch.setattr(conf, "OPTIONS", make({"sizes": 5}))
     dataset, state = Referring(), OutsideState()
     state.look(dataset, is_shared=False)
-    assert state.told.values["outside_config"]["OPTIONS"] == {"sizes": 5}
+    assert state.told.values["outside_config"]["OPTIONS",] == {"sizes": 5}
     conf.OPTIONS["sizes"] = 6
     assert state.notice_changes()
 
@@ -537,12 +537,6 @@ def test_an_object_that_gets_an_attribute_of_that_name_hides_no_change():
             assert [int(batch) for batch in dataset] == [factor] * 3
 
 
-def _assigning(function):
-    """The names that the code of a function assigns to classes and modules."""
-    names = referred_names._names_in(function.__code__, None)
-    return set(names.assigned), set(names.own)
-
-
 class Assigning:
     def of_self(self, thing):
         self.a = thing.b = 1
@@ -558,11 +552,133 @@ class Assigning:
     def of_cls(cls):
         cls.a = 1
 
+    def of_nothing(self, thing):
+        thing[conf.KEY].size = 1
+        return conf.config
 
-def test_what_code_assigns_is_told_apart_by_what_it_belongs_to():
-    assert _assigning(Assigning.of_self) == (set(), {"a", "c"})
-    assert _assigning(Assigning.of_classes) == ({*"abcde"}, set())
-    assert _assigning(Assigning.of_cls.__func__) == ({"a"}, set())
+    def of_items(self, key):
+        conf.TABLE[self.keys[key]] = conf.COUNTS["n"] = 1
+        self.made.append(conf.READ[key])
+
+
+@pytest.mark.parametrize(
+    ("function", "assigned", "edited"),
+    [
+        (Assigning.of_self, {"self.a", "self.c", "self.inner.d"}, set()),
+        (
+            Assigning.of_classes,
+            {"cls.a", "cls.b", "Referring.c", "conf.config.d", "conf.e"},
+            set(),
+        ),
+        (Assigning.of_cls.__func__, {"cls.a"}, set()),
+        (Assigning.of_nothing, set(), set()),
+        (
+            Assigning.of_items,
+            set(),
+            {"conf.TABLE", "conf.COUNTS", "self.made"},
+        ),
+    ],
+    ids=["self", "classes", "cls", "nothing", "items"],
+)
+def test_what_code_assigns_is_told_apart_by_what_it_belongs_to(
+    function, assigned, edited
+):
+    def shown(targets):
+        roots = {Root.SELF: ("self",), Root.CLASS: ("cls",)}
+        return {".".join((*roots.get(t.root, ()), *t.names)) for t in targets}
+
+    names = names_of(function.__code__, None)
+    assert shown(names.assigned) == assigned
+    assert shown(names.edited) == edited
+
+
+@pytest.mark.parametrize("kind", EVERY_KIND)
+@pytest.mark.parametrize("function", [conf.scaled, conf.cached])
+def test_what_a_module_has_computed_is_dropped_with_its_variable(
+    function, kind, patch
+):
+    patch.setattr(conf, "SCALE", 1)
+    with Holds(function, lambda held, _: held(), **EVERY_KIND[kind]) as dataset:
+        for scale in (2, 3, 1):
+            conf.rescale(scale)
+            assert [int(batch) for batch in dataset] == [scale] * 3
+
+
+class Stage:
+    """Has its size in a slot."""
+
+    __slots__ = ("size",)
+
+
+class AttributeDict(dict):
+    """Has its items as attributes."""
+
+    __getattr__ = dict.__getitem__
+    __setattr__ = dict.__setitem__
+
+
+def _holding(kind):
+    """An object with a size, and what holds it."""
+    thing = {"slot": Stage, "items": AttributeDict}.get(
+        kind, types.SimpleNamespace
+    )()
+    return thing, [{"key": (thing,)}] if kind == "nested" else thing
+
+
+@pytest.mark.parametrize("cache", [None, "memory"])
+@pytest.mark.parametrize("place", EVERY_KIND)
+@pytest.mark.parametrize("kind", ["slot", "items", "nested"])
+def test_an_attribute_of_an_object_that_code_names_is_a_variable(
+    kind, place, cache
+):
+    thing, holder = _holding(kind)
+
+    def size(*_):
+        return (holder[0]["key"][0] if kind == "nested" else holder).size
+
+    with Holds(0, size, cache=cache, **EVERY_KIND[place]) as dataset:
+        for wanted in (1, 2):
+            thing.size = wanted
+            assert [int(batch) for batch in dataset] == [wanted] * 3
+
+
+@pytest.mark.parametrize("place", EVERY_KIND)
+def test_what_code_assigns_to_one_object_hides_no_change_of_another(place):
+    log, config = types.SimpleNamespace(), types.SimpleNamespace()
+
+    def use(*_):
+        item = {"key": types.SimpleNamespace()}
+        item["key"].size = log.size = config.size
+        return config.size
+
+    with Holds(0, use, **EVERY_KIND[place]) as dataset:
+        for size in (1, 2):
+            config.size = size
+            assert [int(batch) for batch in dataset] == [size] * 3
+
+
+@pytest.mark.parametrize("place", EVERY_KIND)
+@pytest.mark.parametrize("size", [10, 300_000])
+def test_a_global_array_that_the_program_edits_is_a_variable(place, size):
+    table = np.zeros(size)
+    with Holds(0, lambda *_: table[3], **EVERY_KIND[place]) as dataset:
+        for wanted in (1, 2):
+            table[:] = wanted
+            assert [int(batch) for batch in dataset] == [wanted] * 3
+
+
+@pytest.mark.parametrize("place", ["inline", "thread"])
+def test_a_container_that_the_builds_fill_leaves_the_cache_valid(place):
+    made = {}
+
+    def use(_, index):
+        made.setdefault(index, len(made))
+        return made[index]
+
+    with Holds(0, use, cache="memory", **EVERY_KIND[place]) as dataset:
+        for _ in range(3):
+            assert sorted(int(batch) for batch in dataset) == [0, 1, 2]
+            made.clear()
 
 
 def _changes_of_a_function():

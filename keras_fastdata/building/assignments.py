@@ -1,0 +1,158 @@
+"""Collects what the code of a dataset assigns and edits.
+
+Such variables differ between processes, and between two moments of a build: a
+table that is made when it is first needed, a cache, a counter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import types
+from typing import Any
+
+import cloudpickle
+
+from keras_fastdata._modules import has_no_module, is_users_code
+from keras_fastdata.building.code_names import CodeNames, Root, Target
+
+
+class Assignments:
+    """Collects what functions assign and edit.
+
+    Attributes:
+        keeps_results: Whether code in modules keeps what it has computed, in
+            variables or by `lru_cache`.
+    """
+
+    def __init__(self) -> None:
+        self.keeps_results = False
+        self._variables: set[tuple[int, str]] = set()  # by the owner's id
+        self._containers: set[int] = set()  # ids
+        # What methods assign of their class and their object, by class.
+        self._of_methods: dict[type, set[Target]] = {}
+
+    def note(
+        self,
+        function: types.FunctionType,
+        names: CodeNames,
+        home: str,
+        kind: type | None,
+    ) -> None:
+        """Notes what a function assigns and edits.
+
+        Args:
+            function: The function.
+            names: The names that the function uses.
+            home: The name of its module.
+            kind: Its class, if it is a method.
+        """
+        for target in names.assigned:
+            of_method = target.root in (Root.SELF, Root.CLASS)
+            # No batch depends on what an object has before `__init__`.
+            if of_method and kind and function.__name__ != "__init__":
+                self._of_methods.setdefault(kind, set()).add(target)
+            if target.root is Root.SELF and len(target.names) == 1:
+                continue
+            owner = _owner_of(target, function, kind)
+            if owner is not None:
+                self._variables.add((id(owner), target.names[-1]))
+                self.note_result(home, owner)
+        for target in names.edited:
+            container = _held_at(target, function, kind)
+            if container is not None:
+                self._containers.add(id(container))
+                self.note_result(home, _owner_of(target, function, kind))
+
+    def note_result(self, home: str, owner: Any = None) -> None:
+        """Notes that code of the module `home` keeps a result in `owner`."""
+        if isinstance(owner, dict) and "__name__" in owner:
+            home = str(owner["__name__"])  # the globals of a module
+        elif isinstance(owner, type):
+            home = owner.__module__
+        if is_users_code(home) and not is_by_value(home):
+            self.keeps_results = True
+
+    def is_assigned(self, owner: Any, name: str) -> bool:
+        """Returns whether code assigns a variable.
+
+        Args:
+            owner: The object that has it: the globals of a module, a cell, a
+                class or an object.
+            name: The variable's name.
+        """
+        of_class = isinstance(owner, type) and (
+            self._is_of_methods(owner, Target(Root.CLASS, (name,)))
+        )
+        return of_class or (id(owner), name) in self._variables
+
+    def is_edited(self, owner: Any, name: str, value: Any) -> bool:
+        """Returns whether methods assign it to `self`, or code edits `value`.
+
+        The arguments are those of `is_assigned`, and the variable's value.
+        """
+        of_self = self._is_of_methods(type(owner), Target(Root.SELF, (name,)))
+        return of_self or id(value) in self._containers
+
+    def _is_of_methods(self, kind: type, target: Target) -> bool:
+        return any(
+            target in targets and (k in kind.__mro__ or kind in k.__mro__)
+            for k, targets in self._of_methods.items()
+        )
+
+
+def is_by_value(module: str, path: tuple[Any, ...] = ()) -> bool:
+    """Returns whether cloudpickle sends what has a path in a module."""
+    return (
+        module == "__main__"
+        or "<locals>" in path
+        or has_no_module(module)
+        or module in cloudpickle.list_registry_pickle_by_value()
+    )
+
+
+def cells_of(function: types.FunctionType) -> dict[str, types.CellType]:
+    """Returns the variables of outer functions that a function uses."""
+    free, cells = function.__code__.co_freevars, function.__closure__ or ()
+    return dict(zip(free, cells, strict=True))
+
+
+def _owner_of(
+    target: Target, function: types.FunctionType, kind: type | None
+) -> Any:
+    """Returns what has a variable: a dict, a cell, a class or an object."""
+    *owners, name = target.names or ("",)
+    if target.root is Root.OUTER and not owners:
+        return cells_of(function).get(name)
+    owner = _held_at(Target(target.root, tuple(owners)), function, kind)
+    return vars(owner) if isinstance(owner, types.ModuleType) else owner
+
+
+def _held_at(
+    target: Target, function: types.FunctionType, kind: type | None
+) -> Any:
+    """Returns the object that code names, or `None` if it is not known."""
+    names = target.names
+    owner: Any = None
+    if target.root is Root.GLOBAL:
+        owner = function.__globals__
+    elif target.root is Root.OUTER:
+        with contextlib.suppress(KeyError, ValueError):  # not assigned yet
+            owner = cells_of(function)[names[0]].cell_contents
+        names = names[1:]
+    elif target.root is Root.CLASS or target.root is Root.SELF:
+        owner = kind
+    for name in names:
+        if owner is None:
+            break
+        owner = _part_of(owner, name)
+    return owner
+
+
+def _part_of(owner: Any, name: str) -> Any:
+    """Returns a variable or an attribute, or `None` if there is none."""
+    if isinstance(owner, types.ModuleType):
+        owner = vars(owner)
+    if isinstance(owner, dict):
+        return owner.get(name)
+    return inspect.getattr_static(owner, name, None)

@@ -1,0 +1,173 @@
+"""Lists the variables that a function's code reads, assigns and edits.
+
+The code does not run: its instructions are followed in order, with what each
+one leaves on Python's stack. Branches are not followed, so that something may
+be missed where an expression branches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import dis
+import enum
+import functools
+import sys
+import types
+from typing import Any, NamedTuple
+
+from keras_fastdata._modules import imports_in, nested_code
+
+# Methods that edit a container.
+_EDITING = {
+    *("add", "append", "appendleft", "clear", "discard", "extend"),
+    *("extendleft", "insert", "move_to_end", "pop", "popitem", "popleft"),
+    *("remove", "reverse", "rotate", "setdefault", "sort", "update"),
+}
+
+
+class Root(enum.Enum):
+    """Where code finds an object."""
+
+    GLOBAL = enum.auto()  # in a global variable
+    OUTER = enum.auto()  # in a variable of an outer function
+    CLASS = enum.auto()  # it is the class of the method
+    SELF = enum.auto()  # it is the object of the method
+    TYPE = enum.auto()  # it is Python's `type`
+
+
+class Target(NamedTuple):
+    """What code names: `a.b` is `Target(Root.GLOBAL, ("a", "b"))`."""
+
+    root: Root
+    names: tuple[str, ...] = ()
+
+    def part(self, name: str) -> Target:
+        """Returns the target that an attribute of this one is."""
+        if name == "__class__":
+            return Target(Root.CLASS)
+        return Target(self.root, (*self.names, name))
+
+
+@dataclasses.dataclass(frozen=True)
+class CodeNames:
+    """The names that a function and its nested functions use."""
+
+    variables: frozenset[str]  # global variables that they read
+    imported: frozenset[str]  # modules that they import
+    # Variables, and attributes of classes, modules and objects.
+    assigned: frozenset[Target]
+    edited: frozenset[Target]  # containers
+
+
+@functools.lru_cache(maxsize=4096)
+def names_of(code: types.CodeType, package: str | None) -> CodeNames:
+    """Returns the names that a code object and those nested inside it use.
+
+    Relative imports begin at `package`.
+    """
+    scan = _Scan()
+    for part in nested_code(code):
+        scan.follow(part)
+    return CodeNames(
+        frozenset(scan.variables),
+        frozenset(name for name, _ in imports_in(code, package)),
+        frozenset(scan.assigned),
+        frozenset(scan.edited),
+    )
+
+
+class _Scan:
+    """Collects what the instructions of code objects read and write."""
+
+    def __init__(self) -> None:
+        self.variables: set[str] = set()
+        self.assigned: set[Target] = set()
+        self.edited: set[Target] = set()
+        # Of each object on Python's stack; `None` if that is not known.
+        self._stack: list[Target | None] = []
+
+    def follow(self, code: types.CodeType) -> None:
+        self._stack = []
+        for step in dis.get_instructions(code):
+            name, operation = step.argval, step.opname
+            if operation == "COPY":
+                self._stack.append(self._at(step.arg or 1))
+            elif operation == "SWAP":
+                self._swap(step.arg or 1)
+            else:
+                found = self._apply(operation, name)
+                self._move(step, found)
+
+    def _apply(self, operation: str, name: Any) -> Target | None:
+        """Notes what an instruction does; returns what it loads."""
+        if operation in ("LOAD_GLOBAL", "LOAD_NAME"):
+            self.variables.add(name)
+            is_type = name == "type"
+            return (
+                Target(Root.TYPE) if is_type else Target(Root.GLOBAL, (name,))
+            )
+        if operation in ("STORE_GLOBAL", "STORE_DEREF"):
+            is_global = operation == "STORE_GLOBAL"
+            root = Root.GLOBAL if is_global else Root.OUTER
+            self.assigned.add(Target(root, (name,)))
+        elif operation.startswith("LOAD_") and "DEREF" in operation:
+            is_class = name in ("cls", "__class__")
+            return (
+                Target(Root.CLASS) if is_class else Target(Root.OUTER, (name,))
+            )
+        elif "LOAD_FAST" in operation:
+            # In Python 3.13 one instruction may load two names.
+            name = name[-1] if isinstance(name, tuple) else name
+            return {"self": Target(Root.SELF), "cls": Target(Root.CLASS)}.get(
+                name
+            )
+        elif operation in ("LOAD_ATTR", "LOAD_METHOD"):
+            owner = self._at(1)
+            if owner is not None and name in _EDITING:
+                self.edited.add(owner)
+            return None if owner is None else owner.part(name)
+        elif operation == "STORE_ATTR":
+            if (owner := self._at(1)) is not None:
+                self.assigned.add(owner.part(name))
+        elif operation in ("STORE_SUBSCR", "DELETE_SUBSCR"):
+            if (owner := self._at(2)) is not None:
+                self.edited.add(owner)
+        elif operation.startswith("CALL") and (
+            self._at(1) in (Target(Root.SELF), Target(Root.CLASS))
+            and Target(Root.TYPE) in self._stack[-3:-1]
+        ):
+            return Target(Root.CLASS)
+        return None
+
+    def _at(self, depth: int) -> Target | None:
+        """Returns the object at a depth of the stack; 1 is the top."""
+        return self._stack[-depth] if len(self._stack) >= depth else None
+
+    def _swap(self, depth: int) -> None:
+        while len(self._stack) < depth:
+            self._stack.insert(0, None)
+        stack = self._stack
+        stack[-1], stack[-depth] = stack[-depth], stack[-1]
+
+    def _move(self, step: dis.Instruction, loaded: Target | None) -> None:
+        """Changes the stack's depth, and puts what was loaded on top."""
+        effect = dis.stack_effect(step.opcode, step.arg, jump=False)
+        if _HAS_PRECALL and step.opname in ("PRECALL", "CALL"):
+            # The first takes the arguments away, which the second one needs.
+            effect = 0 if step.opname == "PRECALL" else effect - (step.arg or 0)
+        if effect > 0:
+            self._stack += [None] * effect
+        elif effect < 0:
+            del self._stack[effect:]
+        is_store = step.opname.startswith(("STORE", "DELETE", "POP"))
+        if not self._stack or is_store or step.opname in _KEEPING:
+            return
+        self._stack[-1] = loaded
+        if effect == _WITH_NULL and step.opname == "LOAD_GLOBAL":
+            self._stack[-2] = loaded  # in Python 3.13 below the NULL
+
+
+_HAS_PRECALL = sys.version_info < (3, 12)
+_WITH_NULL = 2
+# Instructions that leave the top of the stack as it is.
+_KEEPING = {"CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "PUSH_NULL", "RESUME"}
