@@ -467,7 +467,9 @@ class FastPyDataset(_Base):
         """Sets the number of the next epoch, from 0.
 
         That epoch then has the same order and bytes as in a run from epoch
-        0; use it with `fit(initial_epoch=epoch)`. Epoch hooks are not run.
+        0; use it with `fit(initial_epoch=epoch)`. Epoch hooks are not run. If
+        that epoch is next in any case, nothing changes: a state that was
+        loaded amid its batches still counts.
         """
         loader_of(self).checkpoint.set_epoch(
             self, integer("epoch", epoch, least=0)

@@ -88,12 +88,16 @@ class Variable:
     @property
     def name(self) -> str:
         """The variable's path as Python code, such as "TABLE['a'].size"."""
-        name = self.module
-        for step in self.path:
-            name += (
-                f"[{step.key!r}]" if isinstance(step, ItemKey) else f".{step}"
-            )
-        return name
+        return name_of(self.module, self.path)
+
+
+def name_of(module: str, path: Path) -> str:
+    """Returns a path in a module as Python code."""
+    steps = [
+        f"[{step.key!r}]" if isinstance(step, ItemKey) else f".{step}"
+        for step in path
+    ]
+    return module + "".join(steps)
 
 
 class Referred(NamedTuple):

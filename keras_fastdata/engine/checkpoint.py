@@ -90,9 +90,11 @@ class Checkpoint:
             self._pool.run(self._go_to, state, state.seed != known)
 
     def set_epoch(self, dataset: build.Dataset, epoch: int) -> None:
-        """Makes the dataset continue with the first batch of `epoch`."""
-        position = self._position
-        if epoch == position.next_epoch and position.resumed is None:
+        """Makes the dataset continue with the first batch of `epoch`.
+
+        Does nothing if that epoch is next; it may be resumed amid its batches.
+        """
+        if epoch == self._position.upcoming:
             return
         state = State(
             self._planner.seed,

@@ -49,9 +49,11 @@ from keras_fastdata.building.referred_names import (
     Path,
     Referred,
     Variable,
+    name_of,
     variables_of,
 )
 from keras_fastdata.engine.sent_code import checksum_of, digest_of
+from keras_fastdata.workers.base import ONCE
 
 _MOST_ITEMS = 1000  # of a plain value, in all; so many bytes are one
 _BYTES_PER_ITEM = 64
@@ -67,6 +69,13 @@ _NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
 
 _Settings = dict[str, dict[str, Any]]  # by module and name
 _Values = dict[str, dict[Path, Any]]  # by module and path
+_Kinds = dict[str, dict[Path, tuple[str, str]]]  # see `_kind_of`
+
+_LOST = (
+    "This process has set `%s`, and worker processes do not see it: they "
+    "import `%s` themselves, and are told of numbers, texts and containers of "
+    "these alone. Make it an attribute of the dataset."
+)
 
 _log = logging.getLogger("keras_fastdata")
 
@@ -89,7 +98,7 @@ class OutsideState:
     """Records the global state that affects the batches of a dataset."""
 
     def __init__(self) -> None:
-        self.told = Told({}, {})  # the state that is sent to workers
+        self.told = Told({}, {}, {})  # the state that is sent to workers
         self._is_shared = self._is_here = False
         self._is_watched = False
         self._keeps_results = False  # whether modules do
@@ -115,6 +124,7 @@ class OutsideState:
         self._is_here = is_here
         self._dataset = weakref.ref(dataset)
         values: _Values = {}
+        kinds: _Kinds = {}
         self._seen = []
         try:
             referred = variables_of(dataset)
@@ -134,7 +144,10 @@ class OutsideState:
                 values.setdefault(variable.module, {})[variable.path] = value
             elif _is_of_main(value):
                 self._lose(variable)
-        self.told = Told(self._settings(), values)
+            elif not isinstance(value, types.ModuleType):
+                kind = _kind_of(value)
+                kinds.setdefault(variable.module, {})[variable.path] = kind
+        self.told = Told(self._settings(), values, kinds)
         self._code = None if is_here else digest_of(dataset)
         if self._code is not None and self._code != digest_of(dataset):
             self._code = None  # it differs each time
@@ -148,7 +161,7 @@ class OutsideState:
         if not self._is_watched:
             return found
         for seen in [seen for seen in self._seen if seen.has_changed()]:
-            found = max(found, self._kind_of(seen))
+            found = max(found, self._change_of(seen))
         if found < Change.BY_PROGRAM and (
             self.told.settings != self._settings()
             or None is not self._code != digest_of(self._dataset())
@@ -156,7 +169,7 @@ class OutsideState:
             return Change.BY_PROGRAM
         return found
 
-    def _kind_of(self, seen: _SeenVariable) -> Change:
+    def _change_of(self, seen: _SeenVariable) -> Change:
         """Returns what the change of a variable means."""
         variable = seen.variable
         if self._is_here:
@@ -174,13 +187,7 @@ class OutsideState:
         if self._is_shared or name in self._lost:
             return
         self._lost.add(name)
-        _log.warning(
-            "This process has set `%s`, and worker processes do not see it: "
-            "they import `%s` themselves, and are told of numbers, texts and "
-            "containers of these alone. Make it an attribute of the dataset.",
-            name,
-            variable.module,
-        )
+        _log.warning(_LOST, name, variable.module)
 
     def _settings(self) -> _Settings:
         # NumPy has one for each thread, and `fit` may ask for batches in a
@@ -291,6 +298,16 @@ def _is_of_main(value: Any) -> bool:
     return bool(kind.__module__ == "__main__")
 
 
+def _kind_of(value: Any) -> tuple[str, str]:
+    """Returns a module and a name: of code itself, or of an object's class."""
+    if isinstance(value, types.FunctionType):
+        return str(
+            value.__globals__.get("__name__")
+        ), value.__code__.co_qualname
+    named = value if isinstance(value, type) else type(value)
+    return str(named.__module__), named.__qualname__
+
+
 def _content(value: Any) -> Any:
     """Returns a summary of a container or array, to detect in-place changes.
 
@@ -356,15 +373,16 @@ class Told:
 
     settings: _Settings
     values: _Values
+    kinds: _Kinds  # of the variables whose values are not carried
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _take_on, (self.settings, self.values)
+        return _take_on, (self.settings, self.values, self.kinds)
 
 
-def _take_on(settings: _Settings, values: _Values) -> Told:
+def _take_on(settings: _Settings, values: _Values, kinds: _Kinds) -> Told:
     """Sets values in modules, immediately or when a module is imported."""
-    told = _AfterImport.told = Told(settings, values)
-    for name in (*settings, *values):
+    told = _AfterImport.told = Told(settings, values, kinds)
+    for name in {**settings, **values, **kinds}:
         _tell(name)
     if _AfterImport not in sys.meta_path:
         sys.meta_path.insert(0, _AfterImport)
@@ -385,6 +403,12 @@ def _tell(name: str) -> None:
                     owner[last.key] = value
                 else:
                     setattr(owner, last, value)
+    for path, kind in _AfterImport.told.kinds.get(name, {}).items():
+        with contextlib.suppress(Exception):  # it may be made later
+            value = functools.reduce(_part_of, path, module)
+            if value is not ABSENT and _kind_of(value) != kind:
+                lost = name_of(name, path)
+                _log.warning(_LOST, lost, name, extra={ONCE: f"lost {lost}"})
     settings = _AfterImport.told.settings.get(name, {})
     with contextlib.suppress(Exception):  # another version may lack it
         _set(name, module, settings)
@@ -420,13 +444,14 @@ def _set(name: str, module: Any, settings: dict[str, Any]) -> None:
 class _AfterImport(importlib.abc.MetaPathFinder):
     """Sets values in a module right after its import."""
 
-    told = Told({}, {})
+    told = Told({}, {}, {})
 
     @classmethod
     def find_spec(
         cls, name: str, path: Any = None, target: Any = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name not in cls.told.settings and name not in cls.told.values:
+        told = cls.told
+        if name not in {**told.settings, **told.values, **told.kinds}:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         loader: Any = None if spec is None else spec.loader

@@ -52,6 +52,24 @@ class Position:
         """The order of the epoch that delivered the latest batch, if known."""
         return None if self._latest is None else self._latest.schedule
 
+    @property
+    def upcoming(self) -> int:
+        """The number of the epoch that delivers its first batch next.
+
+        That epoch may have begun: Keras builds a model from its first batch.
+        """
+        beginning = self._beginning
+        epoch = self._latest if beginning is None else beginning[0]
+        if (
+            epoch is None
+            or epoch.number is None
+            or epoch.delivered
+            or epoch.is_finished
+            or not self._open_epochs.is_held(epoch)
+        ):
+            return self.next_epoch
+        return epoch.number
+
     def note_finish(self, epoch: Epoch) -> None:
         """Notes that an epoch is finished."""
         if self._beginning is not None and self._beginning[0] is epoch:

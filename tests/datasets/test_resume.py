@@ -992,6 +992,33 @@ def test_an_initial_epoch_has_the_data_of_that_epoch(tmp_path):
     np.testing.assert_allclose(found, expected[2:], rtol=1e-6)
 
 
+@pytest.mark.backend
+@pytest.mark.parametrize("place", ["inline", "2 processes", "4 threads"])
+def test_a_callback_that_sets_the_epoch_each_time_restarts_no_resumed_epoch(
+    place,
+):
+    with Drawn(seed=3, shuffle=True) as dataset:
+        walk = iter(dataset)
+        next(walk)
+        state = dataset.state_dict()
+
+    def losses(*callbacks):
+        model = model_of()
+        model.compile(keras.optimizers.SGD(0.0), "mse")
+        with Drawn(seed=3, shuffle=True, **PLACES[place]) as dataset:
+            dataset.load_state_dict(state)
+            calls = [call(dataset) for call in callbacks]
+            history = model.fit(dataset, epochs=3, verbose=0, callbacks=calls)
+        return history.history["loss"]
+
+    def sets_epoch(dataset):
+        return keras.callbacks.LambdaCallback(
+            on_epoch_begin=lambda epoch, logs: dataset.set_epoch(epoch)
+        )
+
+    assert losses(sets_epoch) == losses()
+
+
 def test_a_state_for_another_epoch_than_fit_begins_with_is_left_alone(
     tmp_path, caplog
 ):

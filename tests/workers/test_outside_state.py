@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import argparse
 import collections
+import copy
 import importlib
 import sys
 import threading
@@ -256,6 +257,20 @@ def test_what_cannot_be_carried_is_said_once(patch, caplog):
         assert not state.notice_changes()
     (said,) = caplog.messages
     assert "`outside_samples._scaled`" in said
+
+
+@pytest.mark.parametrize("kind", ["forkserver", "spawn"])
+@pytest.mark.parametrize("is_patched", [False, True])
+def test_a_function_that_the_program_has_replaced_is_said_to_be_lost(
+    kind, is_patched, patch, caplog
+):
+    if is_patched:
+        patch.setattr(outside_samples, "_scaled", copy.copy)
+    with Referring(**KINDS[kind]) as dataset:
+        assert _walk(dataset).startswith("[1, ")
+    said = [text for text in caplog.messages if "`outside_samples." in text]
+    assert len(said) == is_patched
+    assert all("`outside_samples._scaled`" in text for text in said)
 
 
 def test_a_look_from_another_thread_is_no_change():
