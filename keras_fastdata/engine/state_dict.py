@@ -156,7 +156,8 @@ class State:
             raise ValueError(
                 f"The state is of a dataset of {self.num_batches} batches an "
                 f"epoch, and this {dataset} has {num_batches}. Give it the "
-                "data and the batch size it had."
+                "data and the batch size it had. A length that depends on "
+                "`self.epoch` cannot be resumed: set it in `on_epoch_end`."
             )
 
     def check_order(self, dataset: str, shuffle: bool) -> None:

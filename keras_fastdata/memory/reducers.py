@@ -8,6 +8,7 @@
     arrays that share memory                views of one array
     h5py files, groups and datasets         opened again
     cached functions of `__main__`          wrapped again, with an empty cache
+    weak dicts                              with their items, held weakly
     the global random generators            the worker's own
     classes of `__main__`                   without attributes deleted there
     objects of `__main__` with a name       by value, see `by_name`
@@ -444,6 +445,14 @@ def _cache_again(function: Any, parameters: dict[str, Any]) -> Any:
     return functools.lru_cache(**parameters)(function)
 
 
+# -- weak mappings -------------------------------------------------------------
+
+
+def _reduce_weak_mapping(mapping: Any) -> Reduced:
+    """Keeps the items, as long as something else holds them in the worker."""
+    return type(mapping), (dict(mapping),)
+
+
 # -- code ----------------------------------------------------------------------
 
 
@@ -477,6 +486,9 @@ _REDUCERS: dict[type, Any] = {
     np.memmap: _reduce_array,
     type(functools.lru_cache(len)): _reduce_cached,
     types.CodeType: _reduce_code,
+    # `functools.singledispatch` keeps what it has found in one.
+    weakref.WeakKeyDictionary: _reduce_weak_mapping,
+    weakref.WeakValueDictionary: _reduce_weak_mapping,
 }
 Pickler.dispatch_table = collections.ChainMap(
     _REDUCERS, cloudpickle.Pickler.dispatch_table

@@ -370,6 +370,22 @@ def test_cached_functions_and_methods_travel():
     )
 
 
+def test_a_generic_function_that_was_called_travels():
+    @functools.singledispatch
+    def size(value):
+        return 0
+
+    size.register(int, lambda value: value)
+    assert [size(4), size("a")] == [4, 0]
+    assert_travels(size, lambda f, i: [f(i), f("a")])
+
+
+def test_weak_dicts_travel_with_what_else_is_held():
+    held = {"a": threading.local()}
+    weak = weakref.WeakValueDictionary(held)
+    assert_travels([held, weak], lambda both, i: len(both[1]))
+
+
 def test_a_main_script_with_locks_caches_and_files_of_its_own(tmp_path, zygote):
     (tmp_path / "data.txt").write_text("abc")
     script = tmp_path / "main.py"
