@@ -19,6 +19,8 @@ class Changes:
     def __init__(self) -> None:
         # Whether the workers have the dataset as it was before.
         self.are_new = False
+        # Whether there may be changes that nobody tells of.
+        self._are_expected = True
         self.built: set[str] = set()  # the attributes that builds have set
         self.version = object()  # an object that each change replaces
 
@@ -30,6 +32,18 @@ class Changes:
     def mark_sent(self) -> None:
         """Marks all changes as sent to the workers."""
         self.are_new = False
+
+    def expect(self) -> None:
+        """Notes that an epoch of Keras begins: callbacks may change anything.
+
+        With `steps_per_epoch`, that may be amid an epoch of the dataset.
+        """
+        self._are_expected = True
+
+    def take_expected(self) -> bool:
+        """Returns whether to look for changes, and notes that it is done."""
+        expected, self._are_expected = self._are_expected, False
+        return expected
 
     def note_assigned(self, name: str, by_build: bool) -> None:
         """Notes that an attribute was assigned or deleted.
@@ -127,6 +141,8 @@ class HookReplay:
     def note(self, name: str) -> None:
         """Updates `within_epoch` after a hook, even if the hook was skipped."""
         self.within_epoch = name == "on_epoch_begin"
+        if self.within_epoch:
+            self._changes.expect()
         self._is_restored = False
 
     def skips(self, name: str, *, starting: bool) -> bool:

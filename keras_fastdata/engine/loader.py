@@ -290,7 +290,8 @@ class Loader:
         # Not after a wait: asking for the length may itself be a change.
         if fetch.phase is NEW:
             # Keras may have fetched batches before the callbacks' first hooks.
-            change = self._factory.notice_changes(dataset, not epoch.delivered)
+            is_due = self.changes.take_expected() or not epoch.delivered
+            change = self._factory.notice_changes(dataset, is_due)
             if change or self.changes.are_new:
                 self._change(change)
         if not epoch.has_begun:

@@ -39,14 +39,13 @@ class PoolFactory:
         self._outside = OutsideState()  # as the workers got or saw it
         self._seed: int | None = None  # as the workers got it
 
-    def notice_changes(self, dataset: build.Dataset, is_first: bool) -> Change:
-        """Returns what may have changed without anybody telling.
+    def notice_changes(self, dataset: build.Dataset, is_due: bool) -> Change:
+        """Returns what may have changed without anybody telling, if `is_due`.
 
         These are changes of the global state outside the dataset, and what a
-        hook has changed in place. Only the `is_first` batch of an epoch is
-        asked for in a new state.
+        hook has changed in place.
         """
-        if not is_first:
+        if not is_due:
             return Change.NONE
         change = self._outside.notice_changes()
         if build.has_unnoticed_hook(dataset):

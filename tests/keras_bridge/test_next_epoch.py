@@ -159,6 +159,21 @@ def test_a_variable_set_between_epochs_changes_every_batch_of_the_next(
     assert [row[:3] for row in given] == [(e, i, e) for e, i in every(3)]
 
 
+@with_inline
+@pytest.mark.backend
+def test_a_variable_set_amid_an_epoch_of_the_dataset_changes_the_next_batch(
+    place, tmp_path, monkeypatch
+):
+    def change(epoch, _):
+        monkeypatch.setattr(next_epoch_samples, "LEVEL", epoch)
+
+    begins = keras.callbacks.LambdaCallback(on_epoch_begin=change)
+    with LevelOutside(tmp_path, **KINDS[place]) as dataset:
+        given = fitted(dataset, callbacks=[begins], epochs=6, steps_per_epoch=2)
+    batches = [(*batch, step // 2) for step, batch in enumerate(every(2))]
+    assert [row[:3] for row in given] == batches
+
+
 def _edit_item(level):
     next_epoch_samples.LEVELS["now"] = level
 
