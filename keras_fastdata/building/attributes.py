@@ -1,11 +1,17 @@
-"""Reads the attributes of the user's objects without running their code."""
+"""Reads the parts of the user's objects without running their code."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import threading
 import types
+from collections.abc import Iterable
 from typing import Any
+
+_TRIES = 3  # to read a container that another thread changes
+_MOST_ITEMS = 1_000  # of a container
 
 
 def has_attributes(value: Any) -> bool:
@@ -41,3 +47,11 @@ def slots_of(kind: Any) -> tuple[Any, ...]:
         for slot in vars(base).values()
         if isinstance(slot, types.MemberDescriptorType)
     )
+
+
+def first_items(container: Iterable[Any]) -> list[Any]:
+    """Returns the first items of a container, or none if it keeps changing."""
+    for _ in range(_TRIES):
+        with contextlib.suppress(RuntimeError):  # a thread changed its size
+            return list(itertools.islice(container, _MOST_ITEMS))
+    return []

@@ -27,7 +27,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,12 +42,12 @@ from keras_fastdata._modules import (
 from keras_fastdata.building import seeding
 from keras_fastdata.building.attributes import (
     attributes_of,
+    first_items,
     has_attributes,
     slots_of,
 )
 
 _MOST_VISITED = 20_000  # objects in one search
-_TRIES = 3  # to read a container that another thread changes
 _MOST_ITEMS = 1_000  # of a container
 _MOST_GROWING = 32  # containers whose growth is noticed
 _MOST_WATCHED = 64  # items of containers whose replacement is noticed
@@ -510,20 +510,20 @@ def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
     """Yields (name, object) for each object that `value` contains."""
     items: Any = ()
     if isinstance(value, dict):
-        for number, key in enumerate(_first_items(dict.keys(value))):
+        for number, key in enumerate(first_items(dict.keys(value))):
             name = _key_name(key, number)
             if type(key) not in _PLAIN_KEYS:
                 yield f"{{{name}}}", key
             yield f"[{name}]", dict.get(value, key)
     elif isinstance(value, (list, tuple, collections.deque)):
-        items = _first_items(value)
+        items = first_items(value)
     elif isinstance(value, (set, frozenset)):
         # The order of a set depends on addresses.
-        for item in sorted(_first_items(value), key=_class_name):
+        for item in sorted(first_items(value), key=_class_name):
             yield "{}", item
     elif isinstance(value, np.ndarray):
         if value.dtype == object:
-            items = _first_items(value.flat)
+            items = first_items(value.flat)
     elif isinstance(value, types.FunctionType):
         yield ".__defaults__", value.__defaults__
         yield ".__kwdefaults__", value.__kwdefaults__
@@ -542,7 +542,7 @@ def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
         yield ".__self__", value.__self__
     elif isinstance(value, _OF_PYTHON):
         # There is no other access to everything that these keep.
-        items = _first_items(gc.get_referents(value))
+        items = first_items(gc.get_referents(value))
     for number, item in enumerate(items):
         yield f"[{number}]", item
     if isinstance(value, (type, types.ModuleType)):
@@ -556,14 +556,6 @@ def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
     for slot in slots_of(kind):
         with contextlib.suppress(AttributeError):  # not assigned
             yield f".{slot.__name__}", slot.__get__(value)
-
-
-def _first_items(container: Iterable[Any]) -> list[Any]:
-    """Returns the first items of a container, or none if it keeps changing."""
-    for _ in range(_TRIES):
-        with contextlib.suppress(RuntimeError):  # a thread changed its size
-            return list(itertools.islice(container, _MOST_ITEMS))
-    return []
 
 
 def _key_name(key: Any, number: int) -> str:
@@ -596,7 +588,7 @@ def _named_by(
                     yield from _globals_of(found, names | {name})
         return
     if isinstance(value, types.ModuleType):
-        own = _first_items(vars(value))
+        own = first_items(vars(value))
         names = frozenset(name for name in own if not name.startswith("__"))
         yield from _globals_of(vars(value), names)
         return

@@ -30,7 +30,6 @@ import enum
 import functools
 import importlib.abc
 import importlib.machinery
-import itertools
 import logging
 import operator
 import pathlib
@@ -43,6 +42,7 @@ from typing import Any
 
 import numpy as np
 
+from keras_fastdata.building.attributes import first_items
 from keras_fastdata.building.referred_names import (
     ABSENT,
     ItemKey,
@@ -319,11 +319,9 @@ def _content(value: Any) -> Any:
             return repr(value)
         if kind in _NAMESPACES:
             value = vars(value)
-        items: Iterable[Any] = itertools.islice(value, _MOST_ITEMS)
+        items = first_items(value)
         if isinstance(value, dict):
-            items = itertools.chain.from_iterable(
-                itertools.islice(value.items(), _MOST_ITEMS)
-            )
+            items += first_items(value.values())
         return _Items(len(value), items)
     return checksum_of(value) if kind is np.ndarray else None
 

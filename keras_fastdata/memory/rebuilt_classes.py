@@ -37,6 +37,8 @@ def completed(cls: type, reduced: Reduced) -> Reduced:
     if isinstance(cls, enum.EnumType):
         reduced = _with_members(cls, reduced)
     make, args, *rest = reduced
+    # Pickle adds it to the class of each object that it has pickled.
+    rest[0][0].pop("__slotnames__", None)
     if typing.is_typeddict(cls):
         # In Python 3.11, one that inherits from others has `dict` as its base.
         kind, name, _, *others = args

@@ -25,7 +25,7 @@ from keras_fastdata import FastPyDataset
 from keras_fastdata._modules import is_users
 from keras_fastdata.building.code_names import Root, names_of
 from keras_fastdata.building.referred_names import variables_of
-from keras_fastdata.engine import sent_code
+from keras_fastdata.engine import outside_state, sent_code
 from keras_fastdata.engine.fingerprint import _is_installed
 from keras_fastdata.engine.outside_state import OutsideState
 
@@ -460,6 +460,37 @@ def test_an_item_of_a_container_that_holds_an_array_is_watched(
         if isinstance(value, list):
             value.pop()
         assert state.notice_changes()
+
+
+@pytest.mark.parametrize("make", [dict, set, collections.deque])
+def test_a_container_may_grow_in_another_thread_during_a_look(make, patch):
+    class Item:
+        """May be referred to weakly."""
+
+    held = make([(Item(), Item())])
+    weakly = outside_state._weakly
+
+    def weakly_while_it_grows(value):
+        if isinstance(value, (Item, tuple)):
+            grow = getattr(held, "add", None) or getattr(held, "append", None)
+            (grow or held.setdefault)((Item(), Item()))
+        return weakly(value)
+
+    dataset, state = Holds(0, lambda *_: len(held)), OutsideState()
+    patch.setattr(outside_state, "_weakly", weakly_while_it_grows)
+    state.look(dataset, is_shared=True)
+    assert state.notice_changes()
+
+
+def test_a_pickled_object_changes_no_digest_of_code():
+    class Tool:
+        """Pickle adds an attribute to its class."""
+
+    with Holds(Tool(), lambda *_: 0, **PROCESSES) as dataset:
+        before = sent_code.digest_of(dataset)
+        list(dataset)
+        assert "__slotnames__" in vars(Tool)
+        assert sent_code.digest_of(dataset) == before
 
 
 def test_none_in_place_of_an_object_that_is_gone_is_a_change(patch):
