@@ -14,19 +14,24 @@ from typing import Any
 import cloudpickle
 
 from keras_fastdata._modules import has_no_module, is_users_code
+from keras_fastdata.building.attributes import attributes_of
 from keras_fastdata.building.code_names import CodeNames, Root, Target
 
 
 class Assignments:
     """Collects what functions assign and edit.
 
+    Args:
+        dataset: The `self` of the methods of its class.
+
     Attributes:
         keeps_results: Whether code in modules keeps what it has computed, in
             variables or by `lru_cache`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dataset: Any) -> None:
         self.keeps_results = False
+        self._dataset = dataset
         self._variables: set[tuple[int, str]] = set()  # by the owner's id
         self._containers: set[int] = set()  # ids
         # What methods assign of their class and their object, by class.
@@ -54,15 +59,18 @@ class Assignments:
                 self._of_methods.setdefault(kind, set()).add(target)
             if target.root is Root.SELF and len(target.names) == 1:
                 continue
-            owner = _owner_of(target, function, kind)
+            owner = self._owner_of(target, function, kind)
             if owner is not None:
                 self._variables.add((id(owner), target.names[-1]))
                 self.note_result(home, owner)
         for target in names.edited:
-            container = _held_at(target, function, kind)
+            container = self._held_at(target, function, kind)
             if container is not None:
                 self._containers.add(id(container))
-                self.note_result(home, _owner_of(target, function, kind))
+                owner = self._owner_of(target, function, kind)
+                own = attributes_of(self._dataset)
+                if owner is not self._dataset or target.names[0] not in own:
+                    self.note_result(home, owner)
 
     def note_result(self, home: str, owner: Any = None) -> None:
         """Notes that code of the module `home` keeps a result in `owner`."""
@@ -94,6 +102,39 @@ class Assignments:
         of_self = self._is_of_methods(type(owner), Target(Root.SELF, (name,)))
         return of_self or id(value) in self._containers
 
+    def _owner_of(
+        self, target: Target, function: types.FunctionType, kind: type | None
+    ) -> Any:
+        """Returns what has a variable: a dict, a cell, a class or an object."""
+        *owners, name = target.names or ("",)
+        if target.root is Root.OUTER and not owners:
+            return cells_of(function).get(name)
+        held = Target(target.root, tuple(owners))
+        owner = self._held_at(held, function, kind)
+        return vars(owner) if isinstance(owner, types.ModuleType) else owner
+
+    def _held_at(
+        self, target: Target, function: types.FunctionType, kind: type | None
+    ) -> Any:
+        """Returns the object that code names, or `None` if it is not known."""
+        names = target.names
+        owner: Any = None
+        if target.root is Root.GLOBAL:
+            owner = function.__globals__
+        elif target.root is Root.OUTER:
+            with contextlib.suppress(KeyError, ValueError):  # not assigned yet
+                owner = cells_of(function)[names[0]].cell_contents
+            names = names[1:]
+        elif target.root is Root.SELF and isinstance(self._dataset, kind or ()):
+            owner = self._dataset
+        elif target.root is Root.CLASS or target.root is Root.SELF:
+            owner = kind
+        for name in names:
+            if owner is None:
+                break
+            owner = _part_of(owner, name)
+        return owner
+
     def _is_of_methods(self, kind: type, target: Target) -> bool:
         return any(
             target in targets and (k in kind.__mro__ or kind in k.__mro__)
@@ -115,38 +156,6 @@ def cells_of(function: types.FunctionType) -> dict[str, types.CellType]:
     """Returns the variables of outer functions that a function uses."""
     free, cells = function.__code__.co_freevars, function.__closure__ or ()
     return dict(zip(free, cells, strict=True))
-
-
-def _owner_of(
-    target: Target, function: types.FunctionType, kind: type | None
-) -> Any:
-    """Returns what has a variable: a dict, a cell, a class or an object."""
-    *owners, name = target.names or ("",)
-    if target.root is Root.OUTER and not owners:
-        return cells_of(function).get(name)
-    owner = _held_at(Target(target.root, tuple(owners)), function, kind)
-    return vars(owner) if isinstance(owner, types.ModuleType) else owner
-
-
-def _held_at(
-    target: Target, function: types.FunctionType, kind: type | None
-) -> Any:
-    """Returns the object that code names, or `None` if it is not known."""
-    names = target.names
-    owner: Any = None
-    if target.root is Root.GLOBAL:
-        owner = function.__globals__
-    elif target.root is Root.OUTER:
-        with contextlib.suppress(KeyError, ValueError):  # not assigned yet
-            owner = cells_of(function)[names[0]].cell_contents
-        names = names[1:]
-    elif target.root is Root.CLASS or target.root is Root.SELF:
-        owner = kind
-    for name in names:
-        if owner is None:
-            break
-        owner = _part_of(owner, name)
-    return owner
 
 
 def _part_of(owner: Any, name: str) -> Any:

@@ -47,6 +47,7 @@ _LEAVES = (str, bytes, int, float, complex, type(None), np.ndarray, np.generic)
 _CONTAINERS = (list, tuple, dict, collections.deque)
 _KEYS = (str, bytes, int, float, type(None))
 
+SELF = "self"  # begins the path to what the dataset itself holds
 ABSENT = object()  # the value of a variable that has none
 
 
@@ -109,8 +110,8 @@ class Referred(NamedTuple):
 
 def variables_of(dataset: Any) -> Referred:
     """Returns the variables that a dataset's batches can depend on."""
-    search = _VariableSearch(type(dataset))
-    search.value(dataset)
+    search = _VariableSearch(dataset)
+    search.value(dataset, "", (SELF,))
     search.search_held_modules()
     return Referred(list(search.found()), search.assignments.keeps_results)
 
@@ -126,10 +127,10 @@ class _FoundVariable(NamedTuple):
 class _VariableSearch:
     """Collects the variables that code refers to directly or indirectly."""
 
-    def __init__(self, dataset: type) -> None:
-        self.assignments = Assignments()
+    def __init__(self, dataset: Any) -> None:
+        self.assignments = Assignments(dataset)
         self._found: list[_FoundVariable] = []
-        self._dataset = dataset
+        self._dataset = type(dataset)
         self._kind: type | None = None  # the class that is searched
         self._seen: dict[Any, Any] = {}  # by id; keeps the values alive
         self._places: set[tuple[int, Path]] = set()
@@ -204,16 +205,19 @@ class _VariableSearch:
             return
         self._class(type(value))
         attributes = attributes_of(value)
-        if path and attributes:
+        # Builds change the attributes of this package's datasets.
+        is_ours = type(value).__module__.startswith("keras_fastdata.")
+        if path and path != (SELF,) and attributes and not is_ours:
             self._note_size(attributes)
         for name in list(attributes):
             if name == PRIVATE:
                 continue
-            if path:
+            if path and not is_ours:
                 read = functools.partial(attributes.__getitem__, name)
                 self._note(read, value, name, module, (*path, name))
             else:
-                self.value(attributes.get(name))
+                part = attributes.get(name)
+                self.value(part, module, (*path, name) if path else ())
         kind: Any = type(value)
         for slot in slots_of(kind):
             read = functools.partial(slot.__get__, value)

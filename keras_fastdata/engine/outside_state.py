@@ -45,6 +45,7 @@ import numpy as np
 from keras_fastdata.building.attributes import first_items
 from keras_fastdata.building.referred_names import (
     ABSENT,
+    SELF,
     ItemKey,
     Path,
     Referred,
@@ -52,7 +53,7 @@ from keras_fastdata.building.referred_names import (
     name_of,
     variables_of,
 )
-from keras_fastdata.engine.sent_code import checksum_of, digest_of
+from keras_fastdata.engine.sent_digest import checksum_of, digest_of
 from keras_fastdata.workers.base import ONCE
 
 _MOST_ITEMS = 1000  # of a plain value, in all; so many bytes are one
@@ -105,8 +106,8 @@ class OutsideState:
         self._seen: list[_SeenVariable] = []
         self._error_state: dict[str, Any] = dict(np.geterr())
         self._lost: set[str] = set()
-        # Of the dataset; `None` where the builds see all changes of code.
-        self._code: bytes | None = None
+        # Of what is sent; `None` where the builds see all changes themselves.
+        self._digest: bytes | None = None
         self._dataset: Callable[[], Any] = lambda: None
 
     def look(
@@ -134,8 +135,11 @@ class OutsideState:
             referred = Referred([], keeps_results=False)
         self._keeps_results = referred.keeps_results
         for variable in referred.variables:
-            if variable.is_assigned and not is_here:
+            by_code = variable.is_assigned or variable.is_edited
+            if not is_here and variable.is_assigned:
                 continue  # each process assigns its own
+            if is_here and variable.path[:1] == (SELF,) and by_code:
+                continue
             value = variable.value
             self._seen.append(_SeenVariable(variable, value))
             if variable.by_value:
@@ -148,9 +152,11 @@ class OutsideState:
                 kind = _kind_of(value)
                 kinds.setdefault(variable.module, {})[variable.path] = kind
         self.told = Told(self._settings(), values, kinds)
-        self._code = None if is_here else digest_of(dataset)
-        if self._code is not None and self._code != digest_of(dataset):
-            self._code = None  # it differs each time
+        self._digest = None if is_here else digest_of(dataset)
+        if self._digest is not None and self._digest != digest_of(dataset):
+            self._digest = None  # it differs each time
+        if self._digest is not None:
+            self._seen = [s for s in self._seen if SELF not in s.variable.path]
 
     def notice_changes(self) -> Change:
         """Returns how the global state has changed since `look`.
@@ -164,7 +170,7 @@ class OutsideState:
             found = max(found, self._change_of(seen))
         if found < Change.BY_PROGRAM and (
             self.told.settings != self._settings()
-            or None is not self._code != digest_of(self._dataset())
+            or None is not self._digest != digest_of(self._dataset())
         ):
             return Change.BY_PROGRAM
         return found
@@ -174,6 +180,8 @@ class OutsideState:
         variable = seen.variable
         if self._is_here:
             by_builds = variable.is_assigned or variable.is_edited
+            # Builds may change the dataset in ways that nothing shows.
+            by_builds = by_builds or variable.path[:1] == (SELF,)
             return Change.BY_BUILDS if by_builds else Change.BY_PROGRAM
         if variable.by_value:
             return Change.BY_PROGRAM

@@ -15,6 +15,8 @@ import pytest
 from next_epoch_samples import (
     TIMEOUT_S,
     Hooked,
+    KeepsNotes,
+    LevelInside,
     LevelOutside,
     LevelsOutside,
     Noted,
@@ -172,6 +174,32 @@ def test_a_variable_set_amid_an_epoch_of_the_dataset_changes_the_next_batch(
         given = fitted(dataset, callbacks=[begins], epochs=6, steps_per_epoch=2)
     batches = [(*batch, step // 2) for step, batch in enumerate(every(2))]
     assert [row[:3] for row in given] == batches
+
+
+@everywhere
+@pytest.mark.backend
+def test_what_an_attribute_holds_may_be_edited_between_epochs(place, tmp_path):
+    """The program sets no attribute of the dataset itself."""
+
+    class Edit(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch < 2:
+                dataset.wait_for((epoch + 1, 0))
+            dataset.stages["first"][0].level += 1
+
+    dataset = LevelInside(tmp_path, **KINDS[place])
+    with dataset:
+        given = fitted(dataset, callbacks=[Edit()])
+    assert [row[:3] for row in given] == [(e, i, e) for e, i in every(3)]
+
+
+@everywhere
+def test_what_builds_keep_on_the_dataset_drops_no_batch_that_waits(
+    place, tmp_path
+):
+    with KeepsNotes(tmp_path, **KINDS[place]) as dataset:
+        fitted(dataset)
+    assert sorted(dataset.builds()) == every(3)
 
 
 def _edit_item(level):

@@ -74,3 +74,30 @@ class LevelsOutside(Noted):
         x, y = super().__getitem__(index)
         y[:, 2] = LEVELS["now"] + LEVELS["stages"][0].level
         return x, y
+
+
+class LevelInside(Noted):
+    """Takes the level from an object that it holds."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.stages = {"first": [Stage(0)]}
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        y[:, 2] = self.stages["first"][0].level
+        return x, y
+
+
+class KeepsNotes(Noted):
+    """Its builds count, and keep what they have made."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.count, self.seen, self.made = 0, [], {}
+
+    def __getitem__(self, index):
+        self.count += 1
+        self.seen.append(index)
+        self.made[index] = super().__getitem__(index)
+        return self.made[index]

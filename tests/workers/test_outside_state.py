@@ -25,7 +25,7 @@ from keras_fastdata import FastPyDataset
 from keras_fastdata._modules import is_users
 from keras_fastdata.building.code_names import Root, names_of
 from keras_fastdata.building.referred_names import variables_of
-from keras_fastdata.engine import outside_state, sent_code
+from keras_fastdata.engine import outside_state, sent_digest
 from keras_fastdata.engine.fingerprint import _is_installed
 from keras_fastdata.engine.outside_state import OutsideState
 
@@ -487,10 +487,10 @@ def test_a_pickled_object_changes_no_digest_of_code():
         """Pickle adds an attribute to its class."""
 
     with Holds(Tool(), lambda *_: 0, **PROCESSES) as dataset:
-        before = sent_code.digest_of(dataset)
+        before = sent_digest.digest_of(dataset)
         list(dataset)
         assert "__slotnames__" in vars(Tool)
-        assert sent_code.digest_of(dataset) == before
+        assert sent_digest.digest_of(dataset) == before
 
 
 def test_none_in_place_of_an_object_that_is_gone_is_a_change(patch):
@@ -811,19 +811,38 @@ def _made(kinds, _):
     return kinds[1]().factor
 
 
-def test_what_code_is_sent_does_not_depend_on_the_data_of_objects():
-    dataset = Holds({"data": [1]}, lambda *_: 0)
-    before = sent_code.digest_of(dataset)
-    assert before == sent_code.digest_of(dataset)
-    dataset.thing["data"].append(2)
-    assert sent_code.digest_of(dataset) == before
-    dataset.thing["code"] = lambda: 1
-    assert sent_code.digest_of(dataset) != before
+def test_what_is_sent_depends_on_small_data_and_on_code():
+    thing = {"data": [1], "array": np.zeros(1 << 18), "large": [0] * 2000}
+    dataset = Holds(thing, lambda *_: 0)
+    known = {sent_digest.digest_of(dataset)}
+    assert {sent_digest.digest_of(dataset)} == known
+    for count, edit in enumerate(
+        [
+            lambda: thing["data"].append(2),
+            lambda: thing["array"].fill(1),
+            lambda: thing.update(code=lambda: 1),
+        ]
+    ):
+        edit()
+        known.add(sent_digest.digest_of(dataset))
+        assert len(known) == count + 2
+    thing["large"][0] = 1
+    assert sent_digest.digest_of(dataset) in known
 
 
-def test_code_that_is_large_has_no_digest():
+@pytest.mark.parametrize("place", ["data", "code"])
+def test_the_code_of_much_data_and_the_first_of_much_code_are_compared(place):
     texts = [str(number) * 1000 for number in range(1000)]
-    assert sent_code.digest_of(Holds(0, lambda *_: texts)) is None
+    scale = [1]
+
+    def use(*_):
+        return scale, place == "code" and texts
+
+    dataset = Holds(texts if place == "data" else 0, use)
+    before = sent_digest.digest_of(dataset)
+    assert before == sent_digest.digest_of(dataset)
+    scale[0] = 2
+    assert before != sent_digest.digest_of(dataset)
 
 
 @pytest.mark.parametrize("cache", [None, "memory"])

@@ -1,10 +1,9 @@
-"""Computes a digest of the code that travels to workers with a dataset.
+"""Computes a digest of what travels to workers with a dataset.
 
 cloudpickle sends functions and classes of `__main__` along, with the globals
 that they use. The digest is that of such a pickle, so that whatever would be
-sent is looked at. The numbers, texts and arrays in the dataset's own attributes
-do not count; those that globals and classes hold do. Of large arrays only a
-sample is read, of other objects only the identity: tables, models and large
+sent is looked at: code, numbers, texts and small arrays. Of large arrays only a
+sample is read, and of other objects only the identity: tables, models and large
 containers are not read, and no method of the user's runs.
 """
 
@@ -17,6 +16,7 @@ import functools
 import hashlib
 import io
 import logging
+import mmap
 import types
 import zlib
 from collections.abc import Iterator
@@ -29,13 +29,15 @@ from keras_fastdata.building.attributes import attributes_of, slots_of
 from keras_fastdata.building.seeding import PRIVATE
 from keras_fastdata.memory import rebuilt_classes
 from keras_fastdata.memory.reducers import Pickler
+from keras_fastdata.memory.shared_arrays import owner_of
 
 _MOST_ITEMS = 1_000  # of a container that is looked at
 _MOST_CHARACTERS = 10_000  # of a text
 _MOST_BYTES = 1 << 20  # of an array that is read whole
-_FEW_BYTES = 1_000  # of an array whose content is pickled
+_MOST_READ = 1 << 25  # bytes of all arrays
+_FEW_BYTES = 1_000  # of an array whose identity does not count
 _MOST_SAMPLED = 1 << 16  # items of a larger array
-_MOST_PICKLED = 1 << 20  # bytes of the whole pickle
+_MOST_PICKLED = 1 << 20  # bytes of a pickle
 
 _TEXTS = (str, bytes, bytearray)
 _SCALARS = (int, float, complex, types.NoneType, np.generic)
@@ -63,35 +65,45 @@ _log = logging.getLogger("keras_fastdata")
 
 
 def digest_of(dataset: Any) -> bytes | None:
-    """Returns the digest; `None` if the code is large or cannot be pickled."""
-    stream = _Digest()
+    """Returns the digest; `None` if something cannot be pickled.
+
+    It is that of the data and the code, up to a limit for each.
+    """
+    data = _SentPickler(None)
     try:
-        objects = _CodePickler(stream)
-        objects.dump(dataset)
-        # Their globals may hold the dataset.
-        code = [obj for _, obj in objects.code.values()]
-        _CodePickler(stream, dataset).dump(code)
+        if data.is_cut_short(dataset):  # there may be more code
+            data = _SentPickler(None, has_data=False)
+            data.is_cut_short(dataset)
+        # Globals may hold the dataset.
+        code = _SentPickler(dataset)
+        code.is_cut_short(data.code)
     except Exception:
         # Objects of the user's may refuse to be looked into.
-        _log.debug("The code of a dataset:", exc_info=True)
+        _log.debug("What travels with a dataset:", exc_info=True)
         return None
-    return stream.hash.digest()
+    return data.digest + code.digest
 
 
 def checksum_of(array: np.ndarray[Any, Any]) -> tuple[Any, ...] | None:
     """Returns a checksum of an array, or of a sample of a large one.
 
-    Returns `None` for an array of objects, and a large one that is not in one
-    piece.
+    Returns `None` for an array of objects, for a large one that is not in one
+    piece, and for a large one in a file that is mapped into memory.
     """
     if array.dtype.hasobject:
         return None
     if array.nbytes > _MOST_BYTES:
-        if not array.flags.c_contiguous:
+        owner = owner_of(array)
+        is_mapped = isinstance(owner.base, mmap.mmap)
+        if not array.flags.c_contiguous or is_mapped:
             return None
         flat = array.reshape(-1)
         array = flat[:: max(1, flat.size // _MOST_SAMPLED)]
     return array.shape, zlib.crc32(array.tobytes())
+
+
+class _LimitError(Exception):
+    """A digest has reached its limit."""
 
 
 class _Digest(io.RawIOBase):
@@ -105,32 +117,52 @@ class _Digest(io.RawIOBase):
     def write(self, content: Any) -> int:
         self._left -= len(content)
         if self._left < 0:
-            raise OverflowError(f"more than {_MOST_PICKLED} bytes")
+            raise _LimitError
         self.hash.update(content)
         return len(content)
 
 
-class _CodePickler(Pickler):
-    """Pickles code, and the identity of everything else.
+class _SentPickler(Pickler):
+    """Pickles small data and code, and the identity of everything else.
 
     Args:
-        stream: Gets the pickle.
-        dataset: If it is given, the code itself is pickled and the data that
-            the code refers to, but not the dataset. Otherwise only collects the
-            dataset's classes and functions in `code`.
+        dataset: If it is given, pickles code and what the code refers to, but
+            not this dataset. Otherwise only numbers the functions and classes.
+        has_data: Whether to pickle data; if not, only collects code.
     """
 
-    def __init__(self, stream: _Digest, dataset: Any = None) -> None:
-        super().__init__(stream, protocol=5)
-        self.code: dict[int, tuple[int, Any]] = {}  # by id, each numbered
+    def __init__(self, dataset: Any, *, has_data: bool = True) -> None:
+        self._stream = _Digest()
+        super().__init__(self._stream, protocol=5)
+        self._code: dict[int, tuple[int, Any]] = {}  # by id, each numbered
         self._dataset = dataset
+        self._has_data = has_data
+        self._left = _MOST_READ
+
+    @property
+    def code(self) -> list[Any]:
+        """The functions and classes that were numbered."""
+        return [obj for _, obj in self._code.values()]
+
+    @property
+    def digest(self) -> bytes:
+        """The digest of what was pickled."""
+        return self._stream.hash.digest()
+
+    def is_cut_short(self, obj: Any) -> bool:
+        """Pickles an object; returns whether the limit was reached."""
+        try:
+            self.dump(obj)
+        except _LimitError:
+            return True
+        return False
 
     def persistent_id(self, obj: Any) -> Any:
         kind = type(obj)
         if self._dataset is None:
             if isinstance(obj, (type, types.FunctionType)):
-                new = len(self.code), obj
-                return self.code.setdefault(id(obj), new)[0]
+                new = len(self._code), obj
+                return self._code.setdefault(id(obj), new)[0]
         elif obj is self._dataset:
             return _identity(obj)
         if kind in _TEXTS:
@@ -138,13 +170,21 @@ class _CodePickler(Pickler):
         if kind in _CONTAINERS:
             return _identity(obj) if len(obj) > _MOST_ITEMS else None
         if isinstance(obj, np.ndarray):
-            if obj.nbytes <= _FEW_BYTES:
+            is_small = obj.nbytes <= _FEW_BYTES
+            if is_small and obj.dtype.hasobject:
                 return None
-            is_data = self._dataset is None or kind is not np.ndarray
-            return _identity(obj), None if is_data else checksum_of(obj)
+            identity = None if is_small else _identity(obj)
+            return identity, obj.dtype.str, self._checksum_of(obj)
         if isinstance(obj, _TAKEN_APART) or _is_open(kind):
             return None
         return _identity(obj)
+
+    def _checksum_of(self, array: Any) -> tuple[Any, ...] | None:
+        """Returns an array's checksum, as long as not too much was read."""
+        self._left -= min(array.nbytes, _MOST_BYTES)
+        if type(array) is not np.ndarray or self._left < 0:
+            return None
+        return checksum_of(array)
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
@@ -152,7 +192,7 @@ class _CodePickler(Pickler):
             parts = [
                 (name, value)
                 for name, value in _parts_of(obj)
-                if self._dataset is not None or not _is_data(value)
+                if self._has_data or not _is_data(value)
             ]
             items: Any = ()
             if isinstance(obj, dict):
@@ -175,10 +215,7 @@ def _parts_of(obj: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_data(value: Any) -> bool:
-    """Returns whether a value has no code in it: numbers, texts and arrays.
-
-    Whoever edits an object's data in place calls `mark_changed`.
-    """
+    """Returns whether a value has no code in it: numbers, texts and arrays."""
     kind = type(value)
     if kind in _CONTAINERS:
         if len(value) > _MOST_ITEMS:
