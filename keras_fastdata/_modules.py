@@ -64,8 +64,10 @@ def is_users_code(name: Any) -> bool:
 
 def is_users_class(kind: type) -> bool:
     """Returns whether a class is part of the user's program."""
-    if kind.__module__ == "builtins":  # also if its globals have no name
-        return bool(kind.__flags__ & MADE_BY_CODE)
+    # Also if its globals have no name, or `dataclasses.make_dataclass` made it.
+    if kind.__module__ in ("builtins", "types"):
+        is_known = getattr(types, kind.__name__, None) is kind
+        return bool(kind.__flags__ & MADE_BY_CODE) and not is_known
     return is_users_code(kind.__module__)
 
 

@@ -9,17 +9,35 @@ from __future__ import annotations
 import contextlib
 import inspect
 import types
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 
-from keras_fastdata._modules import has_no_module, is_users_code
+from keras_fastdata._modules import (
+    has_no_module,
+    is_users_class,
+    is_users_code,
+    names_in,
+)
 from keras_fastdata.building.attributes import attributes_of
 from keras_fastdata.building.code_names import CodeNames, Root, Target
 
 
+class _FoundFunction(NamedTuple):
+    """A function that was found."""
+
+    function: types.FunctionType
+    names: CodeNames
+    home: str  # the name of its module
+    kind: type | None  # its class, if it is a method
+
+
 class Assignments:
-    """Collects what functions assign and edit.
+    """Collects what functions assign and edit that builds may call.
+
+    Builds call functions that something holds, special methods, methods that
+    replace those of a library's class, and what is named by code that builds
+    run. Others are for the program: a method `set_strength`.
 
     Args:
         dataset: The `self` of the methods of its class.
@@ -32,10 +50,21 @@ class Assignments:
     def __init__(self, dataset: Any) -> None:
         self.keeps_results = False
         self._dataset = dataset
+        self._functions: list[_FoundFunction] = []
+        # The names of functions in their modules and classes, by id; "" if
+        # something else holds a function.
+        self._known_as: dict[int, set[str]] = {}
         self._variables: set[tuple[int, str]] = set()  # by the owner's id
         self._containers: set[int] = set()  # ids
         # What methods assign of their class and their object, by class.
         self._of_methods: dict[type, set[Target]] = {}
+
+    def name(self, function: types.FunctionType, name: str) -> None:
+        """Notes the name of a function in its module or class.
+
+        It is "" if an attribute, a container or the like holds the function.
+        """
+        self._known_as.setdefault(id(function), set()).add(name)
 
     def note(
         self,
@@ -44,7 +73,7 @@ class Assignments:
         home: str,
         kind: type | None,
     ) -> None:
-        """Notes what a function assigns and edits.
+        """Notes that a function was found.
 
         Args:
             function: The function.
@@ -52,6 +81,36 @@ class Assignments:
             home: The name of its module.
             kind: Its class, if it is a method.
         """
+        self._functions.append(_FoundFunction(function, names, home, kind))
+
+    def follow(self) -> None:
+        """Follows the functions that builds may call. To be called once."""
+        used: set[str] = set()
+        waiting = self._functions
+        while True:
+            left = [found for found in waiting if not self._runs(found, used)]
+            if len(left) == len(waiting):
+                break
+            for found in waiting:
+                if found not in left:
+                    used |= names_in(found.function.__code__)
+                    self._take(found)
+            waiting = left
+
+    def _runs(self, found: _FoundFunction, used: set[str]) -> bool:
+        """Returns whether builds may call a function, given the names used."""
+        bases = () if found.kind is None else found.kind.__mro__
+        return any(
+            name == ""
+            or name in used
+            or (name.startswith("__") and name.endswith("__"))
+            or any(name in vars(b) for b in bases if not is_users_class(b))
+            for name in self._known_as.get(id(found.function), {""})
+        )
+
+    def _take(self, found: _FoundFunction) -> None:
+        """Collects what a function assigns and edits."""
+        function, names, home, kind = found
         for target in names.assigned:
             of_method = target.root in (Root.SELF, Root.CLASS)
             # No batch depends on what an object has before `__init__`.

@@ -33,18 +33,27 @@ from keras_fastdata.building.assignments import (
     cells_of,
     is_by_value,
 )
-from keras_fastdata.building.attributes import attributes_of, slots_of
+from keras_fastdata.building.attributes import (
+    attributes_of,
+    first_items,
+    slots_of,
+)
 from keras_fastdata.building.code_names import names_of
 from keras_fastdata.building.seeding import PRIVATE
 
-_MOST_VISITS = 2000  # classes, functions and objects that are searched
-_MOST_ITEMS = 100  # of a container that is searched
+_MOST_VISITS = 20_000  # classes, functions and objects that are searched
+_MOST_FOUND = 5_000  # variables
+_MOST_ITEMS = 1_000  # of a container that is searched
 # Methods of a dataset that do not run in workers.
 _RUN_HERE = ("__init__", "on_epoch_begin", "on_epoch_end")
 # What may change of a function that travels by value.
 _OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
 _LEAVES = (str, bytes, int, float, complex, type(None), np.ndarray, np.generic)
 _CONTAINERS = (list, tuple, dict, collections.deque)
+_OPEN = (
+    *(types.SimpleNamespace, argparse.Namespace),
+    *(collections.UserDict, collections.UserList, collections.ChainMap),
+)
 _KEYS = (str, bytes, int, float, type(None))
 
 SELF = "self"  # begins the path to what the dataset itself holds
@@ -57,7 +66,14 @@ class ItemKey(NamedTuple):
     key: Any
 
 
-Path = tuple[str | ItemKey, ...]  # such as ("Config", "SCALE")
+class CellName(NamedTuple):
+    """The name of an outer variable of a function."""
+
+    name: str
+
+
+Step = str | ItemKey | CellName
+Path = tuple[Step, ...]  # such as ("Config", "SCALE")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,11 +110,13 @@ class Variable:
 
 def name_of(module: str, path: Path) -> str:
     """Returns a path in a module as Python code."""
-    steps = [
-        f"[{step.key!r}]" if isinstance(step, ItemKey) else f".{step}"
-        for step in path
-    ]
-    return module + "".join(steps)
+    name = module
+    for step in path:
+        if isinstance(step, ItemKey):
+            name += f"[{step.key!r}]"
+        else:
+            name += f".{step if isinstance(step, str) else step.name}"
+    return name
 
 
 class Referred(NamedTuple):
@@ -113,6 +131,7 @@ def variables_of(dataset: Any) -> Referred:
     search = _VariableSearch(dataset)
     search.value(dataset, "", (SELF,))
     search.search_held_modules()
+    search.assignments.follow()
     return Referred(list(search.found()), search.assignments.keeps_results)
 
 
@@ -157,11 +176,12 @@ class _VariableSearch:
         if isinstance(value, types.ModuleType):
             self._modules.append(value)
         elif isinstance(value, types.FunctionType):
-            self._function(value)
+            self.assignments.name(value, "")
+            self._function(value, module, path)
         elif isinstance(value, type):
             self._class(value)
         elif type(value) in _CONTAINERS:
-            if len(value) <= _MOST_ITEMS and self._is_new(value, bool(path)):
+            if self._is_new(value, bool(path)):
                 self._items(value, module, path)
         elif _is_users_object(value):
             self._object(value, module, path)
@@ -190,7 +210,9 @@ class _VariableSearch:
 
     def _items(self, value: Any, module: str, path: Path) -> None:
         is_mapping = isinstance(value, dict)
-        items = list(dict.items(value) if is_mapping else enumerate(value))
+        items = first_items(
+            dict.items(value) if is_mapping else enumerate(value)
+        )
         # One that holds nothing else is compared and sent whole.
         are_leaves = all(isinstance(item, _LEAVES) for _, item in items)
         for key, item in items:
@@ -227,8 +249,8 @@ class _VariableSearch:
             else:
                 with contextlib.suppress(AttributeError):  # not assigned
                     self.value(read())
-        if isinstance(value, dict) and len(value) <= _MOST_ITEMS:
-            for key in list(dict.keys(value)):
+        if isinstance(value, dict):
+            for key in first_items(dict.keys(value)):
                 read = functools.partial(dict.__getitem__, value, key)
                 if path and isinstance(key, _KEYS):
                     self._note(read, value, "", module, (*path, ItemKey(key)))
@@ -263,7 +285,9 @@ class _VariableSearch:
                 read = functools.partial(vars(kind).__getitem__, name)
                 self._note(read, kind, name, home, (*top, name))
 
-    def _function(self, function: types.FunctionType) -> None:
+    def _function(
+        self, function: types.FunctionType, module: str, path: Path
+    ) -> None:
         if not self._is_new(function):
             return
         self.value(getattr(function, "__wrapped__", None))
@@ -271,22 +295,18 @@ class _VariableSearch:
         self.value(function.__kwdefaults__)
         variables = function.__globals__
         home = str(variables.get("__name__"))
-        top = tuple(function.__qualname__.split("."))
-        by_value = is_by_value(home, top)
-        self._cells(function, is_nested=home == "__main__" or "<locals>" in top)
-        if by_value:
-            for name in _OF_FUNCTIONS:
-                read = functools.partial(getattr, function, name)
-                self._add(Variable(read, (), home, True))
+        if not path or is_by_value(module, path):
+            module, path = home, tuple(function.__qualname__.split("."))
+        self._parts_of_function(function, module, path)
         if not is_users_code(home):
             return
         attributes = function.__dict__
-        if by_value:
+        if is_by_value(module, path):
             self._note_size(attributes)
         for name in list(attributes):
             if name != "__wrapped__":
                 read = functools.partial(attributes.__getitem__, name)
-                self._note(read, function, name, home, (*top, name))
+                self._note(read, function, name, module, (*path, name))
         code, package = function.__code__, variables.get("__package__")
         names, every = names_of(code, package), names_in(code)
         self._names |= every
@@ -298,14 +318,22 @@ class _VariableSearch:
         for name in names.imported:
             self._module(sys.modules.get(name), every)
 
-    def _cells(self, function: types.FunctionType, is_nested: bool) -> None:
-        """Collects the outer variables of a function."""
+    def _parts_of_function(
+        self, function: types.FunctionType, module: str, path: Path
+    ) -> None:
+        """Collects the outer variables and the default values of a function."""
+        by_value = is_by_value(module, path)
         for name, cell in cells_of(function).items():
+            there = (*path, CellName(name))
             with contextlib.suppress(ValueError):  # not assigned yet
-                self.value(cell.cell_contents, "", (name,) * is_nested)
-            if is_nested and self._is_new(cell):
+                self.value(cell.cell_contents, module, there)
+            if self._is_new(cell):
                 read = functools.partial(getattr, cell, "cell_contents")
-                self._add(Variable(read, (name,), "", True), cell, name)
+                self._add(Variable(read, there, module, by_value), cell, name)
+        for name in _OF_FUNCTIONS:
+            if by_value or name != "__code__":
+                read = functools.partial(getattr, function, name)
+                self._add(Variable(read, (*path, name), module, by_value))
 
     def _module(self, module: Any, names: frozenset[str]) -> None:
         """Collects a module's variables whose names are in `names`."""
@@ -332,14 +360,23 @@ class _VariableSearch:
         path: Path,
     ) -> None:
         place = id(owner), path
-        if place in self._places or len(self._found) >= _MOST_VISITS:
+        if place in self._places or len(self._found) >= _MOST_FOUND:
             return
         self._places.add(place)
         variable = Variable(read, path, module, is_by_value(module, path))
         self._add(variable, owner, name)
         value = variable.value
+        function = value
+        if isinstance(value, (staticmethod, classmethod)):
+            function = value.__func__
+        if isinstance(function, types.FunctionType) and (
+            isinstance(owner, type)
+            or (isinstance(owner, dict) and "__name__" in owner)
+        ):
+            self.assignments.name(function, name)
+            self._function(function, module, path)
         # The function that names a module uses it under its names alone.
-        if len(path) > 1 or not isinstance(value, types.ModuleType):
+        elif len(path) > 1 or not isinstance(value, types.ModuleType):
             self.value(value, module, path)
 
     def _add(
@@ -372,7 +409,7 @@ def _is_users_object(value: Any) -> bool:
     if isinstance(value, weakref.ref):
         return False
     kind = type(value)
-    if kind in (types.SimpleNamespace, argparse.Namespace):
+    if isinstance(value, _OPEN):
         return True
     return is_users_class(kind) or kind.__module__.startswith("keras_fastdata.")
 

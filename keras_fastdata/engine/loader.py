@@ -289,7 +289,6 @@ class Loader:
                 self._fetcher.finish(abandoned, Finish.ABANDONED)
         # Not after a wait: asking for the length may itself be a change.
         if fetch.phase is NEW:
-            # Keras may have fetched batches before the callbacks' first hooks.
             is_due = self.changes.take_expected() or not epoch.delivered
             change = self._factory.notice_changes(dataset, is_due)
             if change or self.changes.are_new:

@@ -23,6 +23,7 @@ concerns only batches that were built ahead.
 from __future__ import annotations
 
 import argparse
+import array
 import collections
 import contextlib
 import dataclasses
@@ -42,13 +43,21 @@ from typing import Any
 
 import numpy as np
 
-from keras_fastdata.building.attributes import first_items
+from keras_fastdata._modules import is_users_class
+from keras_fastdata.building.assignments import cells_of, is_by_value
+from keras_fastdata.building.attributes import (
+    attributes_of,
+    first_items,
+    slots_of,
+)
 from keras_fastdata.building.referred_names import (
     ABSENT,
     SELF,
+    CellName,
     ItemKey,
     Path,
     Referred,
+    Step,
     Variable,
     name_of,
     variables_of,
@@ -135,16 +144,16 @@ class OutsideState:
             referred = Referred([], keeps_results=False)
         self._keeps_results = referred.keeps_results
         for variable in referred.variables:
+            value = variable.value
             by_code = variable.is_assigned or variable.is_edited
-            if not is_here and variable.is_assigned:
-                continue  # each process assigns its own
             if is_here and variable.path[:1] == (SELF,) and by_code:
                 continue
-            value = variable.value
             self._seen.append(_SeenVariable(variable, value))
-            if variable.by_value:
+            if variable.by_value or _is_of_process(variable):
                 continue
-            if _is_plain(value):
+            if variable.is_assigned and (made := _as_made(value)) is not None:
+                values.setdefault(variable.module, {})[variable.path] = made
+            elif _is_plain(value):
                 values.setdefault(variable.module, {})[variable.path] = value
             elif _is_of_main(value):
                 self._lose(variable)
@@ -183,9 +192,14 @@ class OutsideState:
             # Builds may change the dataset in ways that nothing shows.
             by_builds = by_builds or variable.path[:1] == (SELF,)
             return Change.BY_BUILDS if by_builds else Change.BY_PROGRAM
+        if _is_of_process(variable):
+            return Change.NONE
         if variable.by_value:
             return Change.BY_PROGRAM
-        if not _is_plain(variable.value) and not seen.differs_in_items:
+        value = variable.value
+        if not _is_plain(value) and not (
+            seen.differs_in_items or _as_made(value) is not None
+        ):
             self._lose(variable)
         return Change.IN_MODULES if self._keeps_results else Change.BY_PROGRAM
 
@@ -215,7 +229,7 @@ class _SeenVariable:
 
     def __init__(self, variable: Variable, value: Any) -> None:
         self.variable = variable
-        self._content = _content(value)
+        self._content = self._content_of(value)
         self._value = value if _is_plain(value) else _weakly(value)
         self._is_weak = self._value is not value
 
@@ -225,7 +239,7 @@ class _SeenVariable:
 
         Its items are variables as well, if they are few.
         """
-        content = _content(value := self.variable.value)
+        content = self._content_of(value := self.variable.value)
         return (
             self.variable.has_items
             and (_weakly(value) if self._is_weak else value) is self._value
@@ -234,12 +248,17 @@ class _SeenVariable:
             and len(content) == len(self._content)
         )
 
+    def _content_of(self, value: Any) -> Any:
+        if self.variable.is_assigned and (made := _as_made(value)) is not None:
+            return repr(made.attributes)
+        return _content(value)
+
     def has_changed(self) -> bool:
         value = self.variable.value
         # Not what a weak reference refers to: `None`, if that is gone.
         if (_weakly(value) if self._is_weak else value) is self._value:
             return self._content is not None and (
-                self._content != _content(value)
+                self._content != self._content_of(value)
             )
         is_plain = not self._is_weak and _is_plain(value)
         return not (is_plain and _is_equal(value, self._value))
@@ -299,6 +318,58 @@ def _is_plain(value: Any) -> bool:
     return True
 
 
+@dataclasses.dataclass(frozen=True)
+class _Made:
+    """Describes an object that the user's code makes when it is first needed.
+
+    A worker makes the object if it does not have it yet.
+    """
+
+    module: str  # of the object's class
+    name: str  # of that class
+    attributes: dict[str, Any]
+
+    def make(self) -> Any:
+        names = self.name.split(".")
+        found: Any = functools.reduce(getattr, names, sys.modules[self.module])
+        made = object.__new__(found)
+        vars(made).update(self.attributes)
+        return made
+
+
+def _as_made(value: Any) -> _Made | None:
+    """Describes an object of a class of the user's, if it has plain values."""
+    kind: Any = type(value)
+    attributes = attributes_of(value)
+    if (
+        not is_users_class(kind)
+        or is_by_value(kind.__module__, tuple(kind.__qualname__.split(".")))
+        or kind.__reduce_ex__ is not object.__reduce_ex__
+        or kind.__basicsize__ != _PlainObject.__basicsize__
+        or slots_of(kind)
+        or not _is_plain(attributes)
+    ):
+        return None
+    return _Made(kind.__module__, kind.__qualname__, attributes)
+
+
+class _PlainObject:
+    """Has a `__dict__` and weak references, and nothing else."""
+
+
+def _is_of_process(variable: Variable) -> bool:
+    """Returns whether each process sets a variable for itself.
+
+    Those are flags and counters that code assigns. But what code makes when it
+    is first needed, such as a dict of settings, the program may then fill.
+    """
+    if not variable.is_assigned:
+        return False
+    value = variable.value
+    is_filled = type(value) in (*_CONTAINERS, *_MAPPINGS) and bool(value)
+    return not (is_filled and _is_plain(value)) and _as_made(value) is None
+
+
 def _is_of_main(value: Any) -> bool:
     """Returns whether `__main__` defines a value or the value's class."""
     is_named = isinstance(value, (type, types.FunctionType))
@@ -331,7 +402,8 @@ def _content(value: Any) -> Any:
         if isinstance(value, dict):
             items += first_items(value.values())
         return _Items(len(value), items)
-    return checksum_of(value) if kind is np.ndarray else None
+    is_array = kind in (np.ndarray, array.array, bytearray)
+    return checksum_of(value) if is_array else None
 
 
 class _Items:
@@ -404,11 +476,12 @@ def _tell(name: str) -> None:
         with contextlib.suppress(Exception):  # the user's class may refuse
             *owners, last = path
             owner = functools.reduce(_part_of, owners, module)
-            if not _is_equal(_part_of(owner, last), value):
-                if isinstance(last, ItemKey):
-                    owner[last.key] = value
-                else:
-                    setattr(owner, last, value)
+            before = _part_of(owner, last)
+            if not isinstance(value, _Made):
+                if not _is_equal(before, value):
+                    _set_part(owner, last, value)
+            elif before is None or before is ABSENT:
+                _set_part(owner, last, value.make())
     for path, kind in _AfterImport.told.kinds.get(name, {}).items():
         with contextlib.suppress(Exception):  # it may be made later
             value = functools.reduce(_part_of, path, module)
@@ -420,10 +493,21 @@ def _tell(name: str) -> None:
         _set(name, module, settings)
 
 
-def _part_of(owner: Any, step: str | ItemKey) -> Any:
+def _set_part(owner: Any, step: Step, value: Any) -> None:
+    if isinstance(step, ItemKey):
+        owner[step.key] = value
+    elif isinstance(step, CellName):
+        cells_of(owner)[step.name].cell_contents = value
+    else:
+        setattr(owner, step, value)
+
+
+def _part_of(owner: Any, step: Step) -> Any:
     """Returns an item, or an attribute that the object itself has."""
     if isinstance(step, ItemKey):
         return owner[step.key]
+    if isinstance(step, CellName):
+        return cells_of(owner)[step.name].cell_contents
     kept = getattr(owner, "__dict__", {})
     # That of a slot is not in there, and an inherited one is not its own.
     is_slot = isinstance(

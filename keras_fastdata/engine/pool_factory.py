@@ -43,7 +43,8 @@ class PoolFactory:
         """Returns what may have changed without anybody telling, if `is_due`.
 
         These are changes of the global state outside the dataset, and what a
-        hook has changed in place.
+        hook has changed in place. Keras may have fetched an epoch's first batch
+        before the first hooks of callbacks.
         """
         if not is_due:
             return Change.NONE

@@ -10,6 +10,7 @@ containers are not read, and no method of the user's runs.
 from __future__ import annotations
 
 import argparse
+import array
 import collections
 import contextlib
 import functools
@@ -25,7 +26,11 @@ from typing import Any
 import numpy as np
 
 from keras_fastdata._modules import is_users_class
-from keras_fastdata.building.attributes import attributes_of, slots_of
+from keras_fastdata.building.attributes import (
+    attributes_of,
+    first_items,
+    slots_of,
+)
 from keras_fastdata.building.seeding import PRIVATE
 from keras_fastdata.memory import rebuilt_classes
 from keras_fastdata.memory.reducers import Pickler
@@ -84,22 +89,23 @@ def digest_of(dataset: Any) -> bytes | None:
     return data.digest + code.digest
 
 
-def checksum_of(array: np.ndarray[Any, Any]) -> tuple[Any, ...] | None:
+def checksum_of(values: Any) -> tuple[Any, ...] | None:
     """Returns a checksum of an array, or of a sample of a large one.
 
     Returns `None` for an array of objects, for a large one that is not in one
     piece, and for a large one in a file that is mapped into memory.
     """
-    if array.dtype.hasobject:
+    if not isinstance(values, np.ndarray):  # a bytearray, or of `array`
+        return len(values), zlib.crc32(bytes(values[:_MOST_BYTES]))
+    if values.dtype.hasobject:
         return None
-    if array.nbytes > _MOST_BYTES:
-        owner = owner_of(array)
-        is_mapped = isinstance(owner.base, mmap.mmap)
-        if not array.flags.c_contiguous or is_mapped:
+    if values.nbytes > _MOST_BYTES:
+        is_mapped = isinstance(owner_of(values).base, mmap.mmap)
+        if not values.flags.c_contiguous or is_mapped:
             return None
-        flat = array.reshape(-1)
-        array = flat[:: max(1, flat.size // _MOST_SAMPLED)]
-    return array.shape, zlib.crc32(array.tobytes())
+        flat = values.reshape(-1)
+        values = flat[:: max(1, flat.size // _MOST_SAMPLED)]
+    return values.shape, zlib.crc32(values.tobytes())
 
 
 class _LimitError(Exception):
@@ -168,7 +174,13 @@ class _SentPickler(Pickler):
         if kind in _TEXTS:
             return _identity(obj) if len(obj) > _MOST_CHARACTERS else None
         if kind in _CONTAINERS:
-            return _identity(obj) if len(obj) > _MOST_ITEMS else None
+            if len(obj) <= _MOST_ITEMS:
+                return None
+            is_mapping = isinstance(obj, dict)
+            items = first_items(dict.items(obj) if is_mapping else obj)
+            return _identity(obj), items
+        if kind is array.array:
+            return _identity(obj), checksum_of(obj)
         if isinstance(obj, np.ndarray):
             is_small = obj.nbytes <= _FEW_BYTES
             if is_small and obj.dtype.hasobject:
@@ -179,12 +191,12 @@ class _SentPickler(Pickler):
             return None
         return _identity(obj)
 
-    def _checksum_of(self, array: Any) -> tuple[Any, ...] | None:
+    def _checksum_of(self, values: Any) -> tuple[Any, ...] | None:
         """Returns an array's checksum, as long as not too much was read."""
-        self._left -= min(array.nbytes, _MOST_BYTES)
-        if type(array) is not np.ndarray or self._left < 0:
+        self._left -= min(values.nbytes, _MOST_BYTES)
+        if type(values) is not np.ndarray or self._left < 0:
             return None
-        return checksum_of(array)
+        return checksum_of(values)
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)

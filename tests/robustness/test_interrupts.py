@@ -188,6 +188,27 @@ def test_a_signal_amid_the_handling_of_a_death_leaves_a_usable_dataset(
         assert numbers(dataset) == list(range(6))
 
 
+@pytest.mark.filterwarnings("ignore:`start_method='fork'`")
+def test_a_signal_while_workers_end_for_a_change_leaves_a_usable_dataset(
+    handlers, monkeypatch
+):
+    ask_to_end = channel.Channel.ask_to_end
+
+    def interrupted(self):
+        ask_to_end(self)
+        signal.raise_signal(handlers[0])
+
+    kind = {"workers": 2, "use_multiprocessing": True, "start_method": "fork"}
+    with Numbered(6, **kind) as dataset:
+        assert numbers(dataset) == list(range(6))
+        dataset.changed = True
+        monkeypatch.setattr(channel.Channel, "ask_to_end", interrupted)
+        with pytest.raises(Late):
+            list(dataset)
+        monkeypatch.undo()
+        assert numbers(dataset) == list(range(6))
+
+
 @pytest.mark.usefixtures("kept_forkserver")
 def test_the_slots_of_an_interrupted_peek_are_free_again(monkeypatch):
     def free():

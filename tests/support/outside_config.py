@@ -50,3 +50,57 @@ def rescale(scale):
     global SCALE, _scaled
     SCALE, _scaled = scale, None
     cached.cache_clear()
+
+
+_options = None
+
+
+def options():
+    """Makes the options when they are first asked for."""
+    global _options
+    if _options is None:
+        _options = {"scale": 1}
+    return _options
+
+
+class Settings:
+    """Has one object, which is made when it is first asked for."""
+
+    _only = None
+
+    def __new__(cls):
+        if cls._only is None:
+            cls._only = super().__new__(cls)
+            cls._only.scale = 1
+        return cls._only
+
+
+class Scaled:
+    """Has a method that only the program calls."""
+
+    scale = 1
+
+    @classmethod
+    def set_scale(cls, scale):
+        cls.scale = scale
+
+
+def _make_scaled():
+    scale = 1
+
+    def scaled_by_cell():
+        return scale
+
+    def set_scale(value):
+        nonlocal scale
+        scale = value
+
+    return scaled_by_cell, set_scale
+
+
+scaled_by_cell, set_cell = _make_scaled()
+
+
+def scaled_by_default(scale=1):
+    """Has its scale as a default."""
+    return scale

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import argparse
+import array
 import collections
 import copy
 import importlib
@@ -650,6 +651,71 @@ def test_what_a_module_has_computed_is_dropped_with_its_variable(
             assert [int(batch) for batch in dataset] == [scale] * 3
 
 
+def _set_default(scale):
+    conf.scaled_by_default.__defaults__ = (scale,)
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+@pytest.mark.parametrize("kind", ["thread", "process", "spawn", "portable"])
+@pytest.mark.parametrize(
+    ("read", "change"),
+    [
+        (
+            lambda: conf.options()["scale"],
+            lambda scale: conf.options().update(scale=scale),
+        ),
+        (
+            lambda: conf.Settings().scale,
+            lambda scale: setattr(conf.Settings(), "scale", scale),
+        ),
+        (lambda: conf.Scaled.scale, conf.Scaled.set_scale),
+        (lambda: conf.scaled_by_cell(), conf.set_cell),
+        (lambda: conf.scaled_by_default(), _set_default),
+    ],
+    ids=["dict", "object", "class", "cell", "default"],
+)
+def test_what_only_the_program_changes_of_a_module_reaches_workers(
+    read, change, kind, is_first, patch
+):
+    patch.setattr(conf, "_options", None)
+    patch.setattr(conf.Settings, "_only", None)
+    try:
+        with Holds(read, lambda held, _: held(), **EVERY_KIND[kind]) as dataset:
+            for scale in (5, 1, 2) if is_first else (1, 2, 1):
+                if is_first or scale == 2:
+                    change(scale)
+                    is_first = True
+                assert [int(batch) for batch in dataset] == [scale] * 3
+    finally:
+        change(1)
+
+
+@pytest.mark.parametrize("place", EVERY_KIND)
+@pytest.mark.parametrize("cache", [None, "memory"])
+def test_items_of_large_and_of_unusual_containers_are_variables(place, cache):
+    rows = [{"weight": 0} for _ in range(1500)]
+    held = [
+        *(collections.UserDict(a=0), collections.ChainMap({"a": 0})),
+        *(bytearray(b"a"), array.array("d", [0])),
+    ]
+
+    def use(*_):
+        return [
+            rows[700]["weight"],
+            *(held[0]["a"], held[1]["a"], held[2][0], held[3][0]),
+        ]
+
+    with Holds(0, use, cache=cache, **EVERY_KIND[place]) as dataset:
+        for change in (
+            lambda: rows[700].update(weight=1),
+            *(lambda: held[0].update(a=1), lambda: held[1].update(a=1)),
+            lambda: held[2].__setitem__(0, 1),
+            lambda: held[3].__setitem__(0, 1),
+        ):
+            change()
+            assert [batch.tolist() for batch in dataset] == [use()] * 3
+
+
 class Stage:
     """Has its size in a slot."""
 
@@ -826,7 +892,7 @@ def test_what_is_sent_depends_on_small_data_and_on_code():
         edit()
         known.add(sent_digest.digest_of(dataset))
         assert len(known) == count + 2
-    thing["large"][0] = 1
+    thing["large"][1500] = 1
     assert sent_digest.digest_of(dataset) in known
 
 

@@ -116,8 +116,9 @@ class ProcessPool(supervisor.SupervisedPool[W]):
 
     def change(self) -> None:
         if not self._channel.change():
-            self._end_workers()
-            self._channel.open()
+            with DeferredSignals():  # no exception comes between the two
+                self._end_workers()
+                self._channel.open()
         self._flush()
 
     def expect(self, ahead: int) -> None:
