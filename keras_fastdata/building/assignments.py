@@ -124,7 +124,7 @@ class Assignments:
                 self.note_result(home, owner)
         for target in names.edited:
             container = self._held_at(target, function, kind)
-            if container is not None:
+            if not isinstance(container, (types.NoneType, types.ModuleType)):
                 self._containers.add(id(container))
                 owner = self._owner_of(target, function, kind)
                 own = attributes_of(self._dataset)

@@ -25,6 +25,7 @@ from keras_fastdata._validation import integer
 from keras_fastdata.building import global_rng, held_generators, seeding
 from keras_fastdata.building.global_rng import preserved_globals
 from keras_fastdata.building.permutation import Permutation
+from keras_fastdata.building.worker_globals import WorkerGlobals
 from keras_fastdata.building.worker_state import LostStateMonitor
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.memory.arena import aligned_empty
@@ -501,6 +502,7 @@ class Builder:
             self._rng_monitor = GlobalRngMonitor(warns=observer is None)
         self._former: list[Dataset] = []
         self._own: set[str] = set()
+        self._globals: WorkerGlobals | None = None
         self._worker_state: LostStateMonitor | None = None
 
     @property
@@ -512,8 +514,12 @@ class Builder:
         """Runs the dataset's `on_worker_start` at the start of a worker."""
         dataset = self.dataset
         given = dict(vars(dataset))
+        if self._private:
+            self._globals = WorkerGlobals(dataset)
         with _Building(self._context(worker_index)):
             dataset.on_worker_start()
+        if self._globals is not None:
+            self._globals.note()
         self._own = {
             name
             for name, value in vars(dataset).items()
@@ -656,7 +662,7 @@ class Builder:
     def adopt(self, newer: Builder) -> None:
         """Replaces the worker's dataset with a newer version.
 
-        Attributes that `on_worker_start` set are kept. Attributes that builds
+        What `on_worker_start` set is kept. Attributes that builds
         set are dropped, because they may come from the former state.
         """
         former, dataset = self.dataset, newer.dataset
@@ -670,6 +676,8 @@ class Builder:
         if hasattr(type(former), "__del__"):
             self._former.append(former)  # `__del__` would end shared parts
         self._dataset = newer._dataset
+        if self._globals is not None:
+            self._globals.carry_to(dataset)
         self.change()
         if self._worker_state is not None:
             self._worker_state.begin(self._given_attributes())

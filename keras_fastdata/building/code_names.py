@@ -22,6 +22,8 @@ _EDITING = {
     *("add", "append", "appendleft", "clear", "discard", "extend"),
     *("extendleft", "insert", "move_to_end", "pop", "popitem", "popleft"),
     *("remove", "reverse", "rotate", "setdefault", "sort", "update"),
+    *("difference_update", "fill", "intersection_update", "subtract"),
+    "symmetric_difference_update",
 }
 
 
@@ -106,8 +108,8 @@ class _Scan:
             return (
                 Target(Root.TYPE) if is_type else Target(Root.GLOBAL, (name,))
             )
-        if operation in ("STORE_GLOBAL", "STORE_DEREF"):
-            is_global = operation == "STORE_GLOBAL"
+        if operation in ("STORE_GLOBAL", "STORE_DEREF", "DELETE_GLOBAL"):
+            is_global = operation != "STORE_DEREF"
             root = Root.GLOBAL if is_global else Root.OUTER
             self.assigned.add(Target(root, (name,)))
         elif operation.startswith("LOAD_") and "DEREF" in operation:
@@ -126,11 +128,14 @@ class _Scan:
             if owner is not None and name in _EDITING:
                 self.edited.add(owner)
             return None if owner is None else owner.part(name)
-        elif operation == "STORE_ATTR":
+        elif operation in ("STORE_ATTR", "DELETE_ATTR"):
             if (owner := self._at(1)) is not None:
                 self.assigned.add(owner.part(name))
-        elif operation in ("STORE_SUBSCR", "DELETE_SUBSCR"):
-            if (owner := self._at(2)) is not None:
+        elif operation == "BINARY_SUBSCR":
+            return self._at(2)  # an item counts as the container itself
+        elif operation in ("STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE"):
+            depth = 3 if operation == "STORE_SLICE" else 2
+            if (owner := self._at(depth)) is not None:
                 self.edited.add(owner)
         elif operation.startswith("CALL") and (
             self._at(1) in (Target(Root.SELF), Target(Root.CLASS))

@@ -43,6 +43,7 @@ from keras_fastdata.building.seeding import PRIVATE
 
 _MOST_VISITS = 20_000  # classes, functions and objects that are searched
 _MOST_FOUND = 5_000  # variables
+_MOST_OTHERS = 200  # objects of libraries
 _MOST_ITEMS = 1_000  # of a container that is searched
 # Methods of a dataset that do not run in workers.
 _RUN_HERE = ("__init__", "on_epoch_begin", "on_epoch_end")
@@ -72,7 +73,13 @@ class CellName(NamedTuple):
     name: str
 
 
-Step = str | ItemKey | CellName
+class Inside(NamedTuple):
+    """A part that has no name: of a partial function or a bound method."""
+
+    number: int
+
+
+Step = str | ItemKey | CellName | Inside
 Path = tuple[Step, ...]  # such as ("Config", "SCALE")
 
 
@@ -114,7 +121,7 @@ def name_of(module: str, path: Path) -> str:
     for step in path:
         if isinstance(step, ItemKey):
             name += f"[{step.key!r}]"
-        else:
+        elif not isinstance(step, Inside):
             name += f".{step if isinstance(step, str) else step.name}"
     return name
 
@@ -152,6 +159,7 @@ class _VariableSearch:
         self._dataset = type(dataset)
         self._kind: type | None = None  # the class that is searched
         self._seen: dict[Any, Any] = {}  # by id; keeps the values alive
+        self._left = _MOST_OTHERS
         self._places: set[tuple[int, Path]] = set()
         self._modules: list[types.ModuleType] = []  # held as objects
         self._names: frozenset[str] = frozenset()  # all that the code uses
@@ -171,9 +179,12 @@ class _VariableSearch:
 
         `path` is the value's variable in `module`, or empty if it has none.
         """
-        if isinstance(value, _LEAVES):
+        if isinstance(value, np.ndarray) and value.dtype.hasobject:
+            if self._is_new(value, bool(path)):
+                self._items(value.reshape(-1), module, path)
+        elif isinstance(value, _LEAVES):
             return
-        if isinstance(value, types.ModuleType):
+        elif isinstance(value, types.ModuleType):
             self._modules.append(value)
         elif isinstance(value, types.FunctionType):
             self.assignments.name(value, "")
@@ -189,8 +200,14 @@ class _VariableSearch:
             if isinstance(value, functools._lru_cache_wrapper):
                 home = str(value.__wrapped__.__module__)
                 self.assignments.note_result(home)
-            for part in _parts_of(value):
-                self.value(part)
+            for number, part in enumerate(_parts_of(value)):
+                if path:
+                    read = functools.partial(_part_at, value, number)
+                    there = (*path, Inside(number))
+                    self._note(read, value, "", module, there)
+                else:
+                    self.value(part)
+            self._others(value, module, path)
 
     def search_held_modules(self) -> None:
         """Collects the variables of modules that are held as objects.
@@ -208,15 +225,30 @@ class _VariableSearch:
         self._seen[key] = value
         return True
 
+    def _others(self, value: Any, module: str, path: Path) -> None:
+        """Searches an object of a library, which may hold one of the user's."""
+        if self._left and self._is_new(value, bool(path)):
+            self._left -= 1
+            attributes = attributes_of(value)
+            for name in first_items(attributes):
+                if isinstance(name, str):
+                    there = (*path, name) if path else ()
+                    self.value(attributes.get(name), module, there)
+
     def _items(self, value: Any, module: str, path: Path) -> None:
         is_mapping = isinstance(value, dict)
         items = first_items(
             dict.items(value) if is_mapping else enumerate(value)
         )
         # One that holds nothing else is compared and sent whole.
-        are_leaves = all(isinstance(item, _LEAVES) for _, item in items)
+        are_leaves = all(
+            isinstance(item, _LEAVES) and not isinstance(item, np.ndarray)
+            for _, item in items
+        )
+        any_key = bool(path) and is_by_value(module, path)
         for key, item in items:
-            if path and not are_leaves and isinstance(key, _KEYS):
+            is_key = any_key or isinstance(key, _KEYS)
+            if path and not are_leaves and is_key:
                 read = functools.partial(operator.getitem, value, key)
                 self._note(read, value, "", module, (*path, ItemKey(key)))
             else:
@@ -249,6 +281,8 @@ class _VariableSearch:
             else:
                 with contextlib.suppress(AttributeError):  # not assigned
                     self.value(read())
+        if isinstance(value, (list, tuple)):
+            self._items(value, module, path)
         if isinstance(value, dict):
             for key in first_items(dict.keys(value)):
                 read = functools.partial(dict.__getitem__, value, key)
@@ -291,8 +325,6 @@ class _VariableSearch:
         if not self._is_new(function):
             return
         self.value(getattr(function, "__wrapped__", None))
-        self.value(function.__defaults__)
-        self.value(function.__kwdefaults__)
         variables = function.__globals__
         home = str(variables.get("__name__"))
         if not path or is_by_value(module, path):
@@ -334,6 +366,7 @@ class _VariableSearch:
             if by_value or name != "__code__":
                 read = functools.partial(getattr, function, name)
                 self._add(Variable(read, (*path, name), module, by_value))
+                self.value(read(), module, (*path, name))
 
     def _module(self, module: Any, names: frozenset[str]) -> None:
         """Collects a module's variables whose names are in `names`."""
@@ -383,6 +416,10 @@ class _VariableSearch:
         self, variable: Variable, owner: Any = None, name: str = ""
     ) -> None:
         self._found.append(_FoundVariable(variable, owner, name))
+
+
+def _part_at(value: Any, number: int) -> Any:
+    return _parts_of(value)[number]
 
 
 def _count_of(names: Mapping[str, Any]) -> int:

@@ -26,6 +26,7 @@ import argparse
 import array
 import collections
 import contextlib
+import copy
 import dataclasses
 import enum
 import functools
@@ -54,6 +55,7 @@ from keras_fastdata.building.referred_names import (
     ABSENT,
     SELF,
     CellName,
+    Inside,
     ItemKey,
     Path,
     Referred,
@@ -75,6 +77,13 @@ _MAPPINGS = (
     collections.defaultdict,
     collections.Counter,
 )
+_SEQUENCES = (list, collections.deque)
+# What reads the items of an instance of a subclass.
+_SUBCLASSED: dict[Any, Callable[[Any], Any]] = {
+    list: list.__iter__,
+    set: set.__iter__,
+    dict: dict.values,
+}
 _NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
 
 _Settings = dict[str, dict[str, Any]]  # by module and name
@@ -112,6 +121,9 @@ class OutsideState:
         self._is_shared = self._is_here = False
         self._is_watched = False
         self._keeps_results = False  # whether modules do
+        # What was noticed since `look`, also as another dataset's epoch began:
+        # callbacks may set a variable for the time of a validation.
+        self._noticed = Change.NONE
         self._seen: list[_SeenVariable] = []
         self._error_state: dict[str, Any] = dict(np.geterr())
         self._lost: set[str] = set()
@@ -133,6 +145,9 @@ class OutsideState:
         self._is_watched, self._is_shared = True, is_shared
         self._is_here = is_here
         self._dataset = weakref.ref(dataset)
+        self._noticed = Change.NONE
+        if is_here:
+            _in_this_process.add(self)
         values: _Values = {}
         kinds: _Kinds = {}
         self._seen = []
@@ -146,10 +161,12 @@ class OutsideState:
         for variable in referred.variables:
             value = variable.value
             by_code = variable.is_assigned or variable.is_edited
-            if is_here and variable.path[:1] == (SELF,) and by_code:
+            if variable.path[:1] == (SELF,) and by_code:
                 continue
             self._seen.append(_SeenVariable(variable, value))
             if variable.by_value or _is_of_process(variable):
+                continue
+            if _is_inside(variable):
                 continue
             if variable.is_assigned and (made := _as_made(value)) is not None:
                 values.setdefault(variable.module, {})[variable.path] = made
@@ -164,14 +181,26 @@ class OutsideState:
         self._digest = None if is_here else digest_of(dataset)
         if self._digest is not None and self._digest != digest_of(dataset):
             self._digest = None  # it differs each time
-        if self._digest is not None:
-            self._seen = [s for s in self._seen if SELF not in s.variable.path]
 
     def notice_changes(self) -> Change:
         """Returns how the global state has changed since `look`.
 
         Logs a change that workers cannot be told of. Takes some microseconds.
         """
+        for other in first_items(_in_this_process):
+            if other is not self:
+                other.compare()
+        return self.compare()
+
+    def compare(self) -> Change:
+        """Compares the global state with that of `look`.
+
+        Returns the greatest change of all comparisons since then.
+        """
+        self._noticed = max(self._noticed, self._compared())
+        return self._noticed
+
+    def _compared(self) -> Change:
         found = Change.NONE
         if not self._is_watched:
             return found
@@ -197,11 +226,12 @@ class OutsideState:
         if variable.by_value:
             return Change.BY_PROGRAM
         value = variable.value
-        if not _is_plain(value) and not (
-            seen.differs_in_items or _as_made(value) is not None
-        ):
+        can_be_told = _is_plain(value) or _as_made(value) is not None
+        if not (can_be_told or seen.differs_in_items) or _is_inside(variable):
             self._lose(variable)
-        return Change.IN_MODULES if self._keeps_results else Change.BY_PROGRAM
+        # Builds of another dataset in this process may have edited it.
+        starts_anew = self._keeps_results and not variable.is_edited
+        return Change.IN_MODULES if starts_anew else Change.BY_PROGRAM
 
     def _lose(self, variable: Variable) -> None:
         """Logs once that workers do not receive the value of a variable."""
@@ -217,6 +247,10 @@ class OutsideState:
         if threading.current_thread() is threading.main_thread():
             self._error_state = dict(np.geterr())
         return {"numpy": self._error_state, **_settings()}
+
+
+# Those of datasets whose builds see every change at once.
+_in_this_process: weakref.WeakSet[OutsideState] = weakref.WeakSet()
 
 
 class _SeenVariable:
@@ -357,6 +391,11 @@ class _PlainObject:
     """Has a `__dict__` and weak references, and nothing else."""
 
 
+def _is_inside(variable: Variable) -> bool:
+    """Returns whether no path leads to a variable in a worker."""
+    return any(isinstance(step, Inside) for step in variable.path)
+
+
 def _is_of_process(variable: Variable) -> bool:
     """Returns whether each process sets a variable for itself.
 
@@ -402,7 +441,12 @@ def _content(value: Any) -> Any:
         if isinstance(value, dict):
             items += first_items(value.values())
         return _Items(len(value), items)
-    is_array = kind in (np.ndarray, array.array, bytearray)
+    for base, items_of in _SUBCLASSED.items():
+        if isinstance(value, base) and is_users_class(kind):
+            return _Items(base.__len__(value), first_items(items_of(value)))
+    if isinstance(value, np.ndarray) and value.dtype.hasobject:
+        return _Items(value.size, first_items(value.flat))
+    is_array = isinstance(value, (np.ndarray, array.array, bytearray))
     return checksum_of(value) if is_array else None
 
 
@@ -459,38 +503,77 @@ class Told:
 
 def _take_on(settings: _Settings, values: _Values, kinds: _Kinds) -> Told:
     """Sets values in modules, immediately or when a module is imported."""
-    told = _AfterImport.told = Told(settings, values, kinds)
+    before, told = _AfterImport.told, Told(settings, values, kinds)
+    _AfterImport.told = told
     for name in {**settings, **values, **kinds}:
-        _tell(name)
+        _tell(name, before)
     if _AfterImport not in sys.meta_path:
         sys.meta_path.insert(0, _AfterImport)
     return told
 
 
-def _tell(name: str) -> None:
-    """Sets the received values in a module, if the module is imported."""
+def _tell(name: str, known: Told | None = None) -> None:
+    """Sets the received values in a module, if the module is imported.
+
+    Args:
+        name: The module's name.
+        known: What the module was told before. What the trainer has not changed
+            since then is the worker's own: `on_worker_start` may have set it.
+    """
     module: Any = sys.modules.get(name)
     if module is None:
         return
-    for path, value in _AfterImport.told.values.get(name, {}).items():
+    told, known = _AfterImport.told, known or Told({}, {}, {})
+    former = known.values.get(name, {})
+    for path, given in told.values.get(name, {}).items():
+        if path in former and _is_equal(former[path], given):
+            continue
         with contextlib.suppress(Exception):  # the user's class may refuse
+            value = copy.deepcopy(given)  # the worker may edit its own
             *owners, last = path
             owner = functools.reduce(_part_of, owners, module)
             before = _part_of(owner, last)
             if not isinstance(value, _Made):
-                if not _is_equal(before, value):
+                if not _is_equal(before, value) and not _fill(before, value):
                     _set_part(owner, last, value)
             elif before is None or before is ABSENT:
                 _set_part(owner, last, value.make())
-    for path, kind in _AfterImport.told.kinds.get(name, {}).items():
+    for path, kind in told.kinds.get(name, {}).items():
+        if path in known.kinds.get(name, {}):
+            continue
         with contextlib.suppress(Exception):  # it may be made later
             value = functools.reduce(_part_of, path, module)
             if value is not ABSENT and _kind_of(value) != kind:
                 lost = name_of(name, path)
                 _log.warning(_LOST, lost, name, extra={ONCE: f"lost {lost}"})
-    settings = _AfterImport.told.settings.get(name, {})
+    had = known.settings.get(name, {})
+    settings = {
+        key: value
+        for key, value in told.settings.get(name, {}).items()
+        if key not in had or had[key] != value
+    }
     with contextlib.suppress(Exception):  # another version may lack it
         _set(name, module, settings)
+
+
+def _fill(container: Any, value: Any) -> bool:
+    """Gives a container of the same type the items of another one, if it can.
+
+    Default values, closures and other modules may hold that container.
+    """
+    kind = type(value)
+    if type(container) is not kind:
+        return False
+    if kind in _NAMESPACES:
+        container, value = vars(container), vars(value)
+    elif kind is collections.defaultdict:
+        container.default_factory = value.default_factory
+    elif kind not in (list, set, collections.deque, *_MAPPINGS):
+        return False
+    container.clear()
+    fill = container.extend if kind in _SEQUENCES else container.update
+    fill(value)
+    return True
 
 
 def _set_part(owner: Any, step: Step, value: Any) -> None:
@@ -498,7 +581,7 @@ def _set_part(owner: Any, step: Step, value: Any) -> None:
         owner[step.key] = value
     elif isinstance(step, CellName):
         cells_of(owner)[step.name].cell_contents = value
-    else:
+    elif isinstance(step, str):
         setattr(owner, step, value)
 
 
@@ -508,6 +591,9 @@ def _part_of(owner: Any, step: Step) -> Any:
         return owner[step.key]
     if isinstance(step, CellName):
         return cells_of(owner)[step.name].cell_contents
+    assert isinstance(step, str)
+    if isinstance(owner, types.FunctionType) and hasattr(type(owner), step):
+        return getattr(owner, step)  # its defaults
     kept = getattr(owner, "__dict__", {})
     # That of a slot is not in there, and an inherited one is not its own.
     is_slot = isinstance(

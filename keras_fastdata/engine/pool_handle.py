@@ -64,6 +64,10 @@ class ShutdownFlag:
     is_asked: bool = False
 
 
+class _StepAgainError(Exception):
+    """A step is to be taken again when the dropped workers have ended."""
+
+
 class ForkSafeLock:
     """A reentrant lock that is created anew in a forked child process.
 
@@ -149,7 +153,10 @@ class PoolHandle:
                         self._become_usable()
                     if not self._dropped:
                         self._move_to(IN_CALL)
-                        result = step(*args)
+                        try:
+                            result = step(*args)
+                        except _StepAgainError:
+                            continue  # it has dropped the workers
                         self.confirm()
                         return result
                 self._end_dropped()
@@ -185,9 +192,13 @@ class PoolHandle:
         return self.workers
 
     def replace(self) -> None:
-        """Drops the workers; the next call of `ensure` creates new ones."""
-        self._drop()
-        self._move_to(IN_CALL)
+        """Ends the workers, and has `run` take the present step again.
+
+        New workers may need what the former ones hold: a port, a lock file.
+        """
+        if self.workers is not None:
+            self._drop()
+            raise _StepAgainError
 
     def end_invalid(self) -> None:
         """Ends the workers if they were marked as invalid."""

@@ -13,6 +13,7 @@ import argparse
 import array
 import collections
 import contextlib
+import enum
 import functools
 import hashlib
 import io
@@ -57,7 +58,7 @@ _TAKEN_APART = (
     *(types.MappingProxyType, functools.partial, functools.partialmethod),
     *(property, staticmethod, classmethod),
     *(*_SCALARS, types.EllipsisType, slice, range, np.dtype),
-    rebuilt_classes.MemberMaker,
+    *(rebuilt_classes.MemberMaker, enum.member, enum.nonmember),
 )
 # Objects whose attributes are looked at.
 _OPEN = (
@@ -97,10 +98,12 @@ def checksum_of(values: Any) -> tuple[Any, ...] | None:
     """
     if not isinstance(values, np.ndarray):  # a bytearray, or of `array`
         return len(values), zlib.crc32(bytes(values[:_MOST_BYTES]))
-    if values.dtype.hasobject:
+    if values.dtype.hasobject or isinstance(values, np.memmap):
         return None
+    values = values.view(np.ndarray)
     if values.nbytes > _MOST_BYTES:
         is_mapped = isinstance(owner_of(values).base, mmap.mmap)
+        values = values.T if values.flags.f_contiguous else values
         if not values.flags.c_contiguous or is_mapped:
             return None
         flat = values.reshape(-1)
@@ -194,9 +197,7 @@ class _SentPickler(Pickler):
     def _checksum_of(self, values: Any) -> tuple[Any, ...] | None:
         """Returns an array's checksum, as long as not too much was read."""
         self._left -= min(values.nbytes, _MOST_BYTES)
-        if type(values) is not np.ndarray or self._left < 0:
-            return None
-        return checksum_of(values)
+        return None if self._left < 0 else checksum_of(values)
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)

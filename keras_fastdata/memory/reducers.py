@@ -171,6 +171,11 @@ def _set_class(cls: type, state: tuple[Any, Any, str]) -> None:
         set_state(cls, parts)
 
 
+def received_classes() -> list[type]:
+    """Returns the classes that came to this process by value."""
+    return list(_received)
+
+
 _BY_VALUE = 6  # parts of what cloudpickle reduces such a class to
 _received: weakref.WeakKeyDictionary[type, set[str]]
 _received = weakref.WeakKeyDictionary()

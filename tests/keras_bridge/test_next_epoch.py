@@ -202,6 +202,26 @@ def test_what_builds_keep_on_the_dataset_drops_no_batch_that_waits(
     assert sorted(dataset.builds()) == every(3)
 
 
+@with_inline
+@pytest.mark.backend
+def test_a_variable_set_for_the_time_of_a_validation_changes_no_training_batch(
+    place, tmp_path, monkeypatch
+):
+    def level(value):
+        monkeypatch.setattr(next_epoch_samples, "LEVEL", value)
+
+    during = keras.callbacks.LambdaCallback()
+    during.on_test_begin = lambda logs=None: level(5)
+    during.on_test_end = lambda logs=None: level(0)
+    (tmp_path / "other").mkdir()
+    with (
+        LevelOutside(tmp_path, **KINDS[place]) as dataset,
+        LevelOutside(tmp_path / "other", **KINDS[place]) as other,
+    ):
+        given = fitted(dataset, callbacks=[during], validation_data=other)
+    assert [row[:3] for row in given] == [(e, i, 0) for e, i in every(3)]
+
+
 def _edit_item(level):
     next_epoch_samples.LEVELS["now"] = level
 

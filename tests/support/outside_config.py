@@ -104,3 +104,11 @@ scaled_by_cell, set_cell = _make_scaled()
 def scaled_by_default(scale=1):
     """Has its scale as a default."""
     return scale
+
+
+HELD = {"scale": 1}
+
+
+def scaled_by_alias(held=HELD):
+    """Has a container of the module as a default."""
+    return held["scale"]

@@ -105,12 +105,16 @@ def test_workers_that_a_call_invalidates_end_with_it(case):
     assert case.pool.workers is None
 
 
-def test_a_call_can_replace_the_workers_and_go_on(case):
+def test_a_call_that_replaces_the_workers_begins_anew_when_they_have_ended(
+    case,
+):
     def replaces():
-        case.use()
-        case.pool.replace()
+        workers = case.use()
+        if workers is case.made[0]:
+            case.pool.replace()
+        assert case.made[0].is_closed
         assert case.pool.state is PoolState.IN_CALL
-        return case.use()
+        return workers
 
     assert case.pool.run(replaces) is case.made[1]
     assert case.pool.state is PoolState.READY

@@ -7,7 +7,11 @@ import argparse
 import array
 import collections
 import copy
+import enum
+import functools
 import importlib
+import logging
+import os
 import sys
 import threading
 import types
@@ -671,8 +675,12 @@ def _set_default(scale):
         (lambda: conf.Scaled.scale, conf.Scaled.set_scale),
         (lambda: conf.scaled_by_cell(), conf.set_cell),
         (lambda: conf.scaled_by_default(), _set_default),
+        (
+            lambda: conf.scaled_by_alias() * conf.HELD["scale"] ** 0,
+            lambda scale: conf.HELD.update(scale=scale),
+        ),
     ],
-    ids=["dict", "object", "class", "cell", "default"],
+    ids=["dict", "object", "class", "cell", "default", "alias"],
 )
 def test_what_only_the_program_changes_of_a_module_reaches_workers(
     read, change, kind, is_first, patch
@@ -714,6 +722,190 @@ def test_items_of_large_and_of_unusual_containers_are_variables(place, cache):
         ):
             change()
             assert [batch.tolist() for batch in dataset] == [use()] * 3
+
+
+class Exclusive(Holds):
+    """Its workers cannot be there beside former ones."""
+
+    def on_worker_start(self):
+        os.mkdir(self.thing)
+
+    def on_worker_stop(self):
+        os.rmdir(self.thing)
+
+
+@pytest.mark.parametrize("kind", ["process", "spawn", "portable"])
+def test_workers_start_anew_when_the_former_ones_have_ended(
+    kind, patch, tmp_path
+):
+    kinds = {**EVERY_KIND[kind], "workers": 1}
+    with Exclusive(tmp_path / "one", lambda *_: conf.cached(), **kinds) as held:
+        for scale in (2, 3, 1):
+            conf.rescale(scale)
+            assert [int(batch) for batch in held] == [scale] * 3
+
+
+def _sets_up(kind):
+    """A function for `on_worker_start`, and one that reads what it sets."""
+
+    class Config:
+        size = 1
+
+    return {
+        "class": (lambda: setattr(Config, "size", 5), lambda: Config.size),
+        "module": (
+            lambda: setattr(conf, "SCALE", 5),
+            lambda: conf.SCALE,
+        ),
+        "item of a module": (
+            lambda: conf.HELD.update(scale=5),
+            lambda: conf.HELD["scale"],
+        ),
+        "setting": (
+            lambda: np.seterr(under="raise"),
+            lambda: 5 * (np.geterr()["under"] == "raise"),
+        ),
+    }[kind]
+
+
+class SetUp(Holds):
+    """Sets up its workers by a function."""
+
+    def on_worker_start(self):
+        self.thing[0]()
+
+
+SET_UP_SCRIPT = """
+import numpy as np
+from keras_fastdata import FastPyDataset
+
+TABLE, OPTIONS, ARRAY = None, {"size": 0}, np.zeros(2)
+
+class Config:
+    size = 0
+
+class Mine(FastPyDataset):
+    size = 0
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.epochs = 0
+
+    def __len__(self):
+        return 4
+
+    def on_epoch_end(self):
+        self.epochs += 1
+
+    def on_worker_start(self):
+        global TABLE
+        TABLE, OPTIONS["size"], ARRAY[:] = 1, 1, 1
+        Config.size = Mine.size = 1
+
+    def __getitem__(self, index):
+        sizes = [TABLE, OPTIONS["size"], ARRAY[0], Config.size, self.size]
+        return np.array([[*map(int, sizes), self.epochs]])
+
+for method in ("forkserver", "spawn"):
+    kinds = {"use_multiprocessing": True, "start_method": method}
+    with Mine(workers=2, **kinds) as dataset:
+        for epoch in range(3):
+            print(*sorted({str(batch.tolist()) for batch in dataset}))
+            dataset.on_epoch_end()
+"""
+
+
+def test_what_a_worker_of_a_script_sets_up_stays(tmp_path, zygote):
+    path = tmp_path / "script.py"
+    path.write_text(SET_UP_SCRIPT)
+    ran = zygote.run(path)
+    wanted = [f"[[1, 1, 1, 1, 1, {epoch}]]" for epoch in range(3)]
+    assert ran.stdout.splitlines() == wanted * 2, ran.stderr
+
+
+@pytest.mark.parametrize("place", ["process", "portable"])
+@pytest.mark.parametrize(
+    "kind", ["class", "module", "item of a module", "setting"]
+)
+def test_what_a_worker_sets_up_stays_when_the_dataset_changes(kind, place):
+    kinds = EVERY_KIND[place]
+    with SetUp(_sets_up(kind), lambda held, _: held[1](), **kinds) as dataset:
+        for _ in range(3):
+            assert [int(batch) for batch in dataset] == [5] * 3
+            dataset.changed = True
+
+
+class Level(enum.Enum):
+    """Its members are keys."""
+
+    EASY = 1
+
+
+class Bag(list):
+    """Has items."""
+
+
+Row = collections.namedtuple("Row", ["options"])
+
+
+def _holders_of_a_number():
+    """Objects that hold a number, how to read it and how to set it."""
+    keyed = {Level.EASY: {"a": 0}, ("a", 0): np.zeros(2)}
+    row, bag = Row({"a": 0}), Bag([0])
+    masked = np.ma.masked_array([0, 1], [False, True])
+    objects = np.array([{"a": 0}, None], object)
+    partial = functools.partial(lambda held: held["a"], {"a": 0})
+    bound = collections.UserDict(a=0).get
+    library = logging.Formatter()
+    library.thing = conf.Config(0)
+    return {
+        "enum": (
+            lambda: keyed[Level.EASY]["a"],
+            lambda n: keyed[Level.EASY].update(a=n),
+        ),
+        "tuple": (lambda: keyed["a", 0][0], lambda n: keyed["a", 0].fill(n)),
+        "named": (
+            lambda: row.options["a"],
+            lambda n: row.options.update(a=n),
+        ),
+        "bag": (lambda: bag[0], lambda n: bag.__setitem__(0, n)),
+        "masked": (lambda: masked[0], lambda n: masked.__setitem__(0, n)),
+        "objects": (lambda: objects[0]["a"], lambda n: objects[0].update(a=n)),
+        "partial": (partial, lambda n: partial.args[0].update(a=n)),
+        "bound": (
+            lambda: bound("a"),
+            lambda n: bound.__self__.update(a=n),
+        ),
+        "library": (
+            lambda: library.thing.depth,
+            lambda n: setattr(library.thing, "depth", n),
+        ),
+    }
+
+
+@pytest.mark.parametrize("cache", [None, "memory"])
+@pytest.mark.parametrize("place", ["inline", "thread", "process"])
+@pytest.mark.parametrize("name", [*_holders_of_a_number()])
+def test_what_the_program_edits_is_found_wherever_it_is(name, place, cache):
+    read, change = _holders_of_a_number()[name]
+    kinds = EVERY_KIND[place]
+    with Holds(0, lambda *_: read(), cache=cache, **kinds) as dataset:
+        for number in (1, 2):
+            change(number)
+            assert [int(batch) for batch in dataset] == [number] * 3
+
+
+def test_enums_and_arrays_have_one_digest():
+    array = np.zeros(2)
+
+    class Local(enum.Enum):
+        ONE = 1
+        f = enum.member(len)
+
+    dataset = Holds(0, lambda *_: (array[0], Local.ONE, Level.EASY))
+    digest = sent_digest.digest_of(dataset)
+    assert digest is not None
+    assert digest == sent_digest.digest_of(dataset)
 
 
 class Stage:
