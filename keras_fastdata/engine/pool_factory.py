@@ -12,9 +12,10 @@ from typing import Any
 from keras_fastdata.building import build
 from keras_fastdata.engine import pickling_errors
 from keras_fastdata.engine.autotune import SettingsInEffect
-from keras_fastdata.engine.outside_state import Change, OutsideState, Told
+from keras_fastdata.engine.outside_state import Change, OutsideState
 from keras_fastdata.engine.planner import EpochPlanner
 from keras_fastdata.engine.settings import Settings
+from keras_fastdata.engine.told_state import Told
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.metrics.worker_kinds import WorkerKind
 from keras_fastdata.workers import log_forwarding

@@ -30,7 +30,7 @@ from keras_fastdata import FastPyDataset
 from keras_fastdata._modules import is_users
 from keras_fastdata.building.code_names import Root, names_of
 from keras_fastdata.building.referred_names import variables_of
-from keras_fastdata.engine import outside_state, sent_digest
+from keras_fastdata.engine import plain_values, sent_digest
 from keras_fastdata.engine.fingerprint import _is_installed
 from keras_fastdata.engine.outside_state import OutsideState
 
@@ -473,7 +473,7 @@ def test_a_container_may_grow_in_another_thread_during_a_look(make, patch):
         """May be referred to weakly."""
 
     held = make([(Item(), Item())])
-    weakly = outside_state._weakly
+    weakly = plain_values.weakly
 
     def weakly_while_it_grows(value):
         if isinstance(value, (Item, tuple)):
@@ -482,7 +482,7 @@ def test_a_container_may_grow_in_another_thread_during_a_look(make, patch):
         return weakly(value)
 
     dataset, state = Holds(0, lambda *_: len(held)), OutsideState()
-    patch.setattr(outside_state, "_weakly", weakly_while_it_grows)
+    patch.setattr(plain_values, "weakly", weakly_while_it_grows)
     state.look(dataset, is_shared=True)
     assert state.notice_changes()
 

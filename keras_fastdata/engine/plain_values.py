@@ -1,0 +1,185 @@
+"""Tells which values can be sent by themselves, and compares values.
+
+A value is plain if it consists of basic types alone, and is small.
+"""
+
+from __future__ import annotations
+
+import argparse
+import array
+import collections
+import dataclasses
+import functools
+import operator
+import pathlib
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from keras_fastdata._modules import is_users_class
+from keras_fastdata.building.assignments import is_by_value
+from keras_fastdata.building.attributes import (
+    attributes_of,
+    first_items,
+    slots_of,
+)
+from keras_fastdata.engine.sent_digest import checksum_of
+
+_MOST_ITEMS = 1000  # of a plain value, in all; so many bytes are one
+_BYTES_PER_ITEM = 64
+_SCALARS = (bool, int, float, complex, str, bytes, type(None))
+CONTAINERS = (list, tuple, set, frozenset, collections.deque)
+MAPPINGS = (
+    dict,
+    collections.OrderedDict,
+    collections.defaultdict,
+    collections.Counter,
+)
+SEQUENCES = (list, collections.deque)
+# What reads the items of an instance of a subclass.
+_SUBCLASSED: dict[Any, Callable[[Any], Any]] = {
+    list: list.__iter__,
+    set: set.__iter__,
+    dict: dict.values,
+}
+NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
+
+
+def is_plain(value: Any) -> bool:
+    """Returns whether a value is small and consists of basic types only."""
+    waiting = [value]
+    size = 0
+    for item in waiting:
+        kind = type(item)
+        if kind in CONTAINERS:
+            waiting += item
+        elif kind in MAPPINGS:
+            factory = getattr(item, "default_factory", None)
+            if factory is not None and not isinstance(factory, type):
+                return False  # a function, which may not be picklable
+            waiting += [*item, *item.values()]
+        elif kind in NAMESPACES:
+            waiting += vars(item).values()
+        elif kind in (str, bytes):
+            size += len(item) // _BYTES_PER_ITEM
+        elif not (
+            kind in _SCALARS or isinstance(item, (np.generic, pathlib.PurePath))
+        ):
+            return False
+        if len(waiting) + size > _MOST_ITEMS:
+            return False
+    return True
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """Describes an object that the user's code makes when it is first needed.
+
+    A worker makes the object if it does not have it yet.
+    """
+
+    module: str  # of the object's class
+    name: str  # of that class
+    attributes: dict[str, Any]
+
+    def make(self) -> Any:
+        names = self.name.split(".")
+        found: Any = functools.reduce(getattr, names, sys.modules[self.module])
+        made = object.__new__(found)
+        vars(made).update(self.attributes)
+        return made
+
+
+def as_made(value: Any) -> Made | None:
+    """Describes an object of a class of the user's, if it has plain values."""
+    kind: Any = type(value)
+    attributes = attributes_of(value)
+    if (
+        not is_users_class(kind)
+        or is_by_value(kind.__module__, tuple(kind.__qualname__.split(".")))
+        or kind.__reduce_ex__ is not object.__reduce_ex__
+        or kind.__basicsize__ != _PlainObject.__basicsize__
+        or slots_of(kind)
+        or not is_plain(attributes)
+    ):
+        return None
+    return Made(kind.__module__, kind.__qualname__, attributes)
+
+
+class _PlainObject:
+    """Has a `__dict__` and weak references, and nothing else."""
+
+
+def kind_of(value: Any) -> tuple[str, str]:
+    """Returns a module and a name: of code itself, or of an object's class."""
+    if isinstance(value, types.FunctionType):
+        return str(
+            value.__globals__.get("__name__")
+        ), value.__code__.co_qualname
+    named = value if isinstance(value, type) else type(value)
+    return str(named.__module__), named.__qualname__
+
+
+def content_of(value: Any) -> Any:
+    """Returns a summary of a container or array, to detect in-place changes.
+
+    Returns `None` for other values.
+    """
+    kind = type(value)
+    if kind in (list, set, collections.deque, *MAPPINGS, *NAMESPACES):
+        if is_plain(value):
+            return repr(value)
+        if kind in NAMESPACES:
+            value = vars(value)
+        items = first_items(value)
+        if isinstance(value, dict):
+            items += first_items(value.values())
+        return Items(len(value), items)
+    for base, items_of in _SUBCLASSED.items():
+        if isinstance(value, base) and is_users_class(kind):
+            return Items(base.__len__(value), first_items(items_of(value)))
+    if isinstance(value, np.ndarray) and value.dtype.hasobject:
+        return Items(value.size, first_items(value.flat))
+    is_array = isinstance(value, (np.ndarray, array.array, bytearray))
+    return checksum_of(value) if is_array else None
+
+
+class Items:
+    """The first items of a container, compared by identity.
+
+    Holds them by weak references, if possible. A weak reference to another
+    object at the same address is another one.
+    """
+
+    def __init__(self, count: int, items: Iterable[Any]) -> None:
+        self._count = count
+        self._held = list(map(weakly, items))
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Items)
+            and self._count == other._count
+            and all(map(operator.is_, self._held, other._held))
+        )
+
+    def __len__(self) -> int:
+        return self._count
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def weakly(value: Any) -> Any:
+    """Returns a weak reference to an object, or the object itself."""
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return value
+
+
+def is_equal(one: Any, other: Any) -> bool:
+    """Returns whether values have one type and are equal."""
+    return type(one) is type(other) and bool(one == other)

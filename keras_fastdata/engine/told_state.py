@@ -1,0 +1,206 @@
+"""Sets what a worker process is told of global state.
+
+A module is told when it is imported, or else at once.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import dataclasses
+import functools
+import importlib.abc
+import importlib.machinery
+import logging
+import sys
+import types
+from typing import Any
+
+from keras_fastdata.building.assignments import cells_of
+from keras_fastdata.building.referred_names import (
+    ABSENT,
+    CellName,
+    ItemKey,
+    Path,
+    Step,
+    name_of,
+)
+from keras_fastdata.engine.plain_values import (
+    MAPPINGS,
+    NAMESPACES,
+    SEQUENCES,
+    Made,
+    is_equal,
+    kind_of,
+)
+from keras_fastdata.workers.base import ONCE
+
+SettingsByModule = dict[str, dict[str, Any]]  # by module and name
+ValuesByModule = dict[str, dict[Path, Any]]  # by module and path
+KindsByModule = dict[str, dict[Path, tuple[str, str]]]  # see `kind_of`
+
+
+LOST = (
+    "This process has set `%s`, and worker processes do not see it: they "
+    "import `%s` themselves, and are told of numbers, texts and containers of "
+    "these alone. Make it an attribute of the dataset."
+)
+
+_log = logging.getLogger("keras_fastdata")
+
+
+@dataclasses.dataclass(frozen=True)
+class Told:
+    """Carries global state to a worker, where unpickling applies the state."""
+
+    settings: SettingsByModule
+    values: ValuesByModule
+    kinds: KindsByModule  # of the variables whose values are not carried
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _take_on, (self.settings, self.values, self.kinds)
+
+
+def _take_on(
+    settings: SettingsByModule, values: ValuesByModule, kinds: KindsByModule
+) -> Told:
+    """Sets values in modules, immediately or when a module is imported."""
+    before, told = _AfterImport.told, Told(settings, values, kinds)
+    _AfterImport.told = told
+    for name in {**settings, **values, **kinds}:
+        _tell(name, before)
+    if _AfterImport not in sys.meta_path:
+        sys.meta_path.insert(0, _AfterImport)
+    return told
+
+
+def _tell(name: str, known: Told | None = None) -> None:
+    """Sets the received values in a module, if the module is imported.
+
+    Args:
+        name: The module's name.
+        known: What the module was told before. What the trainer has not changed
+            since then is the worker's own: `on_worker_start` may have set it.
+    """
+    module: Any = sys.modules.get(name)
+    if module is None:
+        return
+    told, known = _AfterImport.told, known or Told({}, {}, {})
+    former = known.values.get(name, {})
+    for path, given in told.values.get(name, {}).items():
+        if path in former and is_equal(former[path], given):
+            continue
+        with contextlib.suppress(Exception):  # the user's class may refuse
+            value = copy.deepcopy(given)  # the worker may edit its own
+            *owners, last = path
+            owner = functools.reduce(_part_of, owners, module)
+            before = _part_of(owner, last)
+            if not isinstance(value, Made):
+                if not is_equal(before, value) and not _fill(before, value):
+                    _set_part(owner, last, value)
+            elif before is None or before is ABSENT:
+                _set_part(owner, last, value.make())
+    for path, kind in told.kinds.get(name, {}).items():
+        if path in known.kinds.get(name, {}):
+            continue
+        with contextlib.suppress(Exception):  # it may be made later
+            value = functools.reduce(_part_of, path, module)
+            if value is not ABSENT and kind_of(value) != kind:
+                lost = name_of(name, path)
+                _log.warning(LOST, lost, name, extra={ONCE: f"lost {lost}"})
+    had = known.settings.get(name, {})
+    settings = {
+        key: value
+        for key, value in told.settings.get(name, {}).items()
+        if key not in had or had[key] != value
+    }
+    with contextlib.suppress(Exception):  # another version may lack it
+        _set(name, module, settings)
+
+
+def _fill(container: Any, value: Any) -> bool:
+    """Gives a container of the same type the items of another one, if it can.
+
+    Default values, closures and other modules may hold that container.
+    """
+    kind = type(value)
+    if type(container) is not kind:
+        return False
+    if kind in NAMESPACES:
+        container, value = vars(container), vars(value)
+    elif kind is collections.defaultdict:
+        container.default_factory = value.default_factory
+    elif kind not in (list, set, collections.deque, *MAPPINGS):
+        return False
+    container.clear()
+    fill = container.extend if kind in SEQUENCES else container.update
+    fill(value)
+    return True
+
+
+def _set_part(owner: Any, step: Step, value: Any) -> None:
+    if isinstance(step, ItemKey):
+        owner[step.key] = value
+    elif isinstance(step, CellName):
+        cells_of(owner)[step.name].cell_contents = value
+    elif isinstance(step, str):
+        setattr(owner, step, value)
+
+
+def _part_of(owner: Any, step: Step) -> Any:
+    """Returns an item, or an attribute that the object itself has."""
+    if isinstance(step, ItemKey):
+        return owner[step.key]
+    if isinstance(step, CellName):
+        return cells_of(owner)[step.name].cell_contents
+    assert isinstance(step, str)
+    if isinstance(owner, types.FunctionType) and hasattr(type(owner), step):
+        return getattr(owner, step)  # its defaults
+    kept = getattr(owner, "__dict__", {})
+    # That of a slot is not in there, and an inherited one is not its own.
+    is_slot = isinstance(
+        getattr(type(owner), step, None), types.MemberDescriptorType
+    )
+    return getattr(owner, step, ABSENT) if is_slot else kept.get(step, ABSENT)
+
+
+def _set(name: str, module: Any, settings: dict[str, Any]) -> None:
+    if name == "numpy":
+        module.seterr(**settings)
+        return
+    for setting, value in settings.items():
+        if name == "keras":
+            getattr(module.config, f"set_{setting}")(value)
+        elif name == "torch":
+            module.set_default_dtype(getattr(module, value))
+        elif name == "jax":
+            module.config.update(setting, value)
+        else:
+            setattr(module, setting, value)
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Sets values in a module right after its import."""
+
+    told = Told({}, {}, {})
+
+    @classmethod
+    def find_spec(
+        cls, name: str, path: Any = None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        told = cls.told
+        if name not in {**told.settings, **told.values, **told.kinds}:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        loader: Any = None if spec is None else spec.loader
+        if not isinstance(loader, importlib.machinery.SourceFileLoader):
+            return None
+        run = loader.exec_module
+
+        def exec_module(module: types.ModuleType) -> None:
+            run(module)
+            _tell(name)
+
+        loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
