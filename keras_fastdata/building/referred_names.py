@@ -44,7 +44,8 @@ from keras_fastdata.building.seeding import PRIVATE
 _MOST_VISITS = 20_000  # classes, functions and objects that are searched
 _MOST_FOUND = 5_000  # variables
 _MOST_OTHERS = 200  # objects of libraries
-_MOST_ITEMS = 1_000  # of a container that is searched
+_MOST_ITEMS = 1_000  # of a container in a variable that is searched
+_MOST_OWN_ITEMS = 100  # of a larger one in an attribute of the dataset
 # Methods of a dataset that do not run in workers.
 _RUN_HERE = ("__init__", "on_epoch_begin", "on_epoch_end")
 # What may change of a function that travels by value.
@@ -240,6 +241,8 @@ class _VariableSearch:
         items = first_items(
             dict.items(value) if is_mapping else enumerate(value)
         )
+        if len(value) > _MOST_ITEMS and path[:1] in ((), (SELF,)):
+            del items[_MOST_OWN_ITEMS:]
         # One that holds nothing else is compared and sent whole.
         are_leaves = all(
             isinstance(item, _LEAVES) and not isinstance(item, np.ndarray)

@@ -38,6 +38,7 @@ from keras_fastdata.memory.reducers import Pickler
 from keras_fastdata.memory.shared_arrays import owner_of
 
 _MOST_ITEMS = 1_000  # of a container that is looked at
+_MOST_OWN_ITEMS = 100  # of a larger one in an attribute of the dataset
 _MOST_CHARACTERS = 10_000  # of a text
 _MOST_BYTES = 1 << 20  # of an array that is read whole
 _MOST_READ = 1 << 25  # bytes of all arrays
@@ -181,6 +182,8 @@ class _SentPickler(Pickler):
                 return None
             is_mapping = isinstance(obj, dict)
             items = first_items(dict.items(obj) if is_mapping else obj)
+            if self._dataset is None:
+                del items[_MOST_OWN_ITEMS:]
             return _identity(obj), items
         if kind is array.array:
             return _identity(obj), checksum_of(obj)
