@@ -228,13 +228,17 @@ class _VariableSearch:
 
     def _others(self, value: Any, module: str, path: Path) -> None:
         """Searches an object of a library, which may hold one of the user's."""
+        home = str(type(value).__module__).partition(".")[0]
+        if home in sys.stdlib_module_names or home == "keras_fastdata":
+            return
         if self._left and self._is_new(value, bool(path)):
             self._left -= 1
             attributes = attributes_of(value)
             for name in first_items(attributes):
-                if isinstance(name, str):
-                    there = (*path, name) if path else ()
-                    self.value(attributes.get(name), module, there)
+                part = attributes.get(name)
+                # What a library keeps in containers is its own.
+                is_named = bool(path) and type(part) not in _CONTAINERS
+                self.value(part, module, (*path, str(name)) * is_named)
 
     def _items(self, value: Any, module: str, path: Path) -> None:
         is_mapping = isinstance(value, dict)
@@ -270,14 +274,14 @@ class _VariableSearch:
             if name == PRIVATE:
                 continue
             if path and not is_ours:
-                read = functools.partial(attributes.__getitem__, name)
+                read = functools.partial(_attribute, _reference(value), name)
                 self._note(read, value, name, module, (*path, name))
             else:
                 part = attributes.get(name)
                 self.value(part, module, (*path, name) if path else ())
         kind: Any = type(value)
         for slot in slots_of(kind):
-            read = functools.partial(slot.__get__, value)
+            read = functools.partial(_slot, _reference(value), slot)
             if path:
                 name = slot.__name__
                 self._note(read, value, name, module, (*path, name))
@@ -288,7 +292,7 @@ class _VariableSearch:
             self._items(value, module, path)
         if isinstance(value, dict):
             for key in first_items(dict.keys(value)):
-                read = functools.partial(dict.__getitem__, value, key)
+                read = functools.partial(_item, _reference(value), key)
                 if path and isinstance(key, _KEYS):
                     self._note(read, value, "", module, (*path, ItemKey(key)))
 
@@ -330,11 +334,18 @@ class _VariableSearch:
         self.value(getattr(function, "__wrapped__", None))
         variables = function.__globals__
         home = str(variables.get("__name__"))
+        own = tuple(function.__qualname__.split("."))
         if not path or is_by_value(module, path):
-            module, path = home, tuple(function.__qualname__.split("."))
-        self._parts_of_function(function, module, path)
+            module, path = home, own
         if not is_users_code(home):
+            # Its variables are the library's, but it may hold what is not.
+            for cell in cells_of(function).values():
+                with contextlib.suppress(ValueError):  # not assigned yet
+                    self.value(cell.cell_contents)
+            self.value(function.__defaults__)
+            self.value(function.__kwdefaults__)
             return
+        self._parts_of_function(function, module, path)
         attributes = function.__dict__
         if is_by_value(module, path):
             self._note_size(attributes)
@@ -419,6 +430,33 @@ class _VariableSearch:
         self, variable: Variable, owner: Any = None, name: str = ""
     ) -> None:
         self._found.append(_FoundVariable(variable, owner, name))
+
+
+def _reference(value: Any) -> Callable[[], Any]:
+    """Returns a weak reference to an object, or a strong one if it must be.
+
+    What is found is kept by the dataset, which must not keep itself.
+    """
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return lambda: value
+
+
+def _attribute(owner: Callable[[], Any], name: str) -> Any:
+    return attributes_of(owner())[name]
+
+
+def _slot(owner: Callable[[], Any], slot: Any) -> Any:
+    if (value := owner()) is None:
+        raise LookupError("the object was collected")
+    return slot.__get__(value)
+
+
+def _item(owner: Callable[[], Any], key: Any) -> Any:
+    if (value := owner()) is None:
+        raise LookupError("the object was collected")
+    return dict.__getitem__(value, key)
 
 
 def _part_at(value: Any, number: int) -> Any:

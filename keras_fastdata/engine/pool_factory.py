@@ -50,6 +50,9 @@ class PoolFactory:
         if not is_due:
             return Change.NONE
         change = self._outside.notice_changes()
+        builds_ahead = self._in_effect.now.kind.builds_ahead
+        if change is Change.BY_BUILDS and not builds_ahead:
+            change = Change.NONE
         if build.has_unnoticed_hook(dataset):
             change = max(change, Change.BY_PROGRAM)
         return change

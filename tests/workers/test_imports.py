@@ -34,13 +34,14 @@ NOTE = "import os\nIMPORTED_BY = os.getpid()\n"
 
 # Each batch tells who has built it and who has imported the modules.
 DATASET = """
+import itertools
 import os
 import sys
 {imports}
 from keras_fastdata import FastPyDataset
 
 # Not a number: workers would be told what it is in the training process.
-IMPORTED_BY = (lambda pid: lambda: pid)(os.getpid())
+IMPORTED_BY = itertools.repeat(os.getpid()).__next__
 PACKAGES = {packages}
 
 class Told(FastPyDataset):

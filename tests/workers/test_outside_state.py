@@ -10,7 +10,6 @@ import copy
 import enum
 import functools
 import importlib
-import logging
 import os
 import sys
 import threading
@@ -856,7 +855,7 @@ def _holders_of_a_number():
     objects = np.array([{"a": 0}, None], object)
     partial = functools.partial(lambda held: held["a"], {"a": 0})
     bound = collections.UserDict(a=0).get
-    library = logging.Formatter()
+    library = keras.callbacks.Callback()
     library.thing = conf.Config(0)
     return {
         "enum": (
