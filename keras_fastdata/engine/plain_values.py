@@ -99,7 +99,7 @@ def as_made(value: Any) -> Made | None:
     kind: Any = type(value)
     attributes = attributes_of(value)
     if (
-        not is_users_class(kind)
+        not all(is_users_class(base) for base in kind.__mro__[:-1])
         or is_by_value(kind.__module__, tuple(kind.__qualname__.split(".")))
         or kind.__reduce_ex__ is not object.__reduce_ex__
         or kind.__basicsize__ != _PlainObject.__basicsize__
@@ -181,5 +181,9 @@ def weakly(value: Any) -> Any:
 
 
 def is_equal(one: Any, other: Any) -> bool:
-    """Returns whether values have one type and are equal."""
-    return type(one) is type(other) and bool(one == other)
+    """Returns whether plain values have the same types, order and items."""
+    if type(one) is not type(other) or one != other:
+        return False
+    # 1 and 1.0 are equal, and so are dicts of another order.
+    is_container = type(one) in (*CONTAINERS, *MAPPINGS, *NAMESPACES)
+    return not is_container or repr(one) == repr(other)

@@ -778,7 +778,10 @@ SET_UP_SCRIPT = """
 import numpy as np
 from keras_fastdata import FastPyDataset
 
-TABLE, OPTIONS, ARRAY = None, {"size": 0}, np.zeros(2)
+TABLE, OPTIONS, ARRAY = None, {"in": {"size": 0}, "level": 0}, np.zeros(2)
+
+def helper():
+    return helper.size
 
 class Config:
     size = 0
@@ -798,12 +801,13 @@ class Mine(FastPyDataset):
 
     def on_worker_start(self):
         global TABLE
-        TABLE, OPTIONS["size"], ARRAY[:] = 1, 1, 1
+        TABLE, OPTIONS["in"]["size"], ARRAY[:], helper.size = 1, 1, 1, 1
         Config.size = Mine.size = 1
 
     def __getitem__(self, index):
-        sizes = [TABLE, OPTIONS["size"], ARRAY[0], Config.size, self.size]
-        return np.array([[*map(int, sizes), self.epochs]])
+        sizes = [TABLE, OPTIONS["in"]["size"], ARRAY[0], Config.size]
+        sizes += [helper(), self.size]
+        return np.array([[*map(int, sizes), self.epochs, OPTIONS["level"]]])
 
 for method in ("forkserver", "spawn"):
     kinds = {"use_multiprocessing": True, "start_method": method}
@@ -811,6 +815,8 @@ for method in ("forkserver", "spawn"):
         for epoch in range(3):
             print(*sorted({str(batch.tolist()) for batch in dataset}))
             dataset.on_epoch_end()
+            OPTIONS["level"] = epoch + 1
+    OPTIONS["level"] = 0
 """
 
 
@@ -818,7 +824,7 @@ def test_what_a_worker_of_a_script_sets_up_stays(tmp_path, zygote):
     path = tmp_path / "script.py"
     path.write_text(SET_UP_SCRIPT)
     ran = zygote.run(path)
-    wanted = [f"[[1, 1, 1, 1, 1, {epoch}]]" for epoch in range(3)]
+    wanted = [f"[[1, 1, 1, 1, 1, 1, {epoch}, {epoch}]]" for epoch in range(3)]
     assert ran.stdout.splitlines() == wanted * 2, ran.stderr
 
 
@@ -892,6 +898,20 @@ def test_what_the_program_edits_is_found_wherever_it_is(name, place, cache):
         for number in (1, 2):
             change(number)
             assert [int(batch) for batch in dataset] == [number] * 3
+
+
+@pytest.mark.parametrize("place", ["thread", "process"])
+@pytest.mark.parametrize("cache", [None, "memory"])
+def test_equal_containers_of_other_types_or_order_are_a_change(place, cache):
+    held = [{"a": 1, "b": 2}]
+
+    def use(*_):
+        return str(held[0])
+
+    with Holds(0, use, cache=cache, **EVERY_KIND[place]) as dataset:
+        for new in ({"a": 1.0, "b": 2}, {"b": 2, "a": 1.0}, {"b": True * 2}):
+            held[0] = new
+            assert [str(batch) for batch in dataset] == [str(new)] * 3
 
 
 def test_enums_and_arrays_have_one_digest():
