@@ -13,6 +13,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import logging
 import operator
 import sys
 import types
@@ -57,6 +58,8 @@ _OPEN = (
     *(collections.UserDict, collections.UserList, collections.ChainMap),
 )
 _KEYS = (str, bytes, int, float, type(None))
+
+_log = logging.getLogger("keras_fastdata")
 
 SELF = "self"  # begins the path to what the dataset itself holds
 ABSENT = object()  # the value of a variable that has none
@@ -180,6 +183,13 @@ class _VariableSearch:
 
         `path` is the value's variable in `module`, or empty if it has none.
         """
+        try:
+            self._search(value, module, path)
+        except Exception:
+            # Objects of the user's may refuse to be looked into.
+            _log.debug("State outside of a dataset:", exc_info=True)
+
+    def _search(self, value: Any, module: str, path: Path) -> None:
         if isinstance(value, np.ndarray) and value.dtype.hasobject:
             if self._is_new(value, bool(path)):
                 self._items(value.reshape(-1), module, path)

@@ -29,7 +29,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -114,36 +114,40 @@ class OutsideState:
         values: ValuesByModule = {}
         kinds: KindsByModule = {}
         self._seen = []
-        try:
+        referred = Referred([], keeps_results=False)
+        with _looking():
             referred = variables_of(dataset)
-        except Exception:
-            # Objects of the user's may refuse to be looked into.
-            _log.debug("State outside of a dataset:", exc_info=True)
-            referred = Referred([], keeps_results=False)
         self._keeps_results = referred.keeps_results
         for variable in referred.variables:
-            value = variable.value
-            by_code = variable.is_assigned or variable.is_edited
-            if variable.path[:1] == (SELF,) and by_code:
-                continue
-            self._seen.append(_SeenVariable(variable, value))
-            if variable.by_value or _is_of_process(variable):
-                continue
-            if _is_inside(variable):
-                continue
-            if variable.is_assigned and (made := as_made(value)) is not None:
-                values.setdefault(variable.module, {})[variable.path] = made
-            elif is_plain(value):
-                values.setdefault(variable.module, {})[variable.path] = value
-            elif _is_of_main(value):
-                self._lose(variable)
-            elif not isinstance(value, types.ModuleType):
-                kind = kind_of(value)
-                kinds.setdefault(variable.module, {})[variable.path] = kind
+            with _looking():
+                self._record(variable, values, kinds)
         self.told = Told(self._settings(), values, kinds)
         self._digest = None if is_here else digest_of(dataset)
         if self._digest is not None and self._digest != digest_of(dataset):
             self._digest = None  # it differs each time
+
+    def _record(
+        self, variable: Variable, values: ValuesByModule, kinds: KindsByModule
+    ) -> None:
+        """Records the value of a variable, and what workers are told of it."""
+        value = variable.value
+        by_code = variable.is_assigned or variable.is_edited
+        if variable.path[:1] == (SELF,) and by_code:
+            return
+        self._seen.append(_SeenVariable(variable, value))
+        if variable.by_value or _is_inside(variable):
+            return
+        if _is_of_process(variable):
+            return
+        if variable.is_assigned and (made := as_made(value)) is not None:
+            values.setdefault(variable.module, {})[variable.path] = made
+        elif is_plain(value):
+            values.setdefault(variable.module, {})[variable.path] = value
+        elif _is_of_main(value):
+            self._lose(variable)
+        elif not isinstance(value, types.ModuleType):
+            kind = kind_of(value)
+            kinds.setdefault(variable.module, {})[variable.path] = kind
 
     def notice_changes(self) -> Change:
         """Returns how the global state has changed since `look`.
@@ -212,6 +216,15 @@ class OutsideState:
         return {"numpy": self._error_state, **_settings()}
 
 
+@contextlib.contextmanager
+def _looking() -> Iterator[None]:
+    """Ignores errors: objects of the user's may refuse to be looked into."""
+    try:
+        yield
+    except Exception:
+        _log.debug("State outside of a dataset:", exc_info=True)
+
+
 # Those of datasets whose builds see every change at once.
 _in_this_process: weakref.WeakSet[OutsideState] = weakref.WeakSet()
 
@@ -246,9 +259,11 @@ class _SeenVariable:
         )
 
     def _content_of(self, value: Any) -> Any:
-        if self.variable.is_assigned and (made := as_made(value)) is not None:
-            return repr(made.attributes)
-        return content_of(value)
+        try:
+            made = as_made(value) if self.variable.is_assigned else None
+            return content_of(value) if made is None else repr(made.attributes)
+        except Exception:  # the user's object may refuse to be looked into
+            return None
 
     def has_changed(self) -> bool:
         value = self.variable.value

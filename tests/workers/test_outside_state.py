@@ -914,6 +914,27 @@ def test_equal_containers_of_other_types_or_order_are_a_change(place, cache):
             assert [str(batch) for batch in dataset] == [str(new)] * 3
 
 
+class Refusing(list):
+    """Refuses to be looked into."""
+
+    def __len__(self):
+        raise RuntimeError("on purpose")
+
+
+@pytest.mark.parametrize("cache", [None, "memory"])
+@pytest.mark.parametrize("place", ["thread", "process"])
+def test_an_object_that_refuses_to_be_looked_into_hides_no_change(place, cache):
+    refusing, config = Refusing(), types.SimpleNamespace(scale=0)
+
+    def use(*_):
+        return config.scale if type(refusing) is Refusing else -1
+
+    with Holds(0, use, cache=cache, **EVERY_KIND[place]) as dataset:
+        for scale in (1, 2):
+            config.scale = scale
+            assert [int(batch) for batch in dataset] == [scale] * 3
+
+
 def test_enums_and_arrays_have_one_digest():
     array = np.zeros(2)
 
