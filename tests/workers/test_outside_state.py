@@ -39,6 +39,13 @@ KINDS = {
     "spawn": {**PROCESSES, "start_method": "spawn"},
     "fork": {**PROCESSES, "start_method": "fork"},
 }
+PLACES = [
+    *("inline", "thread", "process"),
+    *(
+        pytest.param(kind, marks=pytest.mark.long)
+        for kind in ("spawn", "portable", "fork")
+    ),
+]
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`start_method='fork'`"),
     pytest.mark.usefixtures("kept_forkserver"),
@@ -642,7 +649,7 @@ def test_what_code_assigns_is_told_apart_by_what_it_belongs_to(
     assert shown(names.edited) == edited
 
 
-@pytest.mark.parametrize("kind", EVERY_KIND)
+@pytest.mark.parametrize("kind", PLACES)
 @pytest.mark.parametrize("function", [conf.scaled, conf.cached])
 def test_what_a_module_has_computed_is_dropped_with_its_variable(
     function, kind, patch
@@ -659,7 +666,7 @@ def _set_default(scale):
 
 
 @pytest.mark.parametrize("is_first", [False, True])
-@pytest.mark.parametrize("kind", ["thread", "process", "spawn", "portable"])
+@pytest.mark.parametrize("kind", PLACES[1:])
 @pytest.mark.parametrize(
     ("read", "change"),
     [
@@ -697,7 +704,7 @@ def test_what_only_the_program_changes_of_a_module_reaches_workers(
         change(1)
 
 
-@pytest.mark.parametrize("place", EVERY_KIND)
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("cache", [None, "memory"])
 def test_items_of_large_and_of_unusual_containers_are_variables(place, cache):
     rows = [{"weight": 0} for _ in range(1500)]
@@ -733,7 +740,7 @@ class Exclusive(Holds):
         os.rmdir(self.thing)
 
 
-@pytest.mark.parametrize("kind", ["process", "spawn", "portable"])
+@pytest.mark.parametrize("kind", PLACES[2:])
 def test_workers_start_anew_when_the_former_ones_have_ended(
     kind, patch, tmp_path
 ):
@@ -970,7 +977,7 @@ def _holding(kind):
 
 
 @pytest.mark.parametrize("cache", [None, "memory"])
-@pytest.mark.parametrize("place", EVERY_KIND)
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", ["slot", "items", "nested"])
 def test_an_attribute_of_an_object_that_code_names_is_a_variable(
     kind, place, cache
@@ -986,7 +993,7 @@ def test_an_attribute_of_an_object_that_code_names_is_a_variable(
             assert [int(batch) for batch in dataset] == [wanted] * 3
 
 
-@pytest.mark.parametrize("place", EVERY_KIND)
+@pytest.mark.parametrize("place", PLACES)
 def test_what_code_assigns_to_one_object_hides_no_change_of_another(place):
     log, config = types.SimpleNamespace(), types.SimpleNamespace()
 
@@ -1001,7 +1008,7 @@ def test_what_code_assigns_to_one_object_hides_no_change_of_another(place):
             assert [int(batch) for batch in dataset] == [size] * 3
 
 
-@pytest.mark.parametrize("place", EVERY_KIND)
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("size", [10, 300_000])
 def test_a_global_array_that_the_program_edits_is_a_variable(place, size):
     table = np.zeros(size)
