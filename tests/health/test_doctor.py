@@ -76,7 +76,8 @@ def test_it_starts_workers_in_each_way_and_says_that_nothing_is_broken():
         said,
     )
     assert f"Keras {sys.modules['keras'].__version__} uses" in said
-    assert f"(KERAS_BACKEND={os.environ['KERAS_BACKEND']} is set)" in said
+    if backend := os.environ.get("KERAS_BACKEND"):
+        assert f"(KERAS_BACKEND={backend} is set)" in said
 
 
 def test_without_what_only_linux_has_workers_are_portable():
