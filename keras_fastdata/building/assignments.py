@@ -86,16 +86,17 @@ class Assignments:
     def follow(self) -> None:
         """Follows the functions that builds may call. To be called once."""
         used: set[str] = set()
-        waiting = self._functions
-        while True:
-            left = [found for found in waiting if not self._runs(found, used)]
-            if len(left) == len(waiting):
-                break
+        waiting, left = self._functions, []
+        while waiting:
             for found in waiting:
-                if found not in left:
+                if self._runs(found, used):
                     used |= names_in(found.function.__code__)
                     self._take(found)
-            waiting = left
+                else:
+                    left.append(found)
+            if len(left) == len(waiting):
+                break
+            waiting, left = left, []
 
     def _runs(self, found: _FoundFunction, used: set[str]) -> bool:
         """Returns whether builds may call a function, given the names used."""

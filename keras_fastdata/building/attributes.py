@@ -7,7 +7,7 @@ import functools
 import itertools
 import threading
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 _TRIES = 3  # to read a container that another thread changes
@@ -55,3 +55,11 @@ def first_items(container: Iterable[Any]) -> list[Any]:
         with contextlib.suppress(RuntimeError):  # a thread changed its size
             return list(itertools.islice(container, _MOST_ITEMS))
     return []
+
+
+def slot_values(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the names and the values of an object's assigned slots."""
+    kind: Any = type(value)
+    for slot in slots_of(kind):
+        with contextlib.suppress(AttributeError):  # not assigned
+            yield slot.__name__, slot.__get__(value)

@@ -662,8 +662,8 @@ class Builder:
     def adopt(self, newer: Builder) -> None:
         """Replaces the worker's dataset with a newer version.
 
-        What `on_worker_start` set is kept. Attributes that builds
-        set are dropped, because they may come from the former state.
+        What `on_worker_start` set is kept. Attributes that builds set are
+        dropped, because they may come from the former state.
         """
         former, dataset = self.dataset, newer.dataset
         mine, theirs = vars(former), vars(dataset)

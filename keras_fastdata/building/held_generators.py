@@ -44,7 +44,7 @@ from keras_fastdata.building.attributes import (
     attributes_of,
     first_items,
     has_attributes,
-    slots_of,
+    slot_values,
 )
 
 _MOST_VISITED = 20_000  # objects in one search
@@ -552,10 +552,8 @@ def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
     for name in sorted(name for name in attributes if isinstance(name, str)):
         if name != seeding.PRIVATE:
             yield f".{name}", attributes.get(name)
-    kind: Any = type(value)
-    for slot in slots_of(kind):
-        with contextlib.suppress(AttributeError):  # not assigned
-            yield f".{slot.__name__}", slot.__get__(value)
+    for name, part in slot_values(value):
+        yield f".{name}", part
 
 
 def _key_name(key: Any, number: int) -> str:

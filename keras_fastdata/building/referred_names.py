@@ -53,7 +53,8 @@ _RUN_HERE = ("__init__", "on_epoch_begin", "on_epoch_end")
 _OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
 _LEAVES = (str, bytes, int, float, complex, type(None), np.ndarray, np.generic)
 _CONTAINERS = (list, tuple, dict, collections.deque)
-_OPEN = (
+# Objects of Python's whose attributes are variables as well.
+OPEN = (
     *(types.SimpleNamespace, argparse.Namespace),
     *(collections.UserDict, collections.UserList, collections.ChainMap),
 )
@@ -275,7 +276,7 @@ class _VariableSearch:
         if not self._is_new(value, bool(path)):
             return
         self._class(type(value))
-        attributes = attributes_of(value)
+        attributes, held = attributes_of(value), _reference(value)
         # Builds change the attributes of this package's datasets.
         is_ours = type(value).__module__.startswith("keras_fastdata.")
         if path and path != (SELF,) and attributes and not is_ours:
@@ -284,14 +285,14 @@ class _VariableSearch:
             if name == PRIVATE:
                 continue
             if path and not is_ours:
-                read = functools.partial(_attribute, _reference(value), name)
+                read = functools.partial(_read, held, _attribute, name)
                 self._note(read, value, name, module, (*path, name))
             else:
                 part = attributes.get(name)
                 self.value(part, module, (*path, name) if path else ())
         kind: Any = type(value)
         for slot in slots_of(kind):
-            read = functools.partial(_slot, _reference(value), slot)
+            read = functools.partial(_read, held, slot.__get__)
             if path:
                 name = slot.__name__
                 self._note(read, value, name, module, (*path, name))
@@ -302,7 +303,7 @@ class _VariableSearch:
             self._items(value, module, path)
         if isinstance(value, dict):
             for key in first_items(dict.keys(value)):
-                read = functools.partial(_item, _reference(value), key)
+                read = functools.partial(_read, held, dict.__getitem__, key)
                 if path and isinstance(key, _KEYS):
                     self._note(read, value, "", module, (*path, ItemKey(key)))
 
@@ -453,20 +454,15 @@ def _reference(value: Any) -> Callable[[], Any]:
         return lambda: value
 
 
-def _attribute(owner: Callable[[], Any], name: str) -> Any:
-    return attributes_of(owner())[name]
-
-
-def _slot(owner: Callable[[], Any], slot: Any) -> Any:
-    if (value := owner()) is None:
+def _read(held: Callable[[], Any], read: Callable[..., Any], *key: Any) -> Any:
+    """Calls `read` with the object that is referred to, and a key of it."""
+    if (value := held()) is None:
         raise LookupError("the object was collected")
-    return slot.__get__(value)
+    return read(value, *key)
 
 
-def _item(owner: Callable[[], Any], key: Any) -> Any:
-    if (value := owner()) is None:
-        raise LookupError("the object was collected")
-    return dict.__getitem__(value, key)
+def _attribute(value: Any, name: str) -> Any:
+    return attributes_of(value)[name]
 
 
 def _part_at(value: Any, number: int) -> Any:
@@ -497,7 +493,7 @@ def _is_users_object(value: Any) -> bool:
     if isinstance(value, weakref.ref):
         return False
     kind = type(value)
-    if isinstance(value, _OPEN):
+    if isinstance(value, OPEN):
         return True
     return is_users_class(kind) or kind.__module__.startswith("keras_fastdata.")
 

@@ -152,7 +152,7 @@ class OutsideState:
     def notice_changes(self) -> Change:
         """Returns how the global state has changed since `look`.
 
-        Logs a change that workers cannot be told of. Takes some microseconds.
+        Logs a change that workers cannot be told of. Takes a millisecond or so.
         """
         for other in first_items(_in_this_process):
             if other is not self:

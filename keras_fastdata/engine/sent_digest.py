@@ -9,10 +9,8 @@ containers are not read, and no method of the user's runs.
 
 from __future__ import annotations
 
-import argparse
 import array
 import collections
-import contextlib
 import enum
 import functools
 import hashlib
@@ -30,8 +28,9 @@ from keras_fastdata._modules import is_users_class
 from keras_fastdata.building.attributes import (
     attributes_of,
     first_items,
-    slots_of,
+    slot_values,
 )
+from keras_fastdata.building.referred_names import OPEN
 from keras_fastdata.building.seeding import PRIVATE
 from keras_fastdata.memory import rebuilt_classes
 from keras_fastdata.memory.reducers import Pickler
@@ -63,8 +62,7 @@ _TAKEN_APART = (
 )
 # Objects whose attributes are looked at.
 _OPEN = (
-    *(types.SimpleNamespace, argparse.Namespace, np.vectorize),
-    *(collections.UserList, collections.UserDict, collections.ChainMap),
+    *(*OPEN, np.vectorize),
     *(functools.cached_property, functools.singledispatchmethod),
 )
 
@@ -212,9 +210,9 @@ class _SentPickler(Pickler):
             ]
             items: Any = ()
             if isinstance(obj, dict):
-                items = list(dict.items(obj))[:_MOST_ITEMS]
+                items = first_items(dict.items(obj))
             elif isinstance(obj, (list, tuple)):
-                items = list(obj)[:_MOST_ITEMS]
+                items = first_items(obj)
             return _nothing, (kind, parts, items)
         return super().reducer_override(obj)
 
@@ -224,10 +222,7 @@ def _parts_of(obj: Any) -> Iterator[tuple[str, Any]]:
     for name, value in list(attributes_of(obj).items()):
         if name != PRIVATE:
             yield name, value
-    kind: Any = type(obj)
-    for slot in slots_of(kind):
-        with contextlib.suppress(AttributeError):  # not assigned
-            yield slot.__name__, slot.__get__(obj)
+    yield from slot_values(obj)
 
 
 def _is_data(value: Any) -> bool:

@@ -61,6 +61,22 @@ class Model(keras.Model):
         return tuple(np.array(keras.ops.convert_to_numpy(batch[1]))[0].tolist())
 
 
+class Between(keras.callbacks.Callback):
+    """Acts between epochs, when the next epoch's first batch is built."""
+
+    def __init__(self, dataset):
+        super().__init__()
+        self.dataset = dataset
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch < 2:
+            self.dataset.wait_for((epoch + 1, 0))
+        self.act(epoch)
+
+    def act(self, epoch):
+        raise NotImplementedError
+
+
 def fitted(dataset, epochs=3, callbacks=(), **kwargs):
     """What a model was given, as (epoch, index, level, draw)."""
     model = Model()
@@ -150,14 +166,12 @@ def test_a_fit_that_stops_early_begins_no_epoch_for_the_next(place, tmp_path):
 def test_a_variable_set_between_epochs_changes_every_batch_of_the_next(
     place, tmp_path, monkeypatch
 ):
-    class Set(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            if epoch < 2:
-                dataset.wait_for((epoch + 1, 0))
+    class Set(Between):
+        def act(self, epoch):
             monkeypatch.setattr(next_epoch_samples, "LEVEL", epoch + 1)
 
     with LevelOutside(tmp_path, **KINDS[place]) as dataset:
-        given = fitted(dataset, callbacks=[Set()])
+        given = fitted(dataset, callbacks=[Set(dataset)])
     assert [row[:3] for row in given] == [(e, i, e) for e, i in every(3)]
 
 
@@ -181,15 +195,13 @@ def test_a_variable_set_amid_an_epoch_of_the_dataset_changes_the_next_batch(
 def test_what_an_attribute_holds_may_be_edited_between_epochs(place, tmp_path):
     """The program sets no attribute of the dataset itself."""
 
-    class Edit(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            if epoch < 2:
-                dataset.wait_for((epoch + 1, 0))
+    class Edit(Between):
+        def act(self, epoch):
             dataset.stages["first"][0].level += 1
 
     dataset = LevelInside(tmp_path, **KINDS[place])
     with dataset:
-        given = fitted(dataset, callbacks=[Edit()])
+        given = fitted(dataset, callbacks=[Edit(dataset)])
     assert [row[:3] for row in given] == [(e, i, e) for e, i in every(3)]
 
 
@@ -236,15 +248,13 @@ def _edit_slot(level):
 def test_a_container_edited_between_epochs_changes_every_batch_of_the_next(
     place, edit, tmp_path
 ):
-    class Edit(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            if epoch < 2:
-                dataset.wait_for((epoch + 1, 0))
+    class Edit(Between):
+        def act(self, epoch):
             edit(epoch + 1)
 
     try:
         with LevelsOutside(tmp_path, **KINDS[place]) as dataset:
-            given = fitted(dataset, callbacks=[Edit()])
+            given = fitted(dataset, callbacks=[Edit(dataset)])
     finally:
         edit(0)
     assert [row[:3] for row in given] == [(e, i, e) for e, i in every(3)]
@@ -284,14 +294,12 @@ def test_an_attribute_set_between_epochs_reaches_the_first_batch(
 ):
     dataset = Noted(tmp_path, max_queue_size=3, **KINDS[place])
 
-    class Harder(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            if epoch < 2:
-                dataset.wait_for((epoch + 1, 0))
+    class Harder(Between):
+        def act(self, epoch):
             dataset.level += 1
 
     with dataset:
-        given = fitted(dataset, callbacks=[Harder()])
+        given = fitted(dataset, callbacks=[Harder(dataset)])
     assert [row[:3] for row in given] == [(e, i, e) for e, i in every(3)]
 
 
