@@ -235,11 +235,17 @@ class _Current(threading.local):
 _current = _Current()
 _building_in: dict[int, Context] = {}  # `_current.context` of other threads
 _making: Any = threading.RLock()  # held while a generator is made
+_builds_begun = 0  # threads may count two builds as one
 
 
 def current_context() -> Context | None:
     """Returns the calling thread's build context; `None` outside of builds."""
     return _current.context
+
+
+def builds_begun() -> int:
+    """Returns a number that grows whenever this process begins a build."""
+    return _builds_begun
 
 
 def _and_outer(context: Context | None) -> Iterator[Context]:
@@ -478,6 +484,8 @@ class Builder:
         cached: Whether batches must be the same in every epoch.
         observer: Is told of batches that draw from generators that threads
             share. A thread raises `GlobalRngUsedError` for such a batch.
+        glance: Is called in threads before and after each build, with the
+            number of the epoch.
     """
 
     def __init__(
@@ -489,9 +497,11 @@ class Builder:
         private: bool = False,
         cached: bool = False,
         observer: Observer | None = None,
+        glance: Callable[[int], None] = lambda epoch: None,
     ) -> None:
         self._cached = cached
         self._observer = observer
+        self._glance = glance
         self._dataset = dataset
         self._seed = seed
         self._threads = threads
@@ -559,13 +569,17 @@ class Builder:
             LoaderError: The batch depends on the epoch, and would be cached.
             GlobalRngUsedError: A thread may have drawn from shared generators.
         """
+        global _builds_begun
+        _builds_begun += 1
         context = self._context(worker_index, epoch, index, empty)
         with _Building(context):
             if self._rng_monitor is not None:
+                self._glance(epoch)
                 self._rng_monitor.begin()
                 try:
                     return self._made(context)
                 finally:
+                    self._glance(epoch)
                     self._rng_monitor.end(type(self.dataset).__name__)
             if self._private:
                 batch = self._seeded(context)

@@ -107,6 +107,12 @@ class Epoch:
         """Whether the epoch delivers no more batches."""
         return self.state is EpochState.FINISHED
 
+    @property
+    def is_delivered(self) -> bool:
+        """Whether no batch follows, as far as is known."""
+        schedule = self.schedule
+        return schedule is not None and not schedule.holds(self.position)
+
     # -- its states ----------------------------------------------------------
 
     def _move_to(self, state: EpochState, why: Finish | None = None) -> None:

@@ -176,14 +176,14 @@ class Fetcher:
                     self.fill(workers, epoch)
                 batch = self._fetch(workers, epoch, index, fetch)
             if batch is Outcome.PENDING:
-                is_requested = fetch.phase is AWAITING
-                if is_requested and prefetcher.should_fill(epoch):
+                if fetch.phase is AWAITING and prefetcher.should_fill(epoch):
                     self.fill(workers, epoch)
                 return batch
             if batch is Outcome.CACHE_MISS:
                 continue
             if batch is Outcome.END:
                 self.finish(epoch, Finish.END_OF_DATA)
+                self._factory.note_delivery(epoch, workers)
                 break
             epoch.pass_position()
             if batch is Outcome.SKIPPED:
@@ -193,6 +193,7 @@ class Fetcher:
             if not self.results.structure:
                 self.results.note_structure(batch)
             self._position.note_delivery(epoch)
+            self._factory.note_delivery(epoch, workers)
             if fetch.is_thorough or prefetcher.should_fill(epoch):
                 self.fill(workers, epoch)
             return batch
@@ -302,8 +303,7 @@ class Fetcher:
         if index in epoch.skipped:
             return Outcome.SKIPPED
         is_running_out = len(epoch.waiting) > len(epoch.ready)
-        is_ready = position in epoch.ready
-        if fetch.is_thorough or is_running_out or not is_ready:
+        if fetch.is_thorough or is_running_out or position not in epoch.ready:
             self._prefetcher.drain_results(workers)
         if fetch.phase is LOOKING:
             epoch.note_depth()

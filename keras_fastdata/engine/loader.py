@@ -78,7 +78,7 @@ class Loader:
         self._position = Position(self._epochs)
         self._prefetcher = Prefetcher(self._in_effect, self._epochs)
         self._factory = PoolFactory(
-            reference, name, self._in_effect, self._planner
+            reference, name, self._in_effect, self._planner, self._position
         )
         self._pool = PoolHandle(reference, name, self._prefetcher)
         self.pausing = Pausing(self._pool, self._prefetcher)

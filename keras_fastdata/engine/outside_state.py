@@ -17,7 +17,9 @@ what they have computed from their variables, the workers start anew instead.
 
 In every place, a difference means that batches which were built ahead or cached
 are out of date. Where the builds themselves may have made the difference, it
-concerns only batches that were built ahead.
+concerns only batches that were built ahead. So with a cache the state is
+recorded again when an epoch is built: what differs later, while nothing is
+built, the program has changed.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from typing import Any
 
 import numpy as np
 
+from keras_fastdata.building import build
 from keras_fastdata.building.attributes import first_items
 from keras_fastdata.building.referred_names import (
     SELF,
@@ -87,12 +90,16 @@ class OutsideState:
         # What was noticed since `look`, also as another dataset's epoch began:
         # callbacks may set a variable for the time of a validation.
         self._noticed = Change.NONE
+        # Whether `glance` has found a change.
+        self._was_glimpsed = False
         self._seen: list[_SeenVariable] = []
         self._error_state: dict[str, Any] = dict(np.geterr())
         self._lost: set[str] = set()
         # Of what is sent; `None` where the builds see all changes themselves.
         self._digest: bytes | None = None
         self._dataset: Callable[[], Any] = lambda: None
+        # How many builds had begun in this process by `look`.
+        self._builds = 0
 
     def look(
         self, dataset: Any, *, is_shared: bool, is_here: bool = False
@@ -107,8 +114,9 @@ class OutsideState:
         """
         self._is_watched, self._is_shared = True, is_shared
         self._is_here = is_here
+        self._builds = build.builds_begun()
         self._dataset = weakref.ref(dataset)
-        self._noticed = Change.NONE
+        self._noticed, self._was_glimpsed = Change.NONE, False
         if is_here:
             _in_this_process.add(self)
         values: ValuesByModule = {}
@@ -165,7 +173,32 @@ class OutsideState:
         Returns the greatest change of all comparisons since then.
         """
         self._noticed = max(self._noticed, self._compared())
+        if self._was_glimpsed:
+            return max(self._noticed, Change.BY_BUILDS)
         return self._noticed
+
+    def look_again(self) -> None:
+        """Records the state again, if builds alone can have changed it.
+
+        To be called when this process builds, but not at this moment.
+        """
+        if self._builds != build.builds_begun() and (
+            self.compare() < Change.BY_PROGRAM
+        ):
+            self.look(self._dataset(), is_shared=True, is_here=True)
+
+    def glance(self) -> None:
+        """Notes which variables hold other objects now than at `look`.
+
+        To be called before and after builds for an epoch that has not begun:
+        the program may put the former objects back. Does not look into them,
+        so takes some 10 microseconds. May be called by any thread.
+        """
+        for seen in self._seen:
+            with _looking():
+                if not seen.holds_same() and seen.has_changed():
+                    self._was_glimpsed = True
+                    return
 
     def _compared(self) -> Change:
         found = Change.NONE
@@ -187,6 +220,7 @@ class OutsideState:
             by_builds = variable.is_assigned or variable.is_edited
             # Builds may change the dataset in ways that nothing shows.
             by_builds = by_builds or variable.path[:1] == (SELF,)
+            by_builds = by_builds and self._builds != build.builds_begun()
             return Change.BY_BUILDS if by_builds else Change.BY_PROGRAM
         if _is_of_process(variable):
             return Change.NONE
@@ -252,7 +286,7 @@ class _SeenVariable:
         content = self._content_of(value := self.variable.value)
         return (
             self.variable.has_items
-            and (weakly(value) if self._is_weak else value) is self._value
+            and self._is_recorded(value)
             and isinstance(content, Items)
             and isinstance(self._content, Items)
             and len(content) == len(self._content)
@@ -265,10 +299,17 @@ class _SeenVariable:
         except Exception:  # the user's object may refuse to be looked into
             return None
 
+    def holds_same(self) -> bool:
+        """Returns whether the variable holds the recorded object."""
+        return self._is_recorded(self.variable.value)
+
+    def _is_recorded(self, value: Any) -> bool:
+        # Not what a weak reference refers to: `None`, if that is gone.
+        return (weakly(value) if self._is_weak else value) is self._value
+
     def has_changed(self) -> bool:
         value = self.variable.value
-        # Not what a weak reference refers to: `None`, if that is gone.
-        if (weakly(value) if self._is_weak else value) is self._value:
+        if self._is_recorded(value):
             return self._content is not None and (
                 self._content != self._content_of(value)
             )

@@ -12,8 +12,10 @@ from typing import Any
 from keras_fastdata.building import build
 from keras_fastdata.engine import pickling_errors
 from keras_fastdata.engine.autotune import SettingsInEffect
+from keras_fastdata.engine.epoch import Epoch
 from keras_fastdata.engine.outside_state import Change, OutsideState
 from keras_fastdata.engine.planner import EpochPlanner
+from keras_fastdata.engine.position import Position
 from keras_fastdata.engine.settings import Settings
 from keras_fastdata.engine.told_state import Told
 from keras_fastdata.errors import LoaderError
@@ -34,6 +36,7 @@ class PoolFactory:
     _name: str
     _in_effect: SettingsInEffect
     _planner: EpochPlanner
+    _position: Position
 
     def __post_init__(self) -> None:
         self._receiver = log_forwarding.Receiver()  # of workers' log records
@@ -56,6 +59,16 @@ class PoolFactory:
         if build.has_unnoticed_hook(dataset):
             change = max(change, Change.BY_PROGRAM)
         return change
+
+    def note_delivery(self, epoch: Epoch, workers: WorkerPool) -> None:
+        """Notes that a batch was delivered, or that the epoch has ended."""
+        settings = self._in_effect.now
+        if settings.cache is None or settings.kind.has_copies:
+            return
+        if (epoch.is_finished or epoch.is_delivered) and not (
+            epoch.ahead or workers.busy
+        ):
+            self._outside.look_again()
 
     def has_seed_changed(self) -> bool:
         """Returns whether the base seed differs from the workers' seed."""
@@ -149,7 +162,13 @@ class PoolFactory:
             threads=threads,
             cached=self._in_effect.now.cache is not None,
             observer=self._in_effect.auto,
+            glance=self._glance,
         )
+
+    def _glance(self, epoch: int) -> None:
+        """Looks for changes if a build is for an epoch that has not begun."""
+        if epoch >= self._position.next_epoch:
+            self._outside.glance()
 
     def change(self, workers: WorkerPool) -> None:
         """Sends the changed dataset to the workers.

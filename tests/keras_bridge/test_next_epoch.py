@@ -20,6 +20,7 @@ from next_epoch_samples import (
     LevelOutside,
     LevelsOutside,
     Noted,
+    WaitsForGate,
 )
 from places import KINDS
 from samples import Numbered
@@ -231,6 +232,27 @@ def test_a_variable_set_for_the_time_of_a_validation_changes_no_training_batch(
         LevelOutside(tmp_path / "other", **KINDS[place]) as other,
     ):
         given = fitted(dataset, callbacks=[during], validation_data=other)
+    assert [row[:3] for row in given] == [(e, i, 0) for e, i in every(3)]
+
+
+@pytest.mark.backend
+def test_a_variable_set_and_put_back_between_epochs_changes_no_training_batch(
+    tmp_path, monkeypatch
+):
+    """As a callback does that shows samples without augmentation."""
+
+    class Show(Between):
+        def act(self, epoch):
+            if epoch < 2:
+                monkeypatch.setattr(next_epoch_samples, "LEVEL", 5)
+                dataset.gate.set()
+                dataset.wait_for((epoch + 1, 2))  # so batch 1 is built
+                monkeypatch.setattr(next_epoch_samples, "LEVEL", 0)
+                dataset.gate.clear()
+
+    dataset = WaitsForGate(tmp_path, workers=1)
+    with dataset:
+        given = fitted(dataset, callbacks=[Show(dataset)])
     assert [row[:3] for row in given] == [(e, i, 0) for e, i in every(3)]
 
 

@@ -704,6 +704,53 @@ def test_what_only_the_program_changes_of_a_module_reaches_workers(
         change(1)
 
 
+class Counted(Holds):
+    """Counts its builds in a module, and has a method named like a dict's."""
+
+    builds = 0
+    scale = 1
+
+    @classmethod
+    def update(cls, scale):
+        cls.scale = scale
+
+    def __getitem__(self, index):
+        Counted.builds += 1
+        {}.update(index=index)
+        return np.asarray(super().__getitem__(index) * Counted.scale)
+
+
+@pytest.mark.parametrize("place", ["inline", "thread"])
+@pytest.mark.parametrize(
+    ("read", "change"),
+    [
+        (
+            lambda: conf.options()["scale"],
+            lambda scale: conf.options().update(scale=scale),
+        ),
+        (
+            lambda: conf.Settings().scale,
+            lambda scale: setattr(conf.Settings(), "scale", scale),
+        ),
+        (lambda: 1, lambda scale: Counted.update(scale)),
+    ],
+    ids=["dict", "object", "class"],
+)
+def test_what_builds_have_made_and_the_program_edits_makes_a_cache_invalid(
+    read, change, place, patch
+):
+    patch.setattr(conf, "_options", None)
+    patch.setattr(conf.Settings, "_only", None)
+    patch.setattr(Counted, "scale", 1)
+    patch.setattr(Counted, "builds", 0)
+    use = lambda held, _: held()  # noqa: E731
+    with Counted(read, use, cache="memory", **EVERY_KIND[place]) as dataset:
+        for scale in (1, 5, 5, 2, 2):
+            change(scale)
+            assert [int(batch) for batch in dataset] == [scale] * 3
+    assert Counted.builds == 9
+
+
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("cache", [None, "memory"])
 def test_items_of_large_and_of_unusual_containers_are_variables(place, cache):
