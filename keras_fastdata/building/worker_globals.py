@@ -7,7 +7,9 @@ classes have the trainer's attributes again.
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import itertools
 import sys
 import types
 import zlib
@@ -17,11 +19,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from keras_fastdata._modules import is_users_class
-from keras_fastdata.building.attributes import attributes_of, first_items
+from keras_fastdata.building.attributes import (
+    attributes_of,
+    first_items,
+    has_attributes,
+    slot_values,
+)
 from keras_fastdata.memory.reducers import received_classes
 
 _MOST_BYTES = 1 << 20  # of an array that is compared
-_DEPTH = 3  # of dicts and objects in each other
+_DEPTH = 3  # of containers and objects in each other
+_MOST_ITEMS = 10_000  # in all of those together
 
 
 class _Held(NamedTuple):
@@ -29,7 +37,7 @@ class _Held(NamedTuple):
 
     value: Any
     parts: list[Any]
-    # The items of a dict or the attributes of an object, down to some depth.
+    # The items of a container or the attributes of an object, to some depth.
     items: dict[Any, _Held]
 
 
@@ -37,7 +45,8 @@ class _Edit(NamedTuple):
     """What `on_worker_start` has set."""
 
     home: int  # the globals or a class; see `_homes`
-    path: tuple[Any, ...]  # a name, then keys of dicts and names of attributes
+    # A name, then keys of dicts, indices of lists and names of attributes.
+    path: tuple[Any, ...]
     value: Any
 
 
@@ -53,7 +62,8 @@ class WorkerGlobals:
         # A newer dataset has the same classes, with the trainer's attributes.
         received = received_classes()
         self._classes = [one for one in received if isinstance(one, type)]
-        self._before = [_held_in(home, _DEPTH) for home in self._homes()]
+        left = iter(range(_MOST_ITEMS))
+        self._before = [_held_in(home, left) for home in self._homes()]
         self._edits: list[_Edit] = []
 
     def _homes(self) -> list[Mapping[str, Any]]:
@@ -72,24 +82,27 @@ class WorkerGlobals:
         homes = self._homes()
         for number, (*path, last), value in self._edits:
             with contextlib.suppress(Exception):  # it is not there any more
+                owner: Any = homes[number]
                 if number and not path:
                     type.__setattr__(self._classes[number - 1], last, value)
                     continue
-                items: Any = homes[number]
                 for key in path:
-                    items = _items_of(items[key])
-                items[last] = value
+                    owner = _item(owner, key)
+                _set_item(owner, last, value)
 
 
-def _held_in(items: Mapping[Any, Any], depth: int) -> dict[Any, _Held]:
-    return {
-        key: _Held(
-            value,
-            _parts_of(value),
-            _held_in(_items_of(value), depth - 1) if depth else {},
-        )
-        for key, value in first_items(items.items())
-    }
+def _held_in(
+    items: Mapping[Any, Any], left: Iterator[int], depth: int = _DEPTH
+) -> dict[Any, _Held]:
+    found = {}
+    for key, value in first_items(items.items()):
+        within = _items_of(value) if depth else {}
+        # Those of containers that are too large are not told apart.
+        if len(within) > sum(1 for _ in itertools.islice(left, len(within))):
+            within = {}
+        held = _held_in(within, left, depth - 1)
+        found[key] = _Held(value, _parts_of(value), held)
+    return found
 
 
 def _edits_of(
@@ -100,20 +113,47 @@ def _edits_of(
         held = before.get(key)
         if held is None or held.value is not value:
             yield (key,), value
-        elif held.items:
+        elif held.items and not _has_other_length(held, value):
             for path, new in _edits_of(held.items, _items_of(value)):
                 yield (key, *path), new
         elif not _are_same(held.parts, _parts_of(value)):
             yield (key,), value
 
 
-def _items_of(value: Any) -> dict[Any, Any]:
-    """Returns a dict itself, or the attributes of an object of the user's."""
-    if type(value) is dict:
-        return value
+def _items_of(value: Any) -> Mapping[Any, Any]:
+    """Returns the items of a dict or list, or the attributes of an object.
+
+    The object is a function or of a class of the user's.
+    """
     kind = type(value)
-    is_open = kind is types.SimpleNamespace or is_users_class(kind)
-    return attributes_of(value) if is_open else {}
+    if kind is dict:
+        return dict(first_items(value.items()))
+    if kind is list:
+        return dict(enumerate(first_items(value)))
+    is_open = kind in (types.SimpleNamespace, types.FunctionType)
+    if not (is_open or is_users_class(kind)):
+        return {}
+    return {**attributes_of(value), **dict(slot_values(value))}
+
+
+def _has_other_length(held: _Held, value: Any) -> bool:
+    """Returns whether a list has another length now."""
+    return type(value) is list and len(value) != len(held.items)
+
+
+def _item(owner: Any, key: Any) -> Any:
+    has_items = type(owner) in (dict, list, types.MappingProxyType)
+    return (owner if has_items else _items_of(owner))[key]
+
+
+def _set_item(owner: Any, key: Any, value: Any) -> None:
+    """Sets an item or attribute, without running the user's code."""
+    if type(owner) in (dict, list):
+        owner[key] = value
+    elif key in dict(slot_values(owner)) or not has_attributes(owner):
+        object.__setattr__(owner, key, value)
+    else:
+        attributes_of(owner)[key] = value
 
 
 def _globals_of(dataset: Any) -> dict[str, Any]:
@@ -132,7 +172,7 @@ def _parts_of(value: Any) -> list[Any]:
         is_small = value.nbytes <= _MOST_BYTES and not value.dtype.hasobject
         return [zlib.crc32(value.tobytes())] if is_small else []
     parts = list(attributes_of(value).values())
-    if type(value) in (list, tuple, set, dict):
+    if type(value) in (list, tuple, set, collections.deque, dict):
         parts += first_items(value)
     if type(value) is dict:
         parts += first_items(value.values())

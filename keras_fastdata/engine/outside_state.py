@@ -192,7 +192,7 @@ class OutsideState:
 
         To be called before and after builds for an epoch that has not begun:
         the program may put the former objects back. Does not look into them,
-        so takes some 10 microseconds. May be called by any thread.
+        so takes a microsecond for each. May be called by any thread.
         """
         for seen in self._seen:
             with _looking():
