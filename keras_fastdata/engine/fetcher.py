@@ -220,9 +220,8 @@ class Fetcher:
         if self._must_wait(fetch):
             return Outcome.PENDING
         workers.resume()
-        schedule = epoch.schedule
+        schedule, peeked = epoch.schedule, fetch.peeked
         assert schedule is not None
-        peeked = fetch.peeked
         while len(peeked) < count and schedule.holds(ahead.position):
             index = ahead.position
             if fetch.phase in _IN_CALLER:
@@ -248,6 +247,7 @@ class Fetcher:
             for index in epoch.peeked.keys() - first:
                 del epoch.peeked[index]
                 epoch.spans.pop(index, None)
+        self._factory.note_peek()
         return peeked
 
     def _must_wait(self, fetch: Fetch) -> bool:

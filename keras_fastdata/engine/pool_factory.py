@@ -70,6 +70,14 @@ class PoolFactory:
         ):
             self._outside.look_again()
 
+    def note_peek(self) -> None:
+        """Notes that first batches were built early, and nothing is built.
+
+        Threads go on to build, so their batches are dropped at any change.
+        """
+        if self._in_effect.now.kind is WorkerKind.INLINE:
+            self._outside.look_again()
+
     def has_seed_changed(self) -> bool:
         """Returns whether the base seed differs from the workers' seed."""
         return self._seed != self._planner.known_seed

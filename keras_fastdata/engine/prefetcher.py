@@ -40,7 +40,7 @@ class Prefetcher:
     def apply_settings(self) -> None:
         """Applies the settings that are in effect now."""
         self._auto = self._in_effect.auto
-        self._is_cached = self._in_effect.now.cache is not None
+        self._shares_requests = False  # between epochs, as a cache keeps all
         self._look_ahead()
 
     def fill(
@@ -53,6 +53,8 @@ class Prefetcher:
         """
         schedule, allowed = epoch.schedule, self._lookahead
         assert schedule is not None
+        # What the cache does not keep, each epoch needs for itself.
+        self._shares_requests = cache is not None and cache.keeps_all
         if epoch.ahead > allowed:
             self._recall(workers, epoch, allowed)
         # Of cached batches there may be any number.
@@ -107,7 +109,7 @@ class Prefetcher:
         A request of another epoch for the cache is taken over. `key` is the key
         of the batch in `epoch.ready`.
         """
-        asked = self._asked_for(index)
+        asked = self._asked_for(index) if self._shares_requests else None
         if asked is not None:
             self._take_over(asked, epoch, index, key)
             return True
@@ -126,7 +128,7 @@ class Prefetcher:
             return False
         self._pending[request_id] = Pending(epoch, key, queued_s)
         epoch.waiting[key] = request_id
-        if self._is_cached:
+        if self._shares_requests:
             self._asked[index] = epoch, key, request_id
         return True
 

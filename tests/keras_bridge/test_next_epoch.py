@@ -300,6 +300,20 @@ def test_a_variable_set_as_training_begins_changes_every_batch(
     assert [row[:3] for row in given] == [(e, i, 7) for e, i in every(2)]
 
 
+@with_inline
+@pytest.mark.backend
+def test_an_object_edited_as_training_begins_changes_every_batch(
+    place, tmp_path
+):
+    class Begins(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            dataset.stages["first"][0].level = 7
+
+    with LevelInside(tmp_path, **KINDS[place]) as dataset:
+        given = fitted(dataset, callbacks=[Begins()], epochs=2)
+    assert [row[:3] for row in given] == [(e, i, 7) for e, i in every(2)]
+
+
 @in_processes
 def test_an_epoch_hook_changes_every_batch_of_the_next_epoch(place, tmp_path):
     with Hooked(tmp_path, max_queue_size=3, **KINDS[place]) as dataset:

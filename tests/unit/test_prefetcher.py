@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from fake_pool import FakePool
 from hypothesis import settings as hypothesis_settings
@@ -48,8 +50,8 @@ class _Case:
         self.epochs.register(self.iterators[-1], epoch)
         return epoch
 
-    def fill(self, epoch):
-        return self.prefetcher.fill(self.pool, epoch, None)
+    def fill(self, epoch, cache=None):
+        return self.prefetcher.fill(self.pool, epoch, cache)
 
     def indices_out(self):
         return sorted(request.index for request in self.pool.out.values())
@@ -73,6 +75,29 @@ def test_requests_go_as_far_ahead_as_the_settings_allow():
     before = epoch.ahead
     case.fill(epoch)
     assert epoch.ahead == before
+
+
+@dataclasses.dataclass
+class _EmptyCache:
+    keeps_all: bool
+
+    def holds(self, index):
+        return False
+
+
+@pytest.mark.parametrize("keeps_all", [True, False])
+def test_epochs_share_requests_only_while_the_cache_keeps_the_batches(
+    keeps_all,
+):
+    case = _Case(workers=2, max_queue_size=5, cache="memory")
+    first, second = case.epoch(0, 2), case.epoch(1, 2)
+    for epoch in (first, second, first, second):
+        case.fill(epoch, _EmptyCache(keeps_all))
+    assert case.indices_out() == ([0, 1] if keeps_all else [0, 0, 1, 1])
+    if not keeps_all:
+        for epoch in (first, second):
+            for request_id in epoch.waiting.values():
+                assert case.pool.out[request_id].epoch == epoch.number
 
 
 def test_the_end_of_the_schedule_is_told():
