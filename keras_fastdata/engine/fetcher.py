@@ -279,7 +279,7 @@ class Fetcher:
             not self._prefetcher.fill(workers, epoch, cache)
             or not epoch.prefetches_next
             or not epoch.may_prefetch_next
-            or not self._in_effect.now.kind.builds_ahead
+            or not self._in_effect.now.builds_next_epoch
         ):
             return
         next_epoch = epoch.prepare_next()

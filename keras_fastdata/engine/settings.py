@@ -81,6 +81,16 @@ class Settings:
         return 0 if self.workers == "auto" else self.workers
 
     @property
+    def builds_next_epoch(self) -> bool:
+        """Whether batches are built before their epoch begins.
+
+        Not for a cache if this process builds: between epochs, only the program
+        then changes what cached batches depend on.
+        """
+        is_cached_here = self.cache is not None and not self.kind.has_copies
+        return self.kind.builds_ahead and not is_cached_here
+
+    @property
     def lookahead(self) -> int:
         """The maximum number of batches requested but not yet delivered."""
         return self.max_queue_size or _LONGEST_QUEUE

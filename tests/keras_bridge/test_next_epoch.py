@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from next_epoch_samples import (
     TIMEOUT_S,
+    Cacheable,
     Hooked,
     KeepsNotes,
     LevelInside,
@@ -78,14 +79,14 @@ class Between(keras.callbacks.Callback):
         raise NotImplementedError
 
 
-def fitted(dataset, epochs=3, callbacks=(), **kwargs):
+def fitted(dataset, epochs=3, callbacks=(), *, shuffle=False, **kwargs):
     """What a model was given, as (epoch, index, level, draw)."""
     model = Model()
     model.compile(run_eagerly=True, loss=None)
     model.fit(
         dataset,
         epochs=epochs,
-        shuffle=False,
+        shuffle=shuffle,
         verbose=0,
         callbacks=list(callbacks),
         **kwargs,
@@ -254,6 +255,25 @@ def test_a_variable_set_and_put_back_between_epochs_changes_no_training_batch(
     with dataset:
         given = fitted(dataset, callbacks=[Show(dataset)])
     assert [row[:3] for row in given] == [(e, i, 0) for e, i in every(3)]
+
+
+@with_inline
+@pytest.mark.backend
+@pytest.mark.parametrize("kept", [3, 6])
+def test_an_object_edited_between_epochs_makes_a_full_cache_invalid(
+    place, kept
+):
+    """The next epoch's other batches could have been built before."""
+
+    class Edit(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            dataset.stages[0].level += 1
+
+    limit = kept * 4 * (3 + 4) * 4
+    kinds = {**KINDS[place], "cache": "memory", "cache_bytes": limit}
+    with Cacheable(**kinds) as dataset:
+        given = fitted(dataset, epochs=4, callbacks=[Edit()], shuffle=True)
+    assert [row[2] for row in given] == [e for e, _ in every(4)]
 
 
 def _edit_item(level):

@@ -106,6 +106,18 @@ class LevelInside(Noted):
         return x, y
 
 
+class Cacheable(Numbered):
+    """Takes the level from an object that it holds, and nothing else."""
+
+    def __init__(self, **kwargs):
+        super().__init__(6, **kwargs)
+        self.stages = [Stage(0)]
+
+    def __getitem__(self, index):
+        y = [[index, 0, self.stages[0].level, 0]] * 4
+        return np.zeros((4, 3), "float32"), np.array(y, "float32")
+
+
 class KeepsNotes(Noted):
     """Its builds count, and keep what they have made."""
 
