@@ -37,6 +37,7 @@ from keras_fastdata.building.assignments import (
 from keras_fastdata.building.attributes import (
     attributes_of,
     first_items,
+    has_attributes,
     slots_of,
 )
 from keras_fastdata.building.code_names import names_of
@@ -279,8 +280,8 @@ class _VariableSearch:
         attributes, held = attributes_of(value), _reference(value)
         # Builds change the attributes of this package's datasets.
         is_ours = type(value).__module__.startswith("keras_fastdata.")
-        if path and path != (SELF,) and attributes and not is_ours:
-            self._note_size(attributes)
+        if path and path != (SELF,) and has_attributes(value) and not is_ours:
+            self._note_size(attributes, path)
         for name in list(attributes):
             if name == PRIVATE:
                 continue
@@ -405,9 +406,10 @@ class _VariableSearch:
             self._note(read, variables, name, module.__name__, (name,))
             self._module(variables.get(name), names)
 
-    def _note_size(self, names: Mapping[str, Any]) -> None:
+    def _note_size(self, names: Mapping[str, Any], path: Path = ()) -> None:
         read = functools.partial(_count_of, names)
-        self._add(Variable(read, (), "", True))
+        is_own = path[:1] == (SELF,)
+        self._add(Variable(read, (SELF,) if is_own else (), "", True))
 
     def _note(
         self,

@@ -1061,6 +1061,27 @@ def test_an_attribute_of_an_object_that_code_names_is_a_variable(
             assert [int(batch) for batch in dataset] == [wanted] * 3
 
 
+class Default:
+    """Has a size, but no attribute of its own."""
+
+    size = 0
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+@pytest.mark.parametrize("cache", [None, "memory"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_first_attribute_that_hides_one_of_the_class_is_a_change(
+    place, cache, is_held
+):
+    thing = Default()
+    kinds = {"cache": cache, **EVERY_KIND[place]}
+    use = (lambda held, _: held.size) if is_held else lambda *_: thing.size
+    with Holds(thing if is_held else 0, use, **kinds) as dataset:
+        assert [int(batch) for batch in dataset] == [0] * 3
+        thing.size = 1
+        assert [int(batch) for batch in dataset] == [1] * 3
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_what_code_assigns_to_one_object_hides_no_change_of_another(place):
     log, config = types.SimpleNamespace(), types.SimpleNamespace()
