@@ -401,6 +401,8 @@ class _VariableSearch:
         if not is_users(module.__name__) or not self._is_new(module, names):
             return
         variables = vars(module)
+        read = functools.partial(_count_among, names, variables)
+        self._add(Variable(read, (), "", True))
         for name in names & variables.keys():
             read = functools.partial(variables.__getitem__, name)
             self._note(read, variables, name, module.__name__, (name,))
@@ -479,6 +481,11 @@ def _count_of(names: Mapping[str, Any]) -> int:
     """
     items = list(names.items())
     return sum(not _is_pythons(name, value) for name, value in items)
+
+
+def _count_among(names: frozenset[str], variables: dict[str, Any]) -> int:
+    """Returns how many of the names a module has, to show additions."""
+    return len(names & variables.keys())
 
 
 def _is_pythons(name: str, value: Any) -> bool:

@@ -39,6 +39,7 @@ import numpy as np
 from keras_fastdata.building import build
 from keras_fastdata.building.attributes import first_items
 from keras_fastdata.building.referred_names import (
+    ABSENT,
     SELF,
     Inside,
     Referred,
@@ -75,7 +76,7 @@ class Change(enum.IntEnum):
     # Maybe by builds: batches that were built ahead are out of date.
     BY_BUILDS = 1
     BY_PROGRAM = 2  # cached batches are also out of date
-    # Modules may keep what they have computed from it.
+    # Workers cannot be told: modules may keep what they have computed from it.
     IN_MODULES = 3
 
 
@@ -227,6 +228,8 @@ class OutsideState:
         if variable.by_value:
             return Change.BY_PROGRAM
         value = variable.value
+        if value is ABSENT:
+            return Change.IN_MODULES  # workers import the module again
         can_be_told = is_plain(value) or as_made(value) is not None
         if not (can_be_told or seen.differs_in_items) or _is_inside(variable):
             self._lose(variable)

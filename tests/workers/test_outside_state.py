@@ -1067,6 +1067,26 @@ class Default:
     size = 0
 
 
+@pytest.mark.parametrize("cache", [None, "memory"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(conf, "NOT_YET"), (conf.config, "not_yet")],
+    ids=["module", "object"],
+)
+def test_a_variable_may_come_and_go(owner, name, place, cache, patch):
+    def use(*_):
+        return getattr(conf, "NOT_YET", 0) + getattr(conf.config, "not_yet", 0)
+
+    with Holds(0, use, cache=cache, **EVERY_KIND[place]) as dataset:
+        assert [int(batch) for batch in dataset] == [0] * 3
+        for value in (1, 2):
+            patch.setattr(owner, name, value, raising=False)
+            assert [int(batch) for batch in dataset] == [value] * 3
+        patch.delattr(owner, name)
+        assert [int(batch) for batch in dataset] == [0] * 3
+
+
 @pytest.mark.parametrize("is_held", [True, False])
 @pytest.mark.parametrize("cache", [None, "memory"])
 @pytest.mark.parametrize("place", PLACES)
