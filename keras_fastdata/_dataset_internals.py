@@ -25,6 +25,7 @@ from keras_fastdata import _process_role
 from keras_fastdata.building import build, seeding
 from keras_fastdata.engine.batch_iterator import iterate
 from keras_fastdata.engine.loader import Loader
+from keras_fastdata.engine.pool_factory import import_process_workers
 from keras_fastdata.engine.pool_handle import ForkSafeLock
 from keras_fastdata.engine.settings import Settings
 from keras_fastdata.engine.state_dict import State
@@ -99,6 +100,8 @@ class Internals:
 
 def give_internals(dataset: build.Dataset, settings: Settings) -> Internals:
     """Creates a dataset's internals with the given settings and no loader."""
+    if not _process_role.is_worker():
+        import_process_workers(settings)
     internals = Internals(settings, dataset)
     vars(dataset)[seeding.PRIVATE] = internals
     for value in list(vars(dataset).values()):

@@ -27,6 +27,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
+import operator
 import sys
 import threading
 import types
@@ -218,10 +219,8 @@ class OutsideState:
         """Returns what the change of a variable means."""
         variable = seen.variable
         if self._is_here:
-            by_builds = variable.is_assigned or variable.is_edited
-            # Builds may change the dataset in ways that nothing shows.
-            by_builds = by_builds or variable.path[:1] == (SELF,)
-            by_builds = by_builds and self._builds != build.builds_begun()
+            by_code = variable.is_assigned or variable.is_edited
+            by_builds = by_code and self._builds != build.builds_begun()
             return Change.BY_BUILDS if by_builds else Change.BY_PROGRAM
         if _is_of_process(variable):
             return Change.NONE
@@ -272,10 +271,11 @@ class _SeenVariable:
     Holds values that are not plain by a weak reference, if possible.
     """
 
-    __slots__ = ("_content", "_is_weak", "_value", "variable")
+    __slots__ = ("_content", "_is_weak", "_items", "_value", "variable")
 
     def __init__(self, variable: Variable, value: Any) -> None:
         self.variable = variable
+        self._items = _items_of(value)
         self._content = self._content_of(value)
         self._value = value if is_plain(value) else weakly(value)
         self._is_weak = self._value is not value
@@ -303,8 +303,14 @@ class _SeenVariable:
             return None
 
     def holds_same(self) -> bool:
-        """Returns whether the variable holds the recorded object."""
-        return self._is_recorded(self.variable.value)
+        """Returns whether the variable holds the recorded objects."""
+        value = self.variable.value
+        if not self._is_recorded(value):
+            return False
+        items = _items_of(value)
+        return len(items) == len(self._items) and all(
+            map(operator.is_, items, self._items)
+        )
 
     def _is_recorded(self, value: Any) -> bool:
         # Not what a weak reference refers to: `None`, if that is gone.
@@ -318,6 +324,14 @@ class _SeenVariable:
             )
         can_be_equal = not self._is_weak and is_plain(value)
         return not (can_be_equal and is_equal(value, self._value))
+
+
+def _items_of(value: Any) -> list[Any]:
+    """Returns the keys and items of a container of plain values."""
+    if not (type(value) in (*CONTAINERS, *MAPPINGS) and is_plain(value)):
+        return []
+    values = value.values() if isinstance(value, dict) else ()
+    return [*value, *values]
 
 
 # Reads the settings of each framework.

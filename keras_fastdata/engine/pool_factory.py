@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import importlib
 import sys
 import weakref
 from collections.abc import Callable
@@ -26,6 +28,19 @@ from keras_fastdata.workers.inline import InlinePool
 from keras_fastdata.workers.portable import requirements
 from keras_fastdata.workers.process.pool import ProcessPool
 from keras_fastdata.workers.thread import ThreadPool
+
+
+def import_process_workers(settings: Settings) -> None:
+    """Imports the code that starts processes, if the settings may need it.
+
+    Not with the first batch: a thread may ask for that while another one forks,
+    and the child would wait for the thread's import for ever.
+    """
+    if not (settings.use_multiprocessing or settings.workers == "auto"):
+        return
+    importlib.import_module("keras_fastdata.workers.portable.channel")
+    with contextlib.suppress(ImportError):  # the system lacks what it needs
+        importlib.import_module("keras_fastdata.workers.process.channel")
 
 
 @dataclasses.dataclass(eq=False)

@@ -100,7 +100,7 @@ class _KeptArrays:
                     self._add(part, others, True)
             elif _is_tensor(part):
                 self._add(part, others, is_kept or _is_view_tensor(part))
-            elif _is_table(part):
+            elif _is_table(part) or _is_variable(part):
                 self._add(part, others, True)
             elif _is_on_host_of_jax(part):
                 # `jax.device_put` may use the memory of an array of NumPy's.
@@ -149,6 +149,15 @@ def _is_table(part: Any) -> bool:
     return package in _TABLES and hasattr(part, "copy")
 
 
+def _is_variable(part: Any) -> bool:
+    """Returns whether an object is a variable of TensorFlow or Keras."""
+    return any(
+        isinstance(part, getattr(sys.modules[package], "Variable", ()))
+        for package in ("tensorflow", "keras")
+        if package in sys.modules
+    )
+
+
 def _is_on_host_of_jax(part: Any) -> bool:
     """Returns whether an object is a JAX array in CPU memory."""
     jax = sys.modules.get("jax")
@@ -190,6 +199,11 @@ def _copy(leaf: Any) -> Any:
         return copy.copy(leaf)
     if _is_tensor(leaf):
         return leaf.clone()
+    if _is_variable(leaf):
+        if hasattr(leaf, "read_value"):  # of TensorFlow
+            return leaf.read_value()
+        value = leaf.value
+        return _copy(value.detach() if _is_tensor(value) else value)
     if _is_on_host_of_jax(leaf):
         # Not later, when the memory may have been filled again.
         return leaf.copy().block_until_ready()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import collections
 import gc
+import sys
 import threading
 
 import keras
@@ -219,6 +220,18 @@ def test_arrays_of_jax_over_a_kept_buffer_are_copied():
     assert isinstance(taken[0], jax.Array)
     assert (np.asarray(taken[0]) == 1).all()
     assert (np.asarray(kept) == 2).all()  # JAX uses the buffer itself
+
+
+@pytest.mark.backend
+@pytest.mark.parametrize("package", ["keras", "tensorflow"])
+def test_variables_that_are_assigned_again_are_copied(package):
+    if package != "keras":
+        pytest.importorskip(package)
+    variable = sys.modules[package].Variable(ones())
+    batch = take([(variable, {"a": variable})])
+    variable.assign(ones() * 2)
+    for leaf in (batch[0], batch[1]["a"]):
+        assert keras.ops.convert_to_numpy(leaf).tolist() == ones().tolist()
 
 
 def test_a_sparse_matrix_that_is_a_dict_is_no_structure():

@@ -333,6 +333,48 @@ def test_a_dataset_that_cannot_be_pickled_runs_under_fork():
         assert numbers(batches) == list(range(10))
 
 
+class Seeking(Numbered):
+    """Moves the position in an open file."""
+
+    def __init__(self, file, **kwargs):
+        super().__init__(**kwargs)
+        self.file = file
+
+    def __getitem__(self, index):
+        self.file.seek(index + 1)
+        assert self.file.read(1) == bytes([index + 1])
+        return super().__getitem__(index)
+
+
+@pytest.mark.filterwarnings("ignore:`start_method='fork'`")
+@pytest.mark.parametrize("method", ["forkserver", "fork"])
+def test_workers_have_positions_of_their_own_in_open_files(method, tmp_path):
+    (tmp_path / "file").write_bytes(bytes(range(20)))
+    with (
+        open(tmp_path / "file", "rb", buffering=0) as file,
+        Seeking(file, start_method=method, **PROCESSES) as dataset,
+    ):
+        assert numbers(dataset) == list(range(10))
+        assert file.tell() == 0
+
+
+@pytest.mark.parametrize("workers", [2, "auto"])
+def test_the_first_batches_import_no_module_of_the_package(workers, tmp_path):
+    """A process that is forked meanwhile would wait for the import for ever."""
+    script = (
+        "import sys\n"
+        "from samples import Numbered\n"
+        "kinds = {'workers': WORKERS, 'use_multiprocessing': WORKERS == 2}\n"
+        "dataset = Numbered(**kinds)\n"
+        "before = set(sys.modules)\n"
+        "list(dataset)\n"
+        "dataset.close()\n"
+        "added = set(sys.modules) - before\n"
+        "print(*[m for m in added if m.startswith('keras_fastdata')])\n"
+    ).replace("WORKERS", repr(workers))
+    assert _run(["-c", script]) == "\n"
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_a_script_without_standard_streams_loads(method, tmp_path):

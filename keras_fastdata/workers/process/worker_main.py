@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import fcntl
 import os
 import signal
 import socket
+import stat
 import threading
 from collections.abc import Callable
 from typing import NoReturn
@@ -122,8 +124,25 @@ def forked(
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     own_pidfd = os.dup(trainer_pidfd)
     own = Files(*map(os.dup, files.all()))
+    _open_files_again()
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     return _end_alone(main(own, make_builder, segment, own_pidfd))
+
+
+def _open_files_again() -> None:
+    """Gives this process its own positions in files that are open for reading.
+
+    A forked process shares positions with the trainer and other workers.
+    """
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # that of the listing, for one
+            flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+            is_file = stat.S_ISREG(os.fstat(fd).st_mode)
+            if is_file and flags & os.O_ACCMODE == os.O_RDONLY:
+                again = os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
+                os.lseek(again, os.lseek(fd, 0, os.SEEK_CUR), os.SEEK_SET)
+                os.dup2(again, fd, inheritable=os.get_inheritable(fd))
+                os.close(again)
 
 
 def _end_alone(status: int) -> int:
