@@ -359,8 +359,7 @@ class _VariableSearch:
             return
         self._parts_of_function(function, module, path)
         attributes = function.__dict__
-        if is_by_value(module, path):
-            self._note_size(attributes)
+        self._note_size(attributes)
         for name in list(attributes):
             if name != "__wrapped__":
                 read = functools.partial(attributes.__getitem__, name)

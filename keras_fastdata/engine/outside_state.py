@@ -86,6 +86,7 @@ class OutsideState:
 
     def __init__(self) -> None:
         self.told = Told({}, {}, {})  # the state that is sent to workers
+        self.is_cached = False  # see `look`
         self._is_shared = self._is_here = False
         self._is_watched = False
         self._keeps_results = False  # whether modules do
@@ -104,7 +105,12 @@ class OutsideState:
         self._builds = 0
 
     def look(
-        self, dataset: Any, *, is_shared: bool, is_here: bool = False
+        self,
+        dataset: Any,
+        *,
+        is_shared: bool,
+        is_here: bool = False,
+        is_cached: bool = False,
     ) -> None:
         """Records the current global state.
 
@@ -113,14 +119,21 @@ class OutsideState:
             is_shared: Whether the builds see all of it.
             is_here: Whether this process builds. The builds may then edit the
                 containers themselves.
+            is_cached: Whether batches are kept for later epochs.
         """
         self._is_watched, self._is_shared = True, is_shared
-        self._is_here = is_here
-        self._builds = build.builds_begun()
+        self._is_here, self.is_cached = is_here, is_cached
         self._dataset = weakref.ref(dataset)
-        self._noticed, self._was_glimpsed = Change.NONE, False
         if is_here:
             _in_this_process.add(self)
+        self._record_all(dataset)
+        self._digest = None if is_here else digest_of(dataset)
+        if self._digest is not None and self._digest != digest_of(dataset):
+            self._digest = None  # it differs each time
+
+    def _record_all(self, dataset: Any) -> None:
+        self._builds = build.builds_begun()
+        self._noticed, self._was_glimpsed = Change.NONE, False
         values: ValuesByModule = {}
         kinds: KindsByModule = {}
         self._seen = []
@@ -132,9 +145,6 @@ class OutsideState:
             with _looking():
                 self._record(variable, values, kinds)
         self.told = Told(self._settings(), values, kinds)
-        self._digest = None if is_here else digest_of(dataset)
-        if self._digest is not None and self._digest != digest_of(dataset):
-            self._digest = None  # it differs each time
 
     def _record(
         self, variable: Variable, values: ValuesByModule, kinds: KindsByModule
@@ -182,12 +192,15 @@ class OutsideState:
     def look_again(self) -> None:
         """Records the state again, if builds alone can have changed it.
 
-        To be called when this process builds, but not at this moment.
+        To be called when this process builds, but nothing at this moment.
         """
-        if self._builds != build.builds_begun() and (
-            self.compare() < Change.BY_PROGRAM
+        dataset = self._dataset()
+        if (
+            dataset is not None
+            and self._builds != build.builds_begun()
+            and self.compare() < Change.BY_PROGRAM
         ):
-            self.look(self._dataset(), is_shared=True, is_here=True)
+            self._record_all(dataset)
 
     def glance(self) -> None:
         """Notes which variables hold other objects now than at `look`.
@@ -250,6 +263,13 @@ class OutsideState:
         if threading.current_thread() is threading.main_thread():
             self._error_state = dict(np.geterr())
         return {"numpy": self._error_state, **_settings()}
+
+
+def note_nothing_is_built() -> None:
+    """Has all datasets with a cache that are built here look again."""
+    for state in first_items(_in_this_process):
+        if state.is_cached:
+            state.look_again()
 
 
 @contextlib.contextmanager

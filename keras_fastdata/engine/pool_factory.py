@@ -15,7 +15,11 @@ from keras_fastdata.building import build
 from keras_fastdata.engine import pickling_errors
 from keras_fastdata.engine.autotune import SettingsInEffect
 from keras_fastdata.engine.epoch import Epoch
-from keras_fastdata.engine.outside_state import Change, OutsideState
+from keras_fastdata.engine.outside_state import (
+    Change,
+    OutsideState,
+    note_nothing_is_built,
+)
 from keras_fastdata.engine.planner import EpochPlanner
 from keras_fastdata.engine.position import Position
 from keras_fastdata.engine.settings import Settings
@@ -77,13 +81,10 @@ class PoolFactory:
 
     def note_delivery(self, epoch: Epoch, workers: WorkerPool) -> None:
         """Notes that a batch was delivered, or that the epoch has ended."""
-        settings = self._in_effect.now
-        if settings.cache is None or settings.kind.has_copies:
-            return
         if (epoch.is_finished or epoch.is_delivered) and not (
-            epoch.ahead or workers.busy
+            self._in_effect.now.kind.has_copies or epoch.ahead or workers.busy
         ):
-            self._outside.look_again()
+            note_nothing_is_built()
 
     def note_peek(self) -> None:
         """Notes that first batches were built early, and nothing is built.
@@ -210,6 +211,7 @@ class PoolFactory:
             alive(self._dataset),
             is_shared=is_here or settings.start_method == "fork",
             is_here=is_here,
+            is_cached=settings.cache is not None,
         )
 
 

@@ -237,18 +237,25 @@ def test_a_variable_set_for_the_time_of_a_validation_changes_no_training_batch(
 
 
 @pytest.mark.backend
+@pytest.mark.parametrize("in_dict", [False, True])
 def test_a_variable_set_and_put_back_between_epochs_changes_no_training_batch(
-    tmp_path, monkeypatch
+    in_dict, tmp_path, monkeypatch
 ):
     """As a callback does that shows samples without augmentation."""
+
+    def level(value):
+        if in_dict:
+            monkeypatch.setitem(next_epoch_samples.OPTIONS, "level", value)
+        else:
+            monkeypatch.setattr(next_epoch_samples, "LEVEL", value)
 
     class Show(Between):
         def act(self, epoch):
             if epoch < 2:
-                monkeypatch.setattr(next_epoch_samples, "LEVEL", 5)
+                level(5)
                 dataset.gate.set()
                 dataset.wait_for((epoch + 1, 2))  # so batch 1 is built
-                monkeypatch.setattr(next_epoch_samples, "LEVEL", 0)
+                level(0)
                 dataset.gate.clear()
 
     dataset = WaitsForGate(tmp_path, workers=1)

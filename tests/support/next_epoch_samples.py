@@ -9,7 +9,7 @@ import numpy as np
 from samples import Numbered
 
 TIMEOUT_S = 120
-LEVEL = 0  # of `LevelOutside`
+LEVEL, OPTIONS = 0, {"level": 0}  # of `LevelOutside`
 
 
 class Stage:
@@ -64,7 +64,7 @@ class LevelOutside(Noted):
 
     def __getitem__(self, index):
         x, y = super().__getitem__(index)
-        y[:, 2] = LEVEL
+        y[:, 2] = LEVEL + OPTIONS["level"]
         return x, y
 
 

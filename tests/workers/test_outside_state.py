@@ -720,6 +720,7 @@ class Counted(Holds):
         return np.asarray(super().__getitem__(index) * Counted.scale)
 
 
+@pytest.mark.parametrize("is_alone", [True, False])
 @pytest.mark.parametrize("place", ["inline", "thread"])
 @pytest.mark.parametrize(
     ("read", "change"),
@@ -737,17 +738,20 @@ class Counted(Holds):
     ids=["dict", "object", "class"],
 )
 def test_what_builds_have_made_and_the_program_edits_makes_a_cache_invalid(
-    read, change, place, patch
+    read, change, place, is_alone, patch
 ):
     patch.setattr(conf, "_options", None)
     patch.setattr(conf.Settings, "_only", None)
     patch.setattr(Counted, "scale", 1)
     patch.setattr(Counted, "builds", 0)
     use = lambda held, _: held()  # noqa: E731
+    other = Holds(0, lambda *_: 0, workers=0)
     with Counted(read, use, cache="memory", **EVERY_KIND[place]) as dataset:
         for scale in (1, 5, 5, 2, 2):
             change(scale)
             assert [int(batch) for batch in dataset] == [scale] * 3
+            if not is_alone:
+                list(other)
     assert Counted.builds == 9
 
 
@@ -1059,6 +1063,21 @@ def test_an_attribute_of_an_object_that_code_names_is_a_variable(
         for wanted in (1, 2):
             thing.size = wanted
             assert [int(batch) for batch in dataset] == [wanted] * 3
+
+
+@pytest.mark.parametrize("place", ["inline", "thread"])
+@pytest.mark.parametrize("is_held", [True, False])
+def test_what_the_program_edits_amid_an_epoch_makes_a_cache_invalid(
+    place, is_held
+):
+    thing = types.SimpleNamespace(size=1)
+    kinds = {"cache": "memory", "max_queue_size": 1, **EVERY_KIND[place]}
+    use = (lambda held, _: held.size) if is_held else lambda *_: thing.size
+    with Holds(thing if is_held else 0, use, **kinds) as dataset:
+        for number, _ in enumerate(dataset):
+            thing.size = 2 if number else 1
+        for _ in range(2):
+            assert [int(batch) for batch in dataset] == [2] * 3
 
 
 class Default:
