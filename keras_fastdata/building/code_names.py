@@ -1,8 +1,8 @@
 """Lists the variables that a function's code reads, assigns and edits.
 
 The code does not run: its instructions are followed in order, with what each
-one leaves on Python's stack. Branches are not followed, so that something may
-be missed where an expression branches.
+one leaves on Python's stack and in local variables. Branches are not followed,
+so that something may be missed where an expression branches.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ _EDITING = {
     *("difference_update", "fill", "intersection_update", "subtract"),
     "symmetric_difference_update",
 }
+
+
+# First parameters of methods. A function may have another first parameter.
+_SELVES = ("self", "s", "this", "me")
 
 
 class Root(enum.Enum):
@@ -87,9 +91,15 @@ class _Scan:
         self.edited: set[Target] = set()
         # Of each object on Python's stack; `None` if that is not known.
         self._stack: list[Target | None] = []
+        # Of local variables, as assigned last.
+        self._locals: dict[str, Target | None] = {}
 
     def follow(self, code: types.CodeType) -> None:
         self._stack = []
+        self._locals = {"self": Target(Root.SELF), "cls": Target(Root.CLASS)}
+        first = code.co_varnames[0] if code.co_argcount else ""
+        if first in _SELVES and _is_method(code):
+            self._locals[first] = Target(Root.SELF)
         for step in dis.get_instructions(code):
             name, operation = step.argval, step.opname
             if operation == "COPY":
@@ -117,12 +127,8 @@ class _Scan:
             return (
                 Target(Root.CLASS) if is_class else Target(Root.OUTER, (name,))
             )
-        elif "LOAD_FAST" in operation:
-            # In Python 3.13 one instruction may load two names.
-            name = name[-1] if isinstance(name, tuple) else name
-            return {"self": Target(Root.SELF), "cls": Target(Root.CLASS)}.get(
-                name
-            )
+        elif "_FAST" in operation:
+            return self._local(operation, name)
         elif operation in ("LOAD_ATTR", "LOAD_METHOD"):
             owner = self._at(1)
             if owner is not None and name in _EDITING:
@@ -143,6 +149,15 @@ class _Scan:
         ):
             return Target(Root.CLASS)
         return None
+
+    def _local(self, operation: str, name: Any) -> Target | None:
+        """Follows what stores or loads a local variable, or two in 3.13."""
+        *others, last = name if isinstance(name, tuple) else (name,)
+        if operation.startswith("STORE_FAST"):
+            self._locals[others[0] if others else last] = self._at(1)
+        if operation == "STORE_FAST_STORE_FAST":
+            self._locals[last] = self._at(2)
+        return self._locals.get(last) if "LOAD" in operation else None
 
     def _at(self, depth: int) -> Target | None:
         """Returns the object at a depth of the stack; 1 is the top."""
@@ -165,11 +180,18 @@ class _Scan:
         elif effect < 0:
             del self._stack[effect:]
         is_store = step.opname.startswith(("STORE", "DELETE", "POP"))
-        if not self._stack or is_store or step.opname in _KEEPING:
+        leaves_top = is_store and "LOAD" not in step.opname
+        if not self._stack or leaves_top or step.opname in _KEEPING:
             return
         self._stack[-1] = loaded
         if effect == _WITH_NULL and step.opname == "LOAD_GLOBAL":
             self._stack[-2] = loaded  # in Python 3.13 below the NULL
+
+
+def _is_method(code: types.CodeType) -> bool:
+    """Returns whether code was written in the body of a class."""
+    where = code.co_qualname.rpartition(".")[0]
+    return bool(where) and not where.endswith("<locals>")
 
 
 _HAS_PRECALL = sys.version_info < (3, 12)

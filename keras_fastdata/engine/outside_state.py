@@ -103,6 +103,10 @@ class OutsideState:
         self._dataset: Callable[[], Any] = lambda: None
         # How many builds had begun in this process by `look`.
         self._builds = 0
+        # The name of a variable that has changed since, while builds ran; and
+        # how often a cache was emptied for one.
+        self._changed_amid_builds = ""
+        self._times_emptied = 0
 
     def look(
         self,
@@ -126,10 +130,27 @@ class OutsideState:
         self._dataset = weakref.ref(dataset)
         if is_here:
             _in_this_process.add(self)
+        self._warn_of_emptied_cache()
         self._record_all(dataset)
         self._digest = None if is_here else digest_of(dataset)
         if self._digest is not None and self._digest != digest_of(dataset):
             self._digest = None  # it differs each time
+
+    def _warn_of_emptied_cache(self) -> None:
+        """Logs once that builds may empty the cache again and again."""
+        if self.is_cached and self._changed_amid_builds:
+            self._times_emptied += 1
+            if self._times_emptied == 2:
+                name = self._changed_amid_builds.removeprefix(".")
+                _log.warning(
+                    "The cache of %s was emptied twice, because `%s` changed "
+                    "while batches were built. If `__getitem__` changes it, "
+                    "assign the result to an attribute of `self`, or leave out "
+                    "`cache`.",
+                    type(self._dataset()).__name__,
+                    name,
+                )
+        self._changed_amid_builds = ""
 
     def _record_all(self, dataset: Any) -> None:
         self._builds = build.builds_begun()
@@ -232,9 +253,12 @@ class OutsideState:
         """Returns what the change of a variable means."""
         variable = seen.variable
         if self._is_here:
-            by_code = variable.is_assigned or variable.is_edited
-            by_builds = by_code and self._builds != build.builds_begun()
-            return Change.BY_BUILDS if by_builds else Change.BY_PROGRAM
+            if self._builds == build.builds_begun():
+                return Change.BY_PROGRAM
+            if variable.is_assigned or variable.is_edited:
+                return Change.BY_BUILDS
+            self._changed_amid_builds = variable.name
+            return Change.BY_PROGRAM
         if _is_of_process(variable):
             return Change.NONE
         if variable.by_value:

@@ -613,6 +613,14 @@ class Assigning:
         thing[conf.KEY].size = 1
         return conf.config
 
+    def of_locals(s, thing):
+        config, made = conf.config, s.made
+        config.d = thing.b = 1
+        made.append(1)
+        inner = s.inner
+        thing = inner
+        thing.e = 2
+
     def of_items(self, key):
         conf.TABLE[self.keys[key]] = conf.COUNTS["n"] = 1
         self.made.append(conf.READ[key])
@@ -630,12 +638,17 @@ class Assigning:
         (Assigning.of_cls.__func__, {"cls.a"}, set()),
         (Assigning.of_nothing, set(), set()),
         (
+            Assigning.of_locals,
+            {"conf.config.d", "self.inner.e"},
+            {"self.made"},
+        ),
+        (
             Assigning.of_items,
             set(),
             {"conf.TABLE", "conf.COUNTS", "self.made"},
         ),
     ],
-    ids=["self", "classes", "cls", "nothing", "items"],
+    ids=["self", "classes", "cls", "nothing", "locals", "items"],
 )
 def test_what_code_assigns_is_told_apart_by_what_it_belongs_to(
     function, assigned, edited
@@ -1078,6 +1091,21 @@ def test_what_the_program_edits_amid_an_epoch_makes_a_cache_invalid(
             thing.size = 2 if number else 1
         for _ in range(2):
             assert [int(batch) for batch in dataset] == [2] * 3
+
+
+def _count_unseen(held, index):
+    setattr(held, "count", held.count + 1)  # noqa: B010
+    return index
+
+
+def test_a_cache_that_builds_empty_again_and_again_is_named_once(caplog):
+    thing = types.SimpleNamespace(count=0)
+    with Holds(thing, _count_unseen, workers=0, cache="memory") as dataset:
+        for epoch in range(1, 6):
+            assert [int(batch) for batch in dataset] == [0, 1, 2]
+            assert thing.count == 3 * epoch
+    (warning,) = (r for r in caplog.records if "emptied twice" in r.message)
+    assert "`self.thing.count` changed" in warning.message
 
 
 class Default:
