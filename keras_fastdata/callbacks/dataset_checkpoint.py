@@ -311,8 +311,11 @@ class DatasetCheckpoint(Callback):
             raise ValueError(
                 f"The weights of {self._backup.folder} were saved after "
                 f"batch {restored[1]} of epoch {restored[0]}, and {self.path} "
-                "does not say where the data stood then. Was it saved by "
-                "another training? Remove both checkpoints to begin anew."
+                "does not say where the data stood then. Another training may "
+                "have saved the weights. Or Ctrl-C came while Keras wrote "
+                "them: if there are files that end in `.bkp`, rename them to "
+                "their names without `.bkp`. Otherwise, remove both "
+                "checkpoints to begin anew."
             )
         found = states.find("epoch", epoch)
         if found is None and latest is not None:
