@@ -494,11 +494,13 @@ def _reduce_torch(tensor: Any) -> Any:
     if tensor.layout is not torch.strided:
         return NotImplemented
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
-    if tensor.dtype is torch.bfloat16:
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name == "bfloat16" or name.startswith("float8"):
         import ml_dtypes
 
-        bits = tensor.view(torch.int16).numpy()
-        return _identity, (bits.view(ml_dtypes.bfloat16),)
+        is_byte = tensor.dtype.itemsize == 1
+        bits = tensor.view(torch.uint8 if is_byte else torch.int16).numpy()
+        return _identity, (bits.view(getattr(ml_dtypes, name)),)
     return _identity, (tensor.numpy(),)
 
 

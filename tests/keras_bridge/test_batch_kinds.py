@@ -287,18 +287,20 @@ if BACKEND == "jax":
 
 if BACKEND == "torch":
 
-    def test_tensors_arrive_as_arrays_from_processes():
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+    def test_tensors_arrive_as_arrays_from_processes(dtype):
         def make(index):
             import torch
 
-            half = torch.full((2, 2), index, dtype=torch.bfloat16)
-            return torch.full((2, 2), index, requires_grad=False), half
+            small = torch.ones((2, 2)).to(getattr(torch, dtype))
+            return torch.full((2, 2), index, requires_grad=False), small
 
         with _dataset(make, ONE_PROCESS) as dataset:
-            for number, (x, half) in enumerate(dataset):
+            for number, (x, small) in enumerate(dataset):
                 assert isinstance(x, np.ndarray)
                 assert (x == number).all()
-                assert str(half.dtype) == "bfloat16"
+                assert str(small.dtype) == dtype
+                assert (small.astype("float32") == 1).all()
 
 
 # -- batches and lengths that no model takes ----------------------------------
