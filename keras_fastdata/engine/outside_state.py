@@ -227,8 +227,9 @@ class OutsideState:
         """Notes which variables hold other objects now than at `look`.
 
         To be called before and after builds for an epoch that has not begun:
-        the program may put the former objects back. Does not look into them,
-        so takes a microsecond for each. May be called by any thread.
+        the program may put the former objects back. Looks into small containers
+        alone, so takes a microsecond or two for each variable. May be called by
+        any thread.
         """
         for seen in self._seen:
             with _looking():
@@ -319,9 +320,10 @@ class _SeenVariable:
 
     def __init__(self, variable: Variable, value: Any) -> None:
         self.variable = variable
-        self._items = _items_of(value)
         self._content = self._content_of(value)
-        self._value = value if is_plain(value) else weakly(value)
+        can_be_kept = is_plain(value)
+        self._value = value if can_be_kept else weakly(value)
+        self._items = _items_of(value) if can_be_kept else None
         self._is_weak = self._value is not value
 
     @property
@@ -351,6 +353,8 @@ class _SeenVariable:
         value = self.variable.value
         if not self._is_recorded(value):
             return False
+        if self._items is None:
+            return True
         items = _items_of(value)
         return len(items) == len(self._items) and all(
             map(operator.is_, items, self._items)
@@ -371,8 +375,8 @@ class _SeenVariable:
 
 
 def _items_of(value: Any) -> list[Any]:
-    """Returns the keys and items of a container of plain values."""
-    if not (type(value) in (*CONTAINERS, *MAPPINGS) and is_plain(value)):
+    """Returns the keys and items of a container, [] of anything else."""
+    if type(value) not in (*CONTAINERS, *MAPPINGS):
         return []
     values = value.values() if isinstance(value, dict) else ()
     return [*value, *values]
