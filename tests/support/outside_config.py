@@ -75,6 +75,12 @@ class Settings:
         return cls._only
 
 
+class Default:
+    """Has a size, but no attribute of its own."""
+
+    size = 0
+
+
 class Scaled:
     """Has a method that only the program calls."""
 
