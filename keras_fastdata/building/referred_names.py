@@ -100,6 +100,8 @@ class Variable:
     by_value: bool
     is_assigned: bool = False  # whether the code that was searched assigns it
     is_edited: bool = False  # whether that code edits the container in it
+    # Whether an object in a variable of a module or script has it.
+    is_of_object: bool = False
 
     @property
     def value(self) -> Any:
@@ -287,7 +289,7 @@ class _VariableSearch:
                 continue
             if path and not is_ours:
                 read = functools.partial(_read, held, _attribute, name)
-                self._note(read, value, name, module, (*path, name))
+                self._note(read, value, name, module, (*path, name), True)
             else:
                 part = attributes.get(name)
                 self.value(part, module, (*path, name) if path else ())
@@ -296,7 +298,7 @@ class _VariableSearch:
             read = functools.partial(_read, held, slot.__get__)
             if path:
                 name = slot.__name__
-                self._note(read, value, name, module, (*path, name))
+                self._note(read, value, name, module, (*path, name), True)
             else:
                 with contextlib.suppress(AttributeError):  # not assigned
                     self.value(read())
@@ -306,7 +308,8 @@ class _VariableSearch:
             for key in first_items(dict.keys(value)):
                 read = functools.partial(_read, held, dict.__getitem__, key)
                 if path and isinstance(key, _KEYS):
-                    self._note(read, value, "", module, (*path, ItemKey(key)))
+                    there = (*path, ItemKey(key))
+                    self._note(read, value, "", module, there, True)
 
     def _class(self, kind: type) -> None:
         metaclass: type = type(kind)
@@ -419,12 +422,15 @@ class _VariableSearch:
         name: str,
         module: str,
         path: Path,
+        is_of_object: bool = False,
     ) -> None:
         place = id(owner), path
         if place in self._places or len(self._found) >= _MOST_FOUND:
             return
         self._places.add(place)
         variable = Variable(read, path, module, is_by_value(module, path))
+        if is_of_object and path[:1] != (SELF,):
+            variable = dataclasses.replace(variable, is_of_object=True)
         self._add(variable, owner, name)
         value = variable.value
         function = value

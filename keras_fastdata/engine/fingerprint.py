@@ -14,7 +14,8 @@ A fingerprint covers
   object anywhere in these.
 
 It does not cover what is in folders, files whose path is put together from
-parts, other global objects, and installed packages: hence `cache_version`.
+parts, other global objects (unless they change after the first build), and
+installed packages: hence `cache_version`.
 """
 
 from __future__ import annotations
@@ -72,11 +73,12 @@ def open_cache(
     settings: Settings,
     built: Collection[str],
     before: dict[str, bytes],
+    changed: list[tuple[str, str]],
 ) -> Cache:
     """Opens the cache that the settings specify.
 
-    For `built` and `before`, see `fingerprint`. Raises `LoaderError` if the
-    dataset has an epoch hook or `reseed`.
+    For `built`, `before` and `changed`, see `fingerprint`. Raises `LoaderError`
+    if the dataset has an epoch hook or `reseed`.
     """
     name = type(dataset).__name__
     for hook in (*build.EPOCH_HOOKS, "reseed"):
@@ -90,7 +92,7 @@ def open_cache(
     if settings.cache == "memory":
         return MemoryCache(name, settings.cache_bytes)
     assert settings.cache is not None
-    state = fingerprint(dataset, settings.cache_version, built, before)
+    state = fingerprint(dataset, settings.cache_version, built, before, changed)
     directory = pathlib.Path(settings.cache) / f"{name}-{state}"
     return DiskCache(name, directory, settings.cache_bytes)
 
@@ -100,6 +102,7 @@ def fingerprint(
     version: str | int | None,
     built: Collection[str] = (),
     before: dict[str, bytes] | None = None,
+    changed: Collection[tuple[str, str]] = (),
 ) -> str:
     """Returns a hexadecimal hash of a dataset's data and code.
 
@@ -108,6 +111,7 @@ def fingerprint(
         version: The argument `cache_version`.
         built: Attributes that builds have set. They do not count.
         before: What attributes were, before any build; filled when empty.
+        changed: What has changed in other global objects since the first build.
     """
     parts = [repr(version).encode(), _digest_of(dataset, type(dataset))]
     state = dataset.__getstate__()
@@ -124,6 +128,7 @@ def fingerprint(
     if not before:
         before.update(found)
     parts += [f"|{k}|".encode() + value for k, value in found.items() if value]
+    parts += [repr(one).encode() for one in changed]
     return hash_of(parts).hex()
 
 

@@ -95,7 +95,7 @@ class Loader:
             self.changes,
         )
         self._fetcher = Fetcher(
-            Results(name, self._in_effect),
+            Results(name, self._in_effect, self._factory),
             self._in_effect,
             self._planner,
             self._position,

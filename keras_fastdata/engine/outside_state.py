@@ -96,6 +96,7 @@ class OutsideState:
         # Whether `glance` has found a change.
         self._was_glimpsed = False
         self._seen: list[_SeenVariable] = []
+        self._first: set[tuple[str, str]] | None = None  # `_of_objects`
         self._error_state: dict[str, Any] = dict(np.geterr())
         self._lost: set[str] = set()
         # Of what is sent; `None` where the builds see all changes themselves.
@@ -166,6 +167,8 @@ class OutsideState:
             with _looking():
                 self._record(variable, values, kinds)
         self.told = Told(self._settings(), values, kinds)
+        if self._first is None:
+            self._first = self._of_objects()
 
     def _record(
         self, variable: Variable, values: ValuesByModule, kinds: KindsByModule
@@ -209,6 +212,22 @@ class OutsideState:
         if self._was_glimpsed:
             return max(self._noticed, Change.BY_BUILDS)
         return self._noticed
+
+    def changed_objects(self) -> list[tuple[str, str]]:
+        """Returns the changed attributes of objects in modules and scripts.
+
+        They are changed since the first `look`, and have plain values: a name
+        and a text of each, sorted.
+        """
+        return sorted(self._of_objects() - (self._first or set()))
+
+    def _of_objects(self) -> set[tuple[str, str]]:
+        variables = [seen.variable for seen in self._seen]
+        return {
+            (variable.name, repr(value))
+            for variable in variables
+            if variable.is_of_object and is_plain(value := variable.value)
+        }
 
     def look_again(self) -> None:
         """Records the state again, if builds alone can have changed it.

@@ -79,6 +79,10 @@ class PoolFactory:
             change = max(change, Change.BY_PROGRAM)
         return change
 
+    def changed_objects(self) -> list[tuple[str, str]]:
+        """Returns attributes of global objects that have changed, as texts."""
+        return self._outside.changed_objects()
+
     def note_delivery(self, epoch: Epoch, workers: WorkerPool) -> None:
         """Notes that a batch was delivered, or that the epoch has ended."""
         if (epoch.is_finished or epoch.is_delivered) and not (

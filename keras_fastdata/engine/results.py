@@ -18,6 +18,7 @@ from keras_fastdata.engine.autotune import SettingsInEffect
 from keras_fastdata.engine.cache import Cache
 from keras_fastdata.engine.epoch import Completed, Epoch
 from keras_fastdata.engine.fingerprint import open_cache
+from keras_fastdata.engine.pool_factory import PoolFactory
 from keras_fastdata.errors import EndOfData, LoaderError
 from keras_fastdata.metrics import formatting
 from keras_fastdata.metrics.recorder import Span
@@ -44,7 +45,9 @@ class Outcome(enum.Enum):
 class Results:
     """Opens the workers' results, and manages the dataset's cache."""
 
-    def __init__(self, name: str, in_effect: SettingsInEffect) -> None:
+    def __init__(
+        self, name: str, in_effect: SettingsInEffect, factory: PoolFactory
+    ) -> None:
         # The cache; `None` before it is open, or without one.
         self.cache: Cache | None = None
         # How often each stack was met in slow builds.
@@ -54,6 +57,7 @@ class Results:
         self.structure = ""
         self._name = name
         self._in_effect = in_effect
+        self._factory = factory
         # The digests of the dataset's attributes before any build.
         self._before: dict[str, bytes] = {}
 
@@ -68,7 +72,10 @@ class Results:
         """
         settings = self._in_effect.now
         if self.cache is None and settings.cache is not None:
-            self.cache = open_cache(dataset, settings, built, self._before)
+            changed = self._factory.changed_objects()
+            self.cache = open_cache(
+                dataset, settings, built, self._before, changed
+            )
 
     def note_change(self) -> None:
         """Drops the cache and `structure`, because the dataset has changed."""

@@ -733,6 +733,7 @@ class Counted(Holds):
         return np.asarray(super().__getitem__(index) * Counted.scale)
 
 
+@pytest.mark.parametrize("is_on_disk", [True, False])
 @pytest.mark.parametrize("is_alone", [True, False])
 @pytest.mark.parametrize("place", ["inline", "thread"])
 @pytest.mark.parametrize(
@@ -751,7 +752,7 @@ class Counted(Holds):
     ids=["dict", "object", "class"],
 )
 def test_what_builds_have_made_and_the_program_edits_makes_a_cache_invalid(
-    read, change, place, is_alone, patch
+    read, change, place, is_alone, is_on_disk, patch, tmp_path
 ):
     patch.setattr(conf, "_options", None)
     patch.setattr(conf.Settings, "_only", None)
@@ -759,7 +760,10 @@ def test_what_builds_have_made_and_the_program_edits_makes_a_cache_invalid(
     patch.setattr(Counted, "builds", 0)
     use = lambda held, _: held()  # noqa: E731
     other = Holds(0, lambda *_: 0, workers=0)
-    with Counted(read, use, cache="memory", **EVERY_KIND[place]) as dataset:
+    kinds = {"cache": "memory", **EVERY_KIND[place]}
+    if is_on_disk:
+        kinds |= {"cache": tmp_path, "cache_version": 1}
+    with Counted(read, use, **kinds) as dataset:
         for scale in (1, 5, 5, 2, 2):
             change(scale)
             assert [int(batch) for batch in dataset] == [scale] * 3
