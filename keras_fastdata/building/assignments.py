@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import types
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -21,6 +22,9 @@ from keras_fastdata._modules import (
 )
 from keras_fastdata.building.attributes import attributes_of
 from keras_fastdata.building.code_names import CodeNames, Root, Target
+
+# Methods that run where a class is called.
+_MAKING = ("__new__", "__init__", "__post_init__", "__attrs_post_init__")
 
 
 class _FoundFunction(NamedTuple):
@@ -37,7 +41,8 @@ class Assignments:
 
     Builds call functions that something holds, special methods, methods that
     replace those of a library's class, and what is named by code that builds
-    run. Others are for the program: a method `set_strength`.
+    run. Others are for the program: a method `set_strength`, or `__init__` of a
+    class that builds do not name.
 
     Args:
         dataset: The `self` of the methods of its class.
@@ -100,13 +105,16 @@ class Assignments:
 
     def _runs(self, found: _FoundFunction, used: set[str]) -> bool:
         """Returns whether builds may call a function, given the names used."""
-        bases = () if found.kind is None else found.kind.__mro__
+        kind, function = found.kind, found.function
+        bases = () if kind is None else kind.__mro__
+        if kind is not None and function.__name__ in _MAKING:
+            return any(one.__name__ in used for one in _with_subclasses(kind))
         return any(
             name == ""
             or name in used
             or (name.startswith("__") and name.endswith("__"))
             or any(name in vars(b) for b in bases if not is_users_class(b))
-            for name in self._known_as.get(id(found.function), {""})
+            for name in self._known_as.get(id(function), {""})
         )
 
     def _take(self, found: _FoundFunction) -> None:
@@ -200,6 +208,14 @@ class Assignments:
             target in targets and (k in kind.__mro__ or kind in k.__mro__)
             for k, targets in self._of_methods.items()
         )
+
+
+def _with_subclasses(kind: type) -> Iterator[type]:
+    """Yields a class and all classes that are derived from it."""
+    yield kind
+    found: list[type] = type.__subclasses__(kind)
+    for derived in found:
+        yield from _with_subclasses(derived)
 
 
 def is_by_value(module: str, path: tuple[Any, ...] = ()) -> bool:

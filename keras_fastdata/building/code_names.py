@@ -46,12 +46,17 @@ class Target(NamedTuple):
 
     root: Root
     names: tuple[str, ...] = ()
+    is_item: bool = False  # whether it is an item of what is named
 
     def part(self, name: str) -> Target:
         """Returns the target that an attribute of this one is."""
         if name == "__class__":
             return Target(Root.CLASS)
         return Target(self.root, (*self.names, name))
+
+    def item(self) -> Target:
+        """Returns what an item counts as: the container itself."""
+        return self._replace(is_item=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +82,8 @@ def names_of(code: types.CodeType, package: str | None) -> CodeNames:
     return CodeNames(
         frozenset(scan.variables),
         frozenset(name for name, _ in imports_in(code, package)),
-        frozenset(scan.assigned),
-        frozenset(scan.edited),
+        frozenset(one._replace(is_item=False) for one in scan.assigned),
+        frozenset(one._replace(is_item=False) for one in scan.edited),
     )
 
 
@@ -138,7 +143,8 @@ class _Scan:
             if (owner := self._at(1)) is not None:
                 self.assigned.add(owner.part(name))
         elif operation == "BINARY_SUBSCR":
-            return self._at(2)  # an item counts as the container itself
+            owner = self._at(2)
+            return None if owner is None else owner.item()
         elif operation in ("STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE"):
             depth = 3 if operation == "STORE_SLICE" else 2
             if (owner := self._at(depth)) is not None:
@@ -153,10 +159,14 @@ class _Scan:
     def _local(self, operation: str, name: Any) -> Target | None:
         """Follows what stores or loads a local variable, or two in 3.13."""
         *others, last = name if isinstance(name, tuple) else (name,)
+        # A variable with an item may have a copy: a slice, an array's rows.
         if operation.startswith("STORE_FAST"):
-            self._locals[others[0] if others else last] = self._at(1)
+            top = self._at(1)
+            first = others[0] if others else last
+            self._locals[first] = None if top and top.is_item else top
         if operation == "STORE_FAST_STORE_FAST":
-            self._locals[last] = self._at(2)
+            top = self._at(2)
+            self._locals[last] = None if top and top.is_item else top
         return self._locals.get(last) if "LOAD" in operation else None
 
     def _at(self, depth: int) -> Target | None:

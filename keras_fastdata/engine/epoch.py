@@ -124,6 +124,12 @@ class Epoch:
         """Sets the epoch's number and schedule."""
         self.number, self.schedule = number, schedule
 
+    def plan_by_index(self, other: Epoch) -> None:
+        """Plans this epoch like another one, in the order of the indices."""
+        assert other.number is not None
+        assert other.schedule is not None
+        self.plan(other.number, other.schedule.by_index())
+
     def forget_order(self) -> None:
         """Clears the epoch's order and the record of skipped batches."""
         self.schedule = None

@@ -141,6 +141,7 @@ class HookReplay:
     def note(self, name: str) -> None:
         """Updates `within_epoch` after a hook, even if the hook was skipped."""
         self.within_epoch = name == "on_epoch_begin"
+        self._position.note_keras(within_epoch=self.within_epoch)
         if self.within_epoch:
             self._changes.expect()
         self._is_restored = False

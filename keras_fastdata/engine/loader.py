@@ -261,9 +261,7 @@ class Loader:
         fetch: Fetch,
     ) -> Any:
         workers = self._prepare(epoch, dataset, fetch)
-        assert epoch.number is not None
-        assert epoch.schedule is not None
-        ahead.plan(epoch.number, epoch.schedule.by_index())
+        ahead.plan_by_index(epoch)
         ahead.time_batches(epoch.interval_s)
         return self._fetcher.peek(workers, epoch, ahead, count, fetch)
 
@@ -276,6 +274,7 @@ class Loader:
             self._prefetcher.forget(self._pool.workers, epoch)
             epoch.issue_again_from(epoch.start)
         epoch.rewind()
+        self._factory.note_peek()
 
     # -- before a batch ------------------------------------------------------
 

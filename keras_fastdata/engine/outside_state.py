@@ -68,6 +68,7 @@ from keras_fastdata.engine.told_state import (
 )
 
 _log = logging.getLogger("keras_fastdata")
+_OWN = 2  # steps of the path to an attribute of the dataset
 
 
 class Change(enum.IntEnum):
@@ -175,9 +176,6 @@ class OutsideState:
     ) -> None:
         """Records the value of a variable, and what workers are told of it."""
         value = variable.value
-        by_code = variable.is_assigned or variable.is_edited
-        if variable.path[:1] == (SELF,) and by_code:
-            return
         self._seen.append(_SeenVariable(variable, value))
         if variable.by_value or _is_inside(variable):
             return
@@ -360,6 +358,16 @@ class _SeenVariable:
             and len(content) == len(self._content)
         )
 
+    @property
+    def _is_told_by_assignment(self) -> bool:
+        """Whether it is an attribute of the dataset that builds may assign.
+
+        What the program assigns to it, the dataset itself notices.
+        """
+        variable = self.variable
+        is_own = variable.path[:1] == (SELF,) and len(variable.path) == _OWN
+        return is_own and (variable.is_assigned or variable.is_edited)
+
     def _content_of(self, value: Any) -> Any:
         try:
             made = as_made(value) if self.variable.is_assigned else None
@@ -389,6 +397,8 @@ class _SeenVariable:
             return self._content is not None and (
                 self._content != self._content_of(value)
             )
+        if self._is_told_by_assignment:
+            return False
         can_be_equal = not self._is_weak and is_plain(value)
         return not (can_be_equal and is_equal(value, self._value))
 

@@ -83,6 +83,11 @@ class PoolFactory:
         """Returns attributes of global objects that have changed, as texts."""
         return self._outside.changed_objects()
 
+    def has_drifted(self) -> bool:
+        """Returns whether batches that are built now may differ from before."""
+        is_here = not self._in_effect.now.kind.has_copies
+        return is_here and self._outside.compare() >= Change.BY_PROGRAM
+
     def note_delivery(self, epoch: Epoch, workers: WorkerPool) -> None:
         """Notes that a batch was delivered, or that the epoch has ended."""
         if (epoch.is_finished or epoch.is_delivered) and not (
@@ -194,8 +199,12 @@ class PoolFactory:
         )
 
     def _glance(self, epoch: int) -> None:
-        """Looks for changes if a build is for an epoch that has not begun."""
-        if epoch >= self._position.next_epoch:
+        """Looks for changes if a build is for an epoch that has not begun.
+
+        With `steps_per_epoch`, Keras's epoch may end amid one of the dataset.
+        """
+        position = self._position
+        if epoch >= position.next_epoch or position.is_between_epochs:
             self._outside.glance()
 
     def change(self, workers: WorkerPool) -> None:

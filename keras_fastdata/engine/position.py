@@ -28,6 +28,8 @@ class Position:
         self.next_epoch = 0  # the number of the epoch that begins next
         # The state where that epoch begins; `None`: at its first batch.
         self.resumed: State | None = None
+        # Whether Keras has ended one of its epochs, and not begun another one.
+        self.is_between_epochs = False
         self._open_epochs = open_epochs
         self._latest: Epoch | None = None  # that a batch was delivered from
         # The epoch that has begun last, while it has delivered no batch; and
@@ -74,6 +76,10 @@ class Position:
         """Notes that an epoch is finished."""
         if self._beginning is not None and self._beginning[0] is epoch:
             self._beginning = None
+
+    def note_keras(self, *, within_epoch: bool) -> None:
+        """Notes that Keras begins or ends an epoch."""
+        self.is_between_epochs = not within_epoch
 
     def go_to(self, state: State) -> None:
         """Makes the next epoch begin at the position of `state`."""

@@ -98,7 +98,18 @@ class Results:
             assert index is not None
             # An error is raised when the batch is requested again.
             with contextlib.suppress(Exception):
-                self.cache.put(index, completed.done.open())
+                self._keep(index, completed.done.open())
+
+    def _keep(self, index: int, batch: Any) -> None:
+        """Caches a batch, unless a directory is for another state.
+
+        The program may have changed something amid the epoch. Memory is emptied
+        when the next epoch begins; a directory is for later runs, too.
+        """
+        assert self.cache is not None
+        is_in_memory = self._in_effect.now.cache == "memory"
+        if is_in_memory or not self._factory.has_drifted():
+            self.cache.put(index, batch)
 
     def is_cached(self, index: int) -> bool:
         """Returns whether a batch is in the cache."""
@@ -157,7 +168,7 @@ class Results:
                 batch = done.open()
                 _add_span(epoch, index, completed, began_s, batch)
             if self.cache is not None:
-                self.cache.put(index, batch)
+                self._keep(index, batch)
         except build.GlobalRngUsedError:
             return Outcome.RETRY_INLINE
         except Exception as error:

@@ -15,6 +15,7 @@ import pytest
 from next_epoch_samples import (
     TIMEOUT_S,
     Cacheable,
+    EditsNotes,
     Hooked,
     KeepsNotes,
     LevelInside,
@@ -208,12 +209,26 @@ def test_what_an_attribute_holds_may_be_edited_between_epochs(place, tmp_path):
 
 
 @everywhere
-def test_what_builds_keep_on_the_dataset_drops_no_batch_that_waits(
+def test_what_builds_assign_to_the_dataset_drops_no_batch_that_waits(
     place, tmp_path
 ):
     with KeepsNotes(tmp_path, **KINDS[place]) as dataset:
         fitted(dataset)
     assert sorted(dataset.builds()) == every(3)
+
+
+@everywhere
+def test_an_item_beside_what_builds_edit_changes_the_next_epoch(
+    place, tmp_path
+):
+    class Edit(Between):
+        def act(self, epoch):
+            dataset.notes["level"] += 1
+
+    dataset = EditsNotes(tmp_path, **KINDS[place])
+    with dataset:
+        given = fitted(dataset, callbacks=[Edit(dataset)])
+    assert [row[:3] for row in given] == [(e, i, e) for e, i in every(3)]
 
 
 @with_inline
@@ -262,6 +277,26 @@ def test_a_variable_set_and_put_back_between_epochs_changes_no_training_batch(
     with dataset:
         given = fitted(dataset, callbacks=[Show(dataset)])
     assert [row[:3] for row in given] == [(e, i, 0) for e, i in every(3)]
+
+
+@pytest.mark.backend
+def test_a_variable_put_back_amid_the_datasets_epoch_changes_no_batch(
+    tmp_path, monkeypatch
+):
+    """With `steps_per_epoch`, batches of the same epoch are built meanwhile."""
+
+    class Show(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if not epoch:
+                monkeypatch.setattr(next_epoch_samples, "LEVEL", 5)
+                dataset.gate.set()
+                dataset.wait_for((0, 4))  # so batch 3 is built
+                monkeypatch.setattr(next_epoch_samples, "LEVEL", 0)
+
+    dataset = WaitsForGate(tmp_path, workers=1, gated=(0, 3))
+    with dataset:
+        given = fitted(dataset, callbacks=[Show()], epochs=2, steps_per_epoch=3)
+    assert [row[:3] for row in given] == [(0, i, 0) for i in range(6)]
 
 
 @with_inline
@@ -329,15 +364,17 @@ def test_a_variable_set_as_training_begins_changes_every_batch(
 
 @with_inline
 @pytest.mark.backend
+@pytest.mark.parametrize("steps", [None, 6])
 def test_an_object_edited_as_training_begins_changes_every_batch(
-    place, tmp_path
+    place, steps, tmp_path
 ):
     class Begins(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
             dataset.stages["first"][0].level = 7
 
     with LevelInside(tmp_path, **KINDS[place]) as dataset:
-        given = fitted(dataset, callbacks=[Begins()], epochs=2)
+        callbacks, kinds = [Begins()], {"steps_per_epoch": steps}
+        given = fitted(dataset, callbacks=callbacks, epochs=2, **kinds)
     assert [row[:3] for row in given] == [(e, i, 7) for e, i in every(2)]
 
 

@@ -69,15 +69,23 @@ class LevelOutside(Noted):
 
 
 class WaitsForGate(LevelOutside):
-    """Batch 1 of all epochs but the first waits for the gate at first."""
+    """A batch waits for the gate when it is built for the first time.
 
-    def __init__(self, *args, **kwargs):
+    It is the batch `gated`, of an epoch and an index; `None`: batch 1 of all
+    epochs but the first.
+    """
+
+    def __init__(self, *args, gated=None, **kwargs):
         super().__init__(*args, **kwargs)
+        self.gated = gated
         self.gate = threading.Event()
 
     def __getitem__(self, index):
-        builds = self.builds()
-        if self.epoch and index == 1 and (self.epoch, 1) not in builds:
+        place, builds = (self.epoch, index), self.builds()
+        is_gated = index == 1 and self.epoch > 0
+        if self.gated is not None:
+            is_gated = place == self.gated
+        if is_gated and place not in builds:
             with open(self.directory / "builds", "a") as file:
                 file.write(f"{self.epoch} {index} {self.level}\n")
             assert self.gate.wait(TIMEOUT_S)
@@ -123,10 +131,24 @@ class KeepsNotes(Noted):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.count, self.seen, self.made = 0, [], {}
+        self.count, self.seen, self.made = 0, (), None
 
     def __getitem__(self, index):
         self.count += 1
-        self.seen.append(index)
-        self.made[index] = super().__getitem__(index)
-        return self.made[index]
+        self.seen += (index,)
+        self.made = super().__getitem__(index)
+        return self.made
+
+
+class EditsNotes(Noted):
+    """Its builds edit a dict that also holds the level."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.notes = {"builds": 0, "level": 0}
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        self.notes["builds"] += 1
+        y[:, 2] = self.notes["level"]
+        return x, y

@@ -621,6 +621,12 @@ class Assigning:
         thing = inner
         thing.e = 2
 
+    def of_copies(self, rows):
+        part = self.files[1:3]
+        part.sort()
+        chosen = self.array[rows]
+        chosen[:] = 0
+
     def of_items(self, key):
         conf.TABLE[self.keys[key]] = conf.COUNTS["n"] = 1
         self.made.append(conf.READ[key])
@@ -642,13 +648,14 @@ class Assigning:
             {"conf.config.d", "self.inner.e"},
             {"self.made"},
         ),
+        (Assigning.of_copies, set(), set()),
         (
             Assigning.of_items,
             set(),
             {"conf.TABLE", "conf.COUNTS", "self.made"},
         ),
     ],
-    ids=["self", "classes", "cls", "nothing", "locals", "items"],
+    ids=["self", "classes", "cls", "nothing", "locals", "copies", "items"],
 )
 def test_what_code_assigns_is_told_apart_by_what_it_belongs_to(
     function, assigned, edited
@@ -1080,6 +1087,61 @@ def test_an_attribute_of_an_object_that_code_names_is_a_variable(
         for wanted in (1, 2):
             thing.size = wanted
             assert [int(batch) for batch in dataset] == [wanted] * 3
+
+
+@pytest.mark.parametrize("place", ["inline", "thread"])
+def test_what_the_program_changes_amid_an_epoch_stays_out_of_a_directory(
+    place, patch, tmp_path
+):
+    kinds = {"cache": tmp_path, "cache_version": 1, "max_queue_size": 1}
+    for value in (2, 1):
+        patch.setattr(conf, "SCALE", 1)
+        use = lambda *_: conf.SCALE  # noqa: E731
+        found = []
+        with Holds(0, use, **kinds, **EVERY_KIND[place]) as dataset:
+            for batch in dataset:
+                found.append(int(batch))
+                patch.setattr(conf, "SCALE", value)
+    assert found == [1] * 3
+
+
+class Mixed(Holds):
+    """Counts in the dict that has its scale too."""
+
+    def __getitem__(self, index):
+        self.thing["count"] += 1
+        return np.asarray(self.thing["scale"])
+
+
+@pytest.mark.parametrize("place", ["inline", "thread"])
+def test_an_item_beside_what_builds_edit_makes_a_cache_invalid(place):
+    thing = {"count": 0, "scale": 1}
+    kinds = {"cache": "memory", **EVERY_KIND[place]}
+    with Mixed(thing, None, **kinds) as dataset:
+        for scale in (1, 2, 2, 3):
+            thing["scale"] = scale
+            assert [int(batch) for batch in dataset] == [scale] * 3
+    assert thing["count"] == 9
+
+
+class Scheduled:
+    """Calls the method that the program calls when an object is made."""
+
+    def __init__(self):
+        self.__post_init__()
+
+    def __post_init__(self):
+        self.set_scale(1)
+
+    def set_scale(self, scale):
+        self.scale = scale
+
+
+def test_init_of_a_class_that_builds_do_not_name_is_the_programs():
+    with Holds(Scheduled(), lambda held, _: held.scale) as dataset:
+        variables = variables_of(dataset).variables
+    (scale,) = (v for v in variables if v.name == ".self.thing.scale")
+    assert not scale.is_assigned
 
 
 @pytest.mark.parametrize("place", ["inline", "thread"])
