@@ -142,6 +142,8 @@ def content_of(value: Any) -> Any:
     for base, items_of in _SUBCLASSED.items():
         if isinstance(value, base) and is_users_class(kind):
             return Items(base.__len__(value), first_items(items_of(value)))
+    if isinstance(value, np.ndarray) and value.dtype.kind == "T":
+        return value.shape, first_items(value.flat)  # new texts each time
     if isinstance(value, np.ndarray) and value.dtype.hasobject:
         return Items(value.size, first_items(value.flat))
     is_array = isinstance(value, (np.ndarray, array.array, bytearray))

@@ -195,10 +195,10 @@ class PoolFactory:
             threads=threads,
             cached=self._in_effect.now.cache is not None,
             observer=self._in_effect.auto,
-            glance=self._glance,
+            glance=functools.partial(_glance, weakref.ref(self)),
         )
 
-    def _glance(self, epoch: int) -> None:
+    def glance(self, epoch: int) -> None:
         """Looks for changes if a build is for an epoch that has not begun.
 
         With `steps_per_epoch`, Keras's epoch may end amid one of the dataset.
@@ -252,6 +252,12 @@ def _maker_in_worker(
 ) -> Callable[[], build.Builder]:
     """Returns what a pickled `_BuilderMaker` becomes in a worker."""
     return functools.partial(build.builder_in_worker, dataset, seed, cached)
+
+
+def _glance(factory: weakref.ref[PoolFactory], epoch: int) -> None:
+    """Calls `glance`. What the factory knows may refer to the dataset."""
+    if (found := factory()) is not None:
+        found.glance(epoch)
 
 
 def alive(reference: weakref.ref[build.Dataset]) -> build.Dataset:

@@ -705,7 +705,9 @@ def test_the_last_lines_are_a_table_and_what_to_change(capsys, simulated_time):
     lines = lines[table:]
     assert lines[0].split()[:3] == ["took", "waiting", "data_wait"]
     assert [line.split()[1] for line in lines[1:4]] == ["1", "2", "3"]
-    assert lines[6].startswith("12.")
+    # The clock is a variable of this module that changes before the first
+    # epoch, so the batch that Keras fetches before may be built again.
+    assert lines[6].startswith(("12.", "13."))
     assert "s in all: waiting for data 1" in lines[6]
     assert lines[8].startswith("io_bound: Training waited 1")
     assert lines[9].startswith("Building a batch takes 5")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import fcntl
 import os
 import signal
 import socket
@@ -134,6 +133,8 @@ def _open_files_again() -> None:
 
     A forked process shares positions with the trainer and other workers.
     """
+    import fcntl
+
     for fd in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):  # that of the listing, for one
             flags = fcntl.fcntl(fd, fcntl.F_GETFL)
