@@ -358,7 +358,7 @@ def test_workers_have_positions_of_their_own_in_open_files(method, tmp_path):
         assert file.tell() == 0
 
 
-@pytest.mark.parametrize("workers", [2, "auto"])
+@pytest.mark.parametrize("workers", quickly([2, "auto"], 2))
 def test_the_first_batches_import_no_module_of_the_package(workers, tmp_path):
     """A process that is forked meanwhile would wait for the import for ever."""
     script = (
