@@ -159,14 +159,15 @@ class _Scan:
     def _local(self, operation: str, name: Any) -> Target | None:
         """Follows what stores or loads a local variable, or two in 3.13."""
         *others, last = name if isinstance(name, tuple) else (name,)
-        # A variable with an item may have a copy: a slice, an array's rows.
-        if operation.startswith("STORE_FAST"):
-            top = self._at(1)
-            first = others[0] if others else last
-            self._locals[first] = None if top and top.is_item else top
+        stored = []
         if operation == "STORE_FAST_STORE_FAST":
-            top = self._at(2)
-            self._locals[last] = None if top and top.is_item else top
+            stored = [*others, last]
+        elif operation.startswith("STORE_FAST"):
+            stored = others or [last]
+        for depth, each in enumerate(stored, 1):
+            value = self._at(depth)
+            # An item may be a copy: a slice, an array's rows.
+            self._locals[each] = None if value and value.is_item else value
         return self._locals.get(last) if "LOAD" in operation else None
 
     def _at(self, depth: int) -> Target | None:

@@ -681,6 +681,19 @@ def test_what_a_module_has_computed_is_dropped_with_its_variable(
             assert [int(batch) for batch in dataset] == [scale] * 3
 
 
+# How to read and how to set what a module makes when it is first needed.
+MADE_WHEN_NEEDED = [
+    (
+        lambda: conf.options()["scale"],
+        lambda scale: conf.options().update(scale=scale),
+    ),
+    (
+        lambda: conf.Settings().scale,
+        lambda scale: setattr(conf.Settings(), "scale", scale),
+    ),
+]
+
+
 def _set_default(scale):
     conf.scaled_by_default.__defaults__ = (scale,)
 
@@ -690,14 +703,7 @@ def _set_default(scale):
 @pytest.mark.parametrize(
     ("read", "change"),
     [
-        (
-            lambda: conf.options()["scale"],
-            lambda scale: conf.options().update(scale=scale),
-        ),
-        (
-            lambda: conf.Settings().scale,
-            lambda scale: setattr(conf.Settings(), "scale", scale),
-        ),
+        *MADE_WHEN_NEEDED,
         (lambda: conf.Scaled.scale, conf.Scaled.set_scale),
         (lambda: conf.scaled_by_cell(), conf.set_cell),
         (lambda: conf.scaled_by_default(), _set_default),
@@ -746,14 +752,7 @@ class Counted(Holds):
 @pytest.mark.parametrize(
     ("read", "change"),
     [
-        (
-            lambda: conf.options()["scale"],
-            lambda scale: conf.options().update(scale=scale),
-        ),
-        (
-            lambda: conf.Settings().scale,
-            lambda scale: setattr(conf.Settings(), "scale", scale),
-        ),
+        *MADE_WHEN_NEEDED,
         (lambda: 1, lambda scale: Counted.update(scale)),
     ],
     ids=["dict", "object", "class"],
