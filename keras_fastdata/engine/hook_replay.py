@@ -10,7 +10,7 @@ from keras_fastdata.building import build
 from keras_fastdata.engine import state_dict
 from keras_fastdata.engine.planner import EpochPlanner
 from keras_fastdata.engine.pool_handle import ForkSafeLock
-from keras_fastdata.engine.position import Position
+from keras_fastdata.engine.position import KerasPhase, Position
 
 
 class Changes:
@@ -67,8 +67,6 @@ class HookReplay:
         position: Position,
         changes: Changes,
     ) -> None:
-        # Whether Keras is between the begin and the end of an epoch.
-        self.within_epoch = False
         self._planner = planner
         self._position = position
         self._changes = changes
@@ -89,6 +87,11 @@ class HookReplay:
     def ran(self) -> tuple[tuple[str, int], ...]:
         """The name and the epoch of each hook that has run."""
         return tuple(self._ran)
+
+    @property
+    def within_epoch(self) -> bool:
+        """Whether Keras is between the begin and the end of an epoch."""
+        return self._position.keras_phase is KerasPhase.WITHIN
 
     def run(
         self,
@@ -139,10 +142,10 @@ class HookReplay:
                 raise
 
     def note(self, name: str) -> None:
-        """Updates `within_epoch` after a hook, even if the hook was skipped."""
-        self.within_epoch = name == "on_epoch_begin"
-        self._position.note_keras(within_epoch=self.within_epoch)
-        if self.within_epoch:
+        """Notes that Keras begins or ends an epoch, if hooks ran or not."""
+        begins = name == "on_epoch_begin"
+        self._position.note_keras(within=begins)
+        if begins:
             self._changes.expect()
         self._is_restored = False
 
@@ -175,7 +178,7 @@ class HookReplay:
             if build.overrides(dataset, "on_epoch_end"):
                 self._run(dataset, "on_epoch_end", state.epoch)
             state = dataclasses.replace(state, within=False)
-        self.within_epoch = state.within
+        self._position.note_loaded(within=state.within)
         self._is_restored = bool(self._ran)
         return state
 

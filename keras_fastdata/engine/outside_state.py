@@ -27,7 +27,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
-import operator
 import sys
 import threading
 import types
@@ -41,7 +40,6 @@ from keras_fastdata.building import build
 from keras_fastdata.building.attributes import first_items
 from keras_fastdata.building.referred_names import (
     ABSENT,
-    SELF,
     Inside,
     Referred,
     Variable,
@@ -50,14 +48,11 @@ from keras_fastdata.building.referred_names import (
 from keras_fastdata.engine.plain_values import (
     CONTAINERS,
     MAPPINGS,
-    Items,
     as_made,
-    content_of,
-    is_equal,
     is_plain,
     kind_of,
-    weakly,
 )
+from keras_fastdata.engine.seen_variable import SeenVariable
 from keras_fastdata.engine.sent_digest import digest_of
 from keras_fastdata.engine.told_state import (
     LOST,
@@ -68,7 +63,6 @@ from keras_fastdata.engine.told_state import (
 )
 
 _log = logging.getLogger("keras_fastdata")
-_OWN = 2  # steps of the path to an attribute of the dataset
 
 
 class Change(enum.IntEnum):
@@ -96,7 +90,7 @@ class OutsideState:
         self._noticed = Change.NONE
         # Whether `glance` has found a change.
         self._was_glimpsed = False
-        self._seen: list[_SeenVariable] = []
+        self._seen: list[SeenVariable] = []
         self._first: set[tuple[str, str]] | None = None  # `_of_objects`
         self._error_state: dict[str, Any] = dict(np.geterr())
         self._lost: set[str] = set()
@@ -176,7 +170,7 @@ class OutsideState:
     ) -> None:
         """Records the value of a variable, and what workers are told of it."""
         value = variable.value
-        self._seen.append(_SeenVariable(variable, value))
+        self._seen.append(SeenVariable(variable, value))
         if variable.by_value or _is_inside(variable):
             return
         if _is_of_process(variable):
@@ -267,7 +261,7 @@ class OutsideState:
             return Change.BY_PROGRAM
         return found
 
-    def _change_of(self, seen: _SeenVariable) -> Change:
+    def _change_of(self, seen: SeenVariable) -> Change:
         """Returns what the change of a variable means."""
         variable = seen.variable
         if self._is_here:
@@ -325,90 +319,6 @@ def _looking() -> Iterator[None]:
 
 # Those of datasets whose builds see every change at once.
 _in_this_process: weakref.WeakSet[OutsideState] = weakref.WeakSet()
-
-
-class _SeenVariable:
-    """The recorded value of a variable, for detecting later changes.
-
-    Holds values that are not plain by a weak reference, if possible.
-    """
-
-    __slots__ = ("_content", "_is_weak", "_items", "_value", "variable")
-
-    def __init__(self, variable: Variable, value: Any) -> None:
-        self.variable = variable
-        self._content = self._content_of(value)
-        can_be_kept = is_plain(value)
-        self._value = value if can_be_kept else weakly(value)
-        self._items = _items_of(value) if can_be_kept else None
-        self._is_weak = self._value is not value
-
-    @property
-    def differs_in_items(self) -> bool:
-        """Whether the container is the same, with as many other items.
-
-        Its items are variables as well, if they are few.
-        """
-        content = self._content_of(value := self.variable.value)
-        return (
-            self.variable.has_items
-            and self._is_recorded(value)
-            and isinstance(content, Items)
-            and isinstance(self._content, Items)
-            and len(content) == len(self._content)
-        )
-
-    @property
-    def _is_told_by_assignment(self) -> bool:
-        """Whether it is an attribute of the dataset that builds may assign.
-
-        What the program assigns to it, the dataset itself notices.
-        """
-        variable = self.variable
-        is_own = variable.path[:1] == (SELF,) and len(variable.path) == _OWN
-        return is_own and (variable.is_assigned or variable.is_edited)
-
-    def _content_of(self, value: Any) -> Any:
-        try:
-            made = as_made(value) if self.variable.is_assigned else None
-            return content_of(value) if made is None else repr(made.attributes)
-        except Exception:  # the user's object may refuse to be looked into
-            return None
-
-    def holds_same(self) -> bool:
-        """Returns whether the variable holds the recorded objects."""
-        value = self.variable.value
-        if not self._is_recorded(value):
-            return False
-        if self._items is None:
-            return True
-        items = _items_of(value)
-        return len(items) == len(self._items) and all(
-            map(operator.is_, items, self._items)
-        )
-
-    def _is_recorded(self, value: Any) -> bool:
-        # Not what a weak reference refers to: `None`, if that is gone.
-        return (weakly(value) if self._is_weak else value) is self._value
-
-    def has_changed(self) -> bool:
-        value = self.variable.value
-        if self._is_recorded(value):
-            return self._content is not None and (
-                self._content != self._content_of(value)
-            )
-        if self._is_told_by_assignment:
-            return False
-        can_be_equal = not self._is_weak and is_plain(value)
-        return not (can_be_equal and is_equal(value, self._value))
-
-
-def _items_of(value: Any) -> list[Any]:
-    """Returns the keys and items of a container, [] of anything else."""
-    if type(value) not in (*CONTAINERS, *MAPPINGS):
-        return []
-    values = value.values() if isinstance(value, dict) else ()
-    return [*value, *values]
 
 
 # Reads the settings of each framework.

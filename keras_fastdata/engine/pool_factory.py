@@ -21,7 +21,7 @@ from keras_fastdata.engine.outside_state import (
     note_nothing_is_built,
 )
 from keras_fastdata.engine.planner import EpochPlanner
-from keras_fastdata.engine.position import Position
+from keras_fastdata.engine.position import KerasPhase, Position
 from keras_fastdata.engine.settings import Settings
 from keras_fastdata.engine.told_state import Told
 from keras_fastdata.errors import LoaderError
@@ -204,7 +204,8 @@ class PoolFactory:
         With `steps_per_epoch`, Keras's epoch may end amid one of the dataset.
         """
         position = self._position
-        if epoch >= position.next_epoch or position.is_between_epochs:
+        is_between = position.keras_phase is KerasPhase.BETWEEN
+        if epoch >= position.next_epoch or is_between:
             self._outside.glance()
 
     def change(self, workers: WorkerPool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from typing import NamedTuple
 
 from keras_fastdata.engine.epoch import Epoch
@@ -21,6 +22,20 @@ class Place(NamedTuple):
     epoch_batches: int | None = None
 
 
+class KerasPhase(enum.Enum):
+    """Where Keras is: its epochs need not be those of the dataset.
+
+    on_epoch_begin: WITHIN; on_epoch_end: WITHIN -> BETWEEN; a state that is
+    loaded: WITHIN if it was saved there, else WITHIN -> OUTSIDE.
+    """
+
+    OUTSIDE = (
+        enum.auto()
+    )  # no epoch has begun, or a state was loaded
+    WITHIN = enum.auto()  # an epoch of Keras goes on
+    BETWEEN = enum.auto()  # an epoch has ended; callbacks may run
+
+
 class Position:
     """Assigns numbers to a dataset's epochs, and tracks the latest epoch."""
 
@@ -28,8 +43,7 @@ class Position:
         self.next_epoch = 0  # the number of the epoch that begins next
         # The state where that epoch begins; `None`: at its first batch.
         self.resumed: State | None = None
-        # Whether Keras has ended one of its epochs, and not begun another one.
-        self.is_between_epochs = False
+        self.keras_phase = KerasPhase.OUTSIDE
         self._open_epochs = open_epochs
         self._latest: Epoch | None = None  # that a batch was delivered from
         # The epoch that has begun last, while it has delivered no batch; and
@@ -77,9 +91,16 @@ class Position:
         if self._beginning is not None and self._beginning[0] is epoch:
             self._beginning = None
 
-    def note_keras(self, *, within_epoch: bool) -> None:
+    def note_keras(self, *, within: bool) -> None:
         """Notes that Keras begins or ends an epoch."""
-        self.is_between_epochs = not within_epoch
+        self.keras_phase = KerasPhase.WITHIN if within else KerasPhase.BETWEEN
+
+    def note_loaded(self, *, within: bool) -> None:
+        """Notes that a state was loaded, which may be within a Keras epoch."""
+        if within:
+            self.keras_phase = KerasPhase.WITHIN
+        elif self.keras_phase is KerasPhase.WITHIN:
+            self.keras_phase = KerasPhase.OUTSIDE
 
     def go_to(self, state: State) -> None:
         """Makes the next epoch begin at the position of `state`."""
