@@ -7,6 +7,7 @@ import functools
 import keras
 import numpy as np
 import pytest
+from changing_samples import Batches, Hooked, Shuffles
 from matrix import assert_exactly_once, in_every_way, same
 from places import PLACES, everywhere
 
@@ -27,40 +28,6 @@ pytestmark = pytest.mark.usefixtures("kept_forkserver")
 
 def numbers(*bounds, **kwargs):
     return SampleDataset(range(*bounds), **{"batch_size": 3, **kwargs})
-
-
-class Hooked(FastPyDataset):
-    """Four batches of what its hooks have counted."""
-
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.began = self.ended = self.started = 0
-
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        return np.asarray([index, self.began, self.started])
-
-    def on_epoch_begin(self):
-        self.began += 1
-
-    def on_worker_start(self):
-        self.started += 1
-
-
-class Batches(FastPyDataset):
-    """Batches of one number."""
-
-    def __init__(self, *bounds, **kwargs):
-        super().__init__(**kwargs)
-        self.numbers = range(*bounds)
-
-    def __len__(self):
-        return len(self.numbers)
-
-    def __getitem__(self, index):
-        return np.asarray([self.numbers[index]])
 
 
 class Noisy(SampleDataset):
@@ -336,18 +303,6 @@ def test_hooks_of_the_datasets_are_called(place):
         first = next(iter(dataset))
     assert first[1] == 1
     assert first[2] >= 1
-
-
-class Shuffles(Hooked):
-    """Four batches, in an order that a hook draws, and what it has counted."""
-
-    order = (0, 1, 2, 3)
-
-    def __getitem__(self, index):
-        return np.asarray([self.order[index], self.began])
-
-    def on_epoch_end(self):
-        self.order = tuple(self.rng.permutation(4).tolist())
 
 
 @pytest.mark.parametrize("make", [combine.concat, combine.map])

@@ -12,10 +12,12 @@ import types
 import warnings
 import weakref
 
+import far_generators
 import generator_kinds
 import keras
 import numpy as np
 import pytest
+from far_generators import HasMeta, MakesThemLate, Wraps
 from generator_kinds import Everywhere, Seedable, Slots
 from samples import Holds, equal
 from trainers import START_METHODS
@@ -207,50 +209,21 @@ def test_auto_seeds_a_generator_that_the_first_build_makes(is_deep):
     assert "that the dataset holds" in told[0]
 
 
-class _MakesThemLate(FastPyDataset):
-    """Each build makes a generator of its own, if there is none yet."""
-
-    def __init__(self, keep, **kwargs):
-        super().__init__(**kwargs)
-        self.thing, self._keep = types.SimpleNamespace(by_index={}), keep
-        self.makers = []
-
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        rng = self._keep(self, index)
-        return np.array([rng.random(), index])
-
-
-def _in_a_dict(dataset, index):
-    found = dataset.thing.by_index
-    return found.setdefault(index, np.random.default_rng(index))
-
-
-def _in_a_list(dataset, index):
-    while len(dataset.makers) <= index:
-        dataset.makers.append(random.Random(7))
-    return dataset.makers[index]
-
-
-def _in_an_object(dataset, index):
-    name = f"rng_{index}"
-    if name not in vars(dataset.thing):
-        setattr(dataset.thing, name, np.random.RandomState(index))
-    return getattr(dataset.thing, name)
-
-
-@pytest.mark.parametrize("keep", [_in_a_dict, _in_a_list, _in_an_object])
+@pytest.mark.parametrize(
+    "keep",
+    [
+        far_generators.in_a_dict,
+        far_generators.in_a_list,
+        far_generators.in_an_object,
+    ],
+)
 def test_generators_that_later_builds_make_are_seeded(keep):
-    expected = _epochs(_MakesThemLate(keep, seed=1, workers=0), 3)
+    expected = _epochs(MakesThemLate(keep, seed=1, workers=0), 3)
     draws = [batch[0] for epoch in expected for batch in epoch]
     assert len(set(draws)) == 12
     for count in (1, 2):
         place = {"workers": count, "use_multiprocessing": True}
-        assert equal(
-            _epochs(_MakesThemLate(keep, seed=1, **place), 3), expected
-        )
+        assert equal(_epochs(MakesThemLate(keep, seed=1, **place), 3), expected)
 
 
 def _draws(thing, use, indices):
@@ -589,49 +562,14 @@ def test_a_dataset_may_hold_the_model_that_trains_on_it():
         assert losses(dataset) == losses(x)
 
 
-def _of_a_class_within(seed=0):
-    class Local:
-        rng = np.random.default_rng(seed)
-
-    return lambda: Local.rng.integers(2**60)
-
-
-def _kept():
-    return generator_kinds.kept().integers(2**60)
-
-
-def _imported():
-    from generator_kinds import RNG
-
-    return RNG.integers(2**60)
-
-
-def _imported_with_its_module():
-    import generator_kinds as kinds
-
-    return kinds.RNG.integers(2**60)
-
-
-def _of_a_module_by_a_text():
-    return getattr(generator_kinds, "RNG").integers(2**60)  # noqa: B009
-
-
-class Meta(type):
-    rng = np.random.default_rng(0)
-
-
-class HasMeta(metaclass=Meta):
-    """Its generator is its metaclass's."""
-
-
 @pytest.mark.parametrize(
     "draw",
     [
-        _of_a_class_within(),
-        _kept,
-        _imported,
-        _imported_with_its_module,
-        _of_a_module_by_a_text,
+        far_generators.of_a_class_within(),
+        far_generators.of_a_cache,
+        far_generators.imported,
+        far_generators.imported_with_its_module,
+        far_generators.of_a_module_by_a_text,
         lambda: HasMeta.rng.integers(2**60),
     ],
     ids=[
@@ -695,20 +633,6 @@ def test_one_that_only_the_init_of_a_helper_names_is_seeded():
     inline = _epochs(Wraps(None, draw, seed=1, workers=0))
     draw(None)  # the state that a build finds makes no difference
     assert equal(_epochs(Wraps(None, draw, seed=1, workers=0)), inline)
-
-
-class Wraps(FastPyDataset):
-    """Draws from what it wraps."""
-
-    def __init__(self, thing, draw, **kwargs):
-        super().__init__(**kwargs)
-        self.thing, self.draw = thing, draw
-
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        return np.array([self.draw(self.thing)])
 
 
 def _wrappers():

@@ -6,6 +6,7 @@ import functools
 
 import numpy as np
 import pytest
+from changing_samples import Growing, Longer, Parts, remainder
 from matrix import assert_exactly_once, in_every_way, same
 from places import PLACES, everywhere
 
@@ -20,34 +21,6 @@ pytestmark = pytest.mark.usefixtures("kept_forkserver")
 
 LABELS = np.repeat([0, 1, 2], [40, 8, 2])
 LENGTHS = np.arange(50) * 7 % 31
-
-
-class Parts:
-    """Fifty numbers, in parts."""
-
-    part_lengths = [10, 1, 19, 20]
-
-    def __len__(self):
-        return 50
-
-    def __getitem__(self, index):
-        return index
-
-
-class Growing(SampleDataset):
-    """Begins with easy samples, and has all of them from epoch 4 on."""
-
-    num_samples = 40
-
-    def __init__(self, **kwargs):
-        super().__init__(sampler=self.easy_first, **kwargs)
-
-    def easy_first(self, rng, count):
-        hardest = min(count, 10 * (self.epoch + 1))
-        return rng.integers(hardest, size=count)
-
-    def get_sample(self, index):
-        return index
 
 
 def epoch_of(dataset):
@@ -311,23 +284,6 @@ def test_an_empty_part_has_no_batch(sampler):
         np.arange(2), np.arange(2), sampler=sampler, samples_per_epoch=4
     )
     assert list(combine.take(dataset, 0)) == []
-
-
-class Longer(SampleDataset):
-    """Gives numbers, and more of them after each epoch."""
-
-    num_samples = 7
-
-    def get_sample(self, index):
-        return index
-
-    def on_epoch_end(self):
-        self.num_samples += 3
-        self.batch_size += 1
-
-
-def remainder(number):
-    return number % 4
 
 
 @pytest.mark.parametrize("place", ["inline", "processes"])

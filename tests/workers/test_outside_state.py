@@ -8,9 +8,7 @@ import array
 import collections
 import copy
 import enum
-import functools
 import importlib
-import os
 import sys
 import threading
 import types
@@ -20,6 +18,17 @@ import numpy as np
 import outside_config as conf
 import outside_samples
 import pytest
+from outside_holders import (
+    Exclusive,
+    Level,
+    Refusing,
+    SetUp,
+    held_by,
+    holders_of_a_number,
+    holding,
+    made_by_second,
+    sets_up,
+)
 from outside_samples import Divided, Frameworks, Referring
 from PIL import Image, ImageFile
 from places import EVERY_KIND
@@ -804,16 +813,6 @@ def test_items_of_large_and_of_unusual_containers_are_variables(place, cache):
             assert [batch.tolist() for batch in dataset] == [use()] * 3
 
 
-class Exclusive(Holds):
-    """Its workers cannot be there beside former ones."""
-
-    def on_worker_start(self):
-        os.mkdir(self.thing)
-
-    def on_worker_stop(self):
-        os.rmdir(self.thing)
-
-
 @pytest.mark.parametrize("kind", PLACES[2:])
 def test_workers_start_anew_when_the_former_ones_have_ended(
     kind, patch, tmp_path
@@ -823,36 +822,6 @@ def test_workers_start_anew_when_the_former_ones_have_ended(
         for scale in (2, 3, 1):
             conf.rescale(scale)
             assert [int(batch) for batch in held] == [scale] * 3
-
-
-def _sets_up(kind):
-    """A function for `on_worker_start`, and one that reads what it sets."""
-
-    class Config:
-        size = 1
-
-    return {
-        "class": (lambda: setattr(Config, "size", 5), lambda: Config.size),
-        "module": (
-            lambda: setattr(conf, "SCALE", 5),
-            lambda: conf.SCALE,
-        ),
-        "item of a module": (
-            lambda: conf.HELD.update(scale=5),
-            lambda: conf.HELD["scale"],
-        ),
-        "setting": (
-            lambda: np.seterr(under="raise"),
-            lambda: 5 * (np.geterr()["under"] == "raise"),
-        ),
-    }[kind]
-
-
-class SetUp(Holds):
-    """Sets up its workers by a function."""
-
-    def on_worker_start(self):
-        self.thing[0]()
 
 
 SET_UP_SCRIPT = """
@@ -936,65 +905,17 @@ def test_what_a_worker_of_a_script_sets_up_stays(tmp_path, zygote):
 )
 def test_what_a_worker_sets_up_stays_when_the_dataset_changes(kind, place):
     kinds = EVERY_KIND[place]
-    with SetUp(_sets_up(kind), lambda held, _: held[1](), **kinds) as dataset:
+    with SetUp(sets_up(kind), lambda held, _: held[1](), **kinds) as dataset:
         for _ in range(3):
             assert [int(batch) for batch in dataset] == [5] * 3
             dataset.changed = True
 
 
-class Level(enum.Enum):
-    """Its members are keys."""
-
-    EASY = 1
-
-
-class Bag(list):
-    """Has items."""
-
-
-Row = collections.namedtuple("Row", ["options"])
-
-
-def _holders_of_a_number():
-    """Objects that hold a number, how to read it and how to set it."""
-    keyed = {Level.EASY: {"a": 0}, ("a", 0): np.zeros(2)}
-    row, bag = Row({"a": 0}), Bag([0])
-    masked = np.ma.masked_array([0, 1], [False, True])
-    objects = np.array([{"a": 0}, None], object)
-    partial = functools.partial(lambda held: held["a"], {"a": 0})
-    bound = collections.UserDict(a=0).get
-    library = keras.callbacks.Callback()
-    library.thing = conf.Config(0)
-    return {
-        "enum": (
-            lambda: keyed[Level.EASY]["a"],
-            lambda n: keyed[Level.EASY].update(a=n),
-        ),
-        "tuple": (lambda: keyed["a", 0][0], lambda n: keyed["a", 0].fill(n)),
-        "named": (
-            lambda: row.options["a"],
-            lambda n: row.options.update(a=n),
-        ),
-        "bag": (lambda: bag[0], lambda n: bag.__setitem__(0, n)),
-        "masked": (lambda: masked[0], lambda n: masked.__setitem__(0, n)),
-        "objects": (lambda: objects[0]["a"], lambda n: objects[0].update(a=n)),
-        "partial": (partial, lambda n: partial.args[0].update(a=n)),
-        "bound": (
-            lambda: bound("a"),
-            lambda n: bound.__self__.update(a=n),
-        ),
-        "library": (
-            lambda: library.thing.depth,
-            lambda n: setattr(library.thing, "depth", n),
-        ),
-    }
-
-
 @pytest.mark.parametrize("cache", [None, "memory"])
 @pytest.mark.parametrize("place", ["inline", "thread", "process"])
-@pytest.mark.parametrize("name", [*_holders_of_a_number()])
+@pytest.mark.parametrize("name", [*holders_of_a_number()])
 def test_what_the_program_edits_is_found_wherever_it_is(name, place, cache):
-    read, change = _holders_of_a_number()[name]
+    read, change = holders_of_a_number()[name]
     kinds = EVERY_KIND[place]
     with Holds(0, lambda *_: read(), cache=cache, **kinds) as dataset:
         for number in (1, 2):
@@ -1014,13 +935,6 @@ def test_equal_containers_of_other_types_or_order_are_a_change(place, cache):
         for new in ({"a": 1.0, "b": 2}, {"b": 2, "a": 1.0}, {"b": True * 2}):
             held[0] = new
             assert [str(batch) for batch in dataset] == [str(new)] * 3
-
-
-class Refusing(list):
-    """Refuses to be looked into."""
-
-    def __len__(self):
-        raise RuntimeError("on purpose")
 
 
 @pytest.mark.parametrize("cache", [None, "memory"])
@@ -1050,34 +964,13 @@ def test_enums_and_arrays_have_one_digest():
     assert digest == sent_digest.digest_of(dataset)
 
 
-class Stage:
-    """Has its size in a slot."""
-
-    __slots__ = ("size",)
-
-
-class AttributeDict(dict):
-    """Has its items as attributes."""
-
-    __getattr__ = dict.__getitem__
-    __setattr__ = dict.__setitem__
-
-
-def _holding(kind):
-    """An object with a size, and what holds it."""
-    thing = {"slot": Stage, "items": AttributeDict}.get(
-        kind, types.SimpleNamespace
-    )()
-    return thing, [{"key": (thing,)}] if kind == "nested" else thing
-
-
 @pytest.mark.parametrize("cache", [None, "memory"])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", ["slot", "items", "nested"])
 def test_an_attribute_of_an_object_that_code_names_is_a_variable(
     kind, place, cache
 ):
-    thing, holder = _holding(kind)
+    thing, holder = holding(kind)
 
     def size(*_):
         return (holder[0]["key"][0] if kind == "nested" else holder).size
@@ -1285,15 +1178,6 @@ def _holders(function):
     }
 
 
-def _held_by(holder):
-    """The function in one of `_holders`."""
-    if isinstance(holder, types.SimpleNamespace):
-        return holder.f
-    if isinstance(holder, np.vectorize):
-        return holder.pyfunc
-    return next(iter(holder))
-
-
 @pytest.mark.parametrize("name", [*_holders(abs)])
 def test_a_change_of_code_is_noticed_wherever_an_object_holds_it(name):
     class Config:
@@ -1303,7 +1187,7 @@ def test_a_change_of_code_is_noticed_wherever_an_object_holds_it(name):
         return Config.factor
 
     def use(holder, _):
-        return _held_by(holder)()
+        return held_by(holder)()
 
     holder = _holders(read)[name]
     with Holds(holder, use, **PROCESSES) as dataset:
@@ -1324,14 +1208,10 @@ def test_a_variable_that_the_program_sets_by_a_method_of_the_code_is_sent():
         def __init__(self):
             self.factor = Config.factor
 
-    with Holds((Config, Reads), _made, **PROCESSES) as dataset:
+    with Holds((Config, Reads), made_by_second, **PROCESSES) as dataset:
         for factor in (1, 2):
             Config.set_factor(factor)
             assert [int(batch) for batch in dataset] == [factor] * 3
-
-
-def _made(kinds, _):
-    return kinds[1]().factor
 
 
 def test_what_is_sent_depends_on_small_data_and_on_code():
