@@ -144,3 +144,11 @@ def held_by(holder):
 def made_by_second(kinds, _):
     """Returns the factor of an object of the second class."""
     return kinds[1]().factor
+
+
+def factor_of(kinds, _):
+    """Returns the factor that an object of the second class gets."""
+    config, kind = kinds
+    item = kind()
+    item.factor = config.factor
+    return item.factor

@@ -23,6 +23,7 @@ from outside_holders import (
     Level,
     Refusing,
     SetUp,
+    factor_of,
     held_by,
     holders_of_a_number,
     holding,
@@ -581,12 +582,6 @@ def test_a_class_that_gets_other_bases_has_them_in_processes():
             assert [int(batch) for batch in dataset] == [base.factor] * 3
 
 
-def _assigns(config, kind):
-    item = kind()
-    item.factor = config.factor
-    return item.factor
-
-
 def test_an_object_that_gets_an_attribute_of_that_name_hides_no_change():
     class Config:
         factor = 1
@@ -594,10 +589,7 @@ def test_an_object_that_gets_an_attribute_of_that_name_hides_no_change():
     class Item:
         pass
 
-    def use(kinds, _):
-        return _assigns(*kinds)
-
-    with Holds((Config, Item), use, **PROCESSES) as dataset:
+    with Holds((Config, Item), factor_of, **PROCESSES) as dataset:
         for factor in (1, 2):
             Config.factor = factor
             assert [int(batch) for batch in dataset] == [factor] * 3
