@@ -29,9 +29,7 @@ class KerasPhase(enum.Enum):
     loaded: WITHIN if it was saved there, else WITHIN -> OUTSIDE.
     """
 
-    OUTSIDE = (
-        enum.auto()
-    )  # no epoch has begun, or a state was loaded
+    OUTSIDE = enum.auto()  # no epoch has begun, or a state was loaded
     WITHIN = enum.auto()  # an epoch of Keras goes on
     BETWEEN = enum.auto()  # an epoch has ended; callbacks may run
 
