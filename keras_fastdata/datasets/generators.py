@@ -503,7 +503,8 @@ class GeneratorShards(FastPyDataset):
                 # A thread took this request before it was cancelled.
                 raise EndOfData("Another pass over the data has begun.")
             running = self._running = _Running(self, self.key)
-            running.skip(index)
+            running.replay(index)
+        running.skip_to(index)
         return running.next()
 
     def on_worker_stop(self) -> None:
@@ -527,27 +528,29 @@ class _Running:
         self._failed = False
 
     def leads_to(self, key: int, turn: int) -> bool:
-        """Returns whether `next` returns the result of the given pass and turn.
+        """Returns whether the generators have not gone beyond a turn.
 
         A turn is one batch, or the end marker, of one shard. Turns after the
-        end also count: they are requested before the end is known.
+        end also count: they are requested before the end is known. Turns that
+        were cancelled are missing.
         """
-        over = turn > self._turns and (self._failed or not self._live)
-        next_one = turn == self._turns and not self._failed
-        return key == self._key and (over or next_one)
+        return key == self._key and turn >= self._turns + self._failed
 
-    def skip(self, turns: int) -> None:
-        """Discards the first `turns` batches and end markers of the shards."""
+    def replay(self, turns: int) -> None:
+        """Discards the turns before `turns`, which a lost worker has had."""
         if len(self._live) == 1 and self._live[0].skip(turns):
             self._turns = turns
-            return
-        for turn in range(turns):
-            if not self._live:
-                raise LoaderError(
-                    f"The generators cannot be replayed: all of them have "
-                    f"ended after {turn} turns, and had more turns before "
-                    "their worker was lost."
-                )
+        self.skip_to(turns)
+        if self._turns < turns:
+            raise LoaderError(
+                f"The generators cannot be replayed: all of them have ended "
+                f"after {self._turns} turns, and had more turns before their "
+                "worker was lost."
+            )
+
+    def skip_to(self, turn: int) -> None:
+        """Discards batches and end markers before `turn`, up to the end."""
+        while self._live and self._turns < turn and not self._failed:
             self.next(dropped=True)
 
     def close(self) -> None:

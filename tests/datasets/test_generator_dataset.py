@@ -511,6 +511,31 @@ def test_a_factory_is_told_where_a_resumed_epoch_starts(tmp_path, place):
     assert starts == ["0", "12"]
 
 
+@pytest.mark.parametrize("is_told", [False, True])
+def test_a_worker_whose_requests_were_cancelled_goes_on_with_its_generator(
+    is_told,
+):
+    starts = []
+
+    def make():
+        starts.append(0)
+        yield from range(22)
+
+    def make_told(start):
+        starts.append(start)
+        yield from range(start, 22)
+
+    factory = make_told if is_told else make
+    with GeneratorDataset(factory, batch_size=4) as dataset:
+        (shards,) = dataset._fastdata_plan.shards
+        batches = [shards[turn][1].tolist() for turn in (0, 1, 4)]
+        assert batches == [[*range(4)], [*range(4, 8)], [*range(16, 20)]]
+        with pytest.raises(EndOfData):
+            shards[9]
+        assert shards[2][1].tolist() == [*range(8, 12)]
+    assert starts == [0, 8 if is_told else 0]
+
+
 @pytest.mark.parametrize("position", [2, 3])
 def test_a_generator_that_stands_where_the_epoch_is_resumed_goes_on(position):
     """As Keras's look at the first batch leaves it before `fit` is resumed."""
