@@ -7,7 +7,7 @@ A fingerprint covers
   it holds, unless they are of installed packages: methods, class attributes,
   defaults, variables around a function; and, of the global names in that code,
   also of those in modules, the plain values, functions and classes, and the
-  functions behind objects that can be called, such as `functools.partial`;
+  classes of objects and the functions within them;
 - the sources of the user's modules that this code imports itself, or that
   what the dataset holds refers to, and of those that these import;
 - size and time of every file whose whole path is a `str`, `bytes` or path
@@ -45,10 +45,12 @@ import numpy as np
 from keras_fastdata._modules import (
     imports_in,
     is_users,
+    is_users_class,
     is_users_file,
     names_in,
 )
 from keras_fastdata.building import build
+from keras_fastdata.building.attributes import attributes_of, first_items
 from keras_fastdata.building.seeding import PRIVATE
 from keras_fastdata.engine.cache import Cache, DiskCache, MemoryCache
 from keras_fastdata.engine.settings import Settings
@@ -58,6 +60,7 @@ from keras_fastdata.memory import class_refs, reducers
 
 _OURS = ("keras", "keras_fastdata")  # packages whose code is left out
 _LONGEST = 4096  # characters of a path
+_MOST_OBJECTS = 1000  # within a global object
 _PLAIN = (
     *(numbers.Number, str, bytes, type(None), np.ndarray, np.generic, np.dtype),
     *(tuple, list, dict, set, frozenset, range, slice, enum.Enum, os.PathLike),
@@ -300,20 +303,36 @@ def _of_function(function: types.FunctionType) -> Iterator[Any]:
 def _of_global(value: Any) -> tuple[Any, ...]:
     """Returns the parts of a global variable that a fingerprint covers.
 
-    Of an object that can be called these are its class and, among its
-    attributes, the user's functions and each `functools.partial`: what else it
-    holds may differ from run to run.
+    Of an object these are its class, those of the user's objects within, and
+    the user's functions and each `functools.partial` there: what else it holds
+    may differ from run to run.
     """
     if isinstance(value, (*_PLAIN, functools.partial)):
         return _inside(value)
-    if not callable(value):
-        return ()
-    held = [*getattr(value, "__dict__", {}).values()]
+    held: list[Any] = []
     if isinstance(value, types.MethodType):
-        held.append(value.__func__)
+        held = [value.__func__, value.__self__]
     elif isinstance(value, np.ufunc):
-        held += gc.get_referents(value)  # the function of `np.frompyfunc`
-    return type(value), *filter(_is_users_function, held)
+        held = gc.get_referents(value)  # the function of `np.frompyfunc`
+    return type(value), *_code_within([*attributes_of(value).values(), *held])
+
+
+def _code_within(waiting: list[Any]) -> Iterator[Any]:
+    """Yields the user's functions and classes of objects that objects hold."""
+    seen: set[int] = set()
+    for value in waiting:
+        if id(value) in seen or len(seen) == _MOST_OBJECTS:
+            continue
+        seen.add(id(value))
+        if _is_users_function(value):
+            yield value
+        elif isinstance(value, dict):
+            waiting += first_items(value.values())
+        elif isinstance(value, (list, tuple)):
+            waiting += first_items(value)
+        elif not isinstance(value, type) and is_users_class(type(value)):
+            yield type(value)
+            waiting += attributes_of(value).values()
 
 
 def _is_users_function(value: Any) -> bool:

@@ -74,8 +74,8 @@ class HookReplay:
         self._ran: list[tuple[str, int]] = []
         # Of a version of the dataset, after that many hooks.
         self._digest: tuple[object, int, str] = None, 0, ""
-        # Whether a state was loaded, and no hook was run or skipped since.
-        self._is_restored = False
+        # The epoch of a loaded state, until a hook runs or is skipped.
+        self._restored: int | None = None
         self._lock = ForkSafeLock()
 
     @property
@@ -103,7 +103,7 @@ class HookReplay:
 
         Marks the dataset as changed.
         """
-        self._is_restored = False
+        self._restored = None
         try:
             return self._run(dataset, name, self._position.next_epoch, hook)
         finally:
@@ -147,7 +147,7 @@ class HookReplay:
         self._position.note_keras(within=begins)
         if begins:
             self._changes.expect()
-        self._is_restored = False
+        self._restored = None
 
     def skips(self, name: str, *, starting: bool) -> bool:
         """Returns whether to skip a hook that ran before the state was saved.
@@ -155,7 +155,8 @@ class HookReplay:
         `starting`: whether Keras is only about to begin its first epoch.
         """
         resumes = name == "on_epoch_begin" and self.within_epoch
-        return self._is_restored and (starting or resumes)
+        is_restored = self._restored == self._position.upcoming
+        return is_restored and (starting or resumes)
 
     def restore(
         self, dataset: build.Dataset, state: state_dict.State
@@ -179,7 +180,7 @@ class HookReplay:
                 self._run(dataset, "on_epoch_end", state.epoch)
             state = dataclasses.replace(state, within=False)
         self._position.note_loaded(within=state.within)
-        self._is_restored = bool(self._ran)
+        self._restored = state.epoch if self._ran else None
         return state
 
     def digest(self, dataset: build.Dataset) -> str:

@@ -31,6 +31,7 @@ from keras_fastdata.engine.sent_digest import checksum_of
 
 _MOST_ITEMS = 1000  # of a plain value, in all; so many bytes are one
 _BYTES_PER_ITEM = 64
+_MOST_BYTES = 1 << 20  # of an array
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 CONTAINERS = (list, tuple, set, frozenset, collections.deque)
 MAPPINGS = (
@@ -75,6 +76,18 @@ def is_plain(value: Any) -> bool:
     return True
 
 
+def is_small_array(value: Any) -> bool:
+    """Returns whether a value is an array of numbers or texts of at most 1 MiB.
+
+    Records may have objects in them, and subclasses more than an array.
+    """
+    return (
+        type(value) is np.ndarray
+        and value.dtype.kind in "biufcSUmM"
+        and value.nbytes <= _MOST_BYTES
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Made:
     """Describes an object that the user's code makes when it is first needed.
@@ -115,13 +128,19 @@ class _PlainObject:
 
 
 def kind_of(value: Any) -> tuple[str, str]:
-    """Returns a module and a name: of code itself, or of an object's class."""
+    """Returns a module and a name: of code itself, or of an object's class.
+
+    The name of an array is followed by what tells its content.
+    """
     if isinstance(value, types.FunctionType):
         return str(
             value.__globals__.get("__name__")
         ), value.__code__.co_qualname
     named = value if isinstance(value, type) else type(value)
-    return str(named.__module__), named.__qualname__
+    name = named.__qualname__
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        name += f" {value.dtype.str} {value.shape} {checksum_of(value)}"
+    return str(named.__module__), name
 
 
 def content_of(value: Any) -> Any:
@@ -183,8 +202,17 @@ def weakly(value: Any) -> Any:
 
 
 def is_equal(one: Any, other: Any) -> bool:
-    """Returns whether plain values have the same types, order and items."""
-    if type(one) is not type(other) or one != other:
+    """Returns whether values have the same types, order and items.
+
+    The values are plain, or small arrays.
+    """
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, np.ndarray):
+        if (one.dtype.str, one.shape) != (other.dtype.str, other.shape):
+            return False
+        return bool(one.tobytes() == other.tobytes())
+    if one != other:
         return False
     # 1 and 1.0 are equal, and so are dicts of another order.
     is_container = type(one) in (*CONTAINERS, *MAPPINGS, *NAMESPACES)

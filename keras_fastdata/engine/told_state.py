@@ -17,6 +17,8 @@ import sys
 import types
 from typing import Any
 
+import numpy as np
+
 from keras_fastdata.building.assignments import cells_of
 from keras_fastdata.building.referred_names import (
     ABSENT,
@@ -43,8 +45,9 @@ KindsByModule = dict[str, dict[Path, tuple[str, str]]]  # see `kind_of`
 
 LOST = (
     "This process has set `%s`, and worker processes do not see it: they "
-    "import `%s` themselves, and are told of numbers, texts and containers of "
-    "these alone. Make it an attribute of the dataset."
+    "import `%s` themselves, and are told of numbers, texts, containers of "
+    "these and arrays of up to 1 MiB alone. Make it an attribute of the "
+    "dataset."
 )
 
 _log = logging.getLogger("keras_fastdata")
@@ -120,13 +123,21 @@ def _tell(name: str, known: Told | None = None) -> None:
 
 
 def _fill(container: Any, value: Any) -> bool:
-    """Gives a container of the same type the items of another one, if it can.
+    """Gives a container or array the items of another one, if it can.
 
     Default values, closures and other modules may hold that container.
     """
     kind = type(value)
     if type(container) is not kind:
         return False
+    if isinstance(value, np.ndarray):
+        is_alike = container.dtype == value.dtype
+        if not (is_alike and container.shape == value.shape):
+            return False
+        if not container.flags.writeable:
+            return False
+        container[...] = value
+        return True
     if kind in NAMESPACES:
         container, value = vars(container), vars(value)
     elif kind is collections.defaultdict:

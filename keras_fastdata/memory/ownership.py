@@ -22,6 +22,8 @@ _TABLES = ("scipy", "pandas")  # packages of sparse matrices and tables
 _CONSTANT = frozenset([str, bytes, int, float, bool, type(None)])
 # One reference of the container, and one of the call of `getrefcount`.
 _OF_ITS_CONTAINER_ALONE = 2
+# Uses of a storage: by one tensor, and by the object that stands for it.
+_OF_A_TENSOR_ALONE = 2
 
 
 def take(batches: list[Any]) -> Any:
@@ -171,11 +173,15 @@ def _is_on_host_of_jax(part: Any) -> bool:
 def _is_view_tensor(tensor: Any) -> bool:
     """Returns whether other tensors or arrays could use a tensor's memory."""
     try:
+        storage = tensor.untyped_storage()
         # Storage that cannot be resized may be an array's memory.
-        alone = tensor._base is None and tensor.untyped_storage().resizable()
+        alone = tensor._base is None and storage.resizable()
     except (NotImplementedError, RuntimeError):
         return True  # a sparse tensor
-    return not alone
+    # What `detach` returns, or a slice in inference mode, has no `_base`.
+    count = getattr(sys.modules["torch"]._C, "_storage_Use_Count", None)
+    uses = count(storage._cdata) if count else sys.maxsize
+    return not alone or uses > _OF_A_TENSOR_ALONE
 
 
 def _has_objects(part: Any) -> bool:

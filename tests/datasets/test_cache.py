@@ -650,6 +650,11 @@ _CALLED = {
     "a dispatched function": "f.register(int, edited); return f(i)",
     "a bound method": "f = Called().run; return f(i)",
     "an object that is called": "f = Called(); return f(i)",
+    "an object whose method is called": "f = Helper(); return f.run(i)",
+    "an object in a list in an object": (
+        "f = Helper();f.steps = [Called()]; return f.steps[0].run(i)"
+    ),
+    "a function in a namespace": "f = Helper();f.g = edited; return f.g(i)",
     "an item getter": "f = operator.itemgetter(VALUE); return f('abcd')",
     "a pattern": "f = re.compile('a' * VALUE); return f.match('aaaa')",
     "an enumeration": "f = enum.Enum('Size', {'A': VALUE}).A; return f.value",
@@ -707,6 +712,10 @@ class Called:
     def run(self, number):
         return number * VALUE
     __call__ = run
+
+class Helper:
+    def run(self, number):
+        return number * VALUE
 
 def starred(STARother):
     return other

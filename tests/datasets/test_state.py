@@ -471,6 +471,33 @@ def test_hooks_called_by_hand_before_the_first_batch_are_resumed(begin):
         assert _order(loop(resumed)) == wanted
 
 
+class Levels(FastPyDataset):
+    """Draws a level when an epoch begins."""
+
+    def __len__(self):
+        return 3
+
+    def on_epoch_begin(self):
+        self.level = self.rng.random()
+
+    def __getitem__(self, index):
+        return np.array([self.level])
+
+
+def test_the_begin_of_the_epoch_after_a_resumed_one_is_not_skipped():
+    with Levels(workers=0, seed=1) as dataset:
+        dataset.on_epoch_begin()
+        next(iter(dataset))
+        state = dataset.state_dict()
+    with Levels(workers=0, seed=1) as resumed:
+        resumed.load_state_dict(state)
+        rest = list(resumed)
+        resumed.on_epoch_begin()
+        following = list(resumed)
+    assert len(rest) == 2
+    assert rest[0] != following[0]
+
+
 def test_a_hook_that_a_test_has_replaced_is_called():
     keras = pytest.importorskip("keras")
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])

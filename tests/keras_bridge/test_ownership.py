@@ -247,6 +247,25 @@ def test_a_sparse_matrix_that_is_a_dict_is_no_structure():
     assert (taken.toarray() == matrix.toarray()).all()
 
 
+@pytest.mark.parametrize("how", ["detach", "data", "inference", "alone"])
+def test_tensors_of_torch_that_share_memory_are_copied(how):
+    torch = pytest.importorskip("torch")
+    with torch.inference_mode(how == "inference"):
+        kept = torch.ones(4)
+        parts = {
+            "detach": kept.detach,
+            "data": lambda: kept.data,
+            "inference": lambda: kept[:2],
+            "alone": lambda: torch.ones(2),
+        }
+        batches = [parts[how]()]
+        address = batches[0].data_ptr()
+        batch = take(batches)
+        kept.fill_(2)
+    assert batch.tolist() == [1] * len(batch)
+    assert (batch.data_ptr() == address) == (how == "alone")
+
+
 def test_tensors_of_torch_are_copied_alike():
     torch = pytest.importorskip("torch")
     kept = torch.ones(4)

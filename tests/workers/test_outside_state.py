@@ -915,6 +915,37 @@ def test_what_the_program_edits_is_found_wherever_it_is(name, place, cache):
             assert [int(batch) for batch in dataset] == [number] * 3
 
 
+@pytest.mark.parametrize("cache", [None, "memory"])
+@pytest.mark.parametrize("place", PLACES)
+def test_an_array_of_a_module_is_sent_with_its_items(place, cache, patch):
+    def use(*_):
+        return [*conf.ARRAY.tolist(), *conf.same_array()]
+
+    with Holds(0, use, cache=cache, **EVERY_KIND[place]) as dataset:
+        for change in (
+            lambda: conf.ARRAY.fill(2),
+            lambda: conf.ARRAY.__setitem__(0, np.nan),
+            lambda: patch.setattr(conf, "ARRAY", np.arange(3)),
+            lambda: patch.setattr(conf, "ARRAY", np.zeros(3, bool)),
+        ):
+            change()
+            found = [batch.tolist() for batch in dataset]
+            np.testing.assert_array_equal(found, [use()] * 3)
+    patch.undo()
+    conf.ARRAY[:] = 1
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_an_array_of_a_module_that_is_too_large_is_said_to_be_lost(
+    is_large, patch, caplog
+):
+    # Before the workers start, so that no change is seen.
+    patch.setattr(conf, "ARRAY", np.ones((1 << 17) + is_large))
+    with Holds(0, lambda *_: len(conf.ARRAY), **PROCESSES) as dataset:
+        list(dataset)
+    assert ("`outside_config.ARRAY`" in caplog.text) == is_large
+
+
 @pytest.mark.parametrize("place", ["thread", "process"])
 @pytest.mark.parametrize("cache", [None, "memory"])
 def test_equal_containers_of_other_types_or_order_are_a_change(place, cache):
