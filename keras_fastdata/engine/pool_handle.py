@@ -252,11 +252,15 @@ class PoolHandle:
                 "`__getitem__` asked, or a `__del__` method that Python's "
                 "garbage collector ran in it. Ask in another thread."
             )
+        context = build.current_context()
         try:
             workers.wait(_WAIT_S)
         except BaseException:
             build.forget_context(self._dataset())
             raise
+        if build.current_context() is not context:
+            # An exception of a signal handler has ended the build.
+            build.forget_context(self._dataset())
         self.check_shutdown()
 
     def check_shutdown(self) -> None:

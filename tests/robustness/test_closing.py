@@ -18,6 +18,7 @@ from places import KINDS
 from samples import Numbered, numbers
 
 from keras_fastdata import LoaderError
+from keras_fastdata.building import build
 from keras_fastdata.engine import loader as loader_module
 from keras_fastdata.workers import in_flight, inline, supervisor, thread
 from keras_fastdata.workers.process import channel, pool
@@ -267,6 +268,24 @@ def test_a_handler_may_raise_at_any_moment(where, moments):
             if moment % 2:
                 dataset.close()
             assert numbers(dataset) == [0, 1, 2], moment
+
+
+def test_an_error_of_a_handler_as_a_build_ends_leaves_no_context(monkeypatch):
+    class TimedOutError(Exception):
+        pass
+
+    def leave(*_):
+        raise TimedOutError
+
+    with Numbered(3, workers=0) as dataset:
+        batches = iter(dataset)
+        next(batches)
+        with monkeypatch.context() as patch:
+            patch.setattr(build._Building, "__exit__", leave)
+            with pytest.raises(TimedOutError):
+                next(batches)
+        assert build.current_context() is None
+        assert numbers(dataset) == [0, 1, 2]
 
 
 def test_workers_that_a_handler_closed_amid_a_call_are_gone_after_it():
