@@ -113,8 +113,13 @@ class Variable:
 
     @property
     def has_items(self) -> bool:
-        """Whether the items of the container in it are variables as well."""
+        """Whether the items of the container in it are variables as well.
+
+        So are the attributes of a namespace.
+        """
         value = self.value
+        if type(value) in (types.SimpleNamespace, argparse.Namespace):
+            value = vars(value)
         return type(value) in _CONTAINERS and len(value) <= _MOST_ITEMS
 
     @property

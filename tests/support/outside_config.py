@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import types
 
 import numpy as np
 
@@ -11,6 +12,7 @@ ARGS = None
 LARGE = list(range(2000))
 ARRAY = np.ones(3)
 _same_array = ARRAY
+SPACE = types.SimpleNamespace(mean=np.ones(2), names=["a"])
 
 
 @dataclasses.dataclass

@@ -935,6 +935,14 @@ def test_an_array_of_a_module_is_sent_with_its_items(place, cache, patch):
     conf.ARRAY[:] = 1
 
 
+def test_an_array_in_a_namespace_of_a_module_is_sent(patch, caplog):
+    with Holds(0, lambda *_: conf.SPACE.mean[0], **PROCESSES) as dataset:
+        for number in (2, 3):
+            patch.setattr(conf.SPACE, "mean", np.full(2, number))
+            assert [int(batch) for batch in dataset] == [number] * 3
+    assert "SPACE" not in caplog.text
+
+
 @pytest.mark.parametrize("is_large", [False, True])
 def test_an_array_of_a_module_that_is_too_large_is_said_to_be_lost(
     is_large, patch, caplog
