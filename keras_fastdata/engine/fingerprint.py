@@ -20,6 +20,7 @@ installed packages: hence `cache_version`.
 
 from __future__ import annotations
 
+import array
 import collections
 import contextlib
 import datetime
@@ -67,7 +68,7 @@ _PLAIN = (
     *(operator.attrgetter, operator.itemgetter, operator.methodcaller),
     *(re.Pattern, type, types.FunctionType),
     *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo),
-    *(bytearray, collections.deque),
+    *(bytearray, collections.deque, array.array),
 )
 
 

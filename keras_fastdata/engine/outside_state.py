@@ -53,6 +53,7 @@ from keras_fastdata.engine.plain_values import (
     is_plain,
     is_small_array,
     kind_of,
+    text_of,
 )
 from keras_fastdata.engine.seen_variable import SeenVariable
 from keras_fastdata.engine.sent_digest import digest_of
@@ -210,18 +211,19 @@ class OutsideState:
     def changed_objects(self) -> list[tuple[str, str]]:
         """Returns the changed attributes of objects in modules and scripts.
 
-        They are changed since the first `look`, and have plain values: a name
-        and a text of each, sorted.
+        They are changed since the first `look`, and have plain values or
+        arrays: a name and a text of each, sorted.
         """
         return sorted(self._of_objects() - (self._first or set()))
 
     def _of_objects(self) -> set[tuple[str, str]]:
         variables = [seen.variable for seen in self._seen]
-        return {
-            (variable.name, repr(value))
+        texts = (
+            (variable.name, text_of(variable.value))
             for variable in variables
-            if variable.is_of_object and is_plain(value := variable.value)
-        }
+            if variable.is_of_object
+        )
+        return {(name, text) for name, text in texts if text is not None}
 
     def look_again(self) -> None:
         """Records the state again, if builds alone can have changed it.

@@ -169,6 +169,16 @@ def content_of(value: Any) -> Any:
     return checksum_of(value) if is_array else None
 
 
+def text_of(value: Any) -> str | None:
+    """Returns a text that tells a plain value or an array from others."""
+    if is_plain(value):
+        return repr(value)
+    if isinstance(value, (np.ndarray, array.array)):
+        found = content_of(value)
+        return None if isinstance(found, Items) else repr(found)
+    return None
+
+
 class Items:
     """The first items of a container, compared by identity.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import errno
 import functools
 import importlib
@@ -24,6 +25,7 @@ import cache_samples
 import keras
 import ml_dtypes
 import numpy as np
+import outside_config as conf
 import pytest
 from cache_samples import (
     Attributed,
@@ -43,7 +45,7 @@ from cache_samples import (
 from hypothesis import example, given
 from hypothesis import strategies as st
 from places import PLACES, everywhere, quickly, somewhere
-from samples import Numbered, numbers
+from samples import Holds, Numbered, numbers
 
 from keras_fastdata import (
     ArrayDataset,
@@ -123,12 +125,12 @@ def test_what_is_served_cannot_be_written_to(cached, kind):
     dataset = cached(kind)
     list(dataset)
     for x, (y,) in dataset:
-        for array in (x["c"], x["fortran"], x["scalar"], y):
-            assert not array.flags.writeable
+        for part in (x["c"], x["fortran"], x["scalar"], y):
+            assert not part.flags.writeable
             with pytest.raises(ValueError, match="read-only"):
-                array[...] = 0
+                part[...] = 0
             with pytest.raises(ValueError, match="cannot set WRITEABLE"):
-                array.flags.writeable = True
+                part.flags.writeable = True
 
 
 @kinds
@@ -1279,6 +1281,35 @@ def test_epochs_from_the_cache_are_measured(place):
     health = LoaderHealth(verbose=0)
     _fit(Trainable(cache="memory", **PLACES[place]), health)
     assert [e.batches for e in health.summary().epochs] == [6, 6, 6]
+
+
+class Held:
+    """An object of the user's in a variable."""
+
+    def __init__(self, thing):
+        self.thing = thing
+
+
+@pytest.mark.parametrize(
+    "held",
+    [array.array("d", [0]), Held(np.zeros(2)), Held(array.array("d", [0]))],
+    ids=["array", "array of an object", "standard array of an object"],
+)
+def test_an_array_that_changes_between_epochs_is_told_apart(
+    held, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(conf, "config", held)
+
+    def use(*_):
+        found = conf.config
+        return (found.thing if isinstance(found, Held) else found)[0]
+
+    numbers = held.thing if isinstance(held, Held) else held
+    kwargs = {"cache": tmp_path, "cache_version": 1, "workers": 0}
+    with Holds(0, use, **kwargs) as dataset:
+        for number in (0, 1, 2, 1):
+            numbers[0] = number
+            assert [int(batch) for batch in dataset] == [number] * 3
 
 
 def test_an_attribute_of_a_function_changes_the_fingerprint():
