@@ -54,9 +54,10 @@ _RUN_HERE = ("__init__", "on_epoch_begin", "on_epoch_end")
 _OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
 _LEAVES = (str, bytes, int, float, complex, type(None), np.ndarray, np.generic)
 _CONTAINERS = (list, tuple, dict, collections.deque)
+NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
 # Objects of Python's whose attributes are variables as well.
 OPEN = (
-    *(types.SimpleNamespace, argparse.Namespace),
+    *NAMESPACES,
     *(collections.UserDict, collections.UserList, collections.ChainMap),
 )
 _KEYS = (str, bytes, int, float, type(None))
@@ -118,7 +119,7 @@ class Variable:
         So are the attributes of a namespace.
         """
         value = self.value
-        if type(value) in (types.SimpleNamespace, argparse.Namespace):
+        if type(value) in NAMESPACES:
             value = vars(value)
         return type(value) in _CONTAINERS and len(value) <= _MOST_ITEMS
 

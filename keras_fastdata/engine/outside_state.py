@@ -9,8 +9,7 @@ worker process imports modules anew, and is told of three things:
                                the globals that they refer to
     the user's other modules   variables, and attributes of classes and objects
                                there, that the dataset's code refers to by name,
-                               if they are plain values (see `is_plain`) or
-                           small arrays
+                               if they can be sent (see `can_be_sent`)
 
 All of it is compared when an epoch begins, and sent again if it differs. In a
 worker a module is told when it is imported, or else at once. If modules keep
@@ -50,8 +49,8 @@ from keras_fastdata.engine.plain_values import (
     CONTAINERS,
     MAPPINGS,
     as_made,
+    can_be_sent,
     is_plain,
-    is_small_array,
     kind_of,
     text_of,
 )
@@ -180,7 +179,7 @@ class OutsideState:
             return
         if variable.is_assigned and (made := as_made(value)) is not None:
             values.setdefault(variable.module, {})[variable.path] = made
-        elif is_plain(value) or is_small_array(value):
+        elif can_be_sent(value):
             values.setdefault(variable.module, {})[variable.path] = value
         elif _is_of_main(value):
             self._lose(variable)
@@ -282,8 +281,7 @@ class OutsideState:
         value = variable.value
         if value is ABSENT:
             return Change.IN_MODULES  # workers import the module again
-        can_be_told = is_plain(value) or is_small_array(value)
-        can_be_told = can_be_told or as_made(value) is not None
+        can_be_told = can_be_sent(value) or as_made(value) is not None
         if not (can_be_told or seen.differs_in_items) or _is_inside(variable):
             self._lose(variable)
         # Builds of another dataset in this process may have edited it.

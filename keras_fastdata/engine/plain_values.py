@@ -5,7 +5,6 @@ A value is plain if it consists of basic types alone, and is small.
 
 from __future__ import annotations
 
-import argparse
 import array
 import collections
 import dataclasses
@@ -27,6 +26,7 @@ from keras_fastdata.building.attributes import (
     first_items,
     slots_of,
 )
+from keras_fastdata.building.referred_names import NAMESPACES
 from keras_fastdata.engine.sent_digest import checksum_of
 
 _MOST_ITEMS = 1000  # of a plain value, in all; so many bytes are one
@@ -47,7 +47,6 @@ _SUBCLASSED: dict[Any, Callable[[Any], Any]] = {
     set: set.__iter__,
     dict: dict.values,
 }
-NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
 
 
 def is_plain(value: Any) -> bool:
@@ -76,7 +75,7 @@ def is_plain(value: Any) -> bool:
     return True
 
 
-def is_small_array(value: Any) -> bool:
+def _is_small_array(value: Any) -> bool:
     """Returns whether a value is an array of numbers or texts of at most 1 MiB.
 
     Records may have objects in them, and subclasses more than an array.
@@ -86,6 +85,11 @@ def is_small_array(value: Any) -> bool:
         and value.dtype.kind in "biufcSUmM"
         and value.nbytes <= _MOST_BYTES
     )
+
+
+def can_be_sent(value: Any) -> bool:
+    """Returns whether a value is plain, or a small array."""
+    return is_plain(value) or _is_small_array(value)
 
 
 @dataclasses.dataclass(frozen=True)

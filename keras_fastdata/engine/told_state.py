@@ -22,6 +22,7 @@ import numpy as np
 from keras_fastdata.building.assignments import cells_of
 from keras_fastdata.building.referred_names import (
     ABSENT,
+    NAMESPACES,
     CellName,
     ItemKey,
     Path,
@@ -30,7 +31,6 @@ from keras_fastdata.building.referred_names import (
 )
 from keras_fastdata.engine.plain_values import (
     MAPPINGS,
-    NAMESPACES,
     SEQUENCES,
     Made,
     is_equal,
@@ -132,12 +132,11 @@ def _fill(container: Any, value: Any) -> bool:
         return False
     if isinstance(value, np.ndarray):
         is_alike = container.dtype == value.dtype
-        if not (is_alike and container.shape == value.shape):
-            return False
-        if not container.flags.writeable:
-            return False
-        container[...] = value
-        return True
+        is_alike = is_alike and container.shape == value.shape
+        if is_alike and container.flags.writeable:
+            container[...] = value
+            return True
+        return False
     if kind in NAMESPACES:
         container, value = vars(container), vars(value)
     elif kind is collections.defaultdict:

@@ -1304,11 +1304,11 @@ def test_an_array_that_changes_between_epochs_is_told_apart(
         found = conf.config
         return (found.thing if isinstance(found, Held) else found)[0]
 
-    numbers = held.thing if isinstance(held, Held) else held
+    items = held.thing if isinstance(held, Held) else held
     kwargs = {"cache": tmp_path, "cache_version": 1, "workers": 0}
     with Holds(0, use, **kwargs) as dataset:
         for number in (0, 1, 2, 1):
-            numbers[0] = number
+            items[0] = number
             assert [int(batch) for batch in dataset] == [number] * 3
 
 

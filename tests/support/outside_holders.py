@@ -79,6 +79,10 @@ def holders_of_a_number():
     bound = collections.UserDict(a=0).get
     library = np.vectorize(abs)
     library.thing = conf.Config(0)
+    import keras  # here, so that few workers import it
+
+    tracked = keras.callbacks.Callback()
+    tracked.thing = conf.Config(0)
     return {
         "enum": (
             lambda: keyed[Level.EASY]["a"],
@@ -100,6 +104,10 @@ def holders_of_a_number():
         "library": (
             lambda: library.thing.depth,
             lambda n: setattr(library.thing, "depth", n),
+        ),
+        "keras": (
+            lambda: tracked.thing.depth,
+            lambda n: setattr(tracked.thing, "depth", n),
         ),
     }
 

@@ -905,7 +905,13 @@ def test_what_a_worker_sets_up_stays_when_the_dataset_changes(kind, place):
 
 @pytest.mark.parametrize("cache", [None, "memory"])
 @pytest.mark.parametrize("place", ["inline", "thread", "process"])
-@pytest.mark.parametrize("name", [*holders_of_a_number()])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long) if name == "keras" else name
+        for name in holders_of_a_number()
+    ],
+)
 def test_what_the_program_edits_is_found_wherever_it_is(name, place, cache):
     read, change = holders_of_a_number()[name]
     kinds = EVERY_KIND[place]
