@@ -223,7 +223,7 @@ class _VariableSearch:
                 self.assignments.note_result(home)
             for number, part in enumerate(_parts_of(value)):
                 if path:
-                    read = functools.partial(_part_at, value, number)
+                    read = functools.partial(part_at, value, number)
                     there = (*path, Inside(number))
                     self._note(read, value, "", module, there)
                 else:
@@ -480,7 +480,8 @@ def _attribute(value: Any, name: str) -> Any:
     return attributes_of(value)[name]
 
 
-def _part_at(value: Any, number: int) -> Any:
+def part_at(value: Any, number: int) -> Any:
+    """Returns the object that the step `Inside(number)` leads to."""
     return _parts_of(value)[number]
 
 

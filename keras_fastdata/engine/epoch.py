@@ -304,6 +304,12 @@ class Epoch:
             return True
         return stored_s - timing.began_s >= interval_s or timing.retries > 0
 
+    def keep_peeked(self, indices: set[int | None]) -> None:
+        """Drops the early batches of other indices."""
+        for index in self.peeked.keys() - indices:
+            del self.peeked[index]
+            self.spans.pop(index, None)
+
     def knows(self, position: int, index: int) -> bool:
         """Returns whether a batch is here already, cached, or to be skipped."""
         return (

@@ -33,6 +33,7 @@ from keras_fastdata.engine.pool_handle import PoolHandle
 from keras_fastdata.engine.position import Position
 from keras_fastdata.engine.prefetcher import Prefetcher
 from keras_fastdata.engine.results import Outcome, Results
+from keras_fastdata.engine.told_state import StateLostError
 from keras_fastdata.engine.waiting import BatchWait
 from keras_fastdata.workers.base import BatchRequest, WorkerPool
 from keras_fastdata.workers.inline import InlinePool
@@ -244,9 +245,7 @@ class Fetcher:
             # What is dropped is built again when its turn comes.
             start = epoch.position
             first = {schedule.index_at(start + n) for n in range(count)}
-            for index in epoch.peeked.keys() - first:
-                del epoch.peeked[index]
-                epoch.spans.pop(index, None)
+            epoch.keep_peeked(first)
         self._factory.note_peek()
         return peeked
 
@@ -373,6 +372,8 @@ class Fetcher:
         has_failed = completed.done.by_dataset or completed.done.is_lost
         try:
             return self.results.open(epoch, completed, index)
+        except StateLostError:
+            raise
         except Exception:
             if has_failed or not epoch.retries(index):  # the epoch is over
                 self.finish(epoch, Finish.FAILED)

@@ -27,6 +27,7 @@ from keras_fastdata.building import build
 from keras_fastdata.engine.autotune import SettingsInEffect
 from keras_fastdata.engine.checkpoint import Checkpoint
 from keras_fastdata.engine.epoch import Epoch, Finish
+from keras_fastdata.engine.fallback import Fallback
 from keras_fastdata.engine.fetcher import NEW, Fetch, Fetcher
 from keras_fastdata.engine.hook_replay import Changes, HookReplay
 from keras_fastdata.engine.open_epochs import OpenEpochs
@@ -41,7 +42,6 @@ from keras_fastdata.engine.results import Outcome, Results
 from keras_fastdata.engine.schedule import Schedule
 from keras_fastdata.engine.settings import Settings
 from keras_fastdata.engine.sharding import Shard
-from keras_fastdata.errors import DatasetPicklingError, LoaderError
 from keras_fastdata.metrics.pool_stats import PoolStats
 from keras_fastdata.workers.base import WorkerPool
 
@@ -92,6 +92,13 @@ class Loader:
             self._prefetcher,
             self._pool,
             self.hooks,
+            self.changes,
+        )
+        self._fallback = Fallback(
+            self._in_effect,
+            self._prefetcher,
+            self._factory,
+            self._pool,
             self.changes,
         )
         self._fetcher = Fetcher(
@@ -193,7 +200,9 @@ class Loader:
         """Begins an epoch, and requests its first batches."""
         with self._fetcher.begin(False) as fetch:
             prepare, fill = self._prepare, self._fetcher.fill
-            self._pool.run(lambda: fill(prepare(epoch, dataset, fetch), epoch))
+            self._fallback.run(
+                lambda: fill(prepare(epoch, dataset, fetch), epoch)
+            )
 
     def deliver(
         self, epoch: Epoch, dataset: build.Dataset, pause_after: bool = False
@@ -208,7 +217,7 @@ class Loader:
         epoch.begin_request()
         self._pool.check_shutdown()
         with self._fetcher.begin(pause_after) as fetch:
-            run, args = self._pool.run, (epoch, dataset, fetch, counts)
+            run, args = self._fallback.run, (epoch, dataset, fetch, counts)
             while (batch := run(self._deliver, *args)) is Outcome.PENDING:
                 self._fetcher.wait(fetch, epoch)
             return batch
@@ -246,7 +255,8 @@ class Loader:
             self._epochs.peeking(ahead),
             self._fetcher.begin(False, is_thorough=True) as fetch,
         ):
-            run, args = self._pool.run, (epoch, dataset, ahead, count, fetch)
+            args = epoch, dataset, ahead, count, fetch
+            run = self._fallback.run
             while (peeked := run(self._peek, *args)) is Outcome.PENDING:
                 self._fetcher.wait(fetch, ahead)
             assert isinstance(peeked, dict)
@@ -297,21 +307,11 @@ class Loader:
             if self._factory.has_seed_changed():
                 self._pool.replace()
         self._fetcher.results.open_cache(dataset, self.changes.built)
-        workers = self._pool.ensure(dataset, self._create_pool)
+        workers = self._pool.ensure(dataset, self._fallback.create_pool)
         if not epoch.has_begun:
             self._begin(epoch, dataset, workers)
         self._planner.ensure_order(epoch, dataset)
         return workers
-
-    def _create_pool(self) -> WorkerPool:
-        """Creates workers; on failure `workers="auto"` tries another kind."""
-        try:
-            return self._factory.create()
-        except (LoaderError, OSError) as error:
-            if not self._in_effect.adopt_without(error):
-                raise
-            self._prefetcher.apply_settings()
-            return self._factory.create()
 
     def _change(self, outside: Change) -> None:
         """Sends the changed dataset to the workers."""
@@ -323,13 +323,7 @@ class Loader:
         if outside is Change.IN_MODULES:
             self._pool.replace()
         if self._pool.workers is not None:
-            try:
-                self._factory.change(self._pool.workers)
-            except DatasetPicklingError as error:
-                if not self._in_effect.adopt_without(error):
-                    raise
-                self._prefetcher.apply_settings()
-                self._pool.replace()
+            self._fallback.change(self._pool.workers)
 
     def _begin(
         self, epoch: Epoch, dataset: build.Dataset, workers: WorkerPool

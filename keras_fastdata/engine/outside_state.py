@@ -58,8 +58,10 @@ from keras_fastdata.engine.seen_variable import SeenVariable
 from keras_fastdata.engine.sent_digest import digest_of
 from keras_fastdata.engine.told_state import (
     LOST,
+    NOTHING_TOLD,
     KindsByModule,
     SettingsByModule,
+    StateLostError,
     Told,
     ValuesByModule,
 )
@@ -82,9 +84,9 @@ class OutsideState:
     """Records the global state that affects the batches of a dataset."""
 
     def __init__(self) -> None:
-        self.told = Told({}, {}, {})  # the state that is sent to workers
+        self.told = NOTHING_TOLD  # the state that is sent to workers
         self.is_cached = False  # see `look`
-        self._is_shared = self._is_here = False
+        self._is_shared = self._is_here = self._is_strict = False
         self._is_watched = False
         self._keeps_results = False  # whether modules do
         # What was noticed since `look`, also as another dataset's epoch began:
@@ -113,6 +115,7 @@ class OutsideState:
         is_shared: bool,
         is_here: bool = False,
         is_cached: bool = False,
+        is_strict: bool = False,
     ) -> None:
         """Records the current global state.
 
@@ -122,9 +125,15 @@ class OutsideState:
             is_here: Whether this process builds. The builds may then edit the
                 containers themselves.
             is_cached: Whether batches are kept for later epochs.
+            is_strict: Whether state that workers cannot be told of is an error.
+
+        Raises:
+            StateLostError: There is such state. A worker may raise it, too, and
+                so may all methods that compare.
         """
         self._is_watched, self._is_shared = True, is_shared
         self._is_here, self.is_cached = is_here, is_cached
+        self._is_strict = is_strict
         self._dataset = weakref.ref(dataset)
         if is_here:
             _in_this_process.add(self)
@@ -163,7 +172,7 @@ class OutsideState:
         for variable in referred.variables:
             with _looking():
                 self._record(variable, values, kinds)
-        self.told = Told(self._settings(), values, kinds)
+        self.told = Told(self._settings(), values, kinds, self._is_strict)
         if self._first is None:
             self._first = self._of_objects()
 
@@ -173,11 +182,12 @@ class OutsideState:
         """Records the value of a variable, and what workers are told of it."""
         value = variable.value
         self._seen.append(SeenVariable(variable, value))
-        if variable.by_value or _is_inside(variable):
+        if variable.by_value or _is_of_process(variable):
             return
-        if _is_of_process(variable):
-            return
-        if variable.is_assigned and (made := as_made(value)) is not None:
+        if _is_inside(variable):
+            kind = kind_of(value)
+            kinds.setdefault(variable.module, {})[variable.path] = kind
+        elif variable.is_assigned and (made := as_made(value)) is not None:
             values.setdefault(variable.module, {})[variable.path] = made
         elif can_be_sent(value):
             values.setdefault(variable.module, {})[variable.path] = value
@@ -223,6 +233,10 @@ class OutsideState:
             if variable.is_of_object
         )
         return {(name, text) for name, text in texts if text is not None}
+
+    def stop_watching(self) -> None:
+        """Has `compare` find no more changes until the next `look`."""
+        self._is_watched = False
 
     def look_again(self) -> None:
         """Records the state again, if builds alone can have changed it.
@@ -293,6 +307,8 @@ class OutsideState:
         name = variable.name
         if self._is_shared or name in self._lost:
             return
+        if self._is_strict:
+            raise StateLostError(LOST % (name, variable.module))
         self._lost.add(name)
         _log.warning(LOST, name, variable.module)
 
@@ -316,6 +332,8 @@ def _looking() -> Iterator[None]:
     """Ignores errors: objects of the user's may refuse to be looked into."""
     try:
         yield
+    except StateLostError:
+        raise
     except Exception:
         _log.debug("State outside of a dataset:", exc_info=True)
 

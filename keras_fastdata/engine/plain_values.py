@@ -134,8 +134,10 @@ class _PlainObject:
 def kind_of(value: Any) -> tuple[str, str]:
     """Returns a module and a name: of code itself, or of an object's class.
 
-    The name of an array is followed by what tells its content.
+    The name of an array or a plain value is followed by what tells its content.
     """
+    if isinstance(value, types.MethodType):
+        value = value.__func__
     if isinstance(value, types.FunctionType):
         return str(
             value.__globals__.get("__name__")
@@ -144,6 +146,8 @@ def kind_of(value: Any) -> tuple[str, str]:
     name = named.__qualname__
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         name += f" {value.dtype.str} {value.shape} {checksum_of(value)}"
+    elif is_plain(value):
+        name += f" {value!r}"
     return str(named.__module__), name
 
 

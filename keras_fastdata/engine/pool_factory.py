@@ -103,6 +103,10 @@ class PoolFactory:
         if self._in_effect.now.kind is WorkerKind.INLINE:
             self._outside.look_again()
 
+    def note_lost_state(self) -> None:
+        """Notes that workers are replaced because they lack global state."""
+        self._outside.stop_watching()
+
     def has_seed_changed(self) -> bool:
         """Returns whether the base seed differs from the workers' seed."""
         return self._seed != self._planner.known_seed
@@ -226,6 +230,7 @@ class PoolFactory:
             is_shared=is_here or settings.start_method == "fork",
             is_here=is_here,
             is_cached=settings.cache is not None,
+            is_strict=self._in_effect.auto is not None,
         )
 
 

@@ -24,10 +24,12 @@ from keras_fastdata.building.referred_names import (
     ABSENT,
     NAMESPACES,
     CellName,
+    Inside,
     ItemKey,
     Path,
     Step,
     name_of,
+    part_at,
 )
 from keras_fastdata.engine.plain_values import (
     MAPPINGS,
@@ -36,6 +38,7 @@ from keras_fastdata.engine.plain_values import (
     is_equal,
     kind_of,
 )
+from keras_fastdata.errors import LoaderError
 from keras_fastdata.workers.base import ONCE
 
 SettingsByModule = dict[str, dict[str, Any]]  # by module and name
@@ -53,6 +56,10 @@ LOST = (
 _log = logging.getLogger("keras_fastdata")
 
 
+class StateLostError(LoaderError):
+    """Raised with `workers="auto"` where others get the `LOST` warning."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Told:
     """Carries global state to a worker, where unpickling applies the state."""
@@ -60,16 +67,25 @@ class Told:
     settings: SettingsByModule
     values: ValuesByModule
     kinds: KindsByModule  # of the variables whose values are not carried
+    # Whether a worker that has another kind there raises `StateLostError`.
+    is_strict: bool
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _take_on, (self.settings, self.values, self.kinds)
+        arguments = self.settings, self.values, self.kinds, self.is_strict
+        return _take_on, arguments
+
+
+NOTHING_TOLD = Told({}, {}, {}, is_strict=False)
 
 
 def _take_on(
-    settings: SettingsByModule, values: ValuesByModule, kinds: KindsByModule
+    settings: SettingsByModule,
+    values: ValuesByModule,
+    kinds: KindsByModule,
+    is_strict: bool,
 ) -> Told:
     """Sets values in modules, immediately or when a module is imported."""
-    before, told = _AfterImport.told, Told(settings, values, kinds)
+    before, told = _AfterImport.told, Told(settings, values, kinds, is_strict)
     _AfterImport.told = told
     for name in {**settings, **values, **kinds}:
         _tell(name, before)
@@ -89,7 +105,7 @@ def _tell(name: str, known: Told | None = None) -> None:
     module: Any = sys.modules.get(name)
     if module is None:
         return
-    told, known = _AfterImport.told, known or Told({}, {}, {})
+    told, known = _AfterImport.told, known or NOTHING_TOLD
     former = known.values.get(name, {})
     for path, given in told.values.get(name, {}).items():
         if path in former and is_equal(former[path], given):
@@ -105,13 +121,12 @@ def _tell(name: str, known: Told | None = None) -> None:
             elif before is None or before is ABSENT:
                 _set_part(owner, last, value.make())
     for path, kind in told.kinds.get(name, {}).items():
-        if path in known.kinds.get(name, {}):
+        if path in known.kinds.get(name, {}) or _is_of_kind(module, path, kind):
             continue
-        with contextlib.suppress(Exception):  # it may be made later
-            value = functools.reduce(_part_of, path, module)
-            if value is not ABSENT and kind_of(value) != kind:
-                lost = name_of(name, path)
-                _log.warning(LOST, lost, name, extra={ONCE: f"lost {lost}"})
+        lost = name_of(name, path)
+        if told.is_strict:
+            raise StateLostError(LOST % (lost, name))
+        _log.warning(LOST, lost, name, extra={ONCE: f"lost {lost}"})
     had = known.settings.get(name, {})
     settings = {
         key: value
@@ -120,6 +135,15 @@ def _tell(name: str, known: Told | None = None) -> None:
     }
     with contextlib.suppress(Exception):  # another version may lack it
         _set(name, module, settings)
+
+
+def _is_of_kind(module: Any, path: Path, kind: tuple[str, str]) -> bool:
+    """Returns whether a variable has a value of a kind, or has none yet."""
+    try:
+        value = functools.reduce(_part_of, path, module)
+        return value is ABSENT or kind_of(value) == kind
+    except Exception:  # the user's class may refuse
+        return True
 
 
 def _fill(container: Any, value: Any) -> bool:
@@ -164,7 +188,8 @@ def _part_of(owner: Any, step: Step) -> Any:
         return owner[step.key]
     if isinstance(step, CellName):
         return cells_of(owner)[step.name].cell_contents
-    assert isinstance(step, str)
+    if isinstance(step, Inside):
+        return part_at(owner, step.number)
     if isinstance(owner, types.FunctionType) and hasattr(type(owner), step):
         return getattr(owner, step)  # its defaults
     kept = getattr(owner, "__dict__", {})
@@ -193,7 +218,7 @@ def _set(name: str, module: Any, settings: dict[str, Any]) -> None:
 class _AfterImport(importlib.abc.MetaPathFinder):
     """Sets values in a module right after its import."""
 
-    told = Told({}, {}, {})
+    told = NOTHING_TOLD
 
     @classmethod
     def find_spec(

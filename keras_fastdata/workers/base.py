@@ -98,6 +98,9 @@ class WorkerPool(Protocol):
     the methods that mean nothing to it.
     """
 
+    # What `collect` has raised because workers could not start.
+    start_error: BaseException | None = None
+
     def submit(self, request: BatchRequest) -> bool:
         """Accepts a request, or returns False if the pool has no room."""
 

@@ -17,7 +17,7 @@ import dataclasses
 import enum
 import time
 from collections.abc import Iterable
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, NoReturn, Protocol, TypeVar
 
 from keras_fastdata.workers import log_forwarding
 from keras_fastdata.workers.base import (
@@ -274,6 +274,9 @@ class SupervisedPool(WorkerPool, Generic[W]):
             done += supervisor.look()
         supervisor.start_missing()
         if self._policy.is_over:
+            last = self._policy.end()
+            if last.starting:
+                self._fail_start(last.error())
             done += supervisor.fail_all()
         self._flush()
         self._receiver.hand_on()
@@ -306,6 +309,11 @@ class SupervisedPool(WorkerPool, Generic[W]):
                 self._is_closed = True
                 self._end()
             self._receiver.hand_on()
+
+    def _fail_start(self, error: BaseException) -> NoReturn:
+        """Raises the error that kept workers from starting."""
+        self.start_error = error
+        raise error
 
     def _receive(self, is_due: bool) -> list[BatchResult]:
         """Returns new results; if `is_due`, also checks the workers."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
 
+import auto_config
 import numpy as np
 
 from keras_fastdata import FastPyDataset
@@ -120,6 +122,46 @@ class StaysHere(Draws):
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
         self.frames = (n for n in range(3))
+
+
+class RefusesToLoad(Waits):
+    """No other process can load it."""
+
+    def __setstate__(self, state):
+        raise RuntimeError("of another process")
+
+
+class DiesWhenLoaded(Waits):
+    """Each process that loads it dies."""
+
+    def __setstate__(self, state):
+        os._exit(3)
+
+
+class RefusesToStart(Waits):
+    """No worker of any kind can start."""
+
+    def on_worker_start(self):
+        raise ValueError("no licence")
+
+
+class Scales(FastPyDataset):
+    """A batch is its index, and the factor of a function of a module."""
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        return np.array([index, auto_config.scale(1)])
+
+
+class ScalesLate(Scales):
+    """Each worker imports the module with its first batch."""
+
+    def __getitem__(self, index):
+        import auto_config_late
+
+        return np.array([index, auto_config_late.scale(1)])
 
 
 KINDS = {

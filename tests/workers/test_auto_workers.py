@@ -8,6 +8,8 @@ import random
 import threading
 import time
 
+import auto_config
+import auto_config_late
 import keras
 import numpy as np
 import pytest
@@ -15,10 +17,15 @@ from auto_samples import (
     BUILDS,
     KINDS,
     Closes,
+    DiesWhenLoaded,
     Draws,
     Notes,
     Opens,
     Raises,
+    RefusesToLoad,
+    RefusesToStart,
+    Scales,
+    ScalesLate,
     StaysHere,
     Waits,
 )
@@ -47,6 +54,11 @@ def places(dataset):
     ]
 
 
+def is_excluded(dataset, *, processes):
+    tuner = dataset._fastdata.loader._in_effect.auto._tuner
+    return tuner.is_excluded(processes=processes)
+
+
 def assert_same(found, expected):
     assert len(found) == len(expected)
     for batch, other in zip(found, expected, strict=True):
@@ -60,6 +72,8 @@ def goes(monkeypatch):
     def go(*tour, after=7):
         def tune(self):
             for place in itertools.cycle(tour):
+                if place[0] and self.is_excluded(processes=place[1]):
+                    continue
                 self._move(
                     WorkerConfigChoice(*place),
                     "The test says so.",
@@ -109,9 +123,7 @@ def test_what_threads_would_share_is_never_built_by_threads(kind):
             for _ in dataset:
                 pass
         assert not any("thread" in place for place in places(dataset))
-        assert dataset._fastdata.loader._in_effect.auto._tuner.is_excluded(
-            processes=False
-        )
+        assert is_excluded(dataset, processes=False)
 
 
 def test_a_draw_that_comes_late_ends_threads_and_its_batch_is_built_again(
@@ -127,9 +139,7 @@ def test_a_draw_that_comes_late_ends_threads_and_its_batch_is_built_again(
         assert not dataset.use_multiprocessing
         found += batches
         assert dataset.workers == 0
-        assert dataset._fastdata.loader._in_effect.auto._tuner.is_excluded(
-            processes=False
-        )
+        assert is_excluded(dataset, processes=False)
     assert_same(found, expected)
 
 
@@ -274,6 +284,72 @@ def test_a_dataset_that_cannot_be_sent_is_built_here():
         )
     assert "No processes:" in reasons
     assert "frames" in reasons
+
+
+@pytest.mark.parametrize("kind", [RefusesToLoad, DiesWhenLoaded])
+def test_a_dataset_that_no_process_can_load_is_built_here(goes, kind):
+    expected = batches_of(Waits(workers=0, seed=4, **AT_ONCE))
+    goes((0, False), (2, True))
+    with kind(workers="auto", seed=4, **AT_ONCE) as dataset:
+        assert_same([b for _ in range(3) for b in dataset], expected)
+        assert "2 processes" in places(dataset)
+        assert dataset.workers == 0
+        assert is_excluded(dataset, processes=True)
+
+
+def test_an_error_of_on_worker_start_is_still_raised():
+    with (
+        RefusesToStart(workers="auto") as dataset,
+        pytest.raises(ValueError, match="no licence"),
+    ):
+        next(iter(dataset))
+
+
+def factors_of(dataset, epochs, change=lambda epoch: None):
+    found = []
+    for epoch in range(epochs):
+        change(epoch)
+        found += [(int(index), int(factor)) for index, factor in dataset]
+    return found
+
+
+EVERY = [(index, 3) for index in range(20)]
+
+
+@pytest.mark.parametrize("kind", [Scales, ScalesLate])
+def test_what_processes_cannot_be_told_is_built_here(goes, monkeypatch, kind):
+    goes((2, True), (0, False), after=1000)
+    for module in (auto_config, auto_config_late):
+        monkeypatch.setattr(module, "scale", auto_config.Scaler(3).apply)
+    with kind(workers="auto") as dataset:
+        assert factors_of(dataset, 2) == 2 * EVERY
+        assert dataset.workers == 0
+        assert is_excluded(dataset, processes=True)
+
+
+def test_what_processes_cannot_be_told_later_is_built_here(goes, monkeypatch):
+    goes((2, True), (0, False), after=1000)
+
+    def change(epoch):
+        if epoch == 1:
+            scaler = auto_config.Scaler(3)
+            monkeypatch.setattr(auto_config, "scale", scaler.apply)
+
+    with Scales(workers="auto") as dataset:
+        before = [(index, 1) for index in range(20)]
+        assert factors_of(dataset, 1) == before
+        assert dataset.use_multiprocessing
+        assert factors_of(dataset, 3, change) == before + 2 * EVERY
+        assert is_excluded(dataset, processes=True)
+
+
+def test_a_bound_method_that_processes_do_not_see_is_said_to_be_lost(
+    monkeypatch, caplog
+):
+    monkeypatch.setattr(auto_config, "scale", auto_config.Scaler(3).apply)
+    with Scales(workers=1, use_multiprocessing=True) as dataset:
+        list(dataset)
+    assert "has set `auto_config.scale" in caplog.text
 
 
 def test_what_a_worker_opens_is_opened_in_processes_alone():

@@ -181,7 +181,7 @@ class ProcessPool(supervisor.SupervisedPool[W]):
                 if result.worker in self._workers:
                     self._workers[result.worker].loaded()
             elif failure := self._channel.failure_of(result):
-                raise exceptions.load_exception(failure)
+                self._fail_start(exceptions.load_exception(failure))
         return done
 
     def _complete(self, result: ResultMessage, done: list[BatchResult]) -> None:

@@ -276,7 +276,7 @@ class RayPool(SupervisedPool[RayWorker]):
         for kind, body in answer.forwarded:
             self._receiver.put(kind, body)
         if answer.by_start and answer.failure is not None:
-            raise exceptions.load_exception(answer.failure)
+            self._fail_start(exceptions.load_exception(answer.failure))
 
     # -- the end of workers -------------------------------------------------
 

@@ -1,0 +1,14 @@
+"""A function that a program replaces after this module was imported."""
+
+
+class Scaler:
+    """Has a method that the program may use as a function."""
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def apply(self, x):
+        return x * self.factor
+
+
+scale = Scaler(1).apply
