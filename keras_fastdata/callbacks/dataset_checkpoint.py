@@ -308,6 +308,14 @@ class DatasetCheckpoint(Callback):
                 return found
             if latest is None and not restored[1]:
                 return None  # the beginning of an epoch
+            if not self._backup.has_weights:
+                raise ValueError(
+                    f"{self._backup.folder} says that `fit` goes on with epoch "
+                    f"{restored[0]}, but has no weights. Training may have "
+                    "been killed while Keras deleted that folder, at the end "
+                    f"of `fit`. Remove the folder and {self.path} to begin "
+                    "anew."
+                )
             raise ValueError(
                 f"The weights of {self._backup.folder} were saved after "
                 f"batch {restored[1]} of epoch {restored[0]}, and {self.path} "

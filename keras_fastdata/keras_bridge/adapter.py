@@ -205,13 +205,15 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         """
         name, count = type(self.py_dataset).__name__, self.num_batches
         number = "fewer" if count is None else f"{count}"
-        ended = f"{self.progress.delivered_now}"
-        if self.progress.steps is not None:
-            ended += f" of {self.progress.steps}"
+        ended, steps = f"{self.progress.delivered_now}", self.progress.steps
+        if steps is None:
+            why = "Its length has changed since Keras asked for it."
+        else:
+            ended += f" of {steps}"
+            why = f"Leave out {steps_argument()}, and every epoch has all."
         warnings.warn(
             f"Your input ran out of data; interrupting training. {name} has "
-            f"{number} batches, and the epoch ended after {ended} steps. Leave "
-            f"out {steps_argument()}, and every epoch has all batches.",
+            f"{number} batches, and the epoch ended after {ended} steps. {why}",
             stacklevel=users_stacklevel(),
         )
 

@@ -545,6 +545,12 @@ class KerasBackup:
         return str(self._callback.backup_dir)
 
     @property
+    def has_weights(self) -> bool:
+        """Whether that folder has the weights that Keras saved last."""
+        path = os.path.join(self.folder, "latest.weights.h5")
+        return os.path.exists(path)
+
+    @property
     def position(self) -> tuple[int, int]:
         """The number of the current epoch, and of the latest batch in it."""
         return self._callback._current_epoch, self._callback._last_batch_seen
@@ -561,8 +567,7 @@ class KerasBackup:
                 found = json.load(file)
             return int(found["epoch"]), int(found["batch"])
         except FileNotFoundError:
-            weights = os.path.join(self.folder, "latest.weights.h5")
-            return (0, 0) if os.path.exists(weights) else None
+            return (0, 0) if self.has_weights else None
 
     def save_first(self, save: Callable[[], None]) -> None:
         """Makes Keras call `save` each time before it saves the weights."""

@@ -1044,19 +1044,27 @@ def test_the_checkpoint_must_come_behind_the_backup(tmp_path):
         fit(dataset, checkpoint, backup)
 
 
-def test_weights_of_a_moment_that_was_not_saved_are_an_error(tmp_path):
-    backup = tmp_path / "backup"
-    backup.mkdir()
-    (backup / "training_metadata.json").write_text('{"epoch": 0, "batch": 3}')
-    with (
-        Drawn() as dataset,
-        pytest.raises(ValueError, match=r"after batch 3 of epoch 0.*\.bkp"),
-    ):
-        fit(
-            dataset,
-            keras.callbacks.BackupAndRestore(str(backup)),
-            DatasetCheckpoint(tmp_path / "data.json"),
+@pytest.mark.parametrize(
+    ("has_weights", "says"),
+    [
+        (True, r"after batch 3 of epoch 2.*\.bkp"),
+        (False, "epoch 2, but has no weights.* at the end of `fit`"),
+    ],
+)
+def test_weights_of_a_moment_that_was_not_saved_are_an_error(
+    tmp_path, has_weights, says
+):
+    folder = tmp_path / "backup"
+    backup = keras.callbacks.BackupAndRestore(folder, delete_checkpoint=False)
+    with Drawn() as dataset:
+        fit(dataset, backup, epochs=1)
+        (folder / "training_metadata.json").write_text(
+            '{"epoch": 2, "batch": 3}'
         )
+        if not has_weights:
+            (folder / "latest.weights.h5").unlink()
+        with pytest.raises(ValueError, match=says):
+            fit(dataset, backup, DatasetCheckpoint(tmp_path / "data.json"))
 
 
 def test_a_file_of_somebody_elses_is_refused(tmp_path):

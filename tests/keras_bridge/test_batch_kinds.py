@@ -419,6 +419,12 @@ def test_a_dataset_of_length_0_says_so(method, place):
         getattr(_compiled(), method)(dataset, verbose=0)
 
 
+def _after(start, caught):
+    """What the warnings with a text say after it."""
+    texts = [str(warning.message).partition(start) for warning in caught]
+    return [rest for _, found, rest in texts if found]
+
+
 def test_more_steps_than_batches_are_warned_of_with_a_way_out():
     model = _compiled()
     with (
@@ -428,12 +434,42 @@ def test_more_steps_than_batches_are_warned_of_with_a_way_out():
         warnings.filterwarnings("always", ".*ran out of data")
         model.fit(dataset, steps_per_epoch=6, verbose=0)
         model.evaluate(dataset, steps=5, verbose=0)
-    caught = [w for w in caught if "ran out of data" in str(w.message)]
-    said = [str(w.message).partition("training. ")[2] for w in caught]
+    said = _after("training. ", caught)
     assert said == [
         "Made has 4 batches, and the epoch ended after 4 of 6 steps. Leave out "
-        "`steps_per_epoch`, and every epoch has all batches.",
+        "`steps_per_epoch`, and every epoch has all.",
         "Made has 4 batches, and the epoch ended after 4 of 5 steps. Leave out "
-        "`steps`, and every epoch has all batches.",
+        "`steps`, and every epoch has all.",
     ]
-    assert {w.filename for w in caught} == {__file__}
+    ran_out = [w for w in caught if "ran out of data" in str(w.message)]
+    assert {w.filename for w in ran_out} == {__file__}
+
+
+class Shrinks(FastPyDataset):
+    """Each epoch has one batch less than the epoch before."""
+
+    length = 4
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return ROWS, TARGETS
+
+    def on_epoch_end(self):
+        self.length -= 1
+
+
+@pytest.mark.backend
+def test_a_length_that_changes_is_not_blamed_on_the_number_of_steps():
+    with (
+        Shrinks(workers=0) as dataset,
+        pytest.warns(UserWarning, match="ran out of data") as caught,
+    ):
+        _compiled().fit(dataset, epochs=2, verbose=0)
+    said = _after("training. ", caught)
+    assert said == [
+        f"Shrinks has {count} batches, and the epoch ended after {count} "
+        "steps. Its length has changed since Keras asked for it."
+        for count in (3, 2)
+    ]
