@@ -136,9 +136,13 @@ class Assignments:
             if not isinstance(container, (types.NoneType, types.ModuleType)):
                 self._containers.add(id(container))
                 owner = self._owner_of(target, function, kind)
-                own = attributes_of(self._dataset)
-                if owner is not self._dataset or target.names[0] not in own:
+                if owner is not self._dataset or not self._is_own(target):
                     self.note_result(home, owner)
+
+    def _is_own(self, target: Target) -> bool:
+        """Returns whether it is the dataset, or begins at its attribute."""
+        first = target.names[:1]
+        return not first or first[0] in attributes_of(self._dataset)
 
     def note_result(self, home: str, owner: Any = None) -> None:
         """Notes that code of the module `home` keeps a result in `owner`."""

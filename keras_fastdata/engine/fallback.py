@@ -60,8 +60,8 @@ class Fallback:
         except Exception as error:
             workers = self._pool.workers
             is_lost = isinstance(error, StateLostError)
-            is_start = workers is not None and workers.start_error is error
-            if not (is_lost or is_start) or not self._adopt_without(error):
+            has_failed = workers is not None and workers.has_failed_to_start
+            if not (is_lost or has_failed) or not self._adopt_without(error):
                 raise
             if is_lost:
                 self._factory.note_lost_state()

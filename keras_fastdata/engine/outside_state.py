@@ -165,9 +165,17 @@ class OutsideState:
         values: ValuesByModule = {}
         kinds: KindsByModule = {}
         self._seen = []
-        referred = Referred([], keeps_results=False)
-        with _looking():
+        try:
             referred = variables_of(dataset)
+        except Exception:
+            referred = Referred([], keeps_results=False)
+            _log.warning(
+                "Changes of variables outside of %s will not be noticed, "
+                "because of a fault of keras_fastdata. Please report it, with "
+                "this traceback.",
+                type(dataset).__name__,
+                exc_info=True,
+            )
         self._keeps_results = referred.keeps_results
         for variable in referred.variables:
             with _looking():

@@ -98,8 +98,8 @@ class WorkerPool(Protocol):
     the methods that mean nothing to it.
     """
 
-    # What `collect` has raised because workers could not start.
-    start_error: BaseException | None = None
+    # Whether `collect` has raised because workers could not start.
+    has_failed_to_start: bool = False
 
     def submit(self, request: BatchRequest) -> bool:
         """Accepts a request, or returns False if the pool has no room."""

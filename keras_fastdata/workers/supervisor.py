@@ -312,7 +312,7 @@ class SupervisedPool(WorkerPool, Generic[W]):
 
     def _fail_start(self, error: BaseException) -> NoReturn:
         """Raises the error that kept workers from starting."""
-        self.start_error = error
+        self.has_failed_to_start = True
         raise error
 
     def _receive(self, is_due: bool) -> list[BatchResult]:

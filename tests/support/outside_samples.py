@@ -41,6 +41,30 @@ class Referring(FastPyDataset):
         return np.array([repr(found)])
 
 
+class CallsItself(FastPyDataset):
+    """Its methods have names of methods that edit a container."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.seen = {}
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        self[index] = conf.SCALE
+        return self.fill(index)
+
+    def __setitem__(self, index, value):
+        self.update({index: value})
+
+    def update(self, values):
+        self.seen.update(values)
+
+    def fill(self, index):
+        return np.array([self.seen[index]])
+
+
 class Frameworks(FastPyDataset):
     """Imports what it needs when it needs it, and returns the settings."""
 

@@ -30,7 +30,7 @@ from outside_holders import (
     made_by_second,
     sets_up,
 )
-from outside_samples import Divided, Frameworks, Referring
+from outside_samples import CallsItself, Divided, Frameworks, Referring
 from PIL import Image, ImageFile
 from places import EVERY_KIND
 from samples import Holds
@@ -39,7 +39,7 @@ from keras_fastdata import FastPyDataset
 from keras_fastdata._modules import is_users
 from keras_fastdata.building.code_names import Root, names_of
 from keras_fastdata.building.referred_names import variables_of
-from keras_fastdata.engine import plain_values, sent_digest
+from keras_fastdata.engine import outside_state, plain_values, sent_digest
 from keras_fastdata.engine.fingerprint import _is_installed
 from keras_fastdata.engine.outside_state import OutsideState
 
@@ -292,6 +292,25 @@ def test_a_function_that_the_program_has_replaced_is_said_to_be_lost(
     said = [text for text in caplog.messages if "`outside_samples." in text]
     assert len(said) == is_patched
     assert all("`outside_samples._scaled`" in text for text in said)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_methods_may_be_named_like_those_of_containers(place, patch, caplog):
+    found = []
+    with CallsItself(**EVERY_KIND[place]) as dataset:
+        for scale in (1, 2, 3):
+            patch.setattr(conf, "SCALE", scale)
+            found += [int(batch[0]) for batch in dataset]
+    assert found == [1, 1, 2, 2, 3, 3]
+    assert not caplog.messages
+
+
+def test_a_fault_of_the_search_for_variables_is_not_silent(patch, caplog):
+    patch.setattr(outside_state, "variables_of", lambda _: 1 / 0)
+    with Referring(workers=0) as dataset:
+        assert len(list(dataset)) == 6
+    (said,) = set(caplog.messages)
+    assert "outside of Referring will not be noticed" in said
 
 
 def test_a_look_from_another_thread_is_no_change():
