@@ -308,23 +308,7 @@ class DatasetCheckpoint(Callback):
                 return found
             if latest is None and not restored[1]:
                 return None  # the beginning of an epoch
-            if not self._backup.has_weights:
-                raise ValueError(
-                    f"{self._backup.folder} says that `fit` goes on with epoch "
-                    f"{restored[0]}, but has no weights. Training may have "
-                    "been killed while Keras deleted that folder, at the end "
-                    f"of `fit`. Remove the folder and {self.path} to begin "
-                    "anew."
-                )
-            raise ValueError(
-                f"The weights of {self._backup.folder} were saved after "
-                f"batch {restored[1]} of epoch {restored[0]}, and {self.path} "
-                "does not say where the data stood then. Another training may "
-                "have saved the weights. Or Ctrl-C came while Keras wrote "
-                "them: if there are files that end in `.bkp`, rename them to "
-                "their names without `.bkp`. Otherwise, remove both "
-                "checkpoints to begin anew."
-            )
+            raise _mismatch(self._backup, restored, self.path)
         found = states.find("epoch", epoch)
         if found is None and latest is not None:
             _log.warning(
@@ -377,3 +361,25 @@ def _moment(model: Any, epoch: int, batch: int) -> list[int]:
     # Not `int`, which a variable that several devices mirror has not.
     steps = map(keras.ops.convert_to_numpy, counters or [optimizer.iterations])
     return [epoch, batch, int(max(steps)), checksum]
+
+
+def _mismatch(
+    backup: keras_bridge.KerasBackup, restored: tuple[int, int], path: str
+) -> ValueError:
+    """Returns the error for weights that no state in `path` belongs to."""
+    epoch, batch = restored
+    if not backup.has_weights:
+        return ValueError(
+            f"{backup.folder} says that `fit` goes on with epoch {epoch}, but "
+            "has no weights. Training may have been killed while Keras deleted "
+            f"that folder, at the end of `fit`. Remove the folder and {path} "
+            "to begin anew."
+        )
+    return ValueError(
+        f"The weights of {backup.folder} were saved after batch {batch} of "
+        f"epoch {epoch}, and {path} does not say where the data stood then. "
+        "Another training may have saved the weights. Or Ctrl-C came while "
+        "Keras wrote them: if there are files that end in `.bkp`, rename them "
+        "to their names without `.bkp`. Otherwise, remove both checkpoints to "
+        "begin anew."
+    )

@@ -204,16 +204,15 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         Begins as Keras's own warning, which then advises a method of `tf.data`.
         """
         name, count = type(self.py_dataset).__name__, self.num_batches
-        number = "fewer" if count is None else f"{count}"
-        ended, steps = f"{self.progress.delivered_now}", self.progress.steps
-        if steps is None:
-            why = "Its length has changed since Keras asked for it."
-        else:
+        steps, why = self.progress.steps, "Its length has changed since."
+        ended = f"{self.progress.delivered_now}"
+        if steps is not None:
             ended += f" of {steps}"
             why = f"Leave out {steps_argument()}, and every epoch has all."
         warnings.warn(
             f"Your input ran out of data; interrupting training. {name} has "
-            f"{number} batches, and the epoch ended after {ended} steps. {why}",
+            f"{'fewer' if count is None else count} batches, and the epoch "
+            f"ended after {ended} steps. {why}",
             stacklevel=users_stacklevel(),
         )
 
