@@ -204,9 +204,8 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         Begins as Keras's own warning, which then advises a method of `tf.data`.
         """
         name, count = type(self.py_dataset).__name__, self.num_batches
-        steps, why = self.progress.steps, "Its length has changed since."
-        ended = f"{self.progress.delivered_now}"
-        if steps is not None:
+        ended, why = f"{self.progress.delivered_now}", "Its length has changed."
+        if (steps := self.progress.steps) is not None:
             ended += f" of {steps}"
             why = f"Leave out {steps_argument()}, and every epoch has all."
         warnings.warn(

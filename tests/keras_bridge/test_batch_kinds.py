@@ -470,6 +470,6 @@ def test_a_length_that_changes_is_not_blamed_on_the_number_of_steps():
     said = _after("training. ", caught)
     assert said == [
         f"Shrinks has {count} batches, and the epoch ended after {count} "
-        "steps. Its length has changed since."
+        "steps. Its length has changed."
         for count in (3, 2)
     ]
