@@ -17,10 +17,8 @@ import cloudpickle
 from keras_fastdata._modules import (
     has_no_module,
     is_users_class,
-    is_users_code,
     names_in,
 )
-from keras_fastdata.building.attributes import attributes_of
 from keras_fastdata.building.code_names import CodeNames, Root, Target
 
 # Methods that run where a class is called.
@@ -32,7 +30,6 @@ class _FoundFunction(NamedTuple):
 
     function: types.FunctionType
     names: CodeNames
-    home: str  # the name of its module
     kind: type | None  # its class, if it is a method
 
 
@@ -46,14 +43,9 @@ class Assignments:
 
     Args:
         dataset: The `self` of the methods of its class.
-
-    Attributes:
-        keeps_results: Whether code in modules keeps what it has computed, in
-            variables or by `lru_cache`.
     """
 
     def __init__(self, dataset: Any) -> None:
-        self.keeps_results = False
         self._dataset = dataset
         self._functions: list[_FoundFunction] = []
         # The names of functions in their modules and classes, by id; "" if
@@ -61,7 +53,8 @@ class Assignments:
         self._known_as: dict[int, set[str]] = {}
         self._variables: set[tuple[int, str]] = set()  # by the owner's id
         self._containers: set[int] = set()  # ids
-        # What methods assign of their class and their object, by class.
+        # What methods assign of their class and their object, by class, and
+        # the containers of the object that they edit.
         self._of_methods: dict[type, set[Target]] = {}
 
     def name(self, function: types.FunctionType, name: str) -> None:
@@ -75,7 +68,6 @@ class Assignments:
         self,
         function: types.FunctionType,
         names: CodeNames,
-        home: str,
         kind: type | None,
     ) -> None:
         """Notes that a function was found.
@@ -83,10 +75,9 @@ class Assignments:
         Args:
             function: The function.
             names: The names that the function uses.
-            home: The name of its module.
             kind: Its class, if it is a method.
         """
-        self._functions.append(_FoundFunction(function, names, home, kind))
+        self._functions.append(_FoundFunction(function, names, kind))
 
     def follow(self) -> None:
         """Follows the functions that builds may call. To be called once."""
@@ -119,7 +110,7 @@ class Assignments:
 
     def _take(self, found: _FoundFunction) -> None:
         """Collects what a function assigns and edits."""
-        function, names, home, kind = found
+        function, names, kind = found
         for target in names.assigned:
             of_method = target.root in (Root.SELF, Root.CLASS)
             # No batch depends on what an object has before `__init__`.
@@ -130,28 +121,16 @@ class Assignments:
             owner = self._owner_of(target, function, kind)
             if owner is not None:
                 self._variables.add((id(owner), target.names[-1]))
-                self.note_result(home, owner)
         for target in names.edited:
+            if (
+                target.root is Root.SELF
+                and kind is not None
+                and not isinstance(self._dataset, kind)
+            ):
+                self._of_methods.setdefault(kind, set()).add(target)
             container = self._held_at(target, function, kind)
             if not isinstance(container, (types.NoneType, types.ModuleType)):
                 self._containers.add(id(container))
-                owner = self._owner_of(target, function, kind)
-                if owner is not self._dataset or not self._is_own(target):
-                    self.note_result(home, owner)
-
-    def _is_own(self, target: Target) -> bool:
-        """Returns whether it is the dataset, or begins at its attribute."""
-        first = target.names[:1]
-        return not first or first[0] in attributes_of(self._dataset)
-
-    def note_result(self, home: str, owner: Any = None) -> None:
-        """Notes that code of the module `home` keeps a result in `owner`."""
-        if isinstance(owner, dict) and "__name__" in owner:
-            home = str(owner["__name__"])  # the globals of a module
-        elif isinstance(owner, type):
-            home = owner.__module__
-        if is_users_code(home) and not is_by_value(home):
-            self.keeps_results = True
 
     def is_assigned(self, owner: Any, name: str) -> bool:
         """Returns whether code assigns a variable.
@@ -167,7 +146,7 @@ class Assignments:
         return of_class or (id(owner), name) in self._variables
 
     def is_edited(self, owner: Any, name: str, value: Any) -> bool:
-        """Returns whether methods assign it to `self`, or code edits `value`.
+        """Returns whether methods assign or edit it, or code edits `value`.
 
         The arguments are those of `is_assigned`, and the variable's value.
         """

@@ -59,6 +59,14 @@ class Target(NamedTuple):
         return self._replace(is_item=True)
 
 
+# Variables that are bound by their names. Python makes `__class__`.
+_BOUND = {
+    "self": Target(Root.SELF),
+    "cls": Target(Root.CLASS),
+    "__class__": Target(Root.CLASS),
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class CodeNames:
     """The names that a function and its nested functions use."""
@@ -96,15 +104,19 @@ class _Scan:
         self.edited: set[Target] = set()
         # Of each object on Python's stack; `None` if that is not known.
         self._stack: list[Target | None] = []
-        # Of local variables, as assigned last.
+        # Of local variables, as assigned last. Those that nested functions use
+        # are kept for these.
         self._locals: dict[str, Target | None] = {}
+        self._shared: dict[str, Target | None] = dict(_BOUND)
+        self._own: tuple[str, ...] = ()  # of the latter, the present code's
 
     def follow(self, code: types.CodeType) -> None:
         self._stack = []
-        self._locals = {"self": Target(Root.SELF), "cls": Target(Root.CLASS)}
+        self._locals = dict(_BOUND)
+        self._own = code.co_cellvars
         first = code.co_varnames[0] if code.co_argcount else ""
         if first in _SELVES and _is_method(code):
-            self._locals[first] = Target(Root.SELF)
+            self._locals[first] = self._shared[first] = Target(Root.SELF)
         for step in dis.get_instructions(code):
             name, operation = step.argval, step.opname
             if operation == "COPY":
@@ -123,15 +135,14 @@ class _Scan:
             return (
                 Target(Root.TYPE) if is_type else Target(Root.GLOBAL, (name,))
             )
-        if operation in ("STORE_GLOBAL", "STORE_DEREF", "DELETE_GLOBAL"):
+        if operation == "STORE_DEREF" and name in self._own:
+            self._shared[name] = _as_local(self._at(1))
+        elif operation in ("STORE_GLOBAL", "STORE_DEREF", "DELETE_GLOBAL"):
             is_global = operation != "STORE_DEREF"
             root = Root.GLOBAL if is_global else Root.OUTER
             self.assigned.add(Target(root, (name,)))
         elif operation.startswith("LOAD_") and "DEREF" in operation:
-            is_class = name in ("cls", "__class__")
-            return (
-                Target(Root.CLASS) if is_class else Target(Root.OUTER, (name,))
-            )
+            return self._shared.get(name) or Target(Root.OUTER, (name,))
         elif "_FAST" in operation:
             return self._local(operation, name)
         elif operation in ("LOAD_ATTR", "LOAD_METHOD"):
@@ -165,9 +176,7 @@ class _Scan:
         elif operation.startswith("STORE_FAST"):
             stored = others or [last]
         for depth, each in enumerate(stored, 1):
-            value = self._at(depth)
-            # An item may be a copy: a slice, an array's rows.
-            self._locals[each] = None if value and value.is_item else value
+            self._locals[each] = _as_local(self._at(depth))
         return self._locals.get(last) if "LOAD" in operation else None
 
     def _at(self, depth: int) -> Target | None:
@@ -197,6 +206,12 @@ class _Scan:
         self._stack[-1] = loaded
         if effect == _WITH_NULL and step.opname == "LOAD_GLOBAL":
             self._stack[-2] = loaded  # in Python 3.13 below the NULL
+
+
+def _as_local(value: Target | None) -> Target | None:
+    """Returns what a local variable is once a value is assigned to it."""
+    # An item may be a copy: a slice, an array's rows.
+    return None if value and value.is_item else value
 
 
 def _is_method(code: types.CodeType) -> bool:

@@ -12,6 +12,7 @@ import argparse
 import collections
 import contextlib
 import dataclasses
+import enum
 import functools
 import logging
 import operator
@@ -60,7 +61,8 @@ OPEN = (
     *NAMESPACES,
     *(collections.UserDict, collections.UserList, collections.ChainMap),
 )
-_KEYS = (str, bytes, int, float, type(None))
+_CODE = (enum.Enum, type)
+_KEYS = (str, bytes, int, float, type(None), *_CODE)
 
 _log = logging.getLogger("keras_fastdata")
 
@@ -140,20 +142,13 @@ def name_of(module: str, path: Path) -> str:
     return name
 
 
-class Referred(NamedTuple):
-    """What the code of a dataset refers to."""
-
-    variables: list[Variable]
-    keeps_results: bool  # see `Assignments`
-
-
-def variables_of(dataset: Any) -> Referred:
+def variables_of(dataset: Any) -> list[Variable]:
     """Returns the variables that a dataset's batches can depend on."""
     search = _VariableSearch(dataset)
     search.value(dataset, "", (SELF,))
     search.search_held_modules()
     search.assignments.follow()
-    return Referred(list(search.found()), search.assignments.keeps_results)
+    return list(search.found())
 
 
 class _FoundVariable(NamedTuple):
@@ -218,9 +213,6 @@ class _VariableSearch:
         elif _is_users_object(value):
             self._object(value, module, path)
         else:
-            if isinstance(value, functools._lru_cache_wrapper):
-                home = str(value.__wrapped__.__module__)
-                self.assignments.note_result(home)
             for number, part in enumerate(_parts_of(value)):
                 if path:
                     read = functools.partial(part_at, value, number)
@@ -269,12 +261,14 @@ class _VariableSearch:
             del items[_MOST_OWN_ITEMS:]
         # One that holds nothing else is compared and sent whole.
         are_leaves = all(
-            isinstance(item, _LEAVES) and not isinstance(item, np.ndarray)
-            for _, item in items
+            isinstance(item, _LEAVES)
+            and not isinstance(item, np.ndarray)
+            and not (is_mapping and _names_code(key))
+            for key, item in items
         )
         any_key = bool(path) and is_by_value(module, path)
         for key, item in items:
-            is_key = any_key or isinstance(key, _KEYS)
+            is_key = any_key or _is_key(key)
             if path and not are_leaves and is_key:
                 read = functools.partial(operator.getitem, value, key)
                 self._note(read, value, "", module, (*path, ItemKey(key)))
@@ -313,7 +307,7 @@ class _VariableSearch:
         if isinstance(value, dict):
             for key in first_items(dict.keys(value)):
                 read = functools.partial(_read, held, dict.__getitem__, key)
-                if path and isinstance(key, _KEYS):
+                if path and _is_key(key):
                     there = (*path, ItemKey(key))
                     self._note(read, value, "", module, there, True)
 
@@ -376,7 +370,7 @@ class _VariableSearch:
         code, package = function.__code__, variables.get("__package__")
         names, every = names_of(code, package), names_in(code)
         self._names |= every
-        self.assignments.note(function, names, home, self._kind)
+        self.assignments.note(function, names, self._kind)
         for name in names.variables:
             read = functools.partial(variables.__getitem__, name)
             self._note(read, variables, name, home, (name,))
@@ -456,6 +450,23 @@ class _VariableSearch:
         self, variable: Variable, owner: Any = None, name: str = ""
     ) -> None:
         self._found.append(_FoundVariable(variable, owner, name))
+
+
+def _is_key(value: Any) -> bool:
+    """Returns whether a path may have an item with this key."""
+    if type(value) is tuple:
+        return all(map(_is_key, value))
+    return isinstance(value, _KEYS)
+
+
+def _names_code(key: Any) -> bool:
+    """Returns whether a key is, or has in it, a class or a member of an enum.
+
+    These are not plain.
+    """
+    if type(key) is tuple:
+        return any(map(_names_code, key))
+    return isinstance(key, _CODE)
 
 
 def _reference(value: Any) -> Callable[[], Any]:

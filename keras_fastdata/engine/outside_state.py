@@ -12,8 +12,9 @@ worker process imports modules anew, and is told of three things:
                                if they can be sent (see `can_be_sent`)
 
 All of it is compared when an epoch begins, and sent again if it differs. In a
-worker a module is told when it is imported, or else at once. If modules keep
-what they have computed from their variables, the workers start anew instead.
+worker a module is told when it is imported, or else at once. Where a variable
+of a module differs, the workers start anew: modules may keep what they have
+computed from it.
 
 In every place, a difference means that batches which were built ahead or cached
 are out of date. Where the builds themselves may have made the difference, it
@@ -41,7 +42,6 @@ from keras_fastdata.building.attributes import first_items
 from keras_fastdata.building.referred_names import (
     ABSENT,
     Inside,
-    Referred,
     Variable,
     variables_of,
 )
@@ -50,6 +50,7 @@ from keras_fastdata.engine.plain_values import (
     MAPPINGS,
     as_made,
     can_be_sent,
+    is_frozen,
     is_plain,
     kind_of,
     text_of,
@@ -76,7 +77,7 @@ class Change(enum.IntEnum):
     # Maybe by builds: batches that were built ahead are out of date.
     BY_BUILDS = 1
     BY_PROGRAM = 2  # cached batches are also out of date
-    # Workers cannot be told: modules may keep what they have computed from it.
+    # Workers start anew: modules may keep what they have computed from it.
     IN_MODULES = 3
 
 
@@ -88,7 +89,6 @@ class OutsideState:
         self.is_cached = False  # see `look`
         self._is_shared = self._is_here = self._is_strict = False
         self._is_watched = False
-        self._keeps_results = False  # whether modules do
         # What was noticed since `look`, also as another dataset's epoch began:
         # callbacks may set a variable for the time of a validation.
         self._noticed = Change.NONE
@@ -166,9 +166,9 @@ class OutsideState:
         kinds: KindsByModule = {}
         self._seen = []
         try:
-            referred = variables_of(dataset)
+            variables = variables_of(dataset)
         except Exception:
-            referred = Referred([], keeps_results=False)
+            variables = []
             _log.warning(
                 "Changes of variables outside of %s will not be noticed, "
                 "because of a fault of keras_fastdata. Please report it, with "
@@ -176,8 +176,7 @@ class OutsideState:
                 type(dataset).__name__,
                 exc_info=True,
             )
-        self._keeps_results = referred.keeps_results
-        for variable in referred.variables:
+        for variable in variables:
             with _looking():
                 self._record(variable, values, kinds)
         self.told = Told(self._settings(), values, kinds, self._is_strict)
@@ -195,7 +194,9 @@ class OutsideState:
         if _is_inside(variable):
             kind = kind_of(value)
             kinds.setdefault(variable.module, {})[variable.path] = kind
-        elif variable.is_assigned and (made := as_made(value)) is not None:
+        elif (variable.is_assigned or is_frozen(value)) and (
+            made := as_made(value)
+        ) is not None:
             values.setdefault(variable.module, {})[variable.path] = made
         elif can_be_sent(value):
             values.setdefault(variable.module, {})[variable.path] = value
@@ -307,8 +308,8 @@ class OutsideState:
         if not (can_be_told or seen.differs_in_items) or _is_inside(variable):
             self._lose(variable)
         # Builds of another dataset in this process may have edited it.
-        starts_anew = self._keeps_results and not variable.is_edited
-        return Change.IN_MODULES if starts_anew else Change.BY_PROGRAM
+        is_edited = variable.is_edited
+        return Change.BY_PROGRAM if is_edited else Change.IN_MODULES
 
     def _lose(self, variable: Variable) -> None:
         """Logs once that workers do not receive the value of a variable."""

@@ -96,12 +96,22 @@ def can_be_sent(value: Any) -> bool:
 class Made:
     """Describes an object that the user's code makes when it is first needed.
 
-    A worker makes the object if it does not have it yet.
+    A worker makes the object if it does not have it yet. If the class forbids
+    assignments, a worker also replaces another object.
     """
 
     module: str  # of the object's class
     name: str  # of that class
     attributes: dict[str, Any]
+    is_frozen: bool  # whether the class has its own `__setattr__`
+
+    def is_missing(self, before: Any, absent: object) -> bool:
+        """Returns whether a variable that has the value `before` lacks it."""
+        if before is None or before is absent:
+            return True
+        return self.is_frozen and not is_equal(
+            attributes_of(before), self.attributes
+        )
 
     def make(self) -> Any:
         names = self.name.split(".")
@@ -124,7 +134,15 @@ def as_made(value: Any) -> Made | None:
         or not is_plain(attributes)
     ):
         return None
-    return Made(kind.__module__, kind.__qualname__, attributes)
+    return Made(
+        kind.__module__, kind.__qualname__, attributes, is_frozen(value)
+    )
+
+
+def is_frozen(value: Any) -> bool:
+    """Returns whether the class of an object may forbid assignments."""
+    kind: Any = type(value)
+    return kind.__setattr__ is not object.__setattr__
 
 
 class _PlainObject:

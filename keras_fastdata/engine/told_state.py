@@ -110,23 +110,12 @@ def _tell(name: str, known: Told | None = None) -> None:
     for path, given in told.values.get(name, {}).items():
         if path in former and is_equal(former[path], given):
             continue
-        with contextlib.suppress(Exception):  # the user's class may refuse
-            value = copy.deepcopy(given)  # the worker may edit its own
-            *owners, last = path
-            owner = functools.reduce(_part_of, owners, module)
-            before = _part_of(owner, last)
-            if not isinstance(value, Made):
-                if not is_equal(before, value) and not _fill(before, value):
-                    _set_part(owner, last, value)
-            elif before is None or before is ABSENT:
-                _set_part(owner, last, value.make())
+        if not _give(module, path, given):
+            _lose(name, path)
     for path, kind in told.kinds.get(name, {}).items():
         if path in known.kinds.get(name, {}) or _is_of_kind(module, path, kind):
             continue
-        lost = name_of(name, path)
-        if told.is_strict:
-            raise StateLostError(LOST % (lost, name))
-        _log.warning(LOST, lost, name, extra={ONCE: f"lost {lost}"})
+        _lose(name, path)
     had = known.settings.get(name, {})
     settings = {
         key: value
@@ -135,6 +124,37 @@ def _tell(name: str, known: Told | None = None) -> None:
     }
     with contextlib.suppress(Exception):  # another version may lack it
         _set(name, module, settings)
+
+
+def _give(module: Any, path: Path, given: Any) -> bool:
+    """Sets a variable; returns whether the user's class lets it be set."""
+    try:
+        value = copy.deepcopy(given)  # the worker may edit its own
+        *owners, last = path
+        owner = functools.reduce(_part_of, owners, module)
+        before = _part_of(owner, last)
+    except Exception:
+        return True  # it may be made later
+    with contextlib.suppress(Exception):
+        if not isinstance(value, Made):
+            if not is_equal(before, value) and not _fill(before, value):
+                _set_part(owner, last, value)
+        elif value.is_missing(before, ABSENT):
+            _set_part(owner, last, value.make())
+        return True
+    return False
+
+
+def _lose(name: str, path: Path) -> None:
+    """Logs once for all workers that they lack the value of a variable.
+
+    Raises:
+        StateLostError: It was told to be strict.
+    """
+    lost = name_of(name, path)
+    if _AfterImport.told.is_strict:
+        raise StateLostError(LOST % (lost, name))
+    _log.warning(LOST, lost, name, extra={ONCE: f"lost {lost}"})
 
 
 def _is_of_kind(module: Any, path: Path, kind: tuple[str, str]) -> bool:

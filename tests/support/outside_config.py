@@ -1,6 +1,7 @@
 """Variables that a program sets after this module was imported."""
 
 import dataclasses
+import enum
 import functools
 import types
 
@@ -54,6 +55,42 @@ def scaled():
 def cached():
     """Keeps what it computes from `SCALE`."""
     return SCALE
+
+
+class Memo:
+    """Keeps what it computes from `SCALE`."""
+
+    def __init__(self):
+        self.kept = {}
+
+    def scaled(self):
+        return self.kept.setdefault("scaled", SCALE)
+
+
+memo = Memo()
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    scale: int = 1
+
+
+frozen = Frozen()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FrozenSlots:
+    scale: int = 1
+
+
+frozen_slots = FrozenSlots()
+
+
+class Side(enum.Enum):
+    LEFT = 1
+
+
+BY_KEY = {Side.LEFT: 1, ("a", 1): 1, int: 1}
 
 
 def rescale(scale):

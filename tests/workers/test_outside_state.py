@@ -7,6 +7,7 @@ import argparse
 import array
 import collections
 import copy
+import dataclasses
 import enum
 import importlib
 import sys
@@ -228,7 +229,7 @@ def test_variables_of_a_module_that_a_method_imports_are_found(
     monkeypatch.syspath_prepend(tmp_path)
     dataset = importlib.import_module("around.read").Read()
     assert dataset[0] == 2
-    found = [v.name for v in variables_of(dataset).variables]
+    found = [v.name for v in variables_of(dataset)]
     assert "around.scales.SCALE" in found
     for name in ("around", "around.read", "around.scales"):
         monkeypatch.delitem(sys.modules, name)
@@ -255,7 +256,7 @@ def test_variables_of_a_module_that_an_object_holds_are_found(thing, read):
         def __getitem__(self, index):
             return read(self.thing)
 
-    found = [v.name for v in variables_of(Reads()).variables]
+    found = [v.name for v in variables_of(Reads())]
     assert "outside_config.SCALE" in found
     assert "outside_config.LARGE" not in found
 
@@ -647,6 +648,12 @@ class Assigning:
         chosen = self.array[rows]
         chosen[:] = 0
 
+    def of_shared(self, keys):
+        kind, made = type(self), self.made
+        made[0] = self.inner.items[1] = [self.look(key) for key in keys]
+        kind.latest = [kind.look(made, key) for key in keys]
+        return lambda: made.append(self.seen.pop())
+
     def of_items(self, key):
         conf.TABLE[self.keys[key]] = conf.COUNTS["n"] = 1
         self.made.append(conf.READ[key])
@@ -670,12 +677,17 @@ class Assigning:
         ),
         (Assigning.of_copies, set(), set()),
         (
+            Assigning.of_shared,
+            {"cls.latest"},
+            {"self.made", "self.inner.items", "self.seen"},
+        ),
+        (
             Assigning.of_items,
             set(),
             {"conf.TABLE", "conf.COUNTS", "self.made"},
         ),
     ],
-    ids=["self", "classes", "cls", "nothing", "locals", "copies", "items"],
+    ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_what_code_assigns_is_told_apart_by_what_it_belongs_to(
     function, assigned, edited
@@ -699,6 +711,52 @@ def test_what_a_module_has_computed_is_dropped_with_its_variable(
         for scale in (2, 3, 1):
             conf.rescale(scale)
             assert [int(batch) for batch in dataset] == [scale] * 3
+
+
+@pytest.mark.parametrize("kind", PLACES)
+def test_what_an_object_of_a_module_has_computed_is_dropped_with_it(
+    kind, patch
+):
+    patch.setattr(conf, "SCALE", 1)
+    with Holds(
+        conf.Frozen, lambda *_: conf.memo.scaled(), **EVERY_KIND[kind]
+    ) as dataset:
+        for scale in (2, 3, 1):
+            conf.rescale(scale)
+            conf.memo.kept.clear()
+            assert [int(batch) for batch in dataset] == [scale] * 3
+
+
+@pytest.mark.parametrize("kind", PLACES)
+def test_an_object_that_forbids_assignments_is_replaced(kind, patch):
+    patch.setattr(conf, "frozen", conf.Frozen(1))
+    with Holds(
+        None, lambda *_: conf.frozen.scale, **EVERY_KIND[kind]
+    ) as dataset:
+        for scale in (2, 3, 1):
+            conf.frozen = dataclasses.replace(conf.frozen, scale=scale)
+            assert [int(batch) for batch in dataset] == [scale] * 3
+
+
+@pytest.mark.parametrize("kind", PLACES)
+@pytest.mark.parametrize("key", [conf.Side.LEFT, ("a", 1), int], ids=repr)
+def test_keys_of_a_container_may_be_more_than_texts(kind, key, patch):
+    patch.setattr(conf, "BY_KEY", dict(conf.BY_KEY))
+    with Holds(
+        key, lambda held, _: conf.BY_KEY[held], **EVERY_KIND[kind]
+    ) as dataset:
+        for value in (1, 2, 3):
+            conf.BY_KEY[key] = value
+            assert [int(batch) for batch in dataset] == [value] * 3
+
+
+def test_an_attribute_that_cannot_be_set_is_said_to_be_lost(patch, caplog):
+    patch.setattr(conf, "frozen_slots", conf.FrozenSlots(2))
+    with Holds(
+        None, lambda *_: conf.frozen_slots.scale, **PROCESSES
+    ) as dataset:
+        list(dataset)
+    assert "has set `outside_config.frozen_slots.scale`" in caplog.text
 
 
 # How to read and how to set what a module makes when it is first needed.
@@ -1087,7 +1145,7 @@ class Scheduled:
 
 def test_init_of_a_class_that_builds_do_not_name_is_the_programs():
     with Holds(Scheduled(), lambda held, _: held.scale) as dataset:
-        variables = variables_of(dataset).variables
+        variables = variables_of(dataset)
     (scale,) = (v for v in variables if v.name == ".self.thing.scale")
     assert not scale.is_assigned
 
