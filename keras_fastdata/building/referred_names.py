@@ -103,8 +103,6 @@ class Variable:
     by_value: bool
     is_assigned: bool = False  # whether the code that was searched assigns it
     is_edited: bool = False  # whether that code edits the container in it
-    # Whether an object in a variable of a module or script has it.
-    is_of_object: bool = False
 
     @property
     def value(self) -> Any:
@@ -289,7 +287,7 @@ class _VariableSearch:
                 continue
             if path and not is_ours:
                 read = functools.partial(_read, held, _attribute, name)
-                self._note(read, value, name, module, (*path, name), True)
+                self._note(read, value, name, module, (*path, name))
             else:
                 part = attributes.get(name)
                 self.value(part, module, (*path, name) if path else ())
@@ -298,7 +296,7 @@ class _VariableSearch:
             read = functools.partial(_read, held, slot.__get__)
             if path:
                 name = slot.__name__
-                self._note(read, value, name, module, (*path, name), True)
+                self._note(read, value, name, module, (*path, name))
             else:
                 with contextlib.suppress(AttributeError):  # not assigned
                     self.value(read())
@@ -309,7 +307,7 @@ class _VariableSearch:
                 read = functools.partial(_read, held, dict.__getitem__, key)
                 if path and _is_key(key):
                     there = (*path, ItemKey(key))
-                    self._note(read, value, "", module, there, True)
+                    self._note(read, value, "", module, there)
 
     def _class(self, kind: type) -> None:
         metaclass: type = type(kind)
@@ -422,15 +420,12 @@ class _VariableSearch:
         name: str,
         module: str,
         path: Path,
-        is_of_object: bool = False,
     ) -> None:
         place = id(owner), path
         if place in self._places or len(self._found) >= _MOST_FOUND:
             return
         self._places.add(place)
         variable = Variable(read, path, module, is_by_value(module, path))
-        if is_of_object and path[:1] != (SELF,):
-            variable = dataclasses.replace(variable, is_of_object=True)
         self._add(variable, owner, name)
         value = variable.value
         function = value

@@ -115,7 +115,8 @@ def fingerprint(
         version: The argument `cache_version`.
         built: Attributes that builds have set. They do not count.
         before: What attributes were, before any build; filled when empty.
-        changed: What has changed in other global objects since the first build.
+        changed: Global variables that have changed since the first build, also
+            those within objects.
     """
     parts = [repr(version).encode(), _digest_of(dataset, type(dataset))]
     state = dataset.__getstate__()

@@ -41,6 +41,7 @@ from keras_fastdata.building import build
 from keras_fastdata.building.attributes import first_items
 from keras_fastdata.building.referred_names import (
     ABSENT,
+    SELF,
     Inside,
     Variable,
     variables_of,
@@ -95,7 +96,7 @@ class OutsideState:
         # Whether `glance` has found a change.
         self._was_glimpsed = False
         self._seen: list[SeenVariable] = []
-        self._first: set[tuple[str, str]] | None = None  # `_of_objects`
+        self._first: set[tuple[str, str]] | None = None  # `_texts`
         self._error_state: dict[str, Any] = dict(np.geterr())
         self._lost: set[str] = set()
         # Of what is sent; `None` where the builds see all changes themselves.
@@ -181,7 +182,7 @@ class OutsideState:
                 self._record(variable, values, kinds)
         self.told = Told(self._settings(), values, kinds, self._is_strict)
         if self._first is None:
-            self._first = self._of_objects()
+            self._first = self._texts()
 
     def _record(
         self, variable: Variable, values: ValuesByModule, kinds: KindsByModule
@@ -226,20 +227,20 @@ class OutsideState:
             return max(self._noticed, Change.BY_BUILDS)
         return self._noticed
 
-    def changed_objects(self) -> list[tuple[str, str]]:
-        """Returns the changed attributes of objects in modules and scripts.
+    def changed_variables(self) -> list[tuple[str, str]]:
+        """Returns the variables outside of the dataset that have changed.
 
         They are changed since the first `look`, and have plain values or
         arrays: a name and a text of each, sorted.
         """
-        return sorted(self._of_objects() - (self._first or set()))
+        return sorted(self._texts() - (self._first or set()))
 
-    def _of_objects(self) -> set[tuple[str, str]]:
+    def _texts(self) -> set[tuple[str, str]]:
         variables = [seen.variable for seen in self._seen]
         texts = (
             (variable.name, text_of(variable.value))
             for variable in variables
-            if variable.is_of_object
+            if variable.path[:1] not in ((), (SELF,))
         )
         return {(name, text) for name, text in texts if text is not None}
 

@@ -79,9 +79,9 @@ class PoolFactory:
             change = max(change, Change.BY_PROGRAM)
         return change
 
-    def changed_objects(self) -> list[tuple[str, str]]:
-        """Returns attributes of global objects that have changed, as texts."""
-        return self._outside.changed_objects()
+    def changed_variables(self) -> list[tuple[str, str]]:
+        """Returns the global variables that have changed, as texts."""
+        return self._outside.changed_variables()
 
     def has_drifted(self) -> bool:
         """Returns whether batches that are built now may differ from before."""

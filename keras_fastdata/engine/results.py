@@ -72,7 +72,7 @@ class Results:
         """
         settings = self._in_effect.now
         if self.cache is None and settings.cache is not None:
-            changed = self._factory.changed_objects()
+            changed = self._factory.changed_variables()
             self.cache = open_cache(
                 dataset, settings, built, self._before, changed
             )
