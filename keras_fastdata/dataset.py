@@ -399,8 +399,9 @@ class FastPyDataset(_Base):
     epoch_order: _WhileBuilding[Callable[[int], Permutation]] = _WhileBuilding(
         "`self.epoch_order(length)`: a random order of `range(length)` that "
         "depends on seed and epoch. `order[i]` is the item at position i, "
-        "and `order.at(positions)` the items at an array of positions. Even "
-        "an order of a billion items takes no memory."
+        "and `order[a:b]` an array of items. `order.at(positions)` are the "
+        "items at an array of positions. Even an order of a billion items "
+        "takes no memory."
     )
     epoch: _WhileBuilding[int] = _WhileBuilding(
         "The number of the epoch that the batch belongs to, from 0. Each "

@@ -12,6 +12,8 @@ network again until it is within (less than twice, on average).
 
 from __future__ import annotations
 
+from typing import Any, overload
+
 import numpy as np
 import numpy.typing as npt
 
@@ -45,8 +47,19 @@ class Permutation:
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, position: int) -> int:
-        """Returns the item at a position; sequential access is fastest."""
+    @overload
+    def __getitem__(self, position: int) -> int: ...
+
+    @overload
+    def __getitem__(self, position: slice) -> npt.NDArray[np.int64]: ...
+
+    def __getitem__(self, position: Any) -> Any:
+        """Returns the item at a position, or an array of items for a slice.
+
+        Sequential access is fastest.
+        """
+        if isinstance(position, slice):
+            return self.at(np.arange(*position.indices(self._length)))
         if not 0 <= position < self._length:
             raise IndexError(
                 f"Position {position} of an order of {self._length} items."

@@ -45,6 +45,18 @@ def test_items_are_the_same_in_whatever_order_they_are_asked_for(length):
 
 
 @pytest.mark.parametrize("length", [100, LARGE])
+@pytest.mark.parametrize(
+    "part", [np.s_[3:9], np.s_[:2], np.s_[-5:], np.s_[9:3:-2], np.s_[7:7]]
+)
+def test_a_part_is_an_array_of_its_own(length, part):
+    order, items = permutation(length), whole(length)
+    for _ in range(2):
+        found = order[part]
+        assert found.tolist() == items[part].tolist()
+        found[:] = 0
+
+
+@pytest.mark.parametrize("length", [100, LARGE])
 @pytest.mark.parametrize("beyond", [-1, 0])
 def test_there_is_nothing_beyond_the_length(length, beyond):
     position = -1 if beyond else length
