@@ -244,6 +244,8 @@ def is_equal(one: Any, other: Any) -> bool:
     """
     if type(one) is not type(other):
         return False
+    if isinstance(one, (float, complex)):
+        return repr(one) == repr(other)  # NaN is not equal to itself
     if isinstance(one, np.ndarray):
         if (one.dtype.str, one.shape) != (other.dtype.str, other.shape):
             return False

@@ -713,6 +713,27 @@ def test_what_a_module_has_computed_is_dropped_with_its_variable(
             assert [int(batch) for batch in dataset] == [scale] * 3
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "differs"),
+    [
+        (float("nan"), float("nan"), False),
+        (np.float64("nan"), np.float64("nan"), False),
+        (0.0, -0.0, True),
+        (1, True, True),
+        ([0.0], [-0.0], True),
+    ],
+    ids=repr,
+)
+def test_a_number_differs_if_it_is_another_number(
+    before, after, differs, patch
+):
+    dataset, state = Referring(), OutsideState()
+    patch.setattr(conf, "SCALE", before)
+    state.look(dataset, is_shared=False)
+    patch.setattr(conf, "SCALE", after)
+    assert bool(state.notice_changes()) == differs
+
+
 @pytest.mark.parametrize("kind", PLACES)
 def test_what_an_object_of_a_module_has_computed_is_dropped_with_it(
     kind, patch
