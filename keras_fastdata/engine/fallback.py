@@ -45,10 +45,10 @@ class Fallback:
                 raise
         return self._factory.create()
 
-    def change(self, workers: WorkerPool) -> None:
-        """Sends the changed dataset to the workers."""
+    def change(self, workers: WorkerPool, *, anew: bool) -> None:
+        """Sends the changed dataset to the workers; see `WorkerPool.change`."""
         try:
-            self._factory.change(workers)
+            self._factory.change(workers, anew=anew)
         except DatasetPicklingError as error:
             if not self._adopt_without(error):
                 raise

@@ -320,10 +320,9 @@ class Loader:
             self.changes.mark()
             self._fetcher.results.note_change()
         self.changes.mark_sent()
-        if outside is Change.IN_MODULES:
-            self._pool.replace()
         if self._pool.workers is not None:
-            self._fallback.change(self._pool.workers)
+            anew = outside is Change.IN_MODULES
+            self._fallback.change(self._pool.workers, anew=anew)
 
     def _begin(
         self, epoch: Epoch, dataset: build.Dataset, workers: WorkerPool

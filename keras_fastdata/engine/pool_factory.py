@@ -212,14 +212,14 @@ class PoolFactory:
         if epoch >= position.next_epoch or is_between:
             self._outside.glance()
 
-    def change(self, workers: WorkerPool) -> None:
-        """Sends the changed dataset to the workers.
+    def change(self, workers: WorkerPool, *, anew: bool) -> None:
+        """Sends the changed dataset to the workers, or to `anew` started ones.
 
         May raise the errors that `create` raises.
         """
         self._look_outside()
         with pickling_errors.explained(self._dataset):
-            workers.change()
+            workers.change(anew=anew)
 
     def _look_outside(self) -> None:
         """Records the global state that affects the workers' builds."""

@@ -129,8 +129,13 @@ class WorkerPool(Protocol):
     def busy(self) -> bool:
         """Whether workers have requests that `collect` has not answered."""
 
-    def change(self) -> None:
-        """Makes later builds use the current state of the dataset."""
+    def change(self, *, anew: bool = False) -> None:
+        """Makes later builds use the current state of the dataset.
+
+        Args:
+            anew: Whether processes end, and others take their place. There must
+                be no requests then.
+        """
         return
 
     def expect(self, ahead: int) -> None:

@@ -113,7 +113,7 @@ class InlinePool(WorkerPool):
     def busy(self) -> bool:
         return False
 
-    def change(self) -> None:
+    def change(self, *, anew: bool = False) -> None:
         self._builder.change()
 
     def pool_stats(self) -> PoolStats:

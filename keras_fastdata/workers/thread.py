@@ -127,7 +127,7 @@ class ThreadPool(WorkerPool):
     def busy(self) -> bool:
         return self._given > 0
 
-    def change(self) -> None:
+    def change(self, *, anew: bool = False) -> None:
         # A thread of TensorFlow's, which may ask for batches, has an empty one.
         if threading.current_thread() is threading.main_thread():
             self._context = contextvars.copy_context()

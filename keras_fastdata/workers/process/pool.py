@@ -114,8 +114,8 @@ class ProcessPool(supervisor.SupervisedPool[W]):
             self._unqueue()
             super().pause()
 
-    def change(self) -> None:
-        if not self._channel.change():
+    def change(self, *, anew: bool = False) -> None:
+        if not self._channel.change() or anew:
             with DeferredSignals():  # no exception comes between the two
                 self._end_workers()
                 self._channel.open()

@@ -113,8 +113,10 @@ class RayPool(SupervisedPool[RayWorker]):
     def cancel(self, request_ids: Iterable[int]) -> None:
         self._in_flight.cancel(set(request_ids))
 
-    def change(self) -> None:
+    def change(self, *, anew: bool = False) -> None:
         self._check_session()
+        if anew:
+            self._end_workers()
         self._dataset.put(*shared_state.pickle_in_parts(self._make_builder))
 
     def pool_stats(self) -> PoolStats:
