@@ -43,6 +43,7 @@ from keras_fastdata.building.referred_names import variables_of
 from keras_fastdata.engine import outside_state, plain_values, sent_digest
 from keras_fastdata.engine.fingerprint import _is_installed
 from keras_fastdata.engine.outside_state import OutsideState
+from keras_fastdata.workers.process.forkserver_client import forkserver_pids
 
 PROCESSES = {"workers": 2, "use_multiprocessing": True}
 KINDS = {
@@ -746,6 +747,21 @@ def test_what_an_object_of_a_module_has_computed_is_dropped_with_it(
             conf.rescale(scale)
             conf.memo.kept.clear()
             assert [int(batch) for batch in dataset] == [scale] * 3
+
+
+def test_workers_that_start_anew_keep_their_fork_server(patch):
+    patch.setattr(conf, "SCALE", 1)
+    found = set()
+    with Referring(workers=1, use_multiprocessing=True) as dataset:
+        for scale in (1, 2, 3):
+            patch.setattr(conf, "SCALE", scale)
+            assert _walk(dataset).startswith(f"[{scale}, ")
+            workers = dataset._fastdata.loader.pool_stats().pids
+            servers = [pid for pid in forkserver_pids() if pid]
+            found.add((*workers.values(), *servers))
+    workers, *servers = zip(*found, strict=True)
+    assert len(set(workers)) == 3
+    assert all(len(set(pids)) == 1 for pids in servers)
 
 
 @pytest.mark.parametrize("kind", PLACES)
