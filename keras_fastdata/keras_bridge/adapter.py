@@ -204,14 +204,11 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         Begins as Keras's own warning, which then advises a method of `tf.data`.
         """
         name, count = type(self.py_dataset).__name__, self.num_batches
-        ended, why = f"{self.progress.delivered_now}", "Its length has changed."
-        if (steps := self.progress.steps) is not None:
-            ended += f" of {steps}"
-            why = f"Leave out {steps_argument()}, and every epoch has all."
+        number = "fewer" if count is None else f"{count}"
         warnings.warn(
             f"Your input ran out of data; interrupting training. {name} has "
-            f"{'fewer' if count is None else count} batches, and the epoch "
-            f"ended after {ended} steps. {why}",
+            f"{number} batches, and the epoch ended after "
+            f"{_steps_of(self.progress)}",
             stacklevel=users_stacklevel(),
         )
 
@@ -355,3 +352,16 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
             return state
         lag = self.progress.lag(steps)
         return state_dict_of(dataset, self._iterator.state(lag))
+
+
+def _steps_of(progress: EpochProgress) -> str:
+    """Returns after how many steps the data ended, and why or what to do."""
+    ended = f"{progress.delivered_now}"
+    if progress.steps is None:
+        return (
+            f"{ended} steps. Its length has changed since Keras asked for it."
+        )
+    return (
+        f"{ended} of {progress.steps} steps. Leave out {steps_argument()}, and "
+        "every epoch has all batches."
+    )

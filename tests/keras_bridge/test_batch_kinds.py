@@ -437,9 +437,9 @@ def test_more_steps_than_batches_are_warned_of_with_a_way_out():
     said = _after("training. ", caught)
     assert said == [
         "Made has 4 batches, and the epoch ended after 4 of 6 steps. Leave out "
-        "`steps_per_epoch`, and every epoch has all.",
+        "`steps_per_epoch`, and every epoch has all batches.",
         "Made has 4 batches, and the epoch ended after 4 of 5 steps. Leave out "
-        "`steps`, and every epoch has all.",
+        "`steps`, and every epoch has all batches.",
     ]
     ran_out = [w for w in caught if "ran out of data" in str(w.message)]
     assert {w.filename for w in ran_out} == {__file__}
@@ -470,6 +470,6 @@ def test_a_length_that_changes_is_not_blamed_on_the_number_of_steps():
     said = _after("training. ", caught)
     assert said == [
         f"Shrinks has {count} batches, and the epoch ended after {count} "
-        "steps. Its length has changed."
+        "steps. Its length has changed since Keras asked for it."
         for count in (3, 2)
     ]
