@@ -31,6 +31,7 @@ import importlib.machinery
 import importlib.util
 import inspect
 import io
+import logging
 import numbers
 import operator
 import os
@@ -72,17 +73,29 @@ _PLAIN = (
 )
 
 
+_NOT_IN_DIRECTORY = (
+    "The cache of %s is in memory now, because `%s` has changed: the "
+    "package cannot tell its value from others in another run. Keep it in an "
+    "attribute of the dataset."
+)
+
+_log = logging.getLogger("keras_fastdata")
+
+
 def open_cache(
     dataset: build.Dataset,
     settings: Settings,
     built: Collection[str],
     before: dict[str, bytes],
-    changed: list[tuple[str, str]],
+    changed: list[tuple[str, str | None]],
 ) -> Cache:
     """Opens the cache that the settings specify.
 
-    For `built`, `before` and `changed`, see `fingerprint`. Raises `LoaderError`
-    if the dataset has an epoch hook or `reseed`.
+    For `built`, `before` and `changed`, see `fingerprint`. A directory is not
+    used if nothing tells a changed value from others in another run.
+
+    Raises:
+        LoaderError: The dataset has an epoch hook or `reseed`.
     """
     name = type(dataset).__name__
     for hook in (*build.EPOCH_HOOKS, "reseed"):
@@ -96,6 +109,10 @@ def open_cache(
     if settings.cache == "memory":
         return MemoryCache(name, settings.cache_bytes)
     assert settings.cache is not None
+    for variable, text in changed:
+        if text is None:
+            _log.warning(_NOT_IN_DIRECTORY, name, variable)
+            return MemoryCache(name, settings.cache_bytes)
     state = fingerprint(dataset, settings.cache_version, built, before, changed)
     directory = pathlib.Path(settings.cache) / f"{name}-{state}"
     return DiskCache(name, directory, settings.cache_bytes)
@@ -106,7 +123,7 @@ def fingerprint(
     version: str | int | None,
     built: Collection[str] = (),
     before: dict[str, bytes] | None = None,
-    changed: Collection[tuple[str, str]] = (),
+    changed: Collection[tuple[str, str | None]] = (),
 ) -> str:
     """Returns a hexadecimal hash of a dataset's data and code.
 
@@ -317,6 +334,18 @@ def _of_global(value: Any) -> tuple[Any, ...]:
     elif isinstance(value, np.ufunc):
         held = gc.get_referents(value)  # the function of `np.frompyfunc`
     return type(value), *_code_within([*attributes_of(value).values(), *held])
+
+
+def covers(value: Any) -> bool:
+    """Returns whether a fingerprint tells a variable's value from others.
+
+    The attributes of a user's object are variables themselves.
+    """
+    is_code = isinstance(
+        value,
+        (types.ModuleType, types.MethodType, functools.partial, np.ufunc),
+    )
+    return is_code or isinstance(value, _PLAIN) or is_users_class(type(value))
 
 
 def _code_within(waiting: list[Any]) -> Iterator[Any]:

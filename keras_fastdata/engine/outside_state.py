@@ -41,11 +41,11 @@ from keras_fastdata.building import build
 from keras_fastdata.building.attributes import first_items
 from keras_fastdata.building.referred_names import (
     ABSENT,
-    SELF,
     Inside,
     Variable,
     variables_of,
 )
+from keras_fastdata.engine.first_values import FirstValues
 from keras_fastdata.engine.plain_values import (
     CONTAINERS,
     MAPPINGS,
@@ -54,7 +54,6 @@ from keras_fastdata.engine.plain_values import (
     is_frozen,
     is_plain,
     kind_of,
-    text_of,
 )
 from keras_fastdata.engine.seen_variable import SeenVariable
 from keras_fastdata.engine.sent_digest import digest_of
@@ -96,7 +95,7 @@ class OutsideState:
         # Whether `glance` has found a change.
         self._was_glimpsed = False
         self._seen: list[SeenVariable] = []
-        self._first: set[tuple[str, str]] | None = None  # `_texts`
+        self._first: FirstValues | None = None  # at the first `look`
         self._error_state: dict[str, Any] = dict(np.geterr())
         self._lost: set[str] = set()
         # Of what is sent; `None` where the builds see all changes themselves.
@@ -182,7 +181,7 @@ class OutsideState:
                 self._record(variable, values, kinds)
         self.told = Told(self._settings(), values, kinds, self._is_strict)
         if self._first is None:
-            self._first = self._texts()
+            self._first = FirstValues(seen.variable for seen in self._seen)
 
     def _record(
         self, variable: Variable, values: ValuesByModule, kinds: KindsByModule
@@ -227,22 +226,14 @@ class OutsideState:
             return max(self._noticed, Change.BY_BUILDS)
         return self._noticed
 
-    def changed_variables(self) -> list[tuple[str, str]]:
+    def changed_variables(self) -> list[tuple[str, str | None]]:
         """Returns the variables outside of the dataset that have changed.
 
-        They are changed since the first `look`, and have plain values or
-        arrays: a name and a text of each, sorted.
+        They are changed since the first `look`; see `FirstValues.changed`.
         """
-        return sorted(self._texts() - (self._first or set()))
-
-    def _texts(self) -> set[tuple[str, str]]:
-        variables = [seen.variable for seen in self._seen]
-        texts = (
-            (variable.name, text_of(variable.value))
-            for variable in variables
-            if variable.path[:1] not in ((), (SELF,))
-        )
-        return {(name, text) for name, text in texts if text is not None}
+        if self._first is None:
+            return []
+        return self._first.changed(seen.variable for seen in self._seen)
 
     def stop_watching(self) -> None:
         """Has `compare` find no more changes until the next `look`."""

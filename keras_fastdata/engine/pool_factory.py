@@ -79,7 +79,7 @@ class PoolFactory:
             change = max(change, Change.BY_PROGRAM)
         return change
 
-    def changed_variables(self) -> list[tuple[str, str]]:
+    def changed_variables(self) -> list[tuple[str, str | None]]:
         """Returns the global variables that have changed, as texts."""
         return self._outside.changed_variables()
 

@@ -1148,6 +1148,32 @@ def test_what_the_program_changes_amid_an_epoch_stays_out_of_a_directory(
     assert found == [1] * 3
 
 
+CURVE = None
+
+
+@pytest.mark.parametrize("place", ["inline", "thread"])
+def test_objects_of_libraries_that_the_program_sets_stay_out_of_a_directory(
+    place, patch, tmp_path, caplog
+):
+    patch.setattr(sys.modules[__name__], "CURVE", np.poly1d([1]))
+    kinds = {"cache": tmp_path, "cache_version": 1, **EVERY_KIND[place]}
+    with Holds(0, lambda *_: CURVE(0), **kinds) as dataset:
+        for scale in (1, 2, 2, 1, 1):
+            if CURVE(0) != scale:
+                patch.setattr(
+                    sys.modules[__name__], "CURVE", np.poly1d([scale])
+                )
+            assert [int(batch) for batch in dataset] == [scale] * 3
+    assert len([*tmp_path.glob("*/*.batch")]) == 3
+    (message,) = {*caplog.messages}
+    assert message == (
+        "The cache of Holds is in memory now, because "
+        "`test_outside_state.CURVE` has changed: the package cannot tell its "
+        "value from others in another run. Keep it in an attribute of the "
+        "dataset."
+    )
+
+
 class Mixed(Holds):
     """Counts in the dict that has its scale too."""
 
