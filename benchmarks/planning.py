@@ -21,7 +21,7 @@ import tracemalloc
 
 import numpy as np
 
-from keras_fastdata.building.build import epoch_order
+from keras_fastdata.building.build_context import epoch_order
 from keras_fastdata.engine.schedule import Schedule, plan_epoch
 from keras_fastdata.engine.sharding import Shard
 

@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 
 from keras_fastdata import _process_role
-from keras_fastdata.building import build, seeding
+from keras_fastdata.building import build, build_context, interface, seeding
+from keras_fastdata.building.interface import Dataset
 from keras_fastdata.engine.batch_iterator import iterate
 from keras_fastdata.engine.loader import Loader
 from keras_fastdata.engine.pool_factory import import_process_workers
@@ -57,7 +58,7 @@ class Internals:
             have it in an attribute.
     """
 
-    def __init__(self, settings: Settings, owner: build.Dataset) -> None:
+    def __init__(self, settings: Settings, owner: Dataset) -> None:
         self.settings = settings
         self.owner = weakref.ref(owner)
         self.loader: Loader | None = None
@@ -98,7 +99,7 @@ class Internals:
         return self.settings
 
 
-def give_internals(dataset: build.Dataset, settings: Settings) -> Internals:
+def give_internals(dataset: Dataset, settings: Settings) -> Internals:
     """Creates a dataset's internals with the given settings and no loader."""
     if not _process_role.is_worker():
         import_process_workers(settings)
@@ -109,7 +110,7 @@ def give_internals(dataset: build.Dataset, settings: Settings) -> Internals:
     return internals
 
 
-def own_internals(dataset: build.Dataset) -> Internals | None:
+def own_internals(dataset: Dataset) -> Internals | None:
     """Returns a dataset's own internals, or `None` before their creation.
 
     A copied dataset at first has the internals of its original.
@@ -120,7 +121,7 @@ def own_internals(dataset: build.Dataset) -> Internals | None:
     return None
 
 
-def internals_of(dataset: build.Dataset) -> Internals:
+def internals_of(dataset: Dataset) -> Internals:
     """Returns a dataset's own internals, and creates them if necessary."""
     own = own_internals(dataset)
     if own is not None:
@@ -151,7 +152,7 @@ def datasets_within(dataset: Any) -> list[Any]:
     return []
 
 
-def follow(dataset: build.Dataset) -> None:
+def follow(dataset: Dataset) -> None:
     """Has changes of the datasets within a dataset count as its own."""
     for each in datasets_within(dataset):
         internals_of(each).followers.add(internals_of(dataset))
@@ -174,7 +175,7 @@ def _follow_in(value: Any, follower: Internals) -> None:
                 internals_of(part).followers.add(follower)
 
 
-def run_hook(dataset: build.Dataset, name: str) -> None:
+def run_hook(dataset: Dataset, name: str) -> None:
     """Runs an epoch hook; marks the dataset and its followers as changed."""
     try:
         loader_of(dataset).hooks.run(dataset, name)
@@ -182,7 +183,7 @@ def run_hook(dataset: build.Dataset, name: str) -> None:
         internals_of(dataset).mark_followers()
 
 
-def loader_of(dataset: build.Dataset) -> Loader:
+def loader_of(dataset: Dataset) -> Loader:
     """Returns a dataset's loader, and creates it if necessary."""
     internals = internals_of(dataset)
     if internals.loader is None:
@@ -194,19 +195,19 @@ def loader_of(dataset: build.Dataset) -> Loader:
     return internals.loader
 
 
-def own_loader(dataset: build.Dataset) -> Loader | None:
+def own_loader(dataset: Dataset) -> Loader | None:
     """Returns a dataset's loader, or `None` if there is no loader yet."""
     own = own_internals(dataset)
     return None if own is None else own.loader
 
 
-def settings_in_effect(dataset: build.Dataset) -> Settings:
+def settings_in_effect(dataset: Dataset) -> Settings:
     """Returns the current settings, with the workers that "auto" chose."""
     internals = internals_of(dataset)
     return (internals.loader or internals).settings
 
 
-def replace_settings(dataset: build.Dataset, **changes: Any) -> None:
+def replace_settings(dataset: Dataset, **changes: Any) -> None:
     """Changes a dataset's settings, and replaces its workers."""
     internals = internals_of(dataset)
     internals.settings = dataclasses.replace(internals.settings, **changes)
@@ -214,7 +215,7 @@ def replace_settings(dataset: build.Dataset, **changes: Any) -> None:
         internals.loader.reconfigure(dataset, internals.settings)
 
 
-def note_assigned(dataset: build.Dataset, name: str) -> None:
+def note_assigned(dataset: Dataset, name: str) -> None:
     """Notifies the loader that an attribute was assigned or deleted.
 
     In a thread that builds, this is a change that the build made on `self`. In
@@ -227,14 +228,14 @@ def note_assigned(dataset: build.Dataset, name: str) -> None:
     if internals.loader is None:
         internals.version = object()
     else:
-        by_build = build.is_built_for(dataset)
+        by_build = build_context.is_built_for(dataset)
         internals.loader.changes.note_assigned(name, by_build)
-    if not build.is_building():
+    if not build_context.is_building():
         _follow_in(vars(dataset).get(name), internals)
         internals.mark_followers()
 
 
-def version_of(dataset: build.Dataset) -> object | None:
+def version_of(dataset: Dataset) -> object | None:
     """Returns a token that is replaced whenever the dataset changes.
 
     Returns `None` where nothing changes the dataset: in a worker process,
@@ -297,12 +298,12 @@ def state_dict_of(dataset: Any, state: State) -> dict[str, Any]:
     return state.as_dict()
 
 
-def answer(dataset: build.Dataset, name: str) -> Any:
+def answer(dataset: Dataset, name: str) -> Any:
     """Returns a dataset's current `rng`, `epoch` or similar attribute.
 
     Works also if the user's class has another attribute of that name.
     """
-    context = build.context_for(dataset, name)
+    context = build_context.context_for(dataset, name)
     if context is None:
         return _outside(dataset, name)
     if name in _VARYING:
@@ -310,16 +311,16 @@ def answer(dataset: build.Dataset, name: str) -> Any:
     return getattr(context, name)
 
 
-def iterate_alone(dataset: build.Dataset) -> Iterator[Any]:
+def iterate_alone(dataset: Dataset) -> Iterator[Any]:
     """Returns an iterator over one epoch, in the trainer or in a worker."""
     if _process_role.is_worker():
         return plain_iterator(dataset)
     return iterate(loader_of(dataset), dataset, shuffle=False)
 
 
-def plain_iterator(dataset: build.Dataset) -> Iterator[Any]:
+def plain_iterator(dataset: Dataset) -> Iterator[Any]:
     """Yields the batches of one epoch, built in the calling thread."""
-    count = build.length_of(dataset)
+    count = interface.length_of(dataset)
     if count is not None:
         order: Iterable[int] = range(count)
         if internals_of(dataset).settings.shuffle:
@@ -331,7 +332,7 @@ def plain_iterator(dataset: build.Dataset) -> Iterator[Any]:
             yield dataset[index]
 
 
-def _outside(dataset: build.Dataset, name: str) -> Any:
+def _outside(dataset: Dataset, name: str) -> Any:
     """Returns a dataset's `rng`, `epoch`, ... for calls outside of builds.
 
     These values make `dataset[3]` work when a user calls it.
@@ -347,4 +348,4 @@ def _outside(dataset: build.Dataset, name: str) -> Any:
             internals.outside_rng = seed, rng
         return internals.outside_rng[1]
     epoch = internals.loader.epoch if internals.loader else 0
-    return getattr(build.Context(seed, epoch, 0, None), name)
+    return getattr(build_context.Context(seed, epoch, 0, None), name)

@@ -23,7 +23,7 @@ from keras_fastdata._dataset_internals import (
     state_dict_of,
 )
 from keras_fastdata._validation import boolean, integer, one_of
-from keras_fastdata.building import build, seeding
+from keras_fastdata.building import interface, seeding
 from keras_fastdata.building.permutation import Permutation
 from keras_fastdata.dataset import FastPyDataset
 from keras_fastdata.datasets import order as orders
@@ -294,7 +294,7 @@ def _forwarded(name: str) -> Any:
 
     def hook(self: Any, *args: Any) -> None:
         for dataset in datasets_within(self):
-            if build.overrides(dataset, name):
+            if interface.overrides(dataset, name):
                 method = getattr(dataset, name)
                 if name.startswith("on_epoch") and name not in vars(dataset):
                     # Not noticed by `dataset`, which has no epochs of its own.
@@ -303,7 +303,7 @@ def _forwarded(name: str) -> Any:
                 method(*args)
 
     hook.__name__ = name
-    setattr(hook, build.FORWARDS, datasets_within)
+    setattr(hook, interface.FORWARDS, datasets_within)
     return hook
 
 
@@ -338,7 +338,7 @@ class _CombinedSamples(_Combined, SampleDataset):
         **kwargs: Any,
     ) -> None:
         super().__init__(None, **kwargs)
-        build.set_name(self, f"combine.{made_by}")
+        interface.set_name(self, f"combine.{made_by}")
         if order is not None:
             self._fastdata_order.give(order)
         self._fastdata_members = _Members(datasets)
@@ -363,7 +363,7 @@ class _MappedSamples(_Combined, SampleDataset):
     ) -> None:
         shuffle = internals_of(dataset).settings.shuffle
         super().__init__(None, **{**arguments, "shuffle": shuffle})
-        build.set_name(self, "combine.map")
+        interface.set_name(self, "combine.map")
         # The order, and the part of the samples, of `dataset`.
         self._fastdata_order = dataset._fastdata_order.copied()
         self._fastdata_mapped = dataset
@@ -402,7 +402,7 @@ class _CombinedBatches(_Combined):
         arguments = {**_settings(datasets[0]), **arguments}
         _check_workers(datasets, arguments["workers"])
         super().__init__(**arguments)
-        build.set_name(self, f"combine.{made_by}")
+        interface.set_name(self, f"combine.{made_by}")
         self._fastdata_order = order
         self._fastdata_members = _Members(datasets, of_samples=False)
         self._fastdata_function = _Function(function)
@@ -437,8 +437,8 @@ def _check_workers(datasets: list[FastPyDataset], workers: Any) -> None:
     others = [each for each in datasets if not has_random_access(each)]
     if others and workers not in (0, 1):
         raise ValueError(
-            f"{build.name_of(others[0])} has its batches one after the other, "
-            "and of several workers each would ask for some of them: "
+            f"{interface.name_of(others[0])} has its batches one after the "
+            "other, and of several workers each would ask for some of them: "
             "`workers` must be 0 or 1. Received: "
             f"workers={workers!r}. Pass `workers` to that dataset."
         )

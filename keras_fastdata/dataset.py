@@ -36,7 +36,8 @@ from keras_fastdata._dataset_internals import (
     state_dict_of,
 )
 from keras_fastdata._validation import arguments_of, integer, unknown_arguments
-from keras_fastdata.building import build
+from keras_fastdata.building import build_context, interface
+from keras_fastdata.building.build_context import Empty
 from keras_fastdata.building.permutation import Permutation
 from keras_fastdata.engine.settings import Settings
 from keras_fastdata.engine.state_dict import State
@@ -290,7 +291,8 @@ class FastPyDataset(_Base):
         for name in _NOTICED_METHODS:
             method = getattr(cls, name)  # possibly a mixin's
             if isinstance(method, types.FunctionType) and not (
-                build.is_default_hook(method) or hasattr(method, build.NOTICED)
+                interface.is_default_hook(method)
+                or hasattr(method, interface.NOTICED)
             ):
                 setattr(cls, name, _noticed(name, method))
 
@@ -323,7 +325,7 @@ class FastPyDataset(_Base):
         kind: Any = type(self)
         if hasattr(self, "__len__"):
             # Not `len`: its error for a float does not name the method.
-            return build.checked_length(
+            return interface.checked_length(
                 f"{kind.__name__}.__len__()", kind.__len__(self)
             )
         raise NotImplementedError(
@@ -332,7 +334,7 @@ class FastPyDataset(_Base):
             "for a dataset without an end."
         )
 
-    @build.default_hook
+    @interface.default_hook
     def on_epoch_begin(self) -> None:
         """Override this to run code before each epoch, in the training process.
 
@@ -340,7 +342,7 @@ class FastPyDataset(_Base):
         built. `self.rng`, `np.random` and `random` are seeded for the call.
         """
 
-    @build.default_hook
+    @interface.default_hook
     def on_epoch_end(self) -> None:
         """Override this to run code after each epoch, in the training process.
 
@@ -350,7 +352,7 @@ class FastPyDataset(_Base):
         for the call, so that shuffling here is repeatable.
         """
 
-    @build.default_hook
+    @interface.default_hook
     def on_worker_start(self) -> None:
         """Override this to run code in each worker, before its first batch.
 
@@ -361,7 +363,7 @@ class FastPyDataset(_Base):
         share `self`: there, use `threading.local()` or `self.worker_index`.
         """
 
-    @build.default_hook
+    @interface.default_hook
     def on_worker_stop(self) -> None:
         """Override this to run code at the normal end of each worker.
 
@@ -369,7 +371,7 @@ class FastPyDataset(_Base):
         called there if the dataset is garbage-collected instead.
         """
 
-    @build.default_hook
+    @interface.default_hook
     def reseed(self, seed_sequence: np.random.SeedSequence) -> None:
         """Override this to seed more random generators before each batch.
 
@@ -411,7 +413,7 @@ class FastPyDataset(_Base):
         "The index of the worker that builds the batch, from 0; `None` "
         "outside of workers."
     )
-    empty: _WhileBuilding[build.Empty] = _WhileBuilding(
+    empty: _WhileBuilding[Empty] = _WhileBuilding(
         "`self.empty(shape, dtype='float32')`: an uninitialized array. In a "
         "worker process it lies in the shared memory of the batch, so that "
         "returning it copies nothing."
@@ -426,7 +428,7 @@ class FastPyDataset(_Base):
         called. While a batch of another dataset is built, the caller builds
         these batches, and that batch's seeds decide on their order.
         """
-        if build.is_building():
+        if build_context.is_building():
             return plain_iterator(self)
         return iterate_alone(self)
 
@@ -607,7 +609,7 @@ class FastPyDataset(_Base):
 
 
 _NOTICED_METHODS = (
-    *build.EPOCH_HOOKS,
+    *interface.EPOCH_HOOKS,
     "__setattr__",
     "__delattr__",
 )
@@ -621,7 +623,7 @@ def _noticed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def hook(self: FastPyDataset, *args: Any, **kwargs: Any) -> Any:
-        if build.is_built_for(self) or (
+        if build_context.is_built_for(self) or (
             own_loader(self) is None
             and (_process_role.is_worker() or _call_stack.is_being_made(self))
         ):
@@ -637,12 +639,12 @@ def _noticed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         note_assigned(self, attribute)
 
     wrapper = hook if name.startswith("on_") else assign
-    setattr(wrapper, build.NOTICED, True)
+    setattr(wrapper, interface.NOTICED, True)
     return functools.wraps(method)(wrapper)
 
 
 for _method in (FastPyDataset.__setattr__, FastPyDataset.__delattr__):
-    setattr(_method, build.NOTICED, True)
+    setattr(_method, interface.NOTICED, True)
 
 if not TYPE_CHECKING and not _process_role.is_worker():
     keras_bridge.register(FastPyDataset)

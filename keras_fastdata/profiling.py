@@ -19,7 +19,7 @@ from typing import Any
 
 from keras_fastdata._dataset_internals import internals_of
 from keras_fastdata._validation import integer
-from keras_fastdata.building import build
+from keras_fastdata.building import interface
 from keras_fastdata.dataset import FastPyDataset
 from keras_fastdata.engine.batch_iterator import iterate
 from keras_fastdata.engine.loader import Loader
@@ -240,7 +240,7 @@ def _check(dataset: Any, batches: Any, seconds: Any) -> None:
         raise ValueError(
             f"`seconds` must be more than 0, and finite. Received: {seconds!r}"
         )
-    if build.length_of(dataset) == 0:
+    if interface.length_of(dataset) == 0:
         raise ValueError(f"{type(dataset).__name__} has no batches.")
 
 
@@ -431,8 +431,8 @@ def _conclude(
     one_process = trials.get((1, True))
     last = trials.get((2, True)) or one_process
     return Profile(
-        dataset=build.name_of(dataset),
-        num_batches=build.length_of(dataset),
+        dataset=interface.name_of(dataset),
+        num_batches=interface.length_of(dataset),
         nbytes=round(batch_stats.nbytes / batch_stats.batches),
         build_s_p50=batch_stats.build.quantile(0.5),
         build_s_p95=batch_stats.build.quantile(0.95),

@@ -14,7 +14,7 @@ from typing import Any
 
 from keras_fastdata._dataset_internals import answer
 from keras_fastdata._validation import arguments_of, unknown_arguments
-from keras_fastdata.building.build import EPOCH_HOOKS
+from keras_fastdata.building.interface import EPOCH_HOOKS
 from keras_fastdata.dataset import FastPyDataset
 from keras_fastdata.datasets.sampling import for_iterables
 

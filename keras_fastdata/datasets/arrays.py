@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from keras_fastdata._dataset_internals import answer
-from keras_fastdata.building import build
+from keras_fastdata.building.build_context import Empty
 from keras_fastdata.datasets.order import Sampler
 from keras_fastdata.datasets.sampling import (
     PASS_WEIGHTS,
@@ -128,9 +128,7 @@ class ArrayDataset(SampledDataset):
         )
 
 
-def _batch_of(
-    dataset: ArrayDataset, indices: Indices, empty: build.Empty
-) -> Any:
+def _batch_of(dataset: ArrayDataset, indices: Indices, empty: Empty) -> Any:
     batch = [
         map_leaves(lambda leaf: _rows(leaf, indices, empty), part)
         for part in dataset.arrays
@@ -159,7 +157,7 @@ def _(dataset: ArrayDataset) -> Any:
     return dataset.arrays[1]
 
 
-def _rows(array: Any, indices: Indices, empty: build.Empty) -> npt.NDArray[Any]:
+def _rows(array: Any, indices: Indices, empty: Empty) -> npt.NDArray[Any]:
     """Returns a copy of an array's rows at `indices`."""
     count = array.shape[0]
     if not 0 <= indices.min() <= indices.max() < count:
@@ -190,7 +188,7 @@ def _rows(array: Any, indices: Indices, empty: build.Empty) -> npt.NDArray[Any]:
     return rows
 
 
-def _read(array: Any, indices: Indices, empty: build.Empty) -> npt.NDArray[Any]:
+def _read(array: Any, indices: Indices, empty: Empty) -> npt.NDArray[Any]:
     """Reads the rows at `indices` from an object such as an h5py dataset.
 
     Reads them in ascending order, and returns them in the order of `indices`.

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from keras_fastdata._dataset_internals import answer
-from keras_fastdata.building import build
+from keras_fastdata.building import build_context
 from keras_fastdata.dataset import FastPyDataset
 from keras_fastdata.datasets.collate import Mask, Padded, Padding
 from keras_fastdata.datasets.collate import collate as collate_samples
@@ -54,8 +54,10 @@ class _SampleRng:
     ) -> Any:
         if dataset is None:
             return self
-        part = (build.current_context() or _by_hand).part
-        if part is None and (helped := build.context_for(dataset, "rng")):
+        part = (build_context.current_context() or _by_hand).part
+        if part is None and (
+            helped := build_context.context_for(dataset, "rng")
+        ):
             part = helped.part
         if part is None:
             return FastPyDataset.rng.__get__(dataset, owner)
@@ -65,7 +67,7 @@ class _SampleRng:
 class _ByHand(threading.local):
     """Stores each thread's sample context for calls outside of a build."""
 
-    part: build.SampleContext | None = None
+    part: build_context.SampleContext | None = None
 
 
 _by_hand = _ByHand()
@@ -371,10 +373,10 @@ def _samples_of(
     for place, index in enumerate(indices.tolist()):
         # A sample that is drawn twice gets another generator each time.
         drawn = (first + place,) if draws_again else ()
-        context = build.current_context() or _by_hand
+        context = build_context.current_context() or _by_hand
         # `get_sample` may call that of another dataset.
         outer = context.part
-        context.part = build.SampleContext((SAMPLE, index, *drawn))
+        context.part = build_context.SampleContext((SAMPLE, index, *drawn))
         try:
             if fetched is None:
                 sample = dataset.get_sample(index)

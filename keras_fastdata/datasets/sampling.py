@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from keras_fastdata._dataset_internals import answer, version_of
 from keras_fastdata._validation import boolean, integer, optional_integer
-from keras_fastdata.building import build
+from keras_fastdata.building import build_context
 from keras_fastdata.dataset import FastPyDataset
 from keras_fastdata.datasets import order as orders
 from keras_fastdata.datasets.order import Order, Sampler
@@ -274,7 +274,7 @@ def epoch_of(dataset: FastPyDataset, count: int) -> orders.OrderEpoch:
 
 def _ask(dataset: FastPyDataset, name: str) -> Any:
     """Returns a value of the dataset, from which its order is drawn."""
-    value, context = answer(dataset, name), build.current_context()
+    value, context = answer(dataset, name), build_context.current_context()
     if context is not None and context.asked == f"self.{name}":
         context.note_asked(
             "an order of samples that is drawn in each epoch (without "

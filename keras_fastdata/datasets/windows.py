@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from keras_fastdata.building import build
+from keras_fastdata.building.build_context import Empty
 
 
 class Windows:
@@ -40,7 +40,7 @@ class Windows:
         self._stride, self._rate = stride, rate
 
     def rows(
-        self, indices: npt.NDArray[np.int64], empty: build.Empty
+        self, indices: npt.NDArray[np.int64], empty: Empty
     ) -> npt.NDArray[Any]:
         """Returns a copy of the windows `indices`, which must be in range."""
         steps = np.arange(self.shape[1]) * self._rate

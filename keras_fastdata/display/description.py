@@ -12,7 +12,7 @@ import html
 from typing import Any
 
 from keras_fastdata._dataset_internals import own_loader
-from keras_fastdata.building import build
+from keras_fastdata.building import interface
 from keras_fastdata.building.seeding import PRIVATE
 from keras_fastdata.engine.loader import Description
 from keras_fastdata.engine.settings import Settings
@@ -52,7 +52,7 @@ def name_of(dataset: Any) -> str:
     wrapped = vars(dataset).get("_fastdata_wrapped")
     if wrapped is not None:
         return f"accelerate({type(wrapped).__name__})"
-    return build.name_of(dataset)
+    return interface.name_of(dataset)
 
 
 def _facts(dataset: Any) -> dict[str, str]:
@@ -91,7 +91,7 @@ def _length(dataset: Any, known: Description | None) -> dict[str, str]:
         total = known.schedule.total
     else:
         try:
-            total = build.length_of(dataset)
+            total = interface.length_of(dataset)
         except Exception:  # of the user's `__len__`
             return {}
     unknown = "unknown number of batches"

@@ -11,7 +11,8 @@ import logging
 import time
 
 from keras_fastdata._call_stack import has_gil
-from keras_fastdata.building import build
+from keras_fastdata.building import interface
+from keras_fastdata.building.interface import Dataset
 from keras_fastdata.engine.settings import Settings
 from keras_fastdata.engine.tuner import (
     INLINE,
@@ -29,12 +30,12 @@ _log = logging.getLogger("keras_fastdata")
 class AutoTuner:
     """Measures batches for a `Tuner`, which chooses the workers."""
 
-    def __init__(self, settings: Settings, dataset: build.Dataset) -> None:
+    def __init__(self, settings: Settings, dataset: Dataset) -> None:
         self._settings = settings
         # What a worker opens is its own: it could neither be shared by
         # threads, nor sent to processes.
         opens = any(
-            build.overrides(dataset, name)
+            interface.overrides(dataset, name)
             for name in ("on_worker_start", "on_worker_stop")
         )
         self._tuner = Tuner(
@@ -145,10 +146,10 @@ class SettingsInEffect:
         auto: Chooses the workers; `None` without `workers="auto"`.
     """
 
-    def __init__(self, settings: Settings, dataset: build.Dataset) -> None:
+    def __init__(self, settings: Settings, dataset: Dataset) -> None:
         self.replace(settings, dataset)
 
-    def replace(self, settings: Settings, dataset: build.Dataset) -> None:
+    def replace(self, settings: Settings, dataset: Dataset) -> None:
         """Replaces the settings; with `workers="auto"`, tuning starts again."""
         self.now, self.auto = settings, None
         if settings.workers == "auto":

@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from keras_fastdata.building import build
+from keras_fastdata.building import build_context, interface
+from keras_fastdata.building.interface import Dataset
 from keras_fastdata.engine import state_dict
 from keras_fastdata.engine.epoch import Epoch, Finish
 from keras_fastdata.engine.loader import Loader
@@ -15,18 +16,14 @@ from keras_fastdata.metrics.recorder import Span
 from keras_fastdata.workers import exceptions
 
 
-def iterate(
-    loader: Loader, dataset: build.Dataset, shuffle: bool
-) -> BatchIterator:
+def iterate(loader: Loader, dataset: Dataset, shuffle: bool) -> BatchIterator:
     """Returns an iterator over one epoch; the first `next` begins the epoch."""
     if loader.settings.shuffle is not None:
         shuffle = loader.settings.shuffle
     return BatchIterator(loader, dataset, Epoch(shuffle))
 
 
-def has_rest(
-    loader: Loader, dataset: build.Dataset, length: int | None
-) -> bool:
+def has_rest(loader: Loader, dataset: Dataset, length: int | None) -> bool:
     """Returns whether the resumed epoch has more batches to deliver.
 
     Where nothing else tells, the batch is built. So the state must be loaded
@@ -35,7 +32,7 @@ def has_rest(
     if length is not None and loader.checkpoint.num_done >= length:
         return False
     settings = loader.settings
-    if build.length_of(dataset) is not None and settings.on_error != "skip":
+    if interface.length_of(dataset) is not None and settings.on_error != "skip":
         return True
     number = loader.epoch
     opened = BatchIterator(
@@ -49,9 +46,7 @@ def has_rest(
 class BatchIterator(Iterator[Any]):
     """An iterator over the batches of one epoch."""
 
-    def __init__(
-        self, loader: Loader, dataset: build.Dataset, epoch: Epoch
-    ) -> None:
+    def __init__(self, loader: Loader, dataset: Dataset, epoch: Epoch) -> None:
         # How the latest batch came about, if it was timed.
         self.span: Span | None = None
         # How long the latest `fetch` waited for the workers to rest.
@@ -78,7 +73,7 @@ class BatchIterator(Iterator[Any]):
         With `pause_after`, workers pause until the next call, so that they slow
         nothing down meanwhile.
         """
-        build.consume(self._dataset)
+        build_context.consume(self._dataset)
         try:
             batch = self._loader.deliver(
                 self._epoch, self._dataset, pause_after

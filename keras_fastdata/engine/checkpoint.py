@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from keras_fastdata.building import build
+from keras_fastdata.building import interface
+from keras_fastdata.building.interface import Dataset
 from keras_fastdata.engine.epoch import Epoch
 from keras_fastdata.engine.hook_replay import Changes, HookReplay
 from keras_fastdata.engine.planner import EpochPlanner
@@ -43,7 +44,10 @@ class Checkpoint:
         return 0 if state is None else self._planner.position(state)
 
     def save(
-        self, dataset: build.Dataset, epoch: Epoch | None = None, lag: int = 0
+        self,
+        dataset: Dataset,
+        epoch: Epoch | None = None,
+        lag: int = 0,
     ) -> State:
         """Returns the dataset's state as it was `lag` batches ago."""
         with self._hooks.lock:  # no state shows a part of what a hook does
@@ -54,7 +58,7 @@ class Checkpoint:
                 self._pool.end_invalid()
             if isinstance(place, State):
                 return place
-            length, total = build.length_of(dataset), place.epoch_batches
+            length, total = interface.length_of(dataset), place.epoch_batches
             return State(
                 self._planner.seed,
                 place.epoch,
@@ -68,7 +72,7 @@ class Checkpoint:
                 None if total == length else total,
             )
 
-    def restore(self, dataset: build.Dataset, state: State) -> None:
+    def restore(self, dataset: Dataset, state: State) -> None:
         """Resumes a dataset from a state, and repeats the epoch hooks.
 
         Raises:
@@ -89,7 +93,7 @@ class Checkpoint:
                 self._changes.mark()
             self._pool.run(self._go_to, state, state.seed != known)
 
-    def set_epoch(self, dataset: build.Dataset, epoch: int) -> None:
+    def set_epoch(self, dataset: Dataset, epoch: int) -> None:
         """Makes the dataset continue with the first batch of `epoch`.
 
         Does nothing if that epoch is next; it may be resumed amid its batches.
@@ -100,7 +104,7 @@ class Checkpoint:
             self._planner.seed,
             epoch,
             0,
-            build.length_of(dataset),
+            interface.length_of(dataset),
             shuffle=None,
             hooks=self._hooks.ran,
             digest=self._hooks.digest(dataset),

@@ -51,8 +51,9 @@ from keras_fastdata._modules import (
     is_users_file,
     names_in,
 )
-from keras_fastdata.building import build
+from keras_fastdata.building import interface
 from keras_fastdata.building.attributes import attributes_of, first_items
+from keras_fastdata.building.interface import Dataset
 from keras_fastdata.building.seeding import PRIVATE
 from keras_fastdata.engine.cache import Cache, DiskCache, MemoryCache
 from keras_fastdata.engine.settings import Settings
@@ -83,7 +84,7 @@ _log = logging.getLogger("keras_fastdata")
 
 
 def open_cache(
-    dataset: build.Dataset,
+    dataset: Dataset,
     settings: Settings,
     built: Collection[str],
     before: dict[str, bytes],
@@ -98,8 +99,8 @@ def open_cache(
         LoaderError: The dataset has an epoch hook or `reseed`.
     """
     name = type(dataset).__name__
-    for hook in (*build.EPOCH_HOOKS, "reseed"):
-        if build.overrides(dataset, hook):
+    for hook in (*interface.EPOCH_HOOKS, "reseed"):
+        if interface.overrides(dataset, hook):
             raise LoaderError(
                 f"`cache` keeps batches by index for all epochs to come, and "
                 f"{name}.{hook} may give an index another batch. Leave out "
@@ -119,7 +120,7 @@ def open_cache(
 
 
 def fingerprint(
-    dataset: build.Dataset,
+    dataset: Dataset,
     version: str | int | None,
     built: Collection[str] = (),
     before: dict[str, bytes] | None = None,
@@ -154,7 +155,7 @@ def fingerprint(
     return hash_of(parts).hex()
 
 
-def _digest_of(dataset: build.Dataset, value: Any) -> bytes:
+def _digest_of(dataset: Dataset, value: Any) -> bytes:
     """Returns a digest of `value`, an attribute or the class of a dataset."""
     buffers: list[Any] = []
     found = _Found()

@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from keras_fastdata.building import build
+from keras_fastdata.building import build, build_context, interface
+from keras_fastdata.building.interface import Dataset
 from keras_fastdata.engine import state_dict
 from keras_fastdata.engine.planner import EpochPlanner
 from keras_fastdata.engine.pool_handle import ForkSafeLock
@@ -62,7 +63,7 @@ class HookReplay:
 
     def __init__(
         self,
-        dataset: build.Dataset,
+        dataset: Dataset,
         planner: EpochPlanner,
         position: Position,
         changes: Changes,
@@ -95,7 +96,7 @@ class HookReplay:
 
     def run(
         self,
-        dataset: build.Dataset,
+        dataset: Dataset,
         name: str,
         hook: Callable[[], Any] | None = None,
     ) -> Any:
@@ -109,9 +110,7 @@ class HookReplay:
         finally:
             self._changes.mark()
 
-    def call(
-        self, dataset: build.Dataset, name: str, hook: Callable[[], Any]
-    ) -> Any:
+    def call(self, dataset: Dataset, name: str, hook: Callable[[], Any]) -> Any:
         """Runs a hook now, in place of the user's own call of the hook.
 
         Skips a hook that has run before the state that was loaded.
@@ -123,7 +122,7 @@ class HookReplay:
 
     def _run(
         self,
-        dataset: build.Dataset,
+        dataset: Dataset,
         name: str,
         epoch: int,
         hook: Callable[[], Any] | None = None,
@@ -131,14 +130,14 @@ class HookReplay:
         with self.lock:
             number, seed = len(self._ran), self._planner.seed
             self._ran.append((name, epoch))
-            around = build.current_context()
+            around = build_context.current_context()
             try:
                 return build.run_hook(
                     dataset, hook or getattr(dataset, name), seed, number, epoch
                 )
             except BaseException:
                 if around is None:
-                    build.forget_context(dataset)
+                    build_context.forget_context(dataset)
                 raise
 
     def note(self, name: str) -> None:
@@ -159,7 +158,7 @@ class HookReplay:
         return is_restored and (starting or resumes)
 
     def restore(
-        self, dataset: build.Dataset, state: state_dict.State
+        self, dataset: Dataset, state: state_dict.State
     ) -> state_dict.State:
         """Runs the hooks of a loaded state that this dataset has not run yet.
 
@@ -173,17 +172,17 @@ class HookReplay:
         name = type(dataset).__name__
         for hook, epoch in state.hooks[len(self._ran) :]:
             self._run(dataset, hook, epoch)
-        state.check_length(name, build.length_of(dataset))
+        state.check_length(name, interface.length_of(dataset))
         state.check_digest(name, self.digest(dataset))
         if state.within and not state.position:
-            if build.overrides(dataset, "on_epoch_end"):
+            if interface.overrides(dataset, "on_epoch_end"):
                 self._run(dataset, "on_epoch_end", state.epoch)
             state = dataclasses.replace(state, within=False)
         self._position.note_loaded(within=state.within)
         self._restored = state.epoch if self._ran else None
         return state
 
-    def digest(self, dataset: build.Dataset) -> str:
+    def digest(self, dataset: Dataset) -> str:
         """Returns a digest of the dataset, or "" if no hook has run."""
         count, version = len(self._ran), self._changes.version
         if count and self._digest[:2] != (version, count):

@@ -23,7 +23,8 @@ import dataclasses
 import weakref
 from typing import Any, NamedTuple
 
-from keras_fastdata.building import build
+from keras_fastdata.building import interface
+from keras_fastdata.building.interface import Dataset
 from keras_fastdata.engine.autotune import SettingsInEffect
 from keras_fastdata.engine.checkpoint import Checkpoint
 from keras_fastdata.engine.epoch import Epoch, Finish
@@ -68,8 +69,8 @@ class Loader:
         settings: The constructor arguments.
     """
 
-    def __init__(self, dataset: build.Dataset, settings: Settings) -> None:
-        name = build.name_of(dataset)
+    def __init__(self, dataset: Dataset, settings: Settings) -> None:
+        name = interface.name_of(dataset)
         self._dataset = reference = weakref.ref(dataset)
         self.changes = Changes()  # the changes that the workers do not have yet
         self._in_effect = SettingsInEffect(settings, dataset)
@@ -119,7 +120,7 @@ class Loader:
         return self._pool.name
 
     @property
-    def dataset(self) -> build.Dataset | None:
+    def dataset(self) -> Dataset | None:
         """The dataset, or `None` if it was garbage-collected."""
         return self._dataset()
 
@@ -143,10 +144,10 @@ class Loader:
         """Whether batches are views of read-only memory."""
         return self.settings.kind.lends_read_only
 
-    def length(self, dataset: build.Dataset) -> int | None:
+    def length(self, dataset: Dataset) -> int | None:
         """Returns the number of batches per epoch in this process's shard."""
         shard = self._planner.take_shard(dataset)
-        return shard.length(build.length_of(dataset))
+        return shard.length(interface.length_of(dataset))
 
     @property
     def stacks(self) -> dict[str, int]:
@@ -177,11 +178,11 @@ class Loader:
 
     # -- changes -------------------------------------------------------------
 
-    def reconfigure(self, dataset: build.Dataset, settings: Settings) -> None:
+    def reconfigure(self, dataset: Dataset, settings: Settings) -> None:
         """Replaces the settings and the workers."""
         self._pool.run(self._reconfigure, dataset, settings, nests=True)
 
-    def _reconfigure(self, dataset: build.Dataset, settings: Settings) -> None:
+    def _reconfigure(self, dataset: Dataset, settings: Settings) -> None:
         self._in_effect.replace(settings, dataset)
         self._planner.take_settings(settings)
         self._fetcher.apply_settings()
@@ -196,7 +197,7 @@ class Loader:
         """Registers an epoch until its iterator is garbage-collected."""
         self._epochs.register(iterator, epoch)
 
-    def request(self, epoch: Epoch, dataset: build.Dataset) -> None:
+    def request(self, epoch: Epoch, dataset: Dataset) -> None:
         """Begins an epoch, and requests its first batches."""
         with self._fetcher.begin(False) as fetch:
             prepare, fill = self._prepare, self._fetcher.fill
@@ -205,7 +206,10 @@ class Loader:
             )
 
     def deliver(
-        self, epoch: Epoch, dataset: build.Dataset, pause_after: bool = False
+        self,
+        epoch: Epoch,
+        dataset: Dataset,
+        pause_after: bool = False,
     ) -> Any:
         """Returns the next batch, or `Outcome.END` after the last batch.
 
@@ -223,7 +227,11 @@ class Loader:
             return batch
 
     def _deliver(
-        self, epoch: Epoch, dataset: build.Dataset, fetch: Fetch, counts: bool
+        self,
+        epoch: Epoch,
+        dataset: Dataset,
+        fetch: Fetch,
+        counts: bool,
     ) -> Any:
         batch = self._next(epoch, dataset, fetch)
         if batch is Outcome.END and epoch.start and not epoch.delivered:
@@ -236,14 +244,14 @@ class Loader:
                 self._fetcher.apply_settings()
         return batch
 
-    def _next(self, epoch: Epoch, dataset: build.Dataset, fetch: Fetch) -> Any:
+    def _next(self, epoch: Epoch, dataset: Dataset, fetch: Fetch) -> Any:
         if epoch.is_finished:
             return Outcome.END
         workers = self._prepare(epoch, dataset, fetch)
         return self._fetcher.next(workers, epoch, fetch)
 
     def peek(
-        self, epoch: Epoch, dataset: build.Dataset, count: int
+        self, epoch: Epoch, dataset: Dataset, count: int
     ) -> dict[int, Any]:
         """Returns batches 0 to `count` - 1 early; the epoch reuses them later.
 
@@ -265,7 +273,7 @@ class Loader:
     def _peek(
         self,
         epoch: Epoch,
-        dataset: build.Dataset,
+        dataset: Dataset,
         ahead: Epoch,
         count: int,
         fetch: Fetch,
@@ -289,7 +297,7 @@ class Loader:
     # -- before a batch ------------------------------------------------------
 
     def _prepare(
-        self, epoch: Epoch, dataset: build.Dataset, fetch: Fetch
+        self, epoch: Epoch, dataset: Dataset, fetch: Fetch
     ) -> WorkerPool:
         """Prepares the workers and the epoch for the next request."""
         if self._epochs.has_dropped:
@@ -325,13 +333,13 @@ class Loader:
             self._fallback.change(self._pool.workers, anew=anew)
 
     def _begin(
-        self, epoch: Epoch, dataset: build.Dataset, workers: WorkerPool
+        self, epoch: Epoch, dataset: Dataset, workers: WorkerPool
     ) -> None:
         """Begins an epoch, and drops invalid prefetched batches."""
         foretold = epoch.schedule
         if (
             foretold is None
-            or foretold.total != build.length_of(dataset)
+            or foretold.total != interface.length_of(dataset)
             or foretold.shard != self._planner.shard
         ):
             self._prefetcher.forget(self._pool.workers, epoch)

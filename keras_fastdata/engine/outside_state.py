@@ -37,7 +37,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_fastdata.building import build
+from keras_fastdata.building import build_context
 from keras_fastdata.building.attributes import first_items
 from keras_fastdata.building.referred_names import (
     ABSENT,
@@ -160,7 +160,7 @@ class OutsideState:
         self._changed_amid_builds = ""
 
     def _record_all(self, dataset: Any) -> None:
-        self._builds = build.builds_begun()
+        self._builds = build_context.builds_begun()
         self._noticed, self._was_glimpsed = Change.NONE, False
         values: ValuesByModule = {}
         kinds: KindsByModule = {}
@@ -247,7 +247,7 @@ class OutsideState:
         dataset = self._dataset()
         if (
             dataset is not None
-            and self._builds != build.builds_begun()
+            and self._builds != build_context.builds_begun()
             and self.compare() < Change.BY_PROGRAM
         ):
             self._record_all(dataset)
@@ -283,7 +283,7 @@ class OutsideState:
         """Returns what the change of a variable means."""
         variable = seen.variable
         if self._is_here:
-            if self._builds == build.builds_begun():
+            if self._builds == build_context.builds_begun():
                 return Change.BY_PROGRAM
             if variable.is_assigned or variable.is_edited:
                 return Change.BY_BUILDS

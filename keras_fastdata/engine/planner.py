@@ -7,7 +7,8 @@ import logging
 import random
 import weakref
 
-from keras_fastdata.building import build
+from keras_fastdata.building import interface
+from keras_fastdata.building.interface import Dataset
 from keras_fastdata.engine.epoch import Epoch
 from keras_fastdata.engine.schedule import plan_epoch
 from keras_fastdata.engine.settings import Settings
@@ -21,7 +22,7 @@ _log = logging.getLogger("keras_fastdata")
 class EpochPlanner:
     """Plans the epochs of one dataset in this process."""
 
-    _dataset: weakref.ref[build.Dataset]
+    _dataset: weakref.ref[Dataset]
     _name: str
     _settings: Settings
 
@@ -65,7 +66,7 @@ class EpochPlanner:
         """Replaces the base seed with the seed of a loaded state."""
         self._fixed_seed = seed
 
-    def take_shard(self, dataset: build.Dataset) -> Shard:
+    def take_shard(self, dataset: Dataset) -> Shard:
         """Determines and stores the shard of this process, and returns it.
 
         Sets the seed as well: that of several shards is 0 in all processes,
@@ -92,11 +93,11 @@ class EpochPlanner:
         """Sets where an epoch begins that is resumed from a state."""
         epoch.start_at(self.position(state), state.epoch_batches)
 
-    def ensure_order(self, epoch: Epoch, dataset: build.Dataset) -> None:
+    def ensure_order(self, epoch: Epoch, dataset: Dataset) -> None:
         """Sets the order of an epoch that has none."""
         if epoch.schedule is None:
             shard = self.take_shard(dataset)
-            self.plan(epoch, build.length_of(dataset), shard)
+            self.plan(epoch, interface.length_of(dataset), shard)
 
     def plan(self, epoch: Epoch, num_batches: int | None, shard: Shard) -> None:
         """Sets an epoch's order; `num_batches` is the total of all shards.

@@ -11,7 +11,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from keras_fastdata.building import build
+from keras_fastdata.building import build, interface
+from keras_fastdata.building.interface import Dataset
 from keras_fastdata.engine import pickling_errors
 from keras_fastdata.engine.autotune import SettingsInEffect
 from keras_fastdata.engine.epoch import Epoch
@@ -51,7 +52,7 @@ def import_process_workers(settings: Settings) -> None:
 class PoolFactory:
     """Creates a dataset's workers, and sends them the dataset's changes."""
 
-    _dataset: weakref.ref[build.Dataset]
+    _dataset: weakref.ref[Dataset]
     _name: str
     _in_effect: SettingsInEffect
     _planner: EpochPlanner
@@ -62,7 +63,7 @@ class PoolFactory:
         self._outside = OutsideState()  # as the workers got or saw it
         self._seed: int | None = None  # as the workers got it
 
-    def notice_changes(self, dataset: build.Dataset, is_due: bool) -> Change:
+    def notice_changes(self, dataset: Dataset, is_due: bool) -> Change:
         """Returns what may have changed without anybody telling, if `is_due`.
 
         These are changes of the global state outside the dataset, and what a
@@ -75,7 +76,7 @@ class PoolFactory:
         builds_ahead = self._in_effect.now.kind.builds_ahead
         if change is Change.BY_BUILDS and not builds_ahead:
             change = Change.NONE
-        if build.has_unnoticed_hook(dataset):
+        if interface.has_unnoticed_hook(dataset):
             change = max(change, Change.BY_PROGRAM)
         return change
 
@@ -238,7 +239,7 @@ class PoolFactory:
 class _BuilderMaker:
     """A picklable callable that creates a worker's `Builder`."""
 
-    _dataset: weakref.ref[build.Dataset]
+    _dataset: weakref.ref[Dataset]
     _seed: int
     _cached: bool
     _outside: OutsideState
@@ -254,7 +255,7 @@ class _BuilderMaker:
 
 
 def _maker_in_worker(
-    _: Told, dataset: build.Dataset, seed: int, cached: bool
+    _: Told, dataset: Dataset, seed: int, cached: bool
 ) -> Callable[[], build.Builder]:
     """Returns what a pickled `_BuilderMaker` becomes in a worker."""
     return functools.partial(build.builder_in_worker, dataset, seed, cached)
@@ -266,7 +267,7 @@ def _glance(factory: weakref.ref[PoolFactory], epoch: int) -> None:
         found.glance(epoch)
 
 
-def alive(reference: weakref.ref[build.Dataset]) -> build.Dataset:
+def alive(reference: weakref.ref[Dataset]) -> Dataset:
     """Returns the dataset; raises `ReferenceError` if it no longer exists."""
     dataset = reference()
     if dataset is None:

@@ -25,7 +25,8 @@ from collections.abc import Callable
 from typing import Any
 
 from keras_fastdata import _process_role
-from keras_fastdata.building import build
+from keras_fastdata.building import build_context
+from keras_fastdata.building.interface import Dataset
 from keras_fastdata.engine.prefetcher import Prefetcher
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.workers.base import WorkerPool
@@ -103,7 +104,7 @@ class PoolHandle:
 
     def __init__(
         self,
-        dataset: weakref.ref[build.Dataset],
+        dataset: weakref.ref[Dataset],
         name: str,
         prefetched: Prefetcher,
     ) -> None:
@@ -174,7 +175,7 @@ class PoolHandle:
         self._move_to(INVALID)
 
     def ensure(
-        self, dataset: build.Dataset, create: Callable[[], WorkerPool]
+        self, dataset: Dataset, create: Callable[[], WorkerPool]
     ) -> WorkerPool:
         """Returns the workers, and creates them if there are none."""
         if self.workers is None:
@@ -228,7 +229,7 @@ class PoolHandle:
             return
         with lock:
             if self.state is IN_CALL:  # it was interrupted
-                build.forget_context(self._dataset())
+                build_context.forget_context(self._dataset())
             self._drop()
         self._end_dropped()
 
@@ -252,15 +253,15 @@ class PoolHandle:
                 "`__getitem__` asked, or a `__del__` method that Python's "
                 "garbage collector ran in it. Ask in another thread."
             )
-        context = build.current_context()
+        context = build_context.current_context()
         try:
             workers.wait(_WAIT_S)
         except BaseException:
-            build.forget_context(self._dataset())
+            build_context.forget_context(self._dataset())
             raise
-        if build.current_context() is not context:
+        if build_context.current_context() is not context:
             # An exception of a signal handler has ended the build.
-            build.forget_context(self._dataset())
+            build_context.forget_context(self._dataset())
         self.check_shutdown()
 
     def check_shutdown(self) -> None:
@@ -293,7 +294,7 @@ class PoolHandle:
     def _is_in_worker(self) -> bool:
         """Whether the calling thread is a worker of this dataset."""
         dataset = self._dataset()
-        return dataset is not None and build.is_in_worker(dataset)
+        return dataset is not None and build_context.is_in_worker(dataset)
 
     @property
     def _is_forked(self) -> bool:
@@ -305,7 +306,7 @@ class PoolHandle:
         if self._is_forked:
             self._disown()
         elif self.state in (IN_CALL, INVALID):
-            build.forget_context(self._dataset())
+            build_context.forget_context(self._dataset())
             self._drop()
 
     def _drop(self) -> None:

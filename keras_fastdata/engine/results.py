@@ -13,7 +13,8 @@ import time
 from collections.abc import Collection
 from typing import Any
 
-from keras_fastdata.building import build
+from keras_fastdata.building import rng_monitor
+from keras_fastdata.building.interface import Dataset
 from keras_fastdata.engine.autotune import SettingsInEffect
 from keras_fastdata.engine.cache import Cache
 from keras_fastdata.engine.epoch import Completed, Epoch
@@ -63,9 +64,7 @@ class Results:
 
     # -- the cache -----------------------------------------------------------
 
-    def open_cache(
-        self, dataset: build.Dataset, built: Collection[str]
-    ) -> None:
+    def open_cache(self, dataset: Dataset, built: Collection[str]) -> None:
         """Opens the cache that the settings specify, unless already open.
 
         `built` are the attributes that builds have set.
@@ -169,7 +168,7 @@ class Results:
                 _add_span(epoch, index, completed, began_s, batch)
             if self.cache is not None:
                 self._keep(index, batch)
-        except build.GlobalRngUsedError:
+        except rng_monitor.GlobalRngUsedError:
             return Outcome.RETRY_INLINE
         except Exception as error:
             assert epoch.schedule is not None

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from keras_fastdata._validation import integer
-from keras_fastdata.building.build import EPOCH_HOOKS
+from keras_fastdata.building.interface import EPOCH_HOOKS
 from keras_fastdata.building.seeding import PRIVATE
 from keras_fastdata.errors import LoaderError
 

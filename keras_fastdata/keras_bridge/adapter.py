@@ -28,7 +28,7 @@ from keras_fastdata._dataset_internals import (
     state_dict_of,
     workers_within,
 )
-from keras_fastdata.building import build
+from keras_fastdata.building import interface
 from keras_fastdata.engine.batch_iterator import BatchIterator, iterate
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.keras_bridge import rows
@@ -81,7 +81,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         self.early_end = EarlyEnd()
         # Whether epoch hooks may change the dataset.
         self.has_hooks = any(
-            build.overrides(x, name) for name in build.EPOCH_HOOKS
+            interface.overrides(x, name) for name in interface.EPOCH_HOOKS
         )
         # An object that identifies the adapter to a recorder.
         self.source_id = object()
@@ -190,7 +190,7 @@ class FastPyDatasetAdapter(PyDatasetAdapter):  # type: ignore[misc]
         dataset = self.py_dataset
         loader = loader_of(dataset)
         skips = loader.hooks.skips(name, starting=starting)
-        if not skips and build.overrides(dataset, name):
+        if not skips and interface.overrides(dataset, name):
             began = time.perf_counter()
             run_hook(dataset, name)
             if (listener := self.listener()) is not None:

@@ -21,7 +21,7 @@ from keras_fastdata import (
     accelerate,
     combine,
 )
-from keras_fastdata.building import build
+from keras_fastdata.building import interface
 
 pytestmark = pytest.mark.usefixtures("kept_forkserver")
 
@@ -421,12 +421,14 @@ def test_what_has_a_stream_that_goes_on_has_no_state():
 
 def test_a_combined_dataset_has_the_hooks_that_it_calls():
     overrides = functools.partial(
-        build.overrides, combine.concat([Hooked(), Batches(3)])
+        interface.overrides, combine.concat([Hooked(), Batches(3)])
     )
     assert overrides("on_epoch_begin")
     assert overrides("on_worker_start")
     assert not overrides("on_epoch_end")
-    assert not build.overrides(combine.concat([Batches(3)]), "on_epoch_begin")
+    assert not interface.overrides(
+        combine.concat([Batches(3)]), "on_epoch_begin"
+    )
 
 
 def test_a_sequence_of_keras_is_taken_after_accelerate():

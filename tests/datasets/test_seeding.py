@@ -27,7 +27,7 @@ from samples import (
 )
 
 from keras_fastdata import FastPyDataset
-from keras_fastdata.building import build, global_rng
+from keras_fastdata.building import build_context, global_rng
 
 pytestmark = pytest.mark.usefixtures("kept_forkserver")
 
@@ -313,7 +313,7 @@ def test_a_forked_child_draws_though_a_thread_was_making_a_generator():
     made, forked = threading.Event(), threading.Event()
 
     def hold():
-        with build._making:
+        with build_context._making:
             made.set()
             assert forked.wait(60)
 

@@ -18,7 +18,7 @@ from places import KINDS
 from samples import Numbered, numbers
 
 from keras_fastdata import LoaderError
-from keras_fastdata.building import build
+from keras_fastdata.building import build_context
 from keras_fastdata.engine import loader as loader_module
 from keras_fastdata.workers import in_flight, inline, supervisor, thread
 from keras_fastdata.workers.process import channel, pool
@@ -281,10 +281,10 @@ def test_an_error_of_a_handler_as_a_build_ends_leaves_no_context(monkeypatch):
         batches = iter(dataset)
         next(batches)
         with monkeypatch.context() as patch:
-            patch.setattr(build._Building, "__exit__", leave)
+            patch.setattr(build_context.Building, "__exit__", leave)
             with pytest.raises(TimedOutError):
                 next(batches)
-        assert build.current_context() is None
+        assert build_context.current_context() is None
         assert numbers(dataset) == [0, 1, 2]
 
 

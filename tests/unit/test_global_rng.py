@@ -10,9 +10,14 @@ import warnings
 import numpy as np
 import pytest
 
-from keras_fastdata.building import build, global_rng, mt19937, seeding
-from keras_fastdata.building.build import GlobalRngUsedError
+from keras_fastdata.building import (
+    global_rng,
+    mt19937,
+    rng_monitor,
+    seeding,
+)
 from keras_fastdata.building.global_rng import preserved_globals
+from keras_fastdata.building.rng_monitor import GlobalRngUsedError
 
 
 @pytest.fixture(autouse=True)
@@ -174,7 +179,7 @@ def test_streams_with_other_keys_differ():
 
 
 def test_one_draw_amid_the_builds_of_several_threads_warns_of_nothing():
-    monitor = build.GlobalRngMonitor(warns=True)
+    monitor = rng_monitor.GlobalRngMonitor(warns=True)
     begun, drawn = threading.Event(), threading.Event()
 
     def build_meanwhile():
@@ -210,7 +215,7 @@ def test_torchs_generator_counts_where_nothing_is_warned_of(warns, monkeypatch):
 
     torch = Torch()
     monkeypatch.setattr(seeding, "loaded_torch", lambda: torch)
-    monitor = build.GlobalRngMonitor(warns=warns)
+    monitor = rng_monitor.GlobalRngMonitor(warns=warns)
     with (
         warnings.catch_warnings()
         if warns

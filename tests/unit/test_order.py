@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keras_fastdata.building import build
+from keras_fastdata.building import build_context
 from keras_fastdata.datasets import order as orders
 
 
 def epoch_of(count, seed=3, number=0):
-    context = build.Context(seed, number, 0, None)
+    context = build_context.Context(seed, number, 0, None)
 
     def ask(name):
         return getattr(context, name)

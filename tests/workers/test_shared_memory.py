@@ -26,7 +26,7 @@ from places import FULL
 from samples import KeepsItsBuffer, Numbered, Sized, numbers
 
 from keras_fastdata import FastPyDataset
-from keras_fastdata.building import build
+from keras_fastdata.building import build_context
 from keras_fastdata.memory import arena
 from keras_fastdata.workers import worker_process
 from keras_fastdata.workers.process import worker_main
@@ -508,12 +508,12 @@ def test_an_interrupt_that_leaves_a_build_half_way_is_forgotten(monkeypatch):
     with Numbered(workers=0) as dataset:
         batches = iter(dataset)
         with monkeypatch.context() as patch:
-            patch.setattr(build._Building, "__exit__", broken_off)
+            patch.setattr(build_context.Building, "__exit__", broken_off)
             with pytest.raises(KeyboardInterrupt):
                 next(batches)
-        assert build.current_context() is None
+        assert build_context.current_context() is None
         assert numbers(batches) == list(range(10))
-        assert build.current_context() is None
+        assert build_context.current_context() is None
 
 
 def test_no_core_dump_fills_the_holes_of_shared_memory():
