@@ -63,3 +63,12 @@ def slot_values(value: Any) -> Iterator[tuple[str, Any]]:
     for slot in slots_of(kind):
         with contextlib.suppress(AttributeError):  # not assigned
             yield slot.__name__, slot.__get__(value)
+
+
+def is_gone(value: Any) -> bool:
+    """Returns whether an object has no class, as the proxy of a dead object."""
+    try:
+        value.__class__  # noqa: B018 - `isinstance` asks for it
+    except Exception:
+        return True
+    return False

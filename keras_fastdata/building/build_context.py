@@ -17,9 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from keras_fastdata import _call_stack, _process_role
-from keras_fastdata.building import global_rng, held_generators, seeding
+from keras_fastdata.building import global_rng, seeding
 from keras_fastdata.building.interface import Dataset
 from keras_fastdata.building.permutation import Permutation
+from keras_fastdata.building.reachable import reaches
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.memory.arena import aligned_empty
 
@@ -82,7 +83,7 @@ class Context:
     def holds(self, dataset: Any) -> bool:
         """Returns whether the dataset of this batch refers to `dataset`."""
         if self._holds is None or self._holds[0] != id(dataset):
-            found = held_generators.reaches(self.dataset, dataset)
+            found = reaches(self.dataset, dataset)
             self._holds = id(dataset), found
         return self._holds[1]
 

@@ -1,0 +1,290 @@
+"""Finds the objects that a dataset refers to, directly or indirectly.
+
+The search goes breadth first from the dataset's attributes through objects,
+slots, dicts, lists, partials, bound methods and closures. Then it goes through
+the variables that the user's classes and functions name. It evaluates no
+property, and does not search large arrays.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import gc
+import io
+import itertools
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from keras_fastdata._modules import (
+    imports_in,
+    is_users,
+    is_users_class,
+    is_users_code,
+    names_in,
+)
+from keras_fastdata.building import seeding
+from keras_fastdata.building.attributes import (
+    attributes_of,
+    first_items,
+    is_gone,
+    slot_values,
+)
+
+_MOST_VISITED = 20_000  # objects in one search
+_PLAIN_KEYS = {str, int, bytes, float, bool, type(None)}
+
+
+def reaches(dataset: Any, part: Any) -> bool:
+    """Returns whether a dataset refers to `part`, directly or indirectly."""
+    return any(step.value is part for step in reachable(dataset))
+
+
+class ReachStep(NamedTuple):
+    """An object that the search found, with its path from the dataset."""
+
+    name: str  # its part of the path
+    value: Any  # the object
+    before: Any  # the step before it; `None` for the dataset
+    is_outside: bool  # whether the way to it leads through a global or a class
+
+    def way(self) -> list[ReachStep]:
+        """Returns this step and all previous steps, from last to first."""
+        found = [self]
+        while found[-1].before is not None:
+            found.append(found[-1].before)
+        return found
+
+
+def reachable(
+    dataset: Any, unset: list[tuple[Any, str]] | None = None
+) -> Iterator[ReachStep]:
+    """Yields the objects that a dataset refers to; global objects come last.
+
+    Adds the variables and class attributes that are `None` to `unset`: each
+    as a mapping, and its name there.
+    """
+    inside: collections.deque[ReachStep] = collections.deque()
+    outside: collections.deque[ReachStep] = collections.deque()
+    seen = {id(dataset)}
+
+    def meet(
+        name: str, part: Any, before: ReachStep | None, is_out: bool
+    ) -> None:
+        if type(part) in _LEAF_TYPES or id(part) in seen:
+            return
+        seen.add(id(part))
+        if is_gone(part):
+            return
+        if isinstance(part, types.ModuleType) and not is_users(part.__name__):
+            return
+        if not isinstance(part, _LEAVES) and not _is_leaf(type(part)):
+            step = ReachStep(name, part, before, is_out)
+            (outside if is_out else inside).append(step)
+
+    def open_up(value: Any, step: ReachStep | None) -> None:
+        is_out = step is not None and step.is_outside
+        for name, part in parts_of(value):
+            meet(name, part, step, is_out)
+        # The path of a global must not depend on the function that names it.
+        for name, part, home, key in _named_by(value, value is dataset):
+            if part is None and unset is not None:
+                unset.append((home, key))
+            meet(name, part, None, True)
+
+    open_up(dataset, None)
+    imgaug = sys.modules.get("imgaug.random")
+    meet("imgaug", getattr(imgaug, "GLOBAL_RNG", None), None, True)
+    for _ in range(_MOST_VISITED):
+        if not inside and not outside:
+            return
+        step = (inside or outside).popleft()
+        yield step
+        open_up(step.value, step)  # a generator may hold another one
+
+
+def parts_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yields (name, object) for each object that `value` contains."""
+    items: Any = ()
+    if isinstance(value, dict):
+        for number, key in enumerate(first_items(dict.keys(value))):
+            name = _key_name(key, number)
+            if type(key) not in _PLAIN_KEYS:
+                yield f"{{{name}}}", key
+            yield f"[{name}]", dict.get(value, key)
+    elif isinstance(value, (list, tuple, collections.deque)):
+        items = first_items(value)
+    elif isinstance(value, (set, frozenset)):
+        # The order of a set depends on addresses.
+        for item in sorted(first_items(value), key=_class_name):
+            yield "{}", item
+    elif isinstance(value, np.ndarray):
+        if value.dtype == object:
+            items = first_items(value.flat)
+    elif isinstance(value, types.FunctionType):
+        yield ".__defaults__", value.__defaults__
+        yield ".__kwdefaults__", value.__kwdefaults__
+        names = value.__code__.co_freevars
+        for name, cell in zip(names, value.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # not assigned yet
+                yield f" -> {name}", cell.cell_contents
+    elif isinstance(value, functools.partial):
+        yield ".func", value.func
+        yield ".args", value.args
+        yield ".keywords", value.keywords
+    elif isinstance(value, types.MethodType):
+        yield ".__func__", value.__func__
+        yield "", value.__self__
+    elif isinstance(value, types.BuiltinMethodType):
+        yield ".__self__", value.__self__
+    elif isinstance(value, _OF_PYTHON):
+        # There is no other access to everything that these keep.
+        items = first_items(gc.get_referents(value))
+    for number, item in enumerate(items):
+        yield f"[{number}]", item
+    if isinstance(value, (type, types.ModuleType)):
+        return
+    # Sorted: the order of attributes may differ in a worker.
+    attributes = attributes_of(value)
+    for name in sorted(name for name in attributes if isinstance(name, str)):
+        if name != seeding.PRIVATE:
+            yield f".{name}", attributes.get(name)
+    for name, part in slot_values(value):
+        yield f".{name}", part
+
+
+def _key_name(key: Any, number: int) -> str:
+    """Names a dict key in the same way in all processes."""
+    with contextlib.suppress(Exception):
+        name = repr(key)
+        if " at 0x" not in name:
+            return name[:100]
+    return f"{type(key).__qualname__} {number}"
+
+
+def _class_name(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _named_by(
+    value: Any, is_dataset: bool
+) -> Iterator[tuple[str, Any, Any, str]]:
+    """Yields what a user's class, function or module refers to by name.
+
+    Each with its path, and with the variables that have it, and its name there.
+    """
+    if isinstance(value, types.FunctionType):
+        if is_users_code(str(value.__globals__.get("__name__"))):
+            names, around = names_in(value.__code__), value.__globals__
+            yield from _globals_of(around, names)
+            for name in _imported_by(value.__code__, around.get("__package__")):
+                if name in sys.modules:
+                    found = {name: sys.modules[name]}
+                    yield from _globals_of(found, names | {name})
+        return
+    if isinstance(value, types.ModuleType):
+        own = first_items(vars(value))
+        names = frozenset(name for name in own if not name.startswith("__"))
+        yield from _globals_of(vars(value), names)
+        return
+    kind = value if isinstance(value, type) else type(value)
+    metaclass: type = type(kind)
+    for base in (*kind.__mro__, *metaclass.__mro__):
+        if is_users_class(base):
+            for name in sorted(vars(base)):
+                # A worker does not construct the dataset.
+                is_run = not is_dataset or name not in ("__init__", "__new__")
+                if is_run and name != "__dict__":
+                    part = vars(base).get(name)
+                    inner = getattr(part, "__func__", None)
+                    inner = inner or getattr(part, "fget", None)
+                    inner = inner or getattr(part, "func", None)
+                    path = f"{base.__qualname__}.{name}"
+                    if isinstance(part, property):
+                        yield f"{path}.setter", part.fset, vars(base), name
+                    part = part if inner is None else inner
+                    yield path, part, vars(base), name
+
+
+@functools.lru_cache(maxsize=4096)
+def _imported_by(code: types.CodeType, package: str | None) -> tuple[str, ...]:
+    """Returns the names of the modules that a function itself may import."""
+    names: dict[str, None] = {}
+    for module, parts in imports_in(code, package):
+        names |= dict.fromkeys([module, *(f"{module}.{n}" for n in parts)])
+    return tuple(names)
+
+
+def _globals_of(
+    found: dict[str, Any], names: frozenset[str]
+) -> Iterator[tuple[str, Any, Any, str]]:
+    for name in sorted(names & found.keys()):
+        part = found.get(name)
+        if not isinstance(part, types.ModuleType):
+            yield f"{found.get('__name__')}:{name}", part, found, name
+        elif is_users(part.__name__):
+            home = vars(part)
+            for inner in sorted(names & home.keys()):
+                yield f"{part.__name__}:{inner}", home[inner], home, inner
+
+
+def may_refer(value: Any) -> bool:
+    """Returns whether an object is or may refer to a random generator."""
+    return (
+        type(value) not in _LEAF_TYPES
+        and not is_gone(value)
+        and not isinstance(value, (*_LEAVES, np.ndarray))
+        and not _is_leaf(type(value))
+    )
+
+
+def _is_leaf(kind: type) -> bool:
+    """Returns whether the search skips the instances of a class."""
+    if kind.__name__ in ("Tensor", "Parameter"):
+        return kind.__module__.startswith("torch")
+    return kind.__module__.partition(".")[0] in _OPAQUE
+
+
+# Packages whose objects hold no random generators: arrays, tables and the like.
+_OPAQUE = {
+    *("tensorflow", "jax", "jaxlib", "pandas", "polars", "pyarrow", "h5py"),
+    # File systems and connections, which threads of their own change.
+    *(
+        "fsspec",
+        "s3fs",
+        "gcsfs",
+        "aiobotocore",
+        "botocore",
+        "aiohttp",
+        "asyncio",
+    ),
+}
+_LEAF_TYPES = {
+    *(str, bytes, bytearray, int, float, complex, bool),
+    *(type(None), type(...), slice, range),
+}
+# Objects of Python itself that keep others.
+_OF_PYTHON = (
+    functools._lru_cache_wrapper,
+    types.MappingProxyType,
+    *(property, staticmethod, classmethod),
+    *(enumerate, filter, map, reversed, zip),
+    *(kind for kind in vars(itertools).values() if isinstance(kind, type)),
+)
+_LEAVES = (
+    types.CodeType,
+    types.GeneratorType,
+    np.generic,
+    np.dtype,
+    memoryview,
+    weakref.ref,
+    io.IOBase,
+    threading.Thread,
+)
