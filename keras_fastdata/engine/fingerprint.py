@@ -10,12 +10,13 @@ A fingerprint covers
   classes of objects and the functions within them;
 - the sources of the user's modules that this code imports itself, or that
   what the dataset holds refers to, and of those that these import;
+- plain values and arrays in global variables, and within global objects, that
+  this code names (see outside_values.py);
 - size and time of every file whose whole path is a `str`, `bytes` or path
   object anywhere in these.
 
 It does not cover what is in folders, files whose path is put together from
-parts, other global objects (unless they change after the first build), and
-installed packages: hence `cache_version`.
+parts, other global objects, and installed packages: hence `cache_version`.
 """
 
 from __future__ import annotations
@@ -88,12 +89,13 @@ def open_cache(
     settings: Settings,
     built: Collection[str],
     before: dict[str, bytes],
-    changed: list[tuple[str, str | None]],
+    outside: list[tuple[str, Any]],
+    replaced: str,
 ) -> Cache:
     """Opens the cache that the settings specify.
 
-    For `built`, `before` and `changed`, see `fingerprint`. A directory is not
-    used if nothing tells a changed value from others in another run.
+    For `built`, `before` and `outside`, see `fingerprint`. A directory is not
+    used if the variable `replaced` has another object of a library than before.
 
     Raises:
         LoaderError: The dataset has an epoch hook or `reseed`.
@@ -110,11 +112,10 @@ def open_cache(
     if settings.cache == "memory":
         return MemoryCache(name, settings.cache_bytes)
     assert settings.cache is not None
-    for variable, text in changed:
-        if text is None:
-            _log.warning(_NOT_IN_DIRECTORY, name, variable)
-            return MemoryCache(name, settings.cache_bytes)
-    state = fingerprint(dataset, settings.cache_version, built, before, changed)
+    if replaced:
+        _log.warning(_NOT_IN_DIRECTORY, name, replaced)
+        return MemoryCache(name, settings.cache_bytes)
+    state = fingerprint(dataset, settings.cache_version, built, before, outside)
     directory = pathlib.Path(settings.cache) / f"{name}-{state}"
     return DiskCache(name, directory, settings.cache_bytes)
 
@@ -124,7 +125,7 @@ def fingerprint(
     version: str | int | None,
     built: Collection[str] = (),
     before: dict[str, bytes] | None = None,
-    changed: Collection[tuple[str, str | None]] = (),
+    outside: Collection[tuple[str, Any]] = (),
 ) -> str:
     """Returns a hexadecimal hash of a dataset's data and code.
 
@@ -133,8 +134,8 @@ def fingerprint(
         version: The argument `cache_version`.
         built: Attributes that builds have set. They do not count.
         before: What attributes were, before any build; filled when empty.
-        changed: Global variables that have changed since the first build, also
-            those within objects.
+        outside: Names and plain values of global variables, also of those
+            within objects.
     """
     parts = [repr(version).encode(), _digest_of(dataset, type(dataset))]
     state = dataset.__getstate__()
@@ -151,7 +152,7 @@ def fingerprint(
     if not before:
         before.update(found)
     parts += [f"|{k}|".encode() + value for k, value in found.items() if value]
-    parts += [repr(one).encode() for one in changed]
+    parts += sorted(_digest_of(dataset, one) for one in outside)
     return hash_of(parts).hex()
 
 

@@ -45,7 +45,7 @@ from keras_fastdata.building.referred_names import (
     Variable,
     variables_of,
 )
-from keras_fastdata.engine.first_values import FirstValues
+from keras_fastdata.engine.outside_values import FirstValues, OutsideValues
 from keras_fastdata.engine.plain_values import (
     CONTAINERS,
     MAPPINGS,
@@ -95,7 +95,7 @@ class OutsideState:
         # Whether `glance` has found a change.
         self._was_glimpsed = False
         self._seen: list[SeenVariable] = []
-        self._first: FirstValues | None = None  # at the first `look`
+        self._first = FirstValues()
         self._error_state: dict[str, Any] = dict(np.geterr())
         self._lost: set[str] = set()
         # Of what is sent; `None` where the builds see all changes themselves.
@@ -165,23 +165,10 @@ class OutsideState:
         values: ValuesByModule = {}
         kinds: KindsByModule = {}
         self._seen = []
-        try:
-            variables = variables_of(dataset)
-        except Exception:
-            variables = []
-            _log.warning(
-                "Changes of variables outside of %s will not be noticed, "
-                "because of a fault of keras_fastdata. Please report it, with "
-                "this traceback.",
-                type(dataset).__name__,
-                exc_info=True,
-            )
-        for variable in variables:
+        for variable in _variables_of(dataset):
             with _looking():
                 self._record(variable, values, kinds)
         self.told = Told(self._settings(), values, kinds, self._is_strict)
-        if self._first is None:
-            self._first = FirstValues(seen.variable for seen in self._seen)
 
     def _record(
         self, variable: Variable, values: ValuesByModule, kinds: KindsByModule
@@ -226,14 +213,10 @@ class OutsideState:
             return max(self._noticed, Change.BY_BUILDS)
         return self._noticed
 
-    def changed_variables(self) -> list[tuple[str, str | None]]:
-        """Returns the variables outside of the dataset that have changed.
-
-        They are changed since the first `look`; see `FirstValues.changed`.
-        """
-        if self._first is None:
-            return []
-        return self._first.changed(seen.variable for seen in self._seen)
+    def values_for_directory(self, dataset: Any) -> OutsideValues:
+        """Returns the values on which a cache's directory depends."""
+        variables = [seen.variable for seen in self._seen]
+        return self._first.look(variables or _variables_of(dataset))
 
     def stop_watching(self) -> None:
         """Has `compare` find no more changes until the next `look`."""
@@ -319,6 +302,21 @@ class OutsideState:
         if threading.current_thread() is threading.main_thread():
             self._error_state = dict(np.geterr())
         return {"numpy": self._error_state, **_settings()}
+
+
+def _variables_of(dataset: Any) -> list[Variable]:
+    """Returns the variables that a dataset's batches can depend on."""
+    try:
+        return variables_of(dataset)
+    except Exception:
+        _log.warning(
+            "Changes of variables outside of %s will not be noticed, because "
+            "of a fault of keras_fastdata. Please report it, with this "
+            "traceback.",
+            type(dataset).__name__,
+            exc_info=True,
+        )
+        return []
 
 
 def note_nothing_is_built() -> None:

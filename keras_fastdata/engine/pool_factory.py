@@ -21,6 +21,7 @@ from keras_fastdata.engine.outside_state import (
     OutsideState,
     note_nothing_is_built,
 )
+from keras_fastdata.engine.outside_values import OutsideValues
 from keras_fastdata.engine.planner import EpochPlanner
 from keras_fastdata.engine.position import KerasPhase, Position
 from keras_fastdata.engine.settings import Settings
@@ -80,9 +81,9 @@ class PoolFactory:
             change = max(change, Change.BY_PROGRAM)
         return change
 
-    def changed_variables(self) -> list[tuple[str, str | None]]:
-        """Returns the global variables that have changed, as texts."""
-        return self._outside.changed_variables()
+    def values_for_directory(self, dataset: Dataset) -> OutsideValues:
+        """Returns the global values on which a cache's directory depends."""
+        return self._outside.values_for_directory(dataset)
 
     def has_drifted(self) -> bool:
         """Returns whether batches that are built now may differ from before."""

@@ -71,9 +71,9 @@ class Results:
         """
         settings = self._in_effect.now
         if self.cache is None and settings.cache is not None:
-            changed = self._factory.changed_variables()
+            outside = self._factory.values_for_directory(dataset)
             self.cache = open_cache(
-                dataset, settings, built, self._before, changed
+                dataset, settings, built, self._before, *outside
             )
 
     def note_change(self) -> None:

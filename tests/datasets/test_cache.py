@@ -1328,3 +1328,54 @@ def test_an_attribute_of_a_function_changes_the_fingerprint():
         scaled.factor = factor
         found.add(fingerprint(Scaled(workers=0), version=1))
     assert len(found) == 2
+
+
+_WITH_CONFIG = """
+import sys
+import numpy as np
+from keras_fastdata import FastPyDataset
+
+class Config:
+    def __init__(self, scale, names):
+        self.scale, self.names, self.reads = scale, names, 0
+
+CONFIG = Config(int(sys.argv[1]), {"a", "b", "c", "d"})
+
+class Read(FastPyDataset):
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        CONFIG.reads += 1
+        return np.array(index * CONFIG.scale * len(CONFIG.names))
+
+def values():
+    workers = int(sys.argv[2])
+    with Read(cache="cache", cache_version=1, workers=workers) as dataset:
+        return [int(batch) for batch in dataset]
+
+if __name__ == "__main__":
+    print(values(), CONFIG.reads)
+    CONFIG.scale = 9
+    print(values(), CONFIG.reads)
+"""
+
+
+def test_a_directory_is_for_the_attributes_of_global_objects(tmp_path):
+    (tmp_path / "script.py").write_text(_WITH_CONFIG)
+
+    def run(scale, workers, hash_seed):
+        done = subprocess.run(
+            [sys.executable, "script.py", str(scale), str(workers)],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONHASHSEED": str(hash_seed)},
+            capture_output=True,
+            text=True,
+            timeout=90,
+        )
+        assert not done.returncode, done.stderr
+        return done.stdout.split("\n")[:2]
+
+    assert run(1, 0, 1) == ["[0, 4, 8] 3", "[0, 36, 72] 6"]
+    assert run(1, 2, 2) == ["[0, 4, 8] 0", "[0, 36, 72] 0"]  # as it was
+    assert run(2, 1, 3) == ["[0, 8, 16] 3", "[0, 36, 72] 3"]

@@ -1,0 +1,70 @@
+"""Tells on which values outside of a dataset the batches depend.
+
+A cache's directory is for one set of these values. What builds assign is not
+among them, unless the program has changed it since the start. An object of a
+library cannot be compared with that of another run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from keras_fastdata.building.referred_names import SELF, Variable
+from keras_fastdata.engine.fingerprint import covers
+from keras_fastdata.engine.plain_values import text_of, weakly
+
+
+class OutsideValues(NamedTuple):
+    """The values of variables that are not attributes of a dataset."""
+
+    # Names and values; the values are plain or arrays.
+    known: list[tuple[str, Any]]
+    # The name of a variable with another object of a library than at first.
+    replaced: str = ""
+
+
+class FirstValues:
+    """Compares variables with the values that they had at the first look."""
+
+    def __init__(self) -> None:
+        # By name: texts, and weak references to objects that have none.
+        self._first: dict[str, Any] | None = None
+
+    def look(self, variables: Iterable[Variable]) -> OutsideValues:
+        """Returns the values that matter for a cache's directory."""
+        known: list[tuple[str, Any]] = []
+        compared: dict[str, Any] = {}
+        for variable in variables:
+            if variable.path[:1] in ((), (SELF,)):
+                continue
+            name, value = variable.name, variable.value
+            is_by_builds = variable.is_assigned or variable.is_edited
+            if (text := text_of(value)) is None:
+                if not (is_by_builds or covers(value)):
+                    compared[name] = weakly(value)
+            elif is_by_builds:
+                compared[name] = text
+                if self._has_changed(name, text):
+                    known.append((name, value))
+            else:
+                known.append((name, value))
+        replaced = (
+            name
+            for name, value in compared.items()
+            if not isinstance(value, str) and self._has_changed(name, value)
+        )
+        found = OutsideValues(known, next(replaced, ""))
+        if self._first is None:
+            self._first = compared
+        return found
+
+    def _has_changed(self, name: str, value: Any) -> bool:
+        """Returns whether a variable is new, or has another value than first.
+
+        `value` is a text or a weak reference.
+        """
+        if self._first is None:
+            return False
+        first = self._first.get(name)
+        return first != value if isinstance(value, str) else first is not value
