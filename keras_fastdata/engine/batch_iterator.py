@@ -74,16 +74,27 @@ class BatchIterator(Iterator[Any]):
         nothing down meanwhile.
         """
         build_context.consume(self._dataset)
+        batch: Any = Outcome.PENDING
+        kept = None
         try:
             batch = self._loader.deliver(
                 self._epoch, self._dataset, pause_after
             )
+            if batch is Outcome.END:
+                raise StopIteration
+            self.span, self.quiesce_s = self._epoch.span, self._epoch.quiesce_s
+            kept = self._epoch.undelivered
+            self._epoch.end_delivery()
+            return batch
         except StopIteration as error:
+            if batch is Outcome.END:
+                raise
             raise _not_the_end(error) from error
-        if batch is Outcome.END:
-            raise StopIteration
-        self.span, self.quiesce_s = self._epoch.span, self._epoch.quiesce_s
-        return batch
+        except BaseException:
+            # A signal handler may raise an error when the batch is counted.
+            if kept := kept or self._epoch.undelivered:
+                self._loader.requeue(self._epoch, kept)
+            raise
 
     def request(self) -> None:
         """Begins the epoch, and requests its first batches from the workers."""
@@ -107,7 +118,7 @@ class BatchIterator(Iterator[Any]):
         Once in `interval_s`, and for all batches that take as long; `None`:
         never.
         """
-        self._epoch.time_batches(interval_s)
+        self._epoch.sampling.set_interval(interval_s)
 
     def silence(self, is_quiet: bool) -> None:
         """Sets whether to hide messages about long waits for a batch."""

@@ -11,7 +11,9 @@ the lock, what its one consumer wants.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
+import threading
 from typing import Any, NamedTuple
 
 from keras_fastdata.engine.schedule import Schedule
@@ -59,6 +61,43 @@ class Completed(NamedTuple):
     queued_s: float  # the time of the request; 0 if it was not timed
 
 
+class SpanSampling:
+    """Chooses the batches whose times are recorded."""
+
+    def __init__(self) -> None:
+        self.interval_s: float | None = None  # see `set_interval`
+        self._next_s = 0.0  # when the next batch gets a span
+
+    def set_interval(self, interval_s: float | None) -> None:
+        """Sets the seconds between recorded spans; `None` disables spans."""
+        self.interval_s = interval_s
+
+    def takes(self, timing: Timing) -> bool:
+        """Returns whether to record the times of a batch.
+
+        Starts the interval again if it has passed since the last record.
+        """
+        interval_s = self.interval_s
+        if interval_s is None:
+            return False
+        stored_s = timing.stored_s
+        if stored_s >= self._next_s:
+            self._next_s = stored_s + interval_s
+            return True
+        return stored_s - timing.began_s >= interval_s or timing.retries > 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Undelivered:
+    """A batch that is counted, but that the consumer may not have got yet."""
+
+    index: int
+    batch: Any
+    position: int
+    delivered: int  # how many batches the epoch had delivered before
+    thread: int = dataclasses.field(default_factory=threading.get_ident)
+
+
 class Epoch:
     """Tracks the progress of one epoch, and stores the ready batches."""
 
@@ -86,11 +125,11 @@ class Epoch:
         self.skipped: dict[int, str] = {}  # tracebacks by index
         self.retried: set[int] = set()  # indices, see `retries`
         self.delivered = 0  # batches
+        self.undelivered: Undelivered | None = None
         self.remembers = 0  # how many first batches are kept for a `rewind`
         self.remembered: dict[int, Any] = {}  # these batches, by index
         self.is_from_cache = False  # the latest batch
-        self.interval_s: float | None = None  # see `time_batches`
-        self.next_span_s = 0.0  # when the next batch gets a span
+        self.sampling = SpanSampling()
         self.is_quiet = False  # whether long waits are not shown
         self.depth = 0  # batches that were ready at the latest request
         self.quiesce_s = 0.0  # how long the workers took to pause for it
@@ -224,7 +263,11 @@ class Epoch:
         return is_first
 
     def note_delivery(self, index: int, batch: Any) -> None:
-        """Counts a delivered batch, and keeps early batches for `rewind`."""
+        """Counts a batch, passes its position, and keeps it for a while."""
+        self.undelivered = Undelivered(
+            index, batch, self.position, self.delivered
+        )
+        self.pass_position()
         self.span = self.spans.pop(index, None)
         if self.remembers:
             if self.span is not None:
@@ -234,6 +277,18 @@ class Epoch:
             else:
                 self.forget_first()
         self.delivered += 1
+
+    def end_delivery(self) -> None:
+        """Notes that the consumer has the batch that was counted last."""
+        self.undelivered = None
+
+    def requeue(self, kept: Undelivered) -> None:
+        """Delivers a batch again, unless another thread has got one since."""
+        self.undelivered = None
+        is_last = self.position == kept.position + 1
+        if is_last and kept.thread == threading.get_ident():
+            self.peeked[kept.index] = kept.batch
+            self.position, self.delivered = kept.position, kept.delivered
 
     def remember_first(self, count: int) -> None:
         """Keeps the first `count` delivered batches for `rewind`.
@@ -260,10 +315,6 @@ class Epoch:
         """Notes that the batch at the current position was built inline."""
         self.issued = max(self.issued, self.position + 1)
 
-    def time_batches(self, interval_s: float | None) -> None:
-        """Sets the seconds between recorded spans; `None` disables spans."""
-        self.interval_s = interval_s
-
     def set_prefetching(self, prefetches_next: bool) -> None:
         """Sets whether to prefetch batches of the next epoch."""
         self.prefetches_next = prefetches_next
@@ -289,20 +340,6 @@ class Epoch:
         ahead.skipped, ahead.spans = self.skipped, self.spans
         ahead.is_quiet = self.is_quiet
         return ahead
-
-    def claim_span(self, timing: Timing) -> bool:
-        """Returns whether to record the times of a batch.
-
-        Starts the interval again if it has passed since the last record.
-        """
-        interval_s = self.interval_s
-        if interval_s is None:
-            return False
-        stored_s = timing.stored_s
-        if stored_s >= self.next_span_s:
-            self.next_span_s = stored_s + interval_s
-            return True
-        return stored_s - timing.began_s >= interval_s or timing.retries > 0
 
     def keep_peeked(self, indices: set[int | None]) -> None:
         """Drops the early batches of other indices."""

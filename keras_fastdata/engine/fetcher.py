@@ -186,8 +186,8 @@ class Fetcher:
                 self.finish(epoch, Finish.END_OF_DATA)
                 self._factory.note_delivery(epoch, workers)
                 break
-            epoch.pass_position()
             if batch is Outcome.SKIPPED:
+                epoch.pass_position()
                 fetch.move(LOOKING)  # for the next one
                 continue
             epoch.note_delivery(index, batch)
@@ -282,7 +282,7 @@ class Fetcher:
         ):
             return
         next_epoch = epoch.prepare_next()
-        next_epoch.time_batches(epoch.interval_s)
+        next_epoch.sampling.set_interval(epoch.sampling.interval_s)
         schedule = epoch.schedule
         if next_epoch.schedule is None and schedule is not None:
             next_epoch.plan(self._position.next_epoch)

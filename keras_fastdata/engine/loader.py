@@ -27,7 +27,7 @@ from keras_fastdata.building import interface
 from keras_fastdata.building.interface import Dataset
 from keras_fastdata.engine.autotune import SettingsInEffect
 from keras_fastdata.engine.checkpoint import Checkpoint
-from keras_fastdata.engine.epoch import Epoch, Finish
+from keras_fastdata.engine.epoch import Epoch, Finish, Undelivered
 from keras_fastdata.engine.fallback import Fallback
 from keras_fastdata.engine.fetcher import NEW, Fetch, Fetcher
 from keras_fastdata.engine.hook_replay import Changes, HookReplay
@@ -86,7 +86,6 @@ class Loader:
         self.hooks = HookReplay(
             dataset, self._planner, self._position, self.changes
         )
-        # Says where the dataset stands.
         self.checkpoint = Checkpoint(
             self._planner,
             self._position,
@@ -206,10 +205,7 @@ class Loader:
             )
 
     def deliver(
-        self,
-        epoch: Epoch,
-        dataset: Dataset,
-        pause_after: bool = False,
+        self, epoch: Epoch, dataset: Dataset, pause_after: bool = False
     ) -> Any:
         """Returns the next batch, or `Outcome.END` after the last batch.
 
@@ -227,11 +223,7 @@ class Loader:
             return batch
 
     def _deliver(
-        self,
-        epoch: Epoch,
-        dataset: Dataset,
-        fetch: Fetch,
-        counts: bool,
+        self, epoch: Epoch, dataset: Dataset, fetch: Fetch, counts: bool
     ) -> Any:
         batch = self._next(epoch, dataset, fetch)
         if batch is Outcome.END and epoch.start and not epoch.delivered:
@@ -243,6 +235,10 @@ class Loader:
             if auto.deliver(counts=counts and is_built):
                 self._fetcher.apply_settings()
         return batch
+
+    def requeue(self, epoch: Epoch, kept: Undelivered) -> None:
+        """Has an epoch deliver again what the consumer has not got."""
+        self._pool.run(epoch.requeue, kept)
 
     def _next(self, epoch: Epoch, dataset: Dataset, fetch: Fetch) -> Any:
         if epoch.is_finished:
@@ -280,7 +276,7 @@ class Loader:
     ) -> Any:
         workers = self._prepare(epoch, dataset, fetch)
         ahead.plan_by_index(epoch)
-        ahead.time_batches(epoch.interval_s)
+        ahead.sampling.set_interval(epoch.sampling.interval_s)
         return self._fetcher.peek(workers, epoch, ahead, count, fetch)
 
     def rewind(self, epoch: Epoch) -> None:

@@ -115,7 +115,7 @@ class Prefetcher:
             return True
         request_id = next(self._request_ids)
         assert epoch.number is not None
-        interval_s = epoch.interval_s
+        interval_s = epoch.sampling.interval_s
         if interval_s is not None and not epoch.delivered:
             interval_s = 0.0  # the first one counts, however soon it comes
         if self._auto is not None:

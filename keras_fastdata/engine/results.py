@@ -138,7 +138,7 @@ class Results:
             return Outcome.CACHE_MISS
         epoch.note_cached()
         timing = Timing(began_s, began_s, began_s, 0.0, 0.0)
-        if epoch.claim_span(timing):
+        if epoch.sampling.takes(timing):
             built = LocalResult(0, 0, timing=timing)
             _add_span(epoch, index, Completed(built, began_s), began_s, batch)
         return batch
@@ -160,7 +160,7 @@ class Results:
                 auto.opened(timing, done.worker)
             if timing is not None and timing.stacks:
                 self._count_stacks(timing.stacks)
-            if timing is None or not epoch.claim_span(timing):
+            if timing is None or not epoch.sampling.takes(timing):
                 batch = done.open()
             else:
                 began_s = time.monotonic()

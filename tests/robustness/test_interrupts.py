@@ -6,14 +6,16 @@ import contextlib
 import faulthandler
 import signal
 import socket
+import sys
 import threading
 
 import pytest
-from places import KINDS
+from places import EVERY_KIND, KINDS, quickly
 from samples import Deadly, Numbered, numbers
 
 from keras_fastdata._dataset_internals import loader_of
 from keras_fastdata.engine.batch_iterator import iterate
+from keras_fastdata.engine.epoch import Epoch
 from keras_fastdata.engine.results import Results
 from keras_fastdata.workers.process import channel
 from keras_fastdata.workers.signals import DeferredSignals
@@ -301,3 +303,34 @@ def test_an_error_while_a_batch_is_opened_ends_the_epoch_the_second_time(
                 break
     ends = ["error", 2, 3] if times == 1 else ["error", "error"]
     assert found == [0, 1, *ends]
+
+
+@pytest.mark.parametrize("kind", ["inline", "thread", "process"])
+@pytest.mark.parametrize("after", quickly(range(0, 60, 3), 0, 12, 30, 45))
+def test_a_batch_is_not_lost_when_a_handler_raises_after_its_count(kind, after):
+    """Line `after` of those that follow the count raises an error."""
+    left = None
+
+    def trace(frame, event, _):
+        nonlocal left
+        if event == "line" and "keras_fastdata" in frame.f_code.co_filename:
+            if left is None and frame.f_code is Epoch.note_delivery.__code__:
+                left = after
+            elif left is not None:
+                left -= 1
+                if left < 0:
+                    sys.settrace(None)
+                    raise Late
+        return trace
+
+    with Numbered(8, **EVERY_KIND[kind]) as dataset:
+        batches = iter(dataset)
+        found = [next(batches)]
+        with contextlib.suppress(Late):
+            sys.settrace(trace)
+            try:
+                found.append(next(batches))
+            finally:
+                sys.settrace(None)
+        found += batches
+        assert numbers(found) == numbers(list(Numbered(8, workers=0)))

@@ -21,7 +21,6 @@ def planned(num_batches=4, shuffle=False):
 def deliver(epoch, count):
     for _ in range(count):
         index = epoch.schedule.index_at(epoch.position)
-        epoch.pass_position()
         epoch.note_delivery(index, f"batch {index}")
 
 
@@ -143,3 +142,21 @@ def test_an_epoch_for_peeking_shares_what_was_skipped():
     ahead = epoch.peeking()
     ahead.skipped[2] = "Traceback"
     assert epoch.skipped == {2: "Traceback"}
+
+
+def test_a_batch_that_nobody_has_got_is_delivered_again():
+    epoch = planned(4)
+    deliver(epoch, 2)
+    epoch.requeue(epoch.undelivered)
+    assert epoch.peeked == {1: "batch 1"}
+    assert (epoch.position, epoch.delivered) == (1, 1)
+
+
+def test_a_batch_is_no_more_requeued_when_another_one_was_delivered():
+    epoch = planned(4)
+    deliver(epoch, 1)
+    kept = epoch.undelivered
+    deliver(epoch, 1)
+    epoch.requeue(kept)
+    assert epoch.peeked == {}
+    assert (epoch.position, epoch.delivered) == (2, 2)

@@ -240,7 +240,6 @@ class Machine(RuleBasedStateMachine):
         if epoch.position in epoch.ready:
             batch = epoch.ready.pop(epoch.position).done.open()
             self.delivered[id(epoch)].append(batch)
-            epoch.pass_position()
             epoch.note_delivery(index, batch)
 
     @rule(n=st.integers(0, 1))
