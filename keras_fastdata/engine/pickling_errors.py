@@ -20,6 +20,10 @@ _FORK = (
     " `start_method='fork'` pickles nothing, but all workers then share what "
     "this process has open."
 )
+_TRAINING = (
+    "JAX trains this model at the moment, and holds the values of its "
+    "variables. Keep what `__getitem__` needs of the model in an array. "
+)
 
 
 @contextlib.contextmanager
@@ -41,9 +45,11 @@ def explained(dataset: weakref.ref[Any]) -> Iterator[None]:
         found = _culprit("dataset", owner, _MAX_DEPTH, [])
         path, value = found or ("dataset", owner)
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        is_training = getattr(value, "_jax_state_synced", True) is False
         raise DatasetPicklingError(
             f"{type(owner).__name__} cannot be sent to a worker process: "
             f"`{path}` is a {kind}, which cannot be pickled ({error}). "
+            f"{_TRAINING * is_training}"
             "Ways out: make it in `on_worker_start`, which runs in each "
             "worker, and not in `__init__`; leave it out in `__getstate__` "
             "and make it again in `__setstate__`; or use threads "
@@ -64,7 +70,8 @@ def _culprit(
     if shared_state.can_be_written(value):
         return None
     circular = False
-    if depth and not isinstance(value, reducers.LIVE):
+    is_model = hasattr(value, "_jax_state_synced")
+    if depth and not is_model and not isinstance(value, reducers.LIVE):
         above = [*above, value]
         for name, part in _named_parts(value):
             if any(part is one for one in above):

@@ -9,6 +9,7 @@
     h5py files, groups and datasets         opened again
     cached functions of `__main__`          wrapped again, with an empty cache
     weak dicts                              with their items, held weakly
+    Keras's callbacks                       without the model that they are for
     the global random generators            the worker's own
     classes of `__main__`                   without attributes deleted there
     objects of `__main__` with a name       by value, see `by_name`
@@ -28,6 +29,7 @@ import importlib
 import io
 import mmap
 import os
+import pickle
 import queue
 import subprocess
 import sys
@@ -115,6 +117,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                     f"cannot pickle a {kind.__name__} of h5py: hold the file, "
                     "group or dataset in place of its `attrs` or `dims`"
                 )
+        if (keras := sys.modules.get("keras")) is not None:
+            callbacks = getattr(keras, "callbacks", None)
+            if isinstance(obj, getattr(callbacks, "Callback", ())):
+                return _reduce_callback(obj)
         reduced = super().reducer_override(obj)
         if reduced is NotImplemented:
             reduced = by_name.reduce_by_value(obj)
@@ -310,6 +316,26 @@ def _reduce_npz(npz: Any) -> Reduced:
 def _open_npz_again(file: Any, allow_pickle: bool, header: int) -> Any:
     file.seek(0)
     return np.load(file, allow_pickle=allow_pickle, max_header_size=header)
+
+
+# -- callbacks of Keras --------------------------------------------------------
+
+
+def _reduce_callback(callback: Any) -> Any:
+    """Returns the pickle reduction of a callback, without its model.
+
+    `fit` sets the model, which JAX's trainer empties while it trains.
+    """
+    reduced = callback.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    if not isinstance(reduced, tuple) or len(reduced) < _WITH_STATE:
+        return reduced
+    make, args, state, *rest = reduced
+    if isinstance(state, dict) and state.get("_model") is not None:
+        state = {**state, "_model": None}
+    return make, args, state, *rest
+
+
+_WITH_STATE = 3  # parts of a reduction that has a state
 
 
 # -- memoryviews ---------------------------------------------------------------

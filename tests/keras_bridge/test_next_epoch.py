@@ -27,6 +27,7 @@ from next_epoch_samples import (
 from places import KINDS
 from samples import Numbered
 
+from keras_fastdata import DatasetPicklingError
 from keras_fastdata._dataset_internals import loader_of
 from keras_fastdata.engine.batch_iterator import iterate
 
@@ -589,3 +590,27 @@ def test_a_short_queue_is_long_enough_to_train(most):
         model.compile("sgd", "mse")
         history = model.fit(dataset, shuffle=True, verbose=0)
     assert len(history.history["loss"]) == 1
+
+
+@pytest.mark.backend
+@pytest.mark.skipif(
+    keras.backend.backend() != "jax", reason="JAX's trainer empties a model"
+)
+def test_a_model_in_a_dataset_is_named_if_it_is_sent_while_it_is_trained():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+
+    def change(epoch, logs):
+        dataset.level = epoch
+
+    with Numbered(4, (4, 2), **KINDS["process"]) as dataset:
+        dataset.model = model
+        with pytest.raises(DatasetPicklingError) as caught:
+            model.fit(
+                dataset,
+                epochs=2,
+                verbose=0,
+                callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=change)],
+            )
+    assert caught.value.path == "dataset.model"
+    assert "JAX trains this model at the moment" in str(caught.value)

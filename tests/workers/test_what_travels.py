@@ -394,6 +394,16 @@ def test_weak_dicts_travel_with_what_else_is_held():
     assert_travels([held, weak], lambda both, i: len(both[1]))
 
 
+def test_a_callback_of_keras_travels_without_its_model():
+    callback = keras.callbacks.EarlyStopping(patience=3)
+    callback.set_params({"epochs": 2})
+    callback._model = threading.Lock()
+    copy = pickle.loads(dumps(callback))
+    assert (copy.patience, copy.params) == (3, {"epochs": 2})
+    assert copy.model is None
+    assert callback._model is not None
+
+
 def test_a_main_script_with_locks_caches_and_files_of_its_own(tmp_path, zygote):
     (tmp_path / "data.txt").write_text("abc")
     script = tmp_path / "main.py"
