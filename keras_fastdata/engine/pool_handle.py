@@ -179,17 +179,24 @@ class PoolHandle:
     ) -> WorkerPool:
         """Returns the workers, and creates them if there are none."""
         if self.workers is None:
-            with DeferredSignals():
-                workers = create()
-                self._finalizer = weakref.finalize(
-                    dataset,
-                    _dismiss,
-                    workers,
-                    os.getpid(),
-                    self.lock,
-                    self._shutdown,
-                )
-                self.workers = workers
+            try:
+                with DeferredSignals():
+                    workers = create()
+                    self._finalizer = weakref.finalize(
+                        dataset,
+                        _dismiss,
+                        workers,
+                        os.getpid(),
+                        self.lock,
+                        self._shutdown,
+                    )
+                    self.workers = workers
+            except BaseException:
+                # A signal's error comes when the workers are there: they stay,
+                # or nothing would ever start between frequent signals.
+                if self.workers is not None:
+                    self.confirm()
+                raise
         return self.workers
 
     def replace(self) -> None:

@@ -16,6 +16,7 @@ from samples import Deadly, Numbered, numbers
 from keras_fastdata._dataset_internals import loader_of
 from keras_fastdata.engine.batch_iterator import iterate
 from keras_fastdata.engine.epoch import Epoch
+from keras_fastdata.engine.pool_factory import PoolFactory
 from keras_fastdata.engine.results import Results
 from keras_fastdata.workers.process import channel
 from keras_fastdata.workers.signals import DeferredSignals
@@ -188,6 +189,27 @@ def test_a_signal_amid_the_handling_of_a_death_leaves_a_usable_dataset(
             list(dataset)
         monkeypatch.undo()
         assert numbers(dataset) == list(range(6))
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_workers_that_a_signal_finds_starting_are_kept(
+    handlers, monkeypatch, kind
+):
+    create = PoolFactory.create
+
+    def interrupted(self):
+        pools.append(create(self))
+        signal.raise_signal(handlers[0])
+        return pools[-1]
+
+    pools = []
+    monkeypatch.setattr(PoolFactory, "create", interrupted)
+    with Numbered(6, **KINDS[kind]) as dataset:
+        batches = iter(dataset)
+        with pytest.raises(Late):
+            next(batches)
+        assert numbers(batches) == list(range(6))
+    assert len(pools) == 1
 
 
 @pytest.mark.filterwarnings("ignore:`start_method='fork'`")
