@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import enum
 import functools
+import gc
 import logging
 import operator
 import sys
@@ -55,6 +56,7 @@ _RUN_HERE = ("__init__", "on_epoch_begin", "on_epoch_end")
 _OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
 _LEAVES = (str, bytes, int, float, complex, type(None), np.ndarray, np.generic)
 _CONTAINERS = (list, tuple, dict, collections.deque)
+_MOST_RESULTS = 8  # of a cached function
 NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
 # Objects of Python's whose attributes are variables as well.
 OPEN = (
@@ -86,6 +88,10 @@ class Inside(NamedTuple):
     """A part that has no name: of a partial function or a bound method."""
 
     number: int
+
+
+class Kept(Inside):
+    """A result that a cached function keeps. Workers have other results."""
 
 
 Step = str | ItemKey | CellName | Inside
@@ -122,6 +128,11 @@ class Variable:
         if type(value) in NAMESPACES:
             value = vars(value)
         return type(value) in _CONTAINERS and len(value) <= _MOST_ITEMS
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it belongs to the results that a cached function keeps."""
+        return any(isinstance(step, Kept) for step in self.path)
 
     @property
     def name(self) -> str:
@@ -177,7 +188,8 @@ class _VariableSearch:
         for variable, owner, name in self._found:
             yield dataclasses.replace(
                 variable,
-                is_assigned=assigned.is_assigned(owner, name),
+                is_assigned=variable.is_assigned
+                or assigned.is_assigned(owner, name),
                 is_edited=assigned.is_edited(owner, name, variable.value),
             )
 
@@ -218,7 +230,21 @@ class _VariableSearch:
                     self._note(read, value, "", module, there)
                 else:
                     self.value(part)
+            if isinstance(value, functools._lru_cache_wrapper):
+                self._results(value, module, path)
             self._others(value, module, path)
+
+    def _results(self, cached: Any, module: str, path: Path) -> None:
+        """Collects what a cached function keeps, if it keeps few results."""
+        read = functools.partial(_calls_of, cached)
+        variable = Variable(
+            read, (*path, Kept(-1)), module, is_by_value(module, path), True
+        )
+        self._add(variable, cached, "")
+        for number, kept in enumerate(_kept_by(cached)):
+            # Not by its number: a call changes the order of the results.
+            there = (*path, Kept(number))
+            self._note(_reference(kept), cached, "", module, there)
 
     def search_held_modules(self) -> None:
         """Collects the variables of modules that are held as objects.
@@ -510,6 +536,32 @@ def _is_pythons(name: str, value: Any) -> bool:
     """Returns whether Python itself could have set a class attribute."""
     is_special = name.startswith("__") and name.endswith("__")
     return is_special and not isinstance(value, types.FunctionType)
+
+
+def _calls_of(cached: Any) -> int:
+    """Returns how often a cached function with few results has run."""
+    info = cached.cache_info()
+    return int(info.misses) if info.currsize <= _MOST_RESULTS else -1
+
+
+def _kept_by(cached: Any) -> list[Any]:
+    """Returns the containers and user objects among a function's few results.
+
+    A function with more results caches data.
+    """
+    if cached.cache_info().currsize > _MOST_RESULTS:
+        return []
+    parts = [
+        part for part in gc.get_referents(cached) if part is not vars(cached)
+    ]
+    for part in parts[:]:
+        if type(part) is dict:
+            parts += part.values()  # the results, if their number is unlimited
+    return [
+        part
+        for part in parts
+        if type(part) in _CONTAINERS or _is_users_object(part)
+    ]
 
 
 def _is_users_object(value: Any) -> bool:

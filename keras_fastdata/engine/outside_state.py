@@ -176,6 +176,8 @@ class OutsideState:
         """Records the value of a variable, and what workers are told of it."""
         value = variable.value
         self._seen.append(SeenVariable(variable, value))
+        if self._is_strict and variable.is_kept and not variable.is_assigned:
+            self._lose(variable)  # nothing tells whether workers have the same
         if variable.by_value or _is_of_process(variable):
             return
         if _is_inside(variable):
@@ -272,6 +274,10 @@ class OutsideState:
                 return Change.BY_BUILDS
             self._changed_amid_builds = variable.name
             return Change.BY_PROGRAM
+        if variable.is_kept:
+            if variable.is_assigned:  # there is a new result
+                return Change.BY_BUILDS
+            self._lose(variable)
         if _is_of_process(variable):
             return Change.NONE
         if variable.by_value:

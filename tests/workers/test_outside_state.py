@@ -9,6 +9,7 @@ import collections
 import copy
 import dataclasses
 import enum
+import functools
 import importlib
 import sys
 import threading
@@ -1172,6 +1173,41 @@ def test_objects_of_libraries_that_the_program_sets_stay_out_of_a_directory(
         "value from others in another run. Keep it in an attribute of the "
         "dataset."
     )
+
+
+def settings_kept_by(cache):
+    @cache
+    def get_settings():
+        return types.SimpleNamespace(scale=1)
+
+    return get_settings
+
+
+@pytest.mark.parametrize("place", ["inline", "thread"])
+@pytest.mark.parametrize("cache", [None, "memory"])
+@pytest.mark.parametrize(
+    "keep", [functools.cache, functools.lru_cache], ids=["all", "some"]
+)
+def test_an_object_that_a_cached_function_returns_may_change(
+    keep, cache, place
+):
+    held = settings_kept_by(keep)
+    use = lambda get, _: get().scale  # noqa: E731
+    with Holds(held, use, cache=cache, **EVERY_KIND[place]) as dataset:
+        for scale in (1, 2, 2, 3):
+            if scale > 1:
+                held().scale = scale
+            assert [int(batch) for batch in dataset] == [scale] * 3
+
+
+def test_workers_lack_what_changes_in_a_result_of_a_cached_function(caplog):
+    held = settings_kept_by(functools.cache)
+    use = lambda get, _: get().scale  # noqa: E731
+    with Holds(held, use, **EVERY_KIND["process"]) as dataset:
+        for scale in (1, 2, 3):
+            held().scale = scale
+            assert [int(batch) for batch in dataset] == [1] * 3
+    assert "scale`, and worker processes do not see it" in caplog.text
 
 
 class Mixed(Holds):
