@@ -37,6 +37,7 @@ from typing import Any
 
 import numpy as np
 
+from keras_fastdata._modules import is_users_class
 from keras_fastdata.building import build_context
 from keras_fastdata.building.attributes import first_items
 from keras_fastdata.building.referred_names import (
@@ -389,8 +390,10 @@ def _is_of_process(variable: Variable) -> bool:
     if not variable.is_assigned:
         return False
     value = variable.value
+    if is_users_class(type(value)):
+        return False
     is_filled = type(value) in (*CONTAINERS, *MAPPINGS) and bool(value)
-    return not (is_filled and is_plain(value)) and as_made(value) is None
+    return not (is_filled and is_plain(value))
 
 
 def _is_of_main(value: Any) -> bool:

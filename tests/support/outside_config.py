@@ -166,3 +166,24 @@ HELD = {"scale": 1}
 def scaled_by_alias(held=HELD):
     """Has a container of the module as a default."""
     return held["scale"]
+
+
+class Open(dict):
+    """A dict whose items are attributes as well."""
+
+    def __getattr__(self, name):
+        return self[name]
+
+    def __setattr__(self, name, value):
+        self[name] = value
+
+
+_open = None
+
+
+def opened():
+    """Makes the options when they are first needed."""
+    global _open
+    if _open is None:
+        _open = Open(scale=1)
+    return _open

@@ -1210,6 +1210,17 @@ def test_workers_lack_what_changes_in_a_result_of_a_cached_function(caplog):
     assert "scale`, and worker processes do not see it" in caplog.text
 
 
+def test_workers_lack_a_lazily_made_object_that_has_not_just_attributes(
+    patch, caplog
+):
+    patch.setattr(conf, "_open", None)
+    conf.opened().scale = 2
+    use = lambda *_: conf.opened().scale  # noqa: E731
+    with Holds(0, use, **EVERY_KIND["process"]) as dataset:
+        assert [int(batch) for batch in dataset] == [1] * 3
+    assert "set `outside_config._open`, and worker processes" in caplog.text
+
+
 class Mixed(Holds):
     """Counts in the dict that has its scale too."""
 
