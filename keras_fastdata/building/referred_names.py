@@ -236,11 +236,7 @@ class _VariableSearch:
 
     def _results(self, cached: Any, module: str, path: Path) -> None:
         """Collects what a cached function keeps, if it keeps few results."""
-        read = functools.partial(_calls_of, cached)
-        variable = Variable(
-            read, (*path, Kept(-1)), module, is_by_value(module, path), True
-        )
-        self._add(variable, cached, "")
+        self._add(_calls_of(cached, module, path), cached)
         for number, kept in enumerate(_kept_by(cached)):
             # Not by its number: a call changes the order of the results.
             there = (*path, Kept(number))
@@ -538,10 +534,18 @@ def _is_pythons(name: str, value: Any) -> bool:
     return is_special and not isinstance(value, types.FunctionType)
 
 
-def _calls_of(cached: Any) -> int:
-    """Returns how often a cached function with few results has run."""
-    info = cached.cache_info()
-    return int(info.misses) if info.currsize <= _MOST_RESULTS else -1
+def _calls_of(cached: Any, module: str, path: Path) -> Variable:
+    """Returns how often a cached function with few results has run.
+
+    It is a variable that builds may assign.
+    """
+
+    def read() -> int:
+        info = cached.cache_info()
+        return int(info.misses) if info.currsize <= _MOST_RESULTS else -1
+
+    by_value = is_by_value(module, path)
+    return Variable(read, (*path, Kept(-1)), module, by_value, is_assigned=True)
 
 
 def _kept_by(cached: Any) -> list[Any]:
