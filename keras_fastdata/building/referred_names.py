@@ -90,11 +90,17 @@ class Inside(NamedTuple):
     number: int
 
 
-class Kept(Inside):
-    """A result that a cached function keeps. Workers have other results."""
+class Kept(NamedTuple):
+    """What a cached function keeps. Workers have other results.
+
+    It has two fields, or it would be equal to `Inside(number)`.
+    """
+
+    number: int  # of the result
+    is_count: bool = False  # whether it is how often the function has run
 
 
-Step = str | ItemKey | CellName | Inside
+Step = str | ItemKey | CellName | Inside | Kept
 Path = tuple[Step, ...]  # such as ("Config", "SCALE")
 
 
@@ -146,7 +152,7 @@ def name_of(module: str, path: Path) -> str:
     for step in path:
         if isinstance(step, ItemKey):
             name += f"[{step.key!r}]"
-        elif not isinstance(step, Inside):
+        elif not isinstance(step, (Inside, Kept)):
             name += f".{step if isinstance(step, str) else step.name}"
     return name
 
@@ -544,8 +550,10 @@ def _calls_of(cached: Any, module: str, path: Path) -> Variable:
         info = cached.cache_info()
         return int(info.misses) if info.currsize <= _MOST_RESULTS else -1
 
-    by_value = is_by_value(module, path)
-    return Variable(read, (*path, Kept(-1)), module, by_value, is_assigned=True)
+    there = (*path, Kept(0, is_count=True))
+    return Variable(
+        read, there, module, is_by_value(module, path), is_assigned=True
+    )
 
 
 def _kept_by(cached: Any) -> list[Any]:
@@ -558,14 +566,25 @@ def _kept_by(cached: Any) -> list[Any]:
     parts = [
         part for part in gc.get_referents(cached) if part is not vars(cached)
     ]
-    for part in parts[:]:
-        if type(part) is dict:
-            parts += part.values()  # the results, if their number is unlimited
+    # The dict from calls to results; where results are limited in number, it
+    # holds them in links, and they and the calls are parts as well.
+    own = [part for part in parts if type(part) is dict]
+    if cached.cache_parameters()["maxsize"] is None:
+        parts = [result for each in own for result in each.values()]
+    else:
+        own = [each for each in own if all(map(_is_link, each.values()))]
+        leave_out = {id(part) for each in own for part in (each, *each)}
+        parts = [part for part in parts if id(part) not in leave_out]
     return [
         part
         for part in parts
         if type(part) in _CONTAINERS or _is_users_object(part)
     ]
+
+
+def _is_link(value: Any) -> bool:
+    """Returns whether a cache of limited size keeps a result in an object."""
+    return type(value).__name__ == "_lru_list_elem"
 
 
 def _is_users_object(value: Any) -> bool:

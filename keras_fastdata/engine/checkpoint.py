@@ -44,10 +44,7 @@ class Checkpoint:
         return 0 if state is None else self._planner.position(state)
 
     def save(
-        self,
-        dataset: Dataset,
-        epoch: Epoch | None = None,
-        lag: int = 0,
+        self, dataset: Dataset, epoch: Epoch | None = None, lag: int = 0
     ) -> State:
         """Returns the dataset's state as it was `lag` batches ago."""
         with self._hooks.lock:  # no state shows a part of what a hook does

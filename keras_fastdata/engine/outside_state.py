@@ -177,8 +177,10 @@ class OutsideState:
         """Records the value of a variable, and what workers are told of it."""
         value = variable.value
         self._seen.append(SeenVariable(variable, value))
-        if self._is_strict and variable.is_kept and not variable.is_assigned:
-            self._lose(variable)  # nothing tells whether workers have the same
+        if variable.is_kept:  # workers are not told of it
+            if self._is_strict and not variable.is_assigned:
+                self._lose(variable)  # they may have made another result
+            return
         if variable.by_value or _is_of_process(variable):
             return
         if _is_inside(variable):

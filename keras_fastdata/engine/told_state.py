@@ -210,6 +210,7 @@ def _part_of(owner: Any, step: Step) -> Any:
         return cells_of(owner)[step.name].cell_contents
     if isinstance(step, Inside):
         return part_at(owner, step.number)
+    assert isinstance(step, str)  # workers are not told of others
     if isinstance(owner, types.FunctionType) and hasattr(type(owner), step):
         return getattr(owner, step)  # its defaults
     kept = getattr(owner, "__dict__", {})

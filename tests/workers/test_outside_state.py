@@ -1200,6 +1200,21 @@ def test_an_object_that_a_cached_function_returns_may_change(
             assert [int(batch) for batch in dataset] == [scale] * 3
 
 
+@pytest.mark.parametrize(
+    "keep", [functools.cache, functools.lru_cache], ids=["all", "some"]
+)
+def test_a_cached_function_keeps_no_object_if_it_returns_numbers(keep):
+    @keep
+    def add(*numbers, more=0):
+        return sum(numbers) + more
+
+    dataset = Holds(add, lambda add, index: add(index), workers=0)
+    for calls in (lambda: add(), lambda: add(1, 2), lambda: add(3, more=4)):
+        calls()
+        kept = [each for each in variables_of(dataset) if each.is_kept]
+        assert [each.is_assigned for each in kept] == [True]
+
+
 def test_workers_lack_what_changes_in_a_result_of_a_cached_function(caplog):
     held = settings_kept_by(functools.cache)
     use = lambda get, _: get().scale  # noqa: E731
