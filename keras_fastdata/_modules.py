@@ -33,6 +33,14 @@ _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _STATEMENTS = (ast.stmt, ast.ExceptHandler, ast.match_case)
 
 
+def is_main(name: Any) -> bool:
+    """Returns whether a module is the program's script.
+
+    `multiprocessing` gives the script another name in a process that it spawns.
+    """
+    return isinstance(name, str) and name in ("__main__", "__mp_main__")
+
+
 def is_users(name: Any, *, if_unknown: bool = False) -> bool:
     """Returns whether a module is part of the user's program.
 
@@ -42,7 +50,7 @@ def is_users(name: Any, *, if_unknown: bool = False) -> bool:
     """
     if not isinstance(name, str):
         return False  # a class may set `__module__` to anything
-    if name == "__main__":
+    if is_main(name):
         return True
     top = name.partition(".")[0]
     if top in sys.stdlib_module_names or top == "keras_fastdata":
@@ -179,7 +187,7 @@ def installed_imports(names: Iterable[str]) -> tuple[str, ...]:
 def _is_importable(module: Any, name: str) -> bool:
     """Returns whether another process can import a module from its files."""
     spec = getattr(module, "__spec__", None)
-    if spec is None or spec.name != name or name == "__main__":
+    if spec is None or spec.name != name or is_main(name):
         return False
     return bool(spec.has_location or spec.submodule_search_locations)
 

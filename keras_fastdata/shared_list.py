@@ -12,6 +12,8 @@ from typing import Any, SupportsIndex, TypeVar, overload
 
 import numpy as np
 
+from keras_fastdata._modules import is_main
+
 T = TypeVar("T")
 
 
@@ -104,7 +106,7 @@ class _ListPickler(pickle.Pickler):
 
     def persistent_id(self, obj: Any) -> int | None:
         named = isinstance(obj, type | types.FunctionType)
-        if not named or obj.__module__ != "__main__":
+        if not named or not is_main(obj.__module__):
             return None
         return self._numbers.setdefault(obj, len(self._numbers))
 

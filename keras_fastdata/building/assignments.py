@@ -16,6 +16,7 @@ import cloudpickle
 
 from keras_fastdata._modules import (
     has_no_module,
+    is_main,
     is_users_class,
     names_in,
 )
@@ -204,7 +205,7 @@ def _with_subclasses(kind: type) -> Iterator[type]:
 def is_by_value(module: str, path: tuple[Any, ...] = ()) -> bool:
     """Returns whether cloudpickle sends what has a path in a module."""
     return (
-        module == "__main__"
+        is_main(module)
         or "<locals>" in path
         or has_no_module(module)
         or module in cloudpickle.list_registry_pickle_by_value()

@@ -37,7 +37,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_fastdata._modules import is_users_class
+from keras_fastdata._modules import is_main, is_users_class
 from keras_fastdata.building import build_context
 from keras_fastdata.building.attributes import first_items
 from keras_fastdata.building.referred_names import (
@@ -402,4 +402,4 @@ def _is_of_main(value: Any) -> bool:
     """Returns whether `__main__` defines a value or the value's class."""
     is_named = isinstance(value, (type, types.FunctionType))
     kind = value if is_named else type(value)
-    return bool(kind.__module__ == "__main__")
+    return is_main(kind.__module__)

@@ -14,7 +14,7 @@ import types
 import typing
 from typing import Any
 
-from keras_fastdata._modules import MADE_BY_CODE
+from keras_fastdata._modules import MADE_BY_CODE, is_main
 
 Reduced = tuple[Any, ...]
 
@@ -26,9 +26,9 @@ def reduce_by_value(obj: Any) -> Any:
     """
     kind = type(obj)
     if kind.__module__ == "typing":
-        if kind in _OF_TYPING and obj.__module__ == "__main__":
+        if kind in _OF_TYPING and is_main(obj.__module__):
             return _OF_TYPING[kind](obj)
-    elif kind.__module__ == "__main__" and _has_own_reduction(kind):
+    elif is_main(kind.__module__) and _has_own_reduction(kind):
         reduced = obj.__reduce_ex__(5)
         if not isinstance(reduced, str):
             return reduced

@@ -16,6 +16,8 @@ from typing import Any
 
 import cloudpickle
 
+from keras_fastdata._modules import is_main
+
 
 def reduce_class(cls: type) -> Any:
     """Returns the pickle reduction of a class that cannot be imported.
@@ -34,7 +36,8 @@ def reduce_class(cls: type) -> Any:
 
 def is_importable(cls: Any) -> bool:
     """Returns whether another process can import a class or function."""
-    return cls.__module__ != "__main__" and _lookup(cls.__module__, cls) is cls
+    is_of_script = is_main(cls.__module__)
+    return not is_of_script and _lookup(cls.__module__, cls) is cls
 
 
 def resolve_class(

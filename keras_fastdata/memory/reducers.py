@@ -43,6 +43,7 @@ import cloudpickle
 import numpy as np
 import numpy.typing as npt
 
+from keras_fastdata._modules import is_main
 from keras_fastdata.memory import by_name, rebuilt_classes
 from keras_fastdata.memory.shared_arrays import (
     SharedArrays,
@@ -87,6 +88,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if (script := sys.modules.get("__mp_main__")) is not None:
+            # Else cloudpickle takes it for a module that workers can import.
+            cloudpickle.register_pickle_by_value(script)
         # What functions share in the worker for each cell that they share here;
         # with the cell, whose id could otherwise become another one's.
         self._cells: dict[int, tuple[types.CellType, types.CellType]] = {}
@@ -464,7 +468,7 @@ def _open_h5_again(path: str, name: str, whole: bool) -> Any:
 
 def _reduce_cached(cached: Any) -> Reduced:
     found: Any = sys.modules.get(cached.__module__)
-    if cached.__module__ != "__main__":
+    if not is_main(cached.__module__):
         for name in cached.__qualname__.split("."):
             found = getattr(found, name, None)
         if found is cached:
