@@ -75,7 +75,7 @@ class BatchIterator(Iterator[Any]):
         """
         build_context.consume(self._dataset)
         batch: Any = Outcome.PENDING
-        kept = None
+        acknowledgements, counted = self._epoch.acknowledgements, None
         try:
             batch = self._loader.deliver(
                 self._epoch, self._dataset, pause_after
@@ -83,8 +83,8 @@ class BatchIterator(Iterator[Any]):
             if batch is Outcome.END:
                 raise StopIteration
             self.span, self.quiesce_s = self._epoch.span, self._epoch.quiesce_s
-            kept = self._epoch.undelivered
-            self._epoch.end_delivery()
+            counted = acknowledgements.latest
+            acknowledgements.acknowledge()
             return batch
         except StopIteration as error:
             if batch is Outcome.END:
@@ -92,8 +92,8 @@ class BatchIterator(Iterator[Any]):
             raise _not_the_end(error) from error
         except BaseException:
             # A signal handler may raise an error when the batch is counted.
-            if kept := kept or self._epoch.undelivered:
-                self._loader.requeue(self._epoch, kept)
+            if counted := counted or acknowledgements.latest:
+                acknowledgements.requeue(counted)
             raise
 
     def request(self) -> None:

@@ -11,11 +11,13 @@ the lock, what its one consumer wants.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
-import threading
 from typing import Any, NamedTuple
 
+from keras_fastdata.engine.acknowledgements import (
+    Acknowledgements,
+    DeliveredBatch,
+)
 from keras_fastdata.engine.schedule import Schedule
 from keras_fastdata.metrics.recorder import Span
 from keras_fastdata.metrics.timing import Timing
@@ -87,17 +89,6 @@ class SpanSampling:
         return stored_s - timing.began_s >= interval_s or timing.retries > 0
 
 
-@dataclasses.dataclass(slots=True)  # frozen, it is made three times slower
-class Undelivered:
-    """A batch that is counted, but that the consumer may not have got yet."""
-
-    index: int
-    batch: Any
-    position: int
-    delivered: int  # how many batches the epoch had delivered before
-    thread: int = dataclasses.field(default_factory=threading.get_ident)
-
-
 class Epoch:
     """Tracks the progress of one epoch, and stores the ready batches."""
 
@@ -125,7 +116,7 @@ class Epoch:
         self.skipped: dict[int, str] = {}  # tracebacks by index
         self.retried: set[int] = set()  # indices, see `retries`
         self.delivered = 0  # batches
-        self.undelivered: Undelivered | None = None
+        self.acknowledgements = Acknowledgements()
         self.remembers = 0  # how many first batches are kept for a `rewind`
         self.remembered: dict[int, Any] = {}  # these batches, by index
         self.is_from_cache = False  # the latest batch
@@ -223,6 +214,7 @@ class Epoch:
         """Moves back to the first batch, and reuses remembered batches."""
         self.peeked.update(self.remembered)
         self.forget_first()
+        self.acknowledgements.clear()
         self.position, self.delivered = self.start, 0
         if self.is_finished:
             self._move_to(EpochState.ACTIVE)
@@ -264,8 +256,10 @@ class Epoch:
 
     def note_delivery(self, index: int, batch: Any) -> None:
         """Counts a batch, passes its position, and keeps it for a while."""
-        self.undelivered = Undelivered(
-            index, batch, self.position, self.delivered
+        self.acknowledgements.count(
+            DeliveredBatch(
+                batch, self.is_from_cache, self.position, self.delivered
+            )
         )
         self.pass_position()
         self.span = self.spans.pop(index, None)
@@ -278,17 +272,14 @@ class Epoch:
                 self.forget_first()
         self.delivered += 1
 
-    def end_delivery(self) -> None:
-        """Notes that the consumer has the batch that was counted last."""
-        self.undelivered = None
-
-    def requeue(self, kept: Undelivered) -> None:
-        """Delivers a batch again, unless another thread has got one since."""
-        self.undelivered = None
-        is_last = self.position == kept.position + 1
-        if is_last and kept.thread == threading.get_ident():
-            self.peeked[kept.index] = kept.batch
-            self.position, self.delivered = kept.position, kept.delivered
+    def redeliver(self) -> Any:
+        """Returns a batch that was counted, but that no consumer has got."""
+        delivery = self.acknowledgements.redeliver()
+        self.is_from_cache = delivery.is_from_cache
+        # The error may have come before the count's end.
+        self.position = max(self.position, delivery.position + 1)
+        self.delivered = max(self.delivered, delivery.delivered + 1)
+        return delivery.batch
 
     def remember_first(self, count: int) -> None:
         """Keeps the first `count` delivered batches for `rewind`.
@@ -357,7 +348,8 @@ class Epoch:
         )
 
     def position_before(self, lag: int) -> int:
-        """Returns the position that this epoch had `lag` batches ago."""
+        """Returns the position `lag` batches ago; requeued ones are to come."""
+        lag += self.acknowledgements.requeued_before(self.position)
         return self._after_delivery(lag) if lag else self.position
 
     @property

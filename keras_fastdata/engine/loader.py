@@ -27,7 +27,7 @@ from keras_fastdata.building import interface
 from keras_fastdata.building.interface import Dataset
 from keras_fastdata.engine.autotune import SettingsInEffect
 from keras_fastdata.engine.checkpoint import Checkpoint
-from keras_fastdata.engine.epoch import Epoch, Finish, Undelivered
+from keras_fastdata.engine.epoch import Epoch, Finish
 from keras_fastdata.engine.fallback import Fallback
 from keras_fastdata.engine.fetcher import NEW, Fetch, Fetcher
 from keras_fastdata.engine.hook_replay import Changes, HookReplay
@@ -236,11 +236,10 @@ class Loader:
                 self._fetcher.apply_settings()
         return batch
 
-    def requeue(self, epoch: Epoch, kept: Undelivered) -> None:
-        """Has an epoch deliver again what the consumer has not got."""
-        self._pool.run(epoch.requeue, kept)
-
     def _next(self, epoch: Epoch, dataset: Dataset, fetch: Fetch) -> Any:
+        if epoch.acknowledgements.has_requeued:
+            self._position.note_delivery(epoch)
+            return epoch.redeliver()
         if epoch.is_finished:
             return Outcome.END
         workers = self._prepare(epoch, dataset, fetch)

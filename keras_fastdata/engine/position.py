@@ -120,10 +120,11 @@ class Position:
                 _, later, resumed = beginning
         if resumed is not None:
             return resumed
+        requeued = epoch is not None and epoch.acknowledgements.has_requeued
         if (
             epoch is None
             or not epoch.has_begun
-            or (epoch.is_finished and not lag)
+            or (epoch.is_finished and not lag and not requeued)
         ):
             return Place(later)
         assert epoch.number is not None

@@ -14,9 +14,12 @@ from places import EVERY_KIND, KINDS, quickly
 from samples import Deadly, Numbered, numbers
 
 from keras_fastdata._dataset_internals import loader_of
+from keras_fastdata.engine.acknowledgements import Acknowledgements
 from keras_fastdata.engine.batch_iterator import iterate
 from keras_fastdata.engine.epoch import Epoch
 from keras_fastdata.engine.pool_factory import PoolFactory
+from keras_fastdata.engine.pool_handle import PoolHandle
+from keras_fastdata.engine.position import Position
 from keras_fastdata.engine.results import Results
 from keras_fastdata.workers.process import channel
 from keras_fastdata.workers.signals import DeferredSignals
@@ -356,3 +359,89 @@ def test_a_batch_is_not_lost_when_a_handler_raises_after_its_count(kind, after):
                 sys.settrace(None)
         found += batches
         assert numbers(found) == numbers(list(Numbered(8, workers=0)))
+
+
+def _all_of(batches):
+    """Calls `next` until the epoch's end, again after each `Late`."""
+    found = []
+    while True:
+        try:
+            found += numbers([next(batches)])
+        except Late:
+            continue
+        except StopIteration:
+            return found
+
+
+def _raise_after_count(monkeypatch, then=lambda: None):
+    """Has the delivery of batch 2 raise an error, when it is counted."""
+    note, left = Position.note_delivery, [1]
+
+    def interrupted(position, epoch):
+        note(position, epoch)
+        if epoch.delivered == 3 and left:
+            left.clear()
+            then()
+            raise Late
+
+    monkeypatch.setattr(Position, "note_delivery", interrupted)
+
+
+@pytest.mark.parametrize("kind", ["inline", "thread", "process"])
+def test_a_batch_is_not_lost_when_a_second_handler_raises(kind, monkeypatch):
+    become_usable, left = PoolHandle._become_usable, []
+
+    def interrupted(pool):
+        if left:
+            left.pop()
+            raise Late
+        become_usable(pool)
+
+    with Numbered(8, **EVERY_KIND[kind]) as dataset:
+        monkeypatch.setattr(PoolHandle, "_become_usable", interrupted)
+        _raise_after_count(monkeypatch, lambda: left.append(1))
+        assert _all_of(iter(dataset)) == list(range(8))
+    assert not left
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("kind", ["inline", "thread", "process"])
+def test_a_batch_is_not_lost_when_another_thread_goes_on(
+    kind, last, monkeypatch
+):
+    """That thread takes the next batch, or all batches that are left."""
+    requeue, found = Acknowledgements.requeue, []
+
+    def interrupted(acknowledgements, delivery):
+        def take():
+            found.extend(_all_of(batches) if last else numbers([next(batches)]))
+
+        thread = threading.Thread(target=take, daemon=True)
+        thread.start()
+        thread.join(60)
+        requeue(acknowledgements, delivery)
+
+    with Numbered(8, **EVERY_KIND[kind]) as dataset:
+        monkeypatch.setattr(Acknowledgements, "requeue", interrupted)
+        _raise_after_count(monkeypatch)
+        batches = iter(dataset)
+        found += _all_of(batches)
+    assert sorted(found) == list(range(8))
+
+
+@pytest.mark.parametrize("kind", ["inline", "process"])
+def test_a_state_between_an_error_and_the_next_call_does_not_count_the_batch(
+    kind, monkeypatch
+):
+    with Numbered(8, **EVERY_KIND[kind]) as dataset:
+        _raise_after_count(monkeypatch)
+        batches = iter(dataset)
+        found = numbers([next(batches), next(batches)])
+        with pytest.raises(Late):
+            next(batches)
+        state = dataset.state_dict()
+        assert numbers(batches) == list(range(2, 8))
+    assert found == [0, 1]
+    with Numbered(8, **EVERY_KIND[kind]) as resumed:
+        resumed.load_state_dict(state)
+        assert numbers(resumed) == list(range(2, 8))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from keras_fastdata.engine.epoch import Epoch, EpochState, Finish
@@ -22,6 +24,10 @@ def deliver(epoch, count):
     for _ in range(count):
         index = epoch.schedule.index_at(epoch.position)
         epoch.note_delivery(index, f"batch {index}")
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
 
 
 def test_an_epoch_is_planned_then_active_then_finished():
@@ -147,16 +153,52 @@ def test_an_epoch_for_peeking_shares_what_was_skipped():
 def test_a_batch_that_nobody_has_got_is_delivered_again():
     epoch = planned(4)
     deliver(epoch, 2)
-    epoch.requeue(epoch.undelivered)
-    assert epoch.peeked == {1: "batch 1"}
+    acknowledgements = epoch.acknowledgements
+    acknowledgements.requeue(acknowledgements.latest)
+    assert epoch.position_before(0) == 1
+    assert epoch.redeliver() == "batch 1"
+    assert not acknowledgements.has_requeued
+    assert (epoch.position, epoch.delivered) == (2, 2)
+    assert epoch.position_before(0) == 2
+
+
+def test_a_batch_is_delivered_once_if_its_count_was_interrupted(monkeypatch):
+    epoch = planned(4)
+    with monkeypatch.context() as patch:
+        patch.setattr(Epoch, "pass_position", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            deliver(epoch, 1)
+    acknowledgements = epoch.acknowledgements
+    acknowledgements.requeue(acknowledgements.latest)
+    assert epoch.position_before(0) == 0
+    assert epoch.redeliver() == "batch 0"
     assert (epoch.position, epoch.delivered) == (1, 1)
 
 
-def test_a_batch_is_no_more_requeued_when_another_one_was_delivered():
+def test_a_batch_that_is_requeued_twice_is_delivered_once():
     epoch = planned(4)
     deliver(epoch, 1)
-    kept = epoch.undelivered
+    acknowledgements = epoch.acknowledgements
+    delivery = acknowledgements.latest
+    acknowledgements.requeue(delivery)
+    acknowledgements.requeue(delivery)
+    assert epoch.redeliver() == "batch 0"
+    assert not acknowledgements.has_requeued
+
+
+def test_a_thread_does_not_acknowledge_the_batch_of_another_one():
+    epoch = planned(4)
     deliver(epoch, 1)
-    epoch.requeue(kept)
-    assert epoch.peeked == {}
-    assert (epoch.position, epoch.delivered) == (2, 2)
+    thread = threading.Thread(target=epoch.acknowledgements.acknowledge)
+    thread.start()
+    thread.join(60)
+    assert epoch.acknowledgements.latest is not None
+
+
+def test_an_epoch_that_starts_again_drops_requeued_batches():
+    epoch = planned(4)
+    deliver(epoch, 1)
+    acknowledgements = epoch.acknowledgements
+    acknowledgements.requeue(acknowledgements.latest)
+    epoch.rewind()
+    assert not acknowledgements.has_requeued
