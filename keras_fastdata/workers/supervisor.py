@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterable
 from typing import Generic, NamedTuple, NoReturn, Protocol, TypeVar
 
+from keras_fastdata.errors import LoaderError
 from keras_fastdata.workers import log_forwarding
 from keras_fastdata.workers.base import (
     BatchResult,
@@ -267,12 +268,12 @@ class SupervisedPool(WorkerPool, Generic[W]):
 
     def collect(self) -> Iterable[BatchResult]:
         supervisor = self._supervisor
-        supervisor.start_missing()
+        self._start_missing()
         is_due = self._watchdog.begin_look()
         done = self._receive(is_due)
         if is_due:
             done += supervisor.look()
-        supervisor.start_missing()
+        self._start_missing()
         if self._policy.is_over:
             last = self._policy.end()
             if last.starting:
@@ -309,6 +310,13 @@ class SupervisedPool(WorkerPool, Generic[W]):
                 self._is_closed = True
                 self._end()
             self._receiver.hand_on()
+
+    def _start_missing(self) -> None:
+        """Starts missing workers; see `Supervisor.start_missing`."""
+        try:
+            self._supervisor.start_missing()
+        except (LoaderError, OSError) as error:
+            self._fail_start(error)
 
     def _fail_start(self, error: BaseException) -> NoReturn:
         """Raises the error that kept workers from starting."""

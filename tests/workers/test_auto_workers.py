@@ -35,6 +35,7 @@ from keras_fastdata import GeneratorDataset, LoaderHealth
 from keras_fastdata._dataset_internals import loader_of
 from keras_fastdata.engine.batch_iterator import iterate
 from keras_fastdata.engine.tuner import ExcludedError, WorkerConfigChoice
+from keras_fastdata.workers.process import forkserver_client
 
 AT_ONCE = {"pause_s": 0.0}  # where only the batches matter
 SOON = {"pause_s": 0.001}  # where the test says who builds them
@@ -294,6 +295,25 @@ def test_a_dataset_that_no_process_can_load_is_built_here(goes, kind):
         assert_same([b for _ in range(3) for b in dataset], expected)
         assert "2 processes" in places(dataset)
         assert dataset.workers == 0
+        assert is_excluded(dataset, processes=True)
+
+
+@pytest.mark.parametrize(
+    "error", [(forkserver_client.ForkserverGoneError, ""), (OSError, 11, "")]
+)
+def test_where_no_process_can_be_forked_batches_are_built_here(
+    goes, monkeypatch, error
+):
+    def refuse(server, files):
+        kind, *args = error
+        raise kind(*args)
+
+    monkeypatch.setattr(forkserver_client.ForkserverConnection, "fork", refuse)
+    goes((0, False), (2, True))
+    with Waits(workers="auto", seed=4, **AT_ONCE) as dataset:
+        expected = batches_of(Waits(workers=0, seed=4, **AT_ONCE))
+        assert_same([b for _ in range(3) for b in dataset], expected)
+        assert "2 processes" in places(dataset)
         assert is_excluded(dataset, processes=True)
 
 
