@@ -88,8 +88,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if (script := sys.modules.get("__mp_main__")) is not None:
+        script = sys.modules.get("__mp_main__")
+        if getattr(script, "__name__", "") == "__mp_main__":
             # Else cloudpickle takes it for a module that workers can import.
+            # (In other processes, this is a second name of `__main__`.)
             cloudpickle.register_pickle_by_value(script)
         # What functions share in the worker for each cell that they share here;
         # with the cell, whose id could otherwise become another one's.

@@ -44,7 +44,6 @@ from keras_fastdata.building.referred_names import variables_of
 from keras_fastdata.engine import outside_state, plain_values, sent_digest
 from keras_fastdata.engine.fingerprint import _is_installed
 from keras_fastdata.engine.outside_state import OutsideState
-from keras_fastdata.workers.process.forkserver_client import forkserver_pids
 
 PROCESSES = {"workers": 2, "use_multiprocessing": True}
 KINDS = {
@@ -752,6 +751,11 @@ def test_what_an_object_of_a_module_has_computed_is_dropped_with_it(
 
 def test_workers_that_start_anew_keep_their_fork_server(patch):
     patch.setattr(conf, "SCALE", 1)
+    # Not above: a stripped interpreter cannot import the module.
+    from keras_fastdata.workers.process.forkserver_client import (
+        forkserver_pids,
+    )
+
     found = set()
     with Referring(workers=1, use_multiprocessing=True) as dataset:
         for scale in (1, 2, 3):

@@ -199,6 +199,7 @@ def _reason_against(known: set[str], devices: set[str]) -> str:
     if opened := _devices() - devices:
         return f"it opens {', '.join(sorted(opened))}"
     tops = {name.partition(".")[0] for name in sys.modules.keys() - known}
+    tops.discard("__mp_main__")  # `multiprocessing` calls `__main__` so
     if theirs := sorted(name for name in tops if is_users(name)):
         return f"it imports {', '.join(theirs)}, which is not installed"
     return ""

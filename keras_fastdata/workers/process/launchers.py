@@ -236,6 +236,12 @@ class ForkLauncher(Launcher):
     def __init__(
         self, make_builder: Callable[[], Builds], segment: Segment
     ) -> None:
+        if not os.path.isdir("/proc/self/fd"):
+            raise LoaderError(
+                "`start_method='fork'` needs /proc, where each worker finds "
+                "the open files that it opens again. Mount /proc, or use "
+                "another start method."
+            )
         self._make_builder = make_builder
         self._segment = segment
         warnings.warn(
