@@ -99,6 +99,7 @@ class Builder:
             share. A thread raises `GlobalRngUsedError` for such a batch.
         glance: Is called in threads before and after each build, with the
             number of the epoch.
+        after_build: Is called in worker processes after each build.
     """
 
     def __init__(
@@ -111,10 +112,12 @@ class Builder:
         cached: bool = False,
         observer: Observer | None = None,
         glance: Callable[[int], None] = lambda epoch: None,
+        after_build: Callable[[Dataset], None] = lambda dataset: None,
     ) -> None:
         self._cached = cached
         self._observer = observer
         self._glance = glance
+        self._after_build = after_build
         self._dataset = dataset
         self._seed = seed
         self._threads = threads
@@ -195,6 +198,7 @@ class Builder:
                     self._rng_monitor.end(type(self.dataset).__name__)
             if self._private:
                 batch = self._seeded(context)
+                self._after_build(self.dataset)
                 state = self._worker_state
                 if state is not None and state.count_build():
                     self._look_for_lost_state(state)
@@ -371,9 +375,20 @@ class Builder:
         )
 
 
-def builder_in_worker(dataset: Dataset, seed: int, cached: bool) -> Builder:
+def builder_in_worker(
+    dataset: Dataset,
+    seed: int,
+    cached: bool,
+    after_build: Callable[[Dataset], None] = lambda dataset: None,
+) -> Builder:
     """Returns a worker process's `Builder`, which keeps `dataset` alive."""
-    return Builder(lambda: dataset, seed, private=True, cached=cached)
+    return Builder(
+        lambda: dataset,
+        seed,
+        private=True,
+        cached=cached,
+        after_build=after_build,
+    )
 
 
 def _item(dataset: Dataset, index: int) -> Any:

@@ -91,12 +91,12 @@ class Inside(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What a cached function keeps. Workers have other results.
+    """What a cached function keeps of a call. Workers have other results.
 
-    It has two fields, or it would be equal to `Inside(number)`.
+    It has two fields, or it would be equal to `ItemKey(call)`.
     """
 
-    number: int  # of the result
+    call: Any  # a tuple, as in `calls_of`; else a number of the result
     is_count: bool = False  # whether it is how often the function has run
 
 
@@ -141,6 +141,12 @@ class Variable:
         return any(isinstance(step, Kept) for step in self.path)
 
     @property
+    def can_be_compared(self) -> bool:
+        """Whether a worker can find the same call of each cached function."""
+        calls = [step.call for step in self.path if isinstance(step, Kept)]
+        return all(isinstance(call, tuple) for call in calls)
+
+    @property
     def name(self) -> str:
         """The variable's path as Python code, such as "TABLE['a'].size"."""
         return name_of(self.module, self.path)
@@ -152,7 +158,9 @@ def name_of(module: str, path: Path) -> str:
     for step in path:
         if isinstance(step, ItemKey):
             name += f"[{step.key!r}]"
-        elif not isinstance(step, (Inside, Kept)):
+        elif isinstance(step, Kept):
+            name += "()" if step.call == () else "(...)"
+        elif not isinstance(step, Inside):
             name += f".{step if isinstance(step, str) else step.name}"
     return name
 
@@ -242,10 +250,10 @@ class _VariableSearch:
 
     def _results(self, cached: Any, module: str, path: Path) -> None:
         """Collects what a cached function keeps, if it keeps few results."""
-        self._add(_calls_of(cached, module, path), cached)
-        for number, kept in enumerate(_kept_by(cached)):
-            # Not by its number: a call changes the order of the results.
-            there = (*path, Kept(number))
+        self._add(_runs_of(cached, module, path), cached)
+        for call, kept in calls_of(cached):
+            # Not by the call: the function may have made another result.
+            there = (*path, Kept(call))
             self._note(_reference(kept), cached, "", module, there)
 
     def search_held_modules(self) -> None:
@@ -540,7 +548,7 @@ def _is_pythons(name: str, value: Any) -> bool:
     return is_special and not isinstance(value, types.FunctionType)
 
 
-def _calls_of(cached: Any, module: str, path: Path) -> Variable:
+def _runs_of(cached: Any, module: str, path: Path) -> Variable:
     """Returns how often a cached function with few results has run.
 
     It is a variable that builds may assign.
@@ -556,10 +564,15 @@ def _calls_of(cached: Any, module: str, path: Path) -> Variable:
     )
 
 
-def _kept_by(cached: Any) -> list[Any]:
-    """Returns the containers and user objects among a function's few results.
+def calls_of(cached: Any) -> list[tuple[Any, Any]]:
+    """Returns the few calls that a cached function keeps, with their results.
 
-    A function with more results caches data.
+    Only results that are containers or objects of the user's classes count. A
+    function with more results caches data.
+
+    Returns:
+        Pairs of a call and its result. The call is a tuple that is the same in
+        each process, or a number if that cannot be.
     """
     if cached.cache_info().currsize > _MOST_RESULTS:
         return []
@@ -567,19 +580,32 @@ def _kept_by(cached: Any) -> list[Any]:
         part for part in gc.get_referents(cached) if part is not vars(cached)
     ]
     # The dict from calls to results; where results are limited in number, it
-    # holds them in links, and they and the calls are parts as well.
+    # holds them in links, and each call and its result are parts in a row.
     own = [part for part in parts if type(part) is dict]
+    pairs: list[tuple[Any, Any]] = []
     if cached.cache_parameters()["maxsize"] is None:
-        parts = [result for each in own for result in each.values()]
+        pairs += (pair for each in own for pair in each.items())
     else:
         own = [each for each in own if all(map(_is_link, each.values()))]
-        leave_out = {id(part) for each in own for part in (each, *each)}
-        parts = [part for part in parts if id(part) not in leave_out]
+        calls = {id(call) for each in own for call in each}
+        left = iter(parts)
+        pairs += ((part, next(left)) for part in left if id(part) in calls)
     return [
-        part
-        for part in parts
-        if type(part) in _CONTAINERS or _is_users_object(part)
+        (_portable(call, number), result)
+        for number, (call, result) in enumerate(pairs)
+        if type(result) in _CONTAINERS or _is_users_object(result)
     ]
+
+
+def _portable(call: Any, number: int) -> Any:
+    """Returns a call as a tuple that is the same in each process, or `number`.
+
+    A call is the argument itself, or a tuple of arguments, with a mark before
+    those that have a keyword.
+    """
+    parts = call if type(call) is tuple else (call,)
+    marked = tuple("=" if type(part) is object else part for part in parts)
+    return marked if all(map(_is_key, marked)) else number
 
 
 def _is_link(value: Any) -> bool:

@@ -65,7 +65,6 @@ from keras_fastdata.engine.told_state import (
     SettingsByModule,
     StateLostError,
     Told,
-    ValuesByModule,
 )
 
 _log = logging.getLogger("keras_fastdata")
@@ -163,23 +162,21 @@ class OutsideState:
     def _record_all(self, dataset: Any) -> None:
         self._builds = build_context.builds_begun()
         self._noticed, self._was_glimpsed = Change.NONE, False
-        values: ValuesByModule = {}
-        kinds: KindsByModule = {}
+        told = Told(self._settings(), {}, {}, {}, self._is_strict)
         self._seen = []
         for variable in _variables_of(dataset):
             with _looking():
-                self._record(variable, values, kinds)
-        self.told = Told(self._settings(), values, kinds, self._is_strict)
+                self._record(variable, told)
+        self.told = told
 
-    def _record(
-        self, variable: Variable, values: ValuesByModule, kinds: KindsByModule
-    ) -> None:
+    def _record(self, variable: Variable, told: Told) -> None:
         """Records the value of a variable, and what workers are told of it."""
         value = variable.value
         self._seen.append(SeenVariable(variable, value))
-        if variable.is_kept:  # workers are not told of it
-            if self._is_strict and not variable.is_assigned:
-                self._lose(variable)  # they may have made another result
+        values, kinds = told.values, told.kinds
+        if variable.is_kept:
+            if not (variable.is_assigned or variable.is_edited):
+                self._record_result(variable, told.results)
             return
         if variable.by_value or _is_of_process(variable):
             return
@@ -197,6 +194,17 @@ class OutsideState:
         elif not isinstance(value, types.ModuleType):
             kind = kind_of(value)
             kinds.setdefault(variable.module, {})[variable.path] = kind
+
+    def _record_result(
+        self, variable: Variable, results: KindsByModule
+    ) -> None:
+        """Records what workers compare with their result of a function."""
+        can_be_compared = variable.can_be_compared
+        if self._is_strict and (variable.by_value or not can_be_compared):
+            self._lose(variable)  # they may have made another result
+        elif can_be_compared:
+            kind = kind_of(variable.value)
+            results.setdefault(variable.module, {})[variable.path] = kind
 
     def notice_changes(self) -> Change:
         """Returns how the global state has changed since `look`.

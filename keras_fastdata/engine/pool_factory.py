@@ -25,6 +25,7 @@ from keras_fastdata.engine.outside_values import OutsideValues
 from keras_fastdata.engine.planner import EpochPlanner
 from keras_fastdata.engine.position import KerasPhase, Position
 from keras_fastdata.engine.settings import Settings
+from keras_fastdata.engine.told_results import check_results
 from keras_fastdata.engine.told_state import Told
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.metrics.worker_kinds import WorkerKind
@@ -259,7 +260,9 @@ def _maker_in_worker(
     _: Told, dataset: Dataset, seed: int, cached: bool
 ) -> Callable[[], build.Builder]:
     """Returns what a pickled `_BuilderMaker` becomes in a worker."""
-    return functools.partial(build.builder_in_worker, dataset, seed, cached)
+    return functools.partial(
+        build.builder_in_worker, dataset, seed, cached, check_results
+    )
 
 
 def _glance(factory: weakref.ref[PoolFactory], epoch: int) -> None:

@@ -26,8 +26,10 @@ from keras_fastdata.building.referred_names import (
     CellName,
     Inside,
     ItemKey,
+    Kept,
     Path,
     Step,
+    calls_of,
     name_of,
     part_at,
 )
@@ -67,25 +69,29 @@ class Told:
     settings: SettingsByModule
     values: ValuesByModule
     kinds: KindsByModule  # of the variables whose values are not carried
+    # Of what cached functions keep; module "": of what the dataset holds.
+    results: KindsByModule
     # Whether a worker that has another kind there raises `StateLostError`.
     is_strict: bool
 
     def __reduce__(self) -> tuple[Any, ...]:
-        arguments = self.settings, self.values, self.kinds, self.is_strict
-        return _take_on, arguments
+        fields = (getattr(self, each.name) for each in dataclasses.fields(self))
+        return _take_on, tuple(fields)
 
 
-NOTHING_TOLD = Told({}, {}, {}, is_strict=False)
+NOTHING_TOLD = Told({}, {}, {}, {}, is_strict=False)
 
 
 def _take_on(
     settings: SettingsByModule,
     values: ValuesByModule,
     kinds: KindsByModule,
+    results: KindsByModule,
     is_strict: bool,
 ) -> Told:
     """Sets values in modules, immediately or when a module is imported."""
-    before, told = _AfterImport.told, Told(settings, values, kinds, is_strict)
+    told = Told(settings, values, kinds, results, is_strict)
+    before = _AfterImport.told
     _AfterImport.told = told
     for name in {**settings, **values, **kinds}:
         _tell(name, before)
@@ -131,8 +137,8 @@ def _give(module: Any, path: Path, given: Any) -> bool:
     try:
         value = copy.deepcopy(given)  # the worker may edit its own
         *owners, last = path
-        owner = functools.reduce(_part_of, owners, module)
-        before = _part_of(owner, last)
+        owner = functools.reduce(part_of, owners, module)
+        before = part_of(owner, last)
     except Exception:
         return True  # it may be made later
     with contextlib.suppress(Exception):
@@ -160,7 +166,7 @@ def _lose(name: str, path: Path) -> None:
 def _is_of_kind(module: Any, path: Path, kind: tuple[str, str]) -> bool:
     """Returns whether a variable has a value of a kind, or has none yet."""
     try:
-        value = functools.reduce(_part_of, path, module)
+        value = functools.reduce(part_of, path, module)
         return value is ABSENT or kind_of(value) == kind
     except Exception:  # the user's class may refuse
         return True
@@ -202,7 +208,12 @@ def _set_part(owner: Any, step: Step, value: Any) -> None:
         setattr(owner, step, value)
 
 
-def _part_of(owner: Any, step: Step) -> Any:
+def current() -> Told:
+    """Returns what this worker was told last."""
+    return _AfterImport.told
+
+
+def part_of(owner: Any, step: Step) -> Any:
     """Returns an item, or an attribute that the object itself has."""
     if isinstance(step, ItemKey):
         return owner[step.key]
@@ -210,7 +221,8 @@ def _part_of(owner: Any, step: Step) -> Any:
         return cells_of(owner)[step.name].cell_contents
     if isinstance(step, Inside):
         return part_at(owner, step.number)
-    assert isinstance(step, str)  # workers are not told of others
+    if isinstance(step, Kept):
+        return dict(calls_of(owner))[step.call]
     if isinstance(owner, types.FunctionType) and hasattr(type(owner), step):
         return getattr(owner, step)  # its defaults
     kept = getattr(owner, "__dict__", {})

@@ -57,6 +57,11 @@ def cached():
     return SCALE
 
 
+@functools.lru_cache
+def get_settings(name="a", *, number=0):
+    return types.SimpleNamespace(name=name, number=number, scale=1)
+
+
 class Memo:
     """Keeps what it computes from `SCALE`."""
 

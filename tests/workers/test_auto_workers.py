@@ -26,6 +26,7 @@ from auto_samples import (
     RefusesToLoad,
     RefusesToStart,
     Scales,
+    ScalesByResult,
     ScalesLate,
     StaysHere,
     Waits,
@@ -363,6 +364,19 @@ def test_what_processes_cannot_be_told_later_is_built_here(goes, monkeypatch):
         assert dataset.use_multiprocessing
         assert factors_of(dataset, 3, change) == before + 2 * EVERY
         assert is_excluded(dataset, processes=True)
+
+
+@pytest.mark.parametrize("factor", [1, 3])
+def test_an_object_of_a_cached_function_is_set_where_batches_are_built(
+    goes, monkeypatch, factor
+):
+    goes((2, True), (0, False), after=1000)
+    monkeypatch.setattr(auto_config.get_scaler(), "factor", factor)
+    with ScalesByResult(workers="auto") as dataset:
+        expected = [(index, factor) for index in range(20)]
+        assert factors_of(dataset, 2) == 2 * expected
+        assert is_excluded(dataset, processes=True) == (factor != 1)
+        assert dataset.use_multiprocessing == (factor == 1)
 
 
 def test_a_bound_method_that_processes_do_not_see_is_said_to_be_lost(

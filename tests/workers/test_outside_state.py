@@ -1229,6 +1229,82 @@ def test_workers_lack_what_changes_in_a_result_of_a_cached_function(caplog):
     assert "scale`, and worker processes do not see it" in caplog.text
 
 
+CALLS = {
+    "none": ((), {}),
+    "one": (("b",), {}),
+    "keyword": (("b",), {"number": 2}),
+}
+
+
+@pytest.mark.parametrize(
+    "place", ["process", pytest.param("portable", marks=pytest.mark.long)]
+)
+@pytest.mark.parametrize("is_set", [False, True])
+@pytest.mark.parametrize("call", CALLS.values(), ids=list(CALLS))
+def test_a_result_that_the_program_set_before_the_first_epoch_is_said(
+    call, is_set, place, patch, caplog
+):
+    args, kwargs = call
+    patch.setattr(
+        conf.get_settings(*args, **kwargs), "scale", 2 if is_set else 1
+    )
+    use = lambda *_: conf.get_settings(*args, **kwargs).scale  # noqa: E731
+    with Holds(0, use, **EVERY_KIND[place]) as dataset:
+        assert [int(batch) for batch in dataset] == [1] * 3
+    shown = "(...)" if args else "()"
+    name = f"`outside_config.get_settings{shown}.scale` differs"
+    assert (name in caplog.text) == is_set
+    assert caplog.text.count("differs between") == is_set
+
+
+@pytest.mark.parametrize("is_set", [False, True])
+def test_a_set_result_of_a_function_in_an_attribute_is_said(is_set, caplog):
+    held = settings_kept_by(functools.cache)
+    held().scale = 2 if is_set else 1
+    use = lambda get, _: get().scale  # noqa: E731
+    with Holds(held, use, **EVERY_KIND["process"]) as dataset:
+        assert [int(batch) for batch in dataset] == [1] * 3
+    assert ("`self.thing().scale` differs" in caplog.text) == is_set
+
+
+RESULT_SCRIPT = """
+import functools, logging, sys, types
+import numpy as np
+from keras_fastdata import FastPyDataset
+
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+
+@functools.cache
+def get_settings():
+    return types.SimpleNamespace(scale=1, table=[1] * 2000)
+
+def scale():
+    return get_settings().scale
+
+class Mine(FastPyDataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return np.array(scale())
+
+for value in (1, 2):
+    get_settings().scale = value
+    with Mine(workers=2, use_multiprocessing=True) as dataset:
+        print(*dataset)
+"""
+
+
+def test_a_set_result_of_a_function_of_the_script_is_said(tmp_path, zygote):
+    path = tmp_path / "script.py"
+    path.write_text(RESULT_SCRIPT)
+    said = zygote.run(path).stdout.splitlines()
+    warning = next(line for line in said if "differs" in line)
+    said.remove(warning)
+    assert said == ["1 1 1 1"] * 2
+    assert warning.startswith("`__main__.get_settings().scale` differs")
+
+
 def test_workers_lack_a_lazily_made_object_that_has_not_just_attributes(
     patch, caplog
 ):
