@@ -14,7 +14,8 @@ worker process imports modules anew, and is told of three things:
 All of it is compared when an epoch begins, and sent again if it differs. In a
 worker a module is told when it is imported, or else at once. Where a variable
 of a module differs, the workers start anew: modules may keep what they have
-computed from it.
+computed from it. Workers call cached functions themselves, and compare the
+results with those of this process.
 
 In every place, a difference means that batches which were built ahead or cached
 are out of date. Where the builds themselves may have made the difference, it
