@@ -8,13 +8,9 @@ code object lists the names that it uses.
 from __future__ import annotations
 
 import abc
-import argparse
-import collections
 import contextlib
 import dataclasses
-import enum
 import functools
-import gc
 import logging
 import operator
 import sys
@@ -42,127 +38,37 @@ from keras_fastdata.building.attributes import (
     has_attributes,
     slots_of,
 )
+from keras_fastdata.building.cached_functions import calls_of, runs_of
 from keras_fastdata.building.code_names import names_of
 from keras_fastdata.building.seeding import PRIVATE
+from keras_fastdata.building.variables import (
+    CODE,
+    CONTAINERS,
+    MOST_ITEMS,
+    SELF,
+    CellName,
+    Inside,
+    ItemKey,
+    Kept,
+    Path,
+    Variable,
+    is_key,
+    is_users_object,
+    part_at,
+    parts_of,
+)
 
 _MOST_VISITS = 20_000  # classes, functions and objects that are searched
 _MOST_FOUND = 5_000  # variables
 _MOST_OTHERS = 200  # objects of libraries
-_MOST_ITEMS = 1_000  # of a container in a variable that is searched
 _MOST_OWN_ITEMS = 100  # of a larger one in an attribute of the dataset
 # Methods of a dataset that do not run in workers.
 _RUN_HERE = ("__init__", "on_epoch_begin", "on_epoch_end")
 # What may change of a function that travels by value.
 _OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
 _LEAVES = (str, bytes, int, float, complex, type(None), np.ndarray, np.generic)
-_CONTAINERS = (list, tuple, dict, collections.deque)
-_MOST_RESULTS = 8  # of a cached function
-NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
-# Objects of Python's whose attributes are variables as well.
-OPEN = (
-    *NAMESPACES,
-    *(collections.UserDict, collections.UserList, collections.ChainMap),
-)
-_CODE = (enum.Enum, type)
-_KEYS = (str, bytes, int, float, type(None), *_CODE)
 
 _log = logging.getLogger("keras_fastdata")
-
-SELF = "self"  # begins the path to what the dataset itself holds
-ABSENT = object()  # the value of a variable that has none
-
-
-class ItemKey(NamedTuple):
-    """The key or the index of an item in a container."""
-
-    key: Any
-
-
-class CellName(NamedTuple):
-    """The name of an outer variable of a function."""
-
-    name: str
-
-
-class Inside(NamedTuple):
-    """A part that has no name: of a partial function or a bound method."""
-
-    number: int
-
-
-class Kept(NamedTuple):
-    """What a cached function keeps of a call. Workers have other results.
-
-    It has two fields, or it would be equal to `ItemKey(call)`.
-    """
-
-    call: Any  # a tuple, as in `calls_of`; else a number of the result
-    is_count: bool = False  # whether it is how often the function has run
-
-
-Step = str | ItemKey | CellName | Inside | Kept
-Path = tuple[Step, ...]  # such as ("Config", "SCALE")
-
-
-@dataclasses.dataclass(frozen=True)
-class Variable:
-    """A variable that the code of a dataset refers to."""
-
-    read: Callable[[], Any]
-    path: Path  # the path to the variable in its module; empty if it has none
-    module: str  # the module's name
-    # Whether cloudpickle sends the variable along with its class or function.
-    by_value: bool
-    is_assigned: bool = False  # whether the code that was searched assigns it
-    is_edited: bool = False  # whether that code edits the container in it
-
-    @property
-    def value(self) -> Any:
-        """The variable's current value, or `ABSENT` if it does not exist."""
-        try:
-            return self.read()
-        except (AttributeError, LookupError, ValueError):
-            return ABSENT
-
-    @property
-    def has_items(self) -> bool:
-        """Whether the items of the container in it are variables as well.
-
-        So are the attributes of a namespace.
-        """
-        value = self.value
-        if type(value) in NAMESPACES:
-            value = vars(value)
-        return type(value) in _CONTAINERS and len(value) <= _MOST_ITEMS
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether it belongs to the results that a cached function keeps."""
-        return any(isinstance(step, Kept) for step in self.path)
-
-    @property
-    def can_be_compared(self) -> bool:
-        """Whether a worker can find the same call of each cached function."""
-        calls = [step.call for step in self.path if isinstance(step, Kept)]
-        return all(isinstance(call, tuple) for call in calls)
-
-    @property
-    def name(self) -> str:
-        """The variable's path as Python code, such as "TABLE['a'].size"."""
-        return name_of(self.module, self.path)
-
-
-def name_of(module: str, path: Path) -> str:
-    """Returns a path in a module as Python code."""
-    name = module
-    for step in path:
-        if isinstance(step, ItemKey):
-            name += f"[{step.key!r}]"
-        elif isinstance(step, Kept):
-            name += "()" if step.call == () else "(...)"
-        elif not isinstance(step, Inside):
-            name += f".{step if isinstance(step, str) else step.name}"
-    return name
 
 
 def variables_of(dataset: Any) -> list[Variable]:
@@ -231,13 +137,13 @@ class _VariableSearch:
             self._function(value, module, path)
         elif isinstance(value, type):
             self._class(value)
-        elif type(value) in _CONTAINERS:
+        elif type(value) in CONTAINERS:
             if self._is_new(value, bool(path)):
                 self._items(value, module, path)
-        elif _is_users_object(value):
+        elif is_users_object(value):
             self._object(value, module, path)
         else:
-            for number, part in enumerate(_parts_of(value)):
+            for number, part in enumerate(parts_of(value)):
                 if path:
                     read = functools.partial(part_at, value, number)
                     there = (*path, Inside(number))
@@ -250,7 +156,7 @@ class _VariableSearch:
 
     def _results(self, cached: Any, module: str, path: Path) -> None:
         """Collects what a cached function keeps, if it keeps few results."""
-        self._add(_runs_of(cached, module, path), cached)
+        self._add(runs_of(cached, module, path), cached)
         for call, kept in calls_of(cached):
             # Not by the call: the function may have made another result.
             there = (*path, Kept(call))
@@ -283,7 +189,7 @@ class _VariableSearch:
             for name in first_items(attributes):
                 part = attributes.get(name)
                 # What a library keeps in containers is its own.
-                is_named = bool(path) and type(part) not in _CONTAINERS
+                is_named = bool(path) and type(part) not in CONTAINERS
                 self.value(part, module, (*path, str(name)) * is_named)
 
     def _items(self, value: Any, module: str, path: Path) -> None:
@@ -291,7 +197,7 @@ class _VariableSearch:
         items = first_items(
             dict.items(value) if is_mapping else enumerate(value)
         )
-        if len(value) > _MOST_ITEMS and path[:1] in ((), (SELF,)):
+        if len(value) > MOST_ITEMS and path[:1] in ((), (SELF,)):
             del items[_MOST_OWN_ITEMS:]
         # One that holds nothing else is compared and sent whole.
         are_leaves = all(
@@ -302,8 +208,8 @@ class _VariableSearch:
         )
         any_key = bool(path) and is_by_value(module, path)
         for key, item in items:
-            is_key = any_key or _is_key(key)
-            if path and not are_leaves and is_key:
+            has_path = any_key or is_key(key)
+            if path and not are_leaves and has_path:
                 read = functools.partial(operator.getitem, value, key)
                 self._note(read, value, "", module, (*path, ItemKey(key)))
             else:
@@ -341,7 +247,7 @@ class _VariableSearch:
         if isinstance(value, dict):
             for key in first_items(dict.keys(value)):
                 read = functools.partial(_read, held, dict.__getitem__, key)
-                if path and _is_key(key):
+                if path and is_key(key):
                     there = (*path, ItemKey(key))
                     self._note(read, value, "", module, there)
 
@@ -483,13 +389,6 @@ class _VariableSearch:
         self._found.append(_FoundVariable(variable, owner, name))
 
 
-def _is_key(value: Any) -> bool:
-    """Returns whether a path may have an item with this key."""
-    if type(value) is tuple:
-        return all(map(_is_key, value))
-    return isinstance(value, _KEYS)
-
-
 def _names_code(key: Any) -> bool:
     """Returns whether a key is, or has in it, a class or a member of an enum.
 
@@ -497,7 +396,7 @@ def _names_code(key: Any) -> bool:
     """
     if type(key) is tuple:
         return any(map(_names_code, key))
-    return isinstance(key, _CODE)
+    return isinstance(key, CODE)
 
 
 def _reference(value: Any) -> Callable[[], Any]:
@@ -522,11 +421,6 @@ def _attribute(value: Any, name: str) -> Any:
     return attributes_of(value)[name]
 
 
-def part_at(value: Any, number: int) -> Any:
-    """Returns the object that the step `Inside(number)` leads to."""
-    return _parts_of(value)[number]
-
-
 def _count_of(names: Mapping[str, Any]) -> int:
     """Returns the number of names, to show additions.
 
@@ -546,98 +440,3 @@ def _is_pythons(name: str, value: Any) -> bool:
     """Returns whether Python itself could have set a class attribute."""
     is_special = name.startswith("__") and name.endswith("__")
     return is_special and not isinstance(value, types.FunctionType)
-
-
-def _runs_of(cached: Any, module: str, path: Path) -> Variable:
-    """Returns how often a cached function with few results has run.
-
-    It is a variable that builds may assign.
-    """
-
-    def read() -> int:
-        info = cached.cache_info()
-        return int(info.misses) if info.currsize <= _MOST_RESULTS else -1
-
-    there = (*path, Kept(0, is_count=True))
-    return Variable(
-        read, there, module, is_by_value(module, path), is_assigned=True
-    )
-
-
-def calls_of(cached: Any) -> list[tuple[Any, Any]]:
-    """Returns the few calls that a cached function keeps, with their results.
-
-    Only results that are containers or objects of the user's classes count. A
-    function with more results caches data.
-
-    Returns:
-        Pairs of a call and its result. The call is a tuple that is the same in
-        each process, or a number if that cannot be.
-    """
-    if cached.cache_info().currsize > _MOST_RESULTS:
-        return []
-    parts = [
-        part for part in gc.get_referents(cached) if part is not vars(cached)
-    ]
-    # The dict from calls to results; where results are limited in number, it
-    # holds them in links, and each call and its result are parts in a row.
-    own = [part for part in parts if type(part) is dict]
-    pairs: list[tuple[Any, Any]] = []
-    if cached.cache_parameters()["maxsize"] is None:
-        pairs += (pair for each in own for pair in each.items())
-    else:
-        own = [each for each in own if all(map(_is_link, each.values()))]
-        calls = {id(call) for each in own for call in each}
-        left = iter(parts)
-        pairs += ((part, next(left)) for part in left if id(part) in calls)
-    return [
-        (_portable(call, number), result)
-        for number, (call, result) in enumerate(pairs)
-        if type(result) in _CONTAINERS or _is_users_object(result)
-    ]
-
-
-def _portable(call: Any, number: int) -> Any:
-    """Returns a call as a tuple that is the same in each process, or `number`.
-
-    A call is the argument itself, or a tuple of arguments, with a mark before
-    those that have a keyword.
-    """
-    parts = call if type(call) is tuple else (call,)
-    marked = tuple("=" if type(part) is object else part for part in parts)
-    return marked if all(map(_is_key, marked)) else number
-
-
-def _is_link(value: Any) -> bool:
-    """Returns whether a cache of limited size keeps a result in an object."""
-    return type(value).__name__ == "_lru_list_elem"
-
-
-def _is_users_object(value: Any) -> bool:
-    """Returns whether the user or this package defines an object's class.
-
-    Namespaces also count, whose attributes are variables as well.
-    """
-    if isinstance(value, weakref.ref):
-        return False
-    kind = type(value)
-    if isinstance(value, OPEN):
-        return True
-    return is_users_class(kind) or kind.__module__.startswith("keras_fastdata.")
-
-
-def _parts_of(value: Any) -> list[Any]:
-    """Returns the objects inside a wrapper such as `partial` or `property`."""
-    if isinstance(value, (staticmethod, classmethod)):
-        return [value.__func__]
-    if isinstance(value, property):
-        return [value.fget]
-    if isinstance(value, types.MethodType):
-        return [value.__func__, value.__self__]
-    if isinstance(value, functools.cached_property):
-        return [value.func]
-    if isinstance(value, (functools.partial, functools.partialmethod)):
-        return [value.func, *value.args, *value.keywords.values()]
-    if isinstance(value, functools._lru_cache_wrapper):
-        return [value.__wrapped__]
-    return []

@@ -41,12 +41,8 @@ import numpy as np
 from keras_fastdata._modules import is_main, is_users_class
 from keras_fastdata.building import build_context
 from keras_fastdata.building.attributes import first_items
-from keras_fastdata.building.referred_names import (
-    ABSENT,
-    Inside,
-    Variable,
-    variables_of,
-)
+from keras_fastdata.building.referred_names import variables_of
+from keras_fastdata.building.variables import ABSENT, Inside, Variable
 from keras_fastdata.engine.outside_values import FirstValues, OutsideValues
 from keras_fastdata.engine.plain_values import (
     CONTAINERS,

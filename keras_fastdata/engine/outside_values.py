@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from keras_fastdata.building.referred_names import SELF, Variable
+from keras_fastdata.building.variables import SELF, Variable
 from keras_fastdata.engine.fingerprint import covers
 from keras_fastdata.engine.plain_values import text_of, weakly
 

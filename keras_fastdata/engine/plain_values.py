@@ -26,7 +26,7 @@ from keras_fastdata.building.attributes import (
     first_items,
     slots_of,
 )
-from keras_fastdata.building.referred_names import NAMESPACES
+from keras_fastdata.building.variables import NAMESPACES
 from keras_fastdata.engine.sent_digest import checksum_of
 
 _MOST_ITEMS = 1000  # of a plain value, in all; so many bytes are one

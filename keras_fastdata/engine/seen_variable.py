@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-from keras_fastdata.building.referred_names import SELF, Variable
+from keras_fastdata.building.variables import SELF, Variable
 from keras_fastdata.engine.plain_values import (
     CONTAINERS,
     MAPPINGS,

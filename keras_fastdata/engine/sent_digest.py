@@ -30,8 +30,8 @@ from keras_fastdata.building.attributes import (
     first_items,
     slot_values,
 )
-from keras_fastdata.building.referred_names import OPEN
 from keras_fastdata.building.seeding import PRIVATE
+from keras_fastdata.building.variables import OPEN
 from keras_fastdata.memory import rebuilt_classes
 from keras_fastdata.memory.reducers import Pickler
 from keras_fastdata.memory.shared_arrays import owner_of

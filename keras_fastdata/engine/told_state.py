@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from keras_fastdata.building.assignments import cells_of
-from keras_fastdata.building.referred_names import (
+from keras_fastdata.building.cached_functions import calls_of
+from keras_fastdata.building.variables import (
     ABSENT,
     NAMESPACES,
     CellName,
@@ -29,7 +30,6 @@ from keras_fastdata.building.referred_names import (
     Kept,
     Path,
     Step,
-    calls_of,
     name_of,
     part_at,
 )
