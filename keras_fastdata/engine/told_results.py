@@ -44,11 +44,11 @@ def check_results(dataset: Dataset) -> None:
     """Logs results that differ from what this worker was told.
 
     To be called after each build, which may have called the functions for the
-    first time. It compares after 1, 2, 4, 8, ... builds.
+    first time. It compares after 1, 2, 4, 8, ... builds. If workers were told
+    to be strict, it compares after each build.
 
     Raises:
-        StateLostError: Such a result differs, and workers were told to be
-            strict.
+        StateLostError: Such a result differs, and workers are strict.
     """
     unchecked = _Unchecked
     if unchecked.told is not (told := current()):
@@ -59,7 +59,8 @@ def check_results(dataset: Dataset) -> None:
             for path, kind in kinds.items()
         }
     unchecked.builds += 1
-    if unchecked.builds & (unchecked.builds - 1):
+    is_due = not unchecked.builds & (unchecked.builds - 1)
+    if not (is_due or told.is_strict):
         return
     said: list[Path] = []
     for module, path in sorted(unchecked.places, key=_depth, reverse=True):

@@ -156,10 +156,22 @@ class Scales(FastPyDataset):
 
 
 class ScalesByResult(Scales):
-    """The factor is that of an object which a cached function returns."""
+    """The factor is that of an object which a cached function returns.
+
+    The first batches have a given factor instead.
+    """
+
+    def __init__(self, factor=1, first=0, **kwargs):
+        super().__init__(**kwargs)
+        self.factor, self.first = factor, first
 
     def __getitem__(self, index):
-        return np.array([index, auto_config.get_scaler().apply(1)])
+        factor = (
+            self.factor
+            if index < self.first
+            else auto_config.get_scaler().apply(1)
+        )
+        return np.array([index, factor])
 
 
 class ScalesLate(Scales):

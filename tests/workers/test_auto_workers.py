@@ -366,13 +366,14 @@ def test_what_processes_cannot_be_told_later_is_built_here(goes, monkeypatch):
         assert is_excluded(dataset, processes=True)
 
 
+@pytest.mark.parametrize("first", [0, 6])
 @pytest.mark.parametrize("factor", [1, 3])
 def test_an_object_of_a_cached_function_is_set_where_batches_are_built(
-    goes, monkeypatch, factor
+    goes, monkeypatch, factor, first
 ):
     goes((2, True), (0, False), after=1000)
     monkeypatch.setattr(auto_config.get_scaler(), "factor", factor)
-    with ScalesByResult(workers="auto") as dataset:
+    with ScalesByResult(factor, first, workers="auto") as dataset:
         expected = [(index, factor) for index in range(20)]
         assert factors_of(dataset, 2) == 2 * expected
         assert is_excluded(dataset, processes=True) == (factor != 1)
