@@ -93,9 +93,10 @@ class Checkpoint:
     def set_epoch(self, dataset: Dataset, epoch: int) -> None:
         """Makes the dataset continue with the first batch of `epoch`.
 
-        Does nothing if that epoch is next; it may be resumed amid its batches.
+        If that epoch is next, it may be resumed amid its batches: it stays.
         """
         if epoch == self._position.upcoming:
+            self._pool.run(self._position.ask_again)
             return
         state = State(
             self._planner.seed,

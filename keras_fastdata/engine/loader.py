@@ -331,6 +331,8 @@ class Loader:
         self, epoch: Epoch, dataset: Dataset, workers: WorkerPool
     ) -> None:
         """Begins an epoch, and drops invalid prefetched batches."""
+        if self._position.begin_again():
+            self._prefetcher.unplan(workers)
         foretold = epoch.schedule
         if (
             foretold is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from typing import NamedTuple
 
@@ -34,6 +35,18 @@ class KerasPhase(enum.Enum):
     BETWEEN = enum.auto()  # an epoch has ended; callbacks may run
 
 
+@dataclasses.dataclass
+class _Beginning:
+    """An epoch that has begun, but delivered no batch."""
+
+    epoch: Epoch
+    # Those of `Position` before it began.
+    next_epoch: int
+    resumed: State | None
+    # Whether `set_epoch` has asked for its number since.
+    is_asked_again: bool = False
+
+
 class Position:
     """Assigns numbers to a dataset's epochs, and tracks the latest epoch."""
 
@@ -44,18 +57,38 @@ class Position:
         self.keras_phase = KerasPhase.OUTSIDE
         self._open_epochs = open_epochs
         self._latest: Epoch | None = None  # that a batch was delivered from
-        # The epoch that has begun last, while it has delivered no batch; and
-        # `next_epoch` and `resumed` before it began.
-        self._beginning: tuple[Epoch, int, State | None] | None = None
+        # The epoch that has begun last, while it has delivered no batch.
+        self._beginning: _Beginning | None = None
 
     def begin(self, epoch: Epoch) -> None:
         """Begins an epoch, and sets the number of the next epoch."""
         with DeferredSignals():  # no two epochs have one number
-            self._beginning = epoch, self.next_epoch, self.resumed
+            self._beginning = _Beginning(epoch, self.next_epoch, self.resumed)
             later = None if self.resumed is None else self.resumed.next_epoch
             epoch.activate()
             self.resumed = None
             self.next_epoch = self.next_epoch + 1 if later is None else later
+
+    def ask_again(self) -> None:
+        """Notes that the program asks for the epoch that is upcoming.
+
+        If that epoch has begun, nothing tells whether its iterator goes on, or
+        a new one is to begin the epoch: an interrupt may have ended the first.
+        """
+        if self._beginning is not None:
+            self._beginning.is_asked_again = True
+
+    def begin_again(self) -> bool:
+        """Takes back a begin, for a new iterator that begins the same epoch.
+
+        Returns whether to do so: the epoch must then be unplanned.
+        """
+        beginning = self._beginning
+        if beginning is None or not beginning.is_asked_again:
+            return False
+        self.next_epoch, self.resumed = beginning.next_epoch, beginning.resumed
+        self._beginning = None
+        return True
 
     def note_delivery(self, epoch: Epoch) -> None:
         """Notes that an epoch has delivered a batch."""
@@ -73,7 +106,7 @@ class Position:
         That epoch may have begun: Keras builds a model from its first batch.
         """
         beginning = self._beginning
-        epoch = self._latest if beginning is None else beginning[0]
+        epoch = self._latest if beginning is None else beginning.epoch
         if (
             epoch is None
             or epoch.number is None
@@ -86,7 +119,7 @@ class Position:
 
     def note_finish(self, epoch: Epoch) -> None:
         """Notes that an epoch is finished."""
-        if self._beginning is not None and self._beginning[0] is epoch:
+        if self._beginning is not None and self._beginning.epoch is epoch:
             self._beginning = None
 
     def note_keras(self, *, within: bool) -> None:
@@ -115,9 +148,9 @@ class Position:
         if epoch is None:
             epoch, beginning = self._latest, self._beginning
             if beginning is not None and self._open_epochs.is_held(
-                beginning[0]
+                beginning.epoch
             ):
-                _, later, resumed = beginning
+                later, resumed = beginning.next_epoch, beginning.resumed
         if resumed is not None:
             return resumed
         requeued = epoch is not None and epoch.acknowledgements.has_requeued

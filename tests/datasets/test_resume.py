@@ -1386,6 +1386,44 @@ def test_choosing_the_epoch_keeps_the_workers(place):
         assert dataset._fastdata.loader._pool.workers is workers
 
 
+@pytest.mark.parametrize("position", [0, 3])
+@pytest.mark.parametrize("place", ["inline", "2 processes", "4 threads"])
+def test_a_chosen_epoch_begins_again_if_its_first_batch_was_interrupted(
+    place, position
+):
+    """The interrupted iterator is still there, such as in a traceback."""
+    with Drawn(seed=3, shuffle=True, **PLACES[place]) as dataset:
+        walk = iter(dataset)
+        expected = list(walk)[position:]
+        following = list(dataset)
+    with Drawn(seed=3, shuffle=True, **PLACES[place]) as dataset:
+        if position:
+            walk = iter(dataset)
+            for _ in range(position):
+                next(walk)
+            dataset.load_state_dict(dataset.state_dict())
+        interrupted = iter(dataset)
+        interrupted.request()  # the epoch has begun, and no batch has come
+        dataset.set_epoch(0)
+        state = dataset.state_dict()
+        assert_same(list(dataset), expected)
+        assert_same(list(interrupted), following)
+    with Drawn(seed=3, shuffle=True, **PLACES[place]) as resumed:
+        resumed.load_state_dict(state)
+        assert_same(list(resumed), expected)
+
+
+@pytest.mark.parametrize("place", ["inline", "2 processes"])
+def test_an_epoch_that_was_chosen_after_its_begin_goes_on(place):
+    with Drawn(seed=3, shuffle=True, **PLACES[place]) as dataset:
+        expected = [list(dataset) for _ in range(2)]
+    with Drawn(seed=3, shuffle=True, **PLACES[place]) as dataset:
+        walk = iter(dataset)
+        walk.request()
+        dataset.set_epoch(0)
+        assert_same([*walk, *dataset], [*expected[0], *expected[1]])
+
+
 def test_a_state_of_a_chosen_epoch_knows_the_hooks():
     with Reshuffled(seed=5) as dataset:
         fit(dataset, epochs=2)
