@@ -40,6 +40,7 @@ from keras_fastdata.building.attributes import (
 )
 from keras_fastdata.building.cached_functions import calls_of, runs_of
 from keras_fastdata.building.code_names import names_of
+from keras_fastdata.building.process_variables import process_variables
 from keras_fastdata.building.seeding import PRIVATE
 from keras_fastdata.building.variables import (
     CODE,
@@ -303,14 +304,15 @@ class _VariableSearch:
         self._parts_of_function(function, module, path)
         attributes = function.__dict__
         self._note_size(attributes)
-        for name in list(attributes):
-            if name != "__wrapped__":
-                read = functools.partial(attributes.__getitem__, name)
-                self._note(read, function, name, module, (*path, name))
+        for name in sorted(attributes.keys() - {"__wrapped__"}):
+            read = functools.partial(attributes.__getitem__, name)
+            self._note(read, function, name, module, (*path, name))
         code, package = function.__code__, variables.get("__package__")
         names, every = names_of(code, package), names_in(code)
         self._names |= every
         self.assignments.note(function, names, self._kind)
+        for read_there in process_variables(code):
+            self._add(read_there)
         for name in names.variables:
             read = functools.partial(variables.__getitem__, name)
             self._note(read, variables, name, home, (name,))

@@ -226,7 +226,15 @@ class OutsideState:
     def values_for_directory(self, dataset: Any) -> OutsideValues:
         """Returns the values on which a cache's directory depends."""
         variables = [seen.variable for seen in self._seen]
-        return self._first.look(variables or _variables_of(dataset))
+        found = self._first.look(variables or _variables_of(dataset))
+        # Directories of former versions are for the default settings.
+        set_by_program = [
+            (f"{module}.{name}", value)
+            for module, settings in _settings().items()
+            for name, value in settings.items()
+            if value != _DEFAULTS[module][name]
+        ]
+        return found._replace(known=[*found.known, *set_by_program])
 
     def stop_watching(self) -> None:
         """Has `compare` find no more changes until the next `look`."""
@@ -369,6 +377,19 @@ _READERS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "PIL.ImageFile": lambda file: {
         "LOAD_TRUNCATED_IMAGES": file.LOAD_TRUNCATED_IMAGES
     },
+}
+
+
+_DEFAULTS: SettingsByModule = {
+    "keras": {
+        "floatx": "float32",
+        "epsilon": 1e-7,
+        "image_data_format": "channels_last",
+    },
+    "torch": {"default_dtype": "float32"},
+    "jax": {"jax_enable_x64": False},
+    "PIL.Image": {"MAX_IMAGE_PIXELS": 89_478_485},
+    "PIL.ImageFile": {"LOAD_TRUNCATED_IMAGES": False},
 }
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from keras_fastdata.building.variables import SELF, Variable
+from keras_fastdata.building.variables import ABSENT, SELF, Variable
 from keras_fastdata.engine.fingerprint import covers
 from keras_fastdata.engine.plain_values import text_of, weakly
 
@@ -39,6 +39,8 @@ class FirstValues:
             if variable.path[:1] in ((), (SELF,)):
                 continue
             name, value = variable.name, variable.value
+            if value is ABSENT:
+                continue
             is_by_builds = variable.is_assigned or variable.is_edited
             if (text := text_of(value)) is None:
                 if not (is_by_builds or covers(value)):

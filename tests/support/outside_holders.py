@@ -9,6 +9,7 @@ import collections
 import enum
 import functools
 import os
+import sys
 import types
 
 import numpy as np
@@ -54,6 +55,27 @@ def sets_up(kind):
             lambda: 5 * (np.geterr()["under"] == "raise"),
         ),
     }[kind]
+
+
+def size_in_environment(more, index):
+    return more + int(os.environ.get("KERAS_FASTDATA_SIZE", "1"))
+
+
+def number_of_arguments(more, index):
+    return more + len(sys.argv)
+
+
+def size_of_floats(more, index):
+    import keras
+
+    return more + np.dtype(keras.config.floatx()).itemsize
+
+
+SIZES = {
+    "environment": size_in_environment,
+    "arguments": number_of_arguments,
+    "floats": size_of_floats,
+}
 
 
 class Level(enum.Enum):

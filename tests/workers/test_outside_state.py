@@ -21,6 +21,7 @@ import outside_config as conf
 import outside_samples
 import pytest
 from outside_holders import (
+    SIZES,
     Exclusive,
     Level,
     Refusing,
@@ -1151,6 +1152,49 @@ def test_what_the_program_changes_amid_an_epoch_stays_out_of_a_directory(
                 found.append(int(batch))
                 patch.setattr(conf, "SCALE", value)
     assert found == [1] * 3
+
+
+def set_size(size, patch):
+    patch.setenv("KERAS_FASTDATA_SIZE", str(size))
+
+
+def set_argument(size, patch):
+    patch.setattr(sys, "argv", ["script.py"] * size)
+
+
+def set_floatx(size, patch):
+    patch.setattr(keras.src.backend.config, "_FLOATX", f"float{8 * size}")
+
+
+OF_PROCESS = {
+    "environment": set_size,
+    "arguments": set_argument,
+    "floats": set_floatx,
+}
+
+
+@pytest.mark.parametrize("place", ["inline", "thread", "process"])
+@pytest.mark.parametrize("cache", [None, "memory", "directory"])
+@pytest.mark.parametrize("kind", OF_PROCESS)
+def test_what_a_process_has_been_given_may_change(
+    kind, cache, place, patch, tmp_path
+):
+    if (kind, place) == ("floats", "process"):
+        pytest.skip("its workers would import Keras; see `Frameworks`")
+    size, set_it = SIZES[kind], OF_PROCESS[kind]
+    kinds = dict(EVERY_KIND[place])
+    if cache is not None:
+        is_memory = cache == "memory"
+        kinds["cache"] = cache if is_memory else tmp_path
+        kinds["cache_version"] = None if is_memory else 1
+    with Holds(0, size, **kinds) as dataset:
+        for wanted in (2, 4, 4, 2):
+            set_it(wanted, patch)
+            assert [int(batch) for batch in dataset] == [wanted] * 3
+    if cache == "directory":
+        assert len([*tmp_path.glob("*/*.batch")]) == 6
+        with Holds(1, size, **kinds) as other:
+            assert [int(batch) for batch in other] == [3] * 3
 
 
 CURVE = None

@@ -1,0 +1,57 @@
+"""Finds environment variables and `sys.argv` in the code of a dataset."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import os
+import sys
+import types
+from collections.abc import Iterator
+
+from keras_fastdata._modules import names_in, nested_code
+from keras_fastdata.building.variables import ItemKey, Variable
+
+_READING = {"environ", "getenv"}
+_ASSIGNING = {"setdefault", "putenv", "unsetenv"}
+
+
+def process_variables(code: types.CodeType) -> Iterator[Variable]:
+    """Yields what a code object reads of its process.
+
+    An environment variable counts if the code has its name as a text, as in
+    `os.environ["SIZE"]`. Any other text there is taken for a name as well, of a
+    variable that is not set.
+    """
+    names = names_in(code)
+    if names & _READING:
+        for part in nested_code(code):
+            assigned = set(_assigned_in(part))
+            for text in part.co_consts:
+                if isinstance(text, str):
+                    yield Variable(
+                        functools.partial(os.environ.__getitem__, text),
+                        (ItemKey(text),),
+                        "os.environ",
+                        by_value=False,
+                        is_assigned=bool(names & _ASSIGNING)
+                        or text in assigned,
+                    )
+    if {"sys", "argv"} <= names:
+        yield Variable(_arguments, ("argv",), "sys", by_value=False)
+
+
+def _assigned_in(code: types.CodeType) -> Iterator[str]:
+    """Yields the names in `os.environ["NAME"] = value`, and in `del`."""
+    steps = list(dis.get_instructions(code))
+    for owner, key, step in zip(steps, steps[1:], steps[2:], strict=False):
+        if (
+            step.opname in ("STORE_SUBSCR", "DELETE_SUBSCR")
+            and owner.argval == "environ"
+            and isinstance(key.argval, str)
+        ):
+            yield key.argval
+
+
+def _arguments() -> list[str]:
+    return list(sys.argv)
