@@ -193,13 +193,17 @@ def _digest_of_code(code: Any, found: _Found) -> bytes:
 
 
 def _file_at(path: str | bytes) -> bytes:
-    """Returns a file's path, size and mtime, or `b""` if there is no file."""
+    """Returns a file's path, size and mtime, or `b""` if there is no file.
+
+    A relative path leads to another file if the program runs elsewhere.
+    """
     with contextlib.suppress(OSError, ValueError):
         if 0 < len(path) <= _LONGEST:
             found = os.stat(path)
             if stat.S_ISREG(found.st_mode):
                 about = f"|{found.st_size}|{found.st_mtime_ns}|"
-                return os.fsencode(path) + about.encode()
+                whole = path if os.path.isabs(path) else os.path.abspath(path)
+                return os.fsencode(whole) + about.encode()
     return b""
 
 

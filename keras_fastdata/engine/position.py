@@ -37,7 +37,7 @@ class KerasPhase(enum.Enum):
 
 @dataclasses.dataclass
 class _Beginning:
-    """An epoch that has begun, but delivered no batch."""
+    """An epoch that has begun."""
 
     epoch: Epoch
     # Those of `Position` before it began.
@@ -57,13 +57,17 @@ class Position:
         self.keras_phase = KerasPhase.OUTSIDE
         self._open_epochs = open_epochs
         self._latest: Epoch | None = None  # that a batch was delivered from
-        # The epoch that has begun last, while it has delivered no batch.
+        # The epoch that has begun last; and the same while it has delivered no
+        # batch.
+        self._begun: _Beginning | None = None
         self._beginning: _Beginning | None = None
 
     def begin(self, epoch: Epoch) -> None:
         """Begins an epoch, and sets the number of the next epoch."""
         with DeferredSignals():  # no two epochs have one number
-            self._beginning = _Beginning(epoch, self.next_epoch, self.resumed)
+            self._begun = self._beginning = _Beginning(
+                epoch, self.next_epoch, self.resumed
+            )
             later = None if self.resumed is None else self.resumed.next_epoch
             epoch.activate()
             self.resumed = None
@@ -75,19 +79,19 @@ class Position:
         If that epoch has begun, nothing tells whether its iterator goes on, or
         a new one is to begin the epoch: an interrupt may have ended the first.
         """
-        if self._beginning is not None:
-            self._beginning.is_asked_again = True
+        if self._begun is not None and not self._begun.epoch.delivered:
+            self._begun.is_asked_again = True
 
     def begin_again(self) -> bool:
         """Takes back a begin, for a new iterator that begins the same epoch.
 
         Returns whether to do so: the epoch must then be unplanned.
         """
-        beginning = self._beginning
-        if beginning is None or not beginning.is_asked_again:
+        begun = self._begun
+        if begun is None or not begun.is_asked_again or begun.epoch.delivered:
             return False
-        self.next_epoch, self.resumed = beginning.next_epoch, beginning.resumed
-        self._beginning = None
+        self.next_epoch, self.resumed = begun.next_epoch, begun.resumed
+        self._begun = self._beginning = None
         return True
 
     def note_delivery(self, epoch: Epoch) -> None:
@@ -119,8 +123,8 @@ class Position:
 
     def note_finish(self, epoch: Epoch) -> None:
         """Notes that an epoch is finished."""
-        if self._beginning is not None and self._beginning.epoch is epoch:
-            self._beginning = None
+        if self._begun is not None and self._begun.epoch is epoch:
+            self._begun = self._beginning = None
 
     def note_keras(self, *, within: bool) -> None:
         """Notes that Keras begins or ends an epoch."""
@@ -136,7 +140,7 @@ class Position:
     def go_to(self, state: State) -> None:
         """Makes the next epoch begin at the position of `state`."""
         self.next_epoch, self.resumed = state.epoch, state
-        self._beginning = None
+        self._begun = self._beginning = None
 
     def place(self, epoch: Epoch | None, lag: int) -> State | Place:
         """Returns the position that an epoch had `lag` batches ago.

@@ -1379,3 +1379,24 @@ def test_a_directory_is_for_the_attributes_of_global_objects(tmp_path):
     assert run(1, 0, 1) == ["[0, 4, 8] 3", "[0, 36, 72] 6"]
     assert run(1, 2, 2) == ["[0, 4, 8] 0", "[0, 36, 72] 0"]  # as it was
     assert run(2, 1, 3) == ["[0, 8, 16] 3", "[0, 36, 72] 3"]
+
+
+def test_a_directory_is_for_the_folder_that_relative_paths_begin_at(
+    tmp_path, monkeypatch
+):
+    for name in ("one", "two"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "data.bin").write_bytes(name[:1].encode())
+        os.utime(folder / "data.bin", (1, 1))
+    kinds = {"cache": tmp_path / "cache", "cache_version": 1, "workers": 0}
+    for name in ("one", "two", "one"):
+        monkeypatch.chdir(tmp_path / name)
+        with Holds("data.bin", _first_byte, **kinds) as dataset:
+            assert [int(batch) for batch in dataset] == [ord(name[0])] * 3
+    assert len([*tmp_path.glob("cache/*/*.batch")]) == 6
+
+
+def _first_byte(path, index):
+    with open(path, "rb") as file:
+        return file.read(1)[0]

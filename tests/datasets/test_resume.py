@@ -1413,6 +1413,39 @@ def test_a_chosen_epoch_begins_again_if_its_first_batch_was_interrupted(
         assert_same(list(resumed), expected)
 
 
+class Fails(keras.callbacks.Callback):
+    """Raises an error before a batch has been trained on."""
+
+    def __init__(self, hook):
+        super().__init__()
+        setattr(self, hook, self._fail)
+
+    def _fail(self, *_, **__):
+        raise ValueError("mine")
+
+
+@pytest.mark.backend
+@pytest.mark.parametrize("is_built", [False, True])
+@pytest.mark.parametrize(
+    "hook", ["on_train_begin", "on_epoch_begin", "on_train_batch_begin"]
+)
+def test_an_epoch_can_be_chosen_again_after_a_callback_has_failed(
+    hook, is_built
+):
+    """The error keeps the iterator of `fit`, as it does in a notebook."""
+    model = keras.Sequential([keras.layers.Dense(1)])
+    if is_built:
+        model.build((None, 3))
+    model.compile("sgd", "mse")
+    with Drawn(seed=3, shuffle=True) as dataset:
+        expected = list(dataset)
+    with Drawn(seed=3, shuffle=True) as dataset:
+        with pytest.raises(ValueError, match="mine"):
+            model.fit(dataset, verbose=0, callbacks=[Fails(hook)])
+        dataset.set_epoch(0)
+        assert_same(list(dataset), expected)
+
+
 @pytest.mark.parametrize("place", ["inline", "2 processes"])
 def test_an_epoch_that_was_chosen_after_its_begin_goes_on(place):
     with Drawn(seed=3, shuffle=True, **PLACES[place]) as dataset:

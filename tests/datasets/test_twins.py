@@ -472,7 +472,7 @@ def test_fit_refuses_texts_on_other_backends_and_layers_take_them(folder):
     dataset = text_dataset_from_directory(folder, workers=0, verbose=False)
     model = keras.Sequential([vectorize, keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-    with pytest.raises(ValueError, match="dtype"):
+    with pytest.raises((TypeError, ValueError), match=r"[Dd]type"):
         model.fit(dataset, verbose=0)
     with dataset:
         ((texts, _),) = dataset

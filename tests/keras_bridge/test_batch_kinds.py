@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 import scipy.sparse
+from keras_facts import IS_316
 from places import FULL, KINDS, quickly
 
 from keras_fastdata import FastPyDataset
@@ -464,12 +465,14 @@ class Shrinks(FastPyDataset):
 def test_a_length_that_changes_is_not_blamed_on_the_number_of_steps():
     with (
         Shrinks(workers=0) as dataset,
-        pytest.warns(UserWarning, match="ran out of data") as caught,
+        warnings.catch_warnings(record=True) as caught,
     ):
+        warnings.filterwarnings("always", ".*ran out of data")
         _compiled().fit(dataset, epochs=2, verbose=0)
     said = _after("training. ", caught)
+    # From 3.16 on, Keras warns where `steps_per_epoch` was passed alone.
     assert said == [
         f"Shrinks has {count} batches, and the epoch ended after {count} "
         "steps. Its length has changed since Keras asked for it."
-        for count in (3, 2)
+        for count in (() if IS_316 else (3, 2))
     ]

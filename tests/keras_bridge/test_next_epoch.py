@@ -12,6 +12,7 @@ import keras
 import next_epoch_samples
 import numpy as np
 import pytest
+from keras_facts import fetches_ahead
 from next_epoch_samples import (
     TIMEOUT_S,
     Cacheable,
@@ -184,6 +185,9 @@ def test_a_variable_set_between_epochs_changes_every_batch_of_the_next(
 def test_a_variable_set_amid_an_epoch_of_the_dataset_changes_the_next_batch(
     place, tmp_path, monkeypatch
 ):
+    if fetches_ahead():
+        pytest.skip("Keras has the next batch already")
+
     def change(epoch, _):
         monkeypatch.setattr(next_epoch_samples, "LEVEL", epoch)
 
@@ -285,6 +289,8 @@ def test_a_variable_put_back_amid_the_datasets_epoch_changes_no_batch(
     tmp_path, monkeypatch
 ):
     """With `steps_per_epoch`, batches of the same epoch are built meanwhile."""
+    if fetches_ahead():
+        pytest.skip("Keras waits for batch 3 before the callback")
 
     class Show(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
