@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from keras_fastdata._modules import names_in, nested_code
 from keras_fastdata.building.variables import ItemKey, Variable
 
+ENVIRONMENT = "os.environ"  # the module of environment variables
 _READING = {"environ", "getenv"}
 _ASSIGNING = {"setdefault", "putenv", "unsetenv"}
 
@@ -32,7 +33,7 @@ def process_variables(code: types.CodeType) -> Iterator[Variable]:
                     yield Variable(
                         functools.partial(os.environ.__getitem__, text),
                         (ItemKey(text),),
-                        "os.environ",
+                        ENVIRONMENT,
                         by_value=False,
                         is_assigned=bool(names & _ASSIGNING)
                         or text in assigned,

@@ -41,6 +41,7 @@ import numpy as np
 from keras_fastdata._modules import is_main, is_users_class
 from keras_fastdata.building import build_context
 from keras_fastdata.building.attributes import first_items
+from keras_fastdata.building.process_variables import ENVIRONMENT
 from keras_fastdata.building.referred_names import variables_of
 from keras_fastdata.building.variables import ABSENT, Inside, Variable
 from keras_fastdata.engine.outside_values import FirstValues, OutsideValues
@@ -176,6 +177,8 @@ class OutsideState:
                 self._record_result(variable, told.results)
             return
         if variable.by_value or _is_of_process(variable):
+            return
+        if variable.module == ENVIRONMENT:  # workers start with it
             return
         if _is_inside(variable):
             kind = kind_of(value)

@@ -1154,6 +1154,13 @@ def test_what_the_program_changes_amid_an_epoch_stays_out_of_a_directory(
     assert found == [1] * 3
 
 
+def test_each_setting_that_is_read_has_a_default():
+    assert outside_state._settings().keys() <= outside_state._DEFAULTS.keys()
+    assert outside_state._READERS.keys() == outside_state._DEFAULTS.keys()
+    for module, settings in outside_state._settings().items():
+        assert settings.keys() == outside_state._DEFAULTS[module].keys()
+
+
 def set_size(size, patch):
     patch.setenv("KERAS_FASTDATA_SIZE", str(size))
 
