@@ -262,7 +262,7 @@ class Builder:
             before = self._states()
             batch = _item(dataset, index)
             after = self._states()
-            drawn_from = (n for n, s in before.items() if s != after[n])
+            drawn_from = (n for n, s in before.items() if s != after.get(n))
             used = next(drawn_from, "")
             if context.asked:
                 used = context.asked
@@ -273,21 +273,19 @@ class Builder:
             # Another thread may have drawn: build once more, to be sure.
         raise LoaderError(
             f"`cache` keeps batches for all epochs to come, and batch {index} "
-            f"of {interface.name_of(dataset)} differs from epoch to epoch: it "
-            f"used {used}. Leave out `cache`; or draw from a generator of its "
-            "own, such as `np.random.default_rng(index)`."
+            f"of {interface.name_of(dataset)} may differ from epoch to epoch: "
+            f"it used {used}. Leave out `cache`; or draw from a generator of "
+            "its own, such as `np.random.default_rng(index)`."
         )
 
     def _states(self) -> dict[str, Any]:
         """Returns the states of the random generators; {} in worker threads."""
         if self._threads:
             return {}
-        return {
-            **seeding.global_states(),
-            "a random generator that the dataset holds": [
-                held.generator.state() for held in self._held()
-            ],
-        }
+        states = seeding.global_states()
+        for held in self._held():
+            states[f"the generator `{held.name}`"] = held.generator.state()
+        return states
 
     def adopt(self, newer: Builder) -> None:
         """Replaces the worker's dataset with a newer version.

@@ -72,6 +72,12 @@ class Held(NamedTuple):
     is_outside: bool
     generator: GeneratorWrapper  # the generator
 
+    @property
+    def name(self) -> str:
+        """The path as Python code."""
+        is_own = self.path.startswith(".")
+        return f"self{self.path}" if is_own else self.path.replace(":", ".")
+
     def reseed(self, seed: int, *key: int) -> None:
         """Seeds the random generator for the random stream `key`."""
         self.generator.reseed(seeding.sequence(seed, *key, *self.key))

@@ -300,7 +300,7 @@ def test_another_value_of_a_global_is_another_state(
         "self.epoch",
         "np.random",
         "random",
-        "a random generator that the dataset holds",
+        "the generator `self.own`",
     ],
 )
 def test_batches_that_differ_between_epochs_are_refused(what, place):

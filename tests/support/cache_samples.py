@@ -100,7 +100,7 @@ class Varying(FastPyDataset):
                 np.random.random()
             case "random":
                 random.random()
-            case "a random generator that the dataset holds":
+            case "the generator `self.own`":
                 self.own.random()
         return np.array([index])
 
