@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from places import quickly
 
 SCRIPT = """
 import functools, multiprocessing, pickle, typing, warnings
@@ -11,7 +12,7 @@ from keras_fastdata import FastPyDataset, GeneratorDataset, SharedList
 
 SCALE = 1
 OPTIONS = {"add": 0}
-KINDS = {
+PLACES = {
     "process": {}, "portable": {"start_method": "portable"},
     "spawn": {"start_method": "spawn"},
     "fork": {"start_method": "fork"},
@@ -58,9 +59,8 @@ def numbers(batches):
 
 def child(kind):
     global SCALE
-    SCALE, OPTIONS["add"], Config.shift = 1, 0, 0
     warnings.filterwarnings("ignore", "`start_method='fork'`")
-    place = {"workers": 2, "use_multiprocessing": True, **KINDS[kind]}
+    place = {"workers": 2, "use_multiprocessing": True, **PLACES[kind]}
     with Mine(**place) as dataset:
         told = [numbers(dataset)]
         SCALE = 10
@@ -71,24 +71,20 @@ def child(kind):
         told.append(numbers(dataset))
         dataset.items = SharedList([Item(7)] * 4)
         told.append(numbers(dataset))
-    print(kind, *told)
+    print(*told, sep="\\n")
     with Failing(**place) as dataset:
         try:
             list(dataset)
         except MyError as error:
-            print(kind, type(error) is MyError)
+            print(type(error) is MyError)
     with GeneratorDataset(
         count, batch_size=3, num_shards=2, **place
     ) as dataset:
-        print(kind, [batch.tolist() for batch in dataset])
-
-def of_kinds(kinds):
-    for kind in kinds:
-        child(kind)
+        print([batch.tolist() for batch in dataset])
 
 if __name__ == "__main__":
     process = multiprocessing.get_context("METHOD").Process(
-        target=of_kinds, args=(KINDS,)
+        target=child, args=("KIND",)
     )
     process.start()
     process.join()
@@ -104,17 +100,21 @@ EPOCHS = [
 ]
 
 
+@pytest.mark.parametrize("method", quickly(["forkserver", "spawn"], "spawn"))
 @pytest.mark.parametrize(
-    "method", [pytest.param("forkserver", marks=pytest.mark.long), "spawn"]
+    "kind", quickly(["process", "portable", "spawn", "fork"], "process")
 )
-def test_a_spawned_child_loads_classes_of_the_script(method, tmp_path, zygote):
+def test_a_spawned_child_loads_classes_of_the_script(
+    kind, method, tmp_path, zygote
+):
     path = tmp_path / "script.py"
-    path.write_text(SCRIPT.replace("METHOD", method))
+    path.write_text(SCRIPT.replace("METHOD", method).replace("KIND", kind))
     ran = zygote.run(path)
-    wanted = []
-    for kind in ("process", "portable", "spawn", "fork"):
-        wanted += [" ".join([kind, *map(str, EPOCHS)]), f"{kind} True"]
-        wanted += [f"{kind} {[[0, 2, 4], [1, 3, 5]]}"]
-    assert ran.stdout.splitlines() == [*wanted, "ended 0"], ran.stderr
+    assert ran.stdout.splitlines() == [
+        *map(str, EPOCHS),
+        "True",
+        str([[0, 2, 4], [1, 3, 5]]),
+        "ended 0",
+    ], ran.stderr
     assert "Warning" not in ran.stderr
     assert "do not see" not in ran.stderr
