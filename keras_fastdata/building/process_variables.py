@@ -7,7 +7,8 @@ import functools
 import os
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from keras_fastdata._modules import names_in, nested_code
 from keras_fastdata.building.variables import ItemKey, Variable
@@ -17,18 +18,25 @@ _READING = {"environ", "getenv"}
 _ASSIGNING = {"setdefault", "putenv", "unsetenv"}
 
 
-def process_variables(code: types.CodeType) -> Iterator[Variable]:
+def process_variables(
+    code: types.CodeType, variables: Mapping[str, Any]
+) -> Iterator[Variable]:
     """Yields what a code object reads of its process.
 
     An environment variable counts if the code has its name as a text, as in
-    `os.environ["SIZE"]`. Any other text there is taken for a name as well, of a
-    variable that is not set.
+    `os.environ["SIZE"]`, or names a global variable with this text. Any other
+    text there is taken for a name as well, of a variable that is not set.
+
+    Args:
+        code: The code object.
+        variables: Its global variables.
     """
     names = names_in(code)
     if names & _READING:
         for part in nested_code(code):
             assigned = set(_assigned_in(part))
-            for text in part.co_consts:
+            named = (variables.get(name) for name in part.co_names)
+            for text in (*part.co_consts, *named):
                 if isinstance(text, str):
                     yield Variable(
                         functools.partial(os.environ.__getitem__, text),

@@ -311,7 +311,7 @@ class _VariableSearch:
         names, every = names_of(code, package), names_in(code)
         self._names |= every
         self.assignments.note(function, names, self._kind)
-        for read_there in process_variables(code):
+        for read_there in process_variables(code, variables):
             self._add(read_there)
         for name in names.variables:
             read = functools.partial(variables.__getitem__, name)

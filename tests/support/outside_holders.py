@@ -57,8 +57,15 @@ def sets_up(kind):
     }[kind]
 
 
+SIZE = "KERAS_FASTDATA_SIZE"
+
+
 def size_in_environment(more, index):
     return more + int(os.environ.get("KERAS_FASTDATA_SIZE", "1"))
+
+
+def size_by_a_constant(more, index):
+    return more + int(os.environ[SIZE])
 
 
 def number_of_arguments(more, index):
@@ -73,6 +80,7 @@ def size_of_floats(more, index):
 
 SIZES = {
     "environment": size_in_environment,
+    "constant": size_by_a_constant,
     "arguments": number_of_arguments,
     "floats": size_of_floats,
 }

@@ -1175,6 +1175,7 @@ def set_floatx(size, patch):
 
 OF_PROCESS = {
     "environment": set_size,
+    "constant": set_size,
     "arguments": set_argument,
     "floats": set_floatx,
 }
