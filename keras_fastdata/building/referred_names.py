@@ -65,7 +65,7 @@ _MOST_OTHERS = 200  # objects of libraries
 _MOST_OWN_ITEMS = 100  # of a larger one in an attribute of the dataset
 # Methods of a dataset that do not run in workers.
 _RUN_HERE = ("__init__", "on_epoch_begin", "on_epoch_end")
-# What may change of a function that travels by value.
+# What may change of a function.
 _OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
 _LEAVES = (str, bytes, int, float, complex, type(None), np.ndarray, np.generic)
 
@@ -333,10 +333,9 @@ class _VariableSearch:
                 read = functools.partial(getattr, cell, "cell_contents")
                 self._add(Variable(read, there, module, by_value), cell, name)
         for name in _OF_FUNCTIONS:
-            if by_value or name != "__code__":
-                read = functools.partial(getattr, function, name)
-                self._add(Variable(read, (*path, name), module, by_value))
-                self.value(read(), module, (*path, name))
+            read = functools.partial(getattr, function, name)
+            self._add(Variable(read, (*path, name), module, by_value))
+            self.value(read(), module, (*path, name))
 
     def _module(self, module: Any, names: frozenset[str]) -> None:
         """Collects a module's variables whose names are in `names`."""

@@ -10,7 +10,7 @@ import functools
 import types
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_origin
 
 from keras_fastdata._modules import is_users_class
 
@@ -161,4 +161,6 @@ def parts_of(value: Any) -> list[Any]:
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, functools._lru_cache_wrapper):
         return [value.__wrapped__]
+    if (generic := get_origin(value)) is not None:  # of `Box[int]`
+        return [generic]
     return []

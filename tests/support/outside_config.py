@@ -4,6 +4,7 @@ import dataclasses
 import enum
 import functools
 import types
+import typing
 
 import numpy as np
 
@@ -126,6 +127,22 @@ class Settings:
             cls._only = super().__new__(cls)
             cls._only.scale = 1
         return cls._only
+
+
+T = typing.TypeVar("T")
+
+
+class Box(typing.Generic[T]):
+    """Is used by another name."""
+
+    size = 0
+
+
+IntBox = Box[int]
+
+
+def constant():
+    return 1
 
 
 class Default:

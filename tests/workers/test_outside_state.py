@@ -1231,6 +1231,33 @@ def test_objects_of_libraries_that_the_program_sets_stay_out_of_a_directory(
     )
 
 
+@pytest.mark.parametrize("cache", [None, "memory"])
+@pytest.mark.parametrize("place", ["inline", "thread", "process"])
+def test_a_class_that_code_names_by_a_generic_alias_may_change(
+    place, cache, patch
+):
+    use = lambda *_: conf.IntBox().size  # noqa: E731
+    with Holds(0, use, cache=cache, **EVERY_KIND[place]) as dataset:
+        for size in (1, 2, 2):
+            patch.setattr(conf.Box, "size", size)
+            assert [int(batch) for batch in dataset] == [size] * 3
+
+
+@pytest.mark.parametrize("cache", [None, "memory"])
+@pytest.mark.parametrize("place", ["inline", "thread", "process"])
+def test_the_code_of_a_function_in_a_module_may_be_replaced(
+    place, cache, patch, caplog
+):
+    use = lambda *_: conf.constant()  # noqa: E731
+    with Holds(0, use, cache=cache, **EVERY_KIND[place]) as dataset:
+        assert [int(batch) for batch in dataset] == [1] * 3
+        patch.setattr(conf.constant, "__code__", (lambda: 2).__code__)
+        is_lost = place == "process"
+        assert [int(batch) for batch in dataset] == [1 if is_lost else 2] * 3
+    said = "set `outside_config.constant.__code__`" in caplog.text
+    assert said == is_lost
+
+
 def settings_kept_by(cache):
     @cache
     def get_settings():
