@@ -136,6 +136,16 @@ def names_in(code: types.CodeType) -> frozenset[str]:
     return frozenset(names)
 
 
+@functools.lru_cache(maxsize=4096)
+def has_with(code: types.CodeType) -> bool:
+    """Returns whether a code object has a `with` statement."""
+    return any(
+        step.opname == "WITH_EXCEPT_START"
+        for part in nested_code(code)
+        for step in dis.get_instructions(part)
+    )
+
+
 def imports_in(
     code: types.CodeType, package: str | None
 ) -> Iterator[tuple[str, tuple[str, ...]]]:

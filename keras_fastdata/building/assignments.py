@@ -16,6 +16,7 @@ import cloudpickle
 
 from keras_fastdata._modules import (
     has_no_module,
+    has_with,
     is_main,
     is_users_class,
     names_in,
@@ -24,6 +25,18 @@ from keras_fastdata.building.code_names import CodeNames, Root, Target
 
 # Methods that run where a class is called.
 _MAKING = ("__new__", "__init__", "__post_init__", "__attrs_post_init__")
+# Special methods that programs use to change an object.
+_SET_ITEM = {"__setitem__", "__delitem__"}
+_SET_ATTRIBUTE = {"__setattr__", "__delattr__", "__set__", "__delete__"}
+_IN_PLACE = {
+    f"__i{operator}__"
+    for operator in (
+        *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow"),
+        *("and", "or", "xor", "lshift", "rshift"),
+    )
+}
+_WITH = {"__enter__", "__exit__", "__aenter__", "__aexit__"}
+_CHANGING = {"__setstate__", *_SET_ITEM, *_SET_ATTRIBUTE, *_IN_PLACE, *_WITH}
 
 
 class _FoundFunction(NamedTuple):
@@ -40,7 +53,8 @@ class Assignments:
     Builds call functions that something holds, special methods, methods that
     replace those of a library's class, and what is named by code that builds
     run. Others are for the program: a method `set_strength`, or `__init__` of a
-    class that builds do not name.
+    class that builds do not name; and special methods that change an object,
+    such as `__setitem__`, unless code that builds run has such a statement.
 
     Args:
         dataset: The `self` of the methods of its class.
@@ -88,6 +102,7 @@ class Assignments:
             for found in waiting:
                 if self._runs(found, used):
                     used |= names_in(found.function.__code__)
+                    used |= _changing_methods(found)
                     self._take(found)
                 else:
                     left.append(found)
@@ -104,7 +119,7 @@ class Assignments:
         return any(
             name == ""
             or name in used
-            or (name.startswith("__") and name.endswith("__"))
+            or (_is_special(name) and name not in _CHANGING)
             or any(name in vars(b) for b in bases if not is_users_class(b))
             for name in self._known_as.get(id(function), {""})
         )
@@ -192,6 +207,28 @@ class Assignments:
             target in targets and (k in kind.__mro__ or kind in k.__mro__)
             for k, targets in self._of_methods.items()
         )
+
+
+def _is_special(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
+
+
+def _changing_methods(found: _FoundFunction) -> set[str]:
+    """Returns the special methods that the statements of a function may call.
+
+    Items that are set in a local variable do not count: they are in the batch.
+    """
+    called: set[str] = set()
+    names = found.names
+    if names.edited:
+        called |= _SET_ITEM
+    if names.assigned:
+        called |= _SET_ATTRIBUTE
+    if names.edited or names.assigned:
+        called |= _IN_PLACE
+    if has_with(found.function.__code__):
+        called |= _WITH
+    return called
 
 
 def _with_subclasses(kind: type) -> Iterator[type]:

@@ -16,6 +16,7 @@ from keras_fastdata.building.variables import ItemKey, Variable
 ENVIRONMENT = "os.environ"  # the module of environment variables
 _READING = {"environ", "getenv"}
 _ASSIGNING = {"setdefault", "putenv", "unsetenv"}
+_PARSING = {"parse_args", "parse_known_args"}  # of `argparse`
 
 
 def process_variables(
@@ -46,7 +47,7 @@ def process_variables(
                         is_assigned=bool(names & _ASSIGNING)
                         or text in assigned,
                     )
-    if {"sys", "argv"} <= names:
+    if {"sys", "argv"} <= names or names & _PARSING:
         yield Variable(_arguments, ("argv",), "sys", by_value=False)
 
 

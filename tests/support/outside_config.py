@@ -151,6 +151,37 @@ class Default:
     size = 0
 
 
+class Mode:
+    """Is a context manager that only the program uses."""
+
+    level = 1
+
+    def __init__(self, level):
+        self.own = level
+
+    def __enter__(self):
+        Mode.level, self.own = self.own, Mode.level
+
+    def __exit__(self, *_):
+        Mode.level = self.own
+
+
+class Items:
+    """Has items that only the program sets."""
+
+    def __init__(self):
+        self._values = {"size": 1}
+
+    def __getitem__(self, key):
+        return self._values[key]
+
+    def __setitem__(self, key, value):
+        self._values[key] = value
+
+
+items = Items()
+
+
 class Scaled:
     """Has a method that only the program calls."""
 

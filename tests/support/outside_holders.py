@@ -5,6 +5,7 @@ This module does not import Keras, so that a worker which imports it does not.
 
 from __future__ import annotations
 
+import argparse
 import collections
 import enum
 import functools
@@ -72,6 +73,12 @@ def number_of_arguments(more, index):
     return more + len(sys.argv)
 
 
+def parsed_size(more, index):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--size", type=int)
+    return more + parser.parse_known_args()[0].size
+
+
 def size_of_floats(more, index):
     import keras
 
@@ -82,6 +89,7 @@ SIZES = {
     "environment": size_in_environment,
     "constant": size_by_a_constant,
     "arguments": number_of_arguments,
+    "parsed": parsed_size,
     "floats": size_of_floats,
 }
 

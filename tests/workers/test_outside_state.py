@@ -1169,6 +1169,10 @@ def set_argument(size, patch):
     patch.setattr(sys, "argv", ["script.py"] * size)
 
 
+def set_parsed(size, patch):
+    patch.setattr(sys, "argv", ["script.py", f"--size={size}"])
+
+
 def set_floatx(size, patch):
     patch.setattr(keras.src.backend.config, "_FLOATX", f"float{8 * size}")
 
@@ -1177,6 +1181,7 @@ OF_PROCESS = {
     "environment": set_size,
     "constant": set_size,
     "arguments": set_argument,
+    "parsed": set_parsed,
     "floats": set_floatx,
 }
 
@@ -1256,6 +1261,36 @@ def test_the_code_of_a_function_in_a_module_may_be_replaced(
         assert [int(batch) for batch in dataset] == [1 if is_lost else 2] * 3
     said = "set `outside_config.constant.__code__`" in caplog.text
     assert said == is_lost
+
+
+@pytest.mark.parametrize("cache", [None, "memory"])
+@pytest.mark.parametrize("place", ["inline", "thread", "process"])
+def test_a_context_manager_of_the_program_sets_a_variable(place, cache):
+    use = lambda *_: conf.Mode.level  # noqa: E731
+    with Holds(0, use, cache=cache, **EVERY_KIND[place]) as dataset:
+        found = [[int(batch) for batch in dataset]]
+        with conf.Mode(3):
+            found.append([int(batch) for batch in dataset])
+        found.append([int(batch) for batch in dataset])
+    assert found == [[1] * 3, [3] * 3, [1] * 3]
+
+
+@pytest.mark.parametrize("place", ["inline", "thread", "process"])
+def test_a_directory_is_for_items_that_the_program_has_set(
+    place, patch, tmp_path
+):
+    def use(*_):
+        batch = np.empty(1, int)
+        batch[0] = conf.items["size"]  # an item that builds set
+        return batch[0]
+
+    kinds = {"cache": tmp_path, "cache_version": 1, **EVERY_KIND[place]}
+    for size in (1, 2, 1):  # like three runs
+        patch.setitem(conf.items._values, "size", 1)
+        conf.items["size"] = size
+        with Holds(0, use, **kinds) as dataset:
+            assert [int(batch) for batch in dataset] == [size] * 3
+    assert len([*tmp_path.glob("*/*.batch")]) == 6
 
 
 def settings_kept_by(cache):

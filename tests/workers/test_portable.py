@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import itertools
 import logging
 import os
@@ -39,7 +40,12 @@ from trainers import Trainer, endless
 from keras_fastdata import LoaderError, WorkerDiedError
 from keras_fastdata.engine import settings
 from keras_fastdata.workers import supervisor
-from keras_fastdata.workers.portable import channel, launcher, requirements
+from keras_fastdata.workers.portable import (
+    channel,
+    launcher,
+    requirements,
+    worker_main,
+)
 
 TWO = {
     "workers": 2,
@@ -345,3 +351,14 @@ def test_the_start_method_is_one_of_four():
     assert "portable" in settings.START_METHODS
     with pytest.raises(ValueError, match="portable"):
         Numbered(start_method="loky")
+
+
+def test_a_worker_watches_the_trainer_where_no_thread_dumps_stacks(
+    tmp_path, monkeypatch
+):
+    def refuse(*_, **__):
+        raise RuntimeError("unable to start watchdog thread")
+
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", refuse)
+    with open(tmp_path / "stacks", "w+b") as stacks:
+        worker_main._restart_timer(stacks.fileno())

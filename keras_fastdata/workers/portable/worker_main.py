@@ -163,7 +163,8 @@ def _restart_timer(stacks: int) -> None:
         if os.fstat(stacks).st_size:  # an earlier dump
             os.truncate(stacks, 0)
             os.lseek(stacks, 0, os.SEEK_SET)
-    faulthandler.dump_traceback_later(2 * _LOOK_S, file=stacks)
+    with contextlib.suppress(RuntimeError):  # there can be no thread for it
+        faulthandler.dump_traceback_later(2 * _LOOK_S, file=stacks)
 
 
 class _PipeLoop(WorkerLoop):
