@@ -119,7 +119,7 @@ class Assignments:
         return any(
             name == ""
             or name in used
-            or (_is_special(name) and name not in _CHANGING)
+            or (is_special(name) and name not in _CHANGING)
             or any(name in vars(b) for b in bases if not is_users_class(b))
             for name in self._known_as.get(id(function), {""})
         )
@@ -209,7 +209,8 @@ class Assignments:
         )
 
 
-def _is_special(name: str) -> bool:
+def is_special(name: str) -> bool:
+    """Returns whether a name is one of Python's, such as `__len__`."""
     return name.startswith("__") and name.endswith("__")
 
 

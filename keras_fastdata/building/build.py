@@ -262,7 +262,8 @@ class Builder:
             before = self._states()
             batch = _item(dataset, index)
             after = self._states()
-            drawn_from = (n for n, s in before.items() if s != after.get(n))
+            names = {**before, **after}
+            drawn_from = (n for n in names if before.get(n) != after.get(n))
             used = next(drawn_from, "")
             if context.asked:
                 used = context.asked
@@ -284,7 +285,9 @@ class Builder:
             return {}
         states = seeding.global_states()
         for held in self._held():
-            states[f"the generator `{held.name}`"] = held.generator.state()
+            # Keys of a dict may look the same, so several may have one name.
+            named = states.setdefault(f"the generator `{held.name}`", [])
+            named.append(held.generator.state())
         return states
 
     def adopt(self, newer: Builder) -> None:

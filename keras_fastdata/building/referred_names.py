@@ -31,6 +31,7 @@ from keras_fastdata.building.assignments import (
     Assignments,
     cells_of,
     is_by_value,
+    is_special,
 )
 from keras_fastdata.building.attributes import (
     attributes_of,
@@ -439,5 +440,4 @@ def _count_among(names: frozenset[str], variables: dict[str, Any]) -> int:
 
 def _is_pythons(name: str, value: Any) -> bool:
     """Returns whether Python itself could have set a class attribute."""
-    is_special = name.startswith("__") and name.endswith("__")
-    return is_special and not isinstance(value, types.FunctionType)
+    return is_special(name) and not isinstance(value, types.FunctionType)

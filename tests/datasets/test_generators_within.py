@@ -679,3 +679,22 @@ def test_one_within_an_object_of_python_itself_is_seeded(name):
         dataset = Wraps(thing, draw, seed=1, start_method="fork", **place)
         assert equal(_epochs(dataset), inline)
     assert len({int(batch[0]) for epoch in inline for batch in epoch}) == 8
+
+
+class _LooksTheSame:
+    def __repr__(self):
+        return "key"
+
+
+@pytest.mark.parametrize("drawn", [0, 1])
+def test_a_cache_refuses_draws_from_one_of_two_generators_with_one_name(drawn):
+    held = {_LooksTheSame(): np.random.default_rng(seed) for seed in (1, 2)}
+
+    def draw(held, index):
+        return [*held.values()][drawn].random()
+
+    with (
+        Holds(held, draw, workers=0, cache="memory") as dataset,
+        pytest.raises(LoaderError, match="it used the generator"),
+    ):
+        list(dataset)

@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_fastdata._modules import is_users
+from keras_fastdata._modules import is_main, is_users
 from keras_fastdata.workers import exceptions, worker_process
 
 _SETTLE_S = 1.0  # for threads and processes that are about to end
@@ -199,8 +199,9 @@ def _reason_against(known: set[str], devices: set[str]) -> str:
     if opened := _devices() - devices:
         return f"it opens {', '.join(sorted(opened))}"
     tops = {name.partition(".")[0] for name in sys.modules.keys() - known}
-    tops.discard("__mp_main__")  # `multiprocessing` calls `__main__` so
-    if theirs := sorted(name for name in tops if is_users(name)):
+    # `multiprocessing` adds a second name of `__main__`.
+    users = (name for name in tops if is_users(name) and not is_main(name))
+    if theirs := sorted(users):
         return f"it imports {', '.join(theirs)}, which is not installed"
     return ""
 
