@@ -36,7 +36,7 @@ class GeneratorWorkers:
         self._dataset = weakref.ref(dataset)
         self._shards = shards
         self._interval_s: float | None = None
-        self._pauses = self._paused = False
+        self._is_paused = False
         self._quiesce_s = 0.0
         # The worker of the latest batch, and what iterates over its batches.
         self._worker = 0
@@ -98,8 +98,12 @@ class GeneratorWorkers:
     def time_batches(self, interval_s: float | None) -> None:
         self._interval_s = interval_s
 
-    def pause_after(self, pauses: bool) -> None:
-        self._pauses, self._quiesce_s = pauses, 0.0
+    def finish_fetch(self, pauses: bool) -> None:
+        self._quiesce_s = 0.0
+        if pauses:
+            self._pause()
+        else:
+            self._resume()
 
     def quiesce_s(self) -> float:
         return self._quiesce_s
@@ -114,13 +118,10 @@ class GeneratorWorkers:
         self._worker, self._iterator = worker, shards
         if isinstance(shards, BatchIterator):
             shards.time_batches(self._interval_s)
-        if self._paused:
-            self._paused = False
-            for each in self._shards:
-                loader_of(each).pausing.resume()
+        self._resume()
 
     def note(self, epoch: int, index: int) -> None:
-        """Takes the times of a batch, and lets the workers pause if asked."""
+        """Takes the times of a batch."""
         self._spans.pop((epoch, index), None)
         iterator = self._iterator
         if isinstance(iterator, BatchIterator) and iterator.span is not None:
@@ -130,15 +131,19 @@ class GeneratorWorkers:
             )
             while len(self._spans) > _SPANS:
                 del self._spans[next(iter(self._spans))]
-        if self._pauses:
-            self._pause()
 
     def _pause(self) -> None:
         """Pauses the workers, and waits until they have finished a batch."""
-        self._paused = True
+        self._is_paused = True
         began_s = time.monotonic()
         while sum(loader_of(each).pausing.pause() for each in self._shards):
             if time.monotonic() - began_s > _QUIESCE_S:
                 break
             time.sleep(_LOOK_S)
         self._quiesce_s = time.monotonic() - began_s
+
+    def _resume(self) -> None:
+        if self._is_paused:
+            self._is_paused = False
+            for each in self._shards:
+                loader_of(each).pausing.resume()

@@ -52,10 +52,10 @@ class IteratorBatches(Iterator[Any]):
         if self._iterator is None:
             self._iterator = adapter.take_iterator(self)
         pauses = state is not SamplingState.OFF
-        if adapter.within is not None:
-            adapter.within.pause_after(pauses)
         try:
             batch = self._iterator.fetch(pause_after=pauses)
+            if adapter.within is not None:
+                adapter.within.finish_fetch(pauses)
         except StopIteration:
             self._over = True
             self._check_end(self._iterator)

@@ -113,11 +113,11 @@ class WorkersWithin(BatchSource, Protocol):
     def time_batches(self, interval_s: float | None) -> None:
         """Sets how often times are recorded; see `BatchIterator`."""
 
-    def pause_after(self, pauses: bool) -> None:
-        """Sets whether the workers pause after the next batch."""
+    def finish_fetch(self, pauses: bool) -> None:
+        """Pauses the workers after a fetch, or resumes them."""
 
     def quiesce_s(self) -> float:
-        """Returns how long the workers took to pause after the latest batch."""
+        """Returns how long the workers took to pause after the latest fetch."""
 
     def span_of(self, epoch: int, index: int | None) -> Span | None:
         """Returns the times of a recent batch, if it was measured."""

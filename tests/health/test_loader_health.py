@@ -39,6 +39,7 @@ from keras_fastdata._dataset_internals import loader_of
 from keras_fastdata.callbacks import device, loader_health, saving_time
 from keras_fastdata.datasets import generator_workers
 from keras_fastdata.engine.loader import Loader
+from keras_fastdata.engine.pausing import Pausing
 from keras_fastdata.health import epoch_monitor, step_clock
 from keras_fastdata.health.account import TimeAccount
 from keras_fastdata.health.measured import Measured
@@ -675,23 +676,32 @@ def test_workers_of_generators_pause_while_a_step_is_measured(
     kind, monkeypatch
 ):
     monkeypatch.setattr(generator_workers, "_QUIESCE_S", 120.0)
-    busy, steps = [], []
+    busy, steps, paused = [], [], set()
+    pause, resume = Pausing.pause, Pausing.resume
+    monkeypatch.setattr(
+        Pausing, "pause", lambda self: paused.add(self) or pause(self)
+    )
+    monkeypatch.setattr(
+        Pausing, "resume", lambda self: paused.discard(self) or resume(self)
+    )
 
     class Watching(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             if health._monitor._clock.state is SamplingState.ISOLATED:
                 steps.append(batch)
-                busy.extend(_pools_are_busy())
-
-    def _pools_are_busy():
-        shards = dataset._fastdata_plan.shards
-        return [loader_of(each)._pool.workers.busy for each in shards]
+                loaders = map(loader_of, dataset._fastdata_plan.shards)
+                busy.extend(
+                    each._pool.workers.busy or each.pausing not in paused
+                    for each in loaders
+                )
 
     health = LoaderHealth(verbose=0)
     factory = generator_samples.SlowPairs(0.002)
     arguments = {**places.KINDS[kind], "batch_size": 2}
     with GeneratorDataset(factory, **arguments) as dataset:
-        _fit(dataset, health, Watching(), epochs=2)
+        model = keras.Sequential([keras.layers.Dense(1)])  # peeks to be built
+        model.compile("sgd", "mse")
+        model.fit(dataset, epochs=2, callbacks=[health, Watching()], verbose=0)
         assert steps
         assert not any(busy)
         assert [len(list(dataset)) for _ in range(2)] == [12, 12]
