@@ -185,11 +185,9 @@ class FastPyDataset(_Base):
         cache_version: For a directory: any string or integer. Another value
             makes the cached batches invalid. So does a change of an
             attribute; of the dataset's code, or the code of an object in it;
-            of plain globals, functions and classes that such code names; or
-            of a file whose whole path is in any of these. Not checked are
-            files in folders, paths that are put together from parts, methods
-            and attributes of global objects, installed packages, and
-            attributes that builds set.
+            of globals, functions and classes that such code names; or of a
+            file whose whole path is in any of these. For everything else, each
+            run builds one of the batches that are there, and compares the two.
         executor: "local": workers are threads or processes of this machine,
             as above. "ray": workers are Ray actors, on this machine or a
             cluster (`pip install 'keras-fastdata[ray]'`). All that is said

@@ -4,10 +4,8 @@ Only plain batches are kept (see memory/layout.py). What is served is a view:
 the arrays of a batch lie in memory that is never written again, or in a file
 that is mapped, and cannot be written to.
 
-A file is taken for a batch only if all of it is as it was written, which a
-checksum tells. Nothing in it is code: what a batch looks like is JSON.
-
-    | magic | size and checksum of the head | head: JSON | array | array ...
+No key tells all that batches depend on. So of the batches that an earlier run
+has left in a directory, one is built again and compared before any is served.
 """
 
 from __future__ import annotations
@@ -15,44 +13,29 @@ from __future__ import annotations
 import collections
 import contextlib
 import enum
-import io
-import json
 import logging
-import mmap
-import os
 import pathlib
-import stat
-import struct
-import weakref
-import zlib
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from keras_fastdata import _atomic_write
-from keras_fastdata.memory import layout, os_limits
-from keras_fastdata.memory.arena import aligned_empty, round_up
+from keras_fastdata.engine import batch_file
+from keras_fastdata.engine.batch_file import OpenBatch
+from keras_fastdata.memory import layout
+from keras_fastdata.memory.arena import aligned_empty
 from keras_fastdata.metrics import ram
-
-_MAGIC = b"keras_fastdata batch 1\n"
-_SIZES = struct.Struct("<QI")  # bytes of the head, and their checksum
 
 # On some versions of Python each mapping takes a descriptor, of which a process
 # often has 1,024.
 _MOST_OPEN = 128
 
+# By how much floats of two builds may differ, relative to the largest: other
+# processors round otherwise.
+_TOLERANCE = 1e-5
+
 _log = logging.getLogger("keras_fastdata")
-
-
-class _Opened(NamedTuple):
-    """The structure of a batch, and the buffers that hold its arrays."""
-
-    described: layout.Layout
-    buffers: list[Any]
-
-    def assemble(self) -> Any:
-        return self.described.assemble(self.buffers)
 
 
 class _BoundedCache:
@@ -116,10 +99,13 @@ class MemoryCache(_BoundedCache):
         if most is None and (free := ram.free()) is not None:
             most = free // 2
         super().__init__(name, most)
-        self._batches: dict[int, _Opened] = {}
+        self._batches: dict[int, OpenBatch] = {}
 
-    def holds(self, index: int) -> bool:
-        """Returns whether the cache holds batch `index`."""
+    def holds(self, index: int, *, is_wanted: bool = False) -> bool:
+        """Returns whether the cache holds batch `index`.
+
+        `is_wanted` says that the caller takes the batch now.
+        """
         return index in self._batches
 
     def get(self, index: int) -> Any:
@@ -134,23 +120,40 @@ class MemoryCache(_BoundedCache):
         buffers = []
         for array in arrays:
             flat = aligned_empty(array.nbytes, np.uint8)
-            np.copyto(flat, _bytes_of(array))
-            _lock(flat)
+            np.copyto(flat, batch_file.bytes_of(array))
+            batch_file.lock(flat)
             buffers.append(flat)
         described = layout.Layout(layout.read_only(description))
-        self._batches[index] = _Opened(described, buffers)
+        self._batches[index] = OpenBatch(described, buffers)
 
     def lose(self, index: int) -> None:
         """Drops batch `index`, because reading the batch has failed."""
         del self._batches[index]
+
+    def note_failed_build(self, index: int, error: Exception) -> bool:
+        """Returns whether the cache serves a batch whose build has failed."""
+        return False
 
 
 class _CachedFile(enum.Enum):
     """The state of the file that stores one batch."""
 
     MISSING = enum.auto()  # or damaged: the batch is built, and written
-    READABLE = enum.auto()  # the batch is in it
+    WRITTEN = enum.auto()  # this object has written the batch
+    FOUND = enum.auto()  # the batch was there
     FORBIDDEN = enum.auto()  # another user's: the batch is built every time
+
+
+class _Comparison(enum.Enum):
+    """Whether batches that were found are those that would be built now.
+
+    DUE --a batch is found--> RUNNING --equal, or its build fails--> PASSED
+    RUNNING --different: all that were found are removed--> PASSED
+    """
+
+    DUE = enum.auto()
+    RUNNING = enum.auto()  # a batch that was found is to be built, too
+    PASSED = enum.auto()
 
 
 class DiskCache(_BoundedCache):
@@ -168,17 +171,32 @@ class DiskCache(_BoundedCache):
         for state in directory.parent.glob(self._states):
             _atomic_write.remove_abandoned(state)
         super().__init__(name, most, self._size())
-        self._open: collections.OrderedDict[int, _Opened] = (
+        self._open: collections.OrderedDict[int, OpenBatch] = (
             collections.OrderedDict()
         )
         self._files: dict[int, _CachedFile] = {}  # by index, once looked for
+        self._comparison = _Comparison.DUE
+        self._compared = -1  # the index of the batch that is compared
         self._has_told = False
         self._make_directory()
 
-    def holds(self, index: int) -> bool:
+    def holds(self, index: int, *, is_wanted: bool = False) -> bool:
         if (file := self._files.get(index)) is None:
             file = self._files[index] = self._look_for(index)
-        return file is _CachedFile.READABLE
+        if file is _CachedFile.FOUND:
+            return self._may_serve(index, is_wanted)
+        return file is _CachedFile.WRITTEN
+
+    def _may_serve(self, index: int, is_wanted: bool) -> bool:
+        """Returns whether a batch that was found is served, or may be soon.
+
+        Until the comparison has passed, the batch that is wanted is built.
+        """
+        if self._comparison is _Comparison.DUE or (
+            is_wanted and self._comparison is _Comparison.RUNNING
+        ):
+            self._comparison, self._compared = _Comparison.RUNNING, index
+        return self._comparison is _Comparison.PASSED or index != self._compared
 
     def get(self, index: int) -> Any:
         if index not in self._open:
@@ -186,6 +204,8 @@ class DiskCache(_BoundedCache):
         return self._open[index].assemble()
 
     def put(self, index: int, batch: Any) -> None:
+        if self._is_due(index):
+            self._compare(index, batch)
         missing = _CachedFile.MISSING
         if self._files.get(index, missing) is not missing:
             return
@@ -193,12 +213,69 @@ class DiskCache(_BoundedCache):
             return
         path = self._path(index)
         try:
-            _write(path, *plain)
+            batch_file.write(path, *plain)
             self._keep_open(index, is_trusted=True)
         except Exception as error:
             self._close(f"{path} cannot be written ({error})")
         else:
-            self._files[index] = _CachedFile.READABLE
+            self._files[index] = _CachedFile.WRITTEN
+
+    def note_failed_build(self, index: int, error: Exception) -> bool:
+        """Ends the comparison if its batch cannot be built; see `MemoryCache`.
+
+        The files that the batches were made of may be gone.
+        """
+        if not self._is_due(index):
+            return False
+        _log.warning(
+            "Batch %d of %s cannot be built any more (%s: %s), so it was not "
+            "compared with the batch in %s. The batches there are used.",
+            *(index, self._name, type(error).__name__),
+            *(str(error), self._directory),  # a record would keep its frames
+        )
+        self._comparison = _Comparison.PASSED
+        return True
+
+    def _is_due(self, index: int) -> bool:
+        """Returns whether a build of batch `index` is to be compared."""
+        return (
+            self._comparison is not _Comparison.PASSED
+            and self._files.get(index) is _CachedFile.FOUND
+        )
+
+    def _compare(self, index: int, batch: Any) -> None:
+        """Compares a build with the batch that was found.
+
+        If they differ, removes all that were found.
+        """
+        try:
+            found = self.get(index)
+        except (OSError, ValueError):
+            self.lose(index)
+            return
+        self._comparison = _Comparison.PASSED
+        if _is_close(found, batch):
+            return
+        _log.warning(
+            "The batches of %s in %s were built from something else than now: "
+            "batch %d differs. All batches are built again. Pass another "
+            "`cache_version` after such a change. If you have changed nothing, "
+            "the batches differ each time: then do not cache them.",
+            *(self._name, self._directory, index),
+        )
+        self._remove_found()
+
+    def _remove_found(self) -> None:
+        self._open.clear()
+        for path in self._directory.glob("*.batch"):
+            if not path.stem.isdecimal():
+                continue
+            index = int(path.stem)
+            if self._files.get(index) is not _CachedFile.WRITTEN:
+                self._files[index] = _CachedFile.MISSING
+                with contextlib.suppress(OSError):  # it is written over
+                    path.unlink()
+        self._used = self._size()
 
     def lose(self, index: int) -> None:
         self._files[index] = _CachedFile.MISSING
@@ -244,11 +321,11 @@ class DiskCache(_BoundedCache):
                 error,
             )
             return _CachedFile.MISSING
-        return _CachedFile.READABLE
+        return _CachedFile.FOUND
 
     def _keep_open(self, index: int, *, is_trusted: bool) -> None:
         """Opens a batch file; checks the arrays unless `is_trusted`."""
-        self._open[index] = _read(self._path(index), is_trusted)
+        self._open[index] = batch_file.read(self._path(index), is_trusted)
         if len(self._open) > _MOST_OPEN:
             self._open.popitem(last=False)
 
@@ -257,21 +334,6 @@ class DiskCache(_BoundedCache):
 
 
 Cache = MemoryCache | DiskCache
-
-
-def _lock(array: npt.NDArray[Any]) -> None:
-    """Makes an array read-only, and also the arrays that own its memory."""
-    owner: Any = array
-    while isinstance(owner, np.ndarray):
-        owner.flags.writeable = False
-        owner = owner.base
-
-
-def _bytes_of(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    """Returns the bytes of an array in memory order."""
-    if not (array.flags.c_contiguous or array.flags.f_contiguous):
-        array = np.ascontiguousarray(array)
-    return array.ravel("K").view(np.uint8)
 
 
 def _size_of(directory: pathlib.Path) -> int:
@@ -283,86 +345,25 @@ def _size_of(directory: pathlib.Path) -> int:
     return size
 
 
-def _write(
-    path: pathlib.Path, description: Any, arrays: list[npt.NDArray[Any]]
-) -> None:
-    """Writes the file of a batch atomically."""
-    parts = [_bytes_of(array) for array in arrays]
-    head = json.dumps(
-        {
-            "layout": layout.as_json(description),
-            "arrays": [[p.nbytes, zlib.crc32(p.data)] for p in parts],
-        }
-    ).encode()
-    with _atomic_write.replacing(path) as file:
-        file.write(_MAGIC + _SIZES.pack(len(head), zlib.crc32(head)))
-        file.write(head)
-        for part in parts:
-            file.write(bytes(round_up(file.tell()) - file.tell()))
-            file.write(part.data)
+def _is_close(one: Any, other: Any) -> bool:
+    """Returns whether two batches are equal, but for the rounding of floats."""
+    arrays: tuple[list[Any], list[Any]] = [], []
+    described = [
+        layout.describe(batch, found)
+        for batch, found in zip((one, other), arrays, strict=True)
+    ]
+    if None in described:
+        return False
+    first, second = map(layout.read_only, described)
+    return first == second and all(map(_is_array_close, *arrays))
 
 
-def _read(path: pathlib.Path, is_trusted: bool) -> _Opened:
-    """Opens the file of a batch; raises `ValueError` for a damaged file."""
-    with os_limits.named("A cached batch could not be opened"):
-        file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115
-    with file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
-            raise ValueError("it is no regular file")
-        if not found.st_size:
-            raise ValueError("it is empty")
-        view = _map(file)
-    try:
-        return _opened(view, is_trusted)
-    except Exception as error:  # whatever somebody has put there
-        raise ValueError(str(error) or type(error).__name__) from error
-
-
-def _opened(view: memoryview, is_trusted: bool) -> _Opened:
-    """Decodes a batch; raises an exception of any type for damaged data."""
-    start = len(_MAGIC) + _SIZES.size
-    if view[: len(_MAGIC)] != _MAGIC or view.nbytes < start:
-        raise ValueError("it begins with something else")
-    size, checksum = _SIZES.unpack_from(view, len(_MAGIC))
-    head = view[start : start + size]
-    if zlib.crc32(head) != checksum:
-        raise ValueError("its head has another checksum")
-    known = json.loads(bytes(head))
-    described = layout.Layout(layout.from_json(known["layout"]))
-    if described.sizes != [nbytes for nbytes, _ in known["arrays"]]:
-        raise ValueError("its arrays have other shapes")
-    at, buffers = start + size, []
-    for nbytes, checksum in known["arrays"]:
-        at = round_up(at)
-        buffer = view[at : at + nbytes]
-        fits = buffer.nbytes == nbytes
-        if not fits or not (is_trusted or zlib.crc32(buffer) == checksum):
-            raise ValueError("an array has another checksum")
-        buffers.append(buffer)
-        at += nbytes
-    opened = _Opened(described, buffers)
-    opened.assemble()  # raises if the buffers do not fit
-    return opened
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    """Opens a file in non-blocking mode, in case the file is a pipe."""
-    return os.open(path, flags | os.O_NONBLOCK)
-
-
-_mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()  # of all caches
-
-
-def _map(file: io.BufferedReader) -> memoryview:
-    """Maps a file into memory, or reads it if too many files are mapped."""
-    if len(_mapped) < os_limits.open_files() // 4:
-        with contextlib.suppress(OSError):
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            _mapped.add(mapped)
-            return memoryview(mapped)
-    size = os.fstat(file.fileno()).st_size
-    read = aligned_empty(size, np.uint8)
-    read = read[: file.readinto(read.data)]
-    _lock(read)
-    return read.data
+def _is_array_close(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> bool:
+    if np.array_equal(batch_file.bytes_of(one), batch_file.bytes_of(other)):
+        return True
+    if one.dtype.kind not in "fc":
+        return False
+    with np.errstate(all="ignore"):
+        largest = np.max(np.abs(one), initial=0, where=np.isfinite(one))
+        tolerance = max(_TOLERANCE, 4 * np.finfo(one.dtype).eps)
+        return np.allclose(one, other, tolerance, tolerance * largest, True)

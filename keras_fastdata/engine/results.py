@@ -38,7 +38,7 @@ class Outcome(enum.Enum):
 
     PENDING = enum.auto()  # the batch is still to come: wait, and fetch again
     SKIPPED = enum.auto()  # the batch is left out: fetch the next position
-    CACHE_MISS = enum.auto()  # the cache has lost the batch: fetch it again
+    CACHE_MISS = enum.auto()  # look again whether the cache has the batch
     RETRY_INLINE = enum.auto()  # threads may not build it: the caller does
     END = enum.auto()  # the epoch has no more batches
 
@@ -110,19 +110,24 @@ class Results:
         if is_in_memory or not self._factory.has_drifted():
             self.cache.put(index, batch)
 
-    def is_cached(self, index: int) -> bool:
-        """Returns whether a batch is in the cache."""
-        return self.cache is not None and self.cache.holds(index)
+    def is_cached(self, index: int, *, is_wanted: bool = False) -> bool:
+        """Returns whether a batch is in the cache; see `MemoryCache.holds`."""
+        cache = self.cache
+        return cache is not None and cache.holds(index, is_wanted=is_wanted)
 
     def check_cached(self, epoch: Epoch, index: int) -> None:
-        """Marks the current batch as not cached if the cache has lost it."""
-        if epoch.position in epoch.cached and not self.is_cached(index):
+        """Marks the current batch as not cached if it cannot be served."""
+        if epoch.position in epoch.cached and not self.is_cached(
+            index, is_wanted=True
+        ):
             epoch.cached.discard(epoch.position)
 
     def take_cached(self, epoch: Epoch, index: int) -> Any:
-        """Returns a batch from the cache, or `CACHE_MISS` if reading fails."""
+        """Returns a batch from the cache, or `CACHE_MISS` if it cannot."""
         assert self.cache is not None
         epoch.cached.discard(epoch.position)
+        if not self.is_cached(index, is_wanted=True):
+            return Outcome.CACHE_MISS
         began_s = time.monotonic()
         try:
             batch = self.cache.get(index)
@@ -175,11 +180,14 @@ class Results:
             has_length = epoch.schedule.num_batches is not None
             if isinstance(error, EndOfData) and not has_length:
                 return Outcome.END
-            if (
-                self._in_effect.now.on_error == "raise"
-                or not done.by_dataset
-                or isinstance(error, LoaderError)
+            if not done.by_dataset or isinstance(error, LoaderError):
+                raise
+            if self.cache is not None and self.cache.note_failed_build(
+                index, error
             ):
+                epoch.cached.add(epoch.position)
+                return Outcome.CACHE_MISS
+            if self._in_effect.now.on_error == "raise":
                 raise
             self._skip(epoch, index, error)
             return Outcome.SKIPPED

@@ -9,7 +9,7 @@ from package_source import trees
 # Fields that only have the name of one of ours, and whose they are.
 _FIELDS_OF_OTHERS = {
     ("building/rng_monitor.py", "before"): "a `threading.local`",
-    ("engine/cache.py", "writeable"): "an array's flags",
+    ("engine/batch_file.py", "writeable"): "an array's flags",
     ("keras_bridge/__init__.py", "use_multiprocessing"): "Keras's `PyDataset`",
     ("keras_bridge/__init__.py", "workers"): "Keras's `PyDataset`",
     ("memory/reducers.py", "filename"): "NumPy's `memmap`",
