@@ -3,8 +3,7 @@
 Inline and in threads, a build sees whatever the program has set anywhere. A
 worker process imports modules anew, and is told of three things:
 
-    settings of frameworks     those of `_settings`, where the framework is
-                               loaded; a worker does not import it for that
+    settings of frameworks     see framework_settings.py
     `__main__`                 its classes and functions travel by value, with
                                the globals that they refer to
     the user's other modules   variables, and attributes of classes and objects
@@ -29,7 +28,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
-import sys
 import threading
 import types
 import weakref
@@ -44,6 +42,8 @@ from keras_fastdata.building.attributes import first_items
 from keras_fastdata.building.process_variables import ENVIRONMENT
 from keras_fastdata.building.referred_names import variables_of
 from keras_fastdata.building.variables import ABSENT, Inside, Variable
+from keras_fastdata.engine import framework_settings
+from keras_fastdata.engine.framework_settings import SettingsByModule
 from keras_fastdata.engine.outside_values import FirstValues, OutsideValues
 from keras_fastdata.engine.plain_values import (
     CONTAINERS,
@@ -60,7 +60,6 @@ from keras_fastdata.engine.told_state import (
     LOST,
     NOTHING_TOLD,
     KindsByModule,
-    SettingsByModule,
     StateLostError,
     Told,
 )
@@ -231,13 +230,8 @@ class OutsideState:
         variables = [seen.variable for seen in self._seen]
         found = self._first.look(variables or _variables_of(dataset))
         # Directories of former versions are for the default settings.
-        set_by_program = [
-            (f"{module}.{name}", value)
-            for module, settings in _settings().items()
-            for name, value in settings.items()
-            if value != _DEFAULTS[module][name]
-        ]
-        return found._replace(known=[*found.known, *set_by_program])
+        known = [*found.known, *framework_settings.changed()]
+        return found._replace(known=known)
 
     def stop_watching(self) -> None:
         """Has `compare` find no more changes until the next `look`."""
@@ -326,7 +320,7 @@ class OutsideState:
         # thread of TensorFlow's.
         if threading.current_thread() is threading.main_thread():
             self._error_state = dict(np.geterr())
-        return {"numpy": self._error_state, **_settings()}
+        return {"numpy": self._error_state, **framework_settings.read()}
 
 
 def _variables_of(dataset: Any) -> list[Variable]:
@@ -364,47 +358,6 @@ def _looking() -> Iterator[None]:
 
 # Those of datasets whose builds see every change at once.
 _in_this_process: weakref.WeakSet[OutsideState] = weakref.WeakSet()
-
-
-# Reads the settings of each framework.
-_READERS: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "keras": lambda keras: {
-        name: getattr(keras.config, name)()
-        for name in ("floatx", "epsilon", "image_data_format")
-    },
-    "torch": lambda torch: {
-        "default_dtype": str(torch.get_default_dtype()).rpartition(".")[2]
-    },
-    "jax": lambda jax: {"jax_enable_x64": jax.config.jax_enable_x64},
-    "PIL.Image": lambda image: {"MAX_IMAGE_PIXELS": image.MAX_IMAGE_PIXELS},
-    "PIL.ImageFile": lambda file: {
-        "LOAD_TRUNCATED_IMAGES": file.LOAD_TRUNCATED_IMAGES
-    },
-}
-
-
-_DEFAULTS: SettingsByModule = {
-    "keras": {
-        "floatx": "float32",
-        "epsilon": 1e-7,
-        "image_data_format": "channels_last",
-    },
-    "torch": {"default_dtype": "float32"},
-    "jax": {"jax_enable_x64": False},
-    "PIL.Image": {"MAX_IMAGE_PIXELS": 89_478_485},
-    "PIL.ImageFile": {"LOAD_TRUNCATED_IMAGES": False},
-}
-
-
-def _settings() -> SettingsByModule:
-    """Returns the global settings of the imported frameworks."""
-    found: SettingsByModule = {}
-    for name, read in _READERS.items():
-        if (module := sys.modules.get(name)) is not None:
-            # A module that is being imported may lack anything.
-            with contextlib.suppress(AttributeError):
-                found[name] = read(module)
-    return found
 
 
 def _is_inside(variable: Variable) -> bool:

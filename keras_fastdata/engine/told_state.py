@@ -33,6 +33,8 @@ from keras_fastdata.building.variables import (
     name_of,
     part_at,
 )
+from keras_fastdata.engine import framework_settings
+from keras_fastdata.engine.framework_settings import SettingsByModule
 from keras_fastdata.engine.plain_values import (
     MAPPINGS,
     SEQUENCES,
@@ -43,7 +45,6 @@ from keras_fastdata.engine.plain_values import (
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.workers.base import ONCE
 
-SettingsByModule = dict[str, dict[str, Any]]  # by module and name
 ValuesByModule = dict[str, dict[Path, Any]]  # by module and path
 KindsByModule = dict[str, dict[Path, tuple[str, str]]]  # see `kind_of`
 
@@ -129,7 +130,7 @@ def _tell(name: str, known: Told | None = None) -> None:
         if key not in had or had[key] != value
     }
     with contextlib.suppress(Exception):  # another version may lack it
-        _set(name, module, settings)
+        framework_settings.write(name, module, settings)
 
 
 def _give(module: Any, path: Path, given: Any) -> bool:
@@ -231,21 +232,6 @@ def part_of(owner: Any, step: Step) -> Any:
         getattr(type(owner), step, None), types.MemberDescriptorType
     )
     return getattr(owner, step, ABSENT) if is_slot else kept.get(step, ABSENT)
-
-
-def _set(name: str, module: Any, settings: dict[str, Any]) -> None:
-    if name == "numpy":
-        module.seterr(**settings)
-        return
-    for setting, value in settings.items():
-        if name == "keras":
-            getattr(module.config, f"set_{setting}")(value)
-        elif name == "torch":
-            module.set_default_dtype(getattr(module, value))
-        elif name == "jax":
-            module.config.update(setting, value)
-        else:
-            setattr(module, setting, value)
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):

@@ -42,7 +42,12 @@ from keras_fastdata import FastPyDataset
 from keras_fastdata._modules import is_users
 from keras_fastdata.building.code_names import Root, names_of
 from keras_fastdata.building.referred_names import variables_of
-from keras_fastdata.engine import outside_state, plain_values, sent_digest
+from keras_fastdata.engine import (
+    framework_settings,
+    outside_state,
+    plain_values,
+    sent_digest,
+)
 from keras_fastdata.engine.fingerprint import _is_installed
 from keras_fastdata.engine.outside_state import OutsideState
 
@@ -1154,11 +1159,10 @@ def test_what_the_program_changes_amid_an_epoch_stays_out_of_a_directory(
     assert found == [1] * 3
 
 
-def test_each_setting_that_is_read_has_a_default():
-    assert outside_state._settings().keys() <= outside_state._DEFAULTS.keys()
-    assert outside_state._READERS.keys() == outside_state._DEFAULTS.keys()
-    for module, settings in outside_state._settings().items():
-        assert settings.keys() == outside_state._DEFAULTS[module].keys()
+def test_a_setting_without_a_change_is_no_change():
+    known = framework_settings.read()
+    assert {"keras", "PIL.Image", "PIL.ImageFile"} <= known.keys()
+    assert list(framework_settings.changed()) == []
 
 
 def set_size(size, patch):
