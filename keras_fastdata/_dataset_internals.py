@@ -67,26 +67,26 @@ class Internals:
         self.outside_rng: tuple[int, np.random.Generator] | None = None
         self.followers: weakref.WeakSet[Internals] = weakref.WeakSet()
 
-    def mark_changed(self) -> None:
-        """Marks the dataset and its followers as changed."""
-        self.mark_alone()
-        self.mark_followers()
+    def mark_changed(self, *, unseen: bool = False) -> None:
+        """Marks the dataset and its followers; see `Changes.mark`."""
+        self.mark_alone(unseen=unseen)
+        self.mark_followers(unseen=unseen)
 
-    def mark_followers(self) -> None:
-        """Marks the followers, and theirs, as changed."""
+    def mark_followers(self, *, unseen: bool = False) -> None:
+        """Marks the followers, and theirs, as changed; see `Changes.mark`."""
         marked = [self]  # two datasets may follow each other
         for internals in marked:
             for follower in list(internals.followers):
                 if follower not in marked:
-                    follower.mark_alone()
+                    follower.mark_alone(unseen=unseen)
                     marked.append(follower)
 
-    def mark_alone(self) -> None:
-        """Marks the dataset as changed, and no follower."""
+    def mark_alone(self, *, unseen: bool = False) -> None:
+        """Marks the dataset as changed, and no follower; see `Changes.mark`."""
         if self.loader is None:
             self.version = object()
         else:
-            self.loader.changes.mark()
+            self.loader.changes.mark(unseen=unseen)
 
     def forget_outside_rng(self) -> None:
         """Resets the random generator of `dataset.rng` outside of builds."""
@@ -119,6 +119,12 @@ def own_internals(dataset: Dataset) -> Internals | None:
     if isinstance(found, Internals) and found.owner() is dataset:
         return found
     return None
+
+
+def mark_changed(dataset: Dataset, *, unseen: bool = False) -> None:
+    """Marks a dataset and its followers as changed; see `Changes.mark`."""
+    if (internals := own_internals(dataset)) is not None:
+        internals.mark_changed(unseen=unseen)
 
 
 def internals_of(dataset: Dataset) -> Internals:

@@ -27,8 +27,8 @@ from keras_fastdata._dataset_internals import (
     internals_of,
     iterate_alone,
     loader_of,
+    mark_changed,
     note_assigned,
-    own_internals,
     own_loader,
     plain_iterator,
     replace_settings,
@@ -481,10 +481,10 @@ class FastPyDataset(_Base):
 
         Batches that were built ahead are dropped and built again from the
         present dataset. Assignments to attributes, and changes by the epoch
-        hooks, are noticed without this call.
+        hooks, are noticed without this call. A cache is emptied. If it is a
+        directory, the cache is in memory until the end of the run.
         """
-        if (internals := own_internals(self)) is not None:
-            internals.mark_changed()
+        mark_changed(self, unseen=True)
 
     def close(self) -> None:
         """Stops the workers and waits until they have ended.

@@ -12,7 +12,7 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
-from keras_fastdata._dataset_internals import answer
+from keras_fastdata._dataset_internals import answer, mark_changed
 from keras_fastdata._validation import arguments_of, unknown_arguments
 from keras_fastdata.building.interface import EPOCH_HOOKS
 from keras_fastdata.dataset import FastPyDataset
@@ -137,7 +137,7 @@ class _Wrapped(FastPyDataset):
             super().__setattr__(name, value)
         else:
             setattr(dataset, name, value)
-            self.mark_changed()
+            mark_changed(self)
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(vars(self))
@@ -153,7 +153,7 @@ class _WrappedWithHooks(_Wrapped):
 
     def __iter__(self) -> Iterator[Any]:
         # The user may have called hooks of the other dataset.
-        self.mark_changed()
+        mark_changed(self)
         return super().__iter__()
 
     def on_epoch_begin(self) -> None:

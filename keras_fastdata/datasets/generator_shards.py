@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from keras_fastdata import _process_role
-from keras_fastdata._dataset_internals import answer, loader_of
+from keras_fastdata._dataset_internals import answer, loader_of, mark_changed
 from keras_fastdata.building import seeding
 from keras_fastdata.building.held_generators import Held, Search, seeds_its_own
 from keras_fastdata.dataset import FastPyDataset
@@ -77,7 +77,7 @@ class GeneratorShards(FastPyDataset):
         # Before `key`, which a thread may read meanwhile.
         self.since = 0 if _process_role.is_worker() else loader_of(self).epoch
         self.key = key
-        self.mark_changed()  # assignments during a build are not noticed
+        mark_changed(self)  # assignments during a build are not noticed
 
     @property
     def num_batches(self) -> None:

@@ -31,10 +31,6 @@ from keras_fastdata.metrics import ram
 # often has 1,024.
 _MOST_OPEN = 128
 
-# By how much floats of two builds may differ, relative to the largest: other
-# processors round otherwise.
-_TOLERANCE = 1e-5
-
 _log = logging.getLogger("keras_fastdata")
 
 
@@ -254,7 +250,7 @@ class DiskCache(_BoundedCache):
             self.lose(index)
             return
         self._comparison = _Comparison.PASSED
-        if _is_close(found, batch):
+        if _is_same(found, batch):
             return
         _log.warning(
             "The batches of %s in %s were built from something else than now: "
@@ -263,15 +259,17 @@ class DiskCache(_BoundedCache):
             "the batches differ each time: then do not cache them.",
             *(self._name, self._directory, index),
         )
-        self._remove_found()
+        self.empty(but_written=True)
 
-    def _remove_found(self) -> None:
+    def empty(self, *, but_written: bool = False) -> None:
+        """Removes all batches, or all but those that this object wrote."""
         self._open.clear()
         for path in self._directory.glob("*.batch"):
             if not path.stem.isdecimal():
                 continue
             index = int(path.stem)
-            if self._files.get(index) is not _CachedFile.WRITTEN:
+            is_written = self._files.get(index) is _CachedFile.WRITTEN
+            if not (is_written and but_written):
                 self._files[index] = _CachedFile.MISSING
                 with contextlib.suppress(OSError):  # it is written over
                     path.unlink()
@@ -345,25 +343,13 @@ def _size_of(directory: pathlib.Path) -> int:
     return size
 
 
-def _is_close(one: Any, other: Any) -> bool:
-    """Returns whether two batches are equal, but for the rounding of floats."""
+def _is_same(one: Any, other: Any) -> bool:
+    """Returns whether two batches have the same structure and bytes."""
     arrays: tuple[list[Any], list[Any]] = [], []
-    described = [
-        layout.describe(batch, found)
-        for batch, found in zip((one, other), arrays, strict=True)
-    ]
-    if None in described:
+    first, second = map(layout.describe, (one, other), arrays)
+    if first is None or second is None:
         return False
-    first, second = map(layout.read_only, described)
-    return first == second and all(map(_is_array_close, *arrays))
-
-
-def _is_array_close(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> bool:
-    if np.array_equal(batch_file.bytes_of(one), batch_file.bytes_of(other)):
-        return True
-    if one.dtype.kind not in "fc":
-        return False
-    with np.errstate(all="ignore"):
-        largest = np.max(np.abs(one), initial=0, where=np.isfinite(one))
-        tolerance = max(_TOLERANCE, 4 * np.finfo(one.dtype).eps)
-        return np.allclose(one, other, tolerance, tolerance * largest, True)
+    return layout.read_only(first) == layout.read_only(second) and all(
+        np.array_equal(batch_file.bytes_of(a), batch_file.bytes_of(b))
+        for a, b in zip(*arrays, strict=True)
+    )

@@ -321,7 +321,7 @@ class Loader:
         self._prefetcher.note_change(self._pool.workers)
         if self.changes.are_new or outside >= Change.BY_PROGRAM:
             self.changes.mark()
-            self._fetcher.results.note_change()
+            self._fetcher.results.note_change(self.changes.are_unseen)
         self.changes.mark_sent()
         if self._pool.workers is not None:
             anew = outside is Change.IN_MODULES

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import enum
 import logging
 import time
@@ -16,7 +17,7 @@ from typing import Any
 from keras_fastdata.building import rng_monitor
 from keras_fastdata.building.interface import Dataset
 from keras_fastdata.engine.autotune import SettingsInEffect
-from keras_fastdata.engine.cache import Cache
+from keras_fastdata.engine.cache import Cache, DiskCache, MemoryCache
 from keras_fastdata.engine.epoch import Completed, Epoch
 from keras_fastdata.engine.fingerprint import open_cache
 from keras_fastdata.engine.pool_factory import PoolFactory
@@ -59,6 +60,9 @@ class Results:
         self._name = name
         self._in_effect = in_effect
         self._factory = factory
+        # Whether a directory is used no more, because of a change that the
+        # package cannot see.
+        self._is_in_memory = False
         # The digests of the dataset's attributes before any build.
         self._before: dict[str, bytes] = {}
 
@@ -71,13 +75,22 @@ class Results:
         """
         settings = self._in_effect.now
         if self.cache is None and settings.cache is not None:
+            if self._is_in_memory:
+                settings = dataclasses.replace(settings, cache="memory")
             outside = self._factory.values_for_directory(dataset)
             self.cache = open_cache(
                 dataset, settings, built, self._before, *outside
             )
 
-    def note_change(self) -> None:
-        """Drops the cache and `structure`, because the dataset has changed."""
+    def note_change(self, is_unseen: bool) -> None:
+        """Drops the cache and `structure`, because the dataset has changed.
+
+        After a change that the package cannot see, nothing tells which state a
+        directory is for. So the directory is emptied, and used no more.
+        """
+        if is_unseen and isinstance(self.cache, DiskCache):
+            self.cache.empty()
+            self._is_in_memory = True
         self.cache = None
         self.structure = ""
 
@@ -106,7 +119,7 @@ class Results:
         when the next epoch begins; a directory is for later runs, too.
         """
         assert self.cache is not None
-        is_in_memory = self._in_effect.now.cache == "memory"
+        is_in_memory = isinstance(self.cache, MemoryCache)
         if is_in_memory or not self._factory.has_drifted():
             self.cache.put(index, batch)
 

@@ -413,26 +413,31 @@ def test_batches_of_something_else_than_now_are_all_built_again(
     assert [run(100), run(0)] == [1, 8]
 
 
-def test_floats_that_are_rounded_otherwise_are_no_other_batches(tmp_path):
-    batch = {"x": np.linspace(0, 1, 9, dtype="float32"), "y": np.arange(3)}
-    for change, is_kept in (
-        (("x", 1 + 1e-6), True),
-        (("x", 1 + 1e-3), False),
-        (("x", np.nan), False),
-        (("y", 2), False),
-    ):
-        folder = tmp_path / str(change)
-        DiskCache("Any", folder, None).put(0, batch)
-        name, factor = change
-        other = {
-            **batch,
-            name: (batch[name] * factor).astype(batch[name].dtype),
-        }
-        cache = DiskCache("Any", folder, None)
-        assert not cache.holds(0)
-        cache.put(0, other)
-        wanted = batch if is_kept else other
-        np.testing.assert_array_equal(cache.get(0)[name], wanted[name])
+_COLUMNS = np.array([[1.7e9, 50.0, 0.0], [1.7e9, 60.0, 1.0]])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        np.add(_COLUMNS, [0, 0, 1e-9]),  # beside a column of large numbers
+        _COLUMNS.astype("float32"),
+        _COLUMNS.T.copy(),
+        _COLUMNS[:1],
+        (_COLUMNS,),
+        {"x": _COLUMNS},
+        np.array(["a", "b"], object),
+        np.where(_COLUMNS, _COLUMNS, np.nan),
+    ],
+)
+def test_a_batch_that_differs_in_anything_replaces_all(tmp_path, other):
+    before = DiskCache("Any", tmp_path, None)
+    for index in range(3):
+        before.put(index, _COLUMNS)
+    for batch, is_kept in ((_COLUMNS, True), (other, False)):
+        cache = DiskCache("Any", tmp_path, None)
+        assert not cache.holds(1)
+        cache.put(1, batch)
+        assert [cache.holds(index) for index in (0, 2)] == [is_kept] * 2
 
 
 @everywhere
@@ -455,6 +460,42 @@ def test_batches_are_served_if_what_they_were_made_of_is_gone(
         assert 0 in built()
     (message,) = caplog.messages
     assert "Batch 0 of ReadsFolder cannot be built any more (FileNot" in message
+
+
+@everywhere
+def test_after_a_change_that_nothing_shows_the_cache_is_in_memory(
+    tmp_path, built, place
+):
+    """Only some batches change: the one that is compared does not."""
+    number = tmp_path / "folder" / "number"
+    number.parent.mkdir()
+
+    def make():
+        return ReadsFolder(
+            tmp_path / "notes",
+            number.parent,
+            since=3,
+            cache=tmp_path / "cache",
+            cache_version=1,
+            **PLACES[place],
+        )
+
+    number.write_text("0")
+    with make() as dataset:
+        assert values(dataset) == list(range(8))
+        assert len(built()) == 8
+        number.write_text("100")
+        dataset.mark_changed()
+        changed = [0, 1, 2, *range(103, 108)]
+        for builds in (8, 0):
+            assert values(dataset) == changed
+            assert len(built()) == builds
+        dataset.start = 0  # any other change: the directory is not used again
+        assert values(dataset) == changed
+        assert len(built()) == 8
+    with make() as dataset:
+        assert values(dataset) == changed
+        assert len(built()) == 8
 
 
 def test_a_batch_whose_request_was_given_up_is_not_waited_for(tmp_path):

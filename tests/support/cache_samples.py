@@ -61,14 +61,15 @@ class StartsOutside(Noted):
 class ReadsFolder(Noted):
     """Takes its start from a file in a folder, which no digest tells of."""
 
-    def __init__(self, notes, folder, **kwargs):
+    def __init__(self, notes, folder, since=0, **kwargs):
         super().__init__(notes, **kwargs)
         self.folder = str(folder)
+        self.since = since  # the first batch that depends on the file
 
     def __getitem__(self, index):
         x, y = super().__getitem__(index)
         with open(os.path.join(self.folder, "number")) as file:
-            x["scalar"] += int(file.read())
+            x["scalar"] += int(file.read()) if index >= self.since else 0
         return x, y
 
 
