@@ -39,20 +39,28 @@ class OpenBatch(NamedTuple):
 
     described: layout.Layout
     buffers: list[Any]
+    writer: str = ""  # of the file
 
     def assemble(self) -> Any:
         return self.described.assemble(self.buffers)
 
 
 def write(
-    path: pathlib.Path, description: Any, arrays: list[npt.NDArray[Any]]
+    path: pathlib.Path,
+    description: Any,
+    arrays: list[npt.NDArray[Any]],
+    writer: str,
 ) -> None:
-    """Writes the file of a batch atomically."""
+    """Writes the file of a batch atomically.
+
+    `writer` is a text by which to tell batches of different writers apart.
+    """
     parts = [bytes_of(array) for array in arrays]
     head = json.dumps(
         {
             "layout": layout.as_json(description),
             "arrays": [[p.nbytes, zlib.crc32(p.data)] for p in parts],
+            "writer": writer,
         }
     ).encode()
     with _atomic_write.replacing(path) as file:
@@ -102,7 +110,7 @@ def _opened(view: memoryview, is_trusted: bool) -> OpenBatch:
             raise ValueError("an array has another checksum")
         buffers.append(buffer)
         at += nbytes
-    opened = OpenBatch(described, buffers)
+    opened = OpenBatch(described, buffers, str(known.get("writer", "")))
     opened.assemble()  # raises if the buffers do not fit
     return opened
 

@@ -6,6 +6,8 @@ that is mapped, and cannot be written to.
 
 No key tells all that batches depend on. So of the batches that an earlier run
 has left in a directory, one is built again and compared before any is served.
+Each file names its writer: a run whose batches were found equal to those of an
+earlier writer goes on with that name.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import contextlib
 import enum
 import logging
 import pathlib
+import secrets
 from typing import Any
 
 import numpy as np
@@ -141,15 +144,46 @@ class _CachedFile(enum.Enum):
 
 
 class _Comparison(enum.Enum):
-    """Whether batches that were found are those that would be built now.
+    """Whether a writer's batches are those that would be built now.
 
     DUE --a batch is found--> RUNNING --equal, or its build fails--> PASSED
-    RUNNING --different: all that were found are removed--> PASSED
+    RUNNING --different--> FAILED
     """
 
     DUE = enum.auto()
-    RUNNING = enum.auto()  # a batch that was found is to be built, too
+    RUNNING = enum.auto()  # a batch of the writer is to be built, too
     PASSED = enum.auto()
+    FAILED = enum.auto()  # the writer's batches are built again, and replaced
+
+
+class _Writer:
+    """A writer whose batches were found."""
+
+    def __init__(self) -> None:
+        self.comparison = _Comparison.DUE
+        self._compared = -1  # the index of the batch that is compared
+
+    def may_serve(self, index: int, is_wanted: bool) -> bool:
+        """Returns whether a batch is served, or may be soon.
+
+        Until the comparison has passed, the batch that is wanted is built.
+        """
+        if self.comparison is _Comparison.DUE or (
+            is_wanted and self.comparison is _Comparison.RUNNING
+        ):
+            self.comparison, self._compared = _Comparison.RUNNING, index
+        if self.comparison is _Comparison.RUNNING:
+            return index != self._compared
+        return self.comparison is _Comparison.PASSED
+
+    @property
+    def is_to_be_compared(self) -> bool:
+        return self.comparison in (_Comparison.DUE, _Comparison.RUNNING)
+
+    def end_comparison(self, is_same: bool) -> None:
+        """Sets the result of the comparison."""
+        passed, failed = _Comparison.PASSED, _Comparison.FAILED
+        self.comparison = passed if is_same else failed
 
 
 class DiskCache(_BoundedCache):
@@ -171,8 +205,10 @@ class DiskCache(_BoundedCache):
             collections.OrderedDict()
         )
         self._files: dict[int, _CachedFile] = {}  # by index, once looked for
-        self._comparison = _Comparison.DUE
-        self._compared = -1  # the index of the batch that is compared
+        # Those whose batches were found, by name; and their indices.
+        self._writers: dict[str, _Writer] = {}
+        self._found: dict[int, _Writer] = {}
+        self._name_of_writer = secrets.token_hex(8)  # of this object
         self._has_told = False
         self._make_directory()
 
@@ -180,19 +216,8 @@ class DiskCache(_BoundedCache):
         if (file := self._files.get(index)) is None:
             file = self._files[index] = self._look_for(index)
         if file is _CachedFile.FOUND:
-            return self._may_serve(index, is_wanted)
+            return self._found[index].may_serve(index, is_wanted)
         return file is _CachedFile.WRITTEN
-
-    def _may_serve(self, index: int, is_wanted: bool) -> bool:
-        """Returns whether a batch that was found is served, or may be soon.
-
-        Until the comparison has passed, the batch that is wanted is built.
-        """
-        if self._comparison is _Comparison.DUE or (
-            is_wanted and self._comparison is _Comparison.RUNNING
-        ):
-            self._comparison, self._compared = _Comparison.RUNNING, index
-        return self._comparison is _Comparison.PASSED or index != self._compared
 
     def get(self, index: int) -> Any:
         if index not in self._open:
@@ -200,16 +225,18 @@ class DiskCache(_BoundedCache):
         return self._open[index].assemble()
 
     def put(self, index: int, batch: Any) -> None:
-        if self._is_due(index):
-            self._compare(index, batch)
         missing = _CachedFile.MISSING
-        if self._files.get(index, missing) is not missing:
+        file = self._files.get(index, missing)
+        if file is _CachedFile.FOUND and not self._is_current(index, batch):
+            self._remove(self._path(index))
+            file = missing
+        if file is not missing:
             return
         if (plain := self._admit(batch)) is None:
             return
         path = self._path(index)
         try:
-            batch_file.write(path, *plain)
+            batch_file.write(path, *plain, self._name_of_writer)
             self._keep_open(index, is_trusted=True)
         except Exception as error:
             self._close(f"{path} cannot be written ({error})")
@@ -221,7 +248,11 @@ class DiskCache(_BoundedCache):
 
         The files that the batches were made of may be gone.
         """
-        if not self._is_due(index):
+        file = self._files.get(index)
+        if file is not _CachedFile.FOUND:
+            return False
+        writer = self._found[index]
+        if not writer.is_to_be_compared:
             return False
         _log.warning(
             "Batch %d of %s cannot be built any more (%s: %s), so it was not "
@@ -229,29 +260,28 @@ class DiskCache(_BoundedCache):
             *(index, self._name, type(error).__name__),
             *(str(error), self._directory),  # a record would keep its frames
         )
-        self._comparison = _Comparison.PASSED
+        writer.end_comparison(is_same=True)
         return True
 
-    def _is_due(self, index: int) -> bool:
-        """Returns whether a build of batch `index` is to be compared."""
-        return (
-            self._comparison is not _Comparison.PASSED
-            and self._files.get(index) is _CachedFile.FOUND
-        )
+    def _is_current(self, index: int, batch: Any) -> bool:
+        """Returns whether a batch that was found is one that is built now.
 
-    def _compare(self, index: int, batch: Any) -> None:
-        """Compares a build with the batch that was found.
-
-        If they differ, removes all that were found.
+        `batch` is the build; compares the two if that is due.
         """
-        try:
-            found = self.get(index)
-        except (OSError, ValueError):
-            self.lose(index)
-            return
-        self._comparison = _Comparison.PASSED
-        if _is_same(found, batch):
-            return
+        writer = self._found[index]
+        if writer.is_to_be_compared:
+            try:
+                found = self.get(index)
+            except (OSError, ValueError):
+                return False
+            writer.end_comparison(_is_same(found, batch))
+            if writer.comparison is _Comparison.PASSED:
+                self._name_of_writer = self._open[index].writer
+            else:
+                self._tell_of_others(index)
+        return writer.comparison is _Comparison.PASSED
+
+    def _tell_of_others(self, index: int) -> None:
         _log.warning(
             "The batches of %s in %s were built from something else than now: "
             "batch %d differs. All batches are built again. Pass another "
@@ -259,21 +289,19 @@ class DiskCache(_BoundedCache):
             "the batches differ each time: then do not cache them.",
             *(self._name, self._directory, index),
         )
-        self.empty(but_written=True)
 
-    def empty(self, *, but_written: bool = False) -> None:
-        """Removes all batches, or all but those that this object wrote."""
+    def empty(self) -> None:
+        """Removes all batches."""
         self._open.clear()
+        self._files.clear()
         for path in self._directory.glob("*.batch"):
-            if not path.stem.isdecimal():
-                continue
-            index = int(path.stem)
-            is_written = self._files.get(index) is _CachedFile.WRITTEN
-            if not (is_written and but_written):
-                self._files[index] = _CachedFile.MISSING
-                with contextlib.suppress(OSError):  # it is written over
-                    path.unlink()
-        self._used = self._size()
+            self._remove(path)
+
+    def _remove(self, path: pathlib.Path) -> None:
+        with contextlib.suppress(OSError):
+            nbytes = path.stat().st_size
+            path.unlink()
+            self._used -= nbytes
 
     def lose(self, index: int) -> None:
         self._files[index] = _CachedFile.MISSING
@@ -319,6 +347,8 @@ class DiskCache(_BoundedCache):
                 error,
             )
             return _CachedFile.MISSING
+        name = self._open[index].writer
+        self._found[index] = self._writers.setdefault(name, _Writer())
         return _CachedFile.FOUND
 
     def _keep_open(self, index: int, *, is_trusted: bool) -> None:

@@ -65,6 +65,7 @@ from keras_fastdata.memory import class_refs, reducers
 _OURS = ("keras", "keras_fastdata")  # packages whose code is left out
 _LONGEST = 4096  # characters of a path
 _MOST_OBJECTS = 1000  # within a global object
+_TEXTS_OF_POLARS = ("String", "Binary", "Categorical", "Enum", "Object")
 _PLAIN = (
     *(numbers.Number, str, bytes, type(None), np.ndarray, np.generic, np.dtype),
     *(tuple, list, dict, set, frozenset, range, slice, enum.Enum, os.PathLike),
@@ -243,7 +244,7 @@ class _FingerprintPickler(reducers.Pickler):
         kind = type(obj)
         if kind is int or kind is float:
             return None
-        if kind is str or kind is bytes:
+        if isinstance(obj, (str, bytes)):  # `np.str_` is a `str`
             self.found.texts[obj] = None
         elif kind is set or kind is frozenset:
             return [kind.__name__, *sorted(obj, key=repr)]
@@ -275,9 +276,20 @@ def _texts_in(obj: Any) -> Iterator[str | bytes]:
     elif isinstance(obj, np.ndarray):
         if obj.dtype.kind in "STU":
             values = obj.reshape(-1).tolist()
+        for name in obj.dtype.names or ():
+            yield from _texts_in(obj[name])
     elif package == "keras_fastdata":
         if type(obj).__name__ == "SharedList":
             values = obj
+    elif package == "pyarrow" and hasattr(obj, "to_pylist"):
+        kind = str(getattr(obj, "type", ""))  # a table has none
+        values = obj.to_pylist() if "string" in kind or "bin" in kind else ()
+    elif package == "polars" and hasattr(obj, "to_list"):
+        values = obj.to_list()
+    elif package == "polars" and hasattr(obj, "get_columns"):
+        for column in obj.get_columns():
+            if str(column.dtype) in _TEXTS_OF_POLARS:
+                yield from _texts_in(column)
     elif package == "pandas" and hasattr(obj, "to_numpy"):
         values = np.asarray(obj).reshape(-1)  # texts may be Arrow's
         values = values.tolist() if values.dtype.kind == "O" else ()

@@ -8,6 +8,7 @@ import errno
 import functools
 import importlib
 import importlib.util
+import itertools
 import json
 import logging
 import os
@@ -462,6 +463,42 @@ def test_batches_are_served_if_what_they_were_made_of_is_gone(
     assert "Batch 0 of ReadsFolder cannot be built any more (FileNot" in message
 
 
+def test_each_run_compares_with_each_run_that_has_left_batches(
+    tmp_path, built, caplog
+):
+    """The second run builds other batches than the first has left."""
+    number = tmp_path / "folder" / "number"
+    number.parent.mkdir()
+
+    def run(value, start, end):
+        number.write_text(str(value))
+        with ReadsFolder(
+            tmp_path / "notes",
+            number.parent,
+            cache=tmp_path / "cache",
+            cache_version=1,
+            workers=0,  # nothing is built ahead
+        ) as dataset:
+            loader = loader_of(dataset)
+            for _ in range(2):
+                state = dataset.state_dict()
+                dataset.load_state_dict({**state, "position": start})
+                walk = iterate(loader, dataset, shuffle=False)
+                found = values(itertools.islice(walk, end - start))
+                assert found == list(range(value + start, value + end))
+                del walk
+        built()  # the file of notes is gone
+
+    run(0, 0, 4)
+    run(100, 4, 8)
+    assert not caplog.messages
+    run(100, 0, 8)
+    (message,) = caplog.messages
+    assert "batch 0 differs" in message
+    run(100, 0, 8)
+    assert len(caplog.messages) == 1
+
+
 @everywhere
 def test_after_a_change_that_nothing_shows_the_cache_is_in_memory(
     tmp_path, built, place
@@ -609,6 +646,14 @@ def test_a_file_among_the_keys_of_a_dict_is_looked_at(cached, built, tmp_path):
         assert built() == list(range(8))
 
 
+def _arrow_table(columns):
+    return pytest.importorskip("pyarrow").table(columns)
+
+
+def _polars_table(columns):
+    return pytest.importorskip("polars").DataFrame(columns)
+
+
 class _Slotted:
     __slots__ = ("path",)
 
@@ -626,12 +671,23 @@ class _Slotted:
         lambda path: np.array([str(path)], np.dtypes.StringDType()),
         lambda path: [[[[[[{"path": path}]]]]]],
         lambda path: SharedList([path]),
+        lambda path: [*np.array([str(path)])],
+        lambda path: np.array([(str(path), 1)], "U200,i4"),
+        lambda path: _arrow_table({"path": [str(path)]}),
+        lambda path: _polars_table({"path": [str(path)]}),
         _Slotted,
         lambda path: functools.partial(open, str(path)),
     ],
     ids=[
         *("bytes", "array of bytes", "array of texts", "array of objects"),
-        *("array of strings", "deep", "SharedList", "slots", "partial"),
+        *("array of strings", "deep", "SharedList", "text of an array"),
+        *(
+            "array of records",
+            "table of Arrow",
+            "table of polars",
+            "slots",
+            "partial",
+        ),
     ],
 )
 def test_a_file_is_looked_at_wherever_its_path_is(
