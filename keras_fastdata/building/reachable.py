@@ -203,9 +203,7 @@ def _named_by(
                 is_run = not is_dataset or name not in ("__init__", "__new__")
                 if is_run and name != "__dict__":
                     part = vars(base).get(name)
-                    inner = getattr(part, "__func__", None)
-                    inner = inner or getattr(part, "fget", None)
-                    inner = inner or getattr(part, "func", None)
+                    inner = _function_in(part)
                     path = f"{base.__qualname__}.{name}"
                     if isinstance(part, property):
                         yield f"{path}.setter", part.fset, vars(base), name
@@ -288,3 +286,20 @@ _LEAVES = (
     io.IOBase,
     threading.Thread,
 )
+
+
+def _function_in(part: Any) -> Any:
+    """Returns the function in a method or descriptor; `None` if none is there.
+
+    Runs no `__getattr__` of the user's, which may raise any exception.
+    """
+    held = attributes_of(part)
+    if "func" in held:
+        return held["func"]
+    if isinstance(part, property):
+        return part.fget
+    if isinstance(part, (staticmethod, classmethod, types.MethodType)):
+        return part.__func__
+    if isinstance(part, (functools.partial, functools.partialmethod)):
+        return part.func
+    return None

@@ -40,6 +40,7 @@ import pathlib
 import re
 import stat
 import types
+import uuid
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -66,14 +67,15 @@ _OURS = ("keras", "keras_fastdata")  # packages whose code is left out
 _LONGEST = 4096  # characters of a path
 _MOST_OBJECTS = 1000  # within a global object
 _TEXTS_OF_POLARS = ("String", "Binary", "Categorical", "Enum", "Object")
-_PLAIN = (
+_DATA = (
     *(numbers.Number, str, bytes, type(None), np.ndarray, np.generic, np.dtype),
     *(tuple, list, dict, set, frozenset, range, slice, enum.Enum, os.PathLike),
     *(operator.attrgetter, operator.itemgetter, operator.methodcaller),
-    *(re.Pattern, type, types.FunctionType),
+    *(re.Pattern, uuid.UUID, types.EllipsisType),
     *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo),
     *(bytearray, collections.deque, array.array),
 )
+_PLAIN = (*_DATA, type, types.FunctionType)
 
 
 _NOT_IN_DIRECTORY = (
@@ -153,7 +155,7 @@ def fingerprint(
     if not before:
         before.update(found)
     parts += [f"|{k}|".encode() + value for k, value in found.items() if value]
-    parts += sorted(_digest_of(dataset, one) for one in outside)
+    parts += sorted(map(_digest_of_outside, outside))
     return hash_of(parts).hex()
 
 
@@ -174,6 +176,19 @@ def _digest_of(dataset: Dataset, value: Any) -> bytes:
     parts = [_digest_of_code(code, found) for code in found.code]  # may grow
     parts += map(_file_at, found.texts)
     return hash_of([pickled, *raw, *sorted(parts)])
+
+
+def _digest_of_outside(named: tuple[str, Any]) -> bytes:
+    """Returns a digest of a variable's name and value, if it is pickled."""
+    name, value = named
+    found = _Found()
+    try:
+        pickled = _pickled(value, found)
+    except Exception:  # it holds a lock, or the like
+        pickled = type(value).__qualname__.encode()
+    parts = [_digest_of_code(code, found) for code in found.code]  # may grow
+    parts += map(_file_at, found.texts)
+    return hash_of([name.encode(), pickled, *sorted(parts)])
 
 
 def _digest_of_code(code: Any, found: _Found) -> bytes:
@@ -352,6 +367,11 @@ def _of_global(value: Any) -> tuple[Any, ...]:
     elif isinstance(value, np.ufunc):
         held = gc.get_referents(value)  # the function of `np.frompyfunc`
     return type(value), *_code_within([*attributes_of(value).values(), *held])
+
+
+def is_data(value: Any) -> bool:
+    """Returns whether a value is data that can be pickled, as a rule."""
+    return isinstance(value, _DATA)
 
 
 def covers(value: Any) -> bool:

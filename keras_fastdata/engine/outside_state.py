@@ -44,18 +44,17 @@ from keras_fastdata.building.referred_names import variables_of
 from keras_fastdata.building.variables import ABSENT, Inside, Variable
 from keras_fastdata.engine import framework_settings
 from keras_fastdata.engine.framework_settings import SettingsByModule
+from keras_fastdata.engine.kinds import bare_kind_of, kind_of
 from keras_fastdata.engine.outside_values import FirstValues, OutsideValues
 from keras_fastdata.engine.plain_values import (
     CONTAINERS,
     MAPPINGS,
-    as_made,
     can_be_sent,
-    is_frozen,
     is_plain,
-    kind_of,
 )
 from keras_fastdata.engine.seen_variable import SeenVariable
 from keras_fastdata.engine.sent_digest import digest_of
+from keras_fastdata.engine.told_objects import as_filled, as_made, is_frozen
 from keras_fastdata.engine.told_state import (
     LOST,
     NOTHING_TOLD,
@@ -188,10 +187,13 @@ class OutsideState:
             values.setdefault(variable.module, {})[variable.path] = made
         elif can_be_sent(value):
             values.setdefault(variable.module, {})[variable.path] = value
+        elif (filled := as_filled(value)) is not None:
+            values.setdefault(variable.module, {})[variable.path] = filled
         elif _is_of_main(value):
             self._lose(variable)
         elif not isinstance(value, types.ModuleType):
-            kind = kind_of(value)
+            # What builds edit may differ between processes.
+            kind = (bare_kind_of if variable.is_edited else kind_of)(value)
             kinds.setdefault(variable.module, {})[variable.path] = kind
 
     def _record_result(
@@ -298,7 +300,9 @@ class OutsideState:
         value = variable.value
         if value is ABSENT:
             return Change.IN_MODULES  # workers import the module again
-        can_be_told = can_be_sent(value) or as_made(value) is not None
+        can_be_told = can_be_sent(value) or None is not (
+            as_made(value) or as_filled(value)
+        )
         if not (can_be_told or seen.differs_in_items) or _is_inside(variable):
             self._lose(variable)
         # Builds of another dataset in this process may have edited it.

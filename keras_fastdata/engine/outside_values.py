@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from keras_fastdata.building.variables import ABSENT, SELF, Variable
-from keras_fastdata.engine.fingerprint import covers
+from keras_fastdata.engine.fingerprint import covers, is_data
 from keras_fastdata.engine.plain_values import text_of, weakly
 
 
@@ -42,15 +42,16 @@ class FirstValues:
             if value is ABSENT:
                 continue
             is_by_builds = variable.is_assigned or variable.is_edited
-            if (text := text_of(value)) is None:
-                if not (is_by_builds or covers(value)):
+            text = text_of(value)
+            if not is_by_builds:
+                if text is not None or is_data(value):
+                    known.append((name, value))
+                elif not covers(value):
                     compared[name] = weakly(value)
-            elif is_by_builds:
+            elif text is not None:
                 compared[name] = text
                 if self._has_changed(name, text):
                     known.append((name, value))
-            else:
-                known.append((name, value))
         replaced = (
             name
             for name, value in compared.items()

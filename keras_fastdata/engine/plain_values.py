@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import array
 import collections
-import dataclasses
-import functools
+import datetime
+import decimal
+import enum
+import fractions
+import ipaddress
 import operator
 import pathlib
-import sys
-import types
+import re
+import uuid
 import weakref
+import zoneinfo
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -21,11 +25,7 @@ import numpy as np
 
 from keras_fastdata._modules import is_users_class
 from keras_fastdata.building.assignments import is_by_value
-from keras_fastdata.building.attributes import (
-    attributes_of,
-    first_items,
-    slots_of,
-)
+from keras_fastdata.building.attributes import first_items
 from keras_fastdata.building.variables import NAMESPACES
 from keras_fastdata.engine.sent_digest import checksum_of
 
@@ -33,6 +33,14 @@ _MOST_ITEMS = 1000  # of a plain value, in all; so many bytes are one
 _BYTES_PER_ITEM = 64
 _MOST_BYTES = 1 << 20  # of an array
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
+# Immutable objects, also of subclasses such as `pandas.Timestamp`.
+_VALUES = (
+    *(np.generic, np.dtype, pathlib.PurePath, range, slice, re.Pattern),
+    *(datetime.date, datetime.time, datetime.timedelta, datetime.timezone),
+    *(zoneinfo.ZoneInfo, decimal.Decimal, fractions.Fraction, uuid.UUID),
+    *(ipaddress.IPv4Address, ipaddress.IPv6Address),
+    *(operator.attrgetter, operator.itemgetter, operator.methodcaller),
+)
 CONTAINERS = (list, tuple, set, frozenset, collections.deque)
 MAPPINGS = (
     dict,
@@ -66,13 +74,22 @@ def is_plain(value: Any) -> bool:
             waiting += vars(item).values()
         elif kind in (str, bytes):
             size += len(item) // _BYTES_PER_ITEM
-        elif not (
-            kind in _SCALARS or isinstance(item, (np.generic, pathlib.PurePath))
-        ):
+        elif kind in _SCALARS or isinstance(item, _VALUES):
+            pass
+        elif is_by_value(kind.__module__, tuple(kind.__qualname__.split("."))):
+            return False
+        elif is_named_tuple(item):
+            waiting += item
+        elif not isinstance(item, enum.Enum):
             return False
         if len(waiting) + size > _MOST_ITEMS:
             return False
     return True
+
+
+def is_named_tuple(value: Any) -> bool:
+    """Returns whether a value is a named tuple."""
+    return isinstance(value, tuple) and hasattr(type(value), "_fields")
 
 
 def _is_small_array(value: Any) -> bool:
@@ -80,6 +97,8 @@ def _is_small_array(value: Any) -> bool:
 
     Records may have objects in them, and subclasses more than an array.
     """
+    if type(value) in (bytearray, array.array):
+        return len(value) * getattr(value, "itemsize", 1) <= _MOST_BYTES
     return (
         type(value) is np.ndarray
         and value.dtype.kind in "biufcSUmM"
@@ -90,83 +109,6 @@ def _is_small_array(value: Any) -> bool:
 def can_be_sent(value: Any) -> bool:
     """Returns whether a value is plain, or a small array."""
     return is_plain(value) or _is_small_array(value)
-
-
-@dataclasses.dataclass(frozen=True)
-class Made:
-    """Describes an object that the user's code makes when it is first needed.
-
-    A worker makes the object if it does not have it yet. If the class forbids
-    assignments, a worker also replaces another object.
-    """
-
-    module: str  # of the object's class
-    name: str  # of that class
-    attributes: dict[str, Any]
-    is_frozen: bool  # whether the class has its own `__setattr__`
-
-    def is_missing(self, before: Any, absent: object) -> bool:
-        """Returns whether a variable that has the value `before` lacks it."""
-        if before is None or before is absent:
-            return True
-        return self.is_frozen and not is_equal(
-            attributes_of(before), self.attributes
-        )
-
-    def make(self) -> Any:
-        names = self.name.split(".")
-        found: Any = functools.reduce(getattr, names, sys.modules[self.module])
-        made = object.__new__(found)
-        vars(made).update(self.attributes)
-        return made
-
-
-def as_made(value: Any) -> Made | None:
-    """Describes an object of a class of the user's, if it has plain values."""
-    kind: Any = type(value)
-    attributes = attributes_of(value)
-    if (
-        not all(is_users_class(base) for base in kind.__mro__[:-1])
-        or is_by_value(kind.__module__, tuple(kind.__qualname__.split(".")))
-        or kind.__reduce_ex__ is not object.__reduce_ex__
-        or kind.__basicsize__ != _PlainObject.__basicsize__
-        or slots_of(kind)
-        or not is_plain(attributes)
-    ):
-        return None
-    return Made(
-        kind.__module__, kind.__qualname__, attributes, is_frozen(value)
-    )
-
-
-def is_frozen(value: Any) -> bool:
-    """Returns whether the class of an object may forbid assignments."""
-    kind: Any = type(value)
-    return kind.__setattr__ is not object.__setattr__
-
-
-class _PlainObject:
-    """Has a `__dict__` and weak references, and nothing else."""
-
-
-def kind_of(value: Any) -> tuple[str, str]:
-    """Returns a module and a name: of code itself, or of an object's class.
-
-    The name of an array or a plain value is followed by what tells its content.
-    """
-    if isinstance(value, types.MethodType):
-        value = value.__func__
-    if isinstance(value, types.FunctionType):
-        return str(
-            value.__globals__.get("__name__")
-        ), value.__code__.co_qualname
-    named = value if isinstance(value, type) else type(value)
-    name = named.__qualname__
-    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        name += f" {value.dtype.str} {value.shape} {checksum_of(value)}"
-    elif is_plain(value):
-        name += f" {value!r}"
-    return str(named.__module__), name
 
 
 def content_of(value: Any) -> Any:

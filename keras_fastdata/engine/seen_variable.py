@@ -10,12 +10,12 @@ from keras_fastdata.engine.plain_values import (
     CONTAINERS,
     MAPPINGS,
     Items,
-    as_made,
     content_of,
     is_equal,
     is_plain,
     weakly,
 )
+from keras_fastdata.engine.told_objects import as_made
 
 _OWN = 2  # steps of the path to an attribute of the dataset
 

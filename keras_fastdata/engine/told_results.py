@@ -14,7 +14,7 @@ from typing import Any
 from keras_fastdata._modules import is_main
 from keras_fastdata.building.interface import Dataset
 from keras_fastdata.building.variables import SELF, Kept, Path, name_of
-from keras_fastdata.engine.plain_values import kind_of
+from keras_fastdata.engine.kinds import kind_of
 from keras_fastdata.engine.told_state import (
     NOTHING_TOLD,
     StateLostError,

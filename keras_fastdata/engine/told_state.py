@@ -35,13 +35,9 @@ from keras_fastdata.building.variables import (
 )
 from keras_fastdata.engine import framework_settings
 from keras_fastdata.engine.framework_settings import SettingsByModule
-from keras_fastdata.engine.plain_values import (
-    MAPPINGS,
-    SEQUENCES,
-    Made,
-    is_equal,
-    kind_of,
-)
+from keras_fastdata.engine.kinds import bare_kind_of, kind_of
+from keras_fastdata.engine.plain_values import MAPPINGS, SEQUENCES, is_equal
+from keras_fastdata.engine.told_objects import Filled, Made
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.workers.base import ONCE
 
@@ -51,9 +47,9 @@ KindsByModule = dict[str, dict[Path, tuple[str, str]]]  # see `kind_of`
 
 LOST = (
     "This process has set `%s`, and worker processes do not see it: they "
-    "import `%s` themselves, and are told of numbers, texts, containers of "
-    "these and arrays of up to 1 MiB alone. Make it an attribute of the "
-    "dataset."
+    "import `%s` themselves, and are told of simple values alone: numbers, "
+    "texts, dates, enums, containers of these, arrays of up to 1 MiB. Make it "
+    "an attribute of the dataset."
 )
 
 _log = logging.getLogger("keras_fastdata")
@@ -143,6 +139,8 @@ def _give(module: Any, path: Path, given: Any) -> bool:
     except Exception:
         return True  # it may be made later
     with contextlib.suppress(Exception):
+        if isinstance(value, Filled):
+            return value.fill(before)
         if not isinstance(value, Made):
             if not is_equal(before, value) and not _fill(before, value):
                 _set_part(owner, last, value)
@@ -168,7 +166,7 @@ def _is_of_kind(module: Any, path: Path, kind: tuple[str, str]) -> bool:
     """Returns whether a variable has a value of a kind, or has none yet."""
     try:
         value = functools.reduce(part_of, path, module)
-        return value is ABSENT or kind_of(value) == kind
+        return value is ABSENT or kind in (bare_kind_of(value), kind_of(value))
     except Exception:  # the user's class may refuse
         return True
 

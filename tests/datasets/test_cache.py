@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import datetime
 import errno
 import functools
 import importlib
@@ -1475,6 +1476,41 @@ def test_epochs_from_the_cache_are_measured(place):
     health = LoaderHealth(verbose=0)
     _fit(Trainable(cache="memory", **PLACES[place]), health)
     assert [e.batches for e in health.summary().epochs] == [6, 6, 6]
+
+
+@pytest.mark.parametrize(
+    ("first", "other"),
+    [
+        (datetime.date(2020, 1, 1), datetime.date(2021, 1, 1)),
+        (conf.Level.LOW, conf.Level.HIGH),
+        (range(2), range(3)),
+        (["a"] * 2000, ["b"] * 2000),
+        ("a" * 100_000, "b" * 100_000),
+        (bytearray(b"a"), bytearray(b"b")),
+        (conf.Pair(1, 2), conf.Pair(1, 3)),
+        (conf.Steps([1]), conf.Steps([2])),
+        ({n: n for n in range(2000)}, {n: n + 1 for n in range(2000)}),
+    ],
+)
+def test_data_in_a_global_object_changes_the_directory(
+    tmp_path, monkeypatch, first, other
+):
+    """The last batch alone depends on it, which is not compared."""
+    held = Held(first)
+    monkeypatch.setattr(conf, "config", held)
+
+    def use(_, index):
+        return zlib.crc32(repr(conf.config.thing).encode()) * (index == 2)
+
+    found = []
+    for value in (first, other, first):
+        held.thing = value
+        with Holds(
+            0, use, cache=tmp_path, cache_version=1, workers=0
+        ) as dataset:
+            found.append([int(batch) for batch in dataset])
+    assert found[0] == found[2] != found[1]
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 class Held:

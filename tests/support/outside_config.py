@@ -240,3 +240,49 @@ def opened():
     if _open is None:
         _open = Open(scale=1)
     return _open
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+    HIGH = 2
+
+
+class Word(enum.StrEnum):
+    A = "a"
+    B = "b"
+
+
+class Pair(typing.NamedTuple):
+    first: object
+    second: int
+
+
+class Steps(list):
+    """A list that is no plain one."""
+
+
+class Names(set):
+    """A set that is no plain one."""
+
+
+class Attributes(dict):
+    """Has its items as attributes, and raises `KeyError` for others."""
+
+    __getattr__ = dict.__getitem__
+    __setattr__ = dict.__setitem__
+
+
+class Number(int):
+    """A number that is no plain one."""
+
+
+class Step:
+    def __init__(self, size):
+        self.size = size
+
+    def __repr__(self):
+        return f"Step({self.size})"
+
+
+value = None  # of any type
+held = types.SimpleNamespace(value=None)

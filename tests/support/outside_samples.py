@@ -106,3 +106,15 @@ class Divided(FastPyDataset):
             return np.ones((1, 1)) / np.zeros((1, 1))
         except FloatingPointError:
             return np.zeros((1, 1))
+
+
+class HasAttributes(FastPyDataset):
+    """Has a dict in its class whose attributes are its items."""
+
+    options = conf.Attributes(scale=1)
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return np.array(self.options.scale)

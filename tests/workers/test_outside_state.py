@@ -8,17 +8,24 @@ import array
 import collections
 import copy
 import dataclasses
+import datetime
+import decimal
 import enum
 import functools
 import importlib
+import operator
+import re
 import sys
 import threading
 import types
+import zoneinfo
 
+import cloudpickle
 import keras
 import numpy as np
 import outside_config as conf
 import outside_samples
+import pandas as pd
 import pytest
 from outside_holders import (
     SIZES,
@@ -33,7 +40,13 @@ from outside_holders import (
     made_by_second,
     sets_up,
 )
-from outside_samples import CallsItself, Divided, Frameworks, Referring
+from outside_samples import (
+    CallsItself,
+    Divided,
+    Frameworks,
+    HasAttributes,
+    Referring,
+)
 from PIL import Image, ImageFile
 from places import EVERY_KIND
 from samples import Holds
@@ -47,6 +60,7 @@ from keras_fastdata.engine import (
     outside_state,
     plain_values,
     sent_digest,
+    told_state,
 )
 from keras_fastdata.engine.fingerprint import _is_installed
 from keras_fastdata.engine.outside_state import OutsideState
@@ -1750,3 +1764,72 @@ def test_the_globals_of_code_that_exec_ran_are_sent_and_seeded(names):
     inline, processes = epochs[:2], epochs[2:]
     assert processes == inline
     assert [scale for scale, _ in inline[1]] == [2] * 4
+
+
+# What a module has, and what the program sets in its place.
+_VALUES = {
+    "date": (datetime.date(2020, 1, 1), datetime.date(2021, 2, 3)),
+    "time zone": (datetime.UTC, zoneinfo.ZoneInfo("Asia/Tokyo")),
+    "time stamp": tuple(map(pd.Timestamp, ("2020", "2021"))),
+    "decimal": (decimal.Decimal(1), decimal.Decimal("1.5")),
+    "range": (range(3), range(4)),
+    "pattern": (re.compile("a"), re.compile("b")),
+    "dtype": (np.dtype("f4"), np.dtype("f2")),
+    "getter": (operator.itemgetter(0), operator.itemgetter(1)),
+    "buffer": (bytearray(b"a"), bytearray(b"b")),
+    "standard array": (array.array("d", [1]), array.array("d", [2])),
+    "whole number of an enum": (conf.Level.LOW, conf.Level.HIGH),
+    "text of an enum": (conf.Word.A, conf.Word.B),
+    "named tuple": (conf.Pair(1, 2), conf.Pair(datetime.date(2021, 1, 1), 3)),
+    "list of dates": ([datetime.date(2020, 1, 1)], [datetime.date(2021, 1, 1)]),
+    "list of a subclass": (conf.Steps([1]), conf.Steps([2, 3])),
+    "set of a subclass": (conf.Names({1}), conf.Names({2})),
+    "dict of a subclass": (conf.Attributes(a=1), conf.Attributes(a=2)),
+}
+# Likewise, of those that do not reach processes.
+_OTHER_VALUES = {
+    "number of a subclass": (conf.Number(1), conf.Number(2)),
+    "table": (pd.DataFrame({"a": [1]}), pd.DataFrame({"a": [2]})),
+    "large list": (list(range(2000)), list(range(1, 2001))),
+    "long text": ("a" * 100_000, "b" * 100_000),
+    "list of objects": ([conf.Step(1)], [conf.Step(1), conf.Step(2)]),
+    "function": (np.sin, np.cos),
+}
+
+
+class UsesValues(FastPyDataset):
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        return np.array(repr((conf.value, conf.held.value)))
+
+
+@pytest.mark.parametrize("what", [*_VALUES, *_OTHER_VALUES])
+def test_a_value_that_the_program_sets_before_the_first_epoch_is_not_lost(
+    what, patch, caplog
+):
+    """A worker begins with another value of the same type."""
+    first, value = {**_VALUES, **_OTHER_VALUES}[what]
+    patch.setattr(sys, "meta_path", [*sys.meta_path])
+    state, dataset = OutsideState(), UsesValues()
+    for at_import, is_other in ((value, False), (first, True)):
+        patch.setattr(conf, "value", value)
+        patch.setattr(conf.held, "value", value)
+        state.look(dataset, is_shared=False)
+        sent = cloudpickle.dumps(state.told)
+        patch.setattr(conf, "value", copy.copy(at_import))
+        patch.setattr(conf.held, "value", copy.copy(at_import))
+        caplog.clear()
+        patch.setattr(told_state._AfterImport, "told", told_state.NOTHING_TOLD)
+        cloudpickle.loads(sent)  # as in a new worker
+        is_lost = is_other and what in _OTHER_VALUES
+        assert (repr(conf.value) == repr(value)) is not is_lost
+        assert (repr(conf.held.value) == repr(value)) is not is_lost
+        assert len(caplog.messages) == 2 * is_lost
+
+
+@pytest.mark.parametrize("kind", ["inline", "process"])
+def test_attributes_of_a_class_may_refuse_to_be_asked(kind):
+    with HasAttributes(**EVERY_KIND[kind]) as dataset:
+        assert [int(batch) for batch in dataset] == [1, 1]

@@ -1,0 +1,89 @@
+"""Describes values by their classes, and by what is known of their content.
+
+A worker compares the description of its own value with that of the trainer.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import numpy as np
+
+from keras_fastdata.building.attributes import first_items
+from keras_fastdata.engine.plain_values import (
+    CONTAINERS,
+    MAPPINGS,
+    is_plain,
+)
+from keras_fastdata.engine.sent_digest import checksum_of
+
+_MOST_ITEMS = 100  # of a container that are described
+_MOST_ROWS = 1_000  # of a table
+_DEPTH = 3  # of containers within one another
+_SUBCLASSED = (int, float, complex, str, bytes)
+# Packages whose objects have all of their content in their `repr`.
+_WITH_REPR = ("omegaconf", "ml_collections")
+
+
+def bare_kind_of(value: Any) -> tuple[str, str]:
+    """Returns a module and a name: of code itself, or of an object's class."""
+    if isinstance(value, types.MethodType):
+        value = value.__func__
+    if isinstance(value, types.FunctionType):
+        return str(
+            value.__globals__.get("__name__")
+        ), value.__code__.co_qualname
+    if isinstance(value, (types.BuiltinFunctionType, np.ufunc)):
+        return type(value).__module__, value.__name__
+    named = value if isinstance(value, type) else type(value)
+    return str(named.__module__), named.__qualname__
+
+
+def kind_of(value: Any, depth: int = _DEPTH) -> tuple[str, str]:
+    """Returns a module and a name, followed by what tells the content.
+
+    It is the same in each process for what the same code has made. So it has
+    no identity in it, and no `repr` of the user's.
+    """
+    module, name = bare_kind_of(value)
+    content = _content_of(value, depth)
+    return module, name if content is None else f"{name} {content}"
+
+
+def _content_of(value: Any, depth: int) -> Any:
+    """Returns a description of the content; `None` if there is none."""
+    kind = type(value)
+    package = kind.__module__.partition(".")[0]
+    if isinstance(value, np.ndarray):
+        if not value.dtype.hasobject:
+            return value.dtype.str, value.shape, checksum_of(value)
+    elif is_plain(value) or package in _WITH_REPR:
+        return repr(value)
+    elif kind in (*CONTAINERS, *MAPPINGS, types.MappingProxyType):
+        return _items_of(value, depth) if depth else len(value)
+    elif isinstance(value, _SUBCLASSED):
+        base = next(base for base in _SUBCLASSED if isinstance(value, base))
+        return base.__repr__(value)[: _MOST_ITEMS * _MOST_ITEMS]
+    elif package == "torch" and kind.__name__ in ("dtype", "device"):
+        return repr(value)
+    elif package == "torch" and hasattr(value, "numpy"):
+        if value.device.type == "cpu":
+            return _content_of(value.detach().numpy(), depth)
+    elif package == "pandas" and hasattr(value, "to_numpy"):
+        rows = getattr(value, "iloc", value)[:_MOST_ROWS]
+        return value.shape, repr(rows.to_numpy().tolist())
+    return None
+
+
+def _items_of(value: Any, depth: int) -> Any:
+    """Describes the first items of a container."""
+    if isinstance(value, (set, frozenset)):  # in an order of its own
+        return len(value)
+    described = [
+        kind_of(item, depth - 1) for item in first_items(value)[:_MOST_ITEMS]
+    ]
+    if not isinstance(value, (list, tuple)) and hasattr(value, "values"):
+        items = first_items(value.values())[:_MOST_ITEMS]
+        described += [kind_of(item, depth - 1) for item in items]
+    return len(value), described
