@@ -10,6 +10,7 @@ import ast
 import contextlib
 import dis
 import functools
+import importlib.machinery
 import importlib.util
 import os
 import pathlib
@@ -239,3 +240,31 @@ def _import_statements(file: str, _: int) -> list[ast.AST]:
                 if isinstance(child, _STATEMENTS)
             ]
     return found
+
+
+def import_folders() -> list[Any]:
+    """Returns `sys.path`, with the folders that its relative entries stand for.
+
+    These do not change when the program changes the current folder: what it has
+    imported from there, workers import from there.
+    """
+    folders: list[Any] = []
+    for entry in sys.path:
+        finder = sys.path_importer_cache.get(entry)
+        if entry == "" and _current_folder() != _FOLDER:
+            folders += [_FOLDER, entry]
+        elif isinstance(finder, importlib.machinery.FileFinder):
+            folders.append(finder.path)  # where Python has looked
+        else:
+            folders.append(entry)
+    return folders
+
+
+def _current_folder() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # somebody has removed it
+        return ""
+
+
+_FOLDER = _current_folder()  # where the program began

@@ -10,6 +10,7 @@ worker process imports modules anew, and is told of three things:
                                there, that the dataset's code refers to by name,
                                if they can be sent (see `can_be_sent`)
 
+Workers import the user's modules as the trainer has (see module_sources.py).
 All of it is compared when an epoch begins, and sent again if it differs. In a
 worker a module is told when it is imported, or else at once. Where a variable
 of a module differs, the workers start anew: modules may keep what they have
@@ -36,7 +37,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_fastdata._modules import is_main, is_users_class
+from keras_fastdata._modules import is_main, is_users, is_users_class
 from keras_fastdata.building import build_context
 from keras_fastdata.building.attributes import first_items
 from keras_fastdata.building.process_variables import ENVIRONMENT
@@ -45,6 +46,7 @@ from keras_fastdata.building.variables import ABSENT, Inside, Variable
 from keras_fastdata.engine import framework_settings
 from keras_fastdata.engine.framework_settings import SettingsByModule
 from keras_fastdata.engine.kinds import bare_kind_of, kind_of
+from keras_fastdata.engine.module_sources import sources_of
 from keras_fastdata.engine.outside_values import FirstValues, OutsideValues
 from keras_fastdata.engine.plain_values import (
     CONTAINERS,
@@ -158,9 +160,13 @@ class OutsideState:
     def _record_all(self, dataset: Any) -> None:
         self._builds = build_context.builds_begun()
         self._noticed, self._was_glimpsed = Change.NONE, False
-        told = Told(self._settings(), {}, {}, {}, self._is_strict)
+        variables = _variables_of(dataset)
+        used = () if self._is_shared else _modules_of(dataset, variables)
+        told = Told(
+            *(self._settings(), {}, {}, {}, self._is_strict, sources_of(used))
+        )
         self._seen = []
-        for variable in _variables_of(dataset):
+        for variable in variables:
             with _looking():
                 self._record(variable, told)
         self.told = told
@@ -340,6 +346,15 @@ def _variables_of(dataset: Any) -> list[Variable]:
             exc_info=True,
         )
         return []
+
+
+def _modules_of(dataset: Any, variables: list[Variable]) -> set[str]:
+    """Returns the user's modules whose code a dataset uses."""
+    found = {variable.module for variable in variables}
+    for code in (*type(dataset).__mro__, *(each.value for each in variables)):
+        if isinstance(code, (type, types.FunctionType)):
+            found.add(str(code.__module__))
+    return {name for name in found if is_users(name) and not is_main(name)}
 
 
 def note_nothing_is_built() -> None:

@@ -36,6 +36,7 @@ from keras_fastdata.building.variables import (
 from keras_fastdata.engine import framework_settings
 from keras_fastdata.engine.framework_settings import SettingsByModule
 from keras_fastdata.engine.kinds import bare_kind_of, kind_of
+from keras_fastdata.engine.module_sources import Sources, use_former
 from keras_fastdata.engine.plain_values import MAPPINGS, SEQUENCES, is_equal
 from keras_fastdata.engine.told_objects import Filled, Made
 from keras_fastdata.errors import LoaderError
@@ -70,6 +71,7 @@ class Told:
     results: KindsByModule
     # Whether a worker that has another kind there raises `StateLostError`.
     is_strict: bool
+    sources: Sources = dataclasses.field(default_factory=dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
         fields = (getattr(self, each.name) for each in dataclasses.fields(self))
@@ -85,9 +87,10 @@ def _take_on(
     kinds: KindsByModule,
     results: KindsByModule,
     is_strict: bool,
+    sources: Sources,
 ) -> Told:
     """Sets values in modules, immediately or when a module is imported."""
-    told = Told(settings, values, kinds, results, is_strict)
+    told = Told(settings, values, kinds, results, is_strict, sources)
     before = _AfterImport.told
     _AfterImport.told = told
     for name in {**settings, **values, **kinds}:
@@ -242,12 +245,18 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         cls, name: str, path: Any = None, target: Any = None
     ) -> importlib.machinery.ModuleSpec | None:
         told = cls.told
-        if name not in {**told.settings, **told.values, **told.kinds}:
+        names = {**told.settings, **told.values, **told.kinds, **told.sources}
+        if name not in names:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        source = told.sources.get(name)
+        if spec is None and source is not None:
+            spec = source.spec(name)
         loader: Any = None if spec is None else spec.loader
         if not isinstance(loader, importlib.machinery.SourceFileLoader):
             return None
+        if source is not None:
+            use_former(loader, source)
         run = loader.exec_module
 
         def exec_module(module: types.ModuleType) -> None:

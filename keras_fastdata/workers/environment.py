@@ -7,9 +7,9 @@ import multiprocessing.spawn
 import os
 import pathlib
 import subprocess
-import sys
 from collections.abc import Mapping
 
+from keras_fastdata._modules import import_folders
 from keras_fastdata.errors import LoaderError
 
 # A worker sees no accelerator, and does not multiply the cores by the threads
@@ -68,5 +68,5 @@ def interpreter() -> list[str]:
 def import_paths() -> list[str]:
     """Returns the folders that a worker imports from at its very start."""
     package_parent = pathlib.Path(__file__).absolute().parents[2]
-    paths = [path for path in sys.path if isinstance(path, str)]
+    paths = [path for path in import_folders() if isinstance(path, str)]
     return [str(package_parent), *paths]

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
+from keras_fastdata._modules import import_folders
 from keras_fastdata.workers import exceptions, log_forwarding, stack_dump
 
 # What a whole job, or a terminal, is sent. It is for the trainer to answer;
@@ -56,7 +57,7 @@ class Surroundings:
         return Surroundings(
             tuple(sorted(environ.items())),
             working_dir(),
-            tuple(sys.path),
+            tuple(import_folders()),
             tuple(getattr(sys, "argv", [])),
             _umask(),
         )

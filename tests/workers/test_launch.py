@@ -14,7 +14,7 @@ import time
 import numpy as np
 import psutil
 import pytest
-from places import LONG_BUT_ON_JAX, quickly
+from places import LONG_BUT_ON_JAX, NO_TRAINING, quickly
 from samples import Numbered, numbers
 
 import keras_fastdata
@@ -242,6 +242,60 @@ def test_a_worker_sees_the_trainers_place(tmp_path, monkeypatch):
     assert cwd == str(tmp_path)
     assert late == "yes"
     assert argv == sys.argv
+
+
+_LEAVES = """
+import os, sys
+sys.path.append("source")
+import leaves_data, leaves_more
+os.chdir("run")  # with another version of the modules
+for method in %r:
+    kind = {"workers": 1, "use_multiprocessing": True, "start_method": method}
+    with leaves_data.Data(**kind) as dataset:
+        print(*(int(batch) for batch in dataset))
+"""
+_LEAVES_DATA = """
+import numpy as np
+import leaves_more
+from keras_fastdata import FastPyDataset
+
+class Data(FastPyDataset):
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return np.array(index + leaves_more.START)
+"""
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "forkserver",
+        pytest.param("portable", marks=LONG_BUT_ON_JAX),
+        pytest.param("spawn", marks=pytest.mark.long),
+    ],
+)
+def test_modules_come_from_where_they_were_found_before_a_change_of_folder(
+    tmp_path, method
+):
+    for folder, start in (("source", 0), ("run/source", 100), ("run", 1000)):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        text = f"START = {start}"
+        (tmp_path / folder / "leaves_data.py").write_text(_LEAVES_DATA)
+        (tmp_path / folder / "leaves_more.py").write_text(text)
+    (tmp_path / "run" / "source" / "leaves_data.py").write_text("1 / 0")
+    (tmp_path / "leaves_more.py").write_text("START = 7")
+    done = subprocess.run(
+        [sys.executable],  # so that `sys.path[0]` is the current folder
+        cwd=tmp_path,
+        input=_LEAVES % [method],
+        env={**os.environ, **NO_TRAINING},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.stdout == "7 8 9\n", done.stderr
 
 
 def test_two_loaders_share_a_forkserver_and_the_last_ends_it():

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+from keras_fastdata._modules import import_folders
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.metrics.timing import Timing
 from keras_fastdata.workers import (
@@ -234,7 +235,7 @@ class Actors:
             self._plan.dataset,
             self._dataset.state,
             worker_process.working_dir() if leads else None,
-            list(sys.path),
+            import_folders(),
             leads,
             list(getattr(sys, "argv", [])),
             log_forwarding.LoggingConfig.of_this_process(),

@@ -1,0 +1,89 @@
+"""Workers run the code that the trainer has imported, whatever is on disk."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+
+import pytest
+from places import EVERY_KIND, quickly
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`start_method='fork'`"),
+    pytest.mark.usefixtures("kept_forkserver"),
+]
+
+_DATA = """
+import os
+
+import numpy as np
+from edited_helper import scale
+
+from keras_fastdata import FastPyDataset
+
+
+class Data(FastPyDataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return np.array([index * scale(), os.getpid()])
+"""
+_HELPER = "def scale():\n    return {}\n"
+_PROCESSES = [kind for kind in EVERY_KIND if kind not in ("inline", "thread")]
+
+
+@pytest.fixture
+def modules(tmp_path, monkeypatch):
+    """Writes the modules, and imports them."""
+
+    def edit(text):
+        path = tmp_path / "edited_helper.py"
+        path.write_text(text)
+        importlib.invalidate_caches()
+
+    (tmp_path / "edited_data.py").write_text(_DATA)
+    edit(_HELPER.format(1))
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("edited_data", "edited_helper"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    module = importlib.import_module("edited_data")
+    yield module, edit
+    for name in ("edited_data", "edited_helper"):
+        sys.modules.pop(name, None)
+
+
+def _values(dataset):
+    return [int(value) for value, _ in dataset]
+
+
+@pytest.mark.parametrize("kind", quickly(_PROCESSES, "process"))
+@pytest.mark.parametrize("text", [_HELPER.format(100), "def scale(:", None])
+def test_a_module_that_is_edited_meanwhile_is_not_imported(modules, kind, text):
+    module, edit = modules
+    with module.Data(**{**EVERY_KIND[kind], "workers": 1}) as dataset:
+        batches = iter(dataset)
+        _, pid = next(batches)
+        if text is None:
+            os.unlink(sys.modules["edited_helper"].__file__)
+        else:
+            edit(text)
+        os.kill(int(pid), signal.SIGKILL)  # another one takes its place
+        assert _values(batches) == [1, 2, 3]
+        assert _values(dataset) == [0, 1, 2, 3]
+    with module.Data(**EVERY_KIND[kind]) as another:
+        assert _values(another) == [0, 1, 2, 3]
+
+
+def test_a_module_that_is_imported_again_has_its_new_code(modules):
+    module, edit = modules
+    with module.Data(**EVERY_KIND["process"]) as dataset:
+        assert _values(dataset) == [0, 1, 2, 3]
+    edit(_HELPER.format(100))
+    importlib.reload(sys.modules["edited_helper"])
+    importlib.reload(module)
+    for kind in ("process", "inline"):
+        with module.Data(**EVERY_KIND[kind]) as dataset:
+            assert _values(dataset) == [0, 100, 200, 300]
