@@ -156,7 +156,7 @@ class _Comparison(enum.Enum):
     FAILED = enum.auto()  # the writer's batches are built again, and replaced
 
 
-class _Writer:
+class _EarlierWriter:
     """A writer whose batches were found."""
 
     def __init__(self) -> None:
@@ -206,8 +206,8 @@ class DiskCache(_BoundedCache):
         )
         self._files: dict[int, _CachedFile] = {}  # by index, once looked for
         # Those whose batches were found, by name; and their indices.
-        self._writers: dict[str, _Writer] = {}
-        self._found: dict[int, _Writer] = {}
+        self._writers: dict[str, _EarlierWriter] = {}
+        self._found: dict[int, _EarlierWriter] = {}
         self._name_of_writer = secrets.token_hex(8)  # of this object
         self._has_told = False
         self._make_directory()
@@ -348,7 +348,7 @@ class DiskCache(_BoundedCache):
             )
             return _CachedFile.MISSING
         name = self._open[index].writer
-        self._found[index] = self._writers.setdefault(name, _Writer())
+        self._found[index] = self._writers.setdefault(name, _EarlierWriter())
         return _CachedFile.FOUND
 
     def _keep_open(self, index: int, *, is_trusted: bool) -> None:

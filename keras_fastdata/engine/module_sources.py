@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 
-class Source(NamedTuple):
+class SourceFile(NamedTuple):
     """The file of a module as it was."""
 
     path: str
@@ -26,11 +26,11 @@ class Source(NamedTuple):
     text: bytes  # compressed
 
     @staticmethod
-    def of(path: str) -> Source:
+    def of(path: str) -> SourceFile:
         with open(path, "rb") as file:
             text = zlib.compress(file.read())
             found = os.fstat(file.fileno())
-        return Source(path, found.st_mtime_ns, found.st_size, text)
+        return SourceFile(path, found.st_mtime_ns, found.st_size, text)
 
     def spec(self, name: str) -> importlib.machinery.ModuleSpec:
         """Returns the spec of a module whose file is not there any more."""
@@ -51,10 +51,10 @@ class Source(NamedTuple):
         return stamp == (self.modified_ns, self.nbytes)
 
 
-Sources = dict[str, Source]  # by module
+Sources = dict[str, SourceFile]  # by module
 
 # Of each module: what identifies its import, and its source at the first look.
-_first: dict[str, tuple[Any, Source | None]] = {}
+_first: dict[str, tuple[Any, SourceFile | None]] = {}
 
 
 def sources_of(modules: Iterable[str]) -> Sources:
@@ -76,18 +76,18 @@ def sources_of(modules: Iterable[str]) -> Sources:
     return found
 
 
-def _source_of(module: Any) -> Source | None:
+def _source_of(module: Any) -> SourceFile | None:
     path = getattr(module, "__file__", None)
     if not isinstance(path, str) or not path.endswith(".py"):
         return None
     try:
-        return Source.of(path)
+        return SourceFile.of(path)
     except OSError:
         return None
 
 
 def use_former(
-    loader: importlib.machinery.SourceFileLoader, source: Source
+    loader: importlib.machinery.SourceFileLoader, source: SourceFile
 ) -> None:
     """Has a loader run a former source, if the file has another one now."""
     try:
