@@ -19,8 +19,8 @@ from keras_fastdata.engine.plain_values import (
 from keras_fastdata.engine.sent_digest import checksum_of
 
 _MOST_ITEMS = 100  # of a container that are described
-_MOST_ROWS = 1_000  # of a table
-_DEPTH = 3  # of containers within one another
+_MOST_ROWS = 1_000  # of a table, and cells of those
+_MOST_CHARACTERS = 10_000  # of a text
 _SUBCLASSED = (int, float, complex, str, bytes)
 # Packages whose objects have all of their content in their `repr`.
 _WITH_REPR = ("omegaconf", "ml_collections")
@@ -40,50 +40,49 @@ def bare_kind_of(value: Any) -> tuple[str, str]:
     return str(named.__module__), named.__qualname__
 
 
-def kind_of(value: Any, depth: int = _DEPTH) -> tuple[str, str]:
+def kind_of(value: Any) -> tuple[str, str]:
     """Returns a module and a name, followed by what tells the content.
 
     It is the same in each process for what the same code has made. So it has
-    no identity in it, and no `repr` of the user's.
+    no identity in it, and no order of a set.
     """
     module, name = bare_kind_of(value)
-    content = _content_of(value, depth)
+    content = _content_of(value)
     return module, name if content is None else f"{name} {content}"
 
 
-def _content_of(value: Any, depth: int) -> Any:
+def _content_of(value: Any) -> Any:
     """Returns a description of the content; `None` if there is none."""
     kind = type(value)
     package = kind.__module__.partition(".")[0]
     if isinstance(value, np.ndarray):
         if not value.dtype.hasobject:
             return value.dtype.str, value.shape, checksum_of(value)
+    elif kind in (set, frozenset):
+        return len(value), sorted(map(_item, first_items(value)))
     elif is_plain(value) or package in _WITH_REPR:
         return repr(value)
     elif kind in (*CONTAINERS, *MAPPINGS, types.MappingProxyType):
-        return _items_of(value, depth) if depth else len(value)
+        items = first_items(value)[:_MOST_ITEMS]
+        if not isinstance(value, (*CONTAINERS,)):
+            items += first_items(value.values())[:_MOST_ITEMS]
+        return len(value), [*map(_item, items)]
     elif isinstance(value, _SUBCLASSED):
         base = next(base for base in _SUBCLASSED if isinstance(value, base))
-        return base.__repr__(value)[: _MOST_ITEMS * _MOST_ITEMS]
+        return base.__repr__(value)[:_MOST_CHARACTERS]
     elif package == "torch" and kind.__name__ in ("dtype", "device"):
         return repr(value)
     elif package == "torch" and hasattr(value, "numpy"):
         if value.device.type == "cpu":
-            return _content_of(value.detach().numpy(), depth)
+            return _content_of(value.detach().numpy())
     elif package == "pandas" and hasattr(value, "to_numpy"):
-        rows = getattr(value, "iloc", value)[:_MOST_ROWS]
-        return value.shape, repr(rows.to_numpy().tolist())
+        rows = getattr(value, "iloc", value)[:_MOST_ROWS].to_numpy()
+        return value.shape, [*map(_item, rows.ravel()[:_MOST_ROWS].tolist())]
     return None
 
 
-def _items_of(value: Any, depth: int) -> Any:
-    """Describes the first items of a container."""
-    if isinstance(value, (set, frozenset)):  # in an order of its own
-        return len(value)
-    described = [
-        kind_of(item, depth - 1) for item in first_items(value)[:_MOST_ITEMS]
-    ]
-    if not isinstance(value, (list, tuple)) and hasattr(value, "values"):
-        items = first_items(value.values())[:_MOST_ITEMS]
-        described += [kind_of(item, depth - 1) for item in items]
-    return len(value), described
+def _item(value: Any) -> tuple[str, ...]:
+    """Describes an item of a container, but not what is within the item."""
+    described = bare_kind_of(value)
+    is_small = is_plain(value) and type(value) not in (*CONTAINERS, *MAPPINGS)
+    return (*described, repr(value)) if is_small else described

@@ -384,24 +384,34 @@ def test_a_later_run_builds_one_batch_to_compare_it(cached, built, place):
             assert built() == builds
 
 
+@pytest.fixture
+def number(tmp_path):
+    """A file in a folder, which no digest tells of."""
+    path = tmp_path / "folder" / "number"
+    path.parent.mkdir()
+    path.write_text("0")
+    return path
+
+
+@pytest.fixture
+def reading(tmp_path, number):
+    """Makes datasets that read the number, with one directory as a cache."""
+
+    def make(**kwargs):
+        kwargs = {"cache": tmp_path / "cache", "cache_version": 1, **kwargs}
+        return ReadsFolder(tmp_path / "notes", number.parent, **kwargs)
+
+    return make
+
+
 @everywhere
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_batches_of_something_else_than_now_are_all_built_again(
-    tmp_path, built, place, shuffle, caplog
+    reading, number, built, place, shuffle, caplog
 ):
-    number = tmp_path / "folder" / "number"
-    number.parent.mkdir()
-
     def run(value):
         number.write_text(str(value))
-        with ReadsFolder(
-            tmp_path / "notes",
-            number.parent,
-            cache=tmp_path / "cache",
-            cache_version=1,
-            seed=0,
-            **PLACES[place],
-        ) as dataset:
+        with reading(seed=0, **PLACES[place]) as dataset:
             loader = loader_of(dataset)
             for _ in range(2):
                 found = values(iterate(loader, dataset, shuffle=shuffle))
@@ -444,19 +454,10 @@ def test_a_batch_that_differs_in_anything_replaces_all(tmp_path, other):
 
 @everywhere
 def test_batches_are_served_if_what_they_were_made_of_is_gone(
-    tmp_path, built, place, caplog
+    reading, number, built, place, caplog
 ):
-    number = tmp_path / "folder" / "number"
-    number.parent.mkdir()
-    number.write_text("0")
     for _ in range(2):
-        with ReadsFolder(
-            tmp_path / "notes",
-            number.parent,
-            cache=tmp_path / "cache",
-            cache_version=1,
-            **PLACES[place],
-        ) as dataset:
+        with reading(**PLACES[place]) as dataset:
             assert values(dataset) == list(range(8))
         number.unlink(missing_ok=True)
         assert 0 in built()
@@ -465,21 +466,13 @@ def test_batches_are_served_if_what_they_were_made_of_is_gone(
 
 
 def test_each_run_compares_with_each_run_that_has_left_batches(
-    tmp_path, built, caplog
+    reading, number, built, caplog
 ):
     """The second run builds other batches than the first has left."""
-    number = tmp_path / "folder" / "number"
-    number.parent.mkdir()
 
     def run(value, start, end):
         number.write_text(str(value))
-        with ReadsFolder(
-            tmp_path / "notes",
-            number.parent,
-            cache=tmp_path / "cache",
-            cache_version=1,
-            workers=0,  # nothing is built ahead
-        ) as dataset:
+        with reading(workers=0) as dataset:  # nothing is built ahead
             loader = loader_of(dataset)
             for _ in range(2):
                 state = dataset.state_dict()
@@ -502,24 +495,10 @@ def test_each_run_compares_with_each_run_that_has_left_batches(
 
 @everywhere
 def test_after_a_change_that_nothing_shows_the_cache_is_in_memory(
-    tmp_path, built, place
+    reading, number, built, place
 ):
     """Only some batches change: the one that is compared does not."""
-    number = tmp_path / "folder" / "number"
-    number.parent.mkdir()
-
-    def make():
-        return ReadsFolder(
-            tmp_path / "notes",
-            number.parent,
-            since=3,
-            cache=tmp_path / "cache",
-            cache_version=1,
-            **PLACES[place],
-        )
-
-    number.write_text("0")
-    with make() as dataset:
+    with reading(since=3, **PLACES[place]) as dataset:
         assert values(dataset) == list(range(8))
         assert len(built()) == 8
         number.write_text("100")
@@ -531,7 +510,7 @@ def test_after_a_change_that_nothing_shows_the_cache_is_in_memory(
         dataset.start = 0  # any other change: the directory is not used again
         assert values(dataset) == changed
         assert len(built()) == 8
-    with make() as dataset:
+    with reading(since=3, **PLACES[place]) as dataset:
         assert values(dataset) == changed
         assert len(built()) == 8
 
