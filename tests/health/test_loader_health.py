@@ -1412,7 +1412,9 @@ def test_what_was_asked_of_the_device_is_awaited_before_validation(
     )
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-    training, validation = Watched(length=20), Watched(length=2)
+    # Built when they are wanted, and not by a thread.
+    training = Watched(length=20, workers=0)
+    validation = Watched(length=2, workers=0)
     training.name, validation.name = "training", "validation"
     model.fit(
         training,
