@@ -59,6 +59,7 @@ from keras_fastdata.building.variables import (
     part_at,
     parts_of,
 )
+from keras_fastdata.memory.class_refs import is_importable
 
 _MOST_VISITS = 20_000  # classes, functions and objects that are searched
 _MOST_FOUND = 5_000  # variables
@@ -268,6 +269,11 @@ class _VariableSearch:
         if home == "builtins":  # the globals of its code have no name
             home = ""
         top = tuple(kind.__qualname__.split("."))
+        if not (is_by_value(home, top) or is_importable(kind)):
+            # Another class has its name, as with `dataclass(slots=True)`.
+            for value in list(vars(kind).values()):
+                self.value(value)
+            return
         read = functools.partial(getattr, kind, "__bases__")
         self._note(read, kind, "__bases__", home, (*top, "__bases__"))
         by_value = is_by_value(home, top)

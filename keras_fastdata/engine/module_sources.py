@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import operator
 import os
 import sys
 import types
 import zlib
-from collections.abc import Iterable
 from typing import Any, NamedTuple
+
+from keras_fastdata._modules import is_users_file
+
+_MOST_BYTES = 8 << 20  # of all sources, compressed
 
 
 class SourceFile(NamedTuple):
@@ -44,41 +48,113 @@ class SourceFile(NamedTuple):
         assert spec is not None
         return spec
 
-    def is_of(self, path: str) -> bool:
-        """Returns whether a file seems to have this content."""
-        found = os.stat(path)
+    def is_there(self, path: str | None = None) -> bool:
+        """Returns whether the file, or another one, seems to be the same."""
+        try:
+            found = os.stat(path or self.path)
+        except OSError:  # somebody has removed it
+            return False
         stamp = found.st_mtime_ns, found.st_size
         return stamp == (self.modified_ns, self.nbytes)
 
 
 Sources = dict[str, SourceFile]  # by module
 
-# Of each module: what identifies its import, and its source at the first look.
-_first: dict[str, tuple[Any, SourceFile | None]] = {}
+
+class _Known(NamedTuple):
+    """What was found of a module at the first look."""
+
+    spec: Any  # another one for each import
+    codes: list[types.CodeType]
+    file: SourceFile | None
+
+    def is_current(self, held: dict[str, Any]) -> bool:
+        """Returns whether the module still has this code.
+
+        IPython may replace the code of functions without an import.
+        """
+        if held.get("__spec__") is not self.spec:
+            return False
+        if self.file is None or self.file.is_there():
+            return True
+        codes = _codes_of(held)
+        return len(codes) == len(self.codes) and all(
+            map(operator.is_, codes, self.codes)
+        )
 
 
-def sources_of(modules: Iterable[str]) -> Sources:
-    """Returns the sources that modules had when this was asked for first.
+_known: dict[str, _Known] = {}
+
+
+class _Users:
+    """The user's modules, by name, of so many modules in all."""
+
+    count = 0
+    modules: dict[str, types.ModuleType] = {}
+
+    @classmethod
+    def look(cls) -> None:
+        """Looks through all modules, if there seem to be others."""
+        known = cls.modules.items()
+        if cls.count == len(sys.modules) and all(
+            sys.modules.get(name) is module for name, module in known
+        ):
+            return
+        cls.count = len(sys.modules)
+        cls.modules = {
+            name: module
+            for name, module in list(sys.modules.items())
+            if _is_users(module)
+        }
+
+
+def _is_users(module: Any) -> bool:
+    if not isinstance(module, types.ModuleType):
+        return False
+    held = vars(module)  # without a `__getattr__` of the module's
+    path = held.get("__file__")
+    has_file = held.get("__spec__") is not None and isinstance(path, str)
+    return has_file and is_users_file(path)
+
+
+def sources() -> Sources:
+    """Returns the sources of the user's modules, as they were at first.
 
     A module that is imported again begins anew.
     """
     found: Sources = {}
-    for name in modules:
-        module = sys.modules.get(name)
-        spec = getattr(module, "__spec__", None)
-        if spec is None:
-            continue
-        known = _first.get(name)
-        if known is None or known[0] is not spec:
-            known = _first[name] = spec, _source_of(module)
-        if known[1] is not None:
-            found[name] = known[1]
+    nbytes = 0
+    _Users.look()
+    for name, module in _Users.modules.items():
+        held = vars(module)
+        known = _known.get(name)
+        if known is None or not known.is_current(held):
+            known = _known[name] = _Known(
+                held["__spec__"], _codes_of(held), _file_at(held["__file__"])
+            )
+        if known.file is not None:
+            nbytes += len(known.file.text)
+            if nbytes > _MOST_BYTES:
+                break
+            found[name] = known.file
     return found
 
 
-def _source_of(module: Any) -> SourceFile | None:
-    path = getattr(module, "__file__", None)
-    if not isinstance(path, str) or not path.endswith(".py"):
+def _codes_of(held: dict[str, Any]) -> list[types.CodeType]:
+    """Returns the code of a module's functions and methods."""
+    name, members = held.get("__name__"), list(held.values())
+    for value in list(members):
+        if isinstance(value, type) and value.__module__ == name:
+            members += vars(value).values()
+    return [
+        value.__code__
+        for value in members
+        if isinstance(value, types.FunctionType)
+    ]
+
+
+def _file_at(path: str) -> SourceFile | None:
+    if not path.endswith(".py"):
         return None
     try:
         return SourceFile.of(path)
@@ -90,11 +166,8 @@ def use_former(
     loader: importlib.machinery.SourceFileLoader, source: SourceFile
 ) -> None:
     """Has a loader run a former source, if the file has another one now."""
-    try:
-        if source.is_of(loader.path):
-            return
-    except OSError:
-        pass  # somebody has removed it
+    if source.is_there(loader.path):
+        return
     text = zlib.decompress(source.text)
 
     def get_code(_: str) -> types.CodeType:

@@ -37,16 +37,15 @@ from typing import Any
 
 import numpy as np
 
-from keras_fastdata._modules import is_main, is_users, is_users_class
+from keras_fastdata._modules import is_main, is_users_class
 from keras_fastdata.building import build_context
 from keras_fastdata.building.attributes import first_items
 from keras_fastdata.building.process_variables import ENVIRONMENT
 from keras_fastdata.building.referred_names import variables_of
 from keras_fastdata.building.variables import ABSENT, Inside, Variable
-from keras_fastdata.engine import framework_settings
+from keras_fastdata.engine import framework_settings, module_sources
 from keras_fastdata.engine.framework_settings import SettingsByModule
 from keras_fastdata.engine.kinds import bare_kind_of, kind_of
-from keras_fastdata.engine.module_sources import sources_of
 from keras_fastdata.engine.outside_values import FirstValues, OutsideValues
 from keras_fastdata.engine.plain_values import (
     CONTAINERS,
@@ -160,13 +159,10 @@ class OutsideState:
     def _record_all(self, dataset: Any) -> None:
         self._builds = build_context.builds_begun()
         self._noticed, self._was_glimpsed = Change.NONE, False
-        variables = _variables_of(dataset)
-        used = () if self._is_shared else _modules_of(dataset, variables)
-        told = Told(
-            *(self._settings(), {}, {}, {}, self._is_strict, sources_of(used))
-        )
+        sources = {} if self._is_shared else module_sources.sources()
+        told = Told(self._settings(), {}, {}, {}, self._is_strict, sources)
         self._seen = []
-        for variable in variables:
+        for variable in _variables_of(dataset):
             with _looking():
                 self._record(variable, told)
         self.told = told
@@ -346,15 +342,6 @@ def _variables_of(dataset: Any) -> list[Variable]:
             exc_info=True,
         )
         return []
-
-
-def _modules_of(dataset: Any, variables: list[Variable]) -> set[str]:
-    """Returns the user's modules whose code a dataset uses."""
-    found = {variable.module for variable in variables}
-    for code in (*type(dataset).__mro__, *(each.value for each in variables)):
-        if isinstance(code, (type, types.FunctionType)):
-            found.add(str(code.__module__))
-    return {name for name in found if is_users(name) and not is_main(name)}
 
 
 def note_nothing_is_built() -> None:

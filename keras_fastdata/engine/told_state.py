@@ -245,8 +245,8 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         cls, name: str, path: Any = None, target: Any = None
     ) -> importlib.machinery.ModuleSpec | None:
         told = cls.told
-        names = {**told.settings, **told.values, **told.kinds, **told.sources}
-        if name not in names:
+        of_all = told.settings, told.values, told.kinds, told.sources
+        if not any(name in of_some for of_some in of_all):
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         source = told.sources.get(name)

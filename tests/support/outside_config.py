@@ -90,6 +90,7 @@ class FrozenSlots:
 
 
 frozen_slots = FrozenSlots()
+other_frozen_slots = FrozenSlots(7)  # with another value than the class's
 
 
 class Side(enum.Enum):

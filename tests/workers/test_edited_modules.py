@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from places import EVERY_KIND, quickly
+from samples import Numbered
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`start_method='fork'`"),
@@ -18,6 +19,7 @@ pytestmark = [
 _DATA = """
 import os
 
+import edited_unused
 import numpy as np
 from edited_helper import scale
 
@@ -31,6 +33,7 @@ class Data(FastPyDataset):
     def __getitem__(self, index):
         return np.array([index * scale(), os.getpid()])
 """
+_NAMES = ("edited_data", "edited_helper", "edited_unused")
 _HELPER = "def scale():\n    return {}\n"
 _PROCESSES = [kind for kind in EVERY_KIND if kind not in ("inline", "thread")]
 
@@ -45,13 +48,14 @@ def modules(tmp_path, monkeypatch):
         importlib.invalidate_caches()
 
     (tmp_path / "edited_data.py").write_text(_DATA)
+    (tmp_path / "edited_unused.py").touch()
     edit(_HELPER.format(1))
     monkeypatch.syspath_prepend(tmp_path)
-    for name in ("edited_data", "edited_helper"):
+    for name in _NAMES:
         monkeypatch.delitem(sys.modules, name, raising=False)
     module = importlib.import_module("edited_data")
     yield module, edit
-    for name in ("edited_data", "edited_helper"):
+    for name in _NAMES:
         sys.modules.pop(name, None)
 
 
@@ -67,7 +71,8 @@ def test_a_module_that_is_edited_meanwhile_is_not_imported(modules, kind, text):
         batches = iter(dataset)
         _, pid = next(batches)
         if text is None:
-            os.unlink(sys.modules["edited_helper"].__file__)
+            for name in _NAMES:
+                os.unlink(sys.modules[name].__file__)
         else:
             edit(text)
         os.kill(int(pid), signal.SIGKILL)  # another one takes its place
@@ -87,3 +92,27 @@ def test_a_module_that_is_imported_again_has_its_new_code(modules):
     for kind in ("process", "inline"):
         with module.Data(**EVERY_KIND[kind]) as dataset:
             assert _values(dataset) == [0, 100, 200, 300]
+
+
+def test_a_dataset_that_begins_later_has_the_code_as_well(modules):
+    """Such as one for validation, in another module."""
+    module, edit = modules
+    with Numbered(**EVERY_KIND["process"]) as training:
+        list(training)
+        edit(_HELPER.format(100))
+        with module.Data(**EVERY_KIND["process"]) as validation:
+            assert _values(validation) == [0, 1, 2, 3]
+
+
+def test_code_that_was_replaced_in_place_is_the_edited_one(modules):
+    """As IPython does, which imports no module again."""
+    module, edit = modules
+    with module.Data(**EVERY_KIND["process"]) as dataset:
+        assert _values(dataset) == [0, 1, 2, 3]
+        edit(_HELPER.format(100))
+        edited = {}
+        exec(_HELPER.format(100), edited)
+        sys.modules["edited_helper"].scale.__code__ = edited["scale"].__code__
+        assert _values(dataset) == [0, 100, 200, 300]
+    with module.Data(**EVERY_KIND["process"]) as dataset:
+        assert _values(dataset) == [0, 100, 200, 300]

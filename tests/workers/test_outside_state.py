@@ -1829,6 +1829,14 @@ def test_a_value_that_the_program_sets_before_the_first_epoch_is_not_lost(
         assert len(caplog.messages) == 2 * is_lost
 
 
+def test_slots_with_default_values_keep_their_own(caplog):
+    """`dataclass` makes two classes then, of one name."""
+    use = lambda thing, _: thing.scale + conf.other_frozen_slots.scale  # noqa: E731
+    with Holds(conf.FrozenSlots(10), use, **PROCESSES) as dataset:
+        assert [int(batch) for batch in dataset] == [17] * 3
+    assert not caplog.messages
+
+
 @pytest.mark.parametrize("kind", ["inline", "process"])
 def test_attributes_of_a_class_may_refuse_to_be_asked(kind):
     with HasAttributes(**EVERY_KIND[kind]) as dataset:
