@@ -5,12 +5,15 @@ A worker compares the description of its own value with that of the trainer.
 
 from __future__ import annotations
 
+import collections
+import pprint
 import types
 from typing import Any
 
 import numpy as np
 
 from keras_fastdata.building.attributes import first_items
+from keras_fastdata.building.variables import NAMESPACES
 from keras_fastdata.engine.plain_values import (
     CONTAINERS,
     MAPPINGS,
@@ -58,27 +61,44 @@ def _content_of(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         if not value.dtype.hasobject:
             return value.dtype.str, value.shape, checksum_of(value)
-    elif kind in (set, frozenset):
+        items = value.ravel()[:_MOST_ITEMS].tolist()
+        return value.dtype.str, value.shape, [*map(_item, items)]
+    if kind in (set, frozenset):
         return len(value), sorted(map(_item, first_items(value)))
-    elif is_plain(value) or package in _WITH_REPR:
-        return repr(value)
-    elif kind in (*CONTAINERS, *MAPPINGS, types.MappingProxyType):
+    if is_plain(value) or package in _WITH_REPR:
+        return _text_of(value)
+    if kind in (*CONTAINERS, *MAPPINGS, types.MappingProxyType):
         items = first_items(value)[:_MOST_ITEMS]
         if not isinstance(value, (*CONTAINERS,)):
             items += first_items(value.values())[:_MOST_ITEMS]
         return len(value), [*map(_item, items)]
-    elif isinstance(value, _SUBCLASSED):
+    if isinstance(value, _SUBCLASSED):
         base = next(base for base in _SUBCLASSED if isinstance(value, base))
         return base.__repr__(value)[:_MOST_CHARACTERS]
-    elif package == "torch" and kind.__name__ in ("dtype", "device"):
+    if package == "torch" and kind.__name__ in ("dtype", "device"):
         return repr(value)
-    elif package == "torch" and hasattr(value, "numpy"):
-        if value.device.type == "cpu":
-            return _content_of(value.detach().numpy())
-    elif package == "pandas" and hasattr(value, "to_numpy"):
+    if package == "torch" and hasattr(value, "numpy"):
+        is_here = value.device.type == "cpu"
+        return _content_of(value.detach().numpy()) if is_here else None
+    if package == "pandas" and hasattr(value, "to_numpy"):
         rows = getattr(value, "iloc", value)[:_MOST_ROWS].to_numpy()
         return value.shape, [*map(_item, rows.ravel()[:_MOST_ROWS].tolist())]
-    return None
+    return repr(value) if package == "pandas" else None
+
+
+def _text_of(value: Any) -> str:
+    """Returns a text of a plain value, in which sets are sorted."""
+    waiting = [value]
+    for item in waiting:
+        if isinstance(item, (set, frozenset)):
+            return pprint.pformat(value, width=1, sort_dicts=False)
+        if type(item) in NAMESPACES:
+            item = vars(item)
+        if isinstance(item, dict):
+            waiting += item.values()
+        if isinstance(item, (list, tuple, collections.deque)):
+            waiting += item
+    return repr(value)
 
 
 def _item(value: Any) -> tuple[str, ...]:

@@ -36,14 +36,18 @@ class SourceFile(NamedTuple):
             found = os.fstat(file.fileno())
         return SourceFile(path, found.st_mtime_ns, found.st_size, text)
 
+    @property
+    def is_package(self) -> bool:
+        """Whether the module is a package."""
+        return os.path.basename(self.path) == "__init__.py"
+
     def spec(self, name: str) -> importlib.machinery.ModuleSpec:
         """Returns the spec of a module whose file is not there any more."""
-        folder, file = os.path.split(self.path)
-        is_package = file == "__init__.py"
+        folder = os.path.dirname(self.path)
         spec = importlib.util.spec_from_file_location(
             name,
             self.path,
-            submodule_search_locations=[folder] if is_package else None,
+            submodule_search_locations=[folder] if self.is_package else None,
         )
         assert spec is not None
         return spec

@@ -159,7 +159,8 @@ class OutsideState:
     def _record_all(self, dataset: Any) -> None:
         self._builds = build_context.builds_begun()
         self._noticed, self._was_glimpsed = Change.NONE, False
-        sources = {} if self._is_shared else module_sources.sources()
+        # Also if workers need none now: the next ones may be processes.
+        sources = module_sources.sources()
         told = Told(self._settings(), {}, {}, {}, self._is_strict, sources)
         self._seen = []
         for variable in _variables_of(dataset):

@@ -250,7 +250,10 @@ class _AfterImport(importlib.abc.MetaPathFinder):
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         source = told.sources.get(name)
-        if spec is None and source is not None:
+        if source is not None and (
+            spec is None
+            or source.is_package is (spec.submodule_search_locations is None)
+        ):
             spec = source.spec(name)
         loader: Any = None if spec is None else spec.loader
         if not isinstance(loader, importlib.machinery.SourceFileLoader):
