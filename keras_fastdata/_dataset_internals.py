@@ -51,6 +51,7 @@ class Internals:
         owner: A weak reference to the dataset.
         loader: The dataset's loader, or `None` before its first use.
         version: Before there is a loader: replaced by each change.
+        is_unseen: Likewise: whether such a change may be in no attribute.
         generators: The random generators that builds in this process seed.
         outside_rng: `self.rng` outside of builds, and the seed that it was
             made with; `None` before its use.
@@ -63,17 +64,21 @@ class Internals:
         self.owner = weakref.ref(owner)
         self.loader: Loader | None = None
         self.version = object()
+        self.is_unseen = False
         self.generators = build.Generators()
         self.outside_rng: tuple[int, np.random.Generator] | None = None
         self.followers: weakref.WeakSet[Internals] = weakref.WeakSet()
 
     def mark_changed(self, *, unseen: bool = False) -> None:
-        """Marks the dataset and its followers; see `Changes.mark`."""
+        """Marks the dataset and its followers as changed.
+
+        `unseen` says that the change may be in no attribute, such as in a file.
+        """
         self.mark_alone(unseen=unseen)
         self.mark_followers(unseen=unseen)
 
     def mark_followers(self, *, unseen: bool = False) -> None:
-        """Marks the followers, and theirs, as changed; see `Changes.mark`."""
+        """Marks the followers, and theirs, as changed; see `mark_changed`."""
         marked = [self]  # two datasets may follow each other
         for internals in marked:
             for follower in list(internals.followers):
@@ -82,11 +87,14 @@ class Internals:
                     marked.append(follower)
 
     def mark_alone(self, *, unseen: bool = False) -> None:
-        """Marks the dataset as changed, and no follower; see `Changes.mark`."""
+        """Marks the dataset as changed, and no follower; see `mark_changed`."""
         if self.loader is None:
             self.version = object()
+            self.is_unseen |= unseen
         else:
-            self.loader.changes.mark(unseen=unseen)
+            self.loader.changes.mark()
+            if unseen:
+                self.loader.note_unseen_change()
 
     def forget_outside_rng(self) -> None:
         """Resets the random generator of `dataset.rng` outside of builds."""
@@ -122,7 +130,7 @@ def own_internals(dataset: Dataset) -> Internals | None:
 
 
 def mark_changed(dataset: Dataset, *, unseen: bool = False) -> None:
-    """Marks a dataset and its followers as changed; see `Changes.mark`."""
+    """Marks a dataset and its followers; see `Internals.mark_changed`."""
     if (internals := own_internals(dataset)) is not None:
         internals.mark_changed(unseen=unseen)
 
@@ -197,6 +205,8 @@ def loader_of(dataset: Dataset) -> Loader:
             if internals.loader is None:
                 loader = Loader(dataset, internals.settings)
                 loader.changes.version = internals.version
+                if internals.is_unseen:
+                    loader.note_unseen_change()
                 internals.loader = loader
     return internals.loader
 

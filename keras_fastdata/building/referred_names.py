@@ -265,25 +265,21 @@ class _VariableSearch:
     def _own_names(self, kind: type, is_dataset: bool) -> None:
         """Collects the variables of one class."""
         self._note_size(vars(kind))
-        home = kind.__module__
-        if home == "builtins":  # the globals of its code have no name
-            home = ""
+        # With `exec`, the globals of its code may have no name.
+        home = "" if kind.__module__ == "builtins" else kind.__module__
         top = tuple(kind.__qualname__.split("."))
-        if not (is_by_value(home, top) or is_importable(kind)):
-            # Another class has its name, as with `dataclass(slots=True)`.
-            for value in list(vars(kind).values()):
-                self.value(value)
-            return
-        read = functools.partial(getattr, kind, "__bases__")
-        self._note(read, kind, "__bases__", home, (*top, "__bases__"))
         by_value = is_by_value(home, top)
+        # Else another class has its name, as with `dataclass(slots=True)`.
+        if is_named := by_value or is_importable(kind):
+            read = functools.partial(getattr, kind, "__bases__")
+            self._note(read, kind, "__bases__", home, (*top, "__bases__"))
         if isinstance(kind, abc.ABCMeta) and by_value:
             # A number that grows when any class is registered.
             self._add(Variable(abc.get_cache_token, (), home, True))
         for name, value in list(vars(kind).items()):
             if name in _RUN_HERE and is_dataset:
                 continue
-            if _is_pythons(name, value):
+            if _is_pythons(name, value) or not is_named:
                 self.value(value)
             else:
                 read = functools.partial(vars(kind).__getitem__, name)

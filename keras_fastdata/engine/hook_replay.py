@@ -20,25 +20,19 @@ class Changes:
     def __init__(self) -> None:
         # Whether the workers have the dataset as it was before.
         self.are_new = False
-        # Whether the user says that something else has changed than attributes.
-        self.are_unseen = False
         # Whether there may be changes that nobody tells of.
         self._are_expected = True
         self.built: set[str] = set()  # the attributes that builds have set
         self.version = object()  # an object that each change replaces
 
-    def mark(self, *, unseen: bool = False) -> None:
-        """Marks the dataset as changed; undelivered batches are built again.
-
-        `unseen` says that the change may be in no attribute, such as in a file.
-        """
+    def mark(self) -> None:
+        """Marks the dataset as changed; undelivered batches are built again."""
         self.version = object()
         self.are_new = True
-        self.are_unseen |= unseen
 
     def mark_sent(self) -> None:
         """Marks all changes as sent to the workers."""
-        self.are_new = self.are_unseen = False
+        self.are_new = False
 
     def expect(self) -> None:
         """Notes that an epoch of Keras begins: callbacks may change anything.

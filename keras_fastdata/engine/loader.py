@@ -278,6 +278,10 @@ class Loader:
         ahead.sampling.set_interval(epoch.sampling.interval_s)
         return self._fetcher.peek(workers, epoch, ahead, count, fetch)
 
+    def note_unseen_change(self) -> None:
+        """Empties a directory that is the cache, and uses it no more."""
+        self._fetcher.results.note_unseen_change()
+
     def rewind(self, epoch: Epoch) -> None:
         """Restarts an epoch in the same order."""
         self._pool.run(self._rewind, epoch)
@@ -321,7 +325,7 @@ class Loader:
         self._prefetcher.note_change(self._pool.workers)
         if self.changes.are_new or outside >= Change.BY_PROGRAM:
             self.changes.mark()
-            self._fetcher.results.note_change(self.changes.are_unseen)
+            self._fetcher.results.note_change()
         self.changes.mark_sent()
         if self._pool.workers is not None:
             anew = outside is Change.IN_MODULES

@@ -61,8 +61,8 @@ class Results:
         self._in_effect = in_effect
         self._factory = factory
         # Whether a directory is used no more, because of a change that the
-        # package cannot see.
-        self._is_in_memory = False
+        # package cannot see; and whether it is to be emptied when it is opened.
+        self._is_in_memory = self._is_outdated = False
         # The digests of the dataset's attributes before any build.
         self._before: dict[str, bytes] = {}
 
@@ -81,16 +81,24 @@ class Results:
             self.cache = open_cache(
                 dataset, settings, built, self._before, *outside
             )
+            if self._is_outdated and isinstance(self.cache, DiskCache):
+                self.cache.empty()
+            self._is_outdated = False
 
-    def note_change(self, is_unseen: bool) -> None:
-        """Drops the cache and `structure`, because the dataset has changed.
+    def note_unseen_change(self) -> None:
+        """Empties the directory that is the cache, and uses it no more.
 
-        After a change that the package cannot see, nothing tells which state a
-        directory is for. So the directory is emptied, and used no more.
+        Nothing tells which state it would be for. Before the first batch, the
+        state is that of the whole run.
         """
-        if is_unseen and isinstance(self.cache, DiskCache):
+        if isinstance(self.cache, DiskCache):
             self.cache.empty()
             self._is_in_memory = True
+        elif self.cache is None and not self._is_in_memory:
+            self._is_outdated = True
+
+    def note_change(self) -> None:
+        """Drops the cache and `structure`, because the dataset has changed."""
         self.cache = None
         self.structure = ""
 
@@ -120,6 +128,8 @@ class Results:
         """
         assert self.cache is not None
         is_in_memory = isinstance(self.cache, MemoryCache)
+        if self._is_in_memory and not is_in_memory:
+            return  # the batch is from before the change
         if is_in_memory or not self._factory.has_drifted():
             self.cache.put(index, batch)
 

@@ -515,6 +515,29 @@ def test_after_a_change_that_nothing_shows_the_cache_is_in_memory(
         assert len(built()) == 8
 
 
+@somewhere
+@pytest.mark.parametrize("when", ["at the end", "before the first batch"])
+def test_a_change_that_nothing_shows_counts_at_once(
+    reading, number, built, place, when
+):
+    changed = [0, 1, 2, *range(103, 108)]
+    with reading(since=3, **PLACES[place]) as dataset:
+        assert values(dataset) == list(range(8))
+        number.write_text("100")
+        if when == "at the end":
+            dataset.mark_changed()
+    built()
+    with reading(since=3, **PLACES[place]) as dataset:
+        if when == "before the first batch":
+            dataset.mark_changed()
+        for builds in (8, 0):
+            assert values(dataset) == changed
+            assert len(built()) == builds
+    with reading(since=3, **PLACES[place]) as dataset:
+        assert values(dataset) == changed
+        assert len(built()) == 1
+
+
 def test_a_batch_whose_request_was_given_up_is_not_waited_for(tmp_path):
     before = DiskCache("Any", tmp_path, None)
     for index in range(3):
