@@ -38,7 +38,7 @@ from keras_fastdata.engine.framework_settings import SettingsByModule
 from keras_fastdata.engine.kinds import bare_kind_of, kind_of
 from keras_fastdata.engine.module_sources import Sources, use_former
 from keras_fastdata.engine.plain_values import MAPPINGS, SEQUENCES, is_equal
-from keras_fastdata.engine.told_objects import Filled, Made
+from keras_fastdata.engine.told_objects import Filled, Made, as_filled
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.workers.base import ONCE
 
@@ -52,6 +52,9 @@ LOST = (
     "texts, dates, enums, containers of these, arrays of up to 1 MiB. Make it "
     "an attribute of the dataset."
 )
+
+# Owners of variables that have one object under all names.
+_NEVER_COPIED = (type, types.ModuleType, types.FunctionType)
 
 _log = logging.getLogger("keras_fastdata")
 
@@ -116,7 +119,9 @@ def _tell(name: str, known: Told | None = None) -> None:
     for path, given in told.values.get(name, {}).items():
         if path in former and is_equal(former[path], given):
             continue
-        if not _give(module, path, given):
+        if _give(module, path, given):
+            _AfterImport.given.append((name, path))
+        else:
             _lose(name, path)
     for path, kind in told.kinds.get(name, {}).items():
         if path in known.kinds.get(name, {}) or _is_of_kind(module, path, kind):
@@ -151,6 +156,41 @@ def _give(module: Any, path: Path, given: Any) -> bool:
             _set_part(owner, last, value.make())
         return True
     return False
+
+
+def separate() -> None:
+    """Gives variables objects of their own if the trainer's are not one object.
+
+    After the import of a module, two names may stand for one object, which the
+    program has then replaced under one of the names. To be called once all
+    modules are there: each variable has been given its value, and the last one
+    of those that share an object has changed the others.
+    """
+    given, _AfterImport.given = _AfterImport.given, []
+    values = _AfterImport.told.values
+    for name, path in given:
+        with contextlib.suppress(Exception):  # the user's class may refuse
+            value: Any = values[name][path]
+            module: Any = sys.modules[name]
+            owner = functools.reduce(part_of, path[:-1], module)
+            if _has(part_of(owner, path[-1]), value):
+                continue
+            if len(path) > 1 and not isinstance(owner, _NEVER_COPIED):
+                holder = functools.reduce(part_of, path[:-2], module)
+                owner = copy.copy(owner)
+                _set_part(holder, path[-2], owner)
+            if isinstance(value, Filled):
+                _set_part(owner, path[-1], copy.copy(part_of(owner, path[-1])))
+                value.fill(part_of(owner, path[-1]))
+            else:
+                _set_part(owner, path[-1], copy.deepcopy(value))
+
+
+def _has(value: Any, given: Any) -> bool:
+    """Returns whether a variable has the value that it was given."""
+    if isinstance(given, Filled):
+        return is_equal(as_filled(value), given)
+    return isinstance(given, Made) or is_equal(value, given)
 
 
 def _lose(name: str, path: Path) -> None:
@@ -239,6 +279,8 @@ class _AfterImport(importlib.abc.MetaPathFinder):
     """Sets values in a module right after its import."""
 
     told = NOTHING_TOLD
+    # The variables that were given a value since the latest `separate`.
+    given: list[tuple[str, Path]] = []
 
     @classmethod
     def find_spec(

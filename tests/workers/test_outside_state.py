@@ -1829,6 +1829,34 @@ def test_a_value_that_the_program_sets_before_the_first_epoch_is_not_lost(
         assert len(caplog.messages) == 2 * is_lost
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda number: [number],
+        lambda number: {"a": number},
+        lambda number: np.full(2, number),
+        conf.Config,
+        lambda number: conf.Attributes(depth=number),
+    ],
+    ids=["list", "dict", "array", "object", "dict of a subclass"],
+)
+def test_names_of_one_object_may_get_objects_of_their_own(make, patch):
+    patch.setattr(sys, "meta_path", [*sys.meta_path])
+    patch.setattr(told_state._AfterImport, "told", told_state.NOTHING_TOLD)
+    state, dataset = OutsideState(), UsesValues()
+    patch.setattr(conf, "value", make(2))
+    patch.setattr(conf.held, "value", make(3))
+    state.look(dataset, is_shared=False)
+    sent = cloudpickle.dumps(state.told)
+    one = make(1)
+    patch.setattr(conf, "value", one)
+    patch.setattr(conf.held, "value", one)
+    cloudpickle.loads(sent)  # as in a new worker
+    told_state.separate()
+    assert repr(conf.value) == repr(make(2))
+    assert repr(conf.held.value) == repr(make(3))
+
+
 def test_slots_with_default_values_keep_their_own(caplog):
     """`dataclass` makes two classes then, of one name."""
     use = lambda thing, _: thing.scale + conf.other_frozen_slots.scale  # noqa: E731
