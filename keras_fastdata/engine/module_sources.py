@@ -11,10 +11,14 @@ import importlib.machinery
 import importlib.util
 import operator
 import os
+import pickle
 import sys
 import types
 import zlib
 from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from keras_fastdata._modules import is_users_file
 
@@ -121,11 +125,40 @@ def _is_users(module: Any) -> bool:
     return has_file and is_users_file(path)
 
 
-def sources() -> Sources:
-    """Returns the sources of the user's modules, as they were at first.
+class Packed:
+    """The sources in one array, which travels to workers once.
 
-    A module that is imported again begins anew.
+    A state of the dataset that follows refers to the array of the one before.
     """
+
+    def __init__(self, sources: Sources) -> None:
+        self.sources = sources
+        pickled = pickle.dumps(sources)
+        self._array = np.frombuffer(pickled, np.uint8).copy()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpack, (self._array,)
+
+
+def _unpack(array: npt.NDArray[np.uint8]) -> Sources:
+    found: Sources = pickle.loads(array.tobytes())
+    return found
+
+
+_latest = Packed({})
+
+
+def packed() -> Packed:
+    """Returns the sources of the user's modules, as they were at first."""
+    global _latest
+    now = _sources()
+    if now != _latest.sources:
+        _latest = Packed(now)
+    return _latest
+
+
+def _sources() -> Sources:
+    """Returns the sources; a module that is imported again begins anew."""
     found: Sources = {}
     nbytes = 0
     _Users.look()

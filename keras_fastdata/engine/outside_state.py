@@ -160,7 +160,7 @@ class OutsideState:
         self._builds = build_context.builds_begun()
         self._noticed, self._was_glimpsed = Change.NONE, False
         # Also if workers need none now: the next ones may be processes.
-        sources = module_sources.sources()
+        sources = module_sources.packed()
         told = Told(self._settings(), {}, {}, {}, self._is_strict, sources)
         self._seen = []
         for variable in _variables_of(dataset):

@@ -36,7 +36,7 @@ from keras_fastdata.building.variables import (
 from keras_fastdata.engine import framework_settings
 from keras_fastdata.engine.framework_settings import SettingsByModule
 from keras_fastdata.engine.kinds import bare_kind_of, kind_of
-from keras_fastdata.engine.module_sources import Sources, use_former
+from keras_fastdata.engine.module_sources import Packed, Sources, use_former
 from keras_fastdata.engine.plain_values import MAPPINGS, SEQUENCES, is_equal
 from keras_fastdata.engine.told_objects import Filled, Made, as_filled
 from keras_fastdata.errors import LoaderError
@@ -74,7 +74,8 @@ class Told:
     results: KindsByModule
     # Whether a worker that has another kind there raises `StateLostError`.
     is_strict: bool
-    sources: Sources = dataclasses.field(default_factory=dict)
+    # In a worker, by module.
+    sources: Packed | Sources = dataclasses.field(default_factory=dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
         fields = (getattr(self, each.name) for each in dataclasses.fields(self))
@@ -287,11 +288,12 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         cls, name: str, path: Any = None, target: Any = None
     ) -> importlib.machinery.ModuleSpec | None:
         told = cls.told
-        of_all = told.settings, told.values, told.kinds, told.sources
+        sources: Any = told.sources
+        of_all = told.settings, told.values, told.kinds, sources
         if not any(name in of_some for of_some in of_all):
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        source = told.sources.get(name)
+        source = sources.get(name)
         if source is not None and (
             spec is None
             or source.is_package is (spec.submodule_search_locations is None)
