@@ -125,7 +125,7 @@ def _is_users(module: Any) -> bool:
     return has_file and is_users_file(path)
 
 
-class Packed:
+class PackedSources:
     """The sources in one array, which travels to workers once.
 
     A state of the dataset that follows refers to the array of the one before.
@@ -145,15 +145,15 @@ def _unpack(array: npt.NDArray[np.uint8]) -> Sources:
     return found
 
 
-_latest = Packed({})
+_latest = PackedSources({})
 
 
-def packed() -> Packed:
+def packed() -> PackedSources:
     """Returns the sources of the user's modules, as they were at first."""
     global _latest
     now = _sources()
     if now != _latest.sources:
-        _latest = Packed(now)
+        _latest = PackedSources(now)
     return _latest
 
 

@@ -36,7 +36,11 @@ from keras_fastdata.building.variables import (
 from keras_fastdata.engine import framework_settings
 from keras_fastdata.engine.framework_settings import SettingsByModule
 from keras_fastdata.engine.kinds import bare_kind_of, kind_of
-from keras_fastdata.engine.module_sources import Packed, Sources, use_former
+from keras_fastdata.engine.module_sources import (
+    PackedSources,
+    Sources,
+    use_former,
+)
 from keras_fastdata.engine.plain_values import MAPPINGS, SEQUENCES, is_equal
 from keras_fastdata.engine.told_objects import Filled, Made, as_filled
 from keras_fastdata.errors import LoaderError
@@ -75,7 +79,7 @@ class Told:
     # Whether a worker that has another kind there raises `StateLostError`.
     is_strict: bool
     # In a worker, by module.
-    sources: Packed | Sources = dataclasses.field(default_factory=dict)
+    sources: PackedSources | Sources = dataclasses.field(default_factory=dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
         fields = (getattr(self, each.name) for each in dataclasses.fields(self))
