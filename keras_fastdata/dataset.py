@@ -482,7 +482,7 @@ class FastPyDataset(_Base):
         Batches that were built ahead are dropped and built again from the
         present dataset. Assignments to attributes, and changes by the epoch
         hooks, are noticed without this call. A cache is emptied. If it is a
-        directory, the cache is in memory until the end of the run.
+        directory that is in use, the cache is in memory from then on.
         """
         mark_changed(self, unseen=True)
 

@@ -173,9 +173,7 @@ def _digest_of(dataset: Dataset, value: Any) -> bytes:
             f"pickled ({error}). Make it in `on_worker_start`, leave it out in "
             '`__getstate__`, or pass `cache="memory"`.'
         ) from error
-    parts = [_digest_of_code(code, found) for code in found.code]  # may grow
-    parts += map(_file_at, found.texts)
-    return hash_of([pickled, *raw, *sorted(parts)])
+    return _digest_with([pickled, *raw], found)
 
 
 def _digest_of_outside(named: tuple[str, Any]) -> bytes:
@@ -186,9 +184,14 @@ def _digest_of_outside(named: tuple[str, Any]) -> bytes:
         pickled = _pickled(value, found)
     except Exception:  # it holds a lock, or the like
         pickled = type(value).__qualname__.encode()
+    return _digest_with([name.encode(), pickled], found)
+
+
+def _digest_with(pickled: list[bytes], found: _Found) -> bytes:
+    """Returns a digest of pickles, and of the code and files found there."""
     parts = [_digest_of_code(code, found) for code in found.code]  # may grow
     parts += map(_file_at, found.texts)
-    return hash_of([name.encode(), pickled, *sorted(parts)])
+    return hash_of([*pickled, *sorted(parts)])
 
 
 def _digest_of_code(code: Any, found: _Found) -> bytes:

@@ -7,6 +7,7 @@ of the user's modules as they were when a dataset first used them.
 
 from __future__ import annotations
 
+import functools
 import importlib.machinery
 import importlib.util
 import operator
@@ -133,19 +134,22 @@ class PackedSources:
 
     def __init__(self, sources: Sources) -> None:
         self.sources = sources
-        pickled = pickle.dumps(sources)
-        self._array = np.frombuffer(pickled, np.uint8).copy()
+
+    @functools.cached_property
+    def _array(self) -> npt.NDArray[np.uint8]:
+        pickled = pickle.dumps(self.sources)
+        return np.frombuffer(pickled, np.uint8).copy()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpack, (self._array,)
 
 
-def _unpack(array: npt.NDArray[np.uint8]) -> Sources:
-    found: Sources = pickle.loads(array.tobytes())
-    return found
+def _unpack(array: npt.NDArray[np.uint8]) -> PackedSources:
+    return PackedSources(pickle.loads(array.tobytes()))
 
 
-_latest = PackedSources({})
+NO_SOURCES = PackedSources({})
+_latest = NO_SOURCES
 
 
 def packed() -> PackedSources:

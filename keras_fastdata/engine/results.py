@@ -44,6 +44,18 @@ class Outcome(enum.Enum):
     END = enum.auto()  # the epoch has no more batches
 
 
+class _Directory(enum.Enum):
+    """Whether a directory may be the cache, after changes that are not seen.
+
+    VALID --a change, before it is open--> OUTDATED --opened, emptied--> VALID
+    VALID --a change, while it is open: emptied--> UNUSED
+    """
+
+    VALID = enum.auto()
+    OUTDATED = enum.auto()
+    UNUSED = enum.auto()  # until the end of the run: the cache is in memory
+
+
 class Results:
     """Opens the workers' results, and manages the dataset's cache."""
 
@@ -60,9 +72,7 @@ class Results:
         self._name = name
         self._in_effect = in_effect
         self._factory = factory
-        # Whether a directory is used no more, because of a change that the
-        # package cannot see; and whether it is to be emptied when it is opened.
-        self._is_in_memory = self._is_outdated = False
+        self._directory = _Directory.VALID
         # The digests of the dataset's attributes before any build.
         self._before: dict[str, bytes] = {}
 
@@ -75,15 +85,16 @@ class Results:
         """
         settings = self._in_effect.now
         if self.cache is None and settings.cache is not None:
-            if self._is_in_memory:
+            if self._directory is _Directory.UNUSED:
                 settings = dataclasses.replace(settings, cache="memory")
             outside = self._factory.values_for_directory(dataset)
             self.cache = open_cache(
                 dataset, settings, built, self._before, *outside
             )
-            if self._is_outdated and isinstance(self.cache, DiskCache):
-                self.cache.empty()
-            self._is_outdated = False
+            if self._directory is _Directory.OUTDATED:
+                if isinstance(self.cache, DiskCache):
+                    self.cache.empty()
+                self._directory = _Directory.VALID
 
     def note_unseen_change(self) -> None:
         """Empties the directory that is the cache, and uses it no more.
@@ -93,9 +104,9 @@ class Results:
         """
         if isinstance(self.cache, DiskCache):
             self.cache.empty()
-            self._is_in_memory = True
-        elif self.cache is None and not self._is_in_memory:
-            self._is_outdated = True
+            self._directory = _Directory.UNUSED
+        elif self.cache is None and self._directory is _Directory.VALID:
+            self._directory = _Directory.OUTDATED
 
     def note_change(self) -> None:
         """Drops the cache and `structure`, because the dataset has changed."""
@@ -128,7 +139,7 @@ class Results:
         """
         assert self.cache is not None
         is_in_memory = isinstance(self.cache, MemoryCache)
-        if self._is_in_memory and not is_in_memory:
+        if self._directory is _Directory.UNUSED and not is_in_memory:
             return  # the batch is from before the change
         if is_in_memory or not self._factory.has_drifted():
             self.cache.put(index, batch)

@@ -37,8 +37,8 @@ from keras_fastdata.engine import framework_settings
 from keras_fastdata.engine.framework_settings import SettingsByModule
 from keras_fastdata.engine.kinds import bare_kind_of, kind_of
 from keras_fastdata.engine.module_sources import (
+    NO_SOURCES,
     PackedSources,
-    Sources,
     use_former,
 )
 from keras_fastdata.engine.plain_values import MAPPINGS, SEQUENCES, is_equal
@@ -78,8 +78,7 @@ class Told:
     results: KindsByModule
     # Whether a worker that has another kind there raises `StateLostError`.
     is_strict: bool
-    # In a worker, by module.
-    sources: PackedSources | Sources = dataclasses.field(default_factory=dict)
+    sources: PackedSources = NO_SOURCES
 
     def __reduce__(self) -> tuple[Any, ...]:
         fields = (getattr(self, each.name) for each in dataclasses.fields(self))
@@ -95,7 +94,7 @@ def _take_on(
     kinds: KindsByModule,
     results: KindsByModule,
     is_strict: bool,
-    sources: Sources,
+    sources: PackedSources,
 ) -> Told:
     """Sets values in modules, immediately or when a module is imported."""
     told = Told(settings, values, kinds, results, is_strict, sources)
@@ -292,7 +291,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         cls, name: str, path: Any = None, target: Any = None
     ) -> importlib.machinery.ModuleSpec | None:
         told = cls.told
-        sources: Any = told.sources
+        sources = told.sources.sources
         of_all = told.settings, told.values, told.kinds, sources
         if not any(name in of_some for of_some in of_all):
             return None
