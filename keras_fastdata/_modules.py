@@ -251,7 +251,7 @@ def import_folders() -> list[Any]:
     folders: list[Any] = []
     for entry in sys.path:
         finder = sys.path_importer_cache.get(entry)
-        if entry == "" and _current_folder() != _FOLDER:
+        if entry == "" and current_folder() != _FOLDER:
             folders += [_FOLDER, entry]
         elif isinstance(finder, importlib.machinery.FileFinder):
             folders.append(finder.path)  # where Python has looked
@@ -260,11 +260,12 @@ def import_folders() -> list[Any]:
     return folders
 
 
-def _current_folder() -> str:
+def current_folder() -> str:
+    """Returns the working directory, or "" if somebody has removed it."""
     try:
         return os.getcwd()
-    except OSError:  # somebody has removed it
+    except OSError:
         return ""
 
 
-_FOLDER = _current_folder()  # where the program began
+_FOLDER = current_folder()  # where the program began

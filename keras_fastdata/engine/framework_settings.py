@@ -1,6 +1,7 @@
 """Reads and sets the global settings of frameworks that batches depend on.
 
-Only of frameworks that are imported already: none is imported for this.
+Only of frameworks that are imported already: none is imported for this. The
+current folder is a setting of the module `os`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
+
+from keras_fastdata._modules import current_folder
 
 SettingsByModule = dict[str, dict[str, Any]]  # by module and name
 
@@ -42,6 +45,7 @@ _WRITERS: dict[str, Callable[[Any, str, Any], object]] = {
     ),
     "jax": lambda jax, name, value: jax.config.update(name, value),
     "numpy": lambda numpy, name, value: numpy.seterr(**{name: value}),
+    "os": lambda os, _, folder: folder and os.chdir(folder),
 }
 
 
@@ -60,6 +64,11 @@ def read() -> SettingsByModule:
                     name: reader(module, name) for name in settings
                 }
     return found
+
+
+def read_folder() -> SettingsByModule:
+    """Returns the current folder, or "" if somebody has removed it."""
+    return {"os": {"folder": current_folder()}}
 
 
 def changed() -> Iterator[tuple[str, Any]]:

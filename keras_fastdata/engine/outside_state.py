@@ -85,6 +85,7 @@ class OutsideState:
         self.told = NOTHING_TOLD  # the state that is sent to workers
         self.is_cached = False  # see `look`
         self._is_shared = self._is_here = self._is_strict = False
+        self._has_folder = False
         self._is_watched = False
         # What was noticed since `look`, also as another dataset's epoch began:
         # callbacks may set a variable for the time of a validation.
@@ -111,6 +112,7 @@ class OutsideState:
         *,
         is_shared: bool,
         is_here: bool = False,
+        has_folder: bool = False,
         is_cached: bool = False,
         is_strict: bool = False,
     ) -> None:
@@ -121,6 +123,7 @@ class OutsideState:
             is_shared: Whether the builds see all of it.
             is_here: Whether this process builds. The builds may then edit the
                 containers themselves.
+            has_folder: Whether workers are to change to the current folder.
             is_cached: Whether batches are kept for later epochs.
             is_strict: Whether state that workers cannot be told of is an error.
 
@@ -130,6 +133,7 @@ class OutsideState:
         """
         self._is_watched, self._is_shared = True, is_shared
         self._is_here, self.is_cached = is_here, is_cached
+        self._has_folder = has_folder
         self._is_strict = is_strict
         self._dataset = weakref.ref(dataset)
         if is_here:
@@ -327,7 +331,9 @@ class OutsideState:
         # thread of TensorFlow's.
         if threading.current_thread() is threading.main_thread():
             self._error_state = dict(np.geterr())
-        return {"numpy": self._error_state, **framework_settings.read()}
+        folder = framework_settings.read_folder() if self._has_folder else {}
+        read = framework_settings.read()
+        return {"numpy": self._error_state, **folder, **read}
 
 
 def _variables_of(dataset: Any) -> list[Variable]:

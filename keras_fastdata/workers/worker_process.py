@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from keras_fastdata._modules import import_folders
+from keras_fastdata._modules import current_folder, import_folders
 from keras_fastdata.workers import exceptions, log_forwarding, stack_dump
 
 # What a whole job, or a terminal, is sent. It is for the trainer to answer;
@@ -39,14 +39,14 @@ class Surroundings:
 
     Attributes:
         environ: Environment variables, complete.
-        cwd: Working directory; `None` to stay.
+        folder: Working directory; "" to stay.
         path: `sys.path`.
         argv: `sys.argv`.
         umask: File mode creation mask.
     """
 
     environ: tuple[tuple[str, str], ...]
-    cwd: str | None
+    folder: str
     path: tuple[Any, ...]
     argv: tuple[str, ...]
     umask: int
@@ -56,7 +56,7 @@ class Surroundings:
         """Returns this process's settings, but with the given environment."""
         return Surroundings(
             tuple(sorted(environ.items())),
-            working_dir(),
+            current_folder(),
             tuple(import_folders()),
             tuple(getattr(sys, "argv", [])),
             _umask(),
@@ -73,9 +73,9 @@ class Surroundings:
         _applied = self
         os.environ.clear()
         os.environ.update(self.environ)
-        if self.cwd is not None:
+        if self.folder:
             with contextlib.suppress(OSError):
-                os.chdir(self.cwd)
+                os.chdir(self.folder)
         sys.path[:] = self.path
         sys.argv[:] = self.argv
         os.umask(self.umask)
@@ -165,14 +165,6 @@ def flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-
-
-def working_dir() -> str | None:
-    """Returns the working directory, or `None` if it has been deleted."""
-    try:
-        return os.getcwd()
-    except OSError:
-        return None
 
 
 def _umask() -> int:

@@ -14,7 +14,7 @@ import time
 import numpy as np
 import psutil
 import pytest
-from places import LONG_BUT_ON_JAX, NO_TRAINING, quickly
+from places import EVERY_KIND, LONG_BUT_ON_JAX, NO_TRAINING, quickly
 from samples import Numbered, numbers
 
 import keras_fastdata
@@ -242,6 +242,67 @@ def test_a_worker_sees_the_trainers_place(tmp_path, monkeypatch):
     assert cwd == str(tmp_path)
     assert late == "yes"
     assert argv == sys.argv
+
+
+class Folder(FastPyDataset):
+    """Each batch is the name of the folder that it was built in."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return os.path.basename(os.getcwd())
+
+
+@pytest.fixture
+def folders(tmp_path, monkeypatch):
+    monkeypatch.chdir("/")
+    for name in "abc":
+        (tmp_path / name).mkdir()
+    return tmp_path
+
+
+@kept
+@pytest.mark.parametrize("kind", quickly(EVERY_KIND, "inline", "process"))
+def test_an_epoch_is_built_in_the_folder_that_the_program_is_in(folders, kind):
+    with Folder(**EVERY_KIND[kind]) as dataset:
+        for name in "aba":
+            os.chdir(folders / name)
+            if kind == "thread":  # they have begun the epoch
+                dataset.mark_changed()
+            assert list(dataset) == [name] * 4
+
+
+@kept
+@pytest.mark.parametrize("kind", quickly(EVERY_KIND, "process"))
+def test_mark_changed_has_the_rest_of_an_epoch_built_in_the_folder(
+    folders, kind
+):
+    with Folder(**EVERY_KIND[kind]) as dataset:
+        os.chdir(folders / "a")
+        batches = iter(dataset)
+        assert next(batches) == "a"
+        os.chdir(folders / "b")
+        dataset.mark_changed()
+        assert list(batches) == ["b"] * 3
+
+
+@kept
+@pytest.mark.parametrize("kind", ["process", "portable"])
+def test_a_folder_that_on_worker_start_sets_stays_until_the_program_sets_one(
+    folders, kind
+):
+    class Changes(Folder):
+        def on_worker_start(self):
+            os.chdir(folders / "c")
+
+    with Changes(**EVERY_KIND[kind]) as dataset:
+        os.chdir(folders / "a")
+        assert list(dataset) == ["c"] * 4
+        dataset.mark_changed()
+        assert list(dataset) == ["c"] * 4
+        os.chdir(folders / "b")
+        assert list(dataset) == ["b"] * 4
 
 
 _LEAVES = """

@@ -52,7 +52,7 @@ class ActorStart:
     worker: int
     dataset: str  # the dataset's class name, for messages
     state: DatasetState
-    cwd: str | None  # the training process's working directory; `None` to stay
+    folder: str  # the training process's working directory; "" to stay
     path: list[str]  # its `sys.path`
     leads: bool  # whether that comes before the worker's own
     argv: list[str]  # its `sys.argv`
@@ -263,9 +263,9 @@ class Actor:
 
 def _set_up(start: ActorStart) -> None:
     """Sets the actor's working directory, paths, arguments and logging."""
-    if start.cwd is not None:
+    if start.folder:
         with contextlib.suppress(OSError):
-            os.chdir(start.cwd)
+            os.chdir(start.folder)
     theirs = [p for p in start.path if not p or os.path.exists(p)]
     paths = [*theirs, *sys.path] if start.leads else [*sys.path, *theirs]
     sys.path[:] = dict.fromkeys(paths)  # each once, where it is first

@@ -19,14 +19,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from keras_fastdata._modules import import_folders
+from keras_fastdata._modules import current_folder, import_folders
 from keras_fastdata.errors import LoaderError
 from keras_fastdata.metrics.timing import Timing
 from keras_fastdata.workers import (
     environment,
     log_forwarding,
     supervisor,
-    worker_process,
 )
 from keras_fastdata.workers.base import PoolPlan
 from keras_fastdata.workers.in_flight import InFlight, Task, TaskState
@@ -234,7 +233,7 @@ class Actors:
             index,
             self._plan.dataset,
             self._dataset.state,
-            worker_process.working_dir() if leads else None,
+            current_folder() if leads else "",
             import_folders(),
             leads,
             list(getattr(sys, "argv", [])),
