@@ -39,6 +39,7 @@ from keras_fastdata._validation import arguments_of, integer, unknown_arguments
 from keras_fastdata.building import build_context, interface
 from keras_fastdata.building.build_context import Empty
 from keras_fastdata.building.permutation import Permutation
+from keras_fastdata.engine import module_sources
 from keras_fastdata.engine.settings import Settings
 from keras_fastdata.engine.state_dict import State
 
@@ -286,6 +287,7 @@ class FastPyDataset(_Base):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        module_sources.note_folder()  # before the program may change it
         for name in _NOTICED_METHODS:
             method = getattr(cls, name)  # possibly a mixin's
             if isinstance(method, types.FunctionType) and not (

@@ -3,10 +3,15 @@
 A user may edit a module while the program runs. A worker that starts later
 would import other code than the trainer has. So the trainer keeps the sources
 of the user's modules as they were when a dataset first used them.
+
+A module may read files by relative paths when it is imported, and the program
+may then change its current folder. So workers import each module in the folder
+that the program was in.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.machinery
 import importlib.util
@@ -16,12 +21,13 @@ import pickle
 import sys
 import types
 import zlib
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from keras_fastdata._modules import is_users_file
+from keras_fastdata._modules import current_folder, is_users_file
 
 _MOST_BYTES = 8 << 20  # of all sources, compressed
 
@@ -33,13 +39,14 @@ class SourceFile(NamedTuple):
     modified_ns: int
     nbytes: int
     text: bytes  # compressed
+    folder: str  # in which the program imported it; "" if unknown
 
     @staticmethod
-    def of(path: str) -> SourceFile:
+    def of(path: str, folder: str) -> SourceFile:
         with open(path, "rb") as file:
             text = zlib.compress(file.read())
             found = os.fstat(file.fileno())
-        return SourceFile(path, found.st_mtime_ns, found.st_size, text)
+        return SourceFile(path, found.st_mtime_ns, found.st_size, text, folder)
 
     @property
     def is_package(self) -> bool:
@@ -93,6 +100,22 @@ class _Known(NamedTuple):
 
 
 _known: dict[str, _Known] = {}
+
+
+class _Folders:
+    """The current folder, by module, when the module was first noticed."""
+
+    of: dict[str, str] = {}
+
+    @classmethod
+    def look(cls) -> None:
+        """Notes the current folder for modules that are new."""
+        if new := sys.modules.keys() - cls.of.keys():
+            cls.of.update(dict.fromkeys(new, current_folder()))
+
+
+note_folder = _Folders.look
+note_folder()
 
 
 class _Users:
@@ -166,12 +189,15 @@ def _sources() -> Sources:
     found: Sources = {}
     nbytes = 0
     _Users.look()
+    note_folder()
     for name, module in _Users.modules.items():
         held = vars(module)
         known = _known.get(name)
         if known is None or not known.is_current(held):
             known = _known[name] = _Known(
-                held["__spec__"], _codes_of(held), _file_at(held["__file__"])
+                held["__spec__"],
+                _codes_of(held),
+                _file_at(held["__file__"], _Folders.of.get(name, "")),
             )
         if known.file is not None:
             nbytes += len(known.file.text)
@@ -194,13 +220,30 @@ def _codes_of(held: dict[str, Any]) -> list[types.CodeType]:
     ]
 
 
-def _file_at(path: str) -> SourceFile | None:
+def _file_at(path: str, folder: str) -> SourceFile | None:
     if not path.endswith(".py"):
         return None
     try:
-        return SourceFile.of(path)
+        return SourceFile.of(path, folder)
     except OSError:
         return None
+
+
+@contextlib.contextmanager
+def in_folder(folder: str) -> Iterator[None]:
+    """Changes to a folder, if it is not "", for the time of an import."""
+    before = current_folder()
+    if folder in ("", before):
+        yield
+        return
+    with contextlib.suppress(OSError):
+        os.chdir(folder)
+    try:
+        yield
+    finally:
+        if current_folder() == folder:  # the module has not changed it
+            with contextlib.suppress(OSError):
+                os.chdir(before)
 
 
 def use_former(

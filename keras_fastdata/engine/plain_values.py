@@ -6,6 +6,7 @@ A value is plain if it consists of basic types alone, and is small.
 from __future__ import annotations
 
 import array
+import builtins
 import collections
 import datetime
 import decimal
@@ -41,6 +42,7 @@ _VALUES = (
     *(ipaddress.IPv4Address, ipaddress.IPv6Address),
     *(operator.attrgetter, operator.itemgetter, operator.methodcaller),
 )
+_WITH_TYPES = {module.__name__: module for module in (builtins, np)}
 CONTAINERS = (list, tuple, set, frozenset, collections.deque)
 MAPPINGS = (
     dict,
@@ -74,7 +76,7 @@ def is_plain(value: Any) -> bool:
             waiting += vars(item).values()
         elif kind in (str, bytes):
             size += len(item) // _BYTES_PER_ITEM
-        elif kind in _SCALARS or isinstance(item, _VALUES):
+        elif kind in _SCALARS or isinstance(item, _VALUES) or _is_type(item):
             pass
         elif is_by_value(kind.__module__, tuple(kind.__qualname__.split("."))):
             return False
@@ -85,6 +87,15 @@ def is_plain(value: Any) -> bool:
         if len(waiting) + size > _MOST_ITEMS:
             return False
     return True
+
+
+def _is_type(value: Any) -> bool:
+    """Returns whether a value is a class of Python or NumPy."""
+    return (
+        type(value) is type
+        and value.__module__ in _WITH_TYPES
+        and getattr(_WITH_TYPES[value.__module__], value.__name__, 0) is value
+    )
 
 
 def is_named_tuple(value: Any) -> bool:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from keras_fastdata.building.assignments import cells_of
+from keras_fastdata.building.attributes import slot_values
 from keras_fastdata.building.cached_functions import calls_of
 from keras_fastdata.building.variables import (
     ABSENT,
@@ -39,6 +40,7 @@ from keras_fastdata.engine.kinds import bare_kind_of, kind_of
 from keras_fastdata.engine.module_sources import (
     NO_SOURCES,
     PackedSources,
+    in_folder,
     use_former,
 )
 from keras_fastdata.engine.plain_values import MAPPINGS, SEQUENCES, is_equal
@@ -251,7 +253,11 @@ def _set_part(owner: Any, step: Step, value: Any) -> None:
     elif isinstance(step, CellName):
         cells_of(owner)[step.name].cell_contents = value
     elif isinstance(step, str):
-        setattr(owner, step, value)
+        kept = getattr(owner, "__dict__", None)
+        if isinstance(kept, dict) and step in kept:
+            kept[step] = value  # not by a setter, which may convert again
+        else:
+            setattr(owner, step, value)
 
 
 def current() -> Told:
@@ -269,14 +275,14 @@ def part_of(owner: Any, step: Step) -> Any:
         return part_at(owner, step.number)
     if isinstance(step, Kept):
         return dict(calls_of(owner))[step.call]
-    if isinstance(owner, types.FunctionType) and hasattr(type(owner), step):
-        return getattr(owner, step)  # its defaults
-    kept = getattr(owner, "__dict__", {})
+    is_function = isinstance(owner, types.FunctionType)
+    if step == "__bases__" or (is_function and hasattr(type(owner), step)):
+        return getattr(owner, step)  # not in its `__dict__`
     # That of a slot is not in there, and an inherited one is not its own.
-    is_slot = isinstance(
-        getattr(type(owner), step, None), types.MemberDescriptorType
-    )
-    return getattr(owner, step, ABSENT) if is_slot else kept.get(step, ABSENT)
+    kept = getattr(owner, "__dict__", {})
+    if step in kept:
+        return kept[step]
+    return dict(slot_values(owner)).get(step, ABSENT)
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
@@ -307,10 +313,13 @@ class _AfterImport(importlib.abc.MetaPathFinder):
             return None
         if source is not None:
             use_former(loader, source)
-        run = loader.exec_module
+        run, folder = loader.exec_module, ""
+        if source is not None and "os" in told.settings:  # not on Ray
+            folder = source.folder
 
         def exec_module(module: types.ModuleType) -> None:
-            run(module)
+            with in_folder(folder):
+                run(module)
             _tell(name)
 
         loader.exec_module = exec_module  # type: ignore[method-assign]

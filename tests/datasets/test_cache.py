@@ -1609,9 +1609,8 @@ def test_a_directory_is_for_the_attributes_of_global_objects(tmp_path):
         return done.stdout.split("\n")[:2]
 
     assert run(1, 0, 1) == ["[0, 4, 8] 3", "[0, 36, 72] 6"]
-    # As it was: one batch is built, to compare it.
-    assert run(1, 0, 2) == ["[0, 4, 8] 1", "[0, 36, 72] 2"]
-    assert run(2, 1, 3) == ["[0, 8, 16] 3", "[0, 36, 72] 4"]
+    # Where nothing differs, one batch is built, to compare it.
+    assert run(2, 1, 2) == ["[0, 8, 16] 3", "[0, 36, 72] 4"]
 
 
 def test_a_directory_is_for_the_folder_that_relative_paths_begin_at(

@@ -80,6 +80,7 @@ def test_it_starts_workers_in_each_way_and_says_that_nothing_is_broken():
         assert f"(KERAS_BACKEND={backend} is set)" in said
 
 
+@pytest.mark.long
 def test_without_what_only_linux_has_workers_are_portable():
     status, said = _run("doctor", path=[_STRIPPED])
     assert status == 0, said

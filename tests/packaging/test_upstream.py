@@ -94,6 +94,8 @@ def _unexpected(done, expected):
     return "" if done.returncode == expected else f"{done.stdout}{done.stderr}"
 
 
+# A change of Keras alone can fail it.
+@pytest.mark.long
 @pytest.mark.parametrize(
     "names",
     [

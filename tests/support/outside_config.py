@@ -89,6 +89,28 @@ class FrozenSlots:
     scale: int = 1
 
 
+class Doubled:
+    """A descriptor that keeps twice the number which is assigned."""
+
+    def __set_name__(self, owner, name):
+        self.name = name
+
+    def __set__(self, instance, value):
+        vars(instance)[self.name] = 2 * value
+
+    def __get__(self, instance, owner):
+        return vars(instance)[self.name]
+
+
+class Converting:
+    scale = Doubled()
+
+    def __init__(self):
+        self.scale = 1
+
+
+converting = Converting()
+DTYPE = np.float32
 frozen_slots = FrozenSlots()
 other_frozen_slots = FrozenSlots(7)  # with another value than the class's
 

@@ -812,6 +812,34 @@ def test_keys_of_a_container_may_be_more_than_texts(kind, key, patch):
             assert [int(batch) for batch in dataset] == [value] * 3
 
 
+@pytest.mark.parametrize("kind", PLACES)
+def test_a_value_that_a_descriptor_has_converted_is_not_converted_again(kind):
+    try:
+        with Holds(
+            0, lambda *_: conf.converting.scale, **EVERY_KIND[kind]
+        ) as dataset:
+            for scale in (3, 5):
+                conf.converting.scale = scale
+                assert [int(batch) for batch in dataset] == [2 * scale] * 3
+    finally:
+        conf.converting.scale = 1
+
+
+@pytest.mark.parametrize("cache", [None, "memory"])
+@pytest.mark.parametrize("kind", PLACES)
+def test_a_type_of_python_or_numpy_is_a_value(kind, cache, patch, caplog):
+    use = lambda *_: np.array([conf.DTYPE(0.5)])  # noqa: E731
+    with Holds(0, use, cache=cache, **EVERY_KIND[kind]) as dataset:
+        for dtype in (np.float64, int, float, np.float32):
+            patch.setattr(conf, "DTYPE", dtype)
+            wanted = np.array([dtype(0.5)])
+            assert all(
+                (batch.dtype, batch[0]) == (wanted.dtype, wanted[0])
+                for batch in dataset
+            )
+    assert not caplog.text
+
+
 def test_an_attribute_that_cannot_be_set_is_said_to_be_lost(patch, caplog):
     patch.setattr(conf, "frozen_slots", conf.FrozenSlots(2))
     with Holds(
