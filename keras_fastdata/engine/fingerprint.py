@@ -8,8 +8,9 @@ A fingerprint covers
   defaults, variables around a function; and, of the global names in that code,
   also of those in modules, the plain values, functions and classes, and the
   classes of objects and the functions within them;
-- the sources of the user's modules that this code imports itself, or that
-  what the dataset holds refers to, and of those that these import;
+- the sources of the user's modules that this code imports itself, in which it
+  may look for a name, or that what the dataset holds refers to, and of those
+  that these import;
 - plain values and arrays in global variables, and within global objects, that
   this code names (see outside_values.py);
 - size and time of every file whose whole path is a `str`, `bytes` or path
@@ -39,6 +40,7 @@ import os
 import pathlib
 import re
 import stat
+import sys
 import types
 import uuid
 from collections.abc import Callable, Collection, Iterator
@@ -48,6 +50,7 @@ import numpy as np
 
 from keras_fastdata._modules import (
     imports_in,
+    is_main,
     is_users,
     is_users_class,
     is_users_file,
@@ -76,6 +79,9 @@ _DATA = (
     *(bytearray, collections.deque, array.array),
 )
 _PLAIN = (*_DATA, type, types.FunctionType)
+# What code has in it that looks for a name in a module, or in its own one.
+_IN_OWN_MODULE = {"eval", "exec", "globals"}
+_IN_MODULES = {"getattr", "__dict__", "vars", *_IN_OWN_MODULE}
 
 
 _NOT_IN_DIRECTORY = (
@@ -197,7 +203,9 @@ def _digest_with(pickled: list[bytes], found: _Found) -> bytes:
 def _digest_of_code(code: Any, found: _Found) -> bytes:
     parts: Iterator[Any]
     if isinstance(code, types.ModuleType):
-        name, parts = code.__name__, _sources_of(code.__name__, (), set())
+        name = code.__name__
+        is_script = is_main(name)
+        parts = _script(code) if is_script else _sources_of(name, (), set())
     else:
         name = code.__qualname__
         is_class = isinstance(code, type)
@@ -353,6 +361,33 @@ def _of_function(function: types.FunctionType) -> Iterator[Any]:
                 yield known
                 yield from parts
     yield from _imported_by(code, around.get("__package__"))
+    yield from _found_by_name(names, around)
+
+
+def _found_by_name(
+    names: list[str], around: dict[str, Any]
+) -> Iterator[types.ModuleType | type]:
+    """Yields the modules and classes in which code may look for a name.
+
+    As in `getattr(transforms, self.name)`: the source of the whole module then
+    counts.
+    """
+    values = [around[name] for name in names if name in around]
+    if not _IN_OWN_MODULE.isdisjoint(names):
+        values.append(sys.modules.get(around.get("__name__", "")))
+    if not _IN_MODULES.isdisjoint(names):
+        yield from (
+            value
+            for value in values
+            if isinstance(value, types.ModuleType)
+            and not _is_installed(value.__name__)
+        )
+    if "__subclasses__" in names:
+        for value in values:
+            if isinstance(value, type):
+                yield from sorted(
+                    type.__subclasses__(value), key=lambda c: c.__qualname__
+                )
 
 
 def _of_global(value: Any) -> tuple[Any, ...]:
@@ -433,6 +468,12 @@ def _imported_by(code: types.CodeType, package: str | None) -> Iterator[Any]:
     seen: set[str] = set()
     for module, names in imports_in(code, package):
         yield from _sources_of(module, names, seen)
+
+
+def _script(main: types.ModuleType) -> Iterator[bytes]:
+    """Yields the source of a script; a notebook has none."""
+    with contextlib.suppress(OSError, AttributeError):
+        yield pathlib.Path(str(main.__file__)).read_bytes()
 
 
 def _sources_of(

@@ -6,7 +6,7 @@ import dataclasses
 import enum
 from typing import NamedTuple
 
-from keras_fastdata.engine.epoch import Epoch
+from keras_fastdata.engine.epoch import Epoch, Finish
 from keras_fastdata.engine.open_epochs import OpenEpochs
 from keras_fastdata.engine.schedule import Schedule
 from keras_fastdata.engine.state_dict import State
@@ -56,7 +56,7 @@ class Position:
         self.resumed: State | None = None
         self.keras_phase = KerasPhase.OUTSIDE
         self._open_epochs = open_epochs
-        self._latest: Epoch | None = None  # that a batch was delivered from
+        self._latest: Epoch | None = None  # that a batch was asked for
         # The epoch that has begun last; and the same while it has delivered no
         # batch.
         self._begun: _Beginning | None = None
@@ -125,6 +125,8 @@ class Position:
         """Notes that an epoch is finished."""
         if self._begun is not None and self._begun.epoch is epoch:
             self._begun = self._beginning = None
+            if epoch.finished_by is Finish.FAILED:
+                self._latest = epoch  # also if its first batch has failed
 
     def note_keras(self, *, within: bool) -> None:
         """Notes that Keras begins or ends an epoch."""
@@ -157,12 +159,12 @@ class Position:
                 later, resumed = beginning.next_epoch, beginning.resumed
         if resumed is not None:
             return resumed
-        requeued = epoch is not None and epoch.acknowledgements.has_requeued
-        if (
-            epoch is None
-            or not epoch.has_begun
-            or (epoch.is_finished and not lag and not requeued)
-        ):
+        if epoch is None or not epoch.has_begun:
+            return Place(later)
+        # What has raised an error is still to come.
+        goes_on = epoch.finished_by is Finish.FAILED
+        requeued = epoch.acknowledgements.has_requeued
+        if epoch.is_finished and not (lag or requeued or goes_on):
             return Place(later)
         assert epoch.number is not None
         assert epoch.schedule is not None

@@ -878,6 +878,19 @@ _CALLED = {
         "class f: __getitem__ = functools.partialmethod(max, VALUE); "
         "return f()[i]"
     ),
+    "a function of a module that is found by its name": (
+        "import pack.tools as f; return getattr(f, 'ef'[1:])(i)"
+    ),
+    "a function in the dictionary of a module": (
+        "import pack.tools as f; return f.__dict__['ef'[1:]](i)"
+    ),
+    "a function that is a global variable": (
+        "f = max; return globals()['edi' + 'ted'](i)"
+    ),
+    "a name in a text": "f = max; return eval('edi' + 'ted')(i)",
+    "a subclass": (
+        "f = Called; return [g().run(i) for g in f.__subclasses__()]"
+    ),
     "a metaclass": (
         "Meta = type('Meta', (type,), {'k': VALUE});f = Meta('f', (), {}); "
         "return f.k"
@@ -910,6 +923,10 @@ class Called:
 class Helper:
     def run(self, number):
         return number * VALUE
+
+class Further(Called):
+    def run(self, number):
+        return number + VALUE
 
 def starred(STARother):
     return other
@@ -962,6 +979,26 @@ def test_whatever_code_calls_makes_another_cache_when_edited(
         importlib.invalidate_caches()
         dataset = importlib.import_module("pack.read").Read(workers=0)
         return fingerprint(dataset, version=1)
+
+    first, second, third = map(run, (2, 3, 2))
+    assert first == third != second
+
+
+def test_a_script_in_which_code_looks_for_a_name_counts_as_a_whole(
+    tmp_path, monkeypatch
+):
+    def run(value):
+        top, body = "", "return globals()['edi' + 'ted'](i)"
+        text = _PACKAGE.replace("TOP", top).replace("BODY", body)
+        for name in ("STAR", "MOVED_UP", "MOVED_DOWN"):
+            text = text.replace(name, "")
+        path = tmp_path / "script.py"
+        path.write_text(text.replace("VALUE", str(value)))
+        main = types.ModuleType("__main__")
+        main.__file__ = str(path)
+        monkeypatch.setitem(sys.modules, "__main__", main)
+        exec(compile(path.read_text(), path, "exec"), vars(main))
+        return fingerprint(main.Read(workers=0), version=1)
 
     first, second, third = map(run, (2, 3, 2))
     assert first == third != second

@@ -84,6 +84,48 @@ def test_a_loop_goes_on_with_the_next_batch(place, shuffle):
         assert_same(found, expected[seen:])
 
 
+class _Fails(Drawn):
+    """Raises an error in place of one batch of one epoch."""
+
+    where = None  # the numbers of the epoch and of the batch
+
+    def __getitem__(self, index):
+        if (self.epoch, index) == self.where:
+            raise ValueError("on purpose")
+        return super().__getitem__(index)
+
+
+@everywhere
+@pytest.mark.parametrize("where", [(0, 0), (0, 3), (1, 0), (1, 6)])
+def test_a_batch_that_has_raised_is_the_next_of_the_state(place, where):
+    with Drawn(seed=3) as dataset:
+        expected = [batch for _ in range(2) for batch in dataset]
+    with _Fails(seed=3, **PLACES[place]) as dataset:
+        dataset.where = where
+        walk = itertools.chain.from_iterable([dataset, dataset])
+        num_seen = 7 * where[0] + where[1]  # by index
+        assert_same([*itertools.islice(walk, num_seen)], expected[:num_seen])
+        with pytest.raises(ValueError, match="on purpose"):
+            next(walk)
+        state = through_json(dataset.state_dict())
+    with Drawn() as other:
+        other.load_state_dict(state)
+        found = [*other]
+    num_left = 7 - num_seen % 7
+    assert_same(found, expected[num_seen : num_seen + num_left])
+
+
+@pytest.mark.backend
+@pytest.mark.parametrize("where", [(0, 0), (0, 3), (1, 0), (1, 6)])
+def test_a_batch_that_has_raised_in_fit_is_the_next_of_the_state(where):
+    with _Fails(seed=3, shuffle=False) as dataset:
+        dataset.where = where
+        with pytest.raises(ValueError, match="on purpose"):
+            fit(dataset, epochs=2)
+        state = dataset.state_dict()
+    assert (state["epoch"], state["position"]) == where
+
+
 def test_a_state_is_small_and_says_its_version():
     with SampleDataset(np.zeros((10**6, 2)), 2, seed=1) as dataset:
         for _ in itertools.islice(dataset, 3):
