@@ -13,6 +13,7 @@
     the global random generators            the worker's own
     classes of `__main__`                   without attributes deleted there
     objects of `__main__` with a name       by value, see `by_name`
+    objects with `__getattr__`              without a call of it
 
 A file must be the same one in the worker: a file that was deleted or replaced
 is refused, and a memory map of such a file travels by value. Threads, processes
@@ -44,7 +45,7 @@ import numpy as np
 import numpy.typing as npt
 
 from keras_fastdata._modules import is_main
-from keras_fastdata.memory import by_name, rebuilt_classes
+from keras_fastdata.memory import by_name, delegating, rebuilt_classes
 from keras_fastdata.memory.shared_arrays import (
     SharedArrays,
     owner_of,
@@ -130,6 +131,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         reduced = super().reducer_override(obj)
         if reduced is NotImplemented:
             reduced = by_name.reduce_by_value(obj)
+            if reduced is NotImplemented:
+                reduced = delegating.reduce_without_asking(obj)
         elif isinstance(reduced, tuple) and len(reduced) == _BY_VALUE:
             if isinstance(obj, type):
                 reduced = rebuilt_classes.completed(obj, reduced)

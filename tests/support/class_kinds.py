@@ -11,6 +11,8 @@ import typing
 
 import numpy as np
 
+from keras_fastdata import FastPyDataset
+
 
 def enums():
     """Enums that travel by value, for they are made in a function."""
@@ -224,3 +226,39 @@ def of_slots(kinds, index):
     return np.array(
         [made[0].y, made[1].x, *(hasattr(m, "__dict__") for m in made)]
     )
+
+
+class Wraps:
+    """Has the attributes of another object."""
+
+    def __init__(self, wrapped):
+        self.wrapped = wrapped
+
+    def __getattr__(self, name):
+        return getattr(self.wrapped, name)
+
+
+class WrapsWithSlots(Wraps):
+    __slots__ = ("more",)
+
+
+class WrapsWithItems(Wraps, dict):
+    pass
+
+
+def of_wrapping(thing, index):
+    """What a list in an object, and the object itself, have."""
+    items = [*thing.items()] if isinstance(thing, dict) else []
+    return f"{thing.count('a')} {thing.more} {sorted(vars(thing))} {items}"
+
+
+class WrappingDataset(Wraps, FastPyDataset):
+    def __init__(self, wrapped, **kwargs):
+        FastPyDataset.__init__(self, **kwargs)
+        self.wrapped = wrapped
+
+    def __len__(self):
+        return self.count("a") + 1
+
+    def __getitem__(self, index):
+        return np.array(self.more * index)

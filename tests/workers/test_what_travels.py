@@ -28,6 +28,10 @@ import numpy as np
 import pytest
 from class_kinds import (
     Item,
+    WrappingDataset,
+    Wraps,
+    WrapsWithItems,
+    WrapsWithSlots,
     enums,
     generic,
     hooked,
@@ -35,6 +39,7 @@ from class_kinds import (
     of_generic,
     of_hooked,
     of_slots,
+    of_wrapping,
 )
 from samples import Holds, MapsAFile, hold, rest_of, row
 
@@ -582,6 +587,25 @@ def test_a_class_made_in_a_function_has_its_whole_name_in_a_worker():
         """Is not in the module's variables."""
 
     assert_travels(Local, lambda thing, _: str(thing.__qualname__))
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "portable"])
+@pytest.mark.parametrize("kind", [Wraps, WrapsWithSlots, WrapsWithItems])
+def test_objects_that_ask_others_for_attributes_reach_processes(
+    kind, start_method
+):
+    thing = kind(["a", "b"])
+    thing.more = 3
+    if kind is WrapsWithItems:
+        thing["key"] = 4
+    assert_travels(thing, of_wrapping, start_method)
+
+
+def test_a_dataset_that_asks_another_object_for_attributes_has_processes():
+    wrapped = WrapsWithItems(["a", "b"])
+    wrapped.more = 3
+    with WrappingDataset(wrapped, **PROCESS) as dataset:
+        assert [int(batch) for batch in dataset] == [0, 3]
 
 
 def test_slots_of_classes_are_slots_in_processes():
