@@ -97,7 +97,7 @@ class _VariableSearch:
     def __init__(self, dataset: Any) -> None:
         self.assignments = Assignments(dataset)
         self._found: list[_FoundVariable] = []
-        self._dataset = type(dataset)
+        self._dataset = dataset
         self._kind: type | None = None  # the class that is searched
         self._seen: dict[Any, Any] = {}  # by id; keeps the values alive
         self._left = _MOST_OTHERS
@@ -259,7 +259,7 @@ class _VariableSearch:
         for base in (*kind.__mro__, *metaclass.__mro__):
             if is_users_class(base) and self._is_new(base):
                 outer, self._kind = self._kind, base
-                self._own_names(base, kind is self._dataset)
+                self._own_names(base, kind is type(self._dataset))
                 self._kind = outer
 
     def _own_names(self, kind: type, is_dataset: bool) -> None:
@@ -314,7 +314,7 @@ class _VariableSearch:
         names, every = names_of(code, package), names_in(code)
         self._names |= every
         self.assignments.note(function, names, self._kind)
-        for read_there in process_variables(code, variables):
+        for read_there in process_variables(code, variables, self._dataset):
             self._add(read_there)
         for name in names.variables:
             read = functools.partial(variables.__getitem__, name)

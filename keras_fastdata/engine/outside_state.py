@@ -123,7 +123,7 @@ class OutsideState:
             is_shared: Whether the builds see all of it.
             is_here: Whether this process builds. The builds may then edit the
                 containers themselves.
-            has_folder: Whether workers are to change to the current folder.
+            has_folder: Whether builds are to be in the current folder.
             is_cached: Whether batches are kept for later epochs.
             is_strict: Whether state that workers cannot be told of is an error.
 

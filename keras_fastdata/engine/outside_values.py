@@ -1,8 +1,9 @@
 """Tells on which values outside of a dataset the batches depend.
 
 A cache's directory is for one set of these values. What builds assign is not
-among them, unless the program has changed it since the start. An object of a
-library cannot be compared with that of another run.
+among them, unless the program has changed it since the start; nor is the folder
+that the program starts in. An object of a library cannot be compared with that
+of another run.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from keras_fastdata._modules import current_folder
 from keras_fastdata.building.variables import ABSENT, SELF, Variable
 from keras_fastdata.engine.fingerprint import covers, is_data
 from keras_fastdata.engine.plain_values import text_of, weakly
+
+_FOLDER = "the current folder"
 
 
 class OutsideValues(NamedTuple):
@@ -34,7 +38,9 @@ class FirstValues:
     def look(self, variables: Iterable[Variable]) -> OutsideValues:
         """Returns the values that matter for a cache's directory."""
         known: list[tuple[str, Any]] = []
-        compared: dict[str, Any] = {}
+        compared: dict[str, Any] = {_FOLDER: current_folder()}
+        if self._has_changed(_FOLDER, compared[_FOLDER]):
+            known.append((_FOLDER, compared[_FOLDER]))
         for variable in variables:
             if variable.path[:1] in ((), (SELF,)):
                 continue

@@ -232,7 +232,7 @@ class PoolFactory:
             alive(self._dataset),
             is_shared=is_here or settings.start_method == "fork",
             is_here=is_here,
-            has_folder=settings.kind is WorkerKind.PROCESS,
+            has_folder=settings.kind is not WorkerKind.RAY,
             is_cached=settings.cache is not None,
             is_strict=self._in_effect.auto is not None,
         )

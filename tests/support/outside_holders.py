@@ -17,6 +17,8 @@ import numpy as np
 import outside_config as conf
 from samples import Holds
 
+from keras_fastdata import FastPyDataset
+
 
 class Exclusive(Holds):
     """Its workers cannot be there beside former ones."""
@@ -67,6 +69,25 @@ def size_in_environment(more, index):
 
 def size_by_a_constant(more, index):
     return more + int(os.environ[SIZE])
+
+
+class OfVariable(FastPyDataset):
+    """Its class names an environment variable, and so does the dataset."""
+
+    NAME = SIZE
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.name = "KERAS_FASTDATA_OTHER_SIZE"
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return np.array([int(os.environ[self.NAME]), self._size()])
+
+    def _size(self):
+        return int(os.getenv(self.name))
 
 
 def number_of_arguments(more, index):

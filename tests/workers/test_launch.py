@@ -254,6 +254,13 @@ class Folder(FastPyDataset):
         return os.path.basename(os.getcwd())
 
 
+class CachedFolder(Folder):
+    """The same as numbers, for a cache keeps no texts."""
+
+    def __getitem__(self, index):
+        return np.array([ord(super().__getitem__(index))])
+
+
 @pytest.fixture
 def folders(tmp_path, monkeypatch):
     monkeypatch.chdir("/")
@@ -268,9 +275,21 @@ def test_an_epoch_is_built_in_the_folder_that_the_program_is_in(folders, kind):
     with Folder(**EVERY_KIND[kind]) as dataset:
         for name in "aba":
             os.chdir(folders / name)
-            if kind == "thread":  # they have begun the epoch
-                dataset.mark_changed()
             assert list(dataset) == [name] * 4
+
+
+@pytest.mark.parametrize("cache", ["memory", "directory"])
+@pytest.mark.parametrize("kind", ["inline", "thread", "process"])
+def test_a_change_of_folder_makes_a_cache_invalid(folders, kind, cache):
+    kinds = {"cache": cache, **EVERY_KIND[kind]}
+    if cache == "directory":
+        kinds.update(cache=folders / "cache", cache_version=1)
+    with CachedFolder(**kinds) as dataset:
+        for name in "abba":
+            os.chdir(folders / name)
+            assert [chr(batch[0]) for batch in dataset] == [name] * 4
+    if cache == "directory":
+        assert len([*folders.glob("cache/*/*.batch")]) == 8
 
 
 @kept

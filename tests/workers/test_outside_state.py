@@ -31,6 +31,7 @@ from outside_holders import (
     SIZES,
     Exclusive,
     Level,
+    OfVariable,
     Refusing,
     SetUp,
     factor_of,
@@ -1254,6 +1255,15 @@ def test_what_a_process_has_been_given_may_change(
         assert len([*tmp_path.glob("*/*.batch")]) == 6
         with Holds(1, size, **kinds) as other:
             assert [int(batch) for batch in other] == [3] * 3
+
+
+@pytest.mark.parametrize("kind", PLACES)
+def test_an_attribute_may_name_an_environment_variable(kind, patch):
+    with OfVariable(**EVERY_KIND[kind]) as dataset:
+        for sizes in ([1, 2], [3, 2], [3, 4]):
+            patch.setenv(OfVariable.NAME, str(sizes[0]))
+            patch.setenv(dataset.name, str(sizes[1]))
+            assert [batch.tolist() for batch in dataset] == [sizes] * 3
 
 
 CURVE = None
