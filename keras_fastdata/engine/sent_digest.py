@@ -93,11 +93,15 @@ def checksum_of(values: Any) -> tuple[Any, ...] | None:
     """Returns a checksum of an array, or of a sample of a large one.
 
     Returns `None` for an array of objects, for a large one that is not in one
-    piece, and for a large one in a file that is mapped into memory.
+    piece, and for one in a file that is mapped into memory.
     """
     if not isinstance(values, np.ndarray):  # a bytearray, or of `array`
         return len(values), zlib.crc32(bytes(values[:_MOST_BYTES]))
-    if values.dtype.hasobject or isinstance(values, np.memmap):
+    if isinstance(values, np.ma.MaskedArray):
+        return checksum_of(values.data), checksum_of(np.asarray(values.mask))
+    # What is written to a map of another mode is in the file.
+    is_in_file = isinstance(values, np.memmap) and values.mode != "c"
+    if values.dtype.hasobject or is_in_file:
         return None
     values = values.view(np.ndarray)
     if values.nbytes > _MOST_BYTES:

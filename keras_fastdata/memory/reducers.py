@@ -458,8 +458,32 @@ def _reduce_h5(obj: Any) -> Reduced:
             f"cannot pickle an HDF5 file of driver {file.driver!r}: it has no "
             "path"
         )
-    path = os.path.abspath(file.filename)
-    return _open_h5_again, (path, obj.name, type(obj) is type(file))
+    return _open_h5_again, (_h5_path(file), obj.name, type(obj) is type(file))
+
+
+def _h5_path(file: Any) -> str:
+    """Returns the path of an HDF5 file, wherever the program is now.
+
+    A relative path leads to another file after a change of the current folder.
+    """
+    path: str = os.path.abspath(file.filename)
+    if file.driver == "sec2":
+        opened = file.id.get_vfd_handle()
+        with contextlib.suppress(OSError):  # without /proc
+            path = os.readlink(f"/proc/self/fd/{opened}")
+        if os.name == "posix" and not _is_at(path, opened):
+            raise TypeError(
+                "cannot pickle an HDF5 file that was deleted or "
+                f"replaced: {path}"
+            )
+    return path
+
+
+def _is_at(path: str, opened: int) -> bool:
+    """Returns whether an open file has a path."""
+    with contextlib.suppress(OSError):
+        return os.path.samestat(os.stat(path), os.fstat(opened))
+    return False
 
 
 def _open_h5_again(path: str, name: str, whole: bool) -> Any:

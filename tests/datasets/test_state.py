@@ -163,6 +163,25 @@ def test_large_arrays_change_with_the_rest(place):
         assert all(int(x[2]) == 199_999 for x, _ in dataset)
 
 
+def test_a_mask_that_is_edited_between_epochs_reaches_workers(place):
+    with Leveled(**place) as dataset:
+        dataset.array = np.ma.array([1.0, 2.0])
+        assert all(int(x[2]) == 2 for x, _ in dataset)
+        dataset.array[-1] = np.ma.masked
+        assert all(np.isnan(x[2]) for x, _ in dataset)
+
+
+def test_a_private_map_that_is_edited_between_epochs_reaches_workers(
+    place, tmp_path
+):
+    np.save(tmp_path / "a.npy", np.zeros(3))
+    with Leveled(**place) as dataset:
+        dataset.array = np.load(tmp_path / "a.npy", mmap_mode="c")
+        assert all(int(x[2]) == 0 for x, _ in dataset)
+        dataset.array[-1] = 5
+        assert all(int(x[2]) == 5 for x, _ in dataset)
+
+
 def test_what_on_worker_start_opened_is_not_overwritten(tmp_path):
     path = tmp_path / "lines"
     path.write_text("one\ntwo\n")

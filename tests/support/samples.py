@@ -384,3 +384,8 @@ class LetsAChildReturn(Numbered):
                 return super().__getitem__(index + 50)
             os.waitpid(child, 0)
         return super().__getitem__(index)
+
+
+def h5_item(thing, index):
+    """An item of an HDF5 dataset, or of the dataset "x" of a file."""
+    return thing["x"][index] if hasattr(thing, "filename") else thing[index]

@@ -41,7 +41,7 @@ from class_kinds import (
     of_slots,
     of_wrapping,
 )
-from samples import Holds, MapsAFile, hold, rest_of, row
+from samples import Holds, MapsAFile, h5_item, hold, rest_of, row
 
 from keras_fastdata import DatasetPicklingError
 from keras_fastdata.engine import module_sources
@@ -352,6 +352,29 @@ def test_h5py_files_groups_and_datasets_are_opened_again(tmp_path):
         assert_refused(file, "dataset.thing", closed)
     with h5py.File("memory", "w", driver="core", backing_store=False) as file:
         assert_refused(file, "dataset.thing", closed)
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_an_h5py_file_with_a_relative_path_is_the_same_elsewhere(
+    is_whole, tmp_path, monkeypatch
+):
+    for number in range(2):
+        (tmp_path / f"{number}").mkdir()
+        with h5py.File(tmp_path / f"{number}" / "a.h5", "w") as file:
+            file["x"] = np.full(3, number)
+    monkeypatch.chdir(tmp_path / "0")
+    with h5py.File("a.h5") as file:
+        monkeypatch.chdir(tmp_path / "1")
+        thing = file if is_whole else file["x"]
+        with Holds(thing, h5_item, **PROCESS) as dataset:
+            assert [int(batch) for batch in dataset] == [0] * 3
+        os.rename(tmp_path / "0" / "a.h5", tmp_path / "0" / "b.h5")
+        with Holds(thing, h5_item, **PROCESS) as dataset:
+            assert [int(batch) for batch in dataset] == [0] * 3
+        os.unlink(tmp_path / "0" / "b.h5")
+        kind = type(thing)
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        assert_refused(thing, "dataset.thing", name, h5_item)
 
 
 # -- functions and classes ---------------------------------------------------
