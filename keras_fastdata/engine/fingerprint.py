@@ -32,7 +32,6 @@ import gc
 import importlib.machinery
 import importlib.util
 import inspect
-import io
 import logging
 import numbers
 import operator
@@ -43,7 +42,7 @@ import stat
 import sys
 import types
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -51,7 +50,6 @@ import numpy as np
 from keras_fastdata._modules import (
     imports_in,
     is_main,
-    is_users,
     is_users_class,
     is_users_file,
     names_in,
@@ -62,14 +60,12 @@ from keras_fastdata.building.interface import Dataset
 from keras_fastdata.building.seeding import PRIVATE
 from keras_fastdata.engine.cache import Cache, DiskCache, MemoryCache
 from keras_fastdata.engine.settings import Settings
+from keras_fastdata.engine.stable_pickle import Found, is_installed, pickle_of
 from keras_fastdata.engine.state_dict import hash_of
 from keras_fastdata.errors import LoaderError
-from keras_fastdata.memory import class_refs, reducers
 
-_OURS = ("keras", "keras_fastdata")  # packages whose code is left out
 _LONGEST = 4096  # characters of a path
 _MOST_OBJECTS = 1000  # within a global object
-_TEXTS_OF_POLARS = ("String", "Binary", "Categorical", "Enum", "Object")
 _DATA = (
     *(numbers.Number, str, bytes, type(None), np.ndarray, np.generic, np.dtype),
     *(tuple, list, dict, set, frozenset, range, slice, enum.Enum, os.PathLike),
@@ -168,9 +164,9 @@ def fingerprint(
 def _digest_of(dataset: Dataset, value: Any) -> bytes:
     """Returns a digest of `value`, an attribute or the class of a dataset."""
     buffers: list[Any] = []
-    found = _Found()
+    found = Found()
     try:
-        pickled = _pickled(value, found, buffers.append)
+        pickled = pickle_of(value, found, buffers.append)
         raw = [buffer.raw() for buffer in buffers]
     except Exception as error:
         raise LoaderError(
@@ -185,22 +181,22 @@ def _digest_of(dataset: Dataset, value: Any) -> bytes:
 def _digest_of_outside(named: tuple[str, Any]) -> bytes:
     """Returns a digest of a variable's name and value, if it is pickled."""
     name, value = named
-    found = _Found()
+    found = Found()
     try:
-        pickled = _pickled(value, found)
+        pickled = pickle_of(value, found)
     except Exception:  # it holds a lock, or the like
         pickled = type(value).__qualname__.encode()
     return _digest_with([name.encode(), pickled], found)
 
 
-def _digest_with(pickled: list[bytes], found: _Found) -> bytes:
+def _digest_with(pickled: list[bytes], found: Found) -> bytes:
     """Returns a digest of pickles, and of the code and files found there."""
     parts = [_digest_of_code(code, found) for code in found.code]  # may grow
     parts += map(_file_at, found.texts)
     return hash_of([*pickled, *sorted(parts)])
 
 
-def _digest_of_code(code: Any, found: _Found) -> bytes:
+def _digest_of_code(code: Any, found: Found) -> bytes:
     parts: Iterator[Any]
     if isinstance(code, types.ModuleType):
         name = code.__name__
@@ -213,7 +209,7 @@ def _digest_of_code(code: Any, found: _Found) -> bytes:
     digests = [name.encode()]
     for part in parts:
         try:
-            digests.append(_pickled(part, found))
+            digests.append(pickle_of(part, found))
         except Exception:  # a lock, a slot
             digests.append(type(part).__qualname__.encode())
     return hash_of(digests)
@@ -234,102 +230,10 @@ def _file_at(path: str | bytes) -> bytes:
     return b""
 
 
-class _Found:
-    """Collects the code, modules and strings that a pickle refers to."""
-
-    def __init__(self) -> None:
-        self.texts: dict[str | bytes, None] = {}  # any may be a path
-        # Classes, functions and modules that are not installed.
-        self.code: list[Any] = []
-        # All of them, by id, and what stands for each.
-        self.known: dict[int, tuple[Any, list[str] | None]] = {}
-
-
-def _pickled(
-    value: Any, found: _Found, keep: Callable[[Any], None] | None = None
-) -> bytes:
-    """Pickles a value for hashing; passes the arrays' buffers to `keep`."""
-    stream = io.BytesIO()
-    pickler = _FingerprintPickler(stream, protocol=5, buffer_callback=keep)
-    pickler.found = found
-    pickler.dump(value)
-    return stream.getvalue()
-
-
-class _FingerprintPickler(reducers.Pickler):
-    """Pickles equal objects to equal bytes in every run.
-
-    Sets are sorted. Classes, functions and modules of the user are there by
-    name.
-    """
-
-    found: _Found
-
-    def persistent_id(self, obj: Any) -> Any:
-        """Collects an object's code and strings, and replaces some objects."""
-        kind = type(obj)
-        if kind is int or kind is float:
-            return None
-        if isinstance(obj, (str, bytes)):  # `np.str_` is a `str`
-            self.found.texts[obj] = None
-        elif kind is set or kind is frozenset:
-            return [kind.__name__, *sorted(obj, key=repr)]
-        elif isinstance(obj, (type, types.FunctionType)):
-            known = self.found.known
-            if id(obj) not in known:
-                by_name = _is_installed(obj.__module__)
-                by_name = by_name and class_refs.is_importable(obj)
-                known[id(obj)] = obj, None if by_name else [obj.__qualname__]
-                if not by_name:
-                    self.found.code.append(obj)
-            return known[id(obj)][1]
-        elif kind is types.ModuleType and not _is_installed(obj.__name__):
-            if id(obj) not in self.found.known:
-                self.found.known[id(obj)] = obj, ["module", obj.__name__]
-                self.found.code.append(obj)
-            return self.found.known[id(obj)][1]
-        else:
-            self.found.texts.update(dict.fromkeys(_texts_in(obj)))
-        return None
-
-
-def _texts_in(obj: Any) -> Iterator[str | bytes]:
-    """Yields the strings and bytes objects in a path, array or table."""
-    package = type(obj).__module__.partition(".")[0]
-    values: Any = ()
-    if isinstance(obj, os.PathLike):
-        values = (os.fspath(obj),)
-    elif isinstance(obj, np.ndarray):
-        if obj.dtype.kind in "STU":
-            values = obj.reshape(-1).tolist()
-        for name in obj.dtype.names or ():
-            yield from _texts_in(obj[name])
-    elif package == "keras_fastdata":
-        if type(obj).__name__ == "SharedList":
-            values = obj
-    elif package == "pyarrow" and hasattr(obj, "to_pylist"):
-        kind = str(getattr(obj, "type", ""))  # a table has none
-        values = obj.to_pylist() if "string" in kind or "bin" in kind else ()
-    elif package == "polars" and hasattr(obj, "to_list"):
-        values = obj.to_list()
-    elif package == "polars" and hasattr(obj, "get_columns"):
-        for column in obj.get_columns():
-            if str(column.dtype) in _TEXTS_OF_POLARS:
-                yield from _texts_in(column)
-    elif package == "pandas" and hasattr(obj, "to_numpy"):
-        values = np.asarray(obj).reshape(-1)  # texts may be Arrow's
-        values = values.tolist() if values.dtype.kind == "O" else ()
-    for value in values:
-        if isinstance(value, (str, bytes)):
-            yield value
-        elif isinstance(value, os.PathLike):
-            yield os.fspath(value)
-
-
 def _of_class(kind: type) -> Iterator[Any]:
     """Yields the parts of a class that a fingerprint covers."""
     yield from kind.__bases__
-    if not _is_installed(type(kind).__module__):
+    if not is_installed(type(kind).__module__):
         yield type(kind)
     for name, value in sorted(vars(kind).items()):
         is_code = callable(value) or hasattr(type(value), "__get__")
@@ -380,7 +284,7 @@ def _found_by_name(
             value
             for value in values
             if isinstance(value, types.ModuleType)
-            and not _is_installed(value.__name__)
+            and not is_installed(value.__name__)
         )
     if "__subclasses__" in names:
         for value in values:
@@ -445,7 +349,7 @@ def _code_within(waiting: list[Any]) -> Iterator[Any]:
 def _is_users_function(value: Any) -> bool:
     """Returns whether an object is a user's function or a `partial`."""
     if isinstance(value, types.FunctionType):
-        return not _is_installed(value.__module__)
+        return not is_installed(value.__module__)
     return isinstance(value, functools.partial)
 
 
@@ -455,7 +359,7 @@ def _named(
     """Yields (name, value) of a variable, or of each variable in a module."""
     if not isinstance(value, types.ModuleType):
         yield known, value
-    elif id(value) not in seen and not _is_installed(value.__name__):
+    elif id(value) not in seen and not is_installed(value.__name__):
         seen.add(id(value))
         held = vars(value)
         for name in names:
@@ -558,11 +462,3 @@ def _inside(value: Any) -> tuple[Any, ...]:
     if isinstance(value, functools._lru_cache_wrapper):
         return (value.__wrapped__,)
     return (value,)
-
-
-def _is_installed(module: str | None) -> bool:
-    """Returns whether a module belongs to Python or an installed package."""
-    if module is None:
-        return False
-    package = module.partition(".")[0]
-    return package in _OURS or not is_users(module, if_unknown=True)

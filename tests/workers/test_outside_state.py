@@ -63,8 +63,8 @@ from keras_fastdata.engine import (
     sent_digest,
     told_state,
 )
-from keras_fastdata.engine.fingerprint import _is_installed
 from keras_fastdata.engine.outside_state import OutsideState
+from keras_fastdata.engine.stable_pickle import is_installed
 
 PROCESSES = {"workers": 2, "use_multiprocessing": True}
 KINDS = {
@@ -466,13 +466,13 @@ def test_a_module_is_the_users_own_as_soon_as_it_is_imported(
 ):
     (tmp_path / "imported_later.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    before = [is_users("imported_later"), _is_installed("imported_later")]
+    before = [is_users("imported_later"), is_installed("imported_later")]
     monkeypatch.setitem(sys.modules, "imported_later", None)
     monkeypatch.delitem(sys.modules, "imported_later")
     importlib.import_module("imported_later")
     assert before == [False, False]
     assert is_users("imported_later")
-    assert not _is_installed("imported_later")
+    assert not is_installed("imported_later")
 
 
 def test_whose_a_module_is_depends_on_the_folder_that_it_lies_in():
